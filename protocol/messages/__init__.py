@@ -1,0 +1,27 @@
+"""Every message of the bus. `AnyMessage` is what a frame may hold."""
+
+from protocol.messages.base import Message
+from protocol.messages.control import Ack, Action, Control, Heartbeat, Hello
+from protocol.messages.step import StepReport
+from protocol.messages.trajectory import Rollout, ScoredRollout, ScoreFailure
+from protocol.messages.weights import TensorEntry, WeightApplied, WeightFailed, WeightManifest, WeightStaged
+
+AnyMessage = (
+    Rollout
+    | ScoredRollout
+    | ScoreFailure
+    | StepReport
+    | WeightManifest
+    | WeightStaged
+    | WeightApplied
+    | WeightFailed
+    | Hello
+    | Ack
+    | Heartbeat
+    | Control
+)
+
+__all__ = [
+    "Ack", "Action", "AnyMessage", "Control", "Heartbeat", "Hello", "Message", "Rollout", "ScoreFailure", "ScoredRollout",
+    "StepReport", "TensorEntry", "WeightApplied", "WeightFailed", "WeightManifest", "WeightStaged",
+]

@@ -1,0 +1,49 @@
+"""Arrays on the wire: dtype, shape and raw little-endian bytes. No lists of numbers, no pickles."""
+
+import math
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.errors import ProtocolError
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    name: np.dtype(name).newbyteorder("<") for name in ("uint8", "bool", "int32", "int64", "float16", "float32", "float64")
+}
+MAX_DIMS = 8
+
+
+class Array(msgspec.Struct, frozen=True, array_like=True):
+    """A dense array: `[dtype, shape, data]` in MessagePack. `data` is C-contiguous, little-endian."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+    @classmethod
+    def of(cls, values: Any, dtype: str) -> "Array":
+        """Pack `values` (anything numpy accepts) as `dtype`.
+
+        Raises:
+            KeyError: if `dtype` is not one of `DTYPES`.
+        """
+        packed = np.ascontiguousarray(values, dtype=DTYPES[dtype])
+        return cls(dtype, tuple(packed.shape), memoryview(packed.tobytes()))
+
+    def numpy(self) -> NDArray[Any]:
+        """A read-only view of the data.
+
+        Raises:
+            ProtocolError: if dtype, shape and byte count do not belong together.
+        """
+        kind = DTYPES.get(self.dtype)
+        if kind is None:
+            raise ProtocolError(f"array dtype {self.dtype!r} is not one of {sorted(DTYPES)}")
+        if len(self.shape) > MAX_DIMS or any(n < 0 for n in self.shape):
+            raise ProtocolError(f"array shape {self.shape} is not valid")
+        expected = math.prod(self.shape) * kind.itemsize
+        if expected != len(self.data):
+            raise ProtocolError(f"array {self.dtype}{list(self.shape)} needs {expected} bytes, got {len(self.data)}")
+        return np.frombuffer(self.data, dtype=kind).reshape(self.shape)

@@ -1,0 +1,60 @@
+"""Every edge of the bus, as data. Data flow can be read off this table.
+
+    prompts -> rollout --rollouts--> reward --scored--> ingest ==spool==> trainer --weights--> rollout
+
+The receiving side binds and is found through the ledger's registry under the topic's name; senders connect.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from protocol.messages import Control, Message, Rollout, ScoredRollout, ScoreFailure, WeightApplied, WeightFailed, WeightManifest, WeightStaged
+
+
+class Role(StrEnum):
+    """The services of a run."""
+
+    ROLLOUT = "rollout"
+    REWARD = "reward"
+    INGEST = "ingest"
+    TRAINER = "trainer"
+    MONITOR = "monitor"
+
+
+class Pattern(StrEnum):
+    """How an edge behaves."""
+
+    DELIVER = "deliver"  # each message to one receiver, acknowledged, resent, deduplicated
+    BROADCAST = "broadcast"  # newest to every connected peer; the ledger holds what a peer missed
+
+
+@dataclass(frozen=True, slots=True)
+class Topic:
+    """One edge."""
+
+    name: str
+    sender: Role
+    receiver: Role
+    binds: Role
+    """The side that binds a ROUTER and registers its endpoint; the other connects a DEALER."""
+    pattern: Pattern
+    carries: tuple[type[Message], ...]
+    """Message types in the direction of the edge."""
+    answers: tuple[type[Message], ...] = ()
+    """Message types in the other direction, beside acknowledgements and heartbeats."""
+    window: int = 0
+    """Messages that one receiver works on at a time, granted as credit; 0 where rule F already bounds what is in flight."""
+
+
+ROLLOUTS = Topic(
+    "rollouts", Role.ROLLOUT, Role.REWARD, binds=Role.REWARD, pattern=Pattern.DELIVER, carries=(Rollout,), window=16,
+)
+SCORED = Topic(
+    "scored", Role.REWARD, Role.INGEST, binds=Role.INGEST, pattern=Pattern.DELIVER, carries=(ScoredRollout, ScoreFailure),
+)
+WEIGHTS = Topic(
+    "weights", Role.TRAINER, Role.ROLLOUT, binds=Role.TRAINER, pattern=Pattern.BROADCAST,
+    carries=(WeightManifest, Control), answers=(WeightStaged, WeightApplied, WeightFailed),
+)
+
+TOPICS: dict[str, Topic] = {topic.name: topic for topic in (ROLLOUTS, SCORED, WEIGHTS)}

@@ -1,0 +1,1 @@
+"""Generation: prompts, environments and engines. Text stops at `render.py`; below it there are only tokens."""

@@ -1,0 +1,179 @@
+"""The interface of a generation engine, and what one request is and returns. Tokens only; log-probabilities are required.
+
+Every engine passes `tests/contracts/engine_suite.py`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from protocol.messages import WeightManifest
+
+
+class KvPolicy(StrEnum):
+    """What happens to the KV cache of running requests when new weights are applied."""
+
+    RECOMPUTE = "recompute"  # preempt and prefill again under the new weights: fresh tokens rest on fresh KV
+    KEEP = "keep"  # go on with the old KV: no pause, tokens rest partly on old KV
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Section `[engine]`. Engines refuse what they do not support, naming the field."""
+
+    name: str = "vllm"
+    """Module in `rollout/engines/`: vllm, hf, scripted."""
+    dtype: str = "float32"
+    tensor_parallel_size: int = 1
+    memory_fraction: float = 0.85
+    """Share of GPU memory for weights and KV cache; not used on CPU."""
+    kv_cache_mb: int = 64
+    """KV cache on CPU, MiB."""
+    max_model_len: int = 1024
+    """Prompt and completion together, tokens."""
+    max_running: int = 64
+    """Requests decoded in one batch."""
+    enforce_eager: bool = True
+    threads: int = 1
+    """CPU threads of the engine."""
+    kv: KvPolicy = KvPolicy.RECOMPUTE
+    stage_timeout_s: float = 120.0
+    start_timeout_s: float = 300.0
+    # scripted only: a deterministic engine for dry runs
+    seconds_per_token: float = 0.0
+    """Delay for each token."""
+    straggler_share: float = 0.0
+    """Share of groups that take `straggler_factor` times longer."""
+    straggler_factor: float = 1.0
+    script_seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to sample. Log-probabilities are those of the distribution that was sampled from (after temperature, top-k, top-p)."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    """0 is greedy; log-probabilities are then those at temperature 1."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 is off."""
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One completion to generate."""
+
+    id: str
+    """Unique among running requests. The scripted engine derives tokens and delays from the part before the last '/'."""
+    prompt: tuple[int, ...]
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What an engine generated for one request."""
+
+    tokens: tuple[int, ...]
+    """[T]; the stop token, if one was sampled, is the last."""
+    logprobs: tuple[float, ...]
+    """[T] nats, as sampled."""
+    spans: tuple[tuple[int, int], ...]
+    """Rows (end, version): tokens before `end` and after the row above were sampled under `version`. The last end is T."""
+    finish_reason: str
+    """"stop", "length" or "abort"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Which weights are live. A fresh engine serves ("", -1): it gets no lease before it has applied a version."""
+
+    epoch: str = ""
+    version: int = -1
+    digest: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What an engine can do beyond the contract's core; the rest raises `Unsupported`."""
+
+    updates_while_generating: bool = True
+    recomputes_kv: bool = True
+    sleep: bool = False
+    lora: bool = False
+    transports: frozenset[str] = field(default_factory=frozenset)
+
+
+class Engine(ABC):
+    """A generation engine. All methods are called from one event loop; `generate` runs many times at once.
+
+    Cancellation: a cancelled `generate` aborts its request. A cancelled `stage` discards the staged copy. `commit` is not cancelled:
+    it ends in applied, untouched (WeightError) or poisoned (PoisonedError).
+    """
+
+    capabilities: Capabilities
+
+    @property
+    @abstractmethod
+    def served(self) -> Served:
+        """The weights that are live now."""
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Load the model's shape (and tokenizer-free config) from the model directory and get ready to stage.
+
+        Raises:
+            EngineError: if it is not ready within `start_timeout_s`; names the cause.
+        """
+
+    @abstractmethod
+    async def generate(self, request: Request) -> Completion:
+        """Generate until a stop token, the token limit, or abort.
+
+        Raises:
+            EngineError: if the request is not valid for this engine (too long, empty, token out of range) or the engine died.
+        """
+
+    @abstractmethod
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests; their `generate` returns what there is with finish_reason "abort". Unknown ids are ignored."""
+
+    @abstractmethod
+    async def pause(self) -> None:
+        """Stop between two decode steps, keeping every running request. New requests wait. Idempotent."""
+
+    @abstractmethod
+    async def resume(self) -> None:
+        """Go on after `pause`. Idempotent."""
+
+    @abstractmethod
+    async def stage(self, manifest: WeightManifest) -> None:
+        """Bring a complete, verified copy of a version beside the live weights while generation goes on.
+
+        Raises:
+            WeightError: the staged copy is discarded and the live weights are untouched.
+        """
+
+    @abstractmethod
+    async def commit(self, manifest: WeightManifest) -> float:
+        """Make the staged version live between two decode steps. Returns the pause that running requests saw, in milliseconds.
+
+        Raises:
+            WeightError: this version is not staged; nothing changed.
+            PoisonedError: live weights may be mixed; the engine must be closed.
+        """
+
+    @abstractmethod
+    async def adopt(self, epoch: str, version: int) -> None:
+        """Rename the live weights: a new epoch continues the branch with the same digest. Copies nothing."""
+
+    @abstractmethod
+    async def check(self) -> None:
+        """Raises EngineError if the engine is dead or poisoned."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End the engine and everything it started. Idempotent."""

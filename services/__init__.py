@@ -1,0 +1,1 @@
+"""The processes of tether, and the only part of it that touches sockets, Redis, signals and settings."""

@@ -1,0 +1,36 @@
+"""A training batch: the groups of one step as padded tensors, the same on every rank.
+
+Shapes: N samples, L tokens of the longest sequence (prompt and response), padded on the right.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The groups of one step. `x[:, i]` belongs to token i of the sequence; position 0 is never trained."""
+
+    step: int
+    """The version that the step starts from."""
+    tokens: torch.Tensor
+    """int64 [N, L]; 0 where padded."""
+    sequence_lengths: torch.Tensor
+    """int64 [N]: prompt and response."""
+    loss_mask: torch.Tensor
+    """bool [N, L]: sampled tokens within the bound; only they carry gradient."""
+    sampled_mask: torch.Tensor
+    """bool [N, L]: all sampled tokens."""
+    behaviour_logprobs: torch.Tensor
+    """float32 [N, L]: as the engine sampled them; 0 where not sampled."""
+    versions: torch.Tensor
+    """int32 [N, L]: version of each sampled token; -1 elsewhere."""
+    advantages: torch.Tensor
+    """float32 [N, L]: 0 where `loss_mask` is False."""
+    group_index: torch.Tensor
+    """int64 [N]: index of the sample's group within the batch."""
+    rewards: torch.Tensor
+    """float32 [N]."""
+    temperature: float = 1.0
+    """At which the behaviour policy sampled; logits are divided by it before the log-softmax."""
