@@ -93,6 +93,14 @@ class Backend(ABC):
         Complete on every rank."""
 
     @abstractmethod
+    def reference_logprobs(self, batch: Batch) -> torch.Tensor:
+        """The same under the model that training began with (a copy is kept from the first call to `keep_reference`)."""
+
+    @abstractmethod
+    def keep_reference(self) -> None:
+        """Keep a copy of the current weights as the reference model. Called before the first step if `kl_coef` > 0."""
+
+    @abstractmethod
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Full tensors under their Hugging Face names, in a fixed order; yields on rank 0 only, but must be exhausted on every rank."""
 

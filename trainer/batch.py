@@ -34,3 +34,7 @@ class Batch:
     """float32 [N]."""
     temperature: float = 1.0
     """At which the behaviour policy sampled; logits are divided by it before the log-softmax."""
+    proximal_logprobs: torch.Tensor | None = None
+    """float32 [N, L]: recomputed by the trainer before the step (decoupled objective)."""
+    reference_logprobs: torch.Tensor | None = None
+    """float32 [N, L]: under the initial model, for the KL term."""
