@@ -1,1 +1,1 @@
-""""""
+"""Generation engines behind one interface, `base.py`."""

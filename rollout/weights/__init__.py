@@ -1,1 +1,1 @@
-""""""
+"""The receiving side of weight transports, one file each."""

@@ -1,0 +1,84 @@
+"""What all engines do with a request and its completion: refuse what cannot run, and turn token versions into spans."""
+
+import difflib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from protocol.errors import EngineError
+from rollout.engines.base import Request
+
+
+def read_config(model_dir: Path) -> dict[str, Any]:
+    """The model's config.json.
+
+    Raises:
+        EngineError: if there is no such directory or file, or it is not JSON.
+    """
+    path = model_dir / "config.json"
+    if not model_dir.is_dir():
+        raise EngineError(f"model directory {model_dir} does not exist{_nearest(model_dir)}")
+    try:
+        found = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise EngineError(f"model directory {model_dir} has no config.json") from None
+    except (OSError, ValueError) as error:
+        raise EngineError(f"{path}: {error}") from error
+    if not isinstance(found, dict):
+        raise EngineError(f"{path} is not a JSON object")
+    return found
+
+
+def check_request(request: Request, *, vocab_size: int, max_model_len: int, running: Iterable[str] = ()) -> None:
+    """Refuse a request that no engine could run.
+
+    Raises:
+        EngineError: naming the request and what is wrong with it.
+    """
+    name, prompt, sampling = request.id, request.prompt, request.sampling
+    if name in running:
+        raise EngineError(f"request {name}: one of that id is running")
+    if not prompt:
+        raise EngineError(f"request {name}: the prompt is empty")
+    if sampling.max_tokens < 1:
+        raise EngineError(f"request {name}: max_tokens is {sampling.max_tokens}, must be at least 1")
+    if len(prompt) + sampling.max_tokens > max_model_len:
+        raise EngineError(
+            f"request {name}: prompt of {len(prompt)} tokens + max_tokens {sampling.max_tokens} exceed max_model_len {max_model_len}"
+        )
+    for what, ids in (("token", prompt), ("stop token", sampling.stop_token_ids)):
+        if min(ids, default=0) < 0 or max(ids, default=0) >= vocab_size:
+            culprit = next(i for i in ids if not 0 <= i < vocab_size)
+            raise EngineError(f"request {name}: {what} id {culprit} is out of range, the vocabulary has {vocab_size}")
+    if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
+        raise EngineError(
+            f"request {name}: temperature {sampling.temperature}, top_p {sampling.top_p}, top_k {sampling.top_k} are not all in range"
+        )
+
+
+def spans_of(versions: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Rows (end, version) from the version of each token."""
+    return spans_from_marks(
+        [(0, versions[0])] + [(i, v) for i, v in enumerate(versions) if v != versions[i - 1]] if versions else [], len(versions)
+    )
+
+
+def spans_from_marks(marks: Sequence[tuple[int, int]], count: int) -> tuple[tuple[int, int], ...]:
+    """Rows (end, version) for `count` tokens from marks (first token, version), which are in order and start at token 0."""
+    rows: list[tuple[int, int]] = []
+    for i, (start, version) in enumerate(marks):
+        end = min(marks[i + 1][0] if i + 1 < len(marks) else count, count)
+        if end <= start:
+            continue
+        if rows and rows[-1][1] == version:
+            rows.pop()
+        rows.append((end, version))
+    return tuple(rows)
+
+
+def _nearest(path: Path) -> str:
+    if not path.parent.is_dir():
+        return ""
+    close = difflib.get_close_matches(path.name, [p.name for p in path.parent.iterdir() if p.is_dir()], n=1)
+    return f"; did you mean {path.parent / close[0]}?" if close else ""

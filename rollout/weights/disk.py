@@ -1,0 +1,41 @@
+"""Receives a version from a safetensors file: `location` is a directory with `model.safetensors`."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from protocol.errors import WeightError
+from protocol.messages import TensorEntry, WeightManifest
+from rollout.weights.entries import Deadline, verify
+
+
+class DiskReceiver:
+    """Reads tensors by name. The file's own header must agree with the manifest; its bytes are verified all the same."""
+
+    def tensors(self, manifest: WeightManifest, deadline_s: float) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+        deadline = Deadline(manifest, deadline_s)
+        path = Path(manifest.location) / "model.safetensors"
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                present = set(file.keys())
+                for entry in manifest.tensors:
+                    deadline.remaining(f"reading {entry.name}")
+                    if entry.name not in present:
+                        raise WeightError(f"tensor {entry.name} is not in {path}")
+                    tensor = file.get_tensor(entry.name)
+                    _check_header(entry, tensor, path)
+                    verify(entry, tensor)
+                    yield entry, tensor
+        except (OSError, SafetensorError) as error:
+            raise WeightError(f"{path}: {error}") from error
+
+    def close(self) -> None:
+        """Nothing to release: the file is closed when the last tensor is read."""
+
+
+def _check_header(entry: TensorEntry, tensor: torch.Tensor, path: Path) -> None:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype != entry.dtype or tuple(tensor.shape) != entry.shape:
+        raise WeightError(f"tensor {entry.name} is {dtype}{list(tensor.shape)} in {path}, {entry.dtype}{list(entry.shape)} in the manifest")

@@ -1,0 +1,41 @@
+"""Receivers by the name of their transport."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from protocol.buckets import check_manifest
+from protocol.errors import WeightError
+from protocol.messages import TensorEntry, WeightManifest
+from rollout.weights.base import Receiver
+from rollout.weights.disk import DiskReceiver
+from rollout.weights.nccl import NcclReceiver
+from rollout.weights.shm import ShmReceiver
+
+RECEIVERS: dict[str, Callable[[], Receiver]] = {"disk": DiskReceiver, "nccl": NcclReceiver, "shm": ShmReceiver}
+
+
+class CheckedReceiver:
+    """A receiver that refuses a manifest which contradicts itself before it fetches a byte."""
+
+    def __init__(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+
+    def tensors(self, manifest: WeightManifest, deadline_s: float) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+        check_manifest(manifest)
+        yield from self._receiver.tensors(manifest, deadline_s)
+
+    def close(self) -> None:
+        self._receiver.close()
+
+
+def make_receiver(transport: str) -> Receiver:
+    """The receiver for `manifest.transport`. It checks each manifest before it uses it.
+
+    Raises:
+        WeightError: if there is none of that name; lists those there are.
+    """
+    make = RECEIVERS.get(transport)
+    if make is None:
+        raise WeightError(f"transport {transport!r} is not known; there are {', '.join(sorted(RECEIVERS))}")
+    return CheckedReceiver(make())
