@@ -8,6 +8,7 @@
     │   └── UnsupportedSchema
     ├── Refused                  the ledger or a peer declined; nothing changed; `reason` says why
     ├── Unavailable              a service that is needed does not answer within its deadline
+    ├── SpoolError               the spool cannot be read or written (disk full ...); nothing is acknowledged
     ├── EngineError              the engine failed a request or died
     │   └── Unsupported          the engine cannot do this, and says so instead of pretending
     ├── WeightError              an update was not staged; the live weights are untouched
@@ -79,6 +80,10 @@ class Refused(TetherError):
 
 class Unavailable(TetherError):
     """A needed service did not answer within its deadline; names it and how long was waited."""
+
+
+class SpoolError(TetherError, OSError):
+    """The spool could not be read or written. A failed write stored nothing, so nothing may be acknowledged."""
 
 
 class EngineError(TetherError):

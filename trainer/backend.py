@@ -89,8 +89,8 @@ class Backend(ABC):
 
     @abstractmethod
     def logprobs(self, batch: Batch) -> torch.Tensor:
-        """float32 [N, L]: log-probabilities of the batch's tokens under the current weights, at the batch's temperature; 0 where not sampled.
-        Complete on every rank."""
+        """float32 [N, L]: log-probabilities of the batch's tokens under the current weights, at the batch's temperature; 0 where not
+        sampled. Complete on every rank."""
 
     @abstractmethod
     def reference_logprobs(self, batch: Batch) -> torch.Tensor:
@@ -106,7 +106,10 @@ class Backend(ABC):
 
     @abstractmethod
     def save(self, directory: Path) -> None:
-        """Write this rank's part of a checkpoint (parameters, optimizer, RNG) into an existing directory."""
+        """Write this rank's part of a checkpoint (parameters, optimizer, RNG) into an existing directory.
+
+        Returns when every rank has written its part, so that whoever called it on rank 0 may declare the checkpoint complete.
+        """
 
     @abstractmethod
     def restore(self, directory: Path) -> None:

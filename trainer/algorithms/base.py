@@ -22,12 +22,15 @@ class AlgorithmConfig:
     """PPO ratio clip: the ratio's lower edge is 1 - clip_low."""
     clip_high: float = 0.2
     importance_cap: float = 2.0
-    """Truncated importance sampling: weight min(pi_proximal / pi_behaviour, cap) where proximal log-probabilities are recomputed; 0 is off."""
+    """Truncated importance sampling: weight min(pi_proximal / pi_behaviour, cap) where proximal log-probabilities are recomputed; 0 is
+    off."""
     entropy_coef: float = 0.0
     """Bonus for entropy, nats."""
     kl_coef: float = 0.0
     """Weight of the KL to the initial model (k3 estimator); 0 is off and costs nothing."""
     advantage_eps: float = 1e-4
+    length_normalizer: int = 0
+    """dr_grpo: tokens that each sample's sum is divided by, usually the generation limit; 0 takes the longest sample of the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,8 @@ class TokenLoss:
 class Algorithm(Protocol):
     """A recipe. Pure: no state, no collectives."""
 
-    config: AlgorithmConfig
+    @property
+    def config(self) -> AlgorithmConfig: ...
 
     def advantages(self, rewards: torch.Tensor, group_index: torch.Tensor) -> torch.Tensor:
         """float32 [N] from rewards [N] and the group of each sample [N]."""

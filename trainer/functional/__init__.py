@@ -1,1 +1,1 @@
-""""""
+"""Pure tensor functions: log-probabilities, losses and advantages. Formula, source, shapes, reduction and dtype are in each docstring."""

@@ -30,7 +30,15 @@ class WeightConfig:
 class Sender(Protocol):
     """Publishes versions. Lives in trainer rank 0."""
 
-    def publish(self, epoch: str, version: int, tensors: Iterable[tuple[str, torch.Tensor]], *, base_model: str = "", tied: tuple[tuple[str, str], ...] = ()) -> WeightManifest:
+    def publish(
+        self,
+        epoch: str,
+        version: int,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        *,
+        base_model: str = "",
+        tied: tuple[tuple[str, str], ...] = (),
+    ) -> WeightManifest:
         """Make a version available and return its manifest. When it returns, the tensors may be written again.
 
         Raises:

@@ -1,0 +1,52 @@
+"""GRPO: DeepSeekMath (arXiv 2402.03300), eq. 3, with the token loss of `surrogate.py`."""
+
+from dataclasses import dataclass
+
+import torch
+
+from trainer.algorithms.base import AlgorithmConfig, TokenLoss
+from trainer.algorithms.surrogate import surrogate_token_loss
+from trainer.batch import Batch
+from trainer.functional.advantages import group_normalised
+
+
+@dataclass(frozen=True, slots=True)
+class Grpo:
+    """Group-normalised advantages; mean over the tokens of a sample, then over the samples."""
+
+    config: AlgorithmConfig
+
+    def advantages(self, rewards: torch.Tensor, group_index: torch.Tensor) -> torch.Tensor:
+        """(r - mean) / (std + advantage_eps) within the group; float32 [N]."""
+        return group_normalised(rewards, group_index, self.config.advantage_eps)
+
+    def token_weights(self, batch: Batch) -> torch.Tensor:
+        """weight = 1 / (N |o_i|), float32 [N, L]: the 1/G sum_i 1/|o_i| sum_t of eq. 3, over all groups of the batch.
+
+        |o_i| counts all *sampled* tokens of sample i, also those that the bound masked: masking takes a token's share away and gives
+        it to no other, so that the few fresh tokens of a late sample do not weigh more than they would have on time. N counts all
+        samples, so groups of unequal size weigh by their size.
+        """
+        counts = batch.sampled_mask.sum(dim=1, keepdim=True).clamp_min(1)
+        return batch.loss_mask.float() / (counts * max(len(counts), 1))
+
+    def token_loss(
+        self,
+        logprobs: torch.Tensor,
+        behaviour_logprobs: torch.Tensor,
+        advantages: torch.Tensor,
+        *,
+        entropy: torch.Tensor | None = None,
+        proximal_logprobs: torch.Tensor | None = None,
+        reference_logprobs: torch.Tensor | None = None,
+    ) -> TokenLoss:
+        """See `surrogate_token_loss`."""
+        return surrogate_token_loss(
+            self.config,
+            logprobs,
+            behaviour_logprobs,
+            advantages,
+            entropy=entropy,
+            proximal_logprobs=proximal_logprobs,
+            reference_logprobs=reference_logprobs,
+        )

@@ -1,0 +1,88 @@
+"""Log-probabilities of given tokens, and entropy, from logits, without keeping a second array of the logits' size.
+
+A plain `log_softmax` keeps its [n, L, V] output in float32 for the backward pass. Here only [n, L] is kept beside the logits, and
+both passes work through the rows in slices.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.functional.shapes import FloatNL, IntNL, LogitsNLV
+
+SLICE_ELEMENTS = 1 << 24
+"""Logits that are held in float32 at a time: 64 MiB."""
+
+
+class _Selected(torch.autograd.Function):
+    """(logits [R, V], tokens [R], temperature) -> (log-probabilities [R], entropy [R]) in float32, or float64 for float64 logits."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_RV: Tensor, tokens_R: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        logprobs_R = torch.empty(len(tokens_R), dtype=_wide(logits_RV), device=logits_RV.device)
+        entropy_R, lse_R = torch.empty_like(logprobs_R), torch.empty_like(logprobs_R)
+        for rows in _slices(logits_RV):
+            scaled = logits_RV[rows].to(logprobs_R.dtype) / temperature
+            lse = torch.logsumexp(scaled, dim=-1)
+            logprobs_R[rows] = scaled.gather(-1, tokens_R[rows, None])[:, 0] - lse
+            log_p = _log_p(scaled, lse)
+            entropy_R[rows] = -(log_p.exp() * log_p).sum(dim=-1)
+            lse_R[rows] = lse
+        ctx.save_for_backward(logits_RV, tokens_R, lse_R, entropy_R)
+        ctx.temperature = temperature
+        return logprobs_R, entropy_R
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        logits_RV, tokens_R, lse_R, entropy_R = ctx.saved_tensors
+        by_logprob_R, by_entropy_R = gradients
+        out_RV = torch.empty_like(logits_RV)
+        for rows in _slices(logits_RV):
+            log_p = _log_p(logits_RV[rows].to(lse_R.dtype) / ctx.temperature, lse_R[rows])
+            # d logprob / d z_j = [j = token] - p_j;  d entropy / d z_j = -p_j (log p_j + entropy)
+            slope = -by_logprob_R[rows, None] - by_entropy_R[rows, None] * (log_p + entropy_R[rows, None])
+            grad = log_p.exp() * slope
+            grad.scatter_add_(-1, tokens_R[rows, None], by_logprob_R[rows, None])
+            out_RV[rows] = (grad / ctx.temperature).to(out_RV.dtype)
+        return out_RV, None, None
+
+
+def token_logprobs(logits: LogitsNLV, tokens: IntNL, temperature: float = 1.0) -> tuple[FloatNL, FloatNL]:
+    """Log-probability of each token given those before it, and the entropy of the distribution that it was drawn from.
+
+        z = logits[:, i - 1] / temperature
+        logprob[:, i] = z[tokens[:, i]] - log sum_v exp z_v
+        entropy[:, i] = -sum_v p_v log p_v,  p = softmax(z)
+
+    Both are differentiable in `logits`. A logit of -inf counts as probability 0.
+
+    Args:
+        logits: [n, L, V] as the model gives them: row i predicts token i + 1. Any floating dtype.
+        tokens: int64 [n, L].
+        temperature: at which the tokens were sampled; positive.
+
+    Returns:
+        (logprobs, entropy), both [n, L] in nats, float32 (float64 for float64 logits); column 0, which nothing predicts, is 0.
+    """
+    samples, length, vocabulary = logits.shape
+    before = logits[:, :-1].reshape(-1, vocabulary)
+    logprobs, entropy = _Selected.apply(before, tokens[:, 1:].reshape(-1), temperature)
+    first = logprobs.new_zeros(samples, min(length, 1))
+    shape = (samples, max(length - 1, 0))
+    return torch.cat([first, logprobs.view(shape)], dim=1), torch.cat([first, entropy.view(shape)], dim=1)
+
+
+def _wide(logits: Tensor) -> torch.dtype:
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+
+def _log_p(scaled: Tensor, lse: Tensor) -> Tensor:
+    """Clamped to the smallest finite number, so that p * log p of an impossible token is 0 and not nan."""
+    return (scaled - lse[:, None]).clamp_min(torch.finfo(scaled.dtype).min)
+
+
+def _slices(logits_RV: Tensor) -> list[slice]:
+    rows, vocabulary = logits_RV.shape
+    size = max(1, SLICE_ELEMENTS // vocabulary)
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]

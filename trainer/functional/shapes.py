@@ -1,0 +1,13 @@
+"""Array types of this package.
+
+n samples of a micro-batch, N of the whole batch, L tokens of the longest sequence, V entries of the vocabulary.
+"""
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+LogitsNLV = Float[Tensor, "n L V"]
+FloatNL = Float[Tensor, "n L"]
+IntNL = Int[Tensor, "n L"]
+FloatN = Float[Tensor, "N"]
+IntN = Int[Tensor, "N"]
