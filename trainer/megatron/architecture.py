@@ -1,0 +1,131 @@
+"""What a model is, read from the config.json of a Hugging Face checkpoint."""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from protocol.errors import SettingsError
+
+SUPPORTED = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+"""model_type and the architecture that exports carry."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary embedding. `factor` and the fields after it belong to the types linear and llama3."""
+
+    theta: float
+    type: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+    def inverse_frequencies(self, head_dim: int) -> torch.Tensor:
+        """float32 [head_dim / 2]. llama3: long wavelengths are stretched by `factor`, short ones kept, those between interpolated."""
+        frequencies = 1.0 / self.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
+        if self.type == "linear":
+            return frequencies / self.factor
+        if self.type != "llama3":
+            return frequencies
+        turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
+        keep = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0.0, 1.0)
+        return (1 - keep) * frequencies / self.factor + keep * frequencies
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """The numbers that define a dense decoder."""
+
+    model_type: str
+    name: str
+    """Class name of the checkpoint, for manifests."""
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    tied: bool
+    norm_eps: float
+    max_positions: int
+    rope: Rope
+
+    @property
+    def qkv_bias(self) -> bool:
+        return self.model_type == "qwen2"
+
+    @property
+    def qk_norm(self) -> bool:
+        return self.model_type == "qwen3"
+
+
+def read_architecture(model_dir: Path) -> Architecture:
+    """Read `config.json`.
+
+    Raises:
+        SettingsError: if there is none, or it asks for what is not supported; names the field.
+    """
+    path = model_dir / "config.json"
+    try:
+        config: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise SettingsError(f"cannot read {path}: {error}: the model must be a directory with a Hugging Face checkpoint") from error
+    model_type = config.get("model_type")
+    if model_type not in SUPPORTED:
+        raise SettingsError(f"{path}: model_type {model_type!r} is not supported; supported are {', '.join(sorted(SUPPORTED))}")
+    _refuse_unsupported(path, config)
+    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    return Architecture(
+        model_type=model_type,
+        name=(config.get("architectures") or [SUPPORTED[model_type]])[0],
+        layers=int(config["num_hidden_layers"]),
+        hidden=hidden,
+        intermediate=int(config["intermediate_size"]),
+        heads=heads,
+        kv_heads=int(config.get("num_key_value_heads") or heads),
+        head_dim=int(config.get("head_dim") or hidden // heads),
+        vocabulary=int(config["vocab_size"]),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        norm_eps=float(config["rms_norm_eps"]),
+        max_positions=int(config.get("max_position_embeddings") or 4096),
+        rope=_rope(path, config),
+    )
+
+
+def _refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
+    windowed = config.get("sliding_window") is not None and config.get("use_sliding_window", config["model_type"] == "mistral")
+    positions = config.get("max_position_embeddings") or 0
+    unsupported = {
+        "hidden_act": config.get("hidden_act", "silu") != "silu",
+        "attention_bias": bool(config.get("attention_bias")),
+        "mlp_bias": bool(config.get("mlp_bias")),
+        "attention_dropout": bool(config.get("attention_dropout")),
+        "sliding_window": windowed and config["sliding_window"] < positions,
+        "partial_rotary_factor": config.get("partial_rotary_factor", 1.0) != 1.0,
+        "quantization_config": config.get("quantization_config") is not None,
+    }
+    for field, present in unsupported.items():
+        if present:
+            raise SettingsError(f"{path}: {field} = {config[field]!r} is not supported by the megatron backend")
+
+
+def _rope(path: Path, config: dict[str, Any]) -> Rope:
+    """transformers 5 has `rope_parameters`; older checkpoints have `rope_theta` and `rope_scaling`."""
+    field = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    values: dict[str, Any] = config.get(field) or {}
+    theta = float(values.get("rope_theta", config.get("rope_theta", 10000.0)))
+    kind = values.get("rope_type", values.get("type", "default"))
+    if kind == "default":
+        return Rope(theta)
+    if kind not in ("linear", "llama3"):
+        raise SettingsError(f"{path}: {field} of type {kind!r} is not supported; supported are default, linear and llama3")
+    known = ("factor", "low_freq_factor", "high_freq_factor")
+    scaling = {key: float(values[key]) for key in known if key in values}
+    original = int(values.get("original_max_position_embeddings", 8192))
+    return Rope(theta, kind, **scaling, original_max_position_embeddings=original)

@@ -1,0 +1,167 @@
+"""The megatron-core training backend."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from protocol.errors import SettingsError
+from trainer.algorithms.base import Algorithm
+from trainer.backend import Backend, OptimizerConfig, ParallelConfig, StepStats, TrainerConfig
+from trainer.batch import Batch
+from trainer.megatron import cpu, parallel
+from trainer.megatron.architecture import read_architecture
+from trainer.megatron.checkpoint import layout, restore_part, save_part
+from trainer.megatron.convert.checkpoint import load_checkpoint
+from trainer.megatron.forward import Runner
+from trainer.megatron.model import DTYPES, build_model, transformer_config
+from trainer.megatron.optimizer import Optimizer, wrap_model
+from trainer.megatron.reshard import TensorPlan, export_plan
+
+
+class MegatronBackend(Backend):
+    """Trains a Hugging Face checkpoint under tensor, pipeline and data parallelism; results do not depend on the layout.
+
+    Without torchrun it is a world of one. On a machine without CUDA it runs on gloo.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path,
+        *,
+        parallel: ParallelConfig,
+        optimizer: OptimizerConfig,
+        trainer: TrainerConfig,
+        algorithm: Algorithm,
+    ) -> None:
+        """Load the model. A collective.
+
+        Raises:
+            SettingsError: if the model is not supported, or does not fit the layout.
+        """
+        if trainer.dtype not in DTYPES:
+            raise SettingsError(f"[trainer] dtype is {trainer.dtype!r}: use {' or '.join(DTYPES)}")
+        self.algorithm = algorithm
+        self._trainer = trainer
+        self._model_spec = read_architecture(model_dir)
+        self.architecture = self._model_spec.name
+        self._plan = export_plan(self._model_spec, parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
+        if trainer.threads > 0:
+            torch.set_num_threads(trainer.threads)
+        cpu.install()
+        self._position = _initialize(parallel, trainer)
+        self._closed = False
+        try:
+            self._config = transformer_config(self._model_spec, self._position, DTYPES[trainer.dtype])
+            model = build_model(self._model_spec, self._config, self._position)
+            self._parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
+            self._load(model_dir)
+            self._model = wrap_model(model, self._config, self._position)
+            self._runner = Runner(self._model, self._model_spec, self._position, trainer.micro_batch_size)
+            self._optimizer = Optimizer(optimizer, self._model, self._position, DTYPES[trainer.dtype])
+        except BaseException:
+            self.close()
+            raise
+        self._reference: Runner | None = None
+
+    def train_step(self, batch: Batch) -> StepStats:
+        self._optimizer.zero_grad(self._model)
+        metrics = self._runner.train(batch, self.algorithm)
+        norm, skipped = self._optimizer.step()
+        trained = int(batch.loss_mask.sum())
+        count = max(1, trained)
+        return StepStats(
+            loss=metrics["loss"],
+            grad_norm=norm,
+            entropy=metrics["entropy"] / count,
+            clip_fraction=metrics["clipped"] / count,
+            ratio_mean=metrics["ratio"] / count,
+            logprob_error_max=metrics["logprob_error_max"],
+            trained_tokens=trained,
+            skipped=skipped,
+        )
+
+    def logprobs(self, batch: Batch) -> torch.Tensor:
+        return self._runner.logprobs(batch)
+
+    def reference_logprobs(self, batch: Batch) -> torch.Tensor:
+        if self._reference is None:
+            raise RuntimeError("reference_logprobs before keep_reference: there is no reference model")
+        return self._reference.logprobs(batch)
+
+    def keep_reference(self) -> None:
+        """See the interface. After a restart call it before `restore`: checkpoints do not hold the reference."""
+        model = build_model(self._model_spec, self._config, self._position)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(self._parameters[name])
+        self._reference = Runner(model.requires_grad_(False), self._model_spec, self._position, self._trainer.micro_batch_size)
+
+    @torch.no_grad()
+    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See the interface. Tensors are copies, in the training dtype, on the training device; one is in flight at a time."""
+        position = self._position
+        for plan in self._plan:
+            if position.rank_of(position.tp, position.pp, position.dp) == 0:
+                yield plan.name, self._receive(plan)
+            elif position.pp == plan.stage and position.dp == 0:
+                self._send(plan)
+
+    def save(self, directory: Path) -> None:
+        """See the interface. Returns when every rank's part is on disk."""
+        save_part(directory, self._parameters, self._optimizer, self._position, self._layout())
+        dist.barrier()
+
+    def restore(self, directory: Path) -> None:
+        restore_part(directory, self._parameters, self._optimizer, self._position, self._layout())
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            parallel.finalize()
+
+    def _layout(self) -> dict[str, object]:
+        return layout(self._model_spec, self._position, self._trainer.dtype)
+
+    def _load(self, model_dir: Path) -> None:
+        config, position = self._position.config, self._position
+        load_checkpoint(
+            model_dir,
+            self._model_spec,
+            self._parameters,
+            tp=config.tensor_model_parallel_size,
+            tp_rank=position.tp,
+            pp=config.pipeline_model_parallel_size,
+            pp_rank=position.pp,
+        )
+
+    def _receive(self, plan: TensorPlan) -> torch.Tensor:
+        """Put a tensor together on rank 0: own pieces are copied, the others come from their ranks in one message each."""
+        tensor = torch.empty(plan.shape, dtype=DTYPES[self._trainer.dtype], device=self._position.device)
+        for tp in sorted({piece.tp for piece in plan.pieces}):
+            pieces = [piece for piece in plan.pieces if piece.tp == tp]
+            if (tp, plan.stage) == (0, 0):
+                local = self._parameters[plan.parameter]
+                for piece in pieces:
+                    rows = local.narrow(plan.dim, piece.local_start, piece.length)
+                    tensor.narrow(plan.dim, piece.start, piece.length).copy_(rows)
+                continue
+            shape = list(plan.shape)
+            shape[plan.dim] = sum(piece.length for piece in pieces)
+            message = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+            dist.recv(message, self._position.rank_of(tp, plan.stage))
+            for piece, rows in zip(pieces, message.split([piece.length for piece in pieces], plan.dim), strict=True):
+                tensor.narrow(plan.dim, piece.start, piece.length).copy_(rows)
+        return tensor
+
+    def _send(self, plan: TensorPlan) -> None:
+        local = self._parameters[plan.parameter]
+        pieces = [piece for piece in plan.pieces if piece.tp == self._position.tp]
+        if pieces:
+            rows = [local.narrow(plan.dim, piece.local_start, piece.length) for piece in pieces]
+            dist.send(torch.cat(rows, plan.dim).contiguous(), 0)
+
+
+def _initialize(config: ParallelConfig, trainer: TrainerConfig) -> parallel.Position:
+    return parallel.initialize(config, trainer.device, trainer.seed)

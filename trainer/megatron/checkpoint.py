@@ -1,0 +1,158 @@
+"""A rank's part of a checkpoint: parameters, optimizer state and random states as safetensors, and one description of the layout.
+
+Files of a directory:
+    layout.json                        model, sizes, dtype; by rank 0
+    model-tp0-pp0.safetensors          parameters by megatron name; by the first data-parallel rank
+    optimizer-tp0-pp0-dp0.safetensors  moments, steps, masters, random states; by each rank whose share is its own
+
+The state is read from and written into torch's optimizer itself: megatron's own checkpoint path of the distributed optimizer refuses
+torch's AdamW on reload.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from protocol.errors import SettingsError
+from trainer.megatron.architecture import Architecture
+from trainer.megatron.optimizer import Optimizer, is_distributed
+from trainer.megatron.parallel import Position
+
+FORMAT = 1
+LAYOUT = "layout.json"
+STATE = ("exp_avg", "exp_avg_sq", "step")
+
+
+def layout(architecture: Architecture, position: Position, dtype: str) -> dict[str, Any]:
+    """What must be equal for a checkpoint to be restored: plain JSON values."""
+    parallel = position.config
+    return {
+        "format": FORMAT,
+        "model": asdict(architecture),
+        "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
+        "data_parallel_size": parallel.data_parallel_size,
+        "distributed_optimizer": is_distributed(position),
+        "dtype": dtype,
+    }
+
+
+def save_part(
+    directory: Path, parameters: Mapping[str, torch.Tensor], optimizer: Optimizer, position: Position, description: dict[str, Any]
+) -> None:
+    """Write this rank's files and sync them to disk. Which files: see the module's docstring."""
+    if position.rank_of(position.tp, position.pp, position.dp) == 0:
+        path = directory / LAYOUT
+        path.write_text(json.dumps(description, indent=1))
+        _sync(path)
+    if position.dp == 0:
+        _write(directory / _model_file(position), {name: parameter.detach() for name, parameter in parameters.items()})
+    if position.dp == 0 or is_distributed(position):
+        _write(directory / _optimizer_file(position), _optimizer_tensors(optimizer))
+
+
+def restore_part(
+    directory: Path, parameters: Mapping[str, torch.Tensor], optimizer: Optimizer, position: Position, description: dict[str, Any]
+) -> None:
+    """Read what `save_part` wrote, bit for bit.
+
+    Raises:
+        SettingsError: if the checkpoint is of another layout or model, or incomplete; nothing has changed then.
+    """
+    _check_layout(directory, description)
+    files = directory / _model_file(position), directory / _optimizer_file(position)
+    for path in files:
+        if not path.exists():
+            raise SettingsError(f"the checkpoint lacks {path}: it is incomplete")
+    saved = load_file(files[0])
+    if set(saved) != set(parameters):
+        raise SettingsError(f"{files[0]} holds other parameters than the model: {sorted(set(saved) ^ set(parameters))[:5]}")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(saved[name])
+    tensors = load_file(files[1])
+    for index, inner in enumerate(optimizer.torch_optimizers):
+        _restore_optimizer(inner, f"optimizer.{index}", tensors)
+    optimizer.steps = int(tensors["steps"])
+    torch.set_rng_state(tensors["random.cpu"])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensors["random.cuda"])
+
+
+def _check_layout(directory: Path, description: dict[str, Any]) -> None:
+    path = directory / LAYOUT
+    try:
+        saved = json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise SettingsError(f"cannot read {path}: {error}: not a checkpoint of the megatron backend") from error
+    current = json.loads(json.dumps(description))
+    different = {key: (saved.get(key), value) for key, value in current.items() if saved.get(key) != value}
+    if "model" in different:
+        before, now = (values or {} for values in different.pop("model"))
+        different |= {f"model.{key}": (before.get(key), value) for key, value in now.items() if before.get(key) != value}
+    if different:
+        text = "; ".join(f"{key} is {before!r} in the checkpoint and {now!r} in the run" for key, (before, now) in different.items())
+        raise SettingsError(f"{directory}: the checkpoint has another layout: {text}. Restore with the layout that it was saved in")
+
+
+def _optimizer_tensors(optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    tensors = {"random.cpu": torch.get_rng_state(), "steps": torch.tensor(optimizer.steps)}
+    if torch.cuda.is_available():
+        tensors["random.cuda"] = torch.cuda.get_rng_state()
+    for index, inner in enumerate(optimizer.torch_optimizers):
+        for key, group, parameter in _members(inner, f"optimizer.{index}"):
+            tensors[f"{key}.master"] = parameter.detach()
+            state = inner.state.get(parameter)
+            # TransformerEngine and Apex count steps by group.
+            tensors |= {f"{key}.{name}": torch.as_tensor({**group, **state}[name]) for name in STATE if name in state or name in group}
+    return tensors
+
+
+def _restore_optimizer(inner: torch.optim.Optimizer, prefix: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    for key, group, parameter in _members(inner, prefix):
+        with torch.no_grad():
+            parameter.copy_(tensors[f"{key}.master"])
+        state = {name: tensors[f"{key}.{name}"] for name in STATE if f"{key}.{name}" in tensors}
+        inner.state.pop(parameter, None)
+        if "step" in group and "step" in state:
+            group["step"] = int(state.pop("step"))
+        if state:
+            inner.state[parameter] = {
+                name: value.clone() if name == "step" and not group.get("fused") else value.to(parameter.device, copy=True)
+                for name, value in state.items()
+            }
+
+
+def _members(inner: torch.optim.Optimizer, prefix: str) -> list[tuple[str, dict[str, Any], torch.Tensor]]:
+    """Key, group and tensor of everything that the optimizer steps, in its own order, which the layout determines."""
+    return [
+        (f"{prefix}.{number}.{position}", group, parameter)
+        for number, group in enumerate(inner.param_groups)
+        for position, parameter in enumerate(group["params"])
+    ]
+
+
+def _model_file(position: Position) -> str:
+    return f"model-tp{position.tp}-pp{position.pp}.safetensors"
+
+
+def _optimizer_file(position: Position) -> str:
+    dp = position.dp if is_distributed(position) else 0
+    return f"optimizer-tp{position.tp}-pp{position.pp}-dp{dp}.safetensors"
+
+
+def _write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    # Parameters of a distributed optimizer are views of one buffer, which safetensors refuses to guess about: each is written as itself.
+    save_file({name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items()}, path)
+    _sync(path)
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())

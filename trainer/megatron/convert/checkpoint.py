@@ -1,0 +1,133 @@
+"""Reading a Hugging Face checkpoint straight into a rank's parameters: one pass, and only the rows that the rank holds."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from protocol.errors import SettingsError
+from trainer.megatron.architecture import Architecture
+from trainer.megatron.convert.families import ignorable
+from trainer.megatron.convert.rules import Rule
+from trainer.megatron.reshard import export_plan, stage_rules
+
+INDEX = "model.safetensors.index.json"
+
+
+class SafetensorsReader:
+    """The tensors of a checkpoint directory by name, over one file or many. Files are mapped, not read."""
+
+    def __init__(self, model_dir: Path) -> None:
+        """Open the directory.
+
+        Raises:
+            SettingsError: if it holds no safetensors, or its index names a missing file.
+        """
+        self.model_dir = model_dir
+        self._open: dict[str, Any] = {}
+        index = model_dir / INDEX
+        if index.exists():
+            self._files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            missing = sorted(name for name in set(self._files.values()) if not (model_dir / name).exists())
+        else:
+            files = sorted(path.name for path in model_dir.glob("*.safetensors"))
+            missing = [] if files else ["*.safetensors"]
+            self._files = {name: file for file in files for name in self._file(file).keys()}  # noqa: SIM118 (not a mapping)
+        if missing:
+            raise SettingsError(f"{model_dir} lacks {', '.join(missing)}: the model must be a complete safetensors checkpoint")
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._files)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of the whole tensor."""
+        return tuple(self._file(self._files[name]).get_slice(name).get_shape())
+
+    def rows(self, name: str, dim: int, start: int, length: int) -> torch.Tensor:
+        """`length` rows (dim 0) or columns (dim 1) of a tensor, in the checkpoint's dtype."""
+        part = self._file(self._files[name]).get_slice(name)
+        result: torch.Tensor = part[start : start + length] if dim == 0 else part[:, start : start + length]
+        return result
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            self._open[name] = safe_open(str(self.model_dir / name), framework="pt").__enter__()
+        return self._open[name]
+
+    def __enter__(self) -> "SafetensorsReader":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for file in self._open.values():
+            file.__exit__(None, None, None)
+        self._open.clear()
+
+
+def load_checkpoint(
+    model_dir: Path, architecture: Architecture, parameters: Mapping[str, torch.Tensor], *, tp: int, tp_rank: int, pp: int, pp_rank: int
+) -> None:
+    """Fill this rank's parameters.
+
+    Args:
+        parameters: the model's, by megatron name; written in place, in their own dtype.
+
+    Raises:
+        SettingsError: if the checkpoint has a tensor that no rule maps, lacks one, or has one of another shape.
+    """
+    rules = stage_rules(architecture, pp, pp_rank)
+    check_parameters(rules, parameters, tp)
+    with SafetensorsReader(model_dir) as reader:
+        check_names(reader, architecture, tp, pp)
+        with torch.no_grad():
+            for rule in rules:
+                parameter = parameters[rule.parameter].detach().zero_()
+                for segment in rule.segments(tp):
+                    if segment.rank == tp_rank:
+                        rows = reader.rows(segment.name, rule.dim, segment.start, segment.length)
+                        parameter.narrow(rule.dim, segment.local_start, segment.length).copy_(rows)
+
+
+def check_names(reader: SafetensorsReader, architecture: Architecture, tp: int, pp: int) -> None:
+    """Every tensor of the checkpoint is mapped, and every mapped one is there in its shape.
+
+    Raises:
+        SettingsError: otherwise; names them.
+    """
+    shapes = {plan.name: plan.shape for plan in export_plan(architecture, tp, pp)}
+    unmapped = sorted(name for name in reader.names - set(shapes) if not ignorable(architecture, name))
+    if unmapped:
+        raise SettingsError(f"{reader.model_dir}: no rule of {architecture.model_type} maps {_some(unmapped)}")
+    missing = sorted(set(shapes) - reader.names)
+    if missing:
+        raise SettingsError(f"{reader.model_dir} lacks {_some(missing)}, which its config.json asks for")
+    for name, shape in shapes.items():
+        if reader.shape(name) != shape:
+            raise SettingsError(f"{reader.model_dir}: {name} has shape {reader.shape(name)}, but by config.json it should be {shape}")
+
+
+def check_parameters(rules: list[Rule], parameters: Mapping[str, torch.Tensor], tp: int) -> None:
+    """Each parameter has exactly one rule of its shape.
+
+    Raises:
+        SettingsError: otherwise; names the parameters.
+    """
+    names = [rule.parameter for rule in rules]
+    doubled = sorted({name for name in names if names.count(name) > 1})
+    if doubled:
+        raise SettingsError(f"more than one rule maps {_some(doubled)}")
+    unmatched = sorted(set(names) ^ set(parameters))
+    if unmatched:
+        raise SettingsError(f"rules and model differ in {_some(unmatched)}")
+    for rule in rules:
+        shape = tuple(parameters[rule.parameter].shape)
+        if shape != rule.local_shape(tp):
+            raise SettingsError(f"{rule.parameter} has shape {shape}, its rule says {rule.local_shape(tp)}")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

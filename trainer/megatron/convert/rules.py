@@ -1,0 +1,171 @@
+"""How one megatron parameter is put together from Hugging Face tensors, and taken apart again.
+
+A rule lists segments: stretches of rows (or columns) that are the same in a Hugging Face tensor and in a rank's part of the megatron
+parameter. Reading the list from left to right loads, from right to left exports, so a rule cannot disagree with its inverse.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from protocol.errors import SettingsError
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """`length` rows of tensor `name` from `start` lie at `local_start` of tensor rank `rank`'s parameter; rows count along `Rule.dim`."""
+
+    name: str
+    start: int
+    rank: int
+    local_start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rule(ABC):
+    """A megatron parameter and the Hugging Face tensors that it holds."""
+
+    parameter: str
+    """Name in megatron, within its pipeline stage."""
+
+    dim: int = 0
+    """Along which segments count."""
+    owner: bool = True
+    """False for a second copy of tensors that another rule exports."""
+
+    @property
+    @abstractmethod
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Hugging Face names and shapes, in the order of the export."""
+
+    @abstractmethod
+    def segments(self, tp: int) -> tuple[Segment, ...]:
+        """The parameter of all `tp` tensor ranks; replicated rows appear once for each rank.
+
+        Raises:
+            SettingsError: if the tensors cannot be split over so many ranks.
+        """
+
+    def local_shape(self, tp: int) -> tuple[int, ...]:
+        """Shape of the parameter on each tensor rank."""
+        shape = list(next(iter(self.shapes.values())))
+        shape[self.dim] = max(s.local_start + s.length for s in self.segments(tp))
+        return tuple(shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Direct(Rule):
+    """One tensor, the same on every tensor rank."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {self.name: self.shape}
+
+    def segments(self, tp: int) -> tuple[Segment, ...]:
+        return tuple(Segment(self.name, 0, rank, 0, self.shape[self.dim]) for rank in range(tp))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split(Rule):
+    """One tensor in equal parts along `dim`."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {self.name: self.shape}
+
+    def segments(self, tp: int) -> tuple[Segment, ...]:
+        part = _share(self.name, self.shape[self.dim], tp)
+        return tuple(Segment(self.name, rank * part, rank, 0, part) for rank in range(tp))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedQKV(Rule):
+    """Query, key and value interleaved by group: for each kv head its query heads, its key head, its value head; split in equal parts."""
+
+    names: tuple[str, str, str]
+    groups: int
+    queries: int
+    """Query heads of one group."""
+    head_dim: int
+    columns: tuple[int, ...]
+    """The hidden size for a weight, nothing for a bias."""
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        heads = (self.queries, 1, 1)
+        return {name: (self.groups * n * self.head_dim, *self.columns) for name, n in zip(self.names, heads, strict=True)}
+
+    def segments(self, tp: int) -> tuple[Segment, ...]:
+        part = _share(self.parameter, self.groups * (self.queries + 2) * self.head_dim, tp)
+        result: list[Segment] = []
+        offset = 0
+        for group in range(self.groups):
+            for name, heads in zip(self.names, (self.queries, 1, 1), strict=True):
+                length = heads * self.head_dim
+                result += _cut(name, group * length, offset, length, part)
+                offset += length
+        return tuple(result)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedMLP(Rule):
+    """Gate and up projection: every rank holds its rows of the gate, then its rows of the up projection."""
+
+    names: tuple[str, str]
+    shape: tuple[int, int]
+    """Of each of the two."""
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: self.shape for name in self.names}
+
+    def segments(self, tp: int) -> tuple[Segment, ...]:
+        part = _share(self.parameter, self.shape[0], tp)
+        return tuple(Segment(name, rank * part, rank, half * part, part) for half, name in enumerate(self.names) for rank in range(tp))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary(Rule):
+    """Embedding or output rows, padded at the end to a multiple of the tensor ranks; the padding is no tensor's and stays zero."""
+
+    name: str
+    shape: tuple[int, int]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {self.name: self.shape}
+
+    def segments(self, tp: int) -> tuple[Segment, ...]:
+        part = padded_vocabulary(self.shape[0], tp) // tp
+        return tuple(_cut(self.name, 0, 0, self.shape[0], part))
+
+    def local_shape(self, tp: int) -> tuple[int, ...]:
+        return (padded_vocabulary(self.shape[0], tp) // tp, self.shape[1])
+
+
+def padded_vocabulary(vocabulary: int, tp: int) -> int:
+    """The number of rows that splits evenly over `tp` ranks."""
+    return -(-vocabulary // tp) * tp
+
+
+def _share(name: str, size: int, tp: int) -> int:
+    if size % tp:
+        raise SettingsError(f"tensor_model_parallel_size = {tp} does not divide the {size} rows of {name}: choose a divisor")
+    return size // tp
+
+
+def _cut(name: str, start: int, offset: int, length: int, part: int) -> list[Segment]:
+    """Cut rows that lie at `offset` of the whole parameter where ranks of `part` rows begin."""
+    result = []
+    while length:
+        rank, local = divmod(offset, part)
+        step = min(length, part - local)
+        result.append(Segment(name, start, rank, local, step))
+        start, offset, length = start + step, offset + step, length - step
+    return result

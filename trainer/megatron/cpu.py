@@ -1,0 +1,82 @@
+"""The places where megatron-core assumes CUDA, patched; active only where there is no CUDA.
+
+Every patch but `cuda_type_names` only touches calls that raise on a machine without CUDA, so nothing else in the process can notice.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+CPU = torch.device("cpu")
+_installed = False
+
+
+def install() -> None:
+    """Patch torch for megatron-core, once, if there is no CUDA. Call it before a model is built."""
+    global _installed
+    if _installed or torch.cuda.is_available():
+        return
+    _installed = True
+    # Buffers of communication and gradients are made on the "current device".
+    torch.cuda.current_device = lambda: CPU  # type: ignore[assignment,return-value]
+    # Waits around point-to-point communication; gloo's requests are waited for by themselves.
+    torch.cuda.synchronize = lambda *args, **kwargs: None
+    # The tied output layer of the last pipeline stage is moved to the GPU before its all-reduce.
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+    # Token counters, loss scales and norms are made with device="cuda".
+    for name in ("zeros", "ones", "empty", "tensor"):
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    # Sequence parallelism forks the CUDA random state around the layers.
+    import megatron.core.tensor_parallel.random as megatron_random
+
+    megatron_random._CUDA_RNG_STATE_TRACKER = _NoRandomStates()
+    megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
+
+
+@contextmanager
+def cuda_type_names() -> Iterator[None]:
+    """While open, `Tensor.type()` names the CUDA types: megatron's optimizers sort their parameters by these names when they are built."""
+    if torch.cuda.is_available():
+        yield
+        return
+    original: Callable[..., Any] = torch.Tensor.type
+
+    def named(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
+
+    torch.Tensor.type = named  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.Tensor.type = original  # type: ignore[method-assign]
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def create(*args: Any, **kwargs: Any) -> torch.Tensor:
+        device = kwargs.get("device")
+        if device is not None and str(device).startswith("cuda"):
+            kwargs["device"] = CPU
+        return factory(*args, **kwargs)
+
+    return create
+
+
+class _NoRandomStates:
+    """Stands in for the tracker of CUDA random states: the models here have no dropout and are never initialized at random."""
+
+    def fork(self, name: str = "") -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def get_states(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def set_states(self, states: dict[str, torch.Tensor]) -> None:
+        """There is nothing to set."""

@@ -1,0 +1,108 @@
+"""megatron's optimizer: AdamW on float32 masters, its state spread over data-parallel ranks if asked for."""
+
+import math
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from trainer.backend import OptimizerConfig
+from trainer.megatron.cpu import cuda_type_names
+from trainer.megatron.parallel import Position
+
+
+def wrap_model(model: GPTModel, config: TransformerConfig, position: Position) -> Any:
+    """Put the model into megatron's data-parallel wrapper, which sums gradients in float32."""
+    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=is_distributed(position))
+    wrapped = DistributedDataParallel(config, settings, model)
+    config.finalize_model_grads_func = _finalize_gradients
+    return wrapped
+
+
+def is_distributed(position: Position) -> bool:
+    """Whether the optimizer state is spread: over one rank there is nothing to spread, and the copies it would cost are saved."""
+    return position.config.use_distributed_optimizer and position.config.data_parallel_size > 1
+
+
+class Optimizer:
+    """Clips, steps and warms up. The learning rate is constant after `lr_warmup_steps` of linear growth."""
+
+    def __init__(self, config: OptimizerConfig, model: Any, position: Position, dtype: torch.dtype) -> None:
+        """Build on the wrapped model. A collective. Weights must be loaded before: masters are copies of them."""
+        self.config = config
+        settings = MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            min_lr=config.lr,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.adam_beta1,
+            adam_beta2=config.adam_beta2,
+            adam_eps=config.adam_eps,
+            clip_grad=config.clip_grad,
+            bf16=dtype is torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=is_distributed(position),
+        )
+        with cuda_type_names():
+            self.megatron = get_megatron_optimizer(settings, [model], use_gloo_process_groups=False)
+        self.steps = 0
+        for group in self.megatron.param_groups:
+            # megatron marks what should not decay, but only its own scheduler heeds the mark.
+            group["weight_decay"] = config.weight_decay * group["wd_mult"]
+            if isinstance(self._inner[0].optimizer, torch.optim.AdamW):
+                group["fused"] = True
+
+    @property
+    def _inner(self) -> list[Any]:
+        return list(self.megatron.chained_optimizers)
+
+    @property
+    def torch_optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers underneath, which hold masters and moments of this rank's share."""
+        return [inner.optimizer for inner in self._inner if inner.optimizer is not None]
+
+    def learning_rate(self) -> float:
+        """Of the next step."""
+        warmup = self.config.lr_warmup_steps
+        return self.config.lr * min(1.0, (self.steps + 1) / warmup) if warmup else self.config.lr
+
+    def step(self) -> tuple[float, str]:
+        """One step on the gradients of the last backward pass.
+
+        Returns:
+            The gradient norm before clipping, and why the step was skipped ("" if it was not).
+        """
+        optimizer = self.megatron
+        for group in optimizer.param_groups:
+            group["lr"] = self.learning_rate()
+        overflow = optimizer.prepare_grads()
+        norm = float(optimizer.get_grad_norm())
+        if overflow or not math.isfinite(norm):
+            return norm, f"overflow: gradient norm {norm}"
+        if self.config.clip_grad > 0:
+            self._scale_gradients(self.config.clip_grad / (norm + 1e-6))
+        optimizer.step_with_ready_grads()
+        self.steps += 1
+        return norm, ""
+
+    def zero_grad(self, model: Any) -> None:
+        """Forget the gradients."""
+        model.zero_grad_buffer()
+        self.megatron.zero_grad()
+
+    def _scale_gradients(self, factor: float) -> None:
+        if factor >= 1.0:
+            return
+        gradients = [p.grad for inner in self._inner for p in inner.get_parameters() if p.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+
+
+def _finalize_gradients(model: list[Any], num_tokens: torch.Tensor | None, **groups: Any) -> None:
+    """megatron's reduction of the gradients over ranks, without the division by tokens: the loss is a sum."""
+    finalize_model_grads(model, None, **groups)

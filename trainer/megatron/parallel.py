@@ -1,0 +1,127 @@
+"""The process groups of a run: torch.distributed and megatron's parallel state, from a `ParallelConfig`."""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core import tensor_parallel
+
+from protocol.errors import SettingsError
+from trainer.backend import ParallelConfig
+
+TIMEOUT = timedelta(minutes=10)
+
+_users = 0
+_owns_torch = False
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where this process stands in the layout. Ranks count from 0; `tp` varies fastest, then `dp`, then `pp`."""
+
+    config: ParallelConfig
+    device: torch.device
+    tp: int
+    pp: int
+    dp: int
+
+    @property
+    def first_stage(self) -> bool:
+        return self.pp == 0
+
+    @property
+    def last_stage(self) -> bool:
+        return self.pp == self.config.pipeline_model_parallel_size - 1
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Sequence parallelism splits over the tensor ranks, so it is nothing with one of them."""
+        return self.config.sequence_parallel and self.config.tensor_model_parallel_size > 1
+
+    def rank_of(self, tp: int, pp: int, dp: int = 0) -> int:
+        """The global rank at that place."""
+        config = self.config
+        return tp + config.tensor_model_parallel_size * (dp + config.data_parallel_size * pp)
+
+
+def initialize(config: ParallelConfig, device: str, seed: int) -> Position:
+    """Join the process groups that the layout needs; a second backend in the same process shares them.
+
+    Under torchrun the processes meet by its environment variables; a plain `python` is a world of one.
+
+    Args:
+        device: auto, cpu or cuda.
+
+    Raises:
+        SettingsError: if the layout does not fit the number of processes, or CUDA is asked for and missing.
+    """
+    global _users, _owns_torch
+    place = _device(device)
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    sizes = (config.tensor_model_parallel_size, config.pipeline_model_parallel_size, config.data_parallel_size)
+    if min(sizes) < 1 or world != config.world_size:
+        raise SettingsError(
+            f"[parallel] asks for {config.world_size} processes (tensor {sizes[0]} x pipeline {sizes[1]} x data {sizes[2]}), but {world} "
+            f"are running: start the trainer with torchrun --nproc-per-node {config.world_size}, or change the sizes"
+        )
+    if not dist.is_initialized():
+        _initialize_torch(place, world)
+        _owns_torch = True
+    if mpu.model_parallel_is_initialized():
+        current = (mpu.get_tensor_model_parallel_world_size(), mpu.get_pipeline_model_parallel_world_size())
+        if current != sizes[:2]:
+            raise SettingsError(
+                f"this process already holds a layout (tensor, pipeline) = {current}, not {sizes[:2]}: close that backend first"
+            )
+    else:
+        mpu.initialize_model_parallel(*sizes[:2], create_gloo_process_groups=False)
+        if place.type == "cuda":
+            tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    _users += 1
+    return Position(
+        config,
+        place,
+        mpu.get_tensor_model_parallel_rank(),
+        mpu.get_pipeline_model_parallel_rank(),
+        mpu.get_data_parallel_rank(),
+    )
+
+
+def finalize() -> None:
+    """Leave the process groups when the last backend of this process has closed."""
+    global _users, _owns_torch
+    _users -= 1
+    if _users:
+        return
+    mpu.destroy_model_parallel()
+    if _owns_torch:
+        dist.destroy_process_group()
+        _owns_torch = False
+
+
+def _device(name: str) -> torch.device:
+    available = torch.cuda.is_available()
+    if name not in ("auto", "cpu", "cuda"):
+        raise SettingsError(f"[trainer] device is {name!r}: use auto, cpu or cuda")
+    if name == "cuda" and not available:
+        raise SettingsError("[trainer] device is cuda, but torch sees no CUDA device: use auto or cpu")
+    if name == "cpu" and available:
+        raise SettingsError("[trainer] device is cpu, but megatron-core uses CUDA where there is one: hide it with CUDA_VISIBLE_DEVICES=''")
+    if not available:
+        return torch.device("cpu")
+    place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(place)
+    return place
+
+
+def _initialize_torch(device: torch.device, world: int) -> None:
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    device_id = device if device.type == "cuda" else None
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=TIMEOUT, device_id=device_id)
+    else:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=world, timeout=TIMEOUT, device_id=device_id)

@@ -1,0 +1,84 @@
+"""Which slice of which training rank goes to which Hugging Face tensor: a pure plan, plain data.
+
+The plan names for every tensor its pieces; a piece is rows of one rank's parameter. Loading reads it backwards. An engine that is split
+itself needs no other plan, only these pieces cut once more at its own boundaries.
+"""
+
+from dataclasses import dataclass
+
+from protocol.errors import SettingsError
+from trainer.megatron.architecture import Architecture
+from trainer.megatron.convert.families import embedding_rules, layer_rules, output_rules
+from trainer.megatron.convert.rules import Rule
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """`length` rows at `start` of the tensor are the rows at `local_start` of tensor rank `tp`."""
+
+    tp: int
+    start: int
+    local_start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlan:
+    """Where a Hugging Face tensor comes from. `pieces` cover it exactly once; rows count along `dim`."""
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int
+    stage: int
+    """Pipeline rank."""
+    parameter: str
+    """Name on the ranks of that stage."""
+    pieces: tuple[Piece, ...]
+
+
+def stage_rules(architecture: Architecture, pp: int, stage: int) -> list[Rule]:
+    """The rules of the parameters that pipeline stage `stage` of `pp` holds.
+
+    Raises:
+        SettingsError: if the layers cannot be divided evenly.
+    """
+    if architecture.layers % pp:
+        raise SettingsError(
+            f"pipeline_model_parallel_size = {pp} does not divide the model's {architecture.layers} layers: choose a divisor"
+        )
+    per_stage = architecture.layers // pp
+    rules = embedding_rules(architecture) if stage == 0 else []
+    for local in range(per_stage):
+        rules += layer_rules(architecture, stage * per_stage + local, local)
+    if stage == pp - 1:
+        rules += output_rules(architecture, with_embedding=pp == 1)
+    return rules
+
+
+def export_plan(architecture: Architecture, tp: int, pp: int) -> tuple[TensorPlan, ...]:
+    """All tensors of the model in the order of the export: embedding, layers, final norm, output layer.
+
+    Raises:
+        SettingsError: if the model cannot be split so, or a name has two sources.
+    """
+    plans: dict[str, TensorPlan] = {}
+    for stage in range(pp):
+        for rule in stage_rules(architecture, pp, stage):
+            if not rule.owner:
+                continue
+            for plan in _tensor_plans(rule, tp, stage):
+                if plan.name in plans:
+                    raise SettingsError(f"{plan.name} is mapped twice: from {plans[plan.name].parameter} and {plan.parameter}")
+                plans[plan.name] = plan
+    return tuple(plans.values())
+
+
+def _tensor_plans(rule: Rule, tp: int, stage: int) -> list[TensorPlan]:
+    pieces: dict[str, dict[int, Piece]] = {name: {} for name in rule.shapes}
+    for segment in rule.segments(tp):
+        # Replicated rows come from the first rank that has them.
+        pieces[segment.name].setdefault(segment.start, Piece(segment.rank, segment.start, segment.local_start, segment.length))
+    return [
+        TensorPlan(name, shape, rule.dim, stage, rule.parameter, tuple(pieces[name][start] for start in sorted(pieces[name])))
+        for name, shape in rule.shapes.items()
+    ]
