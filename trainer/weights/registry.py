@@ -1,0 +1,31 @@
+"""Senders by the name of their transport."""
+
+from pathlib import Path
+
+from protocol.errors import SettingsError
+from trainer.naming import nearest
+from trainer.weights.base import Sender, WeightConfig
+from trainer.weights.disk import DiskSender
+from trainer.weights.nccl import NcclSender
+from trainer.weights.shm import ShmSender
+
+TRANSPORTS = ("shm", "disk", "nccl")
+
+
+def make_sender(config: WeightConfig, *, run: str, run_dir: Path) -> Sender:
+    """The sender for `config.transport`. Made in trainer rank 0 only.
+
+    Raises:
+        SettingsError: if there is none of that name, or a number is out of range.
+        WeightError: if the sender cannot set itself up.
+    """
+    for name in ("bucket_mb", "keep", "timeout_s"):
+        if getattr(config, name) <= 0:
+            raise SettingsError(f"weights.{name} {getattr(config, name)}: must be positive")
+    if config.transport == "shm":
+        return ShmSender(config, run)
+    if config.transport == "disk":
+        return DiskSender(config, run_dir)
+    if config.transport == "nccl":
+        return NcclSender(config)
+    raise SettingsError(f"weights.transport {config.transport!r} is unknown: {nearest(config.transport, TRANSPORTS)}")
