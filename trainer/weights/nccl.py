@@ -163,7 +163,9 @@ class NcclSender:
         listener = socket.create_server((self._config.host, 0))
         port = listener.getsockname()[1]
         timeout = timedelta(seconds=_left(end))
-        store = dist.TCPStore(  # type: ignore[attr-defined]self._config.host, port, 2, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            self._config.host, port, 2, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
         _answer(connection, {"store_port": port})
         group = self._join(store, end)
         # A collective on a GPU is only queued by `wait`; aborting the communicator is what ends one that is stuck.
