@@ -1,1 +1,1 @@
-""""""
+"""Environments: how one prompt becomes one sample."""

@@ -1,1 +1,1 @@
-""""""
+"""Prompt sources: where prompts come from and in which order."""

@@ -1,0 +1,40 @@
+"""Names and options that a user wrote, checked against those that exist."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from typing import Any, TypeVar
+
+import msgspec
+
+from protocol.errors import SettingsError
+
+T = TypeVar("T")
+
+
+def checked_name(name: str, known: Iterable[str], what: str) -> str:
+    """Return `name` if it is one of `known`.
+
+    Raises:
+        SettingsError: naming `what` it should be, and the known name most like it.
+    """
+    names = sorted(known)
+    if name in names:
+        return name
+    close = get_close_matches(name, names, n=1, cutoff=0.5)
+    raise SettingsError(f"{what} {name!r} is not known; " + (f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(names)}"))
+
+
+def checked_options(kind: type[T], values: Mapping[str, Any], what: str) -> T:
+    """An instance of the dataclass `kind` from a table of the settings.
+
+    Raises:
+        SettingsError: for an unknown key, with the nearest known one, or for a value of the wrong type.
+    """
+    fields = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    for key in values:
+        checked_name(key, fields, f"{what}: option")
+    try:
+        return msgspec.convert(dict(values), kind)
+    except msgspec.ValidationError as error:
+        raise SettingsError(f"{what}: {error}") from None

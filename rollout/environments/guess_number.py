@@ -1,0 +1,66 @@
+"""A game of several turns: the model guesses a number, the environment answers "higher" or "lower".
+
+The number is the prompt's `answer`. The reward falls with the turns that were needed: 1 for the first guess, 1/K for the K-th of K.
+"""
+
+import re
+from dataclasses import dataclass
+
+from protocol.errors import SettingsError
+from rollout.environments.base import Environment, Generate, Sample, SampleBuilder
+from rollout.prompts.base import Prompt
+from rollout.render import Renderer
+
+GUESS = re.compile(r"-?\d{1,18}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Options of `guess_number`."""
+
+    max_turns: int = 6
+    turn_tokens: int = 16
+    """Tokens that the model may sample in a turn."""
+    higher: str = " higher "
+    lower: str = " lower "
+    not_a_number: str = " ? "
+    """What the environment says where the turn holds no number."""
+
+
+class GuessNumber(Environment):
+    """Asks again until the number is found or the turns are used up. The last number of a turn is the guess."""
+
+    def __init__(self, options: Options) -> None:
+        if options.max_turns < 1 or options.turn_tokens < 1:
+            raise SettingsError("settings environment.options.max_turns and turn_tokens must be at least 1")
+        self._options = options
+
+    async def run(self, prompt: Prompt, prompt_tokens: tuple[int, ...], generate: Generate, renderer: Renderer) -> Sample:
+        secret = _secret(prompt)
+        sample = SampleBuilder()
+        turns = self._options.max_turns
+        for turn in range(turns):
+            completion = await generate(prompt_tokens + sample.tokens, self._options.turn_tokens)
+            sample.sampled(completion)
+            numbers = GUESS.findall(renderer.text(completion.tokens))
+            guess = int(numbers[-1]) if numbers else None
+            if guess == secret:
+                return sample.finish("environment", (turns - turn) / turns)
+            if turn + 1 < turns:
+                sample.inserted(renderer.turn_tokens(self._reply(guess, secret), after=completion.tokens))
+        return sample.finish("environment", 0.0)
+
+    def _reply(self, guess: int | None, secret: int) -> str:
+        if guess is None:
+            return self._options.not_a_number
+        return self._options.higher if guess < secret else self._options.lower
+
+
+make = GuessNumber
+
+
+def _secret(prompt: Prompt) -> int:
+    try:
+        return int(prompt.metadata["answer"])
+    except (KeyError, TypeError, ValueError):
+        raise SettingsError(f"prompt {prompt.index}: guess_number needs a whole number as the answer") from None

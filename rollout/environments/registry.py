@@ -1,0 +1,21 @@
+"""Environments by name."""
+
+import importlib
+
+from protocol.names import checked_name, checked_options
+from rollout.environments.base import Environment, EnvironmentConfig
+
+ENVIRONMENTS = ("guess_number", "single_turn")
+"""Modules in `rollout/environments/`, each with a dataclass `Options` and a function `make` of it."""
+
+
+def make_environment(config: EnvironmentConfig) -> Environment:
+    """The environment that `config.name` names.
+
+    Raises:
+        SettingsError: for an unknown name or option, with the nearest known one.
+    """
+    name = checked_name(config.name, ENVIRONMENTS, "setting environment.name: environment")
+    module = importlib.import_module(f"rollout.environments.{name}")
+    environment: Environment = module.make(checked_options(module.Options, config.options, f"environment {name}"))
+    return environment

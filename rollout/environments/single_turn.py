@@ -1,0 +1,28 @@
+"""One prompt, one answer. The reward is the verifiers' business."""
+
+from dataclasses import dataclass
+
+from rollout.environments.base import Environment, Generate, Sample, SampleBuilder
+from rollout.prompts.base import Prompt
+from rollout.render import Renderer
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """This environment has none."""
+
+
+class SingleTurn(Environment):
+    """Generates once."""
+
+    def __init__(self, options: Options) -> None:
+        del options
+
+    async def run(self, prompt: Prompt, prompt_tokens: tuple[int, ...], generate: Generate, renderer: Renderer) -> Sample:
+        completion = await generate(prompt_tokens, None)
+        sample = SampleBuilder()
+        sample.sampled(completion)
+        return sample.finish(completion.finish_reason)
+
+
+make = SingleTurn

@@ -1,0 +1,90 @@
+"""One prompt group: n samples of one prompt on one engine, at once."""
+
+import asyncio
+import time
+from dataclasses import dataclass, replace
+
+from protocol.errors import EngineError
+from protocol.messages import Rollout
+from rollout.engines.base import Completion, Engine, Request, Sampling
+from rollout.environments.base import Environment, Generate, Sample
+from rollout.prompts.base import Prompt
+from rollout.render import Renderer
+from rollout.trajectory import assemble
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingConfig:
+    """Section `[sampling]`."""
+
+    samples_per_prompt: int = 8
+    """n, the samples of a group."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 is off."""
+    max_tokens: int = 128
+    """Of one generation; an environment with several turns may set less for each."""
+
+
+async def generate_group(
+    engine: Engine,
+    renderer: Renderer,
+    environment: Environment,
+    prompt: Prompt,
+    *,
+    group: int,
+    token: str,
+    n: int,
+    sampling: Sampling,
+    engine_name: str,
+) -> Rollout:
+    """Generate the n samples of a group.
+
+    If one sample fails, the others are cancelled; a cancelled call leaves no request on the engine.
+
+    Raises:
+        EngineError: from the engine, or because it ended a request by itself.
+        SettingsError: if the prompt cannot be rendered or does not fit the environment.
+    """
+    began = time.perf_counter()
+    prompt_tokens = renderer.prompt_tokens(prompt)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [
+                tasks.create_task(
+                    environment.run(prompt, prompt_tokens, _generator(engine, sampling, group, i, token), renderer),
+                    name=f"sample-{group}/{i}",
+                )
+                for i in range(n)
+            ]
+    except BaseExceptionGroup as failures:
+        raise _first(failures) from None
+    generate_s = time.perf_counter() - began
+    samples: list[Sample] = [task.result() for task in running]
+    return assemble(
+        prompt, prompt_tokens, samples, [renderer.text(sample.tokens) for sample in samples],
+        group=group, token=token, engine=engine_name, generate_s=generate_s,
+    )  # fmt: skip
+
+
+def _generator(engine: Engine, sampling: Sampling, group: int, sample: int, token: str) -> Generate:
+    """What one sample's environment generates with. The lease token keeps request ids apart where a group is leased again."""
+    turn = 0
+
+    async def generate(tokens: tuple[int, ...], max_tokens: int | None) -> Completion:
+        nonlocal turn
+        limited = sampling if max_tokens is None else replace(sampling, max_tokens=min(max_tokens, sampling.max_tokens))
+        request = Request(f"{group}/{sample}.{turn}.{token}", tokens, limited)
+        turn += 1
+        completion = await engine.generate(request)
+        if completion.finish_reason == "abort":
+            raise EngineError(f"request {request.id}: the engine ended it after {len(completion.tokens)} tokens")
+        return completion
+
+    return generate
+
+
+def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+    first = failures.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first

@@ -1,0 +1,196 @@
+"""What a prompt is, where prompts come from, and the order in which they are used."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from protocol.errors import SettingsError
+
+
+@dataclass(frozen=True, slots=True)
+class PromptConfig:
+    """Section `[prompts]`."""
+
+    source: str = "jsonl"
+    """Module in `rollout/prompts/`: jsonl, reasoning_gym, hf."""
+    path: str = ""
+    """jsonl: a file. hf: a directory made by `save_to_disk`, or a Parquet or JSON file or a directory of them."""
+    split: str = "train"
+    """hf: the split, where the directory holds several."""
+    prompt_field: str = "prompt"
+    """Holds the question, or a list of messages `{role, content}`."""
+    answer_field: str = "answer"
+    """Becomes `answer` in the metadata; empty: rows have none. All other fields go to the metadata under their own names."""
+    families: tuple[str, ...] = ()
+    """reasoning_gym: task families, used in turn."""
+    params: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """reasoning_gym: family -> its own parameters."""
+    count: int = 0
+    """Prompts to train on in a pass; 0: all there are (reasoning_gym: without end)."""
+    seed: int = 0
+    shuffle: bool = True
+    """A new order in every pass."""
+    passes: int = 0
+    """How often the prompts are used; 0: without end."""
+    held_out: int = 0
+    """The last so many are kept for evaluation and never trained on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt of the stream."""
+
+    text: str
+    """What verifiers and people read: the question, or the content of the last message."""
+    messages: tuple[tuple[str, str], ...] = ()
+    """(role, content), if the prompt is a conversation; empty: `text` is all there is."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """For verifiers and environments; MessagePack types only."""
+    index: int = -1
+    """Position in the stream; -1 for a held-out prompt."""
+
+
+class PromptSource(Protocol):
+    """A stream of prompts. The same fingerprint and index give the same prompt in every process."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when any prompt or the order of the stream changes."""
+
+    @property
+    def size(self) -> int | None:
+        """Prompts in the whole stream, all passes together; None if it never ends."""
+
+    def at(self, index: int) -> Prompt:
+        """The prompt at a position of the stream.
+
+        Raises:
+            IndexError: if the stream is shorter.
+        """
+
+    def held_out(self) -> Sequence[Prompt]:
+        """The prompts that the stream never holds, for evaluation."""
+
+
+class Order:
+    """Which of `count` prompts stands at each position of a stream of `passes` passes: a seeded permutation for each pass."""
+
+    def __init__(self, count: int, *, seed: int, shuffle: bool, passes: int) -> None:
+        self._count, self._seed, self._shuffle = count, seed, shuffle
+        self.size = count * passes if passes else None
+        self._permutation = lru_cache(maxsize=4)(self._permuted)
+
+    def __getitem__(self, index: int) -> int:
+        if index < 0 or (self.size is not None and index >= self.size):
+            raise IndexError(f"prompt {index} is outside the stream of {self.size if self.size is not None else 'endlessly many'}")
+        number, place = divmod(index, self._count)
+        return int(self._permutation(number)[place]) if self._shuffle else place
+
+    def _permuted(self, number: int) -> NDArray[np.int64]:
+        """RandomState, because numpy promises that its stream never changes."""
+        seed = xxhash.xxh32_intdigest(f"{self._seed} {number}".encode())
+        return np.random.RandomState(seed).permutation(self._count)
+
+
+class RowSource:
+    """A prompt source over rows that are all in memory; files and data sets differ only in how they are read."""
+
+    def __init__(self, prompts: Sequence[Prompt], config: PromptConfig, where: str) -> None:
+        check_numbers(config)
+        available = len(prompts) - config.held_out
+        if available < max(1, config.count):
+            raise SettingsError(
+                f"{where}: {len(prompts)} prompts, less {config.held_out} held out, leave {max(0, available)}; "
+                f"lower prompts.held_out or prompts.count, or add data"
+            )
+        self._train = list(prompts[: config.count or available])
+        self._held_out = unseen(prompts[available:], (p.text for p in self._train))
+        if config.held_out and not self._held_out:
+            raise SettingsError(f"{where}: all {config.held_out} held-out prompts also occur in training; use data without such repeats")
+        self._order = Order(len(self._train), seed=config.seed, shuffle=config.shuffle, passes=config.passes)
+        self.fingerprint = fingerprint_of(config, b"\n".join(_encoded(p, where) for p in prompts))
+
+    @property
+    def size(self) -> int | None:
+        return self._order.size
+
+    def at(self, index: int) -> Prompt:
+        prompt = self._train[self._order[index]]
+        return Prompt(prompt.text, prompt.messages, prompt.metadata, index)
+
+    def held_out(self) -> Sequence[Prompt]:
+        return self._held_out
+
+
+def check_numbers(config: PromptConfig) -> None:
+    """Refuse numbers out of range.
+
+    Raises:
+        SettingsError: naming the setting.
+    """
+    for name, high in (("count", 1 << 30), ("passes", 1 << 30), ("held_out", 1 << 20), ("seed", 1 << 30)):
+        value = getattr(config, name)
+        if not 0 <= value <= high:
+            raise SettingsError(f"setting prompts.{name}: {value} is not between 0 and {high}")
+
+
+def unseen(candidates: Sequence[Prompt], trained: Any) -> list[Prompt]:
+    """Those of `candidates` whose text is not among the texts `trained`, each text once, in order."""
+    seen = set(trained)
+    kept: dict[str, Prompt] = {p.text: p for p in reversed(candidates) if p.text not in seen}
+    return [p for p in candidates if kept.get(p.text) is p]
+
+
+def fingerprint_of(config: PromptConfig, content: bytes) -> str:
+    """16 hex digits over the content and every setting that changes the stream; where the files lie does not count."""
+    settings = {name: value for name, value in msgspec.to_builtins(config).items() if name not in {"path", "split"}}
+    return xxhash.xxh3_64_hexdigest(msgspec.json.encode(settings, order="sorted") + b"\0" + content)
+
+
+def prompt_of(row: Any, config: PromptConfig, where: str) -> Prompt:
+    """The prompt in a row of a data set.
+
+    Raises:
+        SettingsError: naming `where` and what is wrong with the row.
+    """
+    if not isinstance(row, Mapping):
+        raise SettingsError(f"{where}: expected an object with the field {config.prompt_field!r}, got {type(row).__name__}")
+    for name in filter(None, (config.prompt_field, config.answer_field)):
+        if row.get(name) is None:
+            has = ", ".join(sorted(map(str, row))) or "none"
+            raise SettingsError(f"{where}: no field {name!r}, it has {has}; set prompts.prompt_field or prompts.answer_field")
+    question = row[config.prompt_field]
+    metadata = {str(key): value for key, value in row.items() if key != config.prompt_field}
+    if config.answer_field:
+        metadata["answer"] = row[config.answer_field]
+    if isinstance(question, str):
+        if not question:
+            raise SettingsError(f"{where}: the field {config.prompt_field!r} is empty")
+        return Prompt(question, (), metadata)
+    messages = _messages(question, where)
+    return Prompt(messages[-1][1], messages, metadata)
+
+
+def _messages(value: Any, where: str) -> tuple[tuple[str, str], ...]:
+    wanted = f"{where}: expected text or a list of messages with a role and a content as text"
+    if not isinstance(value, list) or not value:
+        raise SettingsError(f"{wanted}, got {type(value).__name__}")
+    found = []
+    for message in value:
+        if not isinstance(message, Mapping) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise SettingsError(f"{wanted}, got {str(message)[:80]}")
+        found.append((message["role"], message["content"]))
+    return tuple(found)
+
+
+def _encoded(prompt: Prompt, where: str) -> bytes:
+    try:
+        return msgspec.msgpack.encode((prompt.text, prompt.messages, prompt.metadata), order="sorted")
+    except (TypeError, OverflowError, ValueError) as error:
+        raise SettingsError(f"{where}: prompt {prompt.text[:40]!r} has metadata that MessagePack cannot hold: {error}") from None

@@ -1,0 +1,47 @@
+"""Prompts from a Hugging Face data set that lies on this machine; nothing is downloaded."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from protocol.errors import SettingsError
+from rollout.prompts.base import PromptConfig, RowSource, prompt_of
+
+READERS = {".parquet": "from_parquet", ".json": "from_json", ".jsonl": "from_json"}
+"""Suffix -> constructor of `datasets.Dataset`."""
+
+
+def make(config: PromptConfig) -> RowSource:
+    """Read the data set at `config.path`.
+
+    Raises:
+        SettingsError: if there is no data set that can be read, or naming the first bad row.
+    """
+    path = Path(config.path)
+    if not config.path or not path.exists():
+        raise SettingsError(f"setting prompts.path: {config.path!r} does not exist; give a local data set, nothing is downloaded")
+    try:
+        import datasets
+    except ImportError as error:
+        raise SettingsError(f"prompts.source 'hf' needs the package datasets: {error}") from None
+    is_saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
+    found = datasets.load_from_disk(str(path), keep_in_memory=True) if is_saved else _from_files(path, datasets.Dataset)
+    if isinstance(found, datasets.DatasetDict):
+        if config.split not in found:
+            raise SettingsError(f"setting prompts.split: {path} has no split {config.split!r}, but {', '.join(sorted(found))}")
+        found = found[config.split]
+    prompts = [prompt_of(row, config, f"{path}: row {number}") for number, row in enumerate(found)]
+    return RowSource(prompts, config, str(path))
+
+
+def _from_files(path: Path, dataset: Any) -> Any:
+    """All rows of one file, or of the files of one kind in a directory, by name."""
+    files = sorted(file for file in (path.iterdir() if path.is_dir() else [path]) if file.suffix in READERS)
+    readers = {READERS[file.suffix] for file in files}
+    if len(readers) != 1:
+        raise SettingsError(f"setting prompts.path: {path} must hold Parquet files or JSON files ({', '.join(READERS)}), and only one kind")
+    with tempfile.TemporaryDirectory() as cache:
+        try:
+            return getattr(dataset, readers.pop())([str(file) for file in files], cache_dir=cache, keep_in_memory=True)
+        except Exception as error:  # datasets raises whatever its readers do
+            raise SettingsError(f"{path}: {type(error).__name__}: {str(error)[:300]}") from error

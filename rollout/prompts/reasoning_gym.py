@@ -1,0 +1,132 @@
+"""Prompts from the task families of reasoning-gym, made on the fly.
+
+Item i of a family with seed s depends on s + i only, so training uses the seeds from `seed` on and held-out prompts those from
+`seed + HELD_OUT_SEED` on. Items are made in chunks, because some families draw all items of a data set when it is opened.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from importlib.metadata import version
+from typing import Any
+
+from protocol.errors import SettingsError
+from protocol.names import checked_name
+from rollout.prompts.base import Order, Prompt, PromptConfig, check_numbers, fingerprint_of, unseen
+
+CHUNK = 500
+HELD_OUT_SEED = CHUNK << 22
+"""Distance between the seeds of training and those of held-out prompts; a training index stays below it."""
+ATTEMPTS = 20
+"""Held-out prompts drawn for each one wanted, before the family is called too small."""
+UNSTABLE = frozenset({"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note"})
+"""Families of 0.1.25 whose items depend on the order of sets of strings, which differs between processes unless PYTHONHASHSEED is set."""
+
+
+class ReasoningGymSource:
+    """The families in turn: prompt i is item i // F of family i % F. Endless if `count` is 0."""
+
+    def __init__(self, config: PromptConfig) -> None:
+        check_numbers(config)
+        self._config = config
+        self._families = _checked_families(config)
+        self._order = Order(config.count, seed=config.seed, shuffle=config.shuffle, passes=config.passes) if config.count else None
+        self._chunk = lru_cache(maxsize=4 * len(self._families))(self._opened)
+        for family in self._families:
+            self._chunk(family, config.seed)
+        self.fingerprint = fingerprint_of(config, f"reasoning-gym {version('reasoning-gym')}".encode())
+
+    @property
+    def size(self) -> int | None:
+        return self._order.size if self._order else None
+
+    def at(self, index: int) -> Prompt:
+        if not 0 <= index < HELD_OUT_SEED:
+            raise IndexError(f"prompt {index} is outside the stream of {self.size or HELD_OUT_SEED}")
+        return self._item(self._order[index] if self._order else index, self._config.seed, index)
+
+    def held_out(self) -> Sequence[Prompt]:
+        """Questions that occur in training are left out where the training set is finite; of an endless one only the seeds differ.
+
+        Raises:
+            SettingsError: if the families hold too few different questions.
+        """
+        wanted = self._config.held_out
+        trained = {self._item(i, self._config.seed, i).text for i in range(self._config.count if wanted else 0)}
+        found: list[Prompt] = []
+        for start in range(0, ATTEMPTS * wanted, max(1, wanted)):
+            drawn = [self._item(i, self._config.seed + HELD_OUT_SEED, -1) for i in range(start, start + wanted)]
+            found = unseen(found + drawn, trained)
+            if len(found) >= wanted:
+                return found[:wanted]
+        if wanted:
+            raise SettingsError(
+                f"families {', '.join(self._families)} gave only {len(found)} of {wanted} held-out questions that are not in training; "
+                f"lower prompts.held_out or prompts.count, or make the families larger with prompts.params"
+            )
+        return found
+
+    def _item(self, number: int, seed: int, index: int) -> Prompt:
+        family = self._families[number % len(self._families)]
+        chunk, place = divmod(number // len(self._families), CHUNK)
+        entry = self._chunk(family, seed + chunk * CHUNK)[place]
+        metadata = {
+            "answer": plain(entry["answer"]),
+            "family": family,
+            "params": dict(self._config.params.get(family, {})),
+            "entry": plain(entry["metadata"]),
+        }
+        return Prompt(entry["question"], (), metadata, index)
+
+    def _opened(self, family: str, seed: int) -> Any:
+        import reasoning_gym
+
+        try:
+            return reasoning_gym.create_dataset(family, size=CHUNK, seed=seed, **self._config.params.get(family, {}))
+        except Exception as error:  # families check their parameters with asserts, and fail with whatever they use
+            raise SettingsError(f"setting prompts.params.{family}: {type(error).__name__}: {error}") from error
+
+
+def make(config: PromptConfig) -> ReasoningGymSource:
+    """The source for `config.families`.
+
+    Raises:
+        SettingsError: for an unknown family, with the nearest known one, or parameters that a family refuses.
+    """
+    return ReasoningGymSource(config)
+
+
+def plain(value: Any) -> Any:
+    """`value` in MessagePack's types. Tuples become `{"__tuple__": [...]}`, because some scorers tell them from lists."""
+    if isinstance(value, Mapping):
+        return {key if isinstance(key, str | int) else str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return {"__tuple__": [plain(item) for item in value]}
+    if isinstance(value, list | set | frozenset):
+        return [plain(item) for item in value]
+    if isinstance(value, bool | None):
+        return value
+    for kind in (int, float, str):
+        if isinstance(value, kind):
+            return kind(value)  # numpy.float64 and numpy.str_ are subclasses that MessagePack does not know
+    return plain(value.item()) if hasattr(value, "item") else str(value)
+
+
+def _checked_families(config: PromptConfig) -> tuple[str, ...]:
+    try:
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise SettingsError(f"prompts.source 'reasoning_gym' needs the package reasoning-gym: {error}") from None
+    if not config.families:
+        raise SettingsError("setting prompts.families: name at least one task family, such as chain_sum")
+    for family in config.families:
+        checked_name(family, DATASETS, "setting prompts.families: family")
+        if family in UNSTABLE and not os.environ.get("PYTHONHASHSEED", "").isdigit():
+            raise SettingsError(
+                f"setting prompts.families: {family} differs between processes; set PYTHONHASHSEED=0 for all, or leave it out"
+            )
+    for family, params in config.params.items():
+        checked_name(family, config.families, "setting prompts.params: family")
+        for taken in {"size", "seed"} & params.keys():
+            raise SettingsError(f"setting prompts.params.{family}.{taken}: set prompts.count and prompts.seed instead")
+    return config.families

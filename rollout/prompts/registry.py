@@ -1,0 +1,20 @@
+"""Prompt sources by name."""
+
+import importlib
+
+from protocol.names import checked_name
+from rollout.prompts.base import PromptConfig, PromptSource
+
+SOURCES = ("hf", "jsonl", "reasoning_gym")
+"""Modules in `rollout/prompts/` with a function `make`. Each is imported when it is chosen."""
+
+
+def make_source(config: PromptConfig) -> PromptSource:
+    """The source that `config.source` names.
+
+    Raises:
+        SettingsError: if the name or anything else in the section is wrong.
+    """
+    name = checked_name(config.source, SOURCES, "setting prompts.source: source")
+    source: PromptSource = importlib.import_module(f"rollout.prompts.{name}").make(config)
+    return source

@@ -1,0 +1,147 @@
+"""Text to tokens and back. The only module that knows a tokenizer; engines and trainers see tokens."""
+
+import json
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from protocol.errors import SettingsError
+from rollout.prompts.base import Prompt
+
+_MARK = "\x02assistant\x03"
+"""Stands for an assistant's message where a template is rendered to be cut there."""
+
+
+class ChatTemplate(StrEnum):
+    """Whether prompts are wrapped in the tokenizer's chat template."""
+
+    AUTO = "auto"  # if the tokenizer has one
+    ON = "on"
+    OFF = "off"
+
+
+@dataclass(frozen=True, slots=True)
+class RenderConfig:
+    """Section `[render]`."""
+
+    chat_template: ChatTemplate = ChatTemplate.AUTO
+    system: str = ""
+    """System message before each prompt that has none; without a chat template it is text before the prompt."""
+    suffix: str = ""
+    """Appended to each prompt, as in " Answer with only the number."."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a sample besides the end-of-sequence token; each must be one token."""
+    stop_at_eos: bool = True
+    max_prompt_tokens: int = 512
+
+
+class PromptTooLong(SettingsError):
+    """A prompt over `render.max_prompt_tokens`. The group is dropped with this reason; the run goes on."""
+
+
+class Renderer:
+    """Renders prompts with the tokenizer of a model directory."""
+
+    def __init__(self, model_dir: Path, config: RenderConfig) -> None:
+        """Load the tokenizer.
+
+        Raises:
+            SettingsError: if there is none, it has no chat template although one is asked for, or a stop string is not one token.
+        """
+        self._config = config
+        self._tokenizer = _load(Path(model_dir))
+        has_template = bool(getattr(self._tokenizer, "chat_template", None))
+        if config.chat_template is ChatTemplate.ON and not has_template:
+            raise SettingsError(f"setting render.chat_template: the tokenizer in {model_dir} has no chat template; use 'auto' or 'off'")
+        self._chat = has_template and config.chat_template is not ChatTemplate.OFF
+        self.stop_token_ids = self._stop_ids(Path(model_dir))
+        """Ids of the tokens that end a sample, ascending."""
+
+    def prompt_tokens(self, prompt: Prompt) -> tuple[int, ...]:
+        """The tokens that an engine continues.
+
+        Raises:
+            PromptTooLong: naming the prompt's index, if it is over `max_prompt_tokens`.
+            SettingsError: if it has no tokens at all, or messages that the template refuses.
+        """
+        if self._chat:
+            tokens = self._encode(self._templated(self._messages(prompt), prompt.index))
+        else:
+            tokens = self._encode("\n".join(content for _, content in self._messages(prompt)), special=True)
+        if len(tokens) > self._config.max_prompt_tokens:
+            raise PromptTooLong(
+                f"prompt {prompt.index} has {len(tokens)} tokens, over render.max_prompt_tokens {self._config.max_prompt_tokens}"
+            )
+        if not tokens:
+            raise SettingsError(f"prompt {prompt.index} has no tokens: {prompt.text[:80]!r}")
+        return tokens
+
+    def turn_tokens(self, text: str, *, after: tuple[int, ...] = ()) -> tuple[int, ...]:
+        """The tokens of another turn of the user, up to where the model speaks again.
+
+        Args:
+            text: what the environment says.
+            after: the sampled tokens before it; an end of turn among them is not repeated.
+        """
+        if not self._chat:
+            return self._encode(text)
+        messages = [("user", "x"), ("assistant", _MARK), ("user", text)]
+        tail = self._encode(self._templated(messages, -1).rpartition(_MARK)[2])
+        return tail[1:] if after and tail and after[-1] == tail[0] else tail
+
+    def text(self, tokens: tuple[int, ...]) -> str:
+        """Tokens as text, without special tokens."""
+        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    def _messages(self, prompt: Prompt) -> list[tuple[str, str]]:
+        messages = list(prompt.messages) or [("user", prompt.text)]
+        messages[-1] = (messages[-1][0], messages[-1][1] + self._config.suffix)
+        if self._config.system and messages[0][0] != "system":
+            messages.insert(0, ("system", self._config.system))
+        return messages
+
+    def _templated(self, messages: list[tuple[str, str]], index: int) -> str:
+        conversation = [{"role": role, "content": content} for role, content in messages]
+        try:
+            text: str = self._tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # templates raise whatever jinja and their authors chose
+            raise SettingsError(f"prompt {index}: the chat template refuses it: {error}") from error
+        return text
+
+    def _encode(self, text: str, special: bool = False) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=special))
+
+    def _stop_ids(self, model_dir: Path) -> tuple[int, ...]:
+        ids = set(_eos_ids(model_dir, self._tokenizer)) if self._config.stop_at_eos else set()
+        for stop in self._config.stop:
+            tokens = self._encode(stop)
+            if len(tokens) != 1:
+                raise SettingsError(
+                    f"setting render.stop: {stop!r} is {len(tokens)} tokens of this tokenizer; only a single token can end a sample"
+                )
+            ids.add(tokens[0])
+        return tuple(sorted(ids))
+
+
+def _load(model_dir: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    if not any((model_dir / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")):
+        raise SettingsError(f"no tokenizer in {model_dir}: it needs tokenizer.json beside the model (save_pretrained writes it)")
+    try:
+        return AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
+    except Exception as error:  # OSError, ValueError, or the tokenizers library's own
+        raise SettingsError(f"the tokenizer in {model_dir} cannot be loaded: {type(error).__name__}: {str(error)[:300]}") from error
+
+
+def _eos_ids(model_dir: Path, tokenizer: Any) -> list[int]:
+    """The tokenizer's end of sequence, and those of generation_config.json: chat models often have several."""
+    path = model_dir / "generation_config.json"
+    try:
+        found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+    except (OSError, ValueError, AttributeError) as error:
+        raise SettingsError(f"{path}: {error}") from None
+    listed = found if isinstance(found, list) else [found]
+    return [int(i) for i in (*listed, tokenizer.eos_token_id) if i is not None]
