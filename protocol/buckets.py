@@ -12,7 +12,18 @@ from protocol.messages.weights import TensorEntry, WeightManifest
 ALIGNMENT = 64
 """Bytes: every tensor starts on a cache line, so that a view of any dtype is aligned."""
 
-DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "uint8": 1, "int8": 1, "bool": 1, "float8_e4m3fn": 1}
+DTYPE_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "int64": 8,
+    "int32": 4,
+    "uint8": 1,
+    "int8": 1,
+    "bool": 1,
+    "float8_e4m3fn": 1,
+}
 
 
 class Placement(msgspec.Struct, frozen=True):

@@ -69,8 +69,13 @@ def encode(message: AnyMessage, *, run: str, id: str, epoch: str = "", group: in
         raise FrameTooLarge(f"{type(message).__name__} of {len(payload)} bytes is over the limit of {MAX_FRAME_BYTES}")
     return _encoder.encode(
         Envelope(
-            run=run, epoch=epoch, id=id, group=group, token=token,
-            checksum=xxhash.xxh3_64_intdigest(payload), payload=msgspec.Raw(payload),
+            run=run,
+            epoch=epoch,
+            id=id,
+            group=group,
+            token=token,
+            checksum=xxhash.xxh3_64_intdigest(payload),
+            payload=msgspec.Raw(payload),
         )
     )
 

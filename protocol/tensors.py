@@ -29,7 +29,7 @@ class Array(msgspec.Struct, frozen=True, array_like=True):
         Raises:
             KeyError: if `dtype` is not one of `DTYPES`.
         """
-        packed = np.ascontiguousarray(values, dtype=DTYPES[dtype])
+        packed = np.asarray(values, dtype=DTYPES[dtype], order="C")
         return cls(dtype, tuple(packed.shape), memoryview(packed.tobytes()))
 
     def numpy(self) -> NDArray[Any]:

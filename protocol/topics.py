@@ -8,7 +8,17 @@ The receiving side binds and is found through the ledger's registry under the to
 from dataclasses import dataclass
 from enum import StrEnum
 
-from protocol.messages import Control, Message, Rollout, ScoredRollout, ScoreFailure, WeightApplied, WeightFailed, WeightManifest, WeightStaged
+from protocol.messages import (
+    Control,
+    Message,
+    Rollout,
+    ScoredRollout,
+    ScoreFailure,
+    WeightApplied,
+    WeightFailed,
+    WeightManifest,
+    WeightStaged,
+)
 
 
 class Role(StrEnum):
@@ -47,14 +57,30 @@ class Topic:
 
 
 ROLLOUTS = Topic(
-    "rollouts", Role.ROLLOUT, Role.REWARD, binds=Role.REWARD, pattern=Pattern.DELIVER, carries=(Rollout,), window=16,
+    "rollouts",
+    Role.ROLLOUT,
+    Role.REWARD,
+    binds=Role.REWARD,
+    pattern=Pattern.DELIVER,
+    carries=(Rollout,),
+    window=16,
 )
 SCORED = Topic(
-    "scored", Role.REWARD, Role.INGEST, binds=Role.INGEST, pattern=Pattern.DELIVER, carries=(ScoredRollout, ScoreFailure),
+    "scored",
+    Role.REWARD,
+    Role.INGEST,
+    binds=Role.INGEST,
+    pattern=Pattern.DELIVER,
+    carries=(ScoredRollout, ScoreFailure),
 )
 WEIGHTS = Topic(
-    "weights", Role.TRAINER, Role.ROLLOUT, binds=Role.TRAINER, pattern=Pattern.BROADCAST,
-    carries=(WeightManifest, Control), answers=(WeightStaged, WeightApplied, WeightFailed),
+    "weights",
+    Role.TRAINER,
+    Role.ROLLOUT,
+    binds=Role.TRAINER,
+    pattern=Pattern.BROADCAST,
+    carries=(WeightManifest, Control),
+    answers=(WeightStaged, WeightApplied, WeightFailed),
 )
 
 TOPICS: dict[str, Topic] = {topic.name: topic for topic in (ROLLOUTS, SCORED, WEIGHTS)}

@@ -22,6 +22,20 @@ AnyMessage = (
 )
 
 __all__ = [
-    "Ack", "Action", "AnyMessage", "Control", "Heartbeat", "Hello", "Message", "Rollout", "ScoreFailure", "ScoredRollout",
-    "StepReport", "TensorEntry", "WeightApplied", "WeightFailed", "WeightManifest", "WeightStaged",
+    "Ack",
+    "Action",
+    "AnyMessage",
+    "Control",
+    "Heartbeat",
+    "Hello",
+    "Message",
+    "Rollout",
+    "ScoreFailure",
+    "ScoredRollout",
+    "StepReport",
+    "TensorEntry",
+    "WeightApplied",
+    "WeightFailed",
+    "WeightManifest",
+    "WeightStaged",
 ]

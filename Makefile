@@ -1,0 +1,46 @@
+# `make demo` and `make test` set up what they need on a fresh machine with Python 3.11.
+PYTHON ?= python3.11
+VENV ?= .venv
+BIN := $(VENV)/bin
+LOCK := deploy/locks/cpu.txt
+JOBS ?= 2
+export TOKENIZERS_PARALLELISM := false
+export HF_HUB_OFFLINE := 1
+
+.PHONY: setup demo test test-slow test-gpu check bench test-compose clean
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: $(LOCK) pyproject.toml deploy/setup.sh
+	PYTHON=$(PYTHON) bash deploy/setup.sh $(VENV)
+	touch $@
+
+demo: setup
+	rm -rf runs/demo
+	$(BIN)/tether up deploy/configs/demo.toml --run-dir runs/demo
+	$(BIN)/tether verify runs/demo
+
+test: setup check
+	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu and not engine"
+	$(BIN)/python -m pytest -m "engine and not slow and not gpu"
+
+test-slow: setup
+	$(BIN)/python -m pytest -m slow
+
+test-gpu:
+	python3 -m pytest -m gpu
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: setup
+	$(BIN)/python -m tests.benchmarks.run --out runs/bench.json
+
+test-compose: setup
+	bash deploy/docker/test_compose.sh
+
+clean:
+	rm -rf $(VENV) runs

@@ -1,0 +1,148 @@
+"""Child processes of `tether up`: started in sessions of their own, logged to files, restarted when they die, ended by their pid.
+
+A child dies with the supervisor (Linux parent-death signal). SIGTERM asks it to drain; SIGKILL to its session ends what is left.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from protocol.errors import SettingsError, TetherError
+
+log = logging.getLogger("tether.up")
+
+PR_SET_PDEATHSIG = 1
+BACKOFF_S = (0.2, 5.0)
+RESTART_WINDOW_S = 60.0
+EXIT_SETTINGS = 2
+
+
+class ServiceFailed(TetherError):
+    """A service died more often than it may."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceSpec:
+    """One process to keep running."""
+
+    name: str
+    """rollout.0, trainer ...: the name of its log, and `TETHER_INSTANCE`."""
+    module: str
+    """Started as `python -m MODULE`."""
+    environ: Mapping[str, str]
+    finishes: bool = False
+    """True if exit code 0 means that its work is done, not that it is to be started again."""
+
+
+class Child:
+    """One service: at any time at most one process of it lives."""
+
+    def __init__(self, spec: ServiceSpec, log_path: Path, restarts: int) -> None:
+        self.spec = spec
+        self.log_path = log_path
+        self.restarts = 0
+        self.finished = asyncio.Event()
+        self._allowed = restarts
+        self._deaths: deque[float] = deque()
+        self._process: asyncio.subprocess.Process | None = None
+        self._stopping = False
+
+    @property
+    def pid(self) -> int | None:
+        """Process id while it lives."""
+        return self._process.pid if self._process is not None and self._process.returncode is None else None
+
+    async def keep_running(self) -> None:
+        """Start the service and restart it when it dies, until it finishes or is stopped.
+
+        Raises:
+            SettingsError: the service says that it is configured wrong.
+            ServiceFailed: it died more than the allowed number of times within a minute.
+        """
+        delay = BACKOFF_S[0]
+        while not self._stopping:
+            code = await self._run_once()
+            if self._stopping or (code == 0 and self.spec.finishes):
+                break
+            last_line = last_words(self.log_path)
+            if code == EXIT_SETTINGS:
+                raise SettingsError(last_line or f"{self.spec.name}: wrong settings, see {self.log_path}")
+            now = time.monotonic()
+            self._deaths.append(now)
+            while self._deaths and now - self._deaths[0] > RESTART_WINDOW_S:
+                self._deaths.popleft()
+            if len(self._deaths) > self._allowed:
+                raise ServiceFailed(
+                    f"{self.spec.name} died {len(self._deaths)} times in a minute, last with exit code {code}: {last_line} (see {self.log_path})"
+                )
+            self.restarts += 1
+            log.warning("service.died name=%s code=%s restarts=%d said=%s", self.spec.name, code, self.restarts, last_line)
+            await asyncio.sleep(delay)
+            delay = min(delay * 2, BACKOFF_S[1])
+        self.finished.set()
+
+    async def _run_once(self) -> int:
+        with self.log_path.open("ab") as output:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                self.spec.module,
+                env={**os.environ, **self.spec.environ, "TETHER_INSTANCE": self.spec.name, "PYTHONUNBUFFERED": "1"},
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+        try:
+            code = await self._process.wait()
+        finally:
+            self._kill_session()
+        return code
+
+    async def stop(self, drain_s: float) -> None:
+        """Ask the process to drain; end it after `drain_s`. What it started ends with it."""
+        self._stopping = True
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(drain_s):
+                await process.wait()
+        except TimeoutError:
+            log.warning("service.drain_timeout name=%s seconds=%.0f", self.spec.name, drain_s)
+        self._kill_session()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(5):
+                await process.wait()
+
+    def _kill_session(self) -> None:
+        """End whatever still lives in the session of the child."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def last_words(log_path: Path, limit: int = 300) -> str:
+    """The last line of a log that says something, at most `limit` characters."""
+    with contextlib.suppress(OSError):
+        lines: Sequence[str] = log_path.read_text(errors="replace")[-8192:].splitlines()
+        for line in reversed(lines):
+            if line.strip():
+                return line.strip()[:limit]
+    return ""

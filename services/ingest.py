@@ -1,0 +1,138 @@
+"""`python -m services.ingest`: the trainer's front door. Lives on while the trainer restarts.
+
+Consumes: `ScoredRollout` and `ScoreFailure`. Produces: spool records, ledger transitions, the audit archive.
+Acknowledged means: on disk, and accepted by the ledger. A message that cannot be put on disk is not acknowledged; its sender keeps it.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+
+from protocol.codec import encode_payload
+from protocol.errors import ProtocolError, Reason, Refused, TetherError
+from protocol.messages import ScoredRollout, ScoreFailure
+from protocol.topics import SCORED, Role
+from services.bus.receiver import Delivery, Receiver
+from services.ledger.audit import Archiver
+from services.process import Process, service_main
+from trainer.packing import token_counts
+from trainer.spool import Spool
+
+log = logging.getLogger("tether.ingest")
+
+ARCHIVE_S = 0.3
+BATCH = 64
+"""Messages put on disk by one fsync."""
+SPOOL_RETRY_S = 1.0
+
+
+async def serve(process: Process) -> None:
+    """Run the ingest until it is stopped."""
+    run_dir = process.settings.run_dir
+    run_dir.mkdir(parents=True, exist_ok=True)
+    spool = await asyncio.to_thread(Spool, run_dir / "spool.sqlite")
+    archiver = Archiver(process.ledger, run_dir / "audit.jsonl")
+    try:
+        async with Receiver(SCORED, run=process.run, incarnation=process.incarnation, config=process.settings.bus) as receiver:
+            process.metrics.watch("tether_bus_scored", "Bus counters, edge scored", receiver.stats.as_dict)
+            process.info["endpoints"] = {SCORED.name: receiver.endpoint}
+            await process.register()
+            async with asyncio.TaskGroup() as tasks:
+                loops = [
+                    tasks.create_task(_ingest_loop(process, receiver, spool), name="ingest"),
+                    tasks.create_task(_archive_loop(process, archiver), name="archive"),
+                ]
+                await process.stop.wait()
+                for task in loops:
+                    task.cancel()
+    finally:
+        await archiver.step()
+        await asyncio.to_thread(spool.close)
+
+
+async def _archive_loop(process: Process, archiver: Archiver) -> None:
+    """Move the ledger's events into the run directory; leasing stops if this falls behind."""
+    while True:
+        moved = await archiver.step()
+        process.metrics.count("events.archived", moved)
+        await asyncio.sleep(ARCHIVE_S)
+
+
+async def _ingest_loop(process: Process, receiver: Receiver, spool: Spool) -> None:
+    while True:
+        batch = [await receiver.receive()]
+        batch += receiver.pending(BATCH - 1)
+        await _ingest(process, receiver, spool, batch)
+
+
+async def _ingest(process: Process, receiver: Receiver, spool: Spool, batch: Sequence[Delivery]) -> None:
+    """Check, put on disk with one fsync, then accept and acknowledge one by one."""
+    good: list[tuple[Delivery, ScoredRollout, dict[int, int]]] = []
+    for delivery in batch:
+        message = delivery.message
+        if isinstance(message, ScoreFailure):
+            await _fail(process, receiver, delivery, message)
+        elif isinstance(message, ScoredRollout):
+            try:
+                good.append((delivery, message, check_scored(message)))
+            except ProtocolError as error:
+                process.metrics.count("scored.malformed")
+                log.warning("scored.malformed group=%d error=%s", message.rollout.group, error)
+                receiver.refuse(delivery, str(error))
+    if not good:
+        return
+    records = [(message.rollout.group, message.rollout.token, encode_payload(message)) for _, message, _ in good]
+    while True:
+        try:
+            await asyncio.to_thread(spool.put_many, records)
+            break
+        except TetherError as error:
+            process.metrics.count("spool.failed")
+            log.error("spool.failed records=%d error=%s", len(records), error)
+            with process.waiting("spool"):
+                await asyncio.sleep(SPOOL_RETRY_S)
+    for delivery, message, counts in good:
+        await _accept(process, receiver, delivery, message, counts)
+
+
+def check_scored(message: ScoredRollout) -> dict[int, int]:
+    """Sampled tokens per version of a scored rollout.
+
+    Raises:
+        ProtocolError: if a score is missing or not finite, or the rollout contradicts itself.
+    """
+    rewards = message.rewards.numpy()
+    samples = len(message.rollout.lengths.numpy())
+    if rewards.shape != (samples,) or not np.isfinite(rewards).all():
+        raise ProtocolError(f"group {message.rollout.group}: rewards are not {samples} finite numbers")
+    return token_counts(message.rollout)
+
+
+async def _accept(process: Process, receiver: Receiver, delivery: Delivery, message: ScoredRollout, counts: dict[int, int]) -> None:
+    rollout = message.rollout
+    try:
+        await process.ledger.accept(rollout.group, rollout.token, counts)
+    except Refused as refusal:
+        process.metrics.count(f"accept.refused.{refusal.reason}")
+        receiver.refuse(delivery, str(refusal))
+    else:
+        process.metrics.count("accepted")
+        receiver.ack(delivery)
+
+
+async def _fail(process: Process, receiver: Receiver, delivery: Delivery, failure: ScoreFailure) -> None:
+    """A failed score hands the group back; after `max_attempts` leases the ledger drops it. It is never a reward."""
+    log.warning("score.failed group=%d verifier=%s error=%s", failure.group, failure.verifier, failure.error)
+    process.metrics.count("score.failed")
+    try:
+        await process.ledger.release(failure.group, failure.token, f"reward:{failure.verifier}")
+    except Refused as refusal:
+        if refusal.reason not in (Reason.NOT_HELD, Reason.WRONG_STATE, Reason.UNKNOWN_GROUP, Reason.DUPLICATE):
+            raise
+    receiver.ack(delivery)
+
+
+if __name__ == "__main__":
+    service_main(Role.INGEST, serve)

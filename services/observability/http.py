@@ -1,0 +1,53 @@
+"""The small HTTP server that every service has: `/health` and `/metrics`, and what the monitor adds."""
+
+from collections.abc import Callable, Mapping
+
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+from protocol.errors import SettingsError
+
+Health = Callable[[], Mapping[str, object]]
+"""Facts about the service; `{"ok": False, ...}` makes /health answer 503."""
+
+
+class HttpServer:
+    """Serves health and metrics on one port, on loopback unless told otherwise."""
+
+    def __init__(
+        self, registry: CollectorRegistry, health: Health, routes: Mapping[str, Callable[[web.Request], object]] | None = None
+    ) -> None:
+        self._registry = registry
+        self._health = health
+        self._app = web.Application()
+        self._app.router.add_get("/health", self._serve_health)
+        self._app.router.add_get("/metrics", self._serve_metrics)
+        for path, handler in (routes or {}).items():
+            self._app.router.add_get(path, handler)  # type: ignore[arg-type]
+        self._runner = web.AppRunner(self._app, access_log=None)
+
+    async def start(self, host: str, port: int) -> int:
+        """Bind and serve; returns the port.
+
+        Raises:
+            SettingsError: if the port is taken or the host cannot be bound.
+        """
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, host, port).start()
+        except OSError as error:
+            await self._runner.cleanup()
+            raise SettingsError(
+                f"cannot serve HTTP on {host}:{port}: {error.strerror or error}; choose another port, or 0 for any free one"
+            ) from None
+        return int(self._runner.addresses[0][1])
+
+    async def close(self) -> None:
+        await self._runner.cleanup()
+
+    async def _serve_health(self, request: web.Request) -> web.Response:
+        facts = dict(self._health())
+        return web.json_response(facts, status=200 if facts.get("ok", True) else 503)
+
+    async def _serve_metrics(self, request: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})

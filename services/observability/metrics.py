@@ -1,0 +1,48 @@
+"""Prometheus metrics of a service. Names start with `tether_`; one registry a process, so that tests can have several."""
+
+from collections.abc import Callable, Iterable, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+
+class StatsCollector(Collector):
+    """Shows a dictionary of counters (`bus.stats`) as one metric with a label."""
+
+    def __init__(self, name: str, help: str, read: Callable[[], Mapping[str, int]]) -> None:
+        self._name, self._help, self._read = name, help, read
+
+    def collect(self) -> Iterable[Metric]:
+        family = CounterMetricFamily(self._name, self._help, labels=["what"])
+        for what, value in self._read().items():
+            family.add_metric([what], value)
+        yield family
+
+
+class Metrics:
+    """The metrics that every service has. Services add their own on `registry`."""
+
+    def __init__(self, role: str) -> None:
+        self.registry = CollectorRegistry()
+        self.role = role
+        self.events = Counter("tether_events", "What happened, by event", ["event"], registry=self.registry)
+        self.waiting = Gauge(
+            "tether_waiting_seconds", "How long the service has been waiting, by what it waits for", ["what"], registry=self.registry
+        )
+        self.busy = Gauge("tether_in_flight", "Groups held by this service", registry=self.registry)
+        self.seconds = Histogram(
+            "tether_work_seconds",
+            "Duration of one unit of work, by kind",
+            ["kind"],
+            registry=self.registry,
+            buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300),
+        )
+
+    def count(self, event: str, amount: float = 1) -> None:
+        """Count an event."""
+        self.events.labels(event).inc(amount)
+
+    def watch(self, name: str, help: str, read: Callable[[], Mapping[str, int]]) -> None:
+        """Show a dictionary of counters."""
+        self.registry.register(StatsCollector(name, help, read))

@@ -1,0 +1,83 @@
+"""The state of a run as plain data, for `tether status`, the monitor's page and scripts."""
+
+from typing import Any
+
+from services.ledger.interface import Ledger, LedgerStatus
+
+
+async def collect_status(ledger: Ledger) -> dict[str, Any]:
+    """Counters, groups by state, processes and engines of a run.
+
+    Raises:
+        Refused: NO_RUN, if there is no such run on the ledger.
+    """
+    status = await ledger.status()
+    peers = await ledger.peers()
+    alive = {peer.incarnation for peer in peers}
+    return {
+        "run_state": run_state(status),
+        "version": status.version,
+        "steps": status.steps,
+        "epoch": status.epoch,
+        "bound": _bound(status.bound),
+        "pending_bound": _bound(status.pending) if status.pending else None,
+        "issued": status.issued,
+        "trained": status.trained,
+        "dropped": status.dropped,
+        "active": status.active,
+        "wasted_tokens": status.wasted_tokens,
+        "groups": {str(state): count for state, count in status.states.items()},
+        "dropped_by_reason": dict(status.dropped_by_reason),
+        "processes": [
+            {
+                "service": peer.role,
+                "name": peer.info.get("name", peer.role),
+                "pid": peer.info.get("pid"),
+                "host": peer.info.get("host"),
+                "incarnation": peer.incarnation,
+                "http": peer.info.get("http"),
+                "waits": peer.info.get("waits", {}),
+            }
+            for peer in sorted(peers, key=lambda peer: str(peer.info.get("name", peer.role)))
+        ],
+        "engines": [
+            {"engine": engine, "epoch": epoch, "version": version}
+            for engine, (epoch, version) in sorted(status.engines.items())
+            if engine in alive
+        ],
+    }
+
+
+def run_state(status: LedgerStatus) -> str:
+    """One word: done, halted (with the reason), draining or running."""
+    if status.halted:
+        return f"halted: {status.halted}"
+    return "done" if status.done else "draining" if status.draining else "running"
+
+
+def _bound(bound: Any) -> dict[str, Any]:
+    return {"max_staleness": bound.max_staleness, "groups_per_step": bound.groups_per_step, "policy": str(bound.policy)}
+
+
+def render_status(status: dict[str, Any]) -> str:
+    """The same for people."""
+    bound = status["bound"]
+    lines = [
+        f"{status['run_state']}: version {status['version']} of {status['steps']}, bound E={bound['max_staleness']} B={bound['groups_per_step']} {bound['policy']}",
+        f"groups: issued {status['issued']}, trained {status['trained']}, dropped {status['dropped']}, active {status['active']} "
+        + "("
+        + ", ".join(f"{state} {count}" for state, count in status["groups"].items())
+        + ")",
+    ]
+    if status["pending_bound"]:
+        pending = status["pending_bound"]
+        lines.append(
+            f"pending: E={pending['max_staleness']} B={pending['groups_per_step']} {pending['policy']}, as soon as rule F holds with it"
+        )
+    if status["dropped_by_reason"]:
+        lines.append("dropped: " + ", ".join(f"{reason} {count}" for reason, count in status["dropped_by_reason"].items()))
+    lines += [f"engine {item['engine']}: version {item['version']} of epoch {item['epoch']}" for item in status["engines"]]
+    for item in status["processes"]:
+        waits = ", ".join(f"{what} {seconds:.0f} s" for what, seconds in item["waits"].items() if seconds >= 1)
+        lines.append(f"{item['name']:<12} pid {item['pid']} on {item['host']}" + (f", waits for {waits}" if waits else ""))
+    return "\n".join(lines)

@@ -1,0 +1,54 @@
+"""metrics.jsonl: one line a committed step, and what can be read from it."""
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from protocol.codec import decode_payload
+from protocol.messages import StepReport
+
+
+class StepLog:
+    """Appends step reports to a file. After a rewind a step appears again, with another epoch; the last line of a step counts."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def append(self, report: StepReport) -> None:
+        """Write one line, whole or not at all as readers see it."""
+        line = msgspec.json.encode(report) + b"\n"
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            os.write(descriptor, line)
+        finally:
+            os.close(descriptor)
+
+    def backfill(self, reports: Iterable[bytes]) -> None:
+        """Add lines of committed steps that a crash kept from being written."""
+        known = {(line["step"], line["epoch"]) for line in read_lines(self._path)}
+        for data in reports:
+            report = decode_payload(data)
+            if isinstance(report, StepReport) and (report.step, report.epoch) not in known:
+                self.append(report)
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Every whole line of a metrics file, oldest first; a torn last line is left out."""
+    if not path.is_file():
+        return
+    with path.open() as lines:
+        for line in lines:
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError:
+                continue
+
+
+def read_steps(path: Path) -> list[dict[str, Any]]:
+    """The lines that count: the last one of each step, in order of step."""
+    steps = {line["step"]: line for line in read_lines(path)}
+    return [steps[step] for step in sorted(steps)]

@@ -1,0 +1,209 @@
+"""What every service process does around its own loop: settings, signals, ledger, registry, health, and the way it ends.
+
+A service is `async def serve(process: Process) -> None`. It runs until `process.stop` is set, then drains and returns. SIGTERM and SIGINT
+set `stop`; a second one cancels. The first loop to end ends the process. Exit codes: 0 drained, 1 failed, 2 wrong settings.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any
+
+import uvloop
+
+from protocol.errors import Refused, SettingsError, TetherError, Unavailable
+from protocol.ids import new_incarnation
+from protocol.topics import Role
+from services.ledger.interface import Peer
+from services.ledger.ledger import RedisLedger
+from services.ledger.server import read_endpoint
+from services.observability.http import HttpServer
+from services.observability.metrics import Metrics
+from services.settings import Settings, load_settings
+
+log = logging.getLogger("tether")
+
+EXIT_FAILED, EXIT_SETTINGS = 1, 2
+
+
+class Process:
+    """One life of a service: its settings, its ledger, its name in the registry, and the event that stops it."""
+
+    def __init__(self, role: Role, settings: Settings, ledger: RedisLedger, name: str) -> None:
+        self.role = role
+        self.settings = settings
+        self.ledger = ledger
+        self.incarnation = new_incarnation(name)
+        self.stop = asyncio.Event()
+        self.metrics = Metrics(role)
+        self.info: dict[str, Any] = {"name": name, "pid": os.getpid(), "host": socket.gethostname(), "started": time.time()}
+        self._waits: dict[str, float] = {}
+
+    @property
+    def run(self) -> str:
+        return self.settings.run.name
+
+    @contextlib.contextmanager
+    def waiting(self, what: str) -> Any:
+        """Note that the process waits for `what`; shown in the registry, the metrics and `tether status`."""
+        self._waits[what] = time.monotonic()
+        try:
+            yield
+        finally:
+            self._waits.pop(what, None)
+
+    async def register(self) -> None:
+        """Tell the registry that this process lives, and what it waits for."""
+        now = time.monotonic()
+        waits = {what: round(now - since, 1) for what, since in self._waits.items()}
+        for what, seconds in waits.items():
+            self.metrics.waiting.labels(what).set(seconds)
+        info = {**self.info, "waits": waits}
+        await self.ledger.register(Peer(self.role, self.incarnation, info), ttl_ms=int(self.settings.ledger.ttl_s * 1000))
+
+    async def heartbeat_loop(self) -> None:
+        """Register again and again until cancelled."""
+        while True:
+            await self.register()
+            await asyncio.sleep(self.settings.ledger.ttl_s / 3)
+
+    async def discover(self, topic: str) -> Mapping[str, str]:
+        """Endpoints that serve `topic`: incarnation -> endpoint."""
+        return {
+            peer.incarnation: peer.info["endpoints"][topic] for peer in await self.ledger.peers() if topic in peer.info.get("endpoints", {})
+        }
+
+    async def stopped_within(self, seconds: float) -> bool:
+        """Wait until the process is to stop, at most `seconds`."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self.stop.wait()
+        except TimeoutError:
+            return False
+        return True
+
+
+Serve = Callable[[Process], Awaitable[None]]
+
+
+def ledger_url(settings: Settings) -> str:
+    """URL of the run's ledger: the configured one, or that of the embedded server in the run directory.
+
+    Raises:
+        SettingsError: if there is neither; says what to do.
+    """
+    if settings.ledger.url:
+        return settings.ledger.url
+    url = read_endpoint(settings.run_dir / "ledger")
+    if url is None:
+        raise SettingsError(
+            f"no ledger: set TETHER_REDIS_URL (redis://HOST:6379/0), or start the run with `tether up`, which keeps one in {settings.run_dir / 'ledger'}"
+        )
+    return url
+
+
+@contextlib.asynccontextmanager
+async def connected(settings: Settings) -> AsyncIterator[RedisLedger]:
+    """The run's ledger, closed at the end."""
+    config = settings.ledger
+    ledger = await RedisLedger.connect(ledger_url(settings), settings.run.name, timeout_s=config.timeout_s, retry_s=config.retry_s)
+    try:
+        yield ledger
+    finally:
+        await ledger.close()
+
+
+@contextlib.asynccontextmanager
+async def opened(role: Role, settings: Settings, name: str) -> AsyncIterator[Process]:
+    """A process with ledger, health endpoint and registration; unregistered at the end."""
+    async with connected(settings) as ledger:
+        process = Process(role, settings, ledger, name)
+        server = HttpServer(
+            process.metrics.registry,
+            lambda: {"ok": not process.stop.is_set(), "role": role, "incarnation": process.incarnation, "waits": list(process._waits)},
+        )
+        process.info["http"] = await server.start(settings.bus.host, 0)
+        try:
+            await process.register()
+            yield process
+        finally:
+            await server.close()
+            with contextlib.suppress(TetherError):
+                async with asyncio.timeout(2):
+                    await ledger.unregister(process.incarnation)
+
+
+class _Ended(Exception):
+    """The service's own loop has returned: everything else is to be cancelled."""
+
+
+async def run_process(role: Role, settings: Settings, name: str, serve: Serve) -> None:
+    """Run a service until it is told to stop or fails."""
+    async with opened(role, settings, name) as process:
+        loop = asyncio.get_running_loop()
+        main = asyncio.current_task()
+        assert main is not None
+
+        def on_signal() -> None:
+            if process.stop.is_set():
+                main.cancel()
+            process.stop.set()
+
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, on_signal)
+
+        async def body() -> None:
+            await serve(process)
+            raise _Ended
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(process.heartbeat_loop(), name="heartbeat")
+                tasks.create_task(body(), name=role)
+        except* _Ended:
+            pass
+
+
+def configure_logging(name: str) -> None:
+    """Log lines to standard error: time, process, level, `event key=value`."""
+    level = os.environ.get("TETHER_LOG_LEVEL", "INFO").upper()
+    logging.basicConfig(
+        level=level, stream=sys.stderr, format=f"%(asctime)s {name} %(levelname).1s %(message)s", datefmt="%H:%M:%S", force=True
+    )
+    logging.captureWarnings(True)
+
+
+def explain(error: BaseException) -> tuple[str, int]:
+    """One line and an exit code for an error that ends a process."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, (SettingsError, Unavailable)):
+        return str(error), EXIT_SETTINGS
+    if isinstance(error, (TetherError, Refused)):
+        return f"{type(error).__name__}: {error}", EXIT_FAILED
+    return f"{type(error).__name__}: {error}", EXIT_FAILED
+
+
+def service_main(role: Role, serve: Serve) -> None:
+    """The `main` of `python -m services.ROLE`."""
+    name = os.environ.get("TETHER_INSTANCE", role)
+    configure_logging(name)
+    try:
+        settings = load_settings()
+        uvloop.run(run_process(role, settings, name, serve))
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        sys.exit(EXIT_FAILED)
+    except BaseException as error:
+        line, code = explain(error)
+        if code == EXIT_FAILED and not isinstance(error, TetherError):
+            log.debug("process.failed", exc_info=error)
+        log.error("process.failed %s", json.dumps(line))
+        print(f"tether {role}: {line}", file=sys.stderr)
+        sys.exit(code)

@@ -1,0 +1,69 @@
+"""`python -m services.reward`: scores rollouts. Stateless; any number of them.
+
+Consumes: `Rollout` messages. Produces: `ScoredRollout`, or `ScoreFailure` where no score could be computed.
+A rollout is acknowledged once the ingest has acknowledged its score; until then its sender keeps it.
+"""
+
+import asyncio
+import logging
+
+from reward.pool import ScorePool
+from reward.score import score_rollout
+
+from protocol.messages import Rollout
+from protocol.topics import ROLLOUTS, SCORED, Role
+from services.bus.receiver import Delivery, Receiver
+from services.bus.sender import Declined, Sender
+from services.process import Process, service_main
+
+log = logging.getLogger("tether.reward")
+
+
+async def serve(process: Process) -> None:
+    """Run one reward worker until it is stopped. What it holds then is sent again by the rollout workers, to another one."""
+    settings = process.settings
+    identity = {"run": process.run, "incarnation": process.incarnation, "config": settings.bus}
+    async with (
+        ScorePool(settings.reward) as pool,
+        Receiver(ROLLOUTS, **identity) as receiver,
+        Sender(SCORED, role=Role.REWARD, discover=lambda: process.discover(SCORED.name), **identity) as sender,
+    ):
+        process.metrics.watch("tether_bus_rollouts", "Bus counters, edge rollouts", receiver.stats.as_dict)
+        process.metrics.watch("tether_bus_scored", "Bus counters, edge scored", sender.stats.as_dict)
+        process.info["endpoints"] = {ROLLOUTS.name: receiver.endpoint}
+        await process.register()
+        async with asyncio.TaskGroup() as tasks:
+            accepting = tasks.create_task(_accept_loop(process, tasks, pool, receiver, sender), name="reward.accept")
+            await process.stop.wait()
+            accepting.cancel()
+            held = [task for task in asyncio.all_tasks() if task.get_name().startswith("score-")]
+            if held:
+                await asyncio.wait(held, timeout=settings.rollout.drain_s)
+            for task in held:
+                task.cancel()
+
+
+async def _accept_loop(process: Process, tasks: asyncio.TaskGroup, pool: ScorePool, receiver: Receiver, sender: Sender) -> None:
+    """One task for each rollout; the credit that the receiver grants bounds how many there are."""
+    while True:
+        delivery = await receiver.receive()
+        tasks.create_task(_score(process, pool, receiver, sender, delivery), name=f"score-{delivery.envelope.id}")
+
+
+async def _score(process: Process, pool: ScorePool, receiver: Receiver, sender: Sender, delivery: Delivery) -> None:
+    envelope, rollout = delivery.envelope, delivery.message
+    assert isinstance(rollout, Rollout)
+    result = await score_rollout(rollout, pool, process.incarnation)
+    process.metrics.count(f"reward.{type(result).__name__}")
+    process.metrics.seconds.labels("score").observe(getattr(result, "score_s", 0.0))
+    try:
+        with process.waiting(f"ingest for group {rollout.group}"):
+            await sender.send(result, id=envelope.id, epoch=envelope.epoch, group=envelope.group, token=envelope.token)
+    except Declined as refusal:
+        receiver.refuse(delivery, str(refusal))
+    else:
+        receiver.ack(delivery)
+
+
+if __name__ == "__main__":
+    service_main(Role.REWARD, serve)

@@ -1,0 +1,63 @@
+"""`python -m services.rollout`: leases prompt groups, generates them on one engine, sends them to be scored.
+
+Consumes: leases of the ledger, weight manifests of the trainer. Produces: `Rollout` messages on the edge `rollouts`.
+Waits for: the trainer's first weights, room under the bound, a reward worker, the ingest's acknowledgement.
+"""
+
+import asyncio
+import time
+
+from protocol.errors import SettingsError
+from protocol.topics import ROLLOUTS, WEIGHTS, Role
+from rollout.engines.registry import make_engine
+from rollout.environments.registry import make_environment
+from rollout.prompts.registry import make_source
+from rollout.render import Renderer
+from services.bus.broadcast import Listener
+from services.bus.sender import Sender
+from services.leasing import GroupRunner
+from services.process import Process, service_main
+from services.updating import WeightUpdater
+
+
+async def serve(process: Process) -> None:
+    """Run one rollout worker until it is stopped; drains by finishing or handing back what it holds."""
+    settings = process.settings
+    if not (settings.model_dir / "config.json").is_file():
+        raise SettingsError(
+            f"no model in {settings.model_dir}: `tether up` makes it from [model.scratch], or set model.path to a Hugging Face directory"
+        )
+    prompts = await asyncio.to_thread(make_source, settings.prompts)
+    renderer = await asyncio.to_thread(Renderer, settings.model_dir, settings.render)
+    environment = make_environment(settings.environment)
+    engine = make_engine(settings.engine, settings.model_dir, process.incarnation)
+    identity = {"run": process.run, "incarnation": process.incarnation, "role": Role.ROLLOUT, "config": settings.bus}
+    process.info["engine"] = settings.engine.name
+    try:
+        with process.waiting("engine start"):
+            began = time.monotonic()
+            await engine.start()
+            process.metrics.seconds.labels("engine_start").observe(time.monotonic() - began)
+        async with (
+            Listener(WEIGHTS, discover=lambda: process.discover(WEIGHTS.name), **identity) as listener,
+            Sender(ROLLOUTS, discover=lambda: process.discover(ROLLOUTS.name), **identity) as sender,
+        ):
+            process.metrics.watch("tether_bus_rollouts", "Bus counters, edge rollouts", sender.stats.as_dict)
+            process.metrics.watch("tether_bus_weights", "Bus counters, edge weights", listener.stats.as_dict)
+            runner = GroupRunner(process, engine, renderer, environment, prompts, sender)
+            updater = WeightUpdater(process, engine, listener, on_abort=runner.abort)
+            async with asyncio.TaskGroup() as tasks:
+                updates = [
+                    tasks.create_task(updater.listen_loop(), name="weights.listen"),
+                    tasks.create_task(updater.poll_loop(), name="weights.poll"),
+                    tasks.create_task(updater.apply_loop(), name="weights.apply"),
+                ]
+                await runner.run()
+                for task in updates:
+                    task.cancel()
+    finally:
+        await engine.close()
+
+
+if __name__ == "__main__":
+    service_main(Role.ROLLOUT, serve)

@@ -1,0 +1,320 @@
+"""Settings of a process: defaults < TOML or JSON file < `TETHER_*` variables < `--set a.b=c`.
+
+Each component's section is a frozen dataclass beside the component; this module composes them and nothing more. A variable is named
+`TETHER_SECTION__KEY`; the ones that people set most have short names (`SHORT_NAMES`). An unknown key fails and names its neighbour.
+"""
+
+import dataclasses
+import difflib
+import json
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from reward.config import RewardConfig
+from trainer.scratch import ScratchConfig
+
+from protocol.errors import SettingsError
+from protocol.ids import checked_run_id
+from protocol.staleness import Bound, Policy
+from rollout.engines.base import EngineConfig
+from rollout.environments.base import EnvironmentConfig
+from rollout.generate import SamplingConfig
+from rollout.prompts.base import PromptConfig
+from rollout.render import RenderConfig
+from services.bus.config import BusConfig
+from trainer.algorithms.base import AlgorithmConfig
+from trainer.backend import OptimizerConfig, ParallelConfig, TrainerConfig
+from trainer.weights.base import WeightConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RunConfig:
+    """Section `[run]`."""
+
+    name: str = "run"
+    dir: str = ""
+    """Everything the run writes; by default runs/NAME."""
+    steps: int = 100
+
+
+@dataclass(frozen=True, slots=True)
+class BoundConfig:
+    """Section `[bound]`: the staleness bound and what counts as too many failures."""
+
+    max_staleness: int = 1
+    groups_per_step: int = 8
+    staleness_policy: Policy = Policy.MASK
+    max_attempts: int = 5
+    drop_share: float = 0.9
+    drop_window: int = 64
+
+    @property
+    def bound(self) -> Bound:
+        return Bound(self.max_staleness, self.groups_per_step, self.staleness_policy)
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerConfig:
+    """Section `[ledger]`."""
+
+    url: str = ""
+    """redis:// or rediss:// URL; empty: an embedded server in the run directory. Set it by TETHER_REDIS_URL, not on a command line."""
+    timeout_s: float = 10.0
+    retry_s: float = 60.0
+    """How long a lost connection is retried before the process gives up."""
+    ttl_s: float = 5.0
+    """Time-to-live of a process in the registry."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Section `[model]`: a Hugging Face directory, or a small model made from scratch."""
+
+    path: str = ""
+    scratch: ScratchConfig | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutConfig:
+    """Section `[rollout]`."""
+
+    groups_in_flight: int = 32
+    """Groups that one worker generates or holds at a time."""
+    lease_s: float = 30.0
+    """A lease not extended for so long goes to another worker; extended every third of it."""
+    drain_s: float = 10.0
+    """How long a stopping worker finishes what it holds before it hands it back."""
+    prompt_failures: int = 1
+    """Attempts of a prompt that cannot be rendered or generated before its group is dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServicesConfig:
+    """Section `[services]`: how many of each `tether up` starts, and how it treats those that die."""
+
+    rollouts: int = 1
+    rewards: int = 1
+    restarts: int = 5
+    """Restarts of one service within a minute after which the run is given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class MonitorConfig:
+    """Section `[monitor]`."""
+
+    enabled: bool = True
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0: any free port; it is printed and registered."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalConfig:
+    """Section `[eval]`: scoring held-out prompts before and after a run."""
+
+    at_end: bool = False
+    prompts: int = 200
+    samples: int = 1
+    """Sampled answers a prompt for the sampled score; 0 leaves it out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """All sections of a run."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    run: RunConfig = field(default_factory=RunConfig)
+    bound: BoundConfig = field(default_factory=BoundConfig)
+    ledger: LedgerConfig = field(default_factory=LedgerConfig)
+    bus: BusConfig = field(default_factory=BusConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    prompts: PromptConfig = field(default_factory=PromptConfig)
+    render: RenderConfig = field(default_factory=RenderConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    weights: WeightConfig = field(default_factory=WeightConfig)
+    services: ServicesConfig = field(default_factory=ServicesConfig)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.run.dir or f"runs/{self.run.name}").absolute()
+
+    @property
+    def model_dir(self) -> Path:
+        """Where the initial model lies: the user's directory, or the one made from scratch in the run directory."""
+        return Path(self.model.path).absolute() if self.model.path else self.run_dir / "model"
+
+
+SHORT_NAMES = {
+    "TETHER_MAX_STALENESS": "bound.max_staleness",
+    "TETHER_GROUPS_PER_STEP": "bound.groups_per_step",
+    "TETHER_STALENESS_POLICY": "bound.staleness_policy",
+    "TETHER_MAX_ATTEMPTS": "bound.max_attempts",
+    "TETHER_REDIS_URL": "ledger.url",
+    "TETHER_RUN": "run.name",
+    "TETHER_RUN_DIR": "run.dir",
+    "TETHER_STEPS": "run.steps",
+}
+OTHER_VARIABLES = frozenset({"TETHER_CONFIG", "TETHER_LOG_LEVEL", "TETHER_INSTANCE"})
+"""Variables that are read elsewhere: the settings file, the log level, and the name of this process among its like."""
+
+_adapter: TypeAdapter[Settings] = TypeAdapter(Settings)
+
+
+def load_settings(path: str | None = None, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Settings:
+    """Compose the settings of a process.
+
+    Args:
+        path: a TOML or JSON file; by default that of `TETHER_CONFIG`, or none.
+        overrides: `section.key=value` strings; values are TOML, or plain strings where they are not.
+        environ: by default the process's environment.
+
+    Raises:
+        SettingsError: naming the setting, what is wrong and the nearest known name.
+    """
+    environ = os.environ if environ is None else environ
+    path = path or environ.get("TETHER_CONFIG") or None
+    values: dict[str, Any] = _read_file(Path(path)) if path else {}
+    for dotted, text, source in _from_environ(environ):
+        _assign(values, dotted, _parse(text), source)
+    for override in overrides:
+        dotted, separator, text = override.partition("=")
+        if not separator:
+            raise SettingsError(f"--set {override!r}: write section.key=value")
+        _assign(values, dotted.strip(), _parse(text.strip()), f"--set {dotted}")
+    _refuse_unknown(values, Settings, "")
+    try:
+        settings = _adapter.validate_python(values)
+    except ValidationError as error:
+        raise SettingsError("; ".join(_explain(item) for item in error.errors())) from None
+    _check(settings)
+    return settings
+
+
+def dump_settings(settings: Settings, path: Path) -> None:
+    """Write the effective settings as JSON, for the processes of the run. The ledger's URL stays out: it may hold a password."""
+    values = _adapter.dump_python(settings, mode="json")
+    values["ledger"]["url"] = ""
+    values["run"]["dir"] = str(settings.run_dir)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(values, indent=2) + "\n")
+    temporary.replace(path)
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text()
+        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except OSError as error:
+        raise SettingsError(
+            f"settings file {path}: {error.strerror}; give the path of a TOML file such as deploy/configs/demo.toml"
+        ) from None
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"settings file {path}: {error}") from None
+    if not isinstance(values, dict):
+        raise SettingsError(f"settings file {path}: expected tables at the top level")
+    return values
+
+
+def _from_environ(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    found = []
+    for name, text in sorted(environ.items()):
+        if not name.startswith("TETHER_") or name in OTHER_VARIABLES:
+            continue
+        dotted = SHORT_NAMES.get(name)
+        if dotted is None and "__" in name:
+            dotted = ".".join(part.lower() for part in name.removeprefix("TETHER_").split("__"))
+        if dotted is None:
+            raise SettingsError(f"variable {name} is not known{_nearest(name, [*SHORT_NAMES, *OTHER_VARIABLES])}")
+        if text:
+            found.append((dotted, text, name))
+    return found
+
+
+def _parse(text: str) -> Any:
+    try:
+        return tomllib.loads(f"x = {text}")["x"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _assign(values: dict[str, Any], dotted: str, value: Any, source: str) -> None:
+    *parents, last = dotted.split(".")
+    for parent in parents:
+        values = values.setdefault(parent, {})
+        if not isinstance(values, dict):
+            raise SettingsError(f"{source}: {parent} is not a section")
+    values[last] = value
+
+
+def _refuse_unknown(values: Mapping[str, Any], kind: Any, prefix: str) -> None:
+    known = {f.name: f.type for f in dataclasses.fields(kind)}
+    for key, value in values.items():
+        if key not in known:
+            raise SettingsError(f"setting {prefix}{key} is not known{_nearest(key, list(known))}")
+        inner = known[key] if dataclasses.is_dataclass(known[key]) else (ScratchConfig if key == "scratch" else None)
+        if inner is not None and isinstance(value, dict):
+            _refuse_unknown(value, inner, f"{prefix}{key}.")
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else f"; known: {', '.join(sorted(known))}"
+
+
+def _explain(error: Mapping[str, Any]) -> str:
+    where = ".".join(str(part) for part in error["loc"])
+    return f"setting {where}: {error['msg']} (got {error['input']!r})"
+
+
+RANGES: dict[str, tuple[float, float]] = {
+    "run.steps": (1, 1e9),
+    "services.rollouts": (0, 10_000),
+    "services.rewards": (0, 10_000),
+    "bound.max_staleness": (0, 1000),
+    "bound.groups_per_step": (1, 1e6),
+    "bound.max_attempts": (1, 1e6),
+    "bound.drop_share": (0, 1),
+    "bound.drop_window": (1, 1e6),
+    "rollout.groups_in_flight": (1, 1e5),
+    "rollout.lease_s": (0.5, 1e6),
+    "sampling.samples_per_prompt": (1, 1e5),
+    "sampling.max_tokens": (1, 1e7),
+    "sampling.temperature": (0, 100),
+    "optimizer.lr": (0, 1e3),
+    "trainer.micro_batch_size": (1, 1e6),
+    "trainer.checkpoint_every": (1, 1e9),
+    "parallel.tensor_model_parallel_size": (1, 4096),
+    "parallel.pipeline_model_parallel_size": (1, 4096),
+    "parallel.data_parallel_size": (1, 4096),
+    "weights.bucket_mb": (1, 1e5),
+}
+"""Setting -> smallest and largest value."""
+
+
+def _check(settings: Settings) -> None:
+    checked_run_id(settings.run.name)
+    for dotted, (low, high) in RANGES.items():
+        section, key = dotted.split(".")
+        value = getattr(getattr(settings, section), key)
+        if not low <= value <= high:
+            raise SettingsError(f"setting {dotted}: {value} is not between {low:g} and {high:g}")
+    if settings.model.path and settings.model.scratch:
+        raise SettingsError("settings model.path and model.scratch exclude each other: give one")
+    if settings.model.path and not (settings.model_dir / "config.json").is_file():
+        raise SettingsError(f"setting model.path: no config.json in {settings.model_dir}; give a Hugging Face model directory")

@@ -1,0 +1,210 @@
+"""`tether up`: every service of a run on one machine, until its steps are done or Ctrl-C.
+
+Starting: check everything that can be checked without starting anything, then ledger, run, services. Ending: rollout workers hand back
+what they hold, then rewards, trainer, ingest, monitor, ledger. Nothing is left running, whatever ends it.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import signal
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from reward.registry import check_rewards
+from trainer.scratch import build_scratch
+
+from protocol.errors import Refused, SettingsError, TetherError
+from protocol.topics import Role
+from rollout.engines.registry import check_engine
+from rollout.prompts.registry import make_source
+from rollout.render import Renderer
+from services.children import Child, ServiceSpec
+from services.ledger.audit import Archiver
+from services.ledger.interface import RunSpec
+from services.ledger.ledger import RedisLedger
+from services.ledger.server import EmbeddedServer
+from services.observability.plot import plot_run
+from services.observability.progress import Progress
+from services.process import connected
+from services.settings import Settings, dump_settings
+from trainer.algorithms.registry import make_algorithm
+
+log = logging.getLogger("tether.up")
+
+STOP_ORDER = (Role.ROLLOUT, Role.REWARD, Role.TRAINER, Role.INGEST, Role.MONITOR)
+DRAIN_S = {Role.ROLLOUT: 20.0, Role.REWARD: 15.0, Role.TRAINER: 60.0, Role.INGEST: 15.0, Role.MONITOR: 5.0}
+FINISH_S = 300.0
+"""How long the trainer may take for its last checkpoint once all steps are committed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended."""
+
+    version: int
+    steps: int
+    interrupted: bool
+
+
+async def run_up(settings: Settings, progress: Progress) -> Outcome:
+    """Start all services of a run and keep them running until it is done.
+
+    Raises:
+        SettingsError: before anything was started, or as a service said; nothing is left running.
+        TetherError: a service died for good, or the run halted; nothing is left running.
+    """
+    run_dir = settings.run_dir
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    with _locked(run_dir):
+        spec = await asyncio.to_thread(prepare, settings)
+        async with _ledger_server(settings) as environ:
+            for name, value in environ.items():
+                os.environ[name] = value
+            resolved = settings
+            dump_settings(settings, run_dir / "settings.json")
+            async with connected(_with_url(resolved, environ)) as ledger:
+                await ledger.create(spec)
+                await ledger.drain(False)
+                progress.note(ledger.durability)
+                outcome = await _supervise(settings, environ, ledger, progress)
+                await Archiver(ledger, run_dir / "audit.jsonl").step()
+        await asyncio.to_thread(plot_run, run_dir)
+    return outcome
+
+
+def prepare(settings: Settings) -> RunSpec:
+    """Check what can be checked before anything starts, make the model if it is to be made, and say what the run is.
+
+    Raises:
+        SettingsError: naming what is wrong.
+    """
+    check_engine(settings.engine)
+    check_rewards(settings.reward)
+    make_algorithm(settings.algorithm)
+    if settings.model.scratch is not None:
+        build_scratch(settings.model.scratch, settings.model_dir)
+    if not (settings.model_dir / "config.json").is_file():
+        raise SettingsError("no model: set model.path to a Hugging Face directory, or fill in [model.scratch]")
+    source = make_source(settings.prompts)
+    Renderer(settings.model_dir, settings.render).prompt_tokens(source.at(0))
+    bound = settings.bound
+    return RunSpec(
+        run=settings.run.name,
+        fingerprint=source.fingerprint,
+        prompts=source.size,
+        steps=settings.run.steps,
+        bound=bound.bound,
+        max_attempts=bound.max_attempts,
+        drop_share=bound.drop_share,
+        drop_window=bound.drop_window,
+    )
+
+
+def service_specs(settings: Settings, environ: dict[str, str]) -> dict[Role, list[ServiceSpec]]:
+    """The processes of a run, by role."""
+    environ = {**environ, "TETHER_CONFIG": str(settings.run_dir / "settings.json")}
+    counts = {Role.INGEST: 1, Role.REWARD: settings.services.rewards, Role.TRAINER: 1, Role.ROLLOUT: settings.services.rollouts}
+    if settings.monitor.enabled:
+        counts[Role.MONITOR] = 1
+    return {
+        role: [
+            ServiceSpec(
+                f"{role}.{i}" if role in (Role.REWARD, Role.ROLLOUT) else role, f"services.{role}", environ, finishes=role is Role.TRAINER
+            )
+            for i in range(count)
+        ]
+        for role, count in counts.items()
+    }
+
+
+async def _supervise(settings: Settings, environ: dict[str, str], ledger: RedisLedger, progress: Progress) -> Outcome:
+    """Keep the services running until the run is done, interrupted or failed; then stop them in order."""
+    children = {
+        role: [Child(spec, settings.run_dir / "logs" / f"{spec.name}.log", settings.services.restarts) for spec in specs]
+        for role, specs in service_specs(settings, environ).items()
+    }
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signum, stop.set)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for group in children.values():
+                for child in group:
+                    tasks.create_task(child.keep_running(), name=child.spec.name)
+            watcher = tasks.create_task(progress.watch_loop(ledger, children), name="progress")
+            try:
+                await _until_over(ledger, children[Role.TRAINER][0], stop)
+            finally:
+                await _stop_all(children)
+            watcher.cancel()
+    except* TetherError as group:
+        raise group.exceptions[0] from None
+    finally:
+        await _stop_all(children)
+    status = await ledger.status()
+    progress.finish(status)
+    return Outcome(status.version, status.steps, interrupted=stop.is_set() and not status.done)
+
+
+async def _until_over(ledger: RedisLedger, trainer: Child, stop: asyncio.Event) -> None:
+    """Return when the trainer has finished or a stop was asked for.
+
+    Raises:
+        TetherError: if the run halted.
+    """
+    while not stop.is_set() and not trainer.finished.is_set():
+        status = await ledger.status()
+        if status.halted:
+            raise TetherError(
+                f"the run halted: too many of the last groups were dropped for the reason {status.halted!r} (see `tether status` and the logs)"
+            )
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await stop.wait()
+    if not stop.is_set():
+        return
+    with contextlib.suppress(Refused):
+        await ledger.drain()
+
+
+async def _stop_all(children: dict[Role, list[Child]]) -> None:
+    for role in STOP_ORDER:
+        async with asyncio.TaskGroup() as stops:
+            for child in children.get(role, []):
+                stops.create_task(child.stop(DRAIN_S[role]), name=f"stop-{child.spec.name}")
+
+
+@contextlib.asynccontextmanager
+async def _ledger_server(settings: Settings) -> AsyncIterator[dict[str, str]]:
+    """The ledger's URL as environment for the services: the user's server, or an embedded one that lives as long as this."""
+    if settings.ledger.url:
+        yield {"TETHER_REDIS_URL": settings.ledger.url}
+        return
+    server = EmbeddedServer(settings.run_dir / "ledger")
+    await server.start()
+    try:
+        yield {"TETHER_REDIS_URL": server.url}
+    finally:
+        await server.stop()
+
+
+@contextlib.contextmanager
+def _locked(run_dir: Path):  # type: ignore[no-untyped-def]
+    """Hold the run directory; a second `tether up` on it is refused."""
+    with (run_dir / "lock").open("w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise SettingsError(f"another `tether up` is running in {run_dir}: stop it, or give --run-dir") from None
+        yield
+
+
+def _with_url(settings: Settings, environ: dict[str, str]) -> Settings:
+    import dataclasses
+
+    return dataclasses.replace(settings, ledger=dataclasses.replace(settings.ledger, url=environ["TETHER_REDIS_URL"]))

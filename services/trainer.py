@@ -1,0 +1,104 @@
+"""`python -m services.trainer`: the optimizer. Under torchrun one process for each rank; alone it starts torchrun where it needs more than one.
+
+Consumes: scored groups, by `take`, from the spool. Produces: versions, their weights and reports. Waits for: B scored groups.
+"""
+
+import asyncio
+import os
+import sys
+
+from trainer.checkpoint import Checkpoints
+from trainer.registry import make_backend
+
+from protocol.errors import SettingsError
+from protocol.ids import new_epoch
+from protocol.topics import WEIGHTS, Role
+from services.bus.broadcast import Broadcaster
+from services.observability.steps import StepLog
+from services.process import Process, configure_logging, service_main
+from services.recovery import take_over
+from services.settings import Settings, load_settings
+from services.training import Trainer, TrainLoop
+from trainer.algorithms.registry import make_algorithm
+from trainer.backend import Backend
+from trainer.ranks import ExitCommand, announce, follow
+from trainer.spool import Spool
+from trainer.weights.registry import make_sender
+
+
+def build_backend(settings: Settings) -> Backend:
+    """This rank's part of the model."""
+    return make_backend(
+        settings.model_dir,
+        parallel=settings.parallel,
+        optimizer=settings.optimizer,
+        trainer=settings.trainer,
+        algorithm=make_algorithm(settings.algorithm),
+    )
+
+
+async def serve(process: Process) -> None:
+    """Rank 0: take the run over, then make steps until it is done or told to stop."""
+    settings = process.settings
+    run_dir = settings.run_dir
+    if not (run_dir / "spool.sqlite").parent.is_dir():
+        raise SettingsError(f"no run directory {run_dir}: start the ingest first, or `tether up`")
+    async with Broadcaster(WEIGHTS, run=process.run, incarnation=process.incarnation, config=settings.bus) as caster:
+        process.metrics.watch("tether_bus_weights", "Bus counters, edge weights", caster.stats.as_dict)
+        trainer = Trainer(
+            process=process,
+            backend=None,
+            algorithm=make_algorithm(settings.algorithm),  # type: ignore[arg-type]
+            spool=Spool(run_dir / "spool.sqlite"),
+            sender=make_sender(settings.weights, run=process.run, run_dir=run_dir),
+            checkpoints=Checkpoints(run_dir / "checkpoints", keep=settings.trainer.keep_checkpoints),
+            caster=caster,
+            epoch=new_epoch(),
+        )
+        try:
+            with process.waiting("model load"):
+                trainer.backend = await trainer.on_compute(build_backend, settings)
+            process.info["endpoints"] = {WEIGHTS.name: caster.endpoint}
+            with process.waiting("take-over"):
+                manifest = await take_over(trainer)
+            await process.register()
+            steps = StepLog(run_dir / "metrics.jsonl")
+            await asyncio.to_thread(steps.backfill, await process.ledger.reports(0))
+            loop = TrainLoop(trainer, steps, manifest)
+            async with asyncio.TaskGroup() as tasks:
+                answers = tasks.create_task(loop.answers_loop(), name="weights.answers")
+                await loop.run()
+                answers.cancel()
+            await trainer.on_compute(announce, ExitCommand())
+        finally:
+            trainer.sender.close()
+            trainer.spool.close()
+            if trainer.backend is not None:
+                await trainer.on_compute(trainer.backend.close)
+            trainer.compute.shutdown()
+
+
+def main() -> None:
+    """Start torchrun if more than one rank is configured; else be the rank that the environment names."""
+    rank = int(os.environ.get("RANK", "-1"))
+    if rank > 0:
+        configure_logging(f"trainer.{rank}")
+        settings = load_settings()
+        backend = build_backend(settings)
+        follow(backend, make_algorithm(settings.algorithm))
+        backend.close()
+        return
+    if rank < 0:
+        try:
+            world = load_settings().parallel.world_size
+        except SettingsError as error:
+            print(f"tether trainer: {error}", file=sys.stderr)
+            sys.exit(2)
+        if world > 1:
+            torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(world), "-m", "services.trainer"]
+            os.execv(sys.executable, [sys.executable, "-m", *torchrun])
+    service_main(Role.TRAINER, serve)
+
+
+if __name__ == "__main__":
+    main()

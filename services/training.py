@@ -1,0 +1,273 @@
+"""The trainer's loop: take B groups, make one optimizer step, publish the weights, commit, tell the engines.
+
+Order matters. The weights of the new version are complete at their transport before the commit names them; the commit makes the version
+and stores its manifest in one script; only then are engines told. A crash before the commit leaves a version that nobody knows of; a
+crash after it leaves a manifest that engines find in the ledger.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from trainer.checkpoint import Checkpoints
+
+from protocol.codec import encode_payload
+from protocol.errors import Reason, Refused, TetherError
+from protocol.messages import Action, Control, StepReport, WeightApplied, WeightFailed, WeightManifest
+from protocol.staleness import Policy
+from services.bus.broadcast import Broadcaster
+from services.ledger.interface import LedgerStatus, Taken
+from services.observability.steps import StepLog
+from services.process import Process
+from trainer.algorithms.base import Algorithm
+from trainer.backend import Backend, StepStats
+from trainer.packing import BuiltBatch
+from trainer.ranks import (
+    ExportCommand,
+    IdleCommand,
+    KeepReferenceCommand,
+    RestoreCommand,
+    SaveCommand,
+    TrainCommand,
+    announce,
+    open_batch,
+    run_step,
+)
+from trainer.spool import Spool
+from trainer.weights.base import Sender
+
+log = logging.getLogger("tether.trainer")
+T = TypeVar("T")
+
+TAKE_POLL_S = (0.003, 0.05)
+IDLE_S = 60.0
+"""The other ranks hear from rank 0 at least so often, so that their wait is bounded."""
+
+
+@dataclass
+class Trainer:
+    """What rank 0 works with. Methods ending in a verb run the collective on every rank."""
+
+    process: Process
+    backend: Backend
+    algorithm: Algorithm
+    spool: Spool
+    sender: Sender
+    checkpoints: Checkpoints
+    caster: Broadcaster
+    epoch: str
+    compute: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="compute"))
+
+    async def on_compute(self, function: Callable[..., T], *args: Any) -> T:
+        """Run blocking work in the one compute thread."""
+        return await asyncio.get_running_loop().run_in_executor(self.compute, function, *args)
+
+    def command_for(self, taken: Taken) -> TrainCommand:
+        """The command that trains on a batch; reads its records from the spool.
+
+        Raises:
+            LookupError: if the spool does not hold a group.
+        """
+        settings = self.process.settings
+        records = self.spool.get_many([(group.group, group.token) for group in taken.groups])
+        return TrainCommand(
+            step=taken.step,
+            records=records,
+            bounds=[group.max_staleness for group in taken.groups],
+            mask_late=settings.bound.staleness_policy is Policy.MASK,
+            temperature=settings.sampling.temperature or 1.0,
+            recompute_logprobs=settings.trainer.recompute_logprobs,
+            reference_logprobs=settings.algorithm.kl_coef > 0,
+        )
+
+    def train(self, command: TrainCommand) -> tuple[BuiltBatch, StepStats]:
+        """One optimizer step on every rank (compute thread)."""
+        built = open_batch(command, self.algorithm)
+        announce(command)
+        return built, run_step(self.backend, built.batch, command)
+
+    def publish(self, version: int) -> WeightManifest:
+        """Export on every rank and make the version available (compute thread)."""
+        announce(ExportCommand())
+        return self.sender.publish(self.epoch, version, self.backend.export(), base_model=self.backend.architecture)
+
+    def save(self, version: int, digest: int, sequence: int) -> None:
+        """Write a checkpoint on every rank; its manifest comes last (compute thread)."""
+        with self.checkpoints.writing(version, epoch=self.epoch, digest=digest, sequence=sequence) as directory:
+            announce(SaveCommand(str(directory)))
+            self.backend.save(directory)
+
+    def restore(self, directory: Path) -> None:
+        """Go back to a checkpoint on every rank (compute thread)."""
+        announce(RestoreCommand(str(directory)))
+        self.backend.restore(directory)
+
+    def keep_reference(self) -> None:
+        """Keep the reference model on every rank (compute thread)."""
+        announce(KeepReferenceCommand())
+        self.backend.keep_reference()
+
+
+class TrainLoop:
+    """Makes steps until the run is done or the process is to stop."""
+
+    def __init__(self, trainer: Trainer, steps: StepLog, manifest: WeightManifest) -> None:
+        self._trainer = trainer
+        self._process = trainer.process
+        self._steps = steps
+        self._manifest = manifest
+        self._pause_ms = 0.0
+        self._dropped = (0, 0)  # groups, tokens at the last step
+
+    async def answers_loop(self) -> None:
+        """Note what engines answer, until cancelled."""
+        while True:
+            _, message = await self._trainer.caster.receive()
+            if isinstance(message, WeightApplied):
+                self._pause_ms = max(self._pause_ms, message.pause_ms)
+            elif isinstance(message, WeightFailed):
+                self._process.metrics.count("weights.failed")
+                log.warning("weights.failed engine=%s version=%d error=%s", message.engine, message.version, message.error)
+
+    async def run(self) -> None:
+        """Step until done or stopped."""
+        status = await self._process.ledger.status()
+        self._dropped = (status.dropped, status.wasted_tokens)
+        while not status.done and not self._process.stop.is_set():
+            began = time.monotonic()
+            taken = await self._take()
+            if taken is None:
+                break
+            status = await self._step(taken, waited_s=time.monotonic() - began)
+        if status.done:
+            log.info("run.done version=%d", status.version)
+
+    async def _take(self) -> Taken | None:
+        """The next batch; None if the process is to stop or no more groups can come."""
+        delay, last_idle, said = TAKE_POLL_S[0], time.monotonic(), ""
+        while not self._process.stop.is_set():
+            try:
+                return await self._process.ledger.take(self._trainer.epoch)
+            except Refused as refusal:
+                if refusal.reason is Reason.EXHAUSTED:
+                    log.info("run.exhausted %s", refusal.detail)
+                    return None
+                if refusal.reason not in (Reason.NOT_ENOUGH, Reason.STRAGGLER):
+                    raise
+                if refusal.reason != said:
+                    said = refusal.reason
+                    log.debug("take.refused %s", refusal)
+                with self._process.waiting(f"groups: {refusal}"):
+                    await self._process.stopped_within(delay)
+                delay = min(delay * 1.5, TAKE_POLL_S[1])
+            if time.monotonic() - last_idle > IDLE_S:
+                last_idle = time.monotonic()
+                await self._trainer.on_compute(announce, IdleCommand())
+        return None
+
+    async def _step(self, taken: Taken, waited_s: float) -> LedgerStatus:
+        trainer, ledger = self._trainer, self._process.ledger
+        if taken.dropped:
+            trainer.caster.publish(Control(action=Action.ABORT, groups=taken.dropped), epoch=trainer.epoch)
+        command = await asyncio.to_thread(trainer.command_for, taken)
+        train_began = time.monotonic()
+        built, stats = await trainer.on_compute(trainer.train, command)
+        publish_began = time.monotonic()
+        manifest = await trainer.on_compute(trainer.publish, taken.step + 1)
+        done = time.monotonic()
+        before = await ledger.status()
+        report = self._report(taken, built, stats, before, waited_s, publish_began - train_began, done - publish_began)
+        version = await ledger.commit(
+            trainer.epoch,
+            taken.step,
+            built.trained_counts,
+            digest=manifest.digest,
+            report=encode_payload(report),
+            manifest=encode_payload(manifest),
+        )
+        self._manifest = manifest
+        trainer.caster.publish(manifest, epoch=trainer.epoch)
+        await asyncio.to_thread(self._steps.append, report)
+        status = await ledger.status()
+        trainer.sender.retire(frozenset({version} | {served for _, served in status.engines.values()}))
+        if version % self._process.settings.trainer.checkpoint_every == 0 or status.done:
+            await self.checkpoint(status)
+        for name, value in (("train", report.train_s), ("publish", report.publish_s), ("wait", report.wait_s)):
+            self._process.metrics.seconds.labels(name).observe(value)
+        self._process.metrics.count("steps")
+        self._process.metrics.count("tokens.trained", report.trained_tokens)
+        self._process.info["version"] = version
+        log.info(
+            "step.done step=%d reward=%.3f lag=%.2f/%d tokens=%d wait_s=%.2f train_s=%.2f publish_s=%.2f",
+            report.step,
+            report.reward_mean,
+            report.lag_mean,
+            report.lag_max,
+            report.trained_tokens,
+            report.wait_s,
+            report.train_s,
+            report.publish_s,
+        )
+        return status
+
+    async def checkpoint(self, status: LedgerStatus) -> None:
+        """Make a durable checkpoint; only then may the ledger and the spool forget what it covers."""
+        trainer = self._trainer
+        began = time.monotonic()
+        await trainer.on_compute(trainer.save, status.version, self._manifest.digest, status.sequence)
+        covered = [
+            (group.group, group.token)
+            for record in await self._process.ledger.step_records(0)
+            if record.step < status.version
+            for group in record.groups
+        ]
+        await self._process.ledger.checkpointed(status.version)
+        try:
+            await asyncio.to_thread(trainer.spool.forget, covered)
+        except TetherError as error:
+            log.warning("spool.forget_failed error=%s", error)
+        self._process.metrics.seconds.labels("checkpoint").observe(time.monotonic() - began)
+        log.info("checkpoint.done version=%d seconds=%.2f", status.version, time.monotonic() - began)
+
+    def _report(
+        self, taken: Taken, built: BuiltBatch, stats: StepStats, status: LedgerStatus, wait_s: float, train_s: float, publish_s: float
+    ) -> StepReport:
+        batch = built.stats
+        dropped = status.dropped - self._dropped[0]
+        wasted = status.wasted_tokens - self._dropped[1]
+        self._dropped = (status.dropped, status.wasted_tokens)
+        pause_ms, self._pause_ms = self._pause_ms, 0.0
+        return StepReport(
+            step=taken.step,
+            version=taken.step + 1,
+            epoch=self._trainer.epoch,
+            reward_mean=batch.reward_mean,
+            reward_std=batch.reward_std,
+            lag_mean=batch.lag_mean,
+            lag_max=batch.lag_max,
+            lag_histogram=batch.lag_histogram,
+            trained_tokens=stats.trained_tokens,
+            masked_tokens=batch.masked_tokens,
+            wasted_tokens=wasted + batch.masked_tokens,
+            groups=len(taken.groups),
+            dropped_groups=dropped,
+            response_length_mean=batch.response_length_mean,
+            loss=stats.loss,
+            grad_norm=stats.grad_norm,
+            entropy=stats.entropy,
+            clip_fraction=stats.clip_fraction,
+            ratio_mean=stats.ratio_mean,
+            logprob_error_max=stats.logprob_error_max,
+            generate_s=batch.generate_s,
+            train_s=train_s,
+            publish_s=publish_s,
+            wait_s=wait_s,
+            pause_ms=pause_ms,
+            skipped=stats.skipped,
+            time=time.time(),
+        )

@@ -1,0 +1,143 @@
+"""How a rollout worker keeps its engine on the current weights.
+
+Manifests arrive over the bus; the ledger's copy is the truth and is asked now and then, so a lost message costs a second, not an update.
+One update at a time; a newer manifest supersedes an older one that was not staged yet. An engine that cannot stage goes on serving what it
+serves. A poisoned engine ends the process: its supervisor starts a fresh one, which asks for the current version.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from protocol.codec import decode_payload
+from protocol.errors import PoisonedError, ProtocolError, Reason, Refused, WeightError
+from protocol.messages import Action, Control, WeightApplied, WeightFailed, WeightManifest, WeightStaged
+from rollout.engines.base import Engine
+from services.bus.broadcast import Listener
+from services.process import Process
+
+log = logging.getLogger("tether.updating")
+
+POLL_S = 1.0
+RETRY_S = 0.5
+
+
+class WeightUpdater:
+    """Listens for manifests, stages them, commits them, and says so."""
+
+    def __init__(self, process: Process, engine: Engine, listener: Listener, on_abort: Callable[[tuple[int, ...]], None]) -> None:
+        self._process = process
+        self._engine = engine
+        self._listener = listener
+        self._on_abort = on_abort
+        self._wanted: WeightManifest | None = None
+        self._changed = asyncio.Event()
+
+    async def listen_loop(self) -> None:
+        """Take manifests and instructions from the trainer until cancelled."""
+        while True:
+            _, message = await self._listener.receive()
+            if isinstance(message, WeightManifest):
+                self._want(message)
+            elif isinstance(message, Control) and message.action is Action.ABORT:
+                self._on_abort(message.groups)
+            elif isinstance(message, Control) and message.action is Action.DRAIN:
+                self._process.stop.set()
+
+    async def poll_loop(self) -> None:
+        """Ask the ledger for the current manifest: at the start, and in case a message was lost."""
+        while True:
+            data = await self._process.ledger.manifest()
+            if data is not None:
+                try:
+                    message = decode_payload(data)
+                except ProtocolError as error:
+                    log.error("weights.bad_manifest error=%s", error)
+                else:
+                    if isinstance(message, WeightManifest):
+                        self._want(message, from_ledger=True)
+            await asyncio.sleep(POLL_S)
+
+    async def apply_loop(self) -> None:
+        """Bring the engine to the wanted version, again and again, until cancelled.
+
+        Raises:
+            PoisonedError: the engine may hold mixed weights.
+        """
+        while True:
+            with self._process.waiting("weights"):
+                await self._changed.wait()
+            self._changed.clear()
+            manifest = self._wanted
+            if manifest is None or self._serves(manifest):
+                continue
+            try:
+                await self._apply(manifest)
+            except PoisonedError as error:
+                self._answer_failure(manifest, error, poisoned=True)
+                raise
+            except WeightError as error:
+                self._process.metrics.count("weights.failed")
+                log.warning("weights.failed version=%d error=%s", manifest.version, error)
+                self._answer_failure(manifest, error, poisoned=False)
+                await asyncio.sleep(RETRY_S)
+                self._changed.set()
+
+    def _want(self, manifest: WeightManifest, *, from_ledger: bool = False) -> None:
+        known = self._wanted
+        newer = known is None or manifest.epoch != known.epoch or manifest.version > known.version
+        if known is not None and manifest.epoch != known.epoch and not from_ledger and manifest.version < known.version:
+            newer = False  # a late message of an older trainer; the ledger decides
+        if newer:
+            self._wanted = manifest
+            self._changed.set()
+
+    def _serves(self, manifest: WeightManifest) -> bool:
+        served = self._engine.served
+        return (served.epoch, served.version) == (manifest.epoch, manifest.version)
+
+    async def _apply(self, manifest: WeightManifest) -> None:
+        served = self._engine.served
+        pause_ms = 0.0
+        if served.version == manifest.version and served.digest == manifest.digest:
+            await self._engine.adopt(manifest.epoch, manifest.version)
+        else:
+            began = time.monotonic()
+            await self._engine.stage(manifest)
+            stage_ms = (time.monotonic() - began) * 1e3
+            self._listener.answer(
+                WeightStaged(
+                    engine=self._process.incarnation,
+                    epoch=manifest.epoch,
+                    version=manifest.version,
+                    digest=manifest.digest,
+                    stage_ms=stage_ms,
+                )
+            )
+            self._process.metrics.seconds.labels("stage").observe(stage_ms / 1e3)
+            if self._wanted is not None and self._wanted.epoch != manifest.epoch:
+                log.info("weights.superseded version=%d epoch=%s", manifest.version, manifest.epoch)
+                return
+            pause_ms = await self._engine.commit(manifest)
+            self._process.metrics.seconds.labels("update_pause").observe(pause_ms / 1e3)
+        try:
+            await self._process.ledger.applied(self._process.incarnation, manifest.epoch, manifest.version)
+        except Refused as refusal:
+            if refusal.reason is not Reason.STALE_EPOCH:
+                raise
+            log.info("weights.stale_epoch version=%d epoch=%s", manifest.version, manifest.epoch)
+            return
+        self._listener.answer(
+            WeightApplied(engine=self._process.incarnation, epoch=manifest.epoch, version=manifest.version, pause_ms=pause_ms)
+        )
+        self._process.info["version"] = manifest.version
+        self._process.metrics.count("weights.applied")
+        log.debug("weights.applied version=%d pause_ms=%.1f", manifest.version, pause_ms)
+
+    def _answer_failure(self, manifest: WeightManifest, error: Exception, *, poisoned: bool) -> None:
+        self._listener.answer(
+            WeightFailed(
+                engine=self._process.incarnation, epoch=manifest.epoch, version=manifest.version, error=str(error)[:500], poisoned=poisoned
+            )
+        )

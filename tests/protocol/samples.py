@@ -1,0 +1,90 @@
+"""One sample of every message, with every field set. Run this file to write the golden frames of a new message or schema version."""
+
+from pathlib import Path
+
+import msgspec
+
+from protocol.codec import SCHEMA, encode
+from protocol.messages import (
+    Ack,
+    Action,
+    AnyMessage,
+    Control,
+    Heartbeat,
+    Hello,
+    Rollout,
+    ScoredRollout,
+    ScoreFailure,
+    StepReport,
+    TensorEntry,
+    WeightApplied,
+    WeightFailed,
+    WeightManifest,
+    WeightStaged,
+)
+from protocol.tensors import Array
+
+GOLDEN = Path(__file__).parent / "golden"
+
+ROLLOUT = Rollout(
+    group=7,
+    token="0123456789abcdef",
+    engine="rollout.0.aabbccdd",
+    prompt_tokens=Array.of([5, 6, 7], "int32"),
+    lengths=Array.of([2, 1], "int32"),
+    tokens=Array.of([8, 9, 10], "int32"),
+    logprobs=Array.of([-0.5, -1.25, -2.0], "float32"),
+    loss_mask=Array.of([1, 1, 1], "uint8"),
+    spans=Array.of([[0, 1, 3], [0, 2, 4], [1, 1, 4]], "int32"),
+    finish_reasons=("stop", "length"),
+    responses=("ab", "c"),
+    prompt_text="372=",
+    metadata=msgspec.Raw(msgspec.msgpack.encode({"answer": "7"})),
+    generate_s=0.125,
+    environment_rewards=Array.of([0.0, 1.0], "float32"),
+)
+
+SAMPLES: dict[str, AnyMessage] = {
+    "rollout": ROLLOUT,
+    "scored": ScoredRollout(
+        rollout=ROLLOUT,
+        rewards=Array.of([0.0, 1.0], "float32"),
+        components={"exact_match": Array.of([0.0, 1.0], "float32")},
+        scorer="reward.0.1",
+        score_s=0.5,
+    ),
+    "score_failure": ScoreFailure(group=7, token="0123456789abcdef", verifier="math", error="timeout", scorer="reward.0.1"),
+    "step_report": StepReport(
+        step=3, version=4, epoch="e1", reward_mean=0.5, lag_histogram={0: 10, 1: 2}, trained_tokens=12, skipped="", time=1.5
+    ),
+    "weight_manifest": WeightManifest(
+        epoch="e1",
+        version=4,
+        transport="shm",
+        location="/dev/shm/x",
+        buckets=(24,),
+        tensors=(TensorEntry("a.weight", "float32", (2, 3), 0, 0, 24, 17),),
+        tied=(("lm_head.weight", "a.weight"),),
+        digest=99,
+        base_model="Qwen2ForCausalLM",
+    ),
+    "weight_staged": WeightStaged(engine="x", epoch="e1", version=4, digest=99, stage_ms=1.5),
+    "weight_applied": WeightApplied(engine="x", epoch="e1", version=4, pause_ms=2.5),
+    "weight_failed": WeightFailed(engine="x", epoch="e1", version=4, error="short bucket", poisoned=True),
+    "hello": Hello(sender="rollout.0.1", role="rollout"),
+    "ack": Ack(messages=("m1", "m2"), refused={"m3": "not_held"}, credit=12),
+    "heartbeat": Heartbeat(receiver="reward.0.1", sequence=5, held=("m4",), seen=9, credit=12),
+    "control": Control(action=Action.ABORT, groups=(1, 2)),
+}
+
+
+def frame_of(kind: str) -> bytes:
+    """The golden frame of a sample."""
+    return encode(SAMPLES[kind], run="demo", id="m1", epoch="e1", group=7, token="0123456789abcdef")
+
+
+if __name__ == "__main__":
+    for kind in SAMPLES:
+        path = GOLDEN / f"{kind}.v{SCHEMA}.msgpack"
+        if not path.exists():
+            path.write_bytes(frame_of(kind))

@@ -1,0 +1,139 @@
+"""How trainer rank 0 tells the other ranks what to do next: one small command, broadcast as bytes; no pickles between ranks either.
+
+Rank 0 decides, every rank calls the same `Backend` method in the same order. The followers' loop is `follow`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from protocol.codec import decode_payload
+from protocol.errors import ProtocolError
+from protocol.messages import ScoredRollout
+from trainer.algorithms.base import Algorithm
+from trainer.backend import Backend, StepStats
+from trainer.batch import Batch
+from trainer.packing import BuiltBatch, build_batch
+
+
+class TrainCommand(msgspec.Struct, frozen=True, tag="train"):
+    """One optimizer step on these groups."""
+
+    step: int
+    records: list[bytes]
+    """Encoded `ScoredRollout`s, as the spool holds them."""
+    bounds: list[int]
+    """max_staleness of each group's lease."""
+    mask_late: bool
+    temperature: float
+    recompute_logprobs: bool
+    reference_logprobs: bool
+
+
+class ExportCommand(msgspec.Struct, frozen=True, tag="export"):
+    """Take part in an export."""
+
+
+class SaveCommand(msgspec.Struct, frozen=True, tag="save"):
+    """Write this rank's part of a checkpoint."""
+
+    directory: str
+
+
+class RestoreCommand(msgspec.Struct, frozen=True, tag="restore"):
+    """Read this rank's part of a checkpoint."""
+
+    directory: str
+
+
+class KeepReferenceCommand(msgspec.Struct, frozen=True, tag="keep_reference"):
+    """Keep the current weights as the reference model."""
+
+
+class IdleCommand(msgspec.Struct, frozen=True, tag="idle"):
+    """Nothing to do yet; keeps the followers' wait bounded."""
+
+
+class ExitCommand(msgspec.Struct, frozen=True, tag="exit"):
+    """The run is over."""
+
+
+Command = TrainCommand | ExportCommand | SaveCommand | RestoreCommand | KeepReferenceCommand | IdleCommand | ExitCommand
+_decoder = msgspec.msgpack.Decoder(Command)
+
+
+def is_distributed() -> bool:
+    """Whether there is more than one rank."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def announce(command: Command) -> None:
+    """Rank 0: send a command to every other rank. Without other ranks this does nothing."""
+    if is_distributed():
+        data = torch.frombuffer(bytearray(msgspec.msgpack.encode(command)), dtype=torch.uint8)
+        device = _control_device()
+        dist.broadcast(torch.tensor([data.numel()], dtype=torch.int64, device=device), src=0)
+        dist.broadcast(data.to(device), src=0)
+
+
+def next_command() -> Command:
+    """Other ranks: wait for the next command, at most as long as the process group's timeout."""
+    device = _control_device()
+    size = torch.empty(1, dtype=torch.int64, device=device)
+    dist.broadcast(size, src=0)
+    data = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
+    dist.broadcast(data, src=0)
+    return _decoder.decode(data.cpu().numpy().tobytes())
+
+
+def _control_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+def open_batch(command: TrainCommand, algorithm: Algorithm) -> BuiltBatch:
+    """The batch of a command, the same on every rank.
+
+    Raises:
+        ProtocolError: if a record is not a scored rollout.
+        BoundViolation: if a token over the bound would carry gradient.
+    """
+    groups = []
+    for record, bound in zip(command.records, command.bounds, strict=True):
+        message = decode_payload(record)
+        if not isinstance(message, ScoredRollout):
+            raise ProtocolError(f"spool record is a {type(message).__name__}, not a ScoredRollout")
+        groups.append((message, bound))
+    return build_batch(groups, step=command.step, algorithm=algorithm, temperature=command.temperature, mask_late=command.mask_late)
+
+
+def run_step(backend: Backend, batch: Batch, command: TrainCommand) -> StepStats:
+    """What every rank does for one step: recompute what the algorithm asks for, then step."""
+    extra = {}
+    if command.recompute_logprobs:
+        extra["proximal_logprobs"] = backend.logprobs(batch)
+    if command.reference_logprobs:
+        extra["reference_logprobs"] = backend.reference_logprobs(batch)
+    return backend.train_step(dataclasses.replace(batch, **extra))
+
+
+def _exhaust(backend: Backend) -> None:
+    for _ in backend.export():
+        pass
+
+
+def follow(backend: Backend, algorithm: Algorithm) -> None:
+    """Ranks other than 0: do what rank 0 announces until it says exit."""
+    actions: dict[type, Callable[..., object]] = {
+        TrainCommand: lambda c: run_step(backend, open_batch(c, algorithm).batch, c),
+        ExportCommand: lambda c: _exhaust(backend),
+        SaveCommand: lambda c: backend.save(Path(c.directory)),
+        RestoreCommand: lambda c: backend.restore(Path(c.directory)),
+        KeepReferenceCommand: lambda c: backend.keep_reference(),
+        IdleCommand: lambda c: None,
+    }
+    while not isinstance(command := next_command(), ExitCommand):
+        actions[type(command)](command)
