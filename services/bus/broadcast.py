@@ -1,0 +1,264 @@
+"""Both ends of a BROADCAST edge: the newest word of the trainer to every engine, and the engines' answers.
+
+Nothing here is waited for or resent: the ledger holds what a peer missed. What is bounded: frames per peer (`high_water_mark`; a
+peer whose queue is full misses the message and is counted), answers and messages that wait to be received (the oldest is dropped
+and counted), answers that wait for a connection (`MAX_UNSENT`, likewise).
+"""
+
+import asyncio
+import logging
+from collections import deque
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+import zmq
+
+from protocol.codec import Envelope, decode, encode
+from protocol.errors import ProtocolError
+from protocol.ids import new_token
+from protocol.messages import AnyMessage, Heartbeat, Hello, Message, WeightManifest
+from protocol.topics import Pattern, Topic
+from services.bus.config import BusConfig
+from services.bus.inbox import Inbox
+from services.bus.links import Discover, Link, Links
+from services.bus.peers import MAX_PEERS
+from services.bus.router import Outcome, Router
+from services.bus.stats import BusStats
+
+log = logging.getLogger(__name__)
+
+STICKY: tuple[type[Message], ...] = (WeightManifest,)
+"""Types of which the newest message is sent to newcomers too."""
+MAX_UNSENT = 64
+
+Answer = tuple[Envelope, AnyMessage]
+
+
+@dataclass(slots=True)
+class _Peer:
+    incarnation: str
+    missed: set[type[Message]] = field(default_factory=set)
+    """Sticky types whose newest message did not fit into its queue: tried again at each heartbeat."""
+
+
+class Broadcaster:
+    """Binds; publishes to all peers that said hello. `async with Broadcaster(...) as it`, or `start` and `close`."""
+
+    def __init__(self, topic: Topic, *, run: str, incarnation: str, config: BusConfig) -> None:
+        if topic.pattern is not Pattern.BROADCAST:
+            raise TypeError(f"topic {topic.name} is not a {Pattern.BROADCAST} topic")
+        self.stats = BusStats()
+        self.endpoint = ""
+        self._topic = topic
+        self._run = run
+        self._incarnation = incarnation
+        self._config = config
+        self._router = Router(topic, config=config, stats=self.stats, on_frame=self._on_frame)
+        self._answers: Inbox[Answer] = Inbox(f"broadcaster of {topic.name}", config.high_water_mark)
+        self._peers: dict[bytes, _Peer] = {}
+        self._newest: dict[type[Message], bytes] = {}
+        self._sequence = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def start(self) -> str:
+        """Bind; returns the endpoint to register.
+
+        Raises:
+            SettingsError: if the port is taken, or the address needs keys that are not there.
+        """
+        self.endpoint = self._router.open()
+        self._timer = asyncio.get_running_loop().call_later(self._config.heartbeat_s, self._beat)
+        return self.endpoint
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.close()
+
+    def publish(self, message: AnyMessage, epoch: str = "") -> int:
+        """Hand a message to every connected peer; returns to how many. A peer whose queue is full is counted, not waited for."""
+        if not isinstance(message, self._topic.carries):
+            raise TypeError(f"topic {self._topic.name} does not carry {type(message).__name__}")
+        frame = encode(message, run=self._run, id=new_token(), epoch=epoch)
+        kind = type(message)
+        if kind in STICKY:
+            self._newest[kind] = frame
+        reached = 0
+        for connection, peer in list(self._peers.items()):
+            peer.missed.discard(kind)
+            reached += self._hand(connection, peer, kind, frame)
+        return reached
+
+    async def answers(self) -> Answer:
+        """The next answer of a peer. Cancelled, it leaves every answer in place.
+
+        Raises:
+            Unavailable: if the broadcaster was closed.
+        """
+        return await self._answers.get()
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """Incarnations of the connected peers."""
+        return tuple(peer.incarnation for peer in self._peers.values())
+
+    async def close(self) -> None:
+        """Close the sockets; what they have not sent is dropped."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._router.close()
+        self._answers.close()
+
+    def _hand(self, connection: bytes, peer: _Peer, kind: type[Message], frame: bytes) -> bool:
+        outcome = self._router.send(connection, frame)
+        if outcome is Outcome.SENT:
+            self.stats.sent += 1
+        elif outcome is Outcome.GONE:
+            self._peers.pop(connection, None)
+        else:
+            self.stats.dropped_full += 1
+            log.warning("bus.peer_full topic=%s peer=%s message=%s", self._topic.name, peer.incarnation, kind.__name__)
+            if kind in STICKY:
+                peer.missed.add(kind)
+        return outcome is Outcome.SENT
+
+    def _on_frame(self, connection: bytes, frame: zmq.Frame) -> None:
+        try:
+            envelope, message = decode(frame.buffer)
+            if envelope.run != self._run or not isinstance(message, (Hello, *self._topic.answers)):
+                raise ProtocolError(f"{type(message).__name__} of run {envelope.run!r}")
+        except ProtocolError as error:
+            self.stats.malformed += 1
+            log.debug("bus.malformed topic=%s error=%s", self._topic.name, error)
+            return
+        if isinstance(message, Hello):
+            self._greet(connection, message)
+        elif connection not in self._peers:
+            self.stats.unknown_peer += 1
+        else:
+            self.stats.received += 1
+            _put(self._answers, (envelope, message), self.stats)
+
+    def _greet(self, connection: bytes, hello: Hello) -> None:
+        if connection not in self._peers:
+            if len(self._peers) >= MAX_PEERS:
+                self.stats.dropped_full += 1
+                return
+            self._peers[connection] = _Peer(hello.sender, set(self._newest))
+        self._heartbeat(connection)
+
+    def _beat(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._config.heartbeat_s, self._beat)
+        self._sequence += 1
+        for connection in list(self._peers):
+            self._heartbeat(connection)
+
+    def _heartbeat(self, connection: bytes) -> None:
+        beat = encode(Heartbeat(receiver=self._incarnation, sequence=self._sequence), run=self._run, id="")
+        outcome = self._router.send(connection, beat)
+        if outcome is Outcome.GONE:
+            del self._peers[connection]
+        elif outcome is Outcome.SENT:
+            peer = self._peers[connection]
+            missed, peer.missed = peer.missed, set()
+            for kind in missed:
+                self._hand(connection, peer, kind, self._newest[kind])
+
+
+class Listener:
+    """Connects to every broadcaster that the registry names: `async with Listener(...) as it: await it.receive()`.
+
+    After a reconnect the newest sticky message comes again: the reader tells by its content what is new.
+    """
+
+    def __init__(self, topic: Topic, *, run: str, incarnation: str, role: str, config: BusConfig, discover: Discover) -> None:
+        if topic.pattern is not Pattern.BROADCAST:
+            raise TypeError(f"topic {topic.name} is not a {Pattern.BROADCAST} topic")
+        self.stats = BusStats()
+        self._topic = topic
+        self._run = run
+        self._inbox: Inbox[Answer] = Inbox(f"listener of {topic.name}", config.high_water_mark)
+        self._unsent: deque[bytes] = deque()
+        self._links: Links[None] = Links(
+            topic,
+            run=run,
+            incarnation=incarnation,
+            role=role,
+            config=config,
+            stats=self.stats,
+            discover=discover,
+            on_frame=self._on_frame,
+            on_lost=lambda link: None,
+            on_writable=self._flush,
+        )
+        self._group = asyncio.TaskGroup()
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        await self._group.__aenter__()
+        self._task = self._group.create_task(self._links.discover_loop(), name=f"bus.{self._topic.name}.discover")
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            if self._task is not None:
+                self._task.cancel()
+            await self._group.__aexit__(kind, error, trace)
+        finally:
+            self._links.close()
+            self._inbox.close()
+
+    async def receive(self) -> Answer:
+        """The next message. Cancelled, it leaves every message in place.
+
+        Raises:
+            Unavailable: if the listener was closed.
+        """
+        return await self._inbox.get()
+
+    def answer(self, message: AnyMessage, epoch: str = "") -> None:
+        """Send an answer to every connected broadcaster, or to the next one that connects. Never waits; may be lost."""
+        if not isinstance(message, self._topic.answers):
+            raise TypeError(f"topic {self._topic.name} has no answer {type(message).__name__}")
+        if len(self._unsent) >= MAX_UNSENT:
+            self._unsent.popleft()
+            self.stats.dropped_full += 1
+        self._unsent.append(encode(message, run=self._run, id=new_token(), epoch=epoch))
+        self._flush()
+
+    def _flush(self) -> None:
+        links = [link for link in self._links.links.values() if link.ready and not link.lost]
+        while self._unsent and links and not all(link.full for link in links):
+            frame = self._unsent.popleft()
+            for link in links:
+                if link.send(frame):
+                    self.stats.sent += 1
+                else:
+                    self.stats.dropped_full += 1
+
+    def _on_frame(self, link: Link[None], frame: zmq.Frame) -> None:
+        try:
+            envelope, message = decode(frame.buffer)
+            if envelope.run != self._run or not isinstance(message, (Heartbeat, *self._topic.carries)):
+                raise ProtocolError(f"{type(message).__name__} of run {envelope.run!r}")
+        except ProtocolError as error:
+            self.stats.malformed += 1
+            log.debug("bus.malformed topic=%s peer=%s error=%s", self._topic.name, link.incarnation, error)
+            return
+        if isinstance(message, Heartbeat):
+            if link.heartbeat(message):
+                self._flush()
+            return
+        self.stats.received += 1
+        _put(self._inbox, (envelope, message), self.stats)
+
+
+def _put(inbox: Inbox[Answer], item: Answer, stats: BusStats) -> None:
+    if inbox.full:
+        inbox.drop_oldest()
+        stats.dropped_full += 1
+    inbox.put(item)

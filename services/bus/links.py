@@ -1,0 +1,230 @@
+"""The connecting end of an edge: one connection to each receiver that the registry names.
+
+A link is one TCP connection: it never reconnects by itself, so that its counters and the order of its frames hold for its whole
+life. When it is lost (its receiver vanished from the registry, fell silent, disconnected, or is another than expected) its owner is
+told, and the next look into the registry opens a new one.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Generic, TypeVar
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from protocol.codec import encode
+from protocol.errors import TetherError
+from protocol.messages import Heartbeat, Hello
+from protocol.topics import Topic
+from services.bus.config import BusConfig
+from services.bus.curve import secure_client
+from services.bus.pump import Pump
+from services.bus.stats import BusStats
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Discover = Callable[[], Awaitable[Mapping[str, str]]]
+LOST_EVENTS = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+
+
+class Link(Generic[T]):
+    """One connection to one receiver. `outstanding` is its owner's: what was sent on it and is not finished, oldest first."""
+
+    def __init__(self, owner: "Links[T]", context: zmq.Context[zmq.Socket[bytes]], incarnation: str, endpoint: str) -> None:
+        config = owner.config
+        self.incarnation = incarnation
+        self.endpoint = endpoint
+        self.ready = False
+        """Whether the receiver has answered hello."""
+        self.full = False
+        """Whether the socket took no more frames when it was last tried."""
+        self.sent = 0
+        """Messages sent on this connection so far."""
+        self.credit = 0
+        """Messages that may be sent on this connection; -1: no limit."""
+        self.outstanding: dict[str, T] = {}
+        self.heard_s = asyncio.get_running_loop().time()
+        self.lost = ""
+        """Why the connection is of no use any more."""
+        self._sequence = -1
+        self._owner = owner
+        self._stats = owner.stats
+        self._socket = context.socket(zmq.DEALER)
+        try:
+            for option, value in (
+                (zmq.LINGER, 0),
+                (zmq.RECONNECT_IVL, -1),
+                (zmq.MAXMSGSIZE, config.max_frame_bytes),
+                (zmq.SNDHWM, config.high_water_mark),
+                (zmq.RCVHWM, config.high_water_mark),
+                (zmq.HEARTBEAT_IVL, max(1, int(config.heartbeat_s * 1000))),
+                (zmq.HEARTBEAT_TIMEOUT, int(config.peer_timeout_s * 1000)),
+                (zmq.IPV6, int("[" in endpoint)),
+            ):
+                self._socket.setsockopt(option, value)
+            if config.curve_dir:
+                secure_client(self._socket, config.curve_dir)
+            self._monitor = self._socket.get_monitor_socket(LOST_EVENTS)
+            self._socket.connect(endpoint)
+        except BaseException:
+            self._socket.disable_monitor()
+            self._socket.close(0)
+            raise
+        self.pump = Pump(self._socket, self._take, self._look_writable)
+
+    def send(self, frame: bytes) -> bool:
+        """Hand a frame to the socket. False, and `full`, if its queue has no room; `Links` tells its owner when it has."""
+        try:
+            self._socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            self.full = True
+            return False
+        finally:
+            self.pump.poke()
+        self._stats.bytes_out += len(frame)
+        return True
+
+    def heartbeat(self, beat: Heartbeat) -> bool:
+        """Note a heartbeat. False if it is of another receiver (the link is then lost) or out of date."""
+        if beat.receiver != self.incarnation:
+            self.lost = f"is now {beat.receiver}"
+            return False
+        if beat.sequence < self._sequence:
+            return False
+        self._sequence = beat.sequence
+        self.ready = True
+        return True
+
+    def check(self, now_s: float, timeout_s: float) -> None:
+        """Set `lost` if the connection broke or has been silent for too long; what has arrived is read before that is judged."""
+        while not self.lost and self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)["event"]
+            self.lost = "unauthorized" if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH else "disconnected"
+        if not self.lost and now_s - self.heard_s > timeout_s:
+            self.pump.drain()
+            if now_s - self.heard_s > timeout_s:
+                self.lost = self.lost or "silent"
+
+    def close(self) -> None:
+        self.pump.close()
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(0)
+
+    def _take(self) -> None:
+        frame = self._socket.recv(zmq.NOBLOCK, copy=False)
+        if frame.more:
+            while frame.more:
+                frame = self._socket.recv(zmq.NOBLOCK, copy=False)
+            self._stats.malformed += 1
+            return
+        self._stats.bytes_in += len(frame)
+        self.heard_s = asyncio.get_running_loop().time()
+        self._owner.on_frame(self, frame)
+
+    def _look_writable(self) -> None:
+        if self.full and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT:
+            self.full = False
+            self._owner.on_writable()
+
+
+class Links(Generic[T]):
+    """All links of one topic. `on_frame` gets every frame; `on_lost` gets a link that was removed, after which it is closed."""
+
+    def __init__(
+        self,
+        topic: Topic,
+        *,
+        run: str,
+        incarnation: str,
+        role: str,
+        config: BusConfig,
+        stats: BusStats,
+        discover: Discover,
+        on_frame: Callable[[Link[T], zmq.Frame], None],
+        on_lost: Callable[[Link[T]], None],
+        on_writable: Callable[[], None],
+    ) -> None:
+        self.config = config
+        self.stats = stats
+        self.on_frame = on_frame
+        self.on_writable = on_writable
+        self._on_lost = on_lost
+        self._topic = topic
+        self._hello = encode(Hello(sender=incarnation, role=role), run=run, id="")
+        self._discover = discover
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._links: dict[str, Link[T]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._trouble = ""
+
+    @property
+    def links(self) -> Mapping[str, Link[T]]:
+        """By incarnation of the receiver."""
+        return self._links
+
+    async def discover_loop(self) -> None:
+        """Keep the links as the registry has them, until cancelled. While the registry cannot be asked, they stay as they are."""
+        self._timer = asyncio.get_running_loop().call_later(self.config.heartbeat_s, self._watch)
+        while True:
+            try:
+                async with asyncio.timeout(self.config.peer_timeout_s):
+                    found = await self._discover()
+            except (TetherError, OSError) as error:
+                if self._trouble != str(error):
+                    log.warning("bus.discover_failed topic=%s error=%r", self._topic.name, error)
+                self._trouble = str(error)
+            else:
+                self._trouble = ""
+                self._reconcile(found)
+            await asyncio.sleep(self.config.heartbeat_s)
+
+    def close(self) -> None:
+        """Close all links; `on_lost` is not called."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for link in self._links.values():
+            link.close()
+        self._links.clear()
+        self._context.destroy(0)
+
+    def _reconcile(self, found: Mapping[str, str]) -> None:
+        for incarnation, link in list(self._links.items()):
+            if found.get(incarnation) != link.endpoint:
+                link.lost = link.lost or "vanished"
+                self._remove(link)
+        for incarnation, endpoint in found.items():
+            if incarnation in self._links:
+                continue
+            try:
+                link = Link(self, self._context, incarnation, endpoint)
+            except zmq.ZMQError as error:
+                log.warning("bus.bad_endpoint topic=%s receiver=%s endpoint=%s error=%s", self._topic.name, incarnation, endpoint, error)
+                continue
+            self._links[incarnation] = link
+            link.send(self._hello)
+
+    def _watch(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(self.config.heartbeat_s, self._watch)
+        for link in list(self._links.values()):
+            link.check(loop.time(), self.config.peer_timeout_s)
+            if link.lost:
+                self._remove(link)
+            elif not link.ready:
+                link.send(self._hello)
+
+    def _remove(self, link: Link[T]) -> None:
+        if link.ready or link.lost == "unauthorized":
+            log.warning("bus.link_lost topic=%s receiver=%s reason=%s", self._topic.name, link.incarnation, link.lost)
+        del self._links[link.incarnation]
+        link.close()
+        self._on_lost(link)

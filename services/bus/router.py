@@ -1,0 +1,135 @@
+"""The binding end of an edge: one ROUTER, driven from the event loop."""
+
+import logging
+from collections.abc import Callable
+from enum import Enum
+
+import zmq
+
+from protocol.errors import SettingsError
+from protocol.topics import Topic
+from services.bus.config import BusConfig, bind_address, public_endpoint
+from services.bus.curve import Authenticator, secure_server
+from services.bus.pump import Pump
+from services.bus.stats import BusStats
+
+log = logging.getLogger(__name__)
+
+
+class Outcome(Enum):
+    """What became of a frame that was to be sent to a peer."""
+
+    SENT = "sent"
+    FULL = "full"  # its queue is full: try later, or drop
+    GONE = "gone"  # it is not connected any more
+
+
+class Router:
+    """Owns context, socket and authenticator. `on_frame(peer, frame)` is called for each message of one frame."""
+
+    def __init__(self, topic: Topic, *, config: BusConfig, stats: BusStats, on_frame: Callable[[bytes, zmq.Frame], None]) -> None:
+        self._topic = topic
+        self._config = config
+        self._stats = stats
+        self._on_frame = on_frame
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._socket: zmq.Socket[bytes] | None = None
+        self._authenticator: Authenticator | None = None
+        self.pump: Pump | None = None
+
+    def open(self) -> str:
+        """Bind and start reading; returns the endpoint to register.
+
+        Raises:
+            SettingsError: if the address must not or cannot be bound.
+        """
+        address = bind_address(self._topic, self._config)
+        self._context = zmq.Context()
+        try:
+            if self._config.curve_dir:
+                self._authenticator = Authenticator(self._context, self._config.curve_dir, self._stats)
+            self._socket = self._make_socket(self._context)
+            self._bind(self._socket, address)
+        except BaseException:
+            self.close()
+            raise
+        self.pump = Pump(self._socket, self._take)
+        endpoint = public_endpoint(self._socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0"), self._config)
+        log.info("bus.bound topic=%s endpoint=%s curve=%s", self._topic.name, endpoint, bool(self._config.curve_dir))
+        return endpoint
+
+    def send(self, peer: bytes, frame: bytes) -> Outcome:
+        """Queue a frame for a peer; never waits."""
+        socket, pump = self._socket, self.pump
+        if socket is None or pump is None:
+            return Outcome.GONE
+        try:
+            socket.send(peer, zmq.NOBLOCK | zmq.SNDMORE)
+            socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            return Outcome.FULL
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return Outcome.GONE
+        finally:
+            pump.poke()
+        self._stats.bytes_out += len(frame)
+        return Outcome.SENT
+
+    def close(self) -> None:
+        """Drop what is queued and release every descriptor."""
+        if self.pump is not None:
+            self.pump.close()
+            self.pump = None
+        if self._socket is not None:
+            self._socket.close(0)
+            self._socket = None
+        if self._authenticator is not None:
+            self._authenticator.close()
+            self._authenticator = None
+        if self._context is not None:
+            self._context.destroy(0)
+            self._context = None
+
+    def _make_socket(self, context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+        socket = context.socket(zmq.ROUTER)
+        config = self._config
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.ROUTER_MANDATORY, 1),
+            (zmq.MAXMSGSIZE, config.max_frame_bytes),
+            (zmq.SNDHWM, config.high_water_mark),
+            (zmq.RCVHWM, config.high_water_mark),
+            (zmq.HEARTBEAT_IVL, max(1, int(config.heartbeat_s * 1000))),
+            (zmq.HEARTBEAT_TIMEOUT, int(config.peer_timeout_s * 1000)),
+            (zmq.IPV6, int(":" in config.host)),
+        ):
+            socket.setsockopt(option, value)
+        if config.curve_dir:
+            secure_server(socket, config.curve_dir)
+        return socket
+
+    def _bind(self, socket: zmq.Socket[bytes], address: str) -> None:
+        try:
+            socket.bind(address)
+        except zmq.ZMQError as error:
+            hint = "another process uses this port" if error.errno == zmq.EADDRINUSE else str(error)
+            raise SettingsError(
+                f"topic {self._topic.name}: cannot bind {address}: {hint}; set bus.port_base to 0 for any free port, or change bus.host"
+            ) from error
+
+    def _take(self) -> None:
+        socket = self._socket
+        if socket is None:
+            raise zmq.Again
+        peer = socket.recv(zmq.NOBLOCK)
+        frame = socket.recv(zmq.NOBLOCK, copy=False)
+        if frame.more:
+            while frame.more:
+                self._stats.bytes_in += len(frame)
+                frame = socket.recv(zmq.NOBLOCK, copy=False)
+            self._stats.malformed += 1
+            return
+        self._stats.bytes_in += len(frame)
+        self._on_frame(peer, frame)

@@ -1,0 +1,292 @@
+"""The sending end of a DELIVER edge: each message to one live receiver, again until one of them says that it is finished.
+
+A message is sent again when its link is lost, or when a heartbeat shows that the receiver has seen it and neither holds it nor
+acknowledged it; never on time alone. What is bounded: unfinished messages (`max_outstanding`; `send` then waits for a slot, which
+an acknowledgement, a refusal or a cancelled `send` frees).
+"""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from types import TracebackType
+from typing import Self
+
+import zmq
+
+from protocol.codec import decode, encode
+from protocol.errors import FrameTooLarge, ProtocolError, Reason, Refused, Unavailable
+from protocol.ids import new_token
+from protocol.messages import Ack, AnyMessage, Heartbeat
+from protocol.topics import Pattern, Topic
+from services.bus.config import BusConfig
+from services.bus.links import Discover, Link, Links
+from services.bus.pending import Declined, OnDone, Pending
+from services.bus.stats import BusStats
+from services.bus.turns import Turns
+from services.bus.wire import wrap
+
+__all__ = ["Declined", "Sender"]
+
+log = logging.getLogger(__name__)
+
+
+class Sender:
+    """Connects to every live receiver of a topic: `async with Sender(...) as sender: await sender.send(message)`.
+
+    `discover()` returns receiver incarnation -> endpoint; it is called every `heartbeat_s` and raises TetherError or OSError while
+    the registry cannot be asked (the links then stay as they are).
+    """
+
+    def __init__(self, topic: Topic, *, run: str, incarnation: str, role: str, config: BusConfig, discover: Discover) -> None:
+        if topic.pattern is not Pattern.DELIVER:
+            raise TypeError(f"topic {topic.name} is not a {Pattern.DELIVER} topic")
+        self.stats = BusStats()
+        self._topic = topic
+        self._run = run
+        self._config = config
+        self._pending: dict[str, Pending] = {}
+        self._waiting: OrderedDict[str, Pending] = OrderedDict()  # those of `_pending` that no link could take yet
+        self._slots = Turns()  # calls of `send` that wait until `_pending` has room
+        self._closed = False
+        self._links: Links[Pending] = Links(
+            topic,
+            run=run,
+            incarnation=incarnation,
+            role=role,
+            config=config,
+            stats=self.stats,
+            discover=discover,
+            on_frame=self._on_frame,
+            on_lost=self._on_lost,
+            on_writable=self._flush,
+        )
+        self._group = asyncio.TaskGroup()
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        await self._group.__aenter__()
+        self._task = self._group.create_task(self._links.discover_loop(), name=f"bus.{self._topic.name}.discover")
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            if self._task is not None:
+                self._task.cancel()
+            await self._group.__aexit__(kind, error, trace)
+        finally:
+            self._close()
+
+    @property
+    def outstanding(self) -> int:
+        """Messages that are not finished."""
+        return len(self._pending)
+
+    async def send(
+        self,
+        message: AnyMessage,
+        *,
+        id: str | None = None,
+        epoch: str = "",
+        group: int = -1,
+        token: str = "",
+        payload_frame: bytes | None = None,
+    ) -> None:
+        """Deliver a message; returns when a receiver acknowledged it.
+
+        Waits while there is no receiver, no credit or no slot: bound it with `asyncio.timeout`. Cancelled, the message is forgotten:
+        it is not sent again, and may or may not have taken effect.
+
+        Args:
+            id: message id; a repeat with the same id is deduplicated by the receiver. A new one by default.
+            payload_frame: `message` as `encode_payload` gave it, where the caller has it already.
+
+        Raises:
+            Declined: if the receiver refused it for good.
+            Refused: DUPLICATE, if a message with this id is being sent.
+            FrameTooLarge: if it exceeds the frame limit.
+            Unavailable: if the sender was closed.
+        """
+        while len(self._pending) >= self._config.max_outstanding and not self._closed:
+            await self._slots.wait()
+        done = asyncio.get_running_loop().create_future()
+
+        def on_done(error: Exception | None) -> None:
+            if done.done():
+                return
+            if error is None:
+                done.set_result(None)
+            else:
+                done.set_exception(error)
+
+        pending = self._submit(message, on_done, id or new_token(), epoch, group, token, payload_frame)
+        try:
+            await done
+        finally:
+            if self._pending.get(pending.id) is pending:
+                self._take_out(pending)
+
+    def send_nowait(
+        self,
+        message: AnyMessage,
+        on_done: OnDone,
+        *,
+        id: str | None = None,
+        epoch: str = "",
+        group: int = -1,
+        token: str = "",
+    ) -> bool:
+        """As `send`, but `on_done(None or the error)` is called later instead. False, and nothing is sent, if no slot is free."""
+        if len(self._pending) >= self._config.max_outstanding:
+            return False
+        self._submit(message, on_done, id or new_token(), epoch, group, token, None)
+        return True
+
+    def who(self) -> dict[str, object]:
+        """Who waits for whom: messages without a receiver, and per receiver what it has not finished."""
+        now_s = asyncio.get_running_loop().time()
+        return {
+            "topic": self._topic.name,
+            "outstanding": len(self._pending),
+            "waiting": len(self._waiting),
+            "receivers": {
+                link.incarnation: {
+                    "outstanding": len(link.outstanding),
+                    "free": self._free(link),
+                    "ready": link.ready,
+                    "silent_s": round(now_s - link.heard_s, 3),
+                }
+                for link in self._links.links.values()
+            },
+        }
+
+    # -- messages out ------------------------------------------------------------------------------------------------
+    def _submit(self, message: AnyMessage, on_done: OnDone, id: str, epoch: str, group: int, token: str, payload: bytes | None) -> Pending:
+        if self._closed:
+            raise Unavailable(f"sender of {self._topic.name} is closed")
+        if not isinstance(message, self._topic.carries):
+            raise TypeError(f"topic {self._topic.name} does not carry {type(message).__name__}")
+        if id in self._pending:
+            raise Refused(Reason.DUPLICATE, f"message {id} is being sent")
+        if payload is None:
+            frame = encode(message, run=self._run, id=id, epoch=epoch, group=group, token=token)
+        else:
+            frame = wrap(payload, run=self._run, id=id, epoch=epoch, group=group, token=token)
+        if len(frame) > self._config.max_frame_bytes:
+            raise FrameTooLarge(f"{type(message).__name__} of {len(frame)} bytes is over the limit of {self._config.max_frame_bytes}")
+        pending = Pending(id, frame, on_done)
+        self._pending[id] = pending
+        if self._waiting or not self._dispatch(pending):
+            self._waiting[id] = pending
+        self.stats.sent += 1
+        return pending
+
+    def _dispatch(self, pending: Pending) -> bool:
+        """Send a message to the receiver that is best able to take it; False if there is none."""
+        while (link := self._pick()) is not None:
+            if link.send(pending.frame):
+                link.sent += 1
+                pending.link = link
+                pending.ordinal = link.sent
+                link.outstanding[pending.id] = pending
+                return True
+        return False
+
+    def _pick(self) -> Link[Pending] | None:
+        """The live link with most free credit; of equal ones that with least outstanding."""
+        best: Link[Pending] | None = None
+        best_rank = (0, 0)
+        for link in self._links.links.values():
+            if link.ready and not link.full and not link.lost:
+                rank = (self._free(link), -len(link.outstanding))
+                if rank[0] > 0 and (best is None or rank > best_rank):
+                    best, best_rank = link, rank
+        return best
+
+    def _free(self, link: Link[Pending]) -> int:
+        return self._config.max_outstanding - len(link.outstanding) if link.credit < 0 else link.credit - link.sent
+
+    def _flush(self) -> None:
+        while self._waiting:
+            id = next(iter(self._waiting))
+            if not self._dispatch(self._waiting[id]):
+                return
+            del self._waiting[id]
+
+    def _send_again(self, pending: Pending, reason: str) -> None:
+        """Queue a message anew, before those that were never sent."""
+        self.stats.resent += 1
+        log.info("bus.resend topic=%s message=%s reason=%s", self._topic.name, pending.id, reason)
+        if pending.link is not None:
+            pending.link.outstanding.pop(pending.id, None)
+            pending.link = None
+        self._waiting[pending.id] = pending
+        self._waiting.move_to_end(pending.id, last=False)
+
+    # -- frames in ---------------------------------------------------------------------------------------------------
+    def _on_frame(self, link: Link[Pending], frame: zmq.Frame) -> None:
+        try:
+            envelope, message = decode(frame.buffer)
+            if envelope.run != self._run or not isinstance(message, Ack | Heartbeat):
+                raise ProtocolError(f"{type(message).__name__} of run {envelope.run!r}")
+        except ProtocolError as error:
+            self.stats.malformed += 1
+            log.debug("bus.malformed topic=%s peer=%s error=%s", self._topic.name, link.incarnation, error)
+            return
+        if isinstance(message, Ack):
+            self._on_ack(message)
+        elif link.heartbeat(message):
+            self._on_heartbeat(link, message)
+        else:
+            return
+        if message.credit >= 0 or not self._topic.window:
+            link.credit = message.credit
+        self._flush()
+
+    def _on_ack(self, ack: Ack) -> None:
+        for id in ack.messages:
+            if self._finish(id, None):
+                self.stats.acked += 1
+        for id, why in ack.refused.items():
+            if self._finish(id, Declined(why)):
+                self.stats.refused += 1
+
+    def _on_heartbeat(self, link: Link[Pending], beat: Heartbeat) -> None:
+        held = frozenset(beat.held)
+        missing = []
+        for pending in link.outstanding.values():
+            if pending.ordinal > beat.seen:
+                break
+            if pending.id not in held:
+                missing.append(pending)
+        for pending in reversed(missing):
+            self._send_again(pending, "not_held")
+
+    def _on_lost(self, link: Link[Pending]) -> None:
+        for pending in reversed(list(link.outstanding.values())):
+            self._send_again(pending, link.lost)
+        self._flush()
+
+    # -- the end of a message ----------------------------------------------------------------------------------------
+    def _finish(self, id: str, error: Exception | None) -> bool:
+        pending = self._pending.get(id)
+        if pending is None:
+            return False
+        self._take_out(pending)
+        pending.on_done(error)
+        return True
+
+    def _take_out(self, pending: Pending) -> None:
+        del self._pending[pending.id]
+        if pending.link is None:
+            self._waiting.pop(pending.id, None)
+        else:
+            pending.link.outstanding.pop(pending.id, None)
+        if self._slots:
+            self._slots.give()
+
+    def _close(self) -> None:
+        self._closed = True
+        self._links.close()
+        for pending in list(self._pending.values()):
+            self._finish(pending.id, Unavailable(f"sender of {self._topic.name} is closed"))
+        self._slots.give_all()
