@@ -37,7 +37,7 @@ class BusConfig:
     def __post_init__(self) -> None:
         if self.heartbeat_s <= 0 or self.peer_timeout_s < 2 * self.heartbeat_s:
             raise SettingsError(
-                f"bus.peer_timeout_s = {self.peer_timeout_s}: use at least twice bus.heartbeat_s ({self.heartbeat_s}), which must be positive"
+                f"bus.peer_timeout_s = {self.peer_timeout_s}: use at least twice bus.heartbeat_s = {self.heartbeat_s}, which is > 0"
             )
         if self.max_outstanding < 1 or self.high_water_mark < 1:
             raise SettingsError("bus.max_outstanding and bus.high_water_mark must be at least 1")

@@ -1,0 +1,155 @@
+"""Messages/s of the bus against bare pyzmq: `python -m tests.benchmarks.bus`.
+
+A producer process sends 133 KB trajectories over loopback to a consumer process. Bare means: the same socket types, encoding and
+decoding with checksums, blocking calls, and nothing else. Both ways alternate; the medians are compared.
+"""
+
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import uvloop
+import zmq
+
+from protocol.codec import decode, encode
+from protocol.ids import new_token
+from protocol.messages import Rollout
+from protocol.tensors import Array
+from protocol.topics import Pattern, Role, Topic
+from services.bus.config import BusConfig
+from services.bus.receiver import Receiver
+from services.bus.sender import Sender
+
+ROOT = Path(__file__).parents[2]
+TRAJECTORIES = Topic("trajectories", Role.ROLLOUT, Role.REWARD, binds=Role.REWARD, pattern=Pattern.DELIVER, carries=(Rollout,))
+WARM_UP = 500
+MESSAGES = 8000
+REPEATS = 7
+
+
+def trajectory() -> Rollout:
+    """512 prompt tokens and 8 samples of 2048 tokens: 133 KB of ids and log-probabilities."""
+    rng = np.random.default_rng(0)
+    total = 8 * 2048
+    return Rollout(
+        group=7,
+        token=new_token(),
+        engine="engine.0a1b2c3d",
+        prompt_tokens=Array.of(rng.integers(0, 150_000, 512), "int32"),
+        lengths=Array.of([2048] * 8, "int32"),
+        tokens=Array.of(rng.integers(0, 150_000, total), "int32"),
+        logprobs=Array.of(-rng.random(total), "float32"),
+        loss_mask=Array.of([], "uint8"),
+        spans=Array.of([[i, 2048, 0] for i in range(8)], "int32"),
+        finish_reasons=("stop",) * 8,
+        responses=("",) * 8,
+    )
+
+
+def bare_consumer() -> None:
+    """Receive and decode; print the endpoint, then messages/s after the warm-up."""
+    socket = zmq.Context.instance().socket(zmq.ROUTER)
+    print(f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}", flush=True)
+    start = 0.0
+    for count in range(WARM_UP + MESSAGES):
+        if count == WARM_UP:
+            start = time.perf_counter()
+        peer = socket.recv()
+        _, message = decode(socket.recv(copy=False).buffer)
+        assert isinstance(message, Rollout)
+    print(MESSAGES / (time.perf_counter() - start), flush=True)
+    socket.send_multipart([peer, b"done"])
+    socket.close(1000)
+
+
+def bare_producer(endpoint: str) -> None:
+    """Encode and send, then wait until the consumer has all."""
+    socket = zmq.Context.instance().socket(zmq.DEALER)
+    socket.connect(endpoint)
+    message = trajectory()
+    for _ in range(WARM_UP + MESSAGES):
+        socket.send(encode(message, run="bench", id=new_token(), group=7, token=message.token))
+    socket.recv()
+    socket.close(0)
+
+
+async def bus_consumer() -> None:
+    """Receive and acknowledge; print the endpoint, then messages/s after the warm-up."""
+    async with Receiver(TRAJECTORIES, run="bench", incarnation="consumer", config=BusConfig()) as receiver:
+        print(receiver.endpoint, flush=True)
+        start = 0.0
+        for count in range(WARM_UP + MESSAGES):
+            if count == WARM_UP:
+                start = time.perf_counter()
+            delivery = await receiver.receive()
+            assert isinstance(delivery.message, Rollout)
+            receiver.ack(delivery)
+        print(MESSAGES / (time.perf_counter() - start), flush=True)
+        await asyncio.to_thread(sys.stdin.read)  # the producer ends when it has every acknowledgement
+
+
+async def bus_producer(endpoint: str, senders: int = 256) -> None:
+    """Keep `senders` messages on their way until all are acknowledged."""
+
+    async def discover() -> dict[str, str]:
+        return {"consumer": endpoint}
+
+    async def send_loop(share: int) -> None:
+        for _ in range(share):
+            await sender.send(message, group=7, token=message.token)
+
+    message = trajectory()
+    total = WARM_UP + MESSAGES
+    async with Sender(TRAJECTORIES, run="bench", incarnation="producer", role="rollout", config=BusConfig(), discover=discover) as sender:
+        async with asyncio.TaskGroup() as group:
+            for index in range(senders):
+                group.create_task(send_loop(total // senders + (index < total % senders)))
+
+
+def _measure(kind: str) -> float:
+    command = [sys.executable, "-m", "tests.benchmarks.bus"]
+    with subprocess.Popen([*command, f"{kind}-consumer"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as consumer:
+        assert consumer.stdout is not None
+        endpoint = consumer.stdout.readline().strip()
+        subprocess.run([*command, f"{kind}-producer", endpoint], cwd=ROOT, check=True, timeout=120)
+        rate, _ = consumer.communicate(timeout=60)
+    return float(rate)
+
+
+def run(repeats: int = REPEATS) -> dict[str, float]:
+    """Messages/s of both, and `ratio_to_bare_zmq`: medians over alternating runs."""
+    rates: dict[str, list[float]] = {"bare": [], "bus": []}
+    for _ in range(repeats):
+        for kind, values in rates.items():
+            values.append(_measure(kind))
+    bare, bus = statistics.median(rates["bare"]), statistics.median(rates["bus"])
+    return {
+        "bytes": len(encode(trajectory(), run="bench", id=new_token())),
+        "bare_messages_per_s": round(bare),
+        "bus_messages_per_s": round(bus),
+        "ratio_to_bare_zmq": round(bus / bare, 3),
+    }
+
+
+def main() -> None:
+    """Print the result as JSON, or be one of its processes."""
+    match sys.argv[1:]:
+        case ["bare-consumer"]:
+            bare_consumer()
+        case ["bare-producer", endpoint]:
+            bare_producer(endpoint)
+        case ["bus-consumer"]:
+            uvloop.run(bus_consumer())
+        case ["bus-producer", endpoint]:
+            uvloop.run(bus_producer(endpoint))
+        case _:
+            print(json.dumps(run(), indent=2))
+
+
+if __name__ == "__main__":
+    main()
