@@ -108,7 +108,7 @@ def _optimizer_tensors(optimizer: Optimizer) -> dict[str, torch.Tensor]:
     for index, inner in enumerate(optimizer.torch_optimizers):
         for key, group, parameter in _members(inner, f"optimizer.{index}"):
             tensors[f"{key}.master"] = parameter.detach()
-            state = inner.state.get(parameter)
+            state: dict[str, Any] = inner.state.get(parameter) or {}
             # TransformerEngine and Apex count steps by group.
             tensors |= {f"{key}.{name}": torch.as_tensor({**group, **state}[name]) for name in STATE if name in state or name in group}
     return tensors

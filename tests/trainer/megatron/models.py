@@ -1,0 +1,129 @@
+"""Tiny checkpoints, batches, and training in plain torch to compare with."""
+
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from trainer.algorithms.base import Algorithm
+from trainer.backend import OptimizerConfig
+from trainer.batch import Batch
+
+BASE = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 128,
+    "attn_implementation": "eager",
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+MODELS = {
+    "qwen2": ("Qwen2", {"vocab_size": 131, "tie_word_embeddings": False}),
+    "qwen2-tied": ("Qwen2", {"vocab_size": 96, "tie_word_embeddings": True}),
+    "qwen3-tied": ("Qwen3", {"vocab_size": 131, "tie_word_embeddings": True, "rms_norm_eps": 1e-5}),
+    "llama": ("Llama", {"vocab_size": 96, "tie_word_embeddings": False, "rope_parameters": LLAMA3_ROPE, "num_key_value_heads": 4}),
+}
+SHARDED = "llama"
+"""Saved in several files, with an index."""
+OPTIMIZER = OptimizerConfig(lr=1e-3, lr_warmup_steps=2, weight_decay=0.1, adam_eps=1e-5, clip_grad=0.5)
+
+
+def make_model(name: str, **overrides: object) -> PreTrainedModel:
+    """A model without a trivial tensor: norms and biases differ from 1 and 0."""
+    family, fields = MODELS[name]
+    config = getattr(transformers, f"{family}Config")(**{**BASE, **fields, **overrides})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = getattr(transformers, f"{family}ForCausalLM")(config).float()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def save_model(name: str, directory: Path) -> Path:
+    path = directory / name
+    if not path.exists():
+        make_model(name).save_pretrained(path, max_shard_size="100KB" if name == SHARDED else "1GB")
+    return path
+
+
+def make_batch(name: str, seed: int = 0, *, samples: int = 13, length: int = 12, prompt: int = 4, temperature: float = 0.7) -> Batch:
+    """Responses of unequal length; some sampled tokens are over the bound, one sample trains no token at all."""
+    vocabulary = int(MODELS[name][1]["vocab_size"])
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(prompt + 1, length + 1, (samples,), generator=generator)
+    lengths[0] = length
+    position = torch.arange(length)
+    inside = position < lengths[:, None]
+    sampled = inside & (position >= prompt)
+    trained = sampled & (torch.rand(samples, length, generator=generator) < 0.8)
+    trained[1] = False
+    tokens = torch.randint(0, vocabulary, (samples, length), generator=generator) * inside
+    behaviour = (-4.5 + 0.5 * torch.randn(samples, length, generator=generator)) * sampled
+    advantages = torch.randn(samples, 1, generator=generator) * trained
+    versions = torch.where(sampled, torch.where(position % 2 == 0, seed, seed - 1), -1).int()
+    group = torch.arange(samples) // 4
+    rewards = torch.rand(samples, generator=generator)
+    return Batch(seed, tokens, lengths, trained, sampled, behaviour, versions, advantages, group, rewards, temperature)
+
+
+def plain_logprobs(model: PreTrainedModel, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """[N, L] log-probabilities of the tokens and entropies, from the model's own logits."""
+    table = torch.log_softmax(model(batch.tokens).logits[:, :-1].float() / batch.temperature, -1)
+    picked = table.gather(-1, batch.tokens[:, 1:, None])[..., 0]
+    entropy = -(table.exp() * table).sum(-1)
+    return torch.nn.functional.pad(picked, (1, 0)), torch.nn.functional.pad(entropy, (1, 0))
+
+
+class PlainTrainer:
+    """Hugging Face model and torch's AdamW, one pass over the whole batch: what every layout must agree with."""
+
+    def __init__(self, name: str, algorithm: Algorithm) -> None:
+        self.model = make_model(name)
+        self.algorithm = algorithm
+        decayed = [p for p in self.model.parameters() if p.dim() > 1]
+        others = [p for p in self.model.parameters() if p.dim() <= 1]
+        groups = [{"params": decayed, "weight_decay": OPTIMIZER.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        betas = (OPTIMIZER.adam_beta1, OPTIMIZER.adam_beta2)
+        self.optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=betas, eps=OPTIMIZER.adam_eps)
+        self.steps = 0
+
+    def step(self, batch: Batch) -> dict[str, float]:
+        logprobs, entropy = plain_logprobs(self.model, batch)
+        used = entropy if self.algorithm.config.entropy_coef else None
+        token = self.algorithm.token_loss(logprobs, batch.behaviour_logprobs, batch.advantages, entropy=used)
+        loss = (token.loss * self.algorithm.token_weights(batch)).sum()
+        self.optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), OPTIMIZER.clip_grad)
+        self.steps += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = OPTIMIZER.lr * min(1.0, self.steps / OPTIMIZER.lr_warmup_steps)
+        self.optimizer.step()
+        mask = batch.loss_mask
+        fresh = mask & (batch.versions == batch.step)
+        return {
+            "loss": loss.item(),
+            "grad_norm": norm.item(),
+            "entropy": entropy[mask].mean().item(),
+            "clip_fraction": token.clipped[mask].float().mean().item(),
+            "ratio_mean": token.ratio[mask].mean().item(),
+            "logprob_error_max": (logprobs - batch.behaviour_logprobs)[fresh].abs().max().item(),
+            "trained_tokens": int(mask.sum()),
+        }
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        names = {name for name, _ in self.model.named_parameters()}
+        return {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items() if name in names}

@@ -1,0 +1,137 @@
+"""What each rank of a layout does in the tests: everything that needs that layout, in one launch. Rank 0 writes down what it saw."""
+
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from protocol.errors import SettingsError
+from tests.trainer.megatron.models import MODELS, OPTIMIZER, make_batch
+from trainer.algorithms.base import AlgorithmConfig
+from trainer.algorithms.grpo import Grpo
+from trainer.backend import Backend, ParallelConfig, TrainerConfig
+from trainer.export import save_hf
+from trainer.megatron.backend import MegatronBackend
+
+LAYOUTS = {
+    "single": ParallelConfig(),
+    "tp2": ParallelConfig(tensor_model_parallel_size=2),
+    "tp2-sequence": ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True),
+    "pp2": ParallelConfig(pipeline_model_parallel_size=2),
+    "dp2": ParallelConfig(data_parallel_size=2),
+    "dp2-replicated": ParallelConfig(data_parallel_size=2, use_distributed_optimizer=False),
+    "tp2-pp2": ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2),
+    "tp2-dp2": ParallelConfig(tensor_model_parallel_size=2, data_parallel_size=2),
+}
+STEPS = 3
+ALGORITHM = Grpo(AlgorithmConfig(entropy_coef=0.02, kl_coef=0.0))
+
+
+def make_backend(model_dir: Path, layout: str, dtype: str = "float32") -> MegatronBackend:
+    trainer = TrainerConfig(micro_batch_size=3, dtype=dtype, device="cpu")
+    return MegatronBackend(model_dir, parallel=LAYOUTS[layout], optimizer=OPTIMIZER, trainer=trainer, algorithm=ALGORITHM)
+
+
+def drain(backend: Backend) -> dict[str, torch.Tensor]:
+    return dict(backend.export())
+
+
+def run(layout: str, models: Path, out: Path) -> None:
+    """All models of `models` under one layout."""
+    torch.set_num_threads(1)
+    for name in MODELS:
+        target = out / name
+        target.mkdir(parents=True, exist_ok=True)
+        _train_and_restore(name, layout, models / name, target)
+    _bfloat16(layout, models / "qwen3-tied", out / "bfloat16")
+    if layout == "single":
+        return
+    _refuse_other_layout(layout, models / "qwen2", out)
+
+
+def _train_and_restore(name: str, layout: str, model_dir: Path, out: Path) -> None:
+    backend = make_backend(model_dir, layout)
+    backend.keep_reference()
+    before = make_batch(name, 0)
+    _write(out / "before", backend.export())
+    _write(out / "logprobs", [("first", backend.logprobs(before))])
+    stats = []
+    for step in range(STEPS):
+        stats.append(asdict(backend.train_step(make_batch(name, step))))
+        if step == 0:
+            checkpoint = _checkpoint(backend, out / "after-one")
+    _write(out / "after", backend.export())
+    _checkpoint(backend, out / "at-end")
+    _write(out / "reference", [("first", backend.reference_logprobs(before)), ("now", backend.logprobs(before))])
+    save_hf(backend, out / "hf", source=model_dir, shard_bytes=50_000)
+    # The same object, then a new one: both must go on from the checkpoint as the first did.
+    backend.restore(checkpoint)
+    _write(out / "again", _go_on(backend, name))
+    backend.close()
+    backend = make_backend(model_dir, layout)
+    backend.restore(checkpoint)
+    _write(out / "restored", _go_on(backend, name))
+    backend.close()
+    if _is_writer():
+        (out / "stats.json").write_text(json.dumps(stats))
+
+
+def _go_on(backend: Backend, name: str) -> Iterable[tuple[str, torch.Tensor]]:
+    for step in range(1, STEPS):
+        backend.train_step(make_batch(name, step))
+    return backend.export()
+
+
+def _bfloat16(layout: str, model_dir: Path, out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    backend = make_backend(model_dir, layout, "bfloat16")
+    name = "qwen3-tied"
+    _write(out / "before", backend.export())
+    backend.train_step(make_batch(name, 0))
+    checkpoint = _checkpoint(backend, out / "after-one")
+    _write(out / "after", _go_on(backend, name))
+    backend.restore(checkpoint)
+    _write(out / "restored", _go_on(backend, name))
+    backend.close()
+
+
+def _refuse_other_layout(layout: str, model_dir: Path, out: Path) -> None:
+    """The checkpoint of the test process's own single rank."""
+    backend = make_backend(model_dir, layout)
+    kept = drain(backend)
+    try:
+        backend.restore(out.parent / "single" / "qwen2" / "after-one")
+        message = "nothing was raised"
+    except SettingsError as error:
+        message = str(error)
+    same = all(torch.equal(kept[name], tensor) for name, tensor in backend.export())
+    backend.close()
+    if _is_writer():
+        (out / "refused.json").write_text(json.dumps({"message": message, "unchanged": same}))
+
+
+def _checkpoint(backend: Backend, directory: Path) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    backend.save(directory)
+    return directory
+
+
+def _write(path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    content = dict(tensors)
+    if content and _is_writer():
+        save_file(content, path.with_suffix(".safetensors"))
+
+
+def _is_writer() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+if __name__ == "__main__":
+    run(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,198 @@
+"""Every layout starts from the source's own bits, trains as plain torch does, and continues from its checkpoints bit for bit."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from tests.trainer.megatron.launch import launch
+from tests.trainer.megatron.models import MODELS, PlainTrainer, make_batch, make_model, plain_logprobs, save_model
+from tests.trainer.megatron.ranks import ALGORITHM, LAYOUTS, STEPS, run
+
+FOUR_RANKS = [pytest.param(layout, marks=pytest.mark.slow) for layout in LAYOUTS if LAYOUTS[layout].world_size > 2]
+EACH_LAYOUT = pytest.mark.parametrize("layout", [*(layout for layout in LAYOUTS if LAYOUTS[layout].world_size <= 2), *FOUR_RANKS])
+EACH_MODEL = pytest.mark.parametrize("model", MODELS)
+
+
+class Runs:
+    """Results by layout, each launched once, when first asked for."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.models = root / "models"
+        for name in MODELS:
+            save_model(name, self.models)
+        self._done: set[str] = set()
+        self._plain: dict[str, tuple[list[dict[str, float]], dict[str, torch.Tensor]]] = {}
+
+    def __call__(self, layout: str) -> Path:
+        if layout not in self._done:
+            if LAYOUTS[layout].world_size == 1:
+                run(layout, self.models, self.root / layout)
+            else:
+                self("single")
+                arguments = (layout, str(self.models), str(self.root / layout))
+                launch(LAYOUTS[layout].world_size, "tests.trainer.megatron.ranks", *arguments, logs=self.root / f"logs-{layout}")
+            self._done.add(layout)
+        return self.root / layout
+
+    def plain(self, model: str) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+        """Statistics of each step and the weights after the last, from plain torch."""
+        if model not in self._plain:
+            trainer = PlainTrainer(model, ALGORITHM)
+            stats = [trainer.step(make_batch(model, step)) for step in range(STEPS)]
+            self._plain[model] = stats, trainer.weights()
+        return self._plain[model]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    torch.set_num_threads(1)
+    return Runs(tmp_path_factory.mktemp("layouts"))
+
+
+def same_bits(left: Path, right: Path) -> bool:
+    a, b = load_file(left), load_file(right)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@EACH_LAYOUT
+@EACH_MODEL
+def test_export_before_training_is_the_source(runs: Runs, layout: str, model: str) -> None:
+    exported = load_file(runs(layout) / model / "before.safetensors")
+    source = dict(make_model(model).named_parameters())
+    assert exported.keys() == source.keys()
+    assert [name for name in source if not torch.equal(exported[name], source[name])] == []
+
+
+@EACH_LAYOUT
+@EACH_MODEL
+def test_logprobs_equal_hugging_face(runs: Runs, layout: str, model: str) -> None:
+    logprobs = load_file(runs(layout) / model / "logprobs.safetensors")["first"]
+    batch = make_batch(model, 0)
+    with torch.no_grad():
+        expected, _ = plain_logprobs(make_model(model), batch)
+    torch.testing.assert_close(logprobs, expected * batch.sampled_mask, atol=1e-5, rtol=0)
+
+
+@EACH_LAYOUT
+@EACH_MODEL
+def test_training_equals_plain_torch(runs: Runs, layout: str, model: str) -> None:
+    directory = runs(layout) / model
+    expected_stats, expected = runs.plain(model)
+    for stats, wanted in zip(json.loads((directory / "stats.json").read_text()), expected_stats, strict=True):
+        assert stats.pop("skipped") == ""
+        assert stats == pytest.approx(wanted, abs=2e-5)
+    trained = load_file(directory / "after.safetensors")
+    worst = max((trained[name] - expected[name]).abs().max().item() for name in expected)
+    assert worst < 1e-5
+
+
+@EACH_LAYOUT
+@EACH_MODEL
+def test_continuing_from_a_checkpoint_is_bit_identical(runs: Runs, layout: str, model: str) -> None:
+    directory = runs(layout) / model
+    assert same_bits(directory / "after.safetensors", directory / "again.safetensors")
+    assert same_bits(directory / "after.safetensors", directory / "restored.safetensors")
+
+
+@EACH_LAYOUT
+@EACH_MODEL
+def test_export_is_what_the_ranks_hold(runs: Runs, layout: str, model: str) -> None:
+    directory = runs(layout) / model
+    exported = load_file(directory / "after.safetensors")
+    held = gather_by_hand(directory / "at-end", layout, model)
+    for name, tensor in held.items():
+        assert torch.equal(exported[name], tensor), name
+    assert held.keys() == exported.keys()
+
+
+@EACH_LAYOUT
+@EACH_MODEL
+def test_reference_stays_while_the_model_moves(runs: Runs, layout: str, model: str) -> None:
+    directory = runs(layout) / model
+    kept = load_file(directory / "reference.safetensors")
+    assert torch.equal(kept["first"], load_file(directory / "logprobs.safetensors")["first"])
+    assert not torch.equal(kept["now"], kept["first"])
+
+
+@EACH_LAYOUT
+@EACH_MODEL
+def test_saved_checkpoint_loads_in_transformers(runs: Runs, layout: str, model: str) -> None:
+    directory = runs(layout) / model
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(directory / "hf")
+    weights = dict(loaded.named_parameters())
+    exported = load_file(directory / "after.safetensors")
+    assert weights.keys() == exported.keys()
+    assert all(torch.equal(weights[name], exported[name]) for name in weights)
+
+
+@EACH_LAYOUT
+def test_bfloat16_trains_on_float32_masters(runs: Runs, layout: str) -> None:
+    directory = runs(layout) / "bfloat16"
+    before, after = load_file(directory / "before.safetensors"), load_file(directory / "after.safetensors")
+    source = dict(make_model("qwen3-tied").named_parameters())
+    assert all(torch.equal(before[name], source[name].bfloat16()) for name in source)
+    _, expected = runs.plain("qwen3-tied")
+    for name, tensor in after.items():
+        assert tensor.dtype is torch.bfloat16
+        torch.testing.assert_close(tensor.float(), expected[name], atol=5e-3, rtol=1e-2)
+    assert same_bits(directory / "after.safetensors", directory / "restored.safetensors")
+    files = [load_file(path) for path in (directory / "after-one").glob("optimizer-*.safetensors")]
+    assert all(tensor.dtype is torch.float32 for file in files for name, tensor in file.items() if name.endswith(".master"))
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2"])
+def test_checkpoint_of_another_layout_is_refused(runs: Runs, layout: str) -> None:
+    refused = json.loads((runs(layout) / "refused.json").read_text())
+    field = {"tp2": "tensor_model_parallel_size", "pp2": "pipeline_model_parallel_size", "dp2": "data_parallel_size"}[layout]
+    assert f"{field} is 1 in the checkpoint and 2 in the run" in refused["message"]
+    assert refused["unchanged"]
+
+
+def gather_by_hand(directory: Path, layout: str, model: str) -> dict[str, torch.Tensor]:
+    """Hugging Face tensors from the ranks' files, without the rules: reshapes and concatenations only."""
+    config = make_model(model).config
+    parallel = LAYOUTS[layout]
+    result = {}
+    for stage in range(parallel.pipeline_model_parallel_size):
+        files = [load_file(directory / f"model-tp{tp}-pp{stage}.safetensors") for tp in range(parallel.tensor_model_parallel_size)]
+        first = stage * config.num_hidden_layers // parallel.pipeline_model_parallel_size
+        for name in files[0]:
+            parts = [file[name] for file in files]
+            if name.startswith("decoder.layers."):
+                local, kind = name.removeprefix("decoder.layers.").split(".", 1)
+                layer = f"model.layers.{int(local) + first}."
+                result.update({layer + key: value for key, value in layer_by_hand(kind, parts, config).items()})
+            elif name == "decoder.final_layernorm.weight":
+                result["model.norm.weight"] = parts[0]
+            else:
+                tied = config.tie_word_embeddings or name.startswith("embedding")
+                result["model.embed_tokens.weight" if tied else "lm_head.weight"] = torch.cat(parts)[: config.vocab_size]
+    return result
+
+
+def layer_by_hand(kind: str, parts: list[torch.Tensor], config: transformers.PretrainedConfig) -> dict[str, torch.Tensor]:
+    suffix = kind.rsplit(".", 1)[1]
+    if "linear_qkv" in kind:
+        fused = torch.cat(parts)
+        groups, queries = config.num_key_value_heads, config.num_attention_heads // config.num_key_value_heads
+        split = fused.view(groups, queries + 2, config.head_dim, *fused.shape[1:]).split([queries, 1, 1], 1)
+        return {f"self_attn.{x}_proj.{suffix}": part.reshape(-1, *fused.shape[1:]) for x, part in zip("qkv", split, strict=True)}
+    if "linear_fc1" in kind:
+        halves = zip(*(part.chunk(2) for part in parts), strict=True)
+        return {f"mlp.{x}_proj.weight": torch.cat(half) for x, half in zip(("gate", "up"), halves, strict=True)}
+    columns = {"self_attention.linear_proj.weight": "self_attn.o_proj.weight", "mlp.linear_fc2.weight": "mlp.down_proj.weight"}
+    if kind in columns:
+        return {columns[kind]: torch.cat(parts, 1)}
+    names = {
+        "input_layernorm.weight": "input_layernorm.weight",
+        "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+        "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+        "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+    }
+    assert all(torch.equal(part, parts[0]) for part in parts)
+    return {names[kind]: parts[0]}
