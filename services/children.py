@@ -82,7 +82,8 @@ class Child:
                 self._deaths.popleft()
             if len(self._deaths) > self._allowed:
                 raise ServiceFailed(
-                    f"{self.spec.name} died {len(self._deaths)} times in a minute, last with exit code {code}: {last_line} (see {self.log_path})"
+                    f"{self.spec.name} died {len(self._deaths)} times in a minute, "
+                    f"last with exit code {code}: {last_line} (see {self.log_path})"
                 )
             self.restarts += 1
             log.warning("service.died name=%s code=%s restarts=%d said=%s", self.spec.name, code, self.restarts, last_line)

@@ -46,7 +46,8 @@ def up(
     settings = load_settings(str(config), overrides)
     progress = Progress(settings.run_dir, settings.run.steps)
     progress.note(
-        f"run {settings.run.name} in {settings.run_dir}: {settings.run.steps} steps, E={settings.bound.max_staleness}, B={settings.bound.groups_per_step}, {settings.bound.staleness_policy}"
+        f"run {settings.run.name} in {settings.run_dir}: {settings.run.steps} steps, "
+        f"E={settings.bound.max_staleness}, B={settings.bound.groups_per_step}, {settings.bound.staleness_policy}"
     )
     outcome = asyncio.run(run_up(settings, progress))
     if settings.eval.at_end and not outcome.interrupted:

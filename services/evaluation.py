@@ -37,8 +37,8 @@ async def evaluate_run(settings: Settings, checkpoints: Sequence[Path]) -> dict[
     """Score the initial model and `checkpoints` (by default the newest exported one) on the held-out prompts.
 
     Returns:
-        {"prompts": n, "best_constant": score, "models": [{"model", "greedy", "sampled", ...}]}; scores are mean rewards. With two or more models
-        each one after the first also has the paired difference to the first and its standard error.
+        {"prompts": n, "best_constant": score, "models": [{"model", "greedy", "sampled", ...}]}; scores are mean rewards. Each model
+        after the first also has the paired difference to the first and its standard error.
 
     Raises:
         SettingsError: if there are no held-out prompts or no checkpoint.

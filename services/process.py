@@ -104,7 +104,8 @@ def ledger_url(settings: Settings) -> str:
     url = read_endpoint(settings.run_dir / "ledger")
     if url is None:
         raise SettingsError(
-            f"no ledger: set TETHER_REDIS_URL (redis://HOST:6379/0), or start the run with `tether up`, which keeps one in {settings.run_dir / 'ledger'}"
+            "no ledger: set TETHER_REDIS_URL (redis://HOST:6379/0), or start the run with `tether up`, "
+            f"which keeps one in {settings.run_dir / 'ledger'}"
         )
     return url
 

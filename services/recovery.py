@@ -27,7 +27,8 @@ async def take_over(trainer: Trainer) -> WeightManifest:
     start = found.version if found else 0
     if start > status.version:
         raise SettingsError(
-            f"the newest checkpoint is of version {start}, but the ledger stands at {status.version}: this is not the ledger that the run was "
+            f"the newest checkpoint is of version {start}, but the ledger stands at {status.version}: "
+            "this is not the ledger that the run was "
             f"made with, or it lost writes; point TETHER_REDIS_URL at the right one, or start in a new run directory"
         )
     if trainer.process.settings.algorithm.kl_coef > 0:

@@ -161,7 +161,8 @@ async def _until_over(ledger: RedisLedger, trainer: Child, stop: asyncio.Event) 
         status = await ledger.status()
         if status.halted:
             raise TetherError(
-                f"the run halted: too many of the last groups were dropped for the reason {status.halted!r} (see `tether status` and the logs)"
+                f"the run halted: too many of the last groups were dropped for the reason {status.halted!r} "
+                f"(see `tether status` and the logs)"
             )
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.5):

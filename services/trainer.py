@@ -1,4 +1,4 @@
-"""`python -m services.trainer`: the optimizer. Under torchrun one process for each rank; alone it starts torchrun where it needs more than one.
+"""`python -m services.trainer`: the optimizer. Under torchrun one process a rank; alone it starts torchrun where needed.
 
 Consumes: scored groups, by `take`, from the spool. Produces: versions, their weights and reports. Waits for: B scored groups.
 """

@@ -127,7 +127,7 @@ class TrainLoop:
     async def answers_loop(self) -> None:
         """Note what engines answer, until cancelled."""
         while True:
-            _, message = await self._trainer.caster.receive()
+            _, message = await self._trainer.caster.answers()
             if isinstance(message, WeightApplied):
                 self._pause_ms = max(self._pause_ms, message.pause_ms)
             elif isinstance(message, WeightFailed):

@@ -40,6 +40,8 @@ class Heartbeat(Message, tag="heartbeat", frozen=True, kw_only=True):
 
 
 class Action(StrEnum):
+    """What the trainer asks of rollout workers."""
+
     ABORT = "abort"  # stop generating these groups: they were dropped
     DRAIN = "drain"  # finish or hand back what is held, then exit
 

@@ -50,7 +50,8 @@ class Progress:
         """Print what is left to say at the end."""
         self._print_steps(0)
         self.note(
-            f"{'done' if status.done else 'stopped'} at version {status.version} of {status.steps} after {time.monotonic() - self._began:.0f} s: "
+            f"{'done' if status.done else 'stopped'} at version {status.version} of {status.steps} "
+            f"after {time.monotonic() - self._began:.0f} s: "
             f"{status.trained} groups trained, {status.dropped} dropped, {status.active} in flight"
         )
 
@@ -60,7 +61,8 @@ class Progress:
                 continue
             seconds = line["wait_s"] + line["train_s"] + line["publish_s"]
             self.note(
-                f"step {line['version']:>4}/{self._steps}  reward {line['reward_mean']:6.3f}  lag {line['lag_mean']:.2f} max {line['lag_max']}  "
+                f"step {line['version']:>4}/{self._steps}  reward {line['reward_mean']:6.3f}  "
+                f"lag {line['lag_mean']:.2f} max {line['lag_max']}  "
                 f"{line['trained_tokens'] / max(seconds, 1e-9):8.0f} tokens/s  wait {line['wait_s']:.2f} s  train {line['train_s']:.2f} s  "
                 f"publish {line['publish_s']:.2f} s" + (f"  restarts {restarts}" if restarts else "")
             )

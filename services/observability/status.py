@@ -63,7 +63,8 @@ def render_status(status: dict[str, Any]) -> str:
     """The same for people."""
     bound = status["bound"]
     lines = [
-        f"{status['run_state']}: version {status['version']} of {status['steps']}, bound E={bound['max_staleness']} B={bound['groups_per_step']} {bound['policy']}",
+        f"{status['run_state']}: version {status['version']} of {status['steps']}, "
+        f"bound E={bound['max_staleness']} B={bound['groups_per_step']} {bound['policy']}",
         f"groups: issued {status['issued']}, trained {status['trained']}, dropped {status['dropped']}, active {status['active']} "
         + "("
         + ", ".join(f"{state} {count}" for state, count in status["groups"].items())
