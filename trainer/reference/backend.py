@@ -1,0 +1,202 @@
+"""The oracle: plain torch and transformers on one device. Slow, short, and what the other backends are compared with."""
+
+import copy
+import dataclasses
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from protocol.errors import SettingsError
+from trainer.algorithms.base import Algorithm
+from trainer.backend import Backend, OptimizerConfig, StepStats, TrainerConfig
+from trainer.batch import Batch
+from trainer.functional.logprobs import token_logprobs
+from trainer.naming import nearest
+from trainer.reference.state import load_state, save_state
+from trainer.reference.tally import Tally
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class ReferenceBackend(Backend):
+    """AdamW on fp32 masters. Deterministic on the CPU: the same batches from the same checkpoint give the same bits.
+
+    Dropout stays off, so that E = 0 is on-policy. Weight decay spares vectors (norms and biases), as Megatron-core does.
+    """
+
+    def __init__(self, model_dir: Path, *, optimizer: OptimizerConfig, trainer: TrainerConfig, algorithm: Algorithm) -> None:
+        """Load the model of a Hugging Face directory.
+
+        Raises:
+            SettingsError: more than one rank, an unknown dtype or device, or a directory that transformers cannot load.
+        """
+        _require_one_rank()
+        if trainer.dtype not in DTYPES:
+            raise SettingsError(f"trainer.dtype {trainer.dtype!r} is unknown: {nearest(trainer.dtype, DTYPES)}")
+        torch.set_num_threads(trainer.threads)
+        torch.manual_seed(trainer.seed)
+        self._device = _device(trainer.device)
+        self._config, self._trainer, self._algorithm = optimizer, trainer, algorithm
+        self._model = _load(model_dir).to(self._device)
+        self.architecture = type(self._model).__name__
+        self._masters: dict[str, torch.nn.Parameter] = dict(self._model.named_parameters())
+        if trainer.dtype != "float32":
+            self._masters = {name: torch.nn.Parameter(p.detach().clone()) for name, p in self._masters.items()}
+            self._model.to(DTYPES[trainer.dtype])
+        self._optimizer = _adamw(self._masters, optimizer)
+        self._reference: torch.nn.Module | None = None
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The live model, for tests that sample from it directly."""
+        return self._model
+
+    def train_step(self, batch: Batch) -> StepStats:
+        weights = self._algorithm.token_weights(batch)
+        tally = Tally()
+        for rows in self._micro_batches(len(batch.tokens)):
+            self._accumulate(_part(batch, rows, self._device), weights[rows], tally)
+        grad_norm, skipped = self._step(batch.step) if tally.tokens else (0.0, "no token of the batch is within the bound")
+        return tally.stats(grad_norm, skipped)
+
+    def logprobs(self, batch: Batch) -> torch.Tensor:
+        return self._evaluate(self._model, batch)
+
+    def reference_logprobs(self, batch: Batch) -> torch.Tensor:
+        if self._reference is None:
+            raise RuntimeError("keep_reference has not been called")
+        return self._evaluate(self._reference, batch)
+
+    def keep_reference(self) -> None:
+        """Keep a copy of the weights as they are now; further calls do nothing. Not part of checkpoints: call it before `restore`."""
+        if self._reference is None:
+            self._reference = copy.deepcopy(self._model).requires_grad_(False)
+
+    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self._model.named_parameters():
+            yield name, parameter.detach()
+
+    def save(self, directory: Path) -> None:
+        save_state(directory, self._masters, self._optimizer, self._identity(), self._device)
+
+    def restore(self, directory: Path) -> None:
+        load_state(directory, self._masters, self._optimizer, self._identity(), self._device)
+        self._publish_masters()
+
+    def close(self) -> None:
+        """Let go of the model."""
+        self._reference = None
+        self._optimizer.zero_grad()
+
+    def _identity(self) -> dict[str, str]:
+        return {"backend": "reference", "world_size": "1", "architecture": self.architecture, "dtype": self._trainer.dtype}
+
+    def _micro_batches(self, samples: int) -> list[slice]:
+        size = self._trainer.micro_batch_size
+        return [slice(start, start + size) for start in range(0, samples, size)]
+
+    def _accumulate(self, part: Batch, weights: torch.Tensor, tally: Tally) -> None:
+        """Add one micro-batch's gradient to that of the masters."""
+        logprobs, entropy = self._forward(self._model, part)
+        loss = self._algorithm.token_loss(
+            logprobs,
+            part.behaviour_logprobs,
+            part.advantages,
+            entropy=entropy,
+            proximal_logprobs=part.proximal_logprobs,
+            reference_logprobs=part.reference_logprobs,
+        )
+        weights = weights[:, : part.tokens.shape[1]].to(self._device)
+        total = (loss.loss * weights).sum()
+        total.backward()
+        tally.add(part, total.detach(), loss, logprobs.detach(), entropy.detach())
+        for name, parameter in self._model.named_parameters():
+            master = self._masters[name]
+            if master is not parameter and parameter.grad is not None:
+                grad = parameter.grad.float()
+                master.grad = grad if master.grad is None else master.grad.add_(grad)
+                parameter.grad = None
+
+    def _step(self, step: int) -> tuple[float, str]:
+        """Clip and apply what was accumulated. Returns the gradient's norm, and why nothing was applied."""
+        limit = self._config.clip_grad if self._config.clip_grad > 0 else float("inf")
+        norm = float(torch.nn.utils.clip_grad_norm_(self._masters.values(), limit))
+        finite = torch.isfinite(torch.tensor(norm)).item()
+        if finite:
+            for group in self._optimizer.param_groups:
+                group["lr"] = self._config.lr * min(1.0, (step + 1) / max(self._config.lr_warmup_steps, 1))
+            self._optimizer.step()
+            self._publish_masters()
+        self._optimizer.zero_grad()
+        return norm, "" if finite else f"the gradient's norm is {norm}"
+
+    @torch.no_grad()
+    def _publish_masters(self) -> None:
+        for name, parameter in self._model.named_parameters():
+            if parameter is not self._masters[name]:
+                parameter.copy_(self._masters[name])
+
+    def _forward(self, model: torch.nn.Module, part: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities and entropy [n, L]. Padding stands on the right, where causal attention never looks: no mask is needed."""
+        logits = model(input_ids=part.tokens, use_cache=False).logits
+        return token_logprobs(logits, part.tokens, part.temperature)
+
+    @torch.no_grad()
+    def _evaluate(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        out = torch.zeros(batch.tokens.shape)
+        for rows in self._micro_batches(len(batch.tokens)):
+            part = _part(batch, rows, self._device)
+            logprobs = self._forward(model, part)[0]
+            out[rows, : logprobs.shape[1]] = torch.where(part.sampled_mask, logprobs, 0.0).cpu()
+        return out
+
+
+def _require_one_rank() -> None:
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks != 1:
+        raise SettingsError(f"the reference backend runs on one rank, not {ranks}: set trainer.backend to megatron, or parallel sizes to 1")
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name not in ("cpu", "cuda"):
+        raise SettingsError(f"trainer.device {name!r} is unknown: {nearest(name, ('auto', 'cpu', 'cuda'))}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise SettingsError("trainer.device is cuda, but torch sees no GPU: use auto or cpu")
+    return torch.device(name)
+
+
+def _load(model_dir: Path) -> torch.nn.Module:
+    transformers_logging.disable_progress_bar()
+    try:
+        model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"model.path {model_dir}: not a model that transformers can load: {error}") from error
+    return model.eval()
+
+
+def _adamw(masters: dict[str, torch.nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
+    matrices = [p for p in masters.values() if p.ndim > 1]
+    vectors = [p for p in masters.values() if p.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=config.lr, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps
+    )
+
+
+def _part(batch: Batch, rows: slice, device: torch.device) -> Batch:
+    """Some samples of a batch, cut to the longest of them, on the device."""
+    longest = int(batch.sequence_lengths[rows].max())
+    parts: dict[str, Any] = {}
+    for field in dataclasses.fields(batch):
+        value = getattr(batch, field.name)
+        if isinstance(value, torch.Tensor):
+            parts[field.name] = (value[rows, :longest] if value.ndim == 2 else value[rows]).to(device)
+    return dataclasses.replace(batch, **parts)

@@ -1,0 +1,81 @@
+"""The reference backend's part of a checkpoint: one safetensors file with parameters, optimizer state and RNG, bit for bit."""
+
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError, safe_open
+
+from protocol.errors import SettingsError
+
+PART = "rank_00000.safetensors"
+MASTER, OPTIMIZER, RNG = "master.", "optimizer.", "rng."
+
+
+def save_state(
+    directory: Path,
+    masters: dict[str, torch.nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    identity: dict[str, str],
+    device: torch.device,
+) -> None:
+    """Write `PART` into an existing directory.
+
+    Tensors are `master.NAME`, `optimizer.KEY.NAME` (absent before the first step), `rng.cpu` and `rng.cuda`; `identity` goes into the
+    file's metadata.
+    """
+    tensors = {MASTER + name: parameter.detach() for name, parameter in masters.items()}
+    for name, parameter in masters.items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            tensors[f"{OPTIMIZER}{key}.{name}"] = value
+    tensors[RNG + "cpu"] = torch.get_rng_state()
+    if device.type == "cuda":
+        tensors[RNG + "cuda"] = torch.cuda.get_rng_state(device)
+    safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / PART, metadata=identity)
+
+
+def load_state(
+    directory: Path,
+    masters: dict[str, torch.nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    identity: dict[str, str],
+    device: torch.device,
+) -> None:
+    """The inverse of `save_state`; checks the whole file against the model before it changes anything.
+
+    Raises:
+        SettingsError: no such file, or one of another model or layout; names both.
+    """
+    try:
+        with safe_open(str(directory / PART), framework="pt") as file:
+            found = dict(file.metadata() or {})
+            tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
+    except (OSError, SafetensorError) as error:
+        raise SettingsError(f"checkpoint {directory}: not one of the reference backend: {error}") from error
+    if found != identity:
+        raise SettingsError(f"checkpoint {directory} was made by {_listed(found)}; this trainer is {_listed(identity)}")
+    _check_shapes(directory, masters, tensors)
+    optimizer.state.clear()
+    with torch.no_grad():
+        for name, parameter in masters.items():
+            parameter.copy_(tensors[MASTER + name])
+            for key in ("step", "exp_avg", "exp_avg_sq"):
+                value = tensors.get(f"{OPTIMIZER}{key}.{name}")
+                if value is not None:
+                    optimizer.state[parameter][key] = value if key == "step" else value.to(device)
+    torch.set_rng_state(tensors[RNG + "cpu"])
+    if device.type == "cuda" and RNG + "cuda" in tensors:
+        torch.cuda.set_rng_state(tensors[RNG + "cuda"], device)
+
+
+def _check_shapes(directory: Path, masters: dict[str, torch.nn.Parameter], tensors: dict[str, torch.Tensor]) -> None:
+    saved = {name.removeprefix(MASTER): tuple(t.shape) for name, t in tensors.items() if name.startswith(MASTER)}
+    wanted = {name: tuple(p.shape) for name, p in masters.items()}
+    for name in sorted(saved.keys() | wanted.keys()):
+        if saved.get(name) != wanted.get(name):
+            there, here = saved.get(name, "absent"), wanted.get(name, "absent")
+            raise SettingsError(f"checkpoint {directory} is of another model: {name} is {there} there and {here} here")
+
+
+def _listed(identity: dict[str, str]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in sorted(identity.items())) or "an unknown writer"

@@ -1,0 +1,37 @@
+"""Backends by name."""
+
+from pathlib import Path
+
+from protocol.errors import SettingsError
+from trainer.algorithms.base import Algorithm
+from trainer.backend import Backend, OptimizerConfig, ParallelConfig, TrainerConfig
+from trainer.naming import nearest
+
+BACKENDS = ("megatron", "reference", "scripted")
+
+
+def make_backend(
+    model_dir: Path, *, parallel: ParallelConfig, optimizer: OptimizerConfig, trainer: TrainerConfig, algorithm: Algorithm
+) -> Backend:
+    """This rank's part of the backend that `trainer.backend` names. Called on every rank.
+
+    A backend's libraries are imported only if it is asked for.
+
+    Raises:
+        SettingsError: if there is none of that name, or it cannot work with these settings.
+    """
+    if trainer.backend == "megatron":
+        from trainer.megatron.backend import MegatronBackend
+
+        return MegatronBackend(model_dir, parallel=parallel, optimizer=optimizer, trainer=trainer, algorithm=algorithm)
+    if trainer.backend not in BACKENDS:
+        raise SettingsError(f"trainer.backend {trainer.backend!r} is unknown: {nearest(trainer.backend, BACKENDS)}")
+    if parallel.world_size != 1:
+        raise SettingsError(f"the {trainer.backend} backend runs on one rank, [parallel] asks for {parallel.world_size}: use megatron")
+    if trainer.backend == "reference":
+        from trainer.reference.backend import ReferenceBackend
+
+        return ReferenceBackend(model_dir, optimizer=optimizer, trainer=trainer, algorithm=algorithm)
+    from trainer.scripted import ScriptedBackend
+
+    return ScriptedBackend(trainer=trainer, algorithm=algorithm)
