@@ -18,6 +18,7 @@ from rollout.prompts.base import PromptSource
 from rollout.render import Renderer
 from services.bus.sender import Declined, Sender
 from services.ledger.interface import Lease
+from services.observability.busy import BusyMeter
 from services.process import Process
 
 log = logging.getLogger("tether.leasing")
@@ -42,6 +43,8 @@ class GroupRunner:
         self._config = process.settings.rollout
         self._places = asyncio.Semaphore(self._config.groups_in_flight)
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._meter = BusyMeter()
+        process.on_heartbeat.append(lambda: process.info.update(busy=round(self._meter.fraction(), 3)))
 
     async def run(self) -> None:
         """Lease until the process is to stop, then drain: finish for `drain_s`, hand back the rest."""
@@ -123,24 +126,25 @@ class GroupRunner:
     async def _generate_and_send(self, lease: Lease) -> None:
         settings = self._process.settings.sampling
         try:
-            prompt = self._prompts.at(lease.group)
-            rollout = await generate_group(
-                self._engine,
-                self._renderer,
-                self._environment,
-                prompt,
-                group=lease.group,
-                token=lease.token,
-                n=settings.samples_per_prompt,
-                engine_name=self._process.incarnation,
-                sampling=Sampling(
-                    max_tokens=settings.max_tokens,
-                    temperature=settings.temperature,
-                    top_p=settings.top_p,
-                    top_k=settings.top_k,
-                    stop_token_ids=self._renderer.stop_token_ids,
-                ),
-            )
+            with self._meter.working():
+                prompt = self._prompts.at(lease.group)
+                rollout = await generate_group(
+                    self._engine,
+                    self._renderer,
+                    self._environment,
+                    prompt,
+                    group=lease.group,
+                    token=lease.token,
+                    n=settings.samples_per_prompt,
+                    engine_name=self._process.incarnation,
+                    sampling=Sampling(
+                        max_tokens=settings.max_tokens,
+                        temperature=settings.temperature,
+                        top_p=settings.top_p,
+                        top_k=settings.top_k,
+                        stop_token_ids=self._renderer.stop_token_ids,
+                    ),
+                )
         except (SettingsError, EngineError) as error:
             await self._engine.check()  # a dead engine ends the process; a bad prompt ends the group
             await self._give_up(lease, error)

@@ -45,6 +45,8 @@ class Process:
         self.metrics = Metrics(role)
         self.info: dict[str, Any] = {"name": name, "pid": os.getpid(), "host": socket.gethostname(), "started": time.time()}
         self._waits: dict[str, float] = {}
+        self.on_heartbeat: list[Callable[[], None]] = []
+        """Called before each registration, to bring `info` up to date."""
 
     @property
     def run(self) -> str:
@@ -61,6 +63,8 @@ class Process:
 
     async def register(self) -> None:
         """Tell the registry that this process lives, and what it waits for."""
+        for refresh in self.on_heartbeat:
+            refresh()
         now = time.monotonic()
         waits = {what: round(now - since, 1) for what, since in self._waits.items()}
         for what, seconds in waits.items():

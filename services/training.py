@@ -8,24 +8,24 @@ crash after it leaves a manifest that engines find in the ledger.
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
-
-from trainer.checkpoint import Checkpoints
+from typing import Any, NamedTuple, TypeVar
 
 from protocol.codec import encode_payload
 from protocol.errors import Reason, Refused, TetherError
 from protocol.messages import Action, Control, StepReport, WeightApplied, WeightFailed, WeightManifest
 from protocol.staleness import Policy
+from protocol.topics import Role
 from services.bus.broadcast import Broadcaster
-from services.ledger.interface import LedgerStatus, Taken
+from services.ledger.interface import LedgerStatus, Peer, Taken
 from services.observability.steps import StepLog
 from services.process import Process
 from trainer.algorithms.base import Algorithm
 from trainer.backend import Backend, StepStats
+from trainer.checkpoint import Checkpoints
 from trainer.packing import BuiltBatch
 from trainer.ranks import (
     ExportCommand,
@@ -113,6 +113,14 @@ class Trainer:
         self.backend.keep_reference()
 
 
+class StepTimes(NamedTuple):
+    """Seconds of one step, by what they went into."""
+
+    wait_s: float
+    train_s: float
+    publish_s: float
+
+
 class TrainLoop:
     """Makes steps until the run is done or the process is to stop."""
 
@@ -180,8 +188,8 @@ class TrainLoop:
         publish_began = time.monotonic()
         manifest = await trainer.on_compute(trainer.publish, taken.step + 1)
         done = time.monotonic()
-        before = await ledger.status()
-        report = self._report(taken, built, stats, before, waited_s, publish_began - train_began, done - publish_began)
+        times = StepTimes(waited_s, publish_began - train_began, done - publish_began)
+        report = self._report(taken, built, stats, times, await ledger.status(), await ledger.peers(Role.ROLLOUT))
         version = await ledger.commit(
             trainer.epoch,
             taken.step,
@@ -235,7 +243,7 @@ class TrainLoop:
         log.info("checkpoint.done version=%d seconds=%.2f", status.version, time.monotonic() - began)
 
     def _report(
-        self, taken: Taken, built: BuiltBatch, stats: StepStats, status: LedgerStatus, wait_s: float, train_s: float, publish_s: float
+        self, taken: Taken, built: BuiltBatch, stats: StepStats, times: StepTimes, status: LedgerStatus, engines: Sequence[Peer]
     ) -> StepReport:
         batch = built.stats
         dropped = status.dropped - self._dropped[0]
@@ -264,10 +272,11 @@ class TrainLoop:
             ratio_mean=stats.ratio_mean,
             logprob_error_max=stats.logprob_error_max,
             generate_s=batch.generate_s,
-            train_s=train_s,
-            publish_s=publish_s,
-            wait_s=wait_s,
+            train_s=times.train_s,
+            publish_s=times.publish_s,
+            wait_s=times.wait_s,
             pause_ms=pause_ms,
             skipped=stats.skipped,
             time=time.time(),
+            engine_busy=sum(peer.info.get("busy", 0.0) for peer in engines) / max(len(engines), 1),
         )

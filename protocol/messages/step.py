@@ -46,3 +46,5 @@ class StepReport(Message, tag="step_report", frozen=True, kw_only=True):
     """Why the optimizer did not step (overflow ...); empty if it did."""
     time: float = 0.0
     """Unix time of the commit."""
+    engine_busy: float = 0.0
+    """Mean share of the time in which the engines had something to generate, over their last few seconds."""
