@@ -1,0 +1,137 @@
+"""The event log of a run, and how it gets out of the ledger into a file.
+
+Every script appends one event per state change; `seq` counts up without gaps from 1 over the life of the run. Each event has
+`seq`, `time_ms` (the server's clock) and `event`; empty lists are left out.
+
+| event | further fields | state change |
+|---|---|---|
+| create | fingerprint, prompts (-1: no end), steps, max_staleness, groups_per_step, policy | the run exists |
+| steps | steps | the run's length |
+| applied | engine, epoch, version | an engine serves that version |
+| lease | group, token, holder, engine, epoch, version, deadline, bound, groups_per_step, policy, attempt | new, WAITING or expired -> LEASED |
+| expire | group | the lease has run out and gives up its place in rule F |
+| extend | group, token | an expired lease has its place again (extending a live one is no event) |
+| release | group, token, reason | LEASED -> WAITING |
+| accept | group, token, counts {version: tokens} | LEASED -> SCORED |
+| lost | group, token | SCORED -> WAITING |
+| drop | group, token, from (state), reason, detail, wasted_tokens | WAITING, LEASED or SCORED -> DROPPED |
+| halt | reason | leasing has stopped for good |
+| claim | epoch, untaken [group] | a new trainer; TAKEN -> SCORED |
+| resume | epoch, version, digest, continued, waiting [group] | the branch goes on, or a rewind: those groups -> WAITING |
+| take | epoch, step, groups [group] | SCORED -> TAKEN |
+| commit | epoch, step, version, digest, groups {group: {version: tokens}}, issued, trained, dropped, active | TAKEN -> TRAINED |
+| publish | epoch, version | a manifest without a commit |
+| bound_pending | max_staleness, groups_per_step, policy | a change was asked for that rule F does not allow yet |
+| bound | max_staleness, groups_per_step, policy | the bound in force |
+| drain | on | whether leases are granted |
+| checkpoint | version | steps below `version` are durable |
+
+Digests are decimal strings (JSON numbers end at 53 bits). `verify` (see `services/ledger/verify.py`) proves the bound from the log alone.
+"""
+
+import asyncio
+import json
+import os
+from pathlib import Path
+
+from protocol.errors import TetherError
+from services.ledger.interface import Ledger
+from services.ledger.verify import AuditResult, verify
+
+__all__ = ["FILE", "Archiver", "AuditResult", "last_sequence", "verify"]
+
+FILE = "audit.jsonl"
+"""Name of the archive in a run's directory."""
+_TAIL = 1 << 16
+
+
+class Archiver:
+    """Copies a ledger's events to a file, one JSON line each, and lets the ledger forget them once they are on disk."""
+
+    def __init__(self, ledger: Ledger, directory: Path, batch: int = 2000) -> None:
+        """`directory`: that of the run. `batch`: events copied in one go."""
+        self.path = Path(directory) / FILE
+        self._ledger = ledger
+        self._batch = batch
+        self._last: int | None = None
+
+    async def archive(self) -> int:
+        """Copy what is new, at most one batch, and return the number of events copied.
+
+        Cancelled, it may leave whole lines that the ledger still holds too; the next call does not copy them again.
+
+        Raises:
+            TetherError: if the ledger's log does not go on where the file ends: it has lost events, or the file has.
+            OSError: if the file cannot be written; the ledger keeps the events.
+        """
+        if self._last is None:
+            self._last = await asyncio.to_thread(last_sequence, self.path)
+        events = await self._ledger.events(self._last, self._batch)
+        if events:
+            if events[0]["seq"] != self._last + 1:
+                raise TetherError(f"{self.path} ends at event {self._last}, the ledger goes on at {events[0]['seq']}: events are missing")
+            lines = b"".join(json.dumps(event, separators=(",", ":")).encode() + b"\n" for event in events)
+            self._last = None  # until the lines are known to be on disk
+            await asyncio.to_thread(_append, self.path, lines)
+            self._last = int(events[-1]["seq"])
+        if self._last:
+            status = await self._ledger.status()
+            if status.sequence < self._last:
+                raise TetherError(
+                    f"the ledger is at event {status.sequence}, {self.path} at {self._last}: the ledger lost acknowledged writes"
+                )
+            await self._ledger.archived(self._last)
+        return len(events)
+
+    async def archive_all(self) -> None:
+        """Copy until nothing is left; for the end of a run."""
+        while await self.archive():
+            pass
+
+    async def archive_loop(self, stop: asyncio.Event, interval_s: float = 1.0) -> None:
+        """Copy again and again until `stop` is set, then what is left."""
+        while not stop.is_set():
+            if not await self.archive():
+                try:
+                    async with asyncio.timeout(interval_s):
+                        await stop.wait()
+                except TimeoutError:
+                    pass
+        await self.archive_all()
+
+
+def last_sequence(path: Path) -> int:
+    """Sequence of the last whole line, 0 if there is none. A torn last line, left by a crash, is cut off.
+
+    Raises:
+        TetherError: if the last whole line is not an event.
+    """
+    try:
+        file = open(path, "r+b")  # noqa: SIM115
+    except FileNotFoundError:
+        return 0
+    with file:
+        end = file.seek(0, os.SEEK_END)
+        tail, start = b"", end
+        while start > 0 and tail.count(b"\n") < 2:
+            start = max(0, start - _TAIL)
+            file.seek(start)
+            tail = file.read(end - start)
+        whole = tail[: tail.rfind(b"\n") + 1]
+        if len(whole) < len(tail):
+            file.truncate(start + len(whole))
+            os.fsync(file.fileno())
+        if not whole:
+            return 0
+        try:
+            return int(json.loads(whole.splitlines()[-1])["seq"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise TetherError(f"{path}: the last line is not an event ({error}); move the file away") from error
+
+
+def _append(path: Path, lines: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "ab") as file:
+        file.write(lines)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,226 @@
+"""The state of a run in memory: groups, counters and event log, and the moves that several transitions share.
+
+Which transition is legal is `protocol.lifecycle`'s to say, and what rule F allows `protocol.staleness`'s; nothing of either is
+restated here.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from protocol.errors import Reason, Refused
+from protocol.lifecycle import ACTIVE, Event, GroupState, after
+from protocol.staleness import Bound, holds
+from services.ledger.interface import LedgerStatus, Peer, RunSpec, StepRecord, Taken
+
+
+@dataclass(slots=True)
+class Group:
+    """One group; fields as in the interface's `Lease` and `TakenGroup`."""
+
+    group: int
+    state: GroupState = GroupState.WAITING
+    token: str = ""
+    previous: str = ""
+    """Token under which it was last handed back or lost."""
+    why: str = ""
+    """Reason of that."""
+    holder: str = ""
+    deadline: int = 0
+    max_staleness: int = 0
+    version: int = 0
+    attempt: int = 0
+    counts: dict[int, int] = field(default_factory=dict)
+    expires_ms: int = 0
+    expired: bool = False
+    """The lease has run out and was reaped: it holds no place in rule F."""
+    step: int = -1
+    """Step in which it was trained."""
+
+
+@dataclass(slots=True)
+class Book:
+    """Everything that the ledger knows of one run."""
+
+    spec: RunSpec
+    clock: Callable[[], int]
+    """Milliseconds."""
+    bound: Bound
+    pending: Bound | None = None
+    version: int = 0
+    epoch: str = ""
+    epochs: set[str] = field(default_factory=set)
+    lineage: set[str] = field(default_factory=set)
+    resumed: tuple[str, int, int, bool] = ("", -1, 0, False)
+    """Epoch, version, digest and answer of the last resume."""
+    digest: int | None = None
+    """Digest of `version`'s weights, as far as it is known."""
+    running: Taken | None = None
+    gone: list[int] = field(default_factory=list)
+    """Groups dropped by takes that no batch has reported yet."""
+    checkpoint: int = 0
+    issued: int = 0
+    trained: int = 0
+    dropped: int = 0
+    wasted_tokens: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+    outcomes: deque[str] = field(default_factory=deque)
+    halted: str = ""
+    draining: bool = False
+    groups: dict[int, Group] = field(default_factory=dict)
+    steps: dict[int, StepRecord] = field(default_factory=dict)
+    step_reports: dict[int, bytes] = field(default_factory=dict)
+    manifest: bytes | None = None
+    engines: dict[str, tuple[str, int]] = field(default_factory=dict)
+    requests: dict[str, tuple[int, Any]] = field(default_factory=dict)
+    """Request -> (when the answer is forgotten, lease)."""
+    log: deque[dict[str, Any]] = field(default_factory=deque)
+    sequence: int = 0
+    archived: int = 0
+
+    def append(self, event: str, **values: Any) -> None:
+        """Write one event."""
+        self.sequence += 1
+        self.log.append({"seq": self.sequence, "time_ms": self.clock(), "event": event, **values})
+
+    def next_step(self) -> int:
+        """N of rule F."""
+        return self.version + (self.running is not None)
+
+    def of(self, *states: GroupState) -> list[Group]:
+        """Groups in these states, in order of id."""
+        return sorted((group for group in self.groups.values() if group.state in states), key=lambda group: group.group)
+
+    def live(self) -> list[Group]:
+        """Leases that hold a place in rule F."""
+        return [group for group in self.of(GroupState.LEASED) if not group.expired]
+
+    def scored(self) -> list[Group]:
+        """SCORED groups, earliest deadline first."""
+        return sorted(self.of(GroupState.SCORED), key=lambda group: (group.deadline, group.group))
+
+    def leasable(self) -> list[Group]:
+        """Groups to lease before a new one: WAITING ones, then expired leases."""
+        return self.of(GroupState.WAITING) + [group for group in self.of(GroupState.LEASED) if group.expired]
+
+    def exhausted(self) -> bool:
+        """Whether no new prompt is left."""
+        return self.spec.prompts is not None and self.issued >= self.spec.prompts
+
+    def places(self) -> list[int]:
+        """Deadlines of all groups that hold a place in rule F."""
+        return [group.deadline for group in (*self.live(), *self.of(GroupState.SCORED))]
+
+    def room_for(self, deadlines: Iterable[int]) -> bool:
+        """Whether rule F holds with groups of these deadlines added."""
+        return holds([*self.places(), *deadlines], self.next_step(), self.bound)
+
+    def reap(self) -> None:
+        """Take the place of every lease that has run out."""
+        now = self.clock()
+        for group in sorted(self.live(), key=lambda group: (group.expires_ms, group.group)):
+            if group.expires_ms <= now:
+                group.expired = True
+                self.append("expire", group=group.group)
+
+    def apply_pending(self) -> bool:
+        """Put a pending bound in force if rule F holds with it, also for what an untake would leave."""
+        if self.pending is None:
+            return True
+        if not holds(self.places(), self.next_step(), self.pending):
+            return False
+        taken = [group.deadline for group in self.of(GroupState.TAKEN)]
+        if self.running is not None and not holds([*self.places(), *taken], self.version, self.pending):
+            return False
+        self.bound, self.pending = self.pending, None
+        self.append("bound", **bound_values(self.bound))
+        return True
+
+    def move(self, group: Group, event: Event) -> None:
+        """Move a group on, or refuse WRONG_STATE if the table has no such row."""
+        state = after(group.state, event)
+        if state is None:
+            raise Refused(Reason.WRONG_STATE, f"group {group.group} is {group.state}")
+        group.state = state
+        if state is GroupState.WAITING:
+            group.token, group.counts, group.step = "", {}, -1
+        if event is not Event.EXTEND:
+            group.expired = False
+
+    def held(self, group: int, token: str, *, forgotten: Reason = Reason.NOT_HELD) -> Group:
+        """The group, if `token` is its current one; else refuse."""
+        found = self.groups.get(group)
+        if found is None:
+            raise Refused(Reason.UNKNOWN_GROUP if group >= self.issued else forgotten, f"group {group}")
+        if found.token != token:
+            raise Refused(Reason.NOT_HELD, f"group {group} is not held by {token}")
+        return found
+
+    def drop(self, group: Group, reason: str, detail: str = "", wasted_tokens: int = 0) -> None:
+        """Give a group up, and halt the run if `reason` has too large a share of the recent ones."""
+        wasted = max(wasted_tokens, sum(group.counts.values()))
+        before = group.state
+        self.move(group, Event.DROP)
+        self.dropped += 1
+        self.wasted_tokens += wasted
+        self.reasons[reason] += 1
+        self.append(
+            "drop", group=group.group, token=group.token, reason=reason, detail=detail, wasted_tokens=wasted, **{"from": before.value}
+        )
+        self.finish(reason)
+        window = self.spec.drop_window
+        if not self.halted and len(self.outcomes) >= window and self.outcomes.count(reason) >= self.spec.drop_share * window:
+            self.halted = reason
+            self.append("halt", reason=reason)
+
+    def finish(self, outcome: str) -> None:
+        """Note how a group ended: a drop reason, or empty for trained."""
+        self.outcomes.appendleft(outcome)
+        while len(self.outcomes) > self.spec.drop_window:
+            self.outcomes.pop()
+
+    def fence(self, epoch: str) -> None:
+        """Refuse an epoch that is not the current one."""
+        if epoch != self.epoch:
+            raise Refused(Reason.STALE_EPOCH, f"epoch {epoch} is not the current one, {self.epoch}")
+
+    def status(self) -> LedgerStatus:
+        """All counters."""
+        states = Counter(group.state for group in self.groups.values() if group.state in ACTIVE)
+        return LedgerStatus(
+            version=self.version,
+            epoch=self.epoch,
+            sequence=self.sequence,
+            bound=self.bound,
+            pending=self.pending,
+            steps=self.spec.steps,
+            issued=self.issued,
+            trained=self.trained,
+            dropped=self.dropped,
+            states={state: states[state] for state in GroupState if state in ACTIVE},
+            dropped_by_reason=dict(self.reasons),
+            wasted_tokens=self.wasted_tokens,
+            halted=self.halted,
+            draining=self.draining,
+            engines=dict(self.engines),
+        )
+
+
+@dataclass(slots=True)
+class Registry:
+    """Processes and the time at which each is taken for dead."""
+
+    clock: Callable[[], int]
+    entries: dict[str, tuple[int, Peer]] = field(default_factory=dict)
+
+    def live(self) -> list[Peer]:
+        """Forget the dead, and list the others in order of incarnation."""
+        now = self.clock()
+        self.entries = {name: entry for name, entry in self.entries.items() if entry[0] > now}
+        return [self.entries[name][1] for name in sorted(self.entries)]
+
+
+def bound_values(bound: Bound) -> dict[str, Any]:
+    """A bound as events write it."""
+    return {"max_staleness": bound.max_staleness, "groups_per_step": bound.groups_per_step, "policy": bound.policy.value}

@@ -1,0 +1,196 @@
+"""The ledger on Redis or Valkey: each method is one Lua script, atomic on the server and harmless to repeat."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+import msgspec
+
+from protocol.ids import checked_run_id, new_token
+from protocol.staleness import Bound, Policy
+from services.ledger.connection import Connection
+from services.ledger.interface import Lease, LedgerStatus, Peer, RunSpec, StepRecord, Taken
+from services.ledger.keys import Keys
+from services.ledger.limits import ARCHIVE_LIMIT, REQUEST_TTL_MS, check_bound, check_spec
+from services.ledger.records import decode_lease, decode_peer, decode_status, decode_step, decode_taken, encode_counts, encode_peer
+from services.ledger.scripts import script
+
+_READ = 512  # step fields read by one command
+
+
+class RedisLedger:
+    """One run on one server; see `services/ledger/interface.py` for what the methods promise.
+
+    Safe for concurrent use by the tasks of one event loop. A cancelled call may or may not have taken effect; call it again.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        run: str,
+        *,
+        durability: str = "",
+        archive_limit: int = ARCHIVE_LIMIT,
+        tokens: Callable[[], str] = new_token,
+    ) -> None:
+        """Use `connect` instead; `tokens` draws the lease tokens."""
+        self.run = run
+        self.durability = durability
+        """What the server does not promise, to be printed as a warning; empty if no acknowledged write can be lost."""
+        self.keys = Keys(run)
+        self._connection = connection
+        self._archive_limit = archive_limit
+        self._tokens = tokens
+
+    @classmethod
+    async def connect(
+        cls,
+        url: str,
+        run: str,
+        *,
+        timeout_s: float = 5.0,
+        retry_s: float = 30.0,
+        archive_limit: int = ARCHIVE_LIMIT,
+        tokens: Callable[[], str] = new_token,
+    ) -> Self:
+        """Connect to the server at `url` and check that it can hold a ledger.
+
+        Args:
+            url: redis://, rediss:// (TLS) or unix://, with user and password where the server wants them.
+            run: the run to work on; it need not exist yet.
+            timeout_s: limit of one call, and of the connection attempt.
+            retry_s: how long a call is repeated while the server is away.
+            archive_limit: events that may wait for the archive before leasing stops.
+            tokens: draws lease tokens.
+
+        Raises:
+            Unavailable: if the server does not answer within `timeout_s`.
+            SettingsError: if the URL or the run name is not valid, the user is denied, or the server may evict keys.
+        """
+        connection = Connection(url, timeout_s=timeout_s, retry_s=retry_s)
+        try:
+            durability = await connection.check()
+            return cls(connection, checked_run_id(run), durability=durability, archive_limit=archive_limit, tokens=tokens)
+        except BaseException:
+            await connection.close()
+            raise
+
+    async def _run(self, name: str, *arguments: str | int | float | bytes, request: str | None = None) -> list[Any]:
+        keys = self.keys.all if request is None else (*self.keys.all, self.keys.request(request))
+        return await self._connection.run(script(name), keys, arguments)
+
+    async def create(self, spec: RunSpec) -> None:
+        check_spec(spec)
+        bound = spec.bound
+        await self._run(
+            "create", spec.fingerprint, -1 if spec.prompts is None else spec.prompts, spec.steps, bound.max_staleness,
+            bound.groups_per_step, bound.policy.value, spec.max_attempts, spec.drop_share, spec.drop_window,
+        )  # fmt: skip
+
+    async def status(self) -> LedgerStatus:
+        return decode_status((await self._run("status"))[0])
+
+    # -- engines and processes ---------------------------------------------------------------------------------------
+    async def register(self, peer: Peer, ttl_ms: int) -> None:
+        await self._run("register", peer.incarnation, encode_peer(peer), ttl_ms)
+
+    async def unregister(self, incarnation: str) -> None:
+        await self._run("unregister", incarnation)
+
+    async def peers(self, role: str | None = None) -> Sequence[Peer]:
+        flat = await self._run("peers")
+        peers = [decode_peer(name, data) for name, data in zip(flat[::2], flat[1::2], strict=True)]
+        return [peer for peer in peers if role is None or peer.role == role]
+
+    async def applied(self, engine: str, epoch: str, version: int) -> None:
+        await self._run("applied", engine, epoch, version)
+
+    # -- a group's life ----------------------------------------------------------------------------------------------
+    async def lease(self, *, request: str, engine: str, holder: str, lease_ms: int) -> Lease:
+        answer = await self._run("lease", engine, holder, lease_ms, self._tokens(), self._archive_limit, REQUEST_TTL_MS, request=request)
+        return decode_lease(answer[0])
+
+    async def extend(self, group: int, token: str, lease_ms: int) -> None:
+        await self._run("extend", group, token, lease_ms)
+
+    async def release(self, group: int, token: str, reason: str) -> None:
+        await self._run("release", group, token, reason)
+
+    async def accept(self, group: int, token: str, counts: Mapping[int, int]) -> None:
+        await self._run("accept", group, token, msgspec.json.encode(encode_counts(counts)))
+
+    async def lost(self, group: int, token: str) -> None:
+        await self._run("lost", group, token)
+
+    async def drop(self, group: int, token: str, reason: str, wasted_tokens: int = 0) -> None:
+        await self._run("drop", group, token, reason, wasted_tokens)
+
+    # -- the trainer -------------------------------------------------------------------------------------------------
+    async def claim(self, epoch: str) -> LedgerStatus:
+        return decode_status((await self._run("claim", epoch))[0])
+
+    async def resume(self, epoch: str, version: int, digest: int) -> bool:
+        return bool((await self._run("resume", epoch, version, str(digest)))[0])
+
+    async def take(self, epoch: str) -> Taken:
+        return decode_taken((await self._run("take", epoch))[0])
+
+    async def commit(
+        self, epoch: str, step: int, trained: Mapping[int, Mapping[int, int]], *, digest: int, report: bytes, manifest: bytes
+    ) -> int:
+        groups = msgspec.json.encode({str(group): encode_counts(counts) for group, counts in trained.items()})
+        return int((await self._run("commit", epoch, step, groups, str(digest), report, manifest))[0])
+
+    async def publish(self, epoch: str, manifest: bytes, version: int) -> None:
+        await self._run("publish", epoch, version, manifest)
+
+    async def manifest(self) -> bytes | None:
+        answer: bytes | None = await self._connection.command("GET", self.keys.of("manifest"))
+        return answer
+
+    async def step_records(self, first: int) -> Sequence[StepRecord]:
+        return [decode_step(data) for data in await self._steps("steps", first)]
+
+    async def reports(self, first: int) -> Sequence[bytes]:
+        return await self._steps("reports", first)
+
+    async def _steps(self, name: str, first: int) -> list[bytes]:
+        """Values of a hash by step, from `first` up to the present version."""
+        version = int(await self._connection.command("HGET", self.keys.of("run"), "version") or 0)
+        found: list[bytes] = []
+        for start in range(max(first, 0), version, _READ):
+            steps = [str(step) for step in range(start, min(start + _READ, version))]
+            found += await self._connection.command("HMGET", self.keys.of(name), *steps)
+        return [data for data in found if data is not None]
+
+    async def checkpointed(self, version: int) -> None:
+        while (await self._run("checkpointed", version))[0]:
+            pass
+
+    # -- settings ----------------------------------------------------------------------------------------------------
+    async def set_bound(
+        self, *, max_staleness: int | None = None, groups_per_step: int | None = None, policy: Policy | None = None
+    ) -> Bound | None:
+        check_bound(max_staleness, groups_per_step)
+        numbers = ("" if n is None else n for n in (max_staleness, groups_per_step))
+        answer = await self._run("set_bound", *numbers, "" if policy is None else policy.value)
+        return None if answer[0] else Bound(answer[1], answer[2], Policy(answer[3].decode()))
+
+    async def drain(self, on: bool = True) -> None:
+        await self._run("drain", int(on))
+
+    # -- the event log -----------------------------------------------------------------------------------------------
+    async def events(self, after: int, limit: int) -> Sequence[Mapping[str, Any]]:
+        entries = await self._connection.command("XRANGE", self.keys.of("events"), f"{after + 1}-0", "+", "COUNT", limit)
+        return [msgspec.json.decode(_event(fields)) for _, fields in entries]
+
+    async def archived(self, sequence: int) -> None:
+        await self._run("archived", sequence)
+
+    async def close(self) -> None:
+        await self._connection.close()
+
+
+def _event(fields: Any) -> bytes:
+    """The value of the one field of a stream entry, in whichever shape redis-py returns fields."""
+    value: bytes = next(iter(fields.values())) if isinstance(fields, dict) else fields[1]
+    return value

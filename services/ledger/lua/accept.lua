@@ -1,0 +1,25 @@
+-- LEASED -> SCORED, by the ingest once the record is on disk. An expired lease is admitted again under rule F.
+-- ARGV: 1 group, 2 token, 3 JSON {version: sampled tokens}
+-- Returns nothing; accepting the same token again succeeds.
+-- Refuses no_run, unknown_group, duplicate (finished and forgotten), not_held, wrong_state (dropped), bound.
+local absent = no_run()
+if absent then return absent end
+local group, refusal = held(ARGV[1], ARGV[2])
+if refusal then
+  if not group and tonumber(ARGV[1]) < R.issued then return refuse('duplicate', refusal[3]) end
+  return refusal
+end
+if group.state == 'scored' or group.state == 'taken' or group.state == 'trained' then return {'ok'} end
+if group.state ~= 'leased' then return refuse('wrong_state', 'group ' .. ARGV[1] .. ' is ' .. group.state) end
+reap()
+local id = pad(ARGV[1])
+if expired(id) and not holds(group.deadline) then
+  return refuse('bound', 'group ' .. ARGV[1] .. ' had expired and its place is gone')
+end
+group.counts, group.newest = cjson.decode(ARGV[3]), -1e9
+for version, n in pairs(group.counts) do
+  if n > 0 then group.newest = math.max(group.newest, tonumber(version)) end
+end
+move(id, group, 'scored')
+append('accept', {group = tonumber(id), token = ARGV[2], counts = group.counts})
+return {'ok'}

@@ -1,0 +1,12 @@
+-- Events up to `sequence` are in the archive: forget them.
+-- ARGV: 1 sequence
+-- Returns nothing; a smaller sequence than before changes nothing. Refuses no_run, wrong_state (an event that is not written yet).
+local absent = no_run()
+if absent then return absent end
+local sequence = tonumber(ARGV[1])
+if sequence > R.sequence then return refuse('wrong_state', 'event ' .. sequence .. ' is not written; the last is ' .. R.sequence) end
+if sequence > R.archived then
+  put('archived', sequence)
+  redis.call('XTRIM', K.events, 'MINID', string.format('%.0f-0', sequence + 1))
+end
+return {'ok'}

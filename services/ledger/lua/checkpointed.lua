@@ -1,0 +1,20 @@
+-- A durable checkpoint covers all steps below `version`: forget their records, and those of DROPPED groups.
+-- ARGV: 1 version
+-- Returns: 1 if more remains than one call forgets (512 groups trained and 512 dropped), else 0. Refuses no_run, wrong_state (not committed).
+local absent = no_run()
+if absent then return absent end
+local version = tonumber(ARGV[1])
+if version > R.version then return refuse('wrong_state', 'version ' .. version .. ' is not committed; the run is at ' .. R.version) end
+if version > R.checkpoint then
+  for step = R.checkpoint, version - 1 do redis.call('HDEL', K.steps, string.format('%.0f', step)) end
+  put('checkpoint', version)
+  append('checkpoint', {version = version})
+end
+local trained = redis.call('ZRANGEBYSCORE', K.trained, '-inf', '(' .. R.checkpoint, 'LIMIT', 0, 512)
+for _, id in ipairs(trained) do
+  redis.call('ZREM', K.trained, id)
+  redis.call('HDEL', K.groups, id)
+end
+local dropped = redis.call('SPOP', K.dropped, 512)
+for _, id in ipairs(dropped) do redis.call('HDEL', K.groups, id) end
+return {'ok', (#trained == 512 or #dropped == 512) and 1 or 0}

@@ -1,0 +1,14 @@
+-- LEASED or SCORED -> DROPPED, by whoever knows the current token.
+-- ARGV: 1 group, 2 token, 3 reason, 4 wasted tokens
+-- Returns nothing; repeating it succeeds. Refuses no_run, unknown_group, not_held, wrong_state (TAKEN, TRAINED).
+local absent = no_run()
+if absent then return absent end
+local group, refusal = held(ARGV[1], ARGV[2])
+if refusal then return refusal end
+if group.state == 'dropped' then return {'ok'} end
+if group.state ~= 'leased' and group.state ~= 'scored' then
+  return refuse('wrong_state', 'group ' .. ARGV[1] .. ' is ' .. group.state)
+end
+drop(pad(ARGV[1]), group, ARGV[3], '', tonumber(ARGV[4]))
+apply_pending()
+return {'ok'}

@@ -1,0 +1,63 @@
+-- (new), WAITING or expired LEASED -> LEASED, with a new token and a new deadline = the engine's version + E.
+-- KEYS: one more than _shared.lua lists: the request's key, which holds the answer for repeats
+-- ARGV: 1 engine, 2 holder, 3 lease (ms), 4 token, 5 most unarchived events, 6 how long the answer is kept (ms)
+-- Returns: JSON {group, token, epoch, version, deadline, max_staleness, attempt}
+-- Refuses no_run, halted, draining, archive_behind, stale_engine, pending, done, exhausted, bound. Groups that have used up their
+-- attempts are dropped on the way (at most 128), whatever the answer.
+local absent = no_run()
+if absent then return absent end
+local answered = redis.call('GET', K.request)
+if answered then return {'ok', answered} end
+reap()
+if R.halted ~= '' then return refuse('halted', R.halted) end
+if R.draining == 1 then return refuse('draining') end
+if R.sequence - R.archived > tonumber(ARGV[5]) then
+  return refuse('archive_behind', (R.sequence - R.archived) .. ' events are not archived')
+end
+local served = redis.call('HGET', K.engines, ARGV[1])
+if not served then return refuse('stale_engine', ARGV[1] .. ' has not acknowledged any version') end
+local epoch, version = string.match(served, '^(%S*) (%d+)$')
+version = tonumber(version)
+if redis.call('SISMEMBER', K.lineage, epoch) == 0 then
+  return refuse('stale_engine', ARGV[1] .. ' serves epoch ' .. epoch .. ', which is not of the current branch')
+end
+if not apply_pending() then return refuse('pending', 'a change of the bound waits until rule F holds with it') end
+
+local step = next_step()
+if redis.call('ZCARD', K.live) + redis.call('ZCARD', K.scored) >= (R.steps - step) * R.groups_per_step then return refuse('done') end
+local function candidate()
+  return redis.call('ZRANGE', K.waiting, 0, 0)[1] or redis.call('ZRANGE', K.expired, 0, 0)[1]
+end
+local function exhausted()
+  return R.prompts >= 0 and R.issued >= R.prompts
+end
+local id = candidate()
+if not id and exhausted() then return refuse('exhausted', R.prompts .. ' prompts') end
+local deadline = version + R.max_staleness
+if not holds(deadline) then
+  return refuse('bound', 'no room for deadline ' .. deadline .. ' at step ' .. step)
+end
+
+local group
+for round = 1, MOST + 1 do
+  group = id and read(id)
+  if not group or group.attempt < R.max_attempts then break end
+  if round > MOST then return refuse('bound', 'dropped ' .. MOST .. ' groups for their attempts; try again') end
+  drop(id, group, 'attempts', group.why or '', 0)
+  if R.halted ~= '' then return refuse('halted', R.halted) end
+  id = candidate()
+end
+if not id then
+  if exhausted() then return refuse('exhausted', R.prompts .. ' prompts') end
+  id, group = pad(R.issued), {attempt = 0}
+  put('issued', R.issued + 1)
+end
+group.token, group.holder, group.deadline, group.version = ARGV[4], ARGV[2], deadline, version
+group.max_staleness, group.attempt = R.max_staleness, group.attempt + 1
+move(id, group, 'leased', R.now + tonumber(ARGV[3]))
+append('lease', {group = tonumber(id), token = group.token, holder = ARGV[2], engine = ARGV[1], epoch = epoch, version = version,
+  deadline = deadline, bound = R.max_staleness, groups_per_step = R.groups_per_step, policy = R.policy, attempt = group.attempt})
+local answer = cjson.encode({group = tonumber(id), token = group.token, epoch = epoch, version = version, deadline = deadline,
+  max_staleness = R.max_staleness, attempt = group.attempt})
+redis.call('SET', K.request, answer, 'PX', ARGV[6])
+return {'ok', answer}

