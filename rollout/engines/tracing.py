@@ -1,0 +1,183 @@
+"""Where each checkpoint tensor ends up in an engine's parameters, found by watching the engine's own loader.
+
+The loader runs once on meta tensors with the checkpoint's names. A dispatch mode records every copy into a live parameter, and skips
+it: no live byte changes. That covers fused, sharded and padded parameters of any model. What the loader hides (a parameter repacked after
+loading) is found by `calibrate`, which sends the live weights through the plan and wants the same bits back.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from protocol.errors import EngineError
+from rollout.engines.staging import Slice, Source, dtype_name, stored_once
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Item size -> a dtype to look at bits through."""
+
+Load = Callable[[Iterator[tuple[str, torch.Tensor]]], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A strided part of a storage, in elements."""
+
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "Window":
+        """Where `tensor` lies in its storage."""
+        return cls(int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
+
+    def on(self, base: torch.Tensor) -> torch.Tensor:
+        """The same part of the storage of `base`."""
+        return base.as_strided(self.size, self.stride, self.offset)
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One copy that the loader would have made."""
+
+    name: str
+    source: Window
+    parameter: str
+    target: Window
+
+
+class Plan:
+    """The copies from checkpoint tensors to parameters, and a staging buffer with the parameters' layout."""
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]], recorder: "Recorder") -> None:
+        self.live = dict(parameters)
+        self._shapes = shapes
+        self._copies: dict[str, list[Copy]] = {}
+        for copy in recorder.copies:
+            self._copies.setdefault(copy.name, []).append(copy)
+        self._fills = recorder.fills
+        self._check_counts()
+        self.buffer = {name: torch.empty_like(tensor) for name, tensor in self.live.items()}
+        for name, tensor in self.buffer.items():
+            if tensor.stride() != self.live[name].stride() or self.live[name].storage_offset():
+                raise EngineError(f"parameter {name} is not dense: it cannot be staged")
+
+    def sources(self) -> dict[str, Source]:
+        """What the staging copy is filled from: the checkpoint tensors that the loader used."""
+        return {name: self._source(name, copies) for name, copies in self._copies.items()}
+
+    def gathered(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
+        """The live weights as checkpoint tensors (the inverse of the plan), and whether this rank holds the whole of each."""
+        for name, copies in self._copies.items():
+            base = self.live[copies[0].parameter]
+            tensor = torch.zeros(self._shapes[name], dtype=base.dtype, device=base.device)
+            for copy in copies:
+                copy.source.on(tensor).copy_(copy.target.on(self.live[copy.parameter]))
+            yield name, tensor, sum(_count(copy.source.size) for copy in copies) == tensor.numel()
+
+    def calibrate(self) -> None:
+        """Send the live weights through the plan, over a buffer of inverted bits, and compare.
+
+        Raises:
+            EngineError: naming the first parameter that comes out different: its layout is not what the loader wrote.
+        """
+        with torch.no_grad():
+            for name, tensor in self.buffer.items():
+                _bits(tensor).copy_(_bits(self.live[name])).bitwise_not_()
+            for name, fills in self._fills.items():
+                for window in fills:
+                    window.on(self.buffer[name]).copy_(window.on(self.live[name]))
+            sources = self.sources()
+            for name, tensor, _ in self.gathered():
+                for part in sources[name].slices:
+                    part.fill(tensor)
+            for name, tensor in self.buffer.items():
+                if not torch.equal(_bits(tensor), _bits(self.live[name])):
+                    raise EngineError(f"parameter {name}: staging the live weights does not reproduce them; it is repacked after loading")
+
+    def apply(self) -> None:
+        """Copy the buffer over the live parameters: no allocation, no I/O, no communication."""
+        with torch.no_grad():
+            torch._foreach_copy_(list(self.live.values()), list(self.buffer.values()))
+
+    def _source(self, name: str, copies: list[Copy]) -> Source:
+        slices = tuple(Slice(c.source.offset, c.source.size, c.source.stride, c.target.on(self.buffer[c.parameter])) for c in copies)
+        return Source(dtype_name(self.live[copies[0].parameter].dtype), self._shapes[name], slices)
+
+    def _check_counts(self) -> None:
+        counts = dict.fromkeys(self.live, 0)
+        for copies in self._copies.values():
+            for copy in copies:
+                counts[copy.parameter] += _count(copy.target.size)
+        for name, fills in self._fills.items():
+            counts[name] += sum(_count(window.size) for window in fills)
+        for name, tensor in self.live.items():
+            if counts[name] != tensor.numel() or not tensor.numel():
+                raise EngineError(f"parameter {name} has {tensor.numel()} elements, the loader wrote {counts[name]}: it cannot be staged")
+
+
+class Recorder(TorchDispatchMode):
+    """Records copies from `sources` into `parameters` and fills of them with a constant; refuses any other write to a parameter."""
+
+    def __init__(self, sources: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self._sources = {tensor.untyped_storage()._cdata: name for name, tensor in sources.items()}
+        self._parameters = {tensor.untyped_storage().data_ptr(): name for name, tensor in parameters.items()}
+        if len(self._parameters) != len(parameters):
+            raise EngineError("two parameters share one storage: they cannot be staged")
+        self.copies: list[Copy] = []
+        self.fills: dict[str, list[Window]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        target = args[0] if args and isinstance(args[0], torch.Tensor) and not args[0].is_meta else None
+        parameter = self._parameters.get(target.untyped_storage().data_ptr()) if target is not None else None
+        if target is None or parameter is None or not func._schema.is_mutable:
+            return func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.copy_.default:
+            self._record_copy(parameter, target, args[1])
+        elif func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default):
+            if target.numel():
+                self.fills.setdefault(parameter, []).append(Window.of(target))
+        else:
+            raise EngineError(f"parameter {parameter}: its loader calls {func}, which cannot be traced")
+        return target
+
+    def _record_copy(self, parameter: str, target: torch.Tensor, source: torch.Tensor) -> None:
+        name = self._sources.get(source.untyped_storage()._cdata) if source.is_meta else None
+        if name is None or source.shape != target.shape:
+            raise EngineError(f"parameter {parameter}: its loader computes what it copies ({list(source.shape)}), which cannot be traced")
+        self.copies.append(Copy(name, Window.of(source), parameter, Window.of(target)))
+
+
+def trace(load: Load, parameters: Iterable[tuple[str, torch.Tensor]], shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> Plan:
+    """Run `load` on meta tensors of `shapes` and turn what it did into a plan.
+
+    Args:
+        load: the model's loader, takes (name, tensor) pairs.
+        parameters: all of the model's, tied ones more than once.
+        shapes: checkpoint name -> shape of the whole tensor.
+        dtype: of the meta tensors.
+
+    Raises:
+        EngineError: naming a parameter that the loader does not fill by plain copies.
+    """
+    live = stored_once(parameters)
+    sources = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+    recorder = Recorder(sources, live)
+    with torch.no_grad(), recorder:
+        load(iter(sources.items()))
+    return Plan(live, shapes, recorder)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(INTEGERS[tensor.element_size()])
+
+
+def _count(size: Iterable[int]) -> int:
+    count = 1
+    for n in size:
+        count *= n
+    return count

@@ -1,0 +1,292 @@
+"""vLLM behind our interface: AsyncLLM here, the model in processes of its own, our part in them in `vllm_worker.py`.
+
+Weights are staged beside the live ones while requests are decoded and committed between two steps on all ranks. Which version
+sampled a token is recorded in the worker at the step that sampled it and fetched for the requests that lived through a commit.
+"""
+
+import asyncio
+import itertools
+import multiprocessing
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import xxhash
+
+from protocol.errors import EngineError, PoisonedError, WeightError
+from protocol.messages import WeightManifest
+from rollout.engines.base import Capabilities, Completion, Engine, EngineConfig, KvPolicy, Request, Sampling, Served
+from rollout.engines.requests import check_request, spans_from_marks
+from rollout.engines.vllm_start import (
+    check_model,
+    check_rank,
+    checkpoint_shapes,
+    end_processes,
+    engine_arguments,
+    launch,
+    sampling_parameters,
+    set_environment,
+)
+from rollout.weights.registry import RECEIVERS
+
+CALL_TIMEOUT_S = 60.0
+"""For one answer of all ranks; a step on a loaded CPU can take seconds."""
+POLL_S = (0.005, 0.1)
+"""First and longest wait between two looks at a staging."""
+EXIT_TIMEOUT_S = 10.0
+
+
+class VllmEngine(Engine):
+    """One AsyncLLM. TP ranks commit at the same step; pipeline and data parallelism are not used."""
+
+    def __init__(self, config: EngineConfig, model_dir: Path, incarnation: str) -> None:
+        self._config = config
+        self._model_dir = model_dir
+        self._name = incarnation
+        self.capabilities = Capabilities(transports=frozenset(RECEIVERS))
+        self._served = Served()
+        self._llm: Any = None
+        self._pids: set[int] = set()
+        self._vocab = 0
+        self._numbers = itertools.count()
+        self._running: dict[str, str] = {}
+        """Request id -> the id that vLLM knows."""
+        self._changes = 0
+        """Commits and renames begun: a request that saw none has one version."""
+        self._open = asyncio.Event()
+        """Cleared while weights change: requests are not submitted then."""
+        self._open.set()
+        self._updating = asyncio.Lock()
+        self._staging = False
+        self._paused = False
+        self._poisoned = ""
+        self._closed = False
+
+    @property
+    def served(self) -> Served:
+        return self._served
+
+    async def start(self) -> None:
+        set_environment(self._config)
+        ready = False
+        try:
+            async with asyncio.timeout(self._config.start_timeout_s):
+                model = await asyncio.to_thread(check_model, self._config, self._model_dir)
+                await self._launch()
+                await self._install(model)
+                # the first step allocates and compiles, and fails where an attention kernel lacks this model's shape
+                await self._complete(Request("warm-up", (0,), Sampling(max_tokens=2)), "warm-up")
+            ready = True
+        except TimeoutError:
+            raise EngineError(f"engine {self._name}: vLLM not ready within {self._config.start_timeout_s:g} s") from None
+        finally:
+            if not ready:
+                await self.close()
+
+    async def generate(self, request: Request) -> Completion:
+        await self.check()
+        check_request(request, vocab_size=self._vocab, max_model_len=self._config.max_model_len, running=self._running)
+        number = next(self._numbers)
+        self._running[request.id] = name = f"{number}:{request.id}"
+        try:
+            await self._open.wait()
+            changes, version = self._changes, self._served.version
+            output = await self._complete(request, name)
+        finally:
+            del self._running[request.id]
+        await self.check()
+        tokens = tuple(output.token_ids)
+        logprobs = tuple(row[token].logprob for token, row in zip(tokens, output.logprobs or (), strict=True))
+        marks = [(0, version)] if changes == self._changes else (await self._call("tether_marks", str(number)))[0]
+        if tokens and (not marks or marks[0][0] != 0):
+            raise EngineError(f"request {request.id}: no record of the versions of its {len(tokens)} tokens")
+        return Completion(tokens, logprobs, spans_from_marks(marks, len(tokens)), str(output.finish_reason))
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        names = [self._running[i] for i in request_ids if i in self._running]
+        if names and self._llm is not None:
+            await self._llm.abort(names)
+
+    async def pause(self) -> None:
+        await self.check()
+        async with self._updating:
+            await self._llm.engine_core.pause_scheduler_async("keep", False)
+            self._paused = True
+
+    async def resume(self) -> None:
+        await self.check()
+        async with self._updating:
+            await self._llm.engine_core.resume_scheduler_async()
+            self._paused = False
+
+    async def stage(self, manifest: WeightManifest) -> None:
+        await self.check()
+        if self._staging:
+            raise WeightError(f"version {manifest.version}: another version is being staged")
+        self._staging = True
+        staged = False
+        try:
+            ranks = await self._call("tether_stage", msgspec.msgpack.encode(manifest), self._config.stage_timeout_s)
+            if not any(rank["error"] for rank in ranks):
+                ranks = await self._settled(manifest)
+            for number, rank in enumerate(ranks):
+                check_rank(number, rank, manifest)
+            staged = True
+        finally:
+            if not staged:
+                await self._discard()
+            self._staging = False
+
+    async def commit(self, manifest: WeightManifest) -> float:
+        await self.check()
+        async with self._updating:
+            self._open.clear()
+            try:
+                return await self._commit(manifest)
+            finally:
+                self._open.set()
+
+    async def adopt(self, epoch: str, version: int) -> None:
+        await self.check()
+        async with self._updating:
+            if self._served.version < 0:
+                raise WeightError(f"{self._name} serves no version yet that could be renamed")
+            self._open.clear()
+            try:
+                self._changes += 1
+                await self._call("tether_rename", version)
+                self._served = Served(epoch, version, self._served.digest)
+            finally:
+                self._open.set()
+
+    async def live_digest(self) -> int:
+        """Digest of the live parameters, read between two steps; with one rank that of the manifest whose bytes they are."""
+        ranks = await self._call("tether_live_digest")
+        if ranks[0][0]:
+            return int(ranks[0][1])
+        return xxhash.xxh3_64_intdigest(msgspec.msgpack.encode([digest for _, digest in ranks]))
+
+    async def check(self) -> None:
+        if self._poisoned:
+            raise EngineError(f"engine {self._name} is poisoned: {self._poisoned}")
+        if self._llm is None or self._closed:
+            raise EngineError(f"engine {self._name} is {'closed' if self._closed else 'not started'}")
+        if self._llm.errored:
+            raise EngineError(f"engine {self._name}: vLLM's engine process died")
+
+    async def close(self) -> None:
+        self._closed = True
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            with suppress(Exception):  # a dead engine process has ended its requests already
+                await llm.abort(list(self._running.values()))
+            await asyncio.to_thread(llm.shutdown)
+        await asyncio.to_thread(end_processes, self._pids, EXIT_TIMEOUT_S)
+
+    async def _launch(self) -> None:
+        before = {child.pid for child in multiprocessing.active_children()}
+        launching = asyncio.get_running_loop().run_in_executor(None, launch, engine_arguments(self._config, self._model_dir, self._name))
+        try:
+            self._llm = await asyncio.shield(launching)
+        except asyncio.CancelledError:
+            end_processes({child.pid for child in multiprocessing.active_children() if child.pid} - before, EXIT_TIMEOUT_S)
+            await asyncio.wait([launching])
+            with suppress(EngineError):
+                self._llm = launching.result()
+            raise
+
+    async def _install(self, model: dict[str, Any]) -> None:
+        self._vocab = int(model.get("vocab_size") or 0)
+        shapes = await asyncio.to_thread(checkpoint_shapes, self._model_dir)
+        architecture = next(iter(model.get("architectures") or ()), "")
+        for rank, found in enumerate(await self._call("tether_install", shapes, architecture)):
+            self._pids |= {found["pid"], found["parent"]} - {os.getpid()}
+            if found["error"]:
+                raise EngineError(f"engine {self._name}, rank {rank}: {self._model_dir} cannot be updated in place: {found['error']}")
+
+    async def _call(self, method: str, *args: Any) -> list[Any]:
+        """The answers of all ranks, given between two steps."""
+        if self._llm is None:
+            raise EngineError(f"engine {self._name} is closed")
+        try:
+            async with asyncio.timeout(CALL_TIMEOUT_S):
+                found: list[Any] = await self._llm.collective_rpc(method, args=args)
+                return found
+        except TimeoutError:
+            raise EngineError(f"engine {self._name}: no answer to {method} within {CALL_TIMEOUT_S:g} s") from None
+        except Exception as error:
+            raise EngineError(f"engine {self._name}: {method}: {error!r}") from error
+
+    async def _settled(self, manifest: WeightManifest) -> list[Any]:
+        """Every rank's status when none is staging any more, or one has failed."""
+        wait_s, longest_s = POLL_S
+        limit_s = self._config.stage_timeout_s + CALL_TIMEOUT_S
+        try:
+            async with asyncio.timeout(limit_s):
+                while True:
+                    ranks = await self._call("tether_status")
+                    states = {rank["state"] for rank in ranks}
+                    if "staging" not in states or "failed" in states:
+                        return ranks
+                    await asyncio.sleep(wait_s)
+                    wait_s = min(2 * wait_s, longest_s)
+        except TimeoutError:
+            raise WeightError(f"version {manifest.version}: not staged on all ranks within {limit_s:g} s") from None
+
+    async def _discard(self) -> None:
+        """Forget what is staged, on all ranks; a fetch that runs is told to end and waited for."""
+        with suppress(EngineError, TimeoutError):
+            async with asyncio.timeout(CALL_TIMEOUT_S):
+                ranks = await self._call("tether_cancel")
+                while any(rank["state"] == "staging" for rank in ranks):
+                    await asyncio.sleep(POLL_S[0])
+                    ranks = await self._call("tether_cancel")
+
+    async def _complete(self, request: Request, name: str) -> Any:
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        prompt = {"prompt_token_ids": list(request.prompt), "cache_salt": f"{self._served.epoch}/{self._served.version}/{self._changes}"}
+        output = None
+        try:
+            async for answer in self._llm.generate(prompt, sampling_parameters(request.sampling), name):
+                output = answer.outputs[0]
+        except (EngineDeadError, EngineGenerateError, ValueError) as error:
+            raise EngineError(f"request {request.id}: {error.__cause__ or error}") from error
+        if output is None:
+            raise EngineError(f"request {request.id}: vLLM ended it without an answer")
+        return output
+
+    async def _commit(self, manifest: WeightManifest) -> float:
+        core = self._llm.engine_core
+        recompute = self._config.kv is KvPolicy.RECOMPUTE and bool(self._running)
+        start = time.perf_counter()
+        if recompute and not self._paused:
+            await core.pause_scheduler_async("keep", False)
+        self._changes += 1
+        try:
+            ranks = await self._call("tether_commit", msgspec.msgpack.encode(manifest))
+            applied = [rank["applied"] for rank in ranks]
+            if not any(applied) and not any(rank["poisoned"] for rank in ranks):
+                raise WeightError(next(rank["error"] for rank in ranks))
+            if not all(applied):
+                raise PoisonedError(f"version {manifest.version}: {next(rank['error'] for rank in ranks if rank['error'])}")
+            if recompute and not await self._llm.reset_prefix_cache(reset_running_requests=True):
+                raise PoisonedError(f"version {manifest.version} is live, but the KV cache of the old one could not be dropped")
+        except PoisonedError as error:
+            self._poisoned = str(error)
+            raise
+        except WeightError:
+            if recompute and not self._paused:
+                await core.resume_scheduler_async()
+            raise
+        except BaseException as error:  # no answer: nobody knows what was applied
+            self._poisoned = f"the commit of version {manifest.version} did not end: {error!r}"
+            raise PoisonedError(self._poisoned) from error
+        self._served = Served(manifest.epoch, manifest.version, manifest.digest)
+        if recompute and not self._paused:
+            await core.resume_scheduler_async()
+        return (time.perf_counter() - start) * 1e3 if recompute else float(max(rank["copy_ms"] for rank in ranks))

@@ -1,0 +1,213 @@
+"""Starting vLLM: environment, arguments, and what is known about the model before it is loaded."""
+
+import json
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import torch
+import xxhash
+
+from protocol.errors import EngineError, WeightError
+from protocol.messages import WeightManifest
+from rollout.engines.base import EngineConfig, Sampling
+from rollout.engines.requests import read_config
+from rollout.engines.vllm_worker import OWNER
+
+MIN_BATCHED_TOKENS = 2048
+"""Tokens that one step may prefill, where `max_model_len` is not more."""
+MAX_HEADER_BYTES = 100 << 20
+"""Of a safetensors file, its own limit."""
+
+
+def set_environment(config: EngineConfig) -> None:
+    """What vLLM reads from the environment; must come before it is imported, and is passed on to its processes."""
+    os.environ.update(
+        {
+            OWNER: str(os.getpid()),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": str(config.threads),
+            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+            "VLLM_ENGINE_READY_TIMEOUT_S": str(max(1, int(config.start_timeout_s))),
+        }
+    )
+    defaults = {
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+
+
+@contextmanager
+def eager_environment(eager: bool) -> Iterator[None]:
+    """While engine processes are started: on a CPU, keep an eager engine from compiling its sampler for half a minute."""
+    name = "TORCHDYNAMO_DISABLE"
+    before = os.environ.get(name)
+    if eager and not torch.cuda.is_available():
+        os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+
+
+def engine_arguments(config: EngineConfig, model_dir: Path, incarnation: str) -> dict[str, Any]:
+    """Keyword arguments of vLLM's AsyncEngineArgs."""
+    on_gpu = torch.cuda.is_available()
+    memory = {"gpu_memory_utilization": config.memory_fraction} if on_gpu else {"kv_cache_memory_bytes": config.kv_cache_mb << 20}
+    return {
+        "model": str(model_dir),
+        "load_format": "auto" if any(model_dir.glob("*.safetensors")) else "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": config.dtype,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "distributed_executor_backend": "uni" if config.tensor_parallel_size == 1 else "mp",
+        "enforce_eager": config.enforce_eager,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_running,
+        "max_num_batched_tokens": max(MIN_BATCHED_TOKENS, config.max_model_len),
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+        "enable_prefix_caching": True,
+        # with it a token may be in flight at a commit, sampled under weights that its step no longer shows
+        "async_scheduling": False,
+        "worker_extension_cls": "rollout.engines.vllm_worker.WorkerExtension",
+        # engines with one seed would sample the same completions
+        "seed": xxhash.xxh3_64_intdigest(incarnation.encode()) % 2**31,
+        **memory,
+    }
+
+
+def check_model(config: EngineConfig, model_dir: Path) -> dict[str, Any]:
+    """Find what would otherwise fail late or in another process. Returns the model's config.
+
+    Raises:
+        EngineError: naming the culprit.
+    """
+    model = read_config(model_dir)
+    heads = int(model.get("num_attention_heads") or 0)
+    head_dim = int(model.get("head_dim") or (int(model.get("hidden_size", 0)) // heads if heads else 0))
+    if not torch.cuda.is_available() and head_dim:
+        sizes = _cpu_head_sizes()
+        if sizes and head_dim not in sizes:
+            raise EngineError(f"{model_dir}: head_dim {head_dim} is not supported by vLLM on a CPU; it can be {', '.join(map(str, sizes))}")
+    positions = model.get("max_position_embeddings")
+    if isinstance(positions, int) and config.max_model_len > positions:
+        raise EngineError(f"max_model_len {config.max_model_len} exceeds the {positions} positions of {model_dir}")
+    if heads and heads % config.tensor_parallel_size:
+        raise EngineError(f"tensor_parallel_size {config.tensor_parallel_size} does not divide the {heads} heads of {model_dir}")
+    return model
+
+
+def checkpoint_shapes(model_dir: Path) -> dict[str, list[int]]:
+    """Names and shapes of the model's checkpoint tensors: from the files' headers, or without files from the architecture.
+
+    Raises:
+        EngineError: if a file cannot be read or the architecture is not known.
+    """
+    shapes: dict[str, list[int]] = {}
+    for path in sorted(model_dir.glob("*.safetensors")):
+        try:
+            with path.open("rb") as file:
+                (size,) = struct.unpack("<Q", file.read(8))
+                if size > MAX_HEADER_BYTES:
+                    raise ValueError(f"a header of {size} bytes")
+                header = json.loads(file.read(size))
+            shapes |= {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
+        except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+            raise EngineError(f"{path}: {error}") from error
+    return shapes or _architecture_shapes(model_dir)
+
+
+def _architecture_shapes(model_dir: Path) -> dict[str, list[int]]:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir))
+    except (OSError, ValueError, KeyError) as error:
+        raise EngineError(f"{model_dir} holds no weights, and its architecture is not known: {error}") from error
+    return {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def _cpu_head_sizes() -> list[int]:
+    try:
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    except ImportError:
+        return []
+    return list(CPUAttentionBackend.get_supported_head_sizes())
+
+
+def launch(arguments: dict[str, Any]) -> Any:
+    """An AsyncLLM with its processes up; blocks for seconds to minutes.
+
+    Raises:
+        EngineError: with vLLM's reason.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    try:
+        with eager_environment(arguments["enforce_eager"]):
+            return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    except Exception as error:  # vLLM raises many kinds; all of them mean that it did not start
+        raise EngineError(f"vLLM cannot serve {arguments['model']}: {error}") from error
+
+
+def sampling_parameters(sampling: Sampling) -> Any:
+    """As vLLM's SamplingParams: tokens and the log-probability of each, once, at the end."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        stop_token_ids=list(sampling.stop_token_ids),
+        seed=sampling.seed,
+        logprobs=0,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def check_rank(rank: int, found: dict[str, Any], manifest: WeightManifest) -> None:
+    """Compare what a rank says it has staged with the manifest.
+
+    Raises:
+        WeightError: with the rank's own reason, or what differs.
+    """
+    if found["error"] or found["state"] != "staged":
+        raise WeightError(found["error"] or f"rank {rank} is {found['state']}")
+    covered = sum(entry.nbytes for entry in manifest.tensors)
+    expected = {"epoch": manifest.epoch, "version": manifest.version, "digest": manifest.digest, "covered": covered}
+    for fact, value in expected.items():
+        if found.get(fact) != value:
+            raise WeightError(f"rank {rank} has staged {fact} {found.get(fact)}, version {manifest.version} has {value}")
+
+
+def end_processes(pids: set[int], timeout_s: float) -> None:
+    """Wait until processes of ours have ended; kill those that have not by then."""
+    processes = []
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            processes.append(psutil.Process(pid))
+    _, left = psutil.wait_procs(processes, timeout=timeout_s)
+    for process in left:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(left, timeout=timeout_s)
