@@ -1,1 +1,1 @@
-""""""
+"""Verifiers: one module each, with a dataclass `Options` and a pure function `score(prompt_text, response, metadata, options)`."""

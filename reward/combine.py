@@ -1,0 +1,26 @@
+"""Scores of several verifiers to one reward."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from reward.failure import VerifierError
+
+
+def combine(components: Mapping[str, Sequence[float]], weights: Mapping[str, float]) -> list[float]:
+    """reward_i = sum over verifiers v of weight_v * score_v,i.
+
+    Raises:
+        VerifierError: naming the verifier, if a score is NaN or infinite, one has no weight or another number of samples, or there is none.
+    """
+    if not components:
+        raise VerifierError("reward", "no verifier and no reward of the environment; set reward.verifiers")
+    count = len(next(iter(components.values())))
+    for name, scores in components.items():
+        if name not in weights:
+            raise VerifierError(name, "has no weight")
+        if len(scores) != count:
+            raise VerifierError(name, f"{len(scores)} scores for {count} samples")
+        for i, score in enumerate(scores):
+            if not math.isfinite(score):
+                raise VerifierError(name, f"scored sample {i} as {score}")
+    return [math.fsum(weights[name] * scores[i] for name, scores in components.items()) for i in range(count)]

@@ -1,0 +1,130 @@
+"""Runs code that a model wrote, together with tests, in a process of its own with limits.
+
+Always: own session, closed environment, temporary working directory, limits on CPU time, memory, file size, open files and processes, no
+core dumps, ended with everything that it started. Where the kernel allows it (`IsolationLevel`), also: no network, no sight of other
+processes, a memory file system of limited size as working directory, files outside it read-only and mostly unreadable (Landlock); as root,
+the code runs as `nobody`. `reward/confine.py` does this inside the new process.
+
+What it does not do: the tests run in the same interpreter as the code, so code that is written to fool this very sandbox can; and this is
+not a virtual machine. Run reward workers of untrusted models in a container or virtual machine of their own.
+"""
+
+import json
+import os
+import secrets
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from protocol.errors import RewardError
+from reward.processes import end_tree
+
+CHILD = Path(__file__).with_name("confine.py")
+MAX_REPORT = 1 << 16
+"""Bytes read from the process; more than any honest report."""
+
+
+class IsolationLevel(StrEnum):
+    """What happens where the kernel does not offer all kinds of isolation."""
+
+    BEST = "best"  # use what there is
+    REQUIRED = "required"  # refuse to run code
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits on one run."""
+
+    wall_s: float = 10.0
+    cpu_s: int = 5
+    memory_mb: int = 512
+    """Address space of each process, MiB."""
+    file_mb: int = 16
+    """Size of one file, and of the working directory where it is a memory file system, MiB."""
+    processes: int = 8
+    """Processes and threads that the code may have."""
+    isolation: IsolationLevel = IsolationLevel.BEST
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What came of a run."""
+
+    passed: frozenset[int]
+    """Indices of the tests that did not raise."""
+    timed_out: bool
+    isolation: frozenset[str]
+    """What was in force: pid, net, tmpfs, landlock, nobody."""
+
+
+def run_tests(code: str, tests: list[str], limits: Limits) -> Verdict:
+    """Run `code`, then each test in its namespace. Leaves no process and no file behind.
+
+    Raises:
+        RewardError: if the sandbox cannot be set up. What the code does never raises.
+    """
+    nonce = secrets.token_hex(16)
+    directory = tempfile.mkdtemp(prefix="tether-sandbox-")
+    spec = {"code": code, "tests": tests, "nonce": nonce, "directory": directory, "limits": asdict(limits)}
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-I", str(CHILD)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd="/", start_new_session=True,
+            env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": directory, "TMPDIR": directory, "PYTHONHASHSEED": "0"},
+        )  # fmt: skip
+        with process:
+            try:
+                report, timed_out = _watch(process, json.dumps(spec).encode(), nonce, limits.wall_s)
+            finally:
+                end_tree(process.pid)
+            assert process.stderr is not None
+            return _verdict(report, timed_out, nonce, process.stderr.read(2000).decode(errors="replace"))
+    finally:
+        shutil.rmtree(directory, onerror=_open_and_retry)
+
+
+def _watch(process: "subprocess.Popen[bytes]", spec: bytes, nonce: str, wall_s: float) -> tuple[bytes, bool]:
+    """Read the report until it is complete, too long, ended, or late."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        process.stdin.write(spec)
+        process.stdin.close()
+    except BrokenPipeError:
+        pass  # it failed to start; stderr says why
+    deadline = time.monotonic() + wall_s
+    report, done = b"", f"{nonce} done\n".encode()
+    while len(report) < MAX_REPORT and done not in report:
+        ready, _, _ = select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            return report, True
+        data = os.read(process.stdout.fileno(), 4096)
+        if not data:
+            break
+        report += data
+    return report, False
+
+
+def _verdict(report: bytes, timed_out: bool, nonce: str, stderr: str) -> Verdict:
+    lines = [line.partition(" ") for line in report.decode(errors="replace").splitlines()]
+    trusted = [rest for first, _, rest in lines if first == nonce]
+    if not trusted or not trusted[0].startswith("isolation"):
+        raise RewardError(f"the sandbox cannot be set up: {stderr.strip()[-400:] or 'it ended without a word'}")
+    passed = frozenset(int(rest) for rest in trusted if rest.isdecimal())
+    return Verdict(passed, timed_out, frozenset(trusted[0].split()[1:]))
+
+
+def _open_and_retry(function: object, path: str, _: object) -> None:
+    """The code may have taken our rights on its directories away."""
+    os.chmod(os.path.dirname(path), 0o700)
+    os.chmod(path, 0o700)
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        os.unlink(path)

@@ -1,0 +1,41 @@
+"""A rollout to its scored form, or to the message that it could not be scored."""
+
+import time
+
+from protocol.errors import ProtocolError, RewardError
+from protocol.messages import Rollout, ScoredRollout, ScoreFailure
+from protocol.tensors import Array
+from reward.failure import VerifierError
+from reward.pool import ScorePool
+
+MAX_ERROR = 500
+"""Characters of an error that travel."""
+
+
+async def score_rollout(rollout: Rollout, pool: ScorePool, scorer: str) -> ScoredRollout | ScoreFailure:
+    """Score a group; what keeps it from being scored becomes a `ScoreFailure`, never a reward.
+
+    Args:
+        rollout: the group.
+        pool: runs the verifiers.
+        scorer: incarnation of this reward worker.
+    """
+    began = time.perf_counter()
+    try:
+        environment = None
+        if rollout.environment_rewards is not None:
+            environment = rollout.environment_rewards.numpy().tolist()
+            if len(environment) != len(rollout.responses):
+                raise ProtocolError(f"{len(environment)} rewards of the environment for {len(rollout.responses)} samples")
+        rewards, components = await pool.score(rollout.prompt_text, rollout.responses, rollout.metadata, environment)
+    except (RewardError, ProtocolError) as error:
+        verifier = error.verifier if isinstance(error, VerifierError) else ""
+        text = error.error if isinstance(error, VerifierError) else str(error)
+        return ScoreFailure(group=rollout.group, token=rollout.token, verifier=verifier, error=text[:MAX_ERROR], scorer=scorer)
+    return ScoredRollout(
+        rollout=rollout,
+        rewards=Array.of(rewards, "float32"),
+        components={name: Array.of(scores, "float32") for name, scores in components.items()},
+        scorer=scorer,
+        score_s=time.perf_counter() - began,
+    )

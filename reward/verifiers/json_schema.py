@@ -1,0 +1,49 @@
+"""1 if the response is JSON that fits a schema, else 0."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import referencing
+from jsonschema.exceptions import SchemaError
+from jsonschema.validators import Draft202012Validator, validator_for
+
+from protocol.errors import RewardError
+from reward.verifiers.registry import required
+
+FENCE = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Options of `json_schema`."""
+
+    key: str = "schema"
+    """Field of the metadata with the schema, as an object or as JSON text."""
+    schema: dict[str, Any] = field(default_factory=dict)
+    """One schema for all prompts, instead of one in the metadata."""
+    fenced: bool = True
+    """Look into the last ``` block of the response, if it has one."""
+
+
+def score(prompt_text: str, response: str, metadata: Mapping[str, Any], options: Options) -> float:
+    """Parse and validate. References to other documents are not followed.
+
+    Raises:
+        RewardError: if the schema itself is wrong.
+    """
+    schema = options.schema or required(metadata, options.key)
+    try:
+        schema = msgspec.json.decode(schema) if isinstance(schema, str) else schema
+        kind = validator_for(schema, default=Draft202012Validator)
+        kind.check_schema(schema)
+    except (msgspec.DecodeError, SchemaError, TypeError, RecursionError) as error:
+        raise RewardError(f"the schema is wrong: {str(error)[:300]}") from error
+    blocks = FENCE.findall(response) if options.fenced else []
+    try:
+        value = msgspec.json.decode(blocks[-1] if blocks else response)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return 0.0
+    return float(kind(schema, registry=referencing.Registry()).is_valid(value))

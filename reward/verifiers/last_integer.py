@@ -1,0 +1,40 @@
+"""1 if the last whole number in the response is the answer, else 0."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from protocol.errors import RewardError
+from reward.verifiers.registry import required
+
+SEPARATOR = re.compile(r"(?<=\d),(?=\d{3}(?!\d))", re.ASCII)
+"""The comma in 12,345."""
+INTEGER = re.compile(r"(?<![\d.])-?\d+(?!\d|\.\d)", re.ASCII)
+"""Not a part of 3.5; the minus of 5-3 is not a sign."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Options of `last_integer`."""
+
+    key: str = "answer"
+
+
+def score(prompt_text: str, response: str, metadata: Mapping[str, Any], options: Options) -> float:
+    """Compare digits, without leading zeros.
+
+    Raises:
+        RewardError: if the answer is not a whole number.
+    """
+    answer = str(required(metadata, options.key)).strip()
+    if not INTEGER.fullmatch(SEPARATOR.sub("", answer)):
+        raise RewardError(f"the answer {answer[:80]!r} is not a whole number")
+    found = INTEGER.findall(SEPARATOR.sub("", response))
+    return float(bool(found) and _normal(found[-1]) == _normal(SEPARATOR.sub("", answer)))
+
+
+def _normal(number: str) -> str:
+    """Digits as text: `int` refuses thousands of them."""
+    digits = number.lstrip("-").lstrip("0") or "0"
+    return f"-{digits}" if number.startswith("-") and digits != "0" else digits

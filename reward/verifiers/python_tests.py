@@ -1,0 +1,45 @@
+"""Runs the response's code against the prompt's tests in a sandbox."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from protocol.errors import RewardError
+from reward.sandbox import Limits, run_tests
+from reward.verifiers.registry import required
+
+FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Options of `python_tests`."""
+
+    key: str = "tests"
+    """Field of the metadata with the tests: Python text, or a list of them. A test passes if it does not raise."""
+    prelude: str = ""
+    """Field of the metadata with code to put before the response's; empty: none."""
+    partial: bool = False
+    """Score the share of tests that pass, instead of 1 for all and 0 otherwise."""
+    limits: Limits = field(default_factory=Limits)
+
+
+def score(prompt_text: str, response: str, metadata: Mapping[str, Any], options: Options) -> float:
+    """Run the last ``` block of the response, or all of it if there is none, and then the tests.
+
+    Code that fails, hangs or exceeds a limit has not passed.
+
+    Raises:
+        RewardError: if there are no tests, or the sandbox cannot be set up.
+    """
+    tests = required(metadata, options.key)
+    tests = [tests] if isinstance(tests, str) else list(tests)
+    if not tests or not all(isinstance(test, str) for test in tests):
+        raise RewardError(f"the field {options.key!r} must be Python text or a list of such")
+    blocks = FENCE.findall(response)
+    code = blocks[-1] if blocks else response
+    if options.prelude:
+        code = f"{required(metadata, options.prelude)}\n{code}"
+    passed = len(run_tests(code, tests, options.limits).passed)
+    return passed / len(tests) if options.partial else float(passed == len(tests))

@@ -1,0 +1,55 @@
+"""Verifiers by name."""
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from protocol.errors import RewardError, SettingsError
+from protocol.names import checked_name, checked_options
+
+VERIFIERS = ("exact_match", "json_schema", "last_integer", "math", "positions", "python_tests", "reasoning_gym")
+"""Modules in `reward/verifiers/`. Each is imported in the worker process that runs it."""
+
+Score = Callable[[str, str, Mapping[str, Any]], float]
+"""(prompt_text, response, metadata) -> score."""
+
+
+def checked_verifier(name: str) -> str:
+    """The module of a verifier. A name with a dot is a module of the user's own, found like any import.
+
+    Raises:
+        SettingsError: if it has no dot and is not one of ours, with the nearest known name.
+    """
+    if "." in name:
+        return name
+    return f"reward.verifiers.{checked_name(name, VERIFIERS, 'setting reward.verifiers: verifier')}"
+
+
+def make_verifier(name: str, options: Mapping[str, Any]) -> Score:
+    """A verifier with its options.
+
+    Raises:
+        SettingsError: for an unknown name or option, with the nearest known one, or if its library is not installed.
+    """
+    path = checked_verifier(name)
+    try:
+        module = importlib.import_module(path)
+    except ImportError as error:
+        raise SettingsError(f"verifier {name} cannot be imported: {error}") from None
+    bound = checked_options(module.Options, options, f"verifier {name}")
+
+    def score(prompt_text: str, response: str, metadata: Mapping[str, Any]) -> float:
+        return float(module.score(prompt_text, response, metadata, bound))
+
+    return score
+
+
+def required(metadata: Mapping[str, Any], field: str) -> Any:
+    """A field of the metadata that a verifier cannot do without.
+
+    Raises:
+        RewardError: naming the field and what there is.
+    """
+    if metadata.get(field) is None:
+        raise RewardError(f"the metadata has no field {field!r}, but {', '.join(sorted(map(str, metadata))) or 'none'}")
+    return metadata[field]
