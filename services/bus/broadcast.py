@@ -21,7 +21,7 @@ from protocol.messages import AnyMessage, Heartbeat, Hello, Message, WeightManif
 from protocol.topics import Pattern, Topic
 from services.bus.config import BusConfig
 from services.bus.inbox import Inbox
-from services.bus.links import Discover, Link, Links
+from services.bus.links import Discover, Link, Links, end_group
 from services.bus.peers import MAX_PEERS
 from services.bus.router import Outcome, Router
 from services.bus.stats import BusStats
@@ -207,7 +207,7 @@ class Listener:
         try:
             if self._task is not None:
                 self._task.cancel()
-            await self._group.__aexit__(kind, error, trace)
+            await end_group(self._group, error)
         finally:
             self._links.close()
             self._inbox.close()

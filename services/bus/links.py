@@ -228,3 +228,11 @@ class Links(Generic[T]):
         del self._links[link.incarnation]
         link.close()
         self._on_lost(link)
+
+
+async def end_group(group: asyncio.TaskGroup, error: BaseException | None) -> None:
+    """Leave a task group whose block ended with `error`, without wrapping the block's own error into an exception group."""
+    if isinstance(error, asyncio.CancelledError):
+        await group.__aexit__(type(error), error, error.__traceback__)
+    else:
+        await group.__aexit__(None, None, None)

@@ -19,7 +19,7 @@ from protocol.ids import new_token
 from protocol.messages import Ack, AnyMessage, Heartbeat
 from protocol.topics import Pattern, Topic
 from services.bus.config import BusConfig
-from services.bus.links import Discover, Link, Links
+from services.bus.links import Discover, Link, Links, end_group
 from services.bus.pending import Declined, OnDone, Pending
 from services.bus.stats import BusStats
 from services.bus.turns import Turns
@@ -72,7 +72,7 @@ class Sender:
         try:
             if self._task is not None:
                 self._task.cancel()
-            await self._group.__aexit__(kind, error, trace)
+            await end_group(self._group, error)
         finally:
             self._close()
 

@@ -1,0 +1,127 @@
+"""A receiver's window is never exceeded, and nobody starves."""
+
+import asyncio
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol.messages import Ack, Heartbeat
+from services.bus.credit import Account, top_up
+from services.bus.receiver import Delivery
+from tests.services.bus.harness import DEADLINE_S, Raw, Registry, eventually, frame, receiver, score, sender, windowed
+
+STEPS = st.lists(st.tuples(st.sampled_from(["join", "send", "finish", "leave"]), st.integers(0, 9)), max_size=200)
+
+
+@given(window=st.integers(1, 20), steps=STEPS)
+def test_promises_stay_within_the_window_plus_one_per_sender(window: int, steps: list[tuple[str, int]]) -> None:
+    accounts: list[Account] = []
+    orphans = 0
+    most = 0
+    for step, index in steps:
+        account = accounts[index % len(accounts)] if accounts else Account()
+        match step:
+            case "join" if len(accounts) < 10:
+                accounts.append(Account())
+            case "send" if account.unused:
+                account.seen += 1
+                account.unfinished += 1
+            case "finish" if account.unfinished:
+                account.unfinished -= 1
+            case "leave" if accounts:
+                accounts.remove(account)
+                orphans += account.unfinished
+        top_up(window, accounts, orphans)
+        most = max(most, len(accounts))
+        assert all(account.promised >= 1 for account in accounts)
+        assert sum(account.promised for account in accounts) + orphans <= window + most + orphans
+        assert sum(account.unfinished for account in accounts) <= window + most
+
+
+@given(window=st.integers(1, 20), others=st.integers(0, 5))
+def test_busy_sender_gets_what_idle_ones_do_not_use(window: int, others: int) -> None:
+    busy, idle = Account(), [Account() for _ in range(others)]
+    accounts = [*idle, busy]
+    top_up(window, accounts)
+    while busy.unused:
+        busy.seen += 1
+        busy.unfinished += 1
+        top_up(window, accounts)
+    assert sum(account.promised for account in accounts) >= window
+    assert busy.unfinished >= max(1, window - sum(account.promised for account in idle))
+
+
+def test_sender_that_overdraws_gains_nothing() -> None:
+    rude, polite = Account(), Account()
+    top_up(4, [rude, polite])
+    rude.seen += 100
+    top_up(4, [rude, polite])
+    assert rude.unused <= 2
+    assert polite.unused >= 1
+
+
+@settings(max_examples=8, deadline=None)
+@given(window=st.integers(1, 6), senders=st.integers(1, 4), finish=st.randoms(use_true_random=False))
+def test_window_holds_over_sockets(window: int, senders: int, finish) -> None:  # type: ignore[no-untyped-def]
+    topic = windowed(window)
+
+    async def main() -> None:
+        done = 0
+        async with receiver(topic=topic) as inbox, asyncio.timeout(DEADLINE_S):
+            registry = Registry({"ingest.1": inbox.endpoint})
+
+            async def produce(name: str) -> None:
+                async with sender(registry, name, topic=topic) as outbox, asyncio.TaskGroup() as group:
+                    for index in range(12):
+                        group.create_task(outbox.send(score(index)))
+
+            async def consume() -> None:
+                nonlocal done
+                held: list[Delivery] = []
+                while done < 12 * senders:
+                    held.append(await inbox.receive())
+                    who = inbox.who()
+                    assert isinstance(who["held"], int)
+                    assert who["held"] <= window + senders
+                    if finish.random() < 0.5 or len(held) >= min(window, senders) or done + len(held) == 12 * senders:
+                        finish.shuffle(held)
+                        while held:
+                            inbox.ack(held.pop())
+                            done += 1
+
+            async with asyncio.TaskGroup() as group:
+                group.create_task(consume())
+                for number in range(senders):
+                    group.create_task(produce(f"reward.{number}"))
+            assert inbox.stats.dropped_full == 0
+
+    asyncio.run(main())
+
+
+async def test_message_beyond_the_credit_is_dropped_and_counted() -> None:
+    async with receiver(topic=windowed(2)) as inbox, Raw(inbox.endpoint) as raw, asyncio.timeout(DEADLINE_S):
+        greeting = await raw.hello()
+        assert isinstance(greeting, Ack | Heartbeat)
+        assert greeting.credit >= 1
+        for index in range(10):
+            await raw.say(frame(score(index), f"m{index}"))
+        await eventually(lambda: inbox.stats.received + inbox.stats.dropped_full == 10)
+        assert inbox.stats.received <= 3
+        assert inbox.who()["held"] == inbox.stats.received
+
+
+async def test_sender_waits_for_credit() -> None:
+    topic = windowed(2)
+    async with receiver(topic=topic) as inbox, sender(Registry({"ingest.1": inbox.endpoint}), topic=topic) as outbox:
+        async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
+            for index in range(5):
+                group.create_task(outbox.send(score(index)))
+            held = [await inbox.receive() for _ in range(2)]
+            await eventually(lambda: outbox.who()["waiting"] == 3)
+            assert inbox.stats.received == 2
+            for _ in range(3):
+                inbox.ack(held.pop())
+                held.append(await inbox.receive())
+            for delivery in held:
+                inbox.ack(delivery)
+        assert outbox.stats.resent == 0
