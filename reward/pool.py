@@ -2,8 +2,9 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
+from typing import Any
 
 import msgspec
 
@@ -60,7 +61,7 @@ class ScorePool:
         self,
         prompt_text: str,
         responses: Sequence[str],
-        metadata: bytes | memoryview | msgspec.Raw,
+        metadata: bytes | msgspec.Raw | Mapping[str, Any],
         environment: Sequence[float] | None = None,
     ) -> tuple[list[float], dict[str, list[float]]]:
         """Score a group; waits for a free worker. Cancelling it ends and replaces the worker that was busy with it.
@@ -68,7 +69,7 @@ class ScorePool:
         Args:
             prompt_text: what verifiers see of the prompt.
             responses: [n] the samples as text.
-            metadata: a MessagePack map.
+            metadata: a MessagePack map, or what can be packed to one.
             environment: [n] rewards that the environment gave, as one more component.
 
         Returns:
@@ -77,7 +78,11 @@ class ScorePool:
         Raises:
             RewardError: if a score could not be computed; a `VerifierError` names the verifier.
         """
-        components = await self._components(prompt_text, responses, bytes(memoryview(metadata))) if self._config.verifiers else {}
+        components: dict[str, list[float]] = {}
+        if self._config.verifiers:
+            packed = msgspec.msgpack.encode(dict(metadata)) if isinstance(metadata, Mapping) else bytes(metadata)
+            async with self._scorer() as scorer:
+                components = await scorer.score(prompt_text, responses, packed)
         if environment is not None:
             components[ENVIRONMENT] = list(environment)
         return combine(components, self._weights), components
@@ -93,10 +98,6 @@ class ScorePool:
             idle = await self._places.get()
             if idle is not None:
                 await self._end(idle)
-
-    async def _components(self, prompt_text: str, responses: Sequence[str], metadata: bytes) -> dict[str, list[float]]:
-        async with self._scorer() as scorer:
-            return await scorer.score(prompt_text, responses, metadata)
 
     @contextlib.asynccontextmanager
     async def _scorer(self) -> AsyncIterator[Scorer]:

@@ -1,8 +1,9 @@
 """What a prompt is, where prompts come from, and the order in which they are used."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -39,7 +40,9 @@ class PromptConfig:
     passes: int = 0
     """How often the prompts are used; 0: without end."""
     held_out: int = 0
-    """The last so many are kept for evaluation and never trained on."""
+    """The last so many are kept for evaluation and never trained on; with `held_out_path`, so many of that file (0: all)."""
+    held_out_path: str = ""
+    """jsonl, hf: the prompts for evaluation lie in a file or directory of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,20 +104,32 @@ class Order:
 class RowSource:
     """A prompt source over rows that are all in memory; files and data sets differ only in how they are read."""
 
-    def __init__(self, prompts: Sequence[Prompt], config: PromptConfig, where: str) -> None:
+    def __init__(self, config: PromptConfig, read: Callable[[Path], list[Prompt]]) -> None:
+        """Read and divide the rows.
+
+        Args:
+            config: the section.
+            read: all prompts at a path.
+
+        Raises:
+            SettingsError: if there are too few, or none is held out that does not occur in training.
+        """
         check_numbers(config)
-        available = len(prompts) - config.held_out
+        prompts = read(_path(config.path, "path"))
+        own = config.held_out_path
+        available = len(prompts) - (0 if own else config.held_out)
         if available < max(1, config.count):
             raise SettingsError(
-                f"{where}: {len(prompts)} prompts, less {config.held_out} held out, leave {max(0, available)}; "
+                f"{config.path}: {len(prompts)} prompts leave {max(0, available)} to train on; "
                 f"lower prompts.held_out or prompts.count, or add data"
             )
-        self._train = list(prompts[: config.count or available])
-        self._held_out = unseen(prompts[available:], (p.text for p in self._train))
-        if config.held_out and not self._held_out:
-            raise SettingsError(f"{where}: all {config.held_out} held-out prompts also occur in training; use data without such repeats")
+        candidates = read(_path(own, "held_out_path"))[: config.held_out or None] if own else prompts[available:]
+        self._train = prompts[: config.count or available]
+        self._held_out = unseen(candidates, (p.text for p in self._train))
+        if candidates and not self._held_out:
+            raise SettingsError(f"{own or config.path}: all {len(candidates)} held-out prompts also occur in training")
         self._order = Order(len(self._train), seed=config.seed, shuffle=config.shuffle, passes=config.passes)
-        self.fingerprint = fingerprint_of(config, b"\n".join(_encoded(p, where) for p in prompts))
+        self.fingerprint = fingerprint_of(config, b"\n".join(_encoded(p) for p in (*self._train, *self._held_out)))
 
     @property
     def size(self) -> int | None:
@@ -126,6 +141,13 @@ class RowSource:
 
     def held_out(self) -> Sequence[Prompt]:
         return self._held_out
+
+
+def _path(text: str, name: str) -> Path:
+    path = Path(text)
+    if not text or not path.exists():
+        raise SettingsError(f"setting prompts.{name}: {text!r} does not exist; give local data, nothing is downloaded")
+    return path
 
 
 def check_numbers(config: PromptConfig) -> None:
@@ -140,7 +162,7 @@ def check_numbers(config: PromptConfig) -> None:
             raise SettingsError(f"setting prompts.{name}: {value} is not between 0 and {high}")
 
 
-def unseen(candidates: Sequence[Prompt], trained: Any) -> list[Prompt]:
+def unseen(candidates: Sequence[Prompt], trained: Iterable[str]) -> list[Prompt]:
     """Those of `candidates` whose text is not among the texts `trained`, each text once, in order."""
     seen = set(trained)
     kept: dict[str, Prompt] = {p.text: p for p in reversed(candidates) if p.text not in seen}
@@ -149,7 +171,7 @@ def unseen(candidates: Sequence[Prompt], trained: Any) -> list[Prompt]:
 
 def fingerprint_of(config: PromptConfig, content: bytes) -> str:
     """16 hex digits over the content and every setting that changes the stream; where the files lie does not count."""
-    settings = {name: value for name, value in msgspec.to_builtins(config).items() if name not in {"path", "split"}}
+    settings = {name: value for name, value in msgspec.to_builtins(config).items() if name not in {"path", "held_out_path", "split"}}
     return xxhash.xxh3_64_hexdigest(msgspec.json.encode(settings, order="sorted") + b"\0" + content)
 
 
@@ -189,8 +211,8 @@ def _messages(value: Any, where: str) -> tuple[tuple[str, str], ...]:
     return tuple(found)
 
 
-def _encoded(prompt: Prompt, where: str) -> bytes:
+def _encoded(prompt: Prompt) -> bytes:
     try:
         return msgspec.msgpack.encode((prompt.text, prompt.messages, prompt.metadata), order="sorted")
     except (TypeError, OverflowError, ValueError) as error:
-        raise SettingsError(f"{where}: prompt {prompt.text[:40]!r} has metadata that MessagePack cannot hold: {error}") from None
+        raise SettingsError(f"prompt {prompt.text[:40]!r} has metadata that MessagePack cannot hold: {error}") from None

@@ -5,33 +5,33 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import SettingsError
-from rollout.prompts.base import PromptConfig, RowSource, prompt_of
+from protocol.names import checked_name
+from rollout.prompts.base import Prompt, PromptConfig, RowSource, prompt_of
 
 READERS = {".parquet": "from_parquet", ".json": "from_json", ".jsonl": "from_json"}
 """Suffix -> constructor of `datasets.Dataset`."""
 
 
 def make(config: PromptConfig) -> RowSource:
-    """Read the data set at `config.path`.
+    """Read `config.path`, and `config.held_out_path` if there is one.
 
     Raises:
         SettingsError: if there is no data set that can be read, or naming the first bad row.
     """
-    path = Path(config.path)
-    if not config.path or not path.exists():
-        raise SettingsError(f"setting prompts.path: {config.path!r} does not exist; give a local data set, nothing is downloaded")
     try:
         import datasets
     except ImportError as error:
         raise SettingsError(f"prompts.source 'hf' needs the package datasets: {error}") from None
-    is_saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
-    found = datasets.load_from_disk(str(path), keep_in_memory=True) if is_saved else _from_files(path, datasets.Dataset)
-    if isinstance(found, datasets.DatasetDict):
-        if config.split not in found:
-            raise SettingsError(f"setting prompts.split: {path} has no split {config.split!r}, but {', '.join(sorted(found))}")
-        found = found[config.split]
-    prompts = [prompt_of(row, config, f"{path}: row {number}") for number, row in enumerate(found)]
-    return RowSource(prompts, config, str(path))
+
+    def read(path: Path) -> list[Prompt]:
+        is_saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
+        found = datasets.load_from_disk(str(path), keep_in_memory=True) if is_saved else _from_files(path, datasets.Dataset)
+        if isinstance(found, datasets.DatasetDict):
+            checked_name(config.split, found, f"setting prompts.split: split of {path}")
+            found = found[config.split]
+        return [prompt_of(row, config, f"{path}: row {number}") for number, row in enumerate(found)]
+
+    return RowSource(config, read)
 
 
 def _from_files(path: Path, dataset: Any) -> Any:

@@ -113,6 +113,8 @@ def plain(value: Any) -> Any:
 
 
 def _checked_families(config: PromptConfig) -> tuple[str, ...]:
+    if config.held_out_path:
+        raise SettingsError("setting prompts.held_out_path: the source reasoning_gym makes its own held-out prompts; set prompts.held_out")
     try:
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
@@ -120,7 +122,7 @@ def _checked_families(config: PromptConfig) -> tuple[str, ...]:
     if not config.families:
         raise SettingsError("setting prompts.families: name at least one task family, such as chain_sum")
     for family in config.families:
-        checked_name(family, DATASETS, "setting prompts.families: family")
+        checked_name(family, DATASETS.keys() - {"composite"}, "setting prompts.families: family")
         if family in UNSTABLE and not os.environ.get("PYTHONHASHSEED", "").isdigit():
             raise SettingsError(
                 f"setting prompts.families: {family} differs between processes; set PYTHONHASHSEED=0 for all, or leave it out"
