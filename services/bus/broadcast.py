@@ -199,6 +199,7 @@ class Listener:
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
+        self._links.open()
         await self._group.__aenter__()
         self._task = self._group.create_task(self._links.discover_loop(), name=f"bus.{self._topic.name}.discover")
         return self

@@ -10,6 +10,7 @@ DIR/authorized/*.key  public keys that may connect; needed where sockets bind, r
 import logging
 import os
 import shutil
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import zmq
@@ -92,10 +93,27 @@ def secure_server(socket: zmq.Socket[bytes], directory: str) -> None:
     socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
 
 
-def secure_client(socket: zmq.Socket[bytes], directory: str) -> None:
-    """Make a socket that is about to connect speak CURVE."""
-    socket.curve_publickey, socket.curve_secretkey = load_pair(directory, "client")
-    socket.curve_serverkey = load_public(directory, "server")
+@dataclass(frozen=True, slots=True)
+class ClientKeys:
+    """What a connecting socket needs."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+    server: bytes
+
+    @classmethod
+    def load(cls, directory: str | Path) -> "ClientKeys":
+        """Read this machine's pair and the server's public key.
+
+        Raises:
+            SettingsError: if a file is missing or holds no key.
+        """
+        public, secret = load_pair(directory, "client")
+        return cls(public, secret, load_public(directory, "server"))
+
+    def secure(self, socket: zmq.Socket[bytes]) -> None:
+        """Make a socket that is about to connect speak CURVE."""
+        socket.curve_publickey, socket.curve_secretkey, socket.curve_serverkey = self.public, self.secret, self.server
 
 
 class Authenticator:

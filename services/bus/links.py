@@ -18,7 +18,7 @@ from protocol.errors import TetherError
 from protocol.messages import Heartbeat, Hello
 from protocol.topics import Topic
 from services.bus.config import BusConfig
-from services.bus.curve import secure_client
+from services.bus.curve import ClientKeys
 from services.bus.pump import Pump
 from services.bus.stats import BusStats
 
@@ -70,8 +70,8 @@ class Link(Generic[T]):
                 (zmq.IPV6, int("[" in endpoint)),
             ):
                 self._socket.setsockopt(option, value)
-            if config.curve_dir:
-                secure_client(self._socket, config.curve_dir)
+            if owner.keys is not None:
+                owner.keys.secure(self._socket)
             self._monitor = self._socket.get_monitor_socket(LOST_EVENTS)
             self._socket.connect(endpoint)
         except BaseException:
@@ -161,7 +161,8 @@ class Links(Generic[T]):
         self._topic = topic
         self._hello = encode(Hello(sender=incarnation, role=role), run=run, id="")
         self._discover = discover
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self.keys: ClientKeys | None = None
         self._links: dict[str, Link[T]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._trouble = ""
@@ -170,6 +171,16 @@ class Links(Generic[T]):
     def links(self) -> Mapping[str, Link[T]]:
         """By incarnation of the receiver."""
         return self._links
+
+    def open(self) -> None:
+        """Read the keys.
+
+        Raises:
+            SettingsError: if there should be keys and are none.
+        """
+        if self.config.curve_dir:
+            self.keys = ClientKeys.load(self.config.curve_dir)
+        self._context = zmq.Context()
 
     async def discover_loop(self) -> None:
         """Keep the links as the registry has them, until cancelled. While the registry cannot be asked, they stay as they are."""
@@ -194,7 +205,9 @@ class Links(Generic[T]):
         for link in self._links.values():
             link.close()
         self._links.clear()
-        self._context.destroy(0)
+        if self._context is not None:
+            self._context.destroy(0)
+            self._context = None
 
     def _reconcile(self, found: Mapping[str, str]) -> None:
         for incarnation, link in list(self._links.items()):
@@ -202,7 +215,7 @@ class Links(Generic[T]):
                 link.lost = link.lost or "vanished"
                 self._remove(link)
         for incarnation, endpoint in found.items():
-            if incarnation in self._links:
+            if incarnation in self._links or self._context is None:
                 continue
             try:
                 link = Link(self, self._context, incarnation, endpoint)

@@ -282,5 +282,3 @@ async def _outcome(call: Coroutine[Any, Any, object]) -> Exception | None:
     except Exception as error:
         return error
     return None
-
-

@@ -186,5 +186,3 @@ def _ready(outbox: Sender) -> set[str]:
     receivers = outbox.who()["receivers"]
     assert isinstance(receivers, dict)
     return {name for name, state in receivers.items() if state["ready"]}
-
-
