@@ -8,7 +8,7 @@ Every script appends one event per state change; `seq` counts up without gaps fr
 | create | fingerprint, prompts (-1: no end), steps, max_staleness, groups_per_step, policy | the run exists |
 | steps | steps | the run's length |
 | applied | engine, epoch, version | an engine serves that version |
-| lease | group, token, holder, engine, epoch, version, deadline, bound, groups_per_step, policy, attempt | new, WAITING or expired -> LEASED |
+| lease | group, token, holder, engine, epoch, version, deadline, bound, groups_per_step, policy, attempt | any -> LEASED |
 | expire | group | the lease has run out and gives up its place in rule F |
 | extend | group, token | an expired lease has its place again (extending a live one is no event) |
 | release | group, token, reason | LEASED -> WAITING |

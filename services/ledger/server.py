@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
@@ -68,7 +69,9 @@ class EmbeddedServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     async def start(self) -> str:
-        """Start the server, recover what its files hold, and return its URL. Cancelled, it leaves no process behind.
+        """Start the server, recover what its files hold, and return its URL: the same as last time if the port is still free.
+
+        Cancelled, it leaves no process behind.
 
         Raises:
             SettingsError: if there is no server binary, or another server uses the directory.
@@ -76,11 +79,12 @@ class EmbeddedServer:
         """
         binary = self._binary or find_server()
         self.directory.mkdir(parents=True, exist_ok=True)
-        password = secrets.token_hex(16)
-        for _ in range(_PORT_TRIES):
-            port = _free_port()
-            self._launch(binary, port, password)
+        before = urlsplit(read_endpoint(self.directory) or "")
+        password = before.password or secrets.token_hex(16)
+        for attempt in range(_PORT_TRIES):
+            port = before.port if before.port and attempt == 0 else _free_port()
             url = f"redis://:{password}@127.0.0.1:{port}/0"
+            self._launch(binary, port, password)
             try:
                 ready = await self._ready(url)
             except BaseException:
@@ -105,7 +109,6 @@ class EmbeddedServer:
                 process.kill()
             await asyncio.sleep(_POLL_S)
         self._forget()
-        (self.directory / "endpoint.json").unlink(missing_ok=True)
 
     def running(self) -> bool:
         """Whether the process lives."""

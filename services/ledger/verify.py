@@ -111,8 +111,7 @@ class _Replay:
         if event.get("seq") != self.seq:
             self.wrong(f"the log goes on at {event.get('seq')}: a gap")
             self.seq = event["seq"] if isinstance(event.get("seq"), int) else self.seq
-        kind = event.get("event")
-        self.now = f"seq {self.seq} ({kind})"
+        self.now = f"seq {self.seq} ({(kind := event.get('event'))})"
         handler: Callable[[Mapping[str, Any]], None] | None = getattr(self, f"on_{kind}", None)
         if handler is None:
             if kind not in ("steps", "halt", "publish", "bound_pending", "drain"):
