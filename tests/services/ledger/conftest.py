@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+import redis
 
 from protocol.errors import SettingsError
 from services.ledger.server import EmbeddedServer, find_server
@@ -38,6 +39,8 @@ def redis_binary() -> str:
 def serve(directory: Path, binary: str) -> Iterator[str]:
     server = EmbeddedServer(directory, binary)
     asyncio.run(server.start())
+    with redis.Redis.from_url(server.url) as client:
+        client.config_set("appendfsync", "no")  # tests of durability start servers of their own
     yield server.url
     asyncio.run(server.stop())
 

@@ -1,12 +1,14 @@
 """The ledger on Redis does what the oracle in memory does, whatever is called in whatever order."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import random
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import HealthCheck, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from protocol.errors import Refused
 from protocol.lifecycle import GroupState
@@ -18,6 +20,12 @@ from tests.contracts.ledger_rig import MemoryRig, RedisRig, spec
 HOUR_MS = 3_600_000
 ENGINES = ("a", "b", "c")
 REASONS = ("filter", "reward")
+PROGRESS = ["lease"] * 4 + ["accept"] * 4 + ["apply"] * 2 + ["take"] + ["commit"] * 2
+DISTURB = [
+    "expire", "expire", "extend", "release", "accept_old", "lost", "drop", "applied", "checkpointed", "set_bound", "set_bound", "drain",
+    "create_again", "publish", "process", "archived",
+]  # fmt: skip
+Pick = Callable[[Sequence[Any]], Any]
 
 
 class Machine(RuleBasedStateMachine):
@@ -29,6 +37,7 @@ class Machine(RuleBasedStateMachine):
         super().__init__()
         self.runner = asyncio.Runner()
         self.calls = 0
+        self.request = ""
         self.epochs = ["e0"]
         self.leases: list[Lease] = []
         self.taken: Taken | None = None
@@ -53,14 +62,15 @@ class Machine(RuleBasedStateMachine):
         return expected
 
     @initialize(
-        E=st.integers(0, 2), B=st.integers(1, 3), policy=st.sampled_from(Policy), prompts=st.sampled_from([None, 4, 12]),
-        steps=st.sampled_from([2, 6, 50]), attempts=st.integers(1, 4), window=st.sampled_from([3, 64]),
+        E=st.integers(0, 2), B=st.integers(1, 3), policy=st.sampled_from(Policy), prompts=st.sampled_from([None, None, 12]),
+        steps=st.sampled_from([3, 50, 50]), attempts=st.integers(1, 4), window=st.sampled_from([4, 64, 64]),
     )  # fmt: skip
     def create(self, E: int, B: int, policy: Policy, prompts: int | None, steps: int, attempts: int, window: int) -> None:
         values = {"prompts": prompts, "max_attempts": attempts, "drop_window": window}
         self.spec = spec("x", E=E, B=B, policy=policy, steps=steps, **values)
         self.both(lambda ledger: ledger.create(self.spec))
-        self.claim_and_resume(0, True)
+        self.both(lambda ledger: ledger.claim("e0"))
+        self.both(lambda ledger: ledger.resume("e0", 0, 0))
         for engine in ENGINES[:2]:
             self.both(lambda ledger, engine=engine: ledger.applied(engine, self.epochs[-1], 0))
 
@@ -68,90 +78,47 @@ class Machine(RuleBasedStateMachine):
     def version(self) -> int:
         return self.memory.ledger.book.version
 
-    def chosen(self, data: st.DataObject) -> Lease:
-        return data.draw(st.sampled_from(self.leases[-8:]))
+    def chosen(self, pick: Pick) -> Lease | None:
+        return pick(self.leases[-8:]) if self.leases else None
 
-    @rule(engine=st.sampled_from(ENGINES), again=st.booleans())
-    def lease(self, engine: str, again: bool) -> None:
-        request = f"r{self.calls - again}"
+    def some_epoch(self, pick: Pick) -> str:
+        """The newest epoch, or now and then the one before."""
+        return self.epochs[-2 if pick(range(0, 8)) == 7 and len(self.epochs) > 1 else -1]
+
+    # -- what brings a run forward -----------------------------------------------------------------------------------
+    def lease(self, pick: Pick) -> None:
+        engine, again = pick(ENGINES), pick(range(0, 10)) == 9
+        request = self.request if again else f"r{self.calls}"
+        self.request = request
         lease = self.both(lambda ledger: ledger.lease(request=request, engine=engine, holder="w", lease_ms=HOUR_MS))
         if isinstance(lease, Lease):
             self.leases.append(lease)
 
-    @rule(engine=st.sampled_from(ENGINES))
-    def lease_more(self, engine: str) -> None:
-        self.lease(engine, False)
-        self.lease(engine, False)
+    def accept(self, pick: Pick) -> None:
+        live = self.memory.ledger.book.of(GroupState.LEASED)
+        if live:
+            group = pick(live)
+            counts = {self.version: pick(range(0, 3))}
+            counts[group.version] = counts.get(group.version, 0) + pick(range(0, 4))
+            number, token = group.group, group.token
+            self.both(lambda ledger: ledger.accept(number, token, counts))
 
-    @rule(engine=st.sampled_from(ENGINES), behind=st.integers(-1, 2), old=st.booleans())
-    def applied(self, engine: str, behind: int, old: bool) -> None:
-        epoch = self.epochs[-2 if old and len(self.epochs) > 1 else -1]
-        self.both(lambda ledger: ledger.applied(engine, epoch, max(0, self.version - behind)))
+    def apply(self, pick: Pick) -> None:
+        engine, version = pick(ENGINES), self.version
+        self.both(lambda ledger: ledger.applied(engine, self.epochs[-1], version))
 
-    @rule()
-    def all_apply(self) -> None:
-        for engine in ENGINES:
-            self.both(lambda ledger, engine=engine: ledger.applied(engine, self.epochs[-1], self.version))
-
-    @precondition(lambda self: self.leases)
-    @rule(data=st.data())
-    def expire(self, data: st.DataObject) -> None:
-        lease = self.chosen(data)
-        if self.memory.ledger.book.groups.get(lease.group) is not None:
-            self.memory.expire(lease.group)
-            self.redis.expire(lease.group)
-
-    @precondition(lambda self: self.leases)
-    @rule(data=st.data())
-    def extend(self, data: st.DataObject) -> None:
-        lease = self.chosen(data)
-        self.both(lambda ledger: ledger.extend(lease.group, lease.token, HOUR_MS))
-
-    @precondition(lambda self: self.leases)
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        lease = self.chosen(data)
-        self.both(lambda ledger: ledger.release(lease.group, lease.token, "tired"))
-
-    @precondition(lambda self: self.leases)
-    @rule(data=st.data(), fresh=st.integers(0, 5), old=st.integers(0, 5))
-    def accept(self, data: st.DataObject, fresh: int, old: int) -> None:
-        lease = self.chosen(data)
-        counts = {self.version: fresh}
-        counts[lease.version] = counts.get(lease.version, 0) + old
-        self.both(lambda ledger: ledger.accept(lease.group, lease.token, counts))
-
-    @rule()
-    def accept_all(self) -> None:
-        for group in self.memory.ledger.book.live():
-            counts = {group.version: 3}
-            self.both(lambda ledger, group=group, counts=counts: ledger.accept(group.group, group.token, counts))
-
-    @precondition(lambda self: self.leases)
-    @rule(data=st.data())
-    def lost(self, data: st.DataObject) -> None:
-        lease = self.chosen(data)
-        self.both(lambda ledger: ledger.lost(lease.group, lease.token))
-
-    @precondition(lambda self: self.leases)
-    @rule(data=st.data(), reason=st.sampled_from(REASONS), wasted=st.integers(0, 9))
-    def drop(self, data: st.DataObject, reason: str, wasted: int) -> None:
-        lease = self.chosen(data)
-        self.both(lambda ledger: ledger.drop(lease.group, lease.token, reason, wasted))
-
-    @rule(old=st.booleans())
-    def take(self, old: bool) -> None:
-        epoch = self.epochs[-2 if old and len(self.epochs) > 1 else -1]
+    def take(self, pick: Pick) -> None:
+        epoch = self.some_epoch(pick)
         taken = self.both(lambda ledger: ledger.take(epoch))
         if isinstance(taken, Taken):
             self.taken = taken
 
-    @precondition(lambda self: self.taken is not None)
-    @rule(spoil=st.sampled_from(["", "", "", "", "all", "over", "fewer", "epoch"]))
-    def commit(self, spoil: str) -> None:
+    def commit(self, pick: Pick) -> None:
         taken = self.taken
-        assert taken is not None
+        if taken is None:
+            return
         trained = {group.group: trainable_counts(taken.step, group.counts, group.max_staleness) for group in taken.groups}
+        spoil = pick(["", "", "", "", "", "all", "over", "fewer", "epoch"])
         if spoil == "all":
             trained = {group.group: dict(group.counts) for group in taken.groups}
         elif spoil == "over":
@@ -162,70 +129,125 @@ class Machine(RuleBasedStateMachine):
         name = f"{taken.step}-{self.calls}".encode()
         self.both(lambda ledger: ledger.commit(epoch, taken.step, trained, digest=taken.step + 1, report=name, manifest=name))
 
-    @rule(back=st.integers(0, 3), same=st.booleans())
-    def claim_and_resume(self, back: int, same: bool) -> None:
-        epoch = f"e{len(self.epochs)}"
-        self.both(lambda ledger: ledger.claim(epoch))
-        self.epochs.append(epoch)
-        version = max(0, self.version - back)
-        for _ in range(2):
-            self.both(lambda ledger: ledger.resume(epoch, version, version if same else 999))
+    # -- what may happen to it ---------------------------------------------------------------------------------------
+    def expire(self, pick: Pick) -> None:
+        live = self.memory.ledger.book.live()
+        if live:
+            group = pick(live)
+            self.memory.expire(group.group)
+            self.redis.expire(group.group)
 
-    @rule()
-    def claim_only(self) -> None:
-        epoch = f"e{len(self.epochs)}"
-        self.both(lambda ledger: ledger.claim(epoch))
-        self.epochs.append(epoch)
+    def extend(self, pick: Pick) -> None:
+        if lease := self.chosen(pick):
+            self.both(lambda ledger: ledger.extend(lease.group, lease.token, HOUR_MS))
 
-    @rule(back=st.integers(-1, 2))
-    def checkpointed(self, back: int) -> None:
-        self.both(lambda ledger: ledger.checkpointed(max(0, self.version - back)))
+    def release(self, pick: Pick) -> None:
+        if lease := self.chosen(pick):
+            self.both(lambda ledger: ledger.release(lease.group, lease.token, "tired"))
 
-    @rule(E=st.none() | st.integers(0, 3), B=st.none() | st.integers(1, 4), policy=st.none() | st.sampled_from(Policy))
-    def set_bound(self, E: int | None, B: int | None, policy: Policy | None) -> None:
+    def accept_old(self, pick: Pick) -> None:
+        if lease := self.chosen(pick):
+            self.both(lambda ledger: ledger.accept(lease.group, lease.token, {lease.version: 1}))
+
+    def lost(self, pick: Pick) -> None:
+        scored = self.memory.ledger.book.scored()
+        if scored and pick((False, True)):
+            group = pick(scored)
+            number, token = group.group, group.token
+            self.both(lambda ledger: ledger.lost(number, token))
+        elif lease := self.chosen(pick):
+            self.both(lambda ledger: ledger.lost(lease.group, lease.token))
+
+    def drop(self, pick: Pick) -> None:
+        reason, wasted = pick(REASONS), pick(range(0, 10))
+        if lease := self.chosen(pick):
+            self.both(lambda ledger: ledger.drop(lease.group, lease.token, reason, wasted))
+
+    def applied(self, pick: Pick) -> None:
+        engine, version, epoch = pick(ENGINES), self.version - pick(range(-1, 3)), self.some_epoch(pick)
+        self.both(lambda ledger: ledger.applied(engine, epoch, max(0, version)))
+
+    def checkpointed(self, pick: Pick) -> None:
+        version = max(0, self.version - pick(range(-1, 3)))
+        self.both(lambda ledger: ledger.checkpointed(version))
+
+    def set_bound(self, pick: Pick) -> None:
+        E, B = pick((None, 0, 1, 2, 3)), pick((None, 1, 2, 3, 4))
+        policy = pick((None, *Policy))
         found = self.both(lambda ledger: ledger.set_bound(max_staleness=E, groups_per_step=B, policy=policy))
         assert found is None or isinstance(found, Bound)
 
-    @rule(on=st.booleans())
-    def drain(self, on: bool) -> None:
-        self.both(lambda ledger: ledger.drain(on))
+    def drain(self, pick: Pick) -> None:
+        self.both(lambda ledger: ledger.drain())
+        self.lease(pick)
         self.both(lambda ledger: ledger.drain(False))
 
-    @rule(steps=st.integers(1, 8))
-    def create_again(self, steps: int) -> None:
-        again = spec("x", steps=steps, prompts=self.spec.prompts)
+    def create_again(self, pick: Pick) -> None:
+        again = spec("x", steps=pick(range(1, 61)), prompts=self.spec.prompts, max_attempts=3, drop_window=20)
         self.both(lambda ledger: ledger.create(again))
 
-    @rule(content=st.binary(max_size=3), behind=st.integers(0, 1))
-    def publish(self, content: bytes, behind: int) -> None:
-        self.both(lambda ledger: ledger.publish(self.epochs[-1], content, self.version - behind))
+    def publish(self, pick: Pick) -> None:
+        content, version, epoch = pick((b"", b"\xff")), self.version - pick(range(0, 2)), self.some_epoch(pick)
+        self.both(lambda ledger: ledger.publish(epoch, content, version))
 
-    @rule(name=st.sampled_from(ENGINES))
-    def register(self, name: str) -> None:
+    def process(self, pick: Pick) -> None:
+        name = pick(ENGINES)
         self.both(lambda ledger: ledger.register(Peer("rollout", name, {"n": self.calls}), HOUR_MS))
         self.both(lambda ledger: ledger.peers())
+        if pick((False, True)):
+            self.both(lambda ledger: ledger.unregister(name))
 
-    @rule(name=st.sampled_from(ENGINES))
-    def unregister(self, name: str) -> None:
-        self.both(lambda ledger: ledger.unregister(name))
-
-    @rule()
-    def archived(self) -> None:
+    def archived(self, pick: Pick) -> None:
         self.both(lambda ledger: ledger.archived(len(self.events)))
 
-    @invariant()
+    def restart(self, pick: Pick) -> None:
+        """A new trainer; it may stand where the ledger stands, or behind, or on other weights, or die before it resumes."""
+        epoch = f"e{len(self.epochs)}"
+        self.both(lambda ledger: ledger.claim(epoch))
+        self.epochs.append(epoch)
+        version = max(0, self.version - pick((0, 0, 0, 1, 2, 3)))
+        digest = pick((version, version, version, 999))
+        for _ in range(pick((0, 2, 2, 2, 2))):
+            self.both(lambda ledger: ledger.resume(epoch, version, digest))
+
+    # -- rules -------------------------------------------------------------------------------------------------------
+    def play(self, move: str, pick: Pick) -> None:
+        getattr(self, move)(pick)
+        self.equal()
+
+    @rule(moves=st.lists(st.sampled_from(PROGRESS * 2 + DISTURB), min_size=5, max_size=25), data=st.data())
+    def muddle(self, moves: list[str], data: st.DataObject) -> None:
+        for move in moves:
+            self.play(move, picker(data))
+
+    @rule(data=st.data())
+    def whole_step(self, data: st.DataObject) -> None:
+        """What a run does when nothing goes wrong."""
+        for engine in ENGINES[:2]:
+            self.both(lambda ledger, engine=engine: ledger.applied(engine, self.epochs[-1], self.version))
+        for move in ["lease"] * (self.memory.ledger.book.bound.groups_per_step + 1) + ["accept"] * 4 + ["take", "commit"]:
+            self.play(move, picker(data))
+
+    @rule(data=st.data())
+    def new_trainer(self, data: st.DataObject) -> None:
+        self.play("restart", picker(data))
+
     def equal(self) -> None:
-        if self.calls == 0:
-            return
+        """Both ledgers show the same status and have written the same events."""
         status = self.both(lambda ledger: ledger.status())
         assert status.issued == status.trained + status.dropped + status.active
-        events = [self.runner.run(rig.ledger.events(len(self.events), 10_000)) for rig in (self.memory, self.redis)]
-        plain = [[{key: value for key, value in event.items() if key != "time_ms"} for event in log] for log in events]
+        logs = [self.runner.run(rig.ledger.events(len(self.events), 10_000)) for rig in (self.memory, self.redis)]
+        plain = [[{key: value for key, value in event.items() if key != "time_ms"} for event in log] for log in logs]
         assert plain[0] == plain[1]
         self.events += plain[0]
-        self.both(lambda ledger: ledger.step_records(0))
-        self.both(lambda ledger: ledger.reports(0))
-        self.both(lambda ledger: ledger.manifest())
+
+    @invariant()
+    def all_equal(self) -> None:
+        if self.calls:
+            self.equal()
+            self.both(lambda ledger: ledger.step_records(0))
+            self.both(lambda ledger: ledger.reports(0))
+            self.both(lambda ledger: ledger.manifest())
 
     @invariant()
     def rule_f_holds(self) -> None:
@@ -246,16 +268,43 @@ class Machine(RuleBasedStateMachine):
             self.runner.close()
 
 
+def picker(data: st.DataObject) -> Pick:
+    return lambda choices: data.draw(st.sampled_from(choices))
+
+
 def run(url: str, examples: int) -> None:
     checks = settings(
-        max_examples=examples, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
+        max_examples=examples, stateful_step_count=10, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
     )
     run_state_machine_as_test(type("ServerMachine", (Machine,), {"url": url}), settings=checks)  # type: ignore[no-untyped-call]
 
 
+def walk(url: str, seed: int, moves: int) -> Machine:
+    """A long run of random moves, deeper than Hypothesis goes."""
+    machine: Machine = type("ServerMachine", (Machine,), {"url": url})()
+    try:
+        pick = random.Random(seed).choice
+        machine.create(
+            E=pick((0, 1, 2)), B=pick((1, 2, 3)), policy=pick(list(Policy)), prompts=pick((None, None, 30)), steps=pick((5, 500)),
+            attempts=pick((2, 5)), window=pick((8, 64)),
+        )  # fmt: skip
+        for _ in range(moves):
+            machine.play(pick(PROGRESS * 6 + DISTURB + ["restart"]), pick)
+            machine.rule_f_holds()
+        machine.all_equal()
+    finally:
+        machine.teardown()
+    return machine
+
+
 def test_valkey_follows_the_oracle(valkey_url: str) -> None:
-    run(valkey_url, 60)
+    run(valkey_url, 30)
 
 
 def test_redis_follows_the_oracle(redis_url: str) -> None:
-    run(redis_url, 15)
+    run(redis_url, 10)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_valkey_follows_the_oracle_on_long_walks(valkey_url: str, seed: int) -> None:
+    walk(valkey_url, seed, 300)
