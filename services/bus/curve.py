@@ -138,7 +138,7 @@ class Authenticator:
         allowed = len(request) == 7 and request[5] == b"CURVE" and self._knows(z85.encode(request[6]))
         if not allowed:
             self._stats.unknown_peer += 1
-            log.warning("bus.unauthorized address=%s", request[3].decode(errors="replace") if len(request) > 3 else "?")
+            log.info("bus.unauthorized address=%s", request[3].decode(errors="replace") if len(request) > 3 else "?")
         verdict = (b"200", b"OK") if allowed else (b"400", b"key is not in authorized/")
         self._socket.send_multipart([b"1.0", number, *verdict, b"", b""], zmq.NOBLOCK)
         self._pump.poke()
@@ -147,3 +147,18 @@ class Authenticator:
         if key not in self._keys:
             self._keys = load_authorized(self._directory)
         return key in self._keys
+
+
+def main() -> None:
+    """`python -m services.bus.curve DIR`: make keys in DIR."""
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m services.bus.curve DIR")
+    try:
+        create_keys(sys.argv[1])
+    except (SettingsError, OSError) as error:
+        print(f"tether keys: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
