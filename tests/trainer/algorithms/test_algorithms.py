@@ -1,0 +1,95 @@
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from protocol.errors import SettingsError
+from tests.trainer.groups import GroupSpec, SampleSpec, scored
+from trainer.algorithms import Algorithm, AlgorithmConfig, make_algorithm
+from trainer.batch import Batch
+from trainer.packing import build_batch
+
+
+def algorithm(name: str = "grpo", **values: float) -> Algorithm:
+    return make_algorithm(AlgorithmConfig(name=name, **values))
+
+
+def batch(name: str = "grpo") -> Batch:
+    """Two samples of 1 and 4 tokens; the second has an inserted token and a late one."""
+    spec = GroupSpec(samples=[SampleSpec([5], [2], 1.0), SampleSpec([5, 6, 7, 8], [0, 2, 2, 2], 0.0, mask=[1, 1, 0, 1])])
+    return build_batch([(scored(spec), 1)], step=2, algorithm=algorithm(name), temperature=1.0, mask_late=True).batch
+
+
+def test_grpo_weights_are_means_over_sampled_tokens_then_samples() -> None:
+    weights = algorithm().token_weights(batch())
+    # the late token keeps its share of 1/3 and gives it to no other
+    torch.testing.assert_close(weights, torch.tensor([[0, 0, 1 / 2, 0, 0, 0], [0, 0, 0, 1 / 6, 0, 1 / 6]]))
+
+
+def test_dr_grpo_weights_are_constant() -> None:
+    weights = algorithm("dr_grpo").token_weights(batch())
+    torch.testing.assert_close(weights, torch.tensor([[0, 0, 1 / 6, 0, 0, 0], [0, 0, 0, 1 / 6, 0, 1 / 6]]))
+    fixed = algorithm("dr_grpo", length_normalizer=10).token_weights(batch())
+    torch.testing.assert_close(fixed, weights * 6 / 20)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo"])
+def test_weights_are_zero_outside_the_loss_mask(name: str) -> None:
+    made = batch(name)
+    weights = algorithm(name).token_weights(made)
+    assert ((weights > 0) == made.loss_mask).all()
+    assert weights.dtype == torch.float32
+
+
+def test_advantages_by_hand() -> None:
+    rewards, groups = torch.tensor([1.0, 0.0]), torch.tensor([0, 0])
+    torch.testing.assert_close(algorithm(advantage_eps=0.5).advantages(rewards, groups), torch.tensor([0.5, -0.5]))
+    torch.testing.assert_close(algorithm("dr_grpo").advantages(rewards, groups), torch.tensor([0.5, -0.5]))
+
+
+def row(*values: float) -> torch.Tensor:
+    return torch.tensor([values])
+
+
+def test_token_loss_without_extras_is_the_clipped_surrogate_against_the_behaviour() -> None:
+    got = algorithm().token_loss(row(math.log(0.4)), row(math.log(0.2)), row(1.0))
+    assert (got.loss.item(), got.ratio.item(), got.clipped.item()) == (pytest.approx(-1.2), pytest.approx(2.0), 1.0)
+
+
+def test_token_loss_is_decoupled_with_proximal_logprobs() -> None:
+    # ratio to the proximal policy 1.1 (not clipped), weight min(0.6 / 0.2, 2) = 2
+    arguments = (row(math.log(0.66)), row(math.log(0.2)), row(1.0))
+    got = algorithm().token_loss(*arguments, proximal_logprobs=row(math.log(0.6)))
+    assert got.loss.item() == pytest.approx(-2.2, rel=1e-5)
+    off = algorithm(importance_cap=0.0).token_loss(*arguments, proximal_logprobs=row(math.log(0.6)))
+    assert off.loss.item() == pytest.approx(-1.1, rel=1e-5)
+
+
+def test_token_loss_adds_entropy_bonus_and_kl() -> None:
+    made = algorithm(entropy_coef=0.1, kl_coef=0.5)
+    got = made.token_loss(row(0.0), row(0.0), row(0.0), entropy=row(2.0), reference_logprobs=row(math.log(0.5)))
+    assert got.loss.item() == pytest.approx(-0.2 + 0.5 * (0.5 + math.log(2) - 1))
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo"])
+def test_the_sum_does_not_depend_on_how_the_batch_is_cut(name: str) -> None:
+    made, recipe = batch(name), algorithm(name)
+    weights = recipe.token_weights(made)
+    logprobs = torch.full_like(made.behaviour_logprobs, -0.9)
+    whole = (recipe.token_loss(logprobs, made.behaviour_logprobs, made.advantages).loss * weights).sum()
+    parts = [
+        (recipe.token_loss(logprobs[i], made.behaviour_logprobs[i], made.advantages[i]).loss * weights[i]).sum() for i in range(len(weights))
+    ]
+    torch.testing.assert_close(sum(parts), whole)
+
+
+def test_an_unknown_name_is_refused_with_the_nearest() -> None:
+    with pytest.raises(SettingsError, match=r"'grop' is unknown: did you mean 'grpo'\?"):
+        make_algorithm(AlgorithmConfig(name="grop"))
+
+
+@pytest.mark.parametrize(("field", "value"), [("clip_low", 1.0), ("clip_high", -0.1), ("kl_coef", -1.0)])
+def test_a_coefficient_out_of_range_is_refused(field: str, value: float) -> None:
+    with pytest.raises(SettingsError, match=f"algorithm.{field}"):
+        make_algorithm(dataclasses.replace(AlgorithmConfig(), **{field: value}))

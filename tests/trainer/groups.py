@@ -1,0 +1,63 @@
+"""Scored groups for tests: said in samples, packed as a rollout worker would."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from protocol.messages import Rollout, ScoredRollout
+from protocol.tensors import Array
+
+
+@dataclass(frozen=True)
+class SampleSpec:
+    """One sample: its tokens, and the version of each."""
+
+    tokens: Sequence[int]
+    versions: Sequence[int]
+    reward: float = 0.0
+    mask: Sequence[int] | None = None
+    """1 for sampled tokens; by default all are."""
+    logprobs: Sequence[float] | None = None
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    group: int = 0
+    prompt: Sequence[int] = (3, 4)
+    samples: Sequence[SampleSpec] = field(default_factory=lambda: [SampleSpec([5, 6], [0, 0])])
+    generate_s: float = 0.0
+
+
+def spans_of(samples: Sequence[SampleSpec]) -> list[tuple[int, int, int]]:
+    rows = []
+    for index, sample in enumerate(samples):
+        for position, version in enumerate(sample.versions):
+            last = position + 1 == len(sample.versions)
+            if last or sample.versions[position + 1] != version:
+                rows.append((index, position + 1, version))
+    return rows
+
+
+def scored(spec: GroupSpec, **replaced: Array) -> ScoredRollout:
+    """The message of a group; `replaced` puts other arrays in the place of its own."""
+    flat = [t for s in spec.samples for t in s.tokens]
+    arrays = {
+        "prompt_tokens": Array.of(spec.prompt, "int32"),
+        "lengths": Array.of([len(s.tokens) for s in spec.samples], "int32"),
+        "tokens": Array.of(flat, "int32"),
+        "logprobs": Array.of([p for s in spec.samples for p in (s.logprobs or [-1.0] * len(s.tokens))], "float32"),
+        "loss_mask": Array.of([m for s in spec.samples for m in (s.mask or [1] * len(s.tokens))], "uint8"),
+        "spans": Array.of([row for row in spans_of(spec.samples)] or [[0, 0, 0]][:0], "int32"),
+    }
+    if not spans_of(spec.samples):
+        arrays["spans"] = Array("int32", (0, 3), memoryview(b""))
+    rewards = replaced.pop("rewards", Array.of([s.reward for s in spec.samples], "float32"))
+    rollout = Rollout(
+        group=spec.group,
+        token="lease",
+        engine="engine.1",
+        finish_reasons=("stop",) * len(spec.samples),
+        responses=("",) * len(spec.samples),
+        generate_s=spec.generate_s,
+        **{**arrays, **replaced},
+    )
+    return ScoredRollout(rollout=rollout, rewards=rewards)
