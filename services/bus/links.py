@@ -83,7 +83,7 @@ class Link(Generic[T]):
     def send(self, frame: bytes) -> bool:
         """Hand a frame to the socket. False, and `full`, if its queue has no room; `Links` tells its owner when it has."""
         try:
-            self._socket.send(frame, zmq.NOBLOCK)
+            self._socket.send(frame, zmq.NOBLOCK, copy=False)  # frames over zmq.COPY_THRESHOLD are shared, not copied
         except zmq.Again:
             self.full = True
             return False
@@ -166,6 +166,7 @@ class Links(Generic[T]):
         self._links: dict[str, Link[T]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._trouble = ""
+        self._refused_by: set[str] = set()  # receivers that do not know our key: logged once
 
     @property
     def links(self) -> Mapping[str, Link[T]]:
@@ -210,6 +211,7 @@ class Links(Generic[T]):
             self._context = None
 
     def _reconcile(self, found: Mapping[str, str]) -> None:
+        self._refused_by.intersection_update(found)
         for incarnation, link in list(self._links.items()):
             if found.get(incarnation) != link.endpoint:
                 link.lost = link.lost or "vanished"
@@ -236,8 +238,10 @@ class Links(Generic[T]):
                 link.send(self._hello)
 
     def _remove(self, link: Link[T]) -> None:
-        if link.ready or link.lost == "unauthorized":
+        if link.ready or (link.lost == "unauthorized" and link.incarnation not in self._refused_by):
             log.warning("bus.link_lost topic=%s receiver=%s reason=%s", self._topic.name, link.incarnation, link.lost)
+        if link.lost == "unauthorized":
+            self._refused_by.add(link.incarnation)
         del self._links[link.incarnation]
         link.close()
         self._on_lost(link)

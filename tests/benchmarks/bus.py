@@ -53,7 +53,7 @@ def trajectory() -> Rollout:
 
 def bare_consumer() -> None:
     """Receive and decode; print the endpoint, then messages/s after the warm-up."""
-    socket = zmq.Context.instance().socket(zmq.ROUTER)
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
     print(f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}", flush=True)
     start = 0.0
     for count in range(WARM_UP + MESSAGES):
@@ -69,11 +69,11 @@ def bare_consumer() -> None:
 
 def bare_producer(endpoint: str) -> None:
     """Encode and send, then wait until the consumer has all."""
-    socket = zmq.Context.instance().socket(zmq.DEALER)
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     socket.connect(endpoint)
     message = trajectory()
     for _ in range(WARM_UP + MESSAGES):
-        socket.send(encode(message, run="bench", id=new_token(), group=7, token=message.token))
+        socket.send(encode(message, run="bench", id=new_token(), group=7, token=message.token), copy=False)
     socket.recv()
     socket.close(0)
 

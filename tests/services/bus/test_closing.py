@@ -38,7 +38,7 @@ def test_cycles_leave_no_task_thread_or_descriptor(run_loop: Callable[[Coroutine
             registry = Registry({"trainer.1": trainer.endpoint})
             async with Listener(WEIGHTS, run=RUN, incarnation="rollout.1", role="rollout", config=config, discover=registry):
                 async with background(acknowledge(inbox, [])):
-                    await outbox.send(score(1))
+                    await outbox.send(score(1, "x" * 200_000))
                     await eventually(lambda: len(trainer.peers) == 1)
 
     async def main() -> None:

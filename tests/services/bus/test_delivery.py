@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import uvloop
 
-from protocol.codec import encode_payload
+from protocol.codec import encode, encode_payload
 from protocol.errors import FrameTooLarge, Reason, Refused, Unavailable
 from protocol.messages import Ack, Heartbeat, Rollout
 from protocol.topics import SCORED, WEIGHTS
 from services.bus.receiver import Delivery
 from services.bus.sender import Declined
+from services.bus.wire import wrap
 from tests.services.bus.harness import (
     DEADLINE_S,
     QUICK,
@@ -234,6 +235,11 @@ async def test_closing_the_receiver_ends_receive() -> None:
             reading = group.create_task(_outcome(inbox.receive()))
             await asyncio.sleep(0)
     assert isinstance(reading.result(), Unavailable)
+
+
+def test_wrapped_payload_is_the_frame_that_encode_makes() -> None:
+    names = {"run": RUN, "id": "m1", "epoch": "e", "group": 5, "token": "t"}
+    assert wrap(encode_payload(score(5)), **names) == encode(score(5), **names)  # type: ignore[arg-type]
 
 
 async def test_payload_frame_is_sent_as_it_is() -> None:
