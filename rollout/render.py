@@ -12,6 +12,9 @@ from rollout.prompts.base import Prompt
 _MARK = "\x02assistant\x03"
 """Stands for an assistant's message where a template is rendered to be cut there."""
 
+GENERIC = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
+"""Values of `tokenizer_class` that say no more than: as tokenizer.json says."""
+
 
 class ChatTemplate(StrEnum):
     """Whether prompts are wrapped in the tokenizer's chat template."""
@@ -126,12 +129,16 @@ class Renderer:
 
 
 def _load(model_dir: Path) -> Any:
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if not any((model_dir / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")):
         raise SettingsError(f"no tokenizer in {model_dir}: it needs tokenizer.json beside the model (save_pretrained writes it)")
     try:
-        return AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
+        path = model_dir / "tokenizer_config.json"
+        named = json.loads(path.read_text()).get("tokenizer_class") if path.is_file() else None
+        # AutoTokenizer would take the tokenizer class of the model's family instead and get other tokens
+        loader = PreTrainedTokenizerFast if named in GENERIC else AutoTokenizer
+        return loader.from_pretrained(str(model_dir), local_files_only=True)
     except Exception as error:  # OSError, ValueError, or the tokenizers library's own
         raise SettingsError(f"the tokenizer in {model_dir} cannot be loaded: {type(error).__name__}: {str(error)[:300]}") from error
 

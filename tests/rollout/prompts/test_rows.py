@@ -1,0 +1,185 @@
+"""Prompts from files: order, held-out prompts, fingerprints, and what is said about bad rows."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.errors import SettingsError
+from rollout.prompts.base import Order, PromptConfig
+from rollout.prompts.registry import make_source
+
+EXAMPLES = Path(__file__).parents[3] / "deploy" / "examples"
+
+
+def written(path: Path, rows: list[object]) -> PromptConfig:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return PromptConfig(path=str(path))
+
+
+def numbered(count: int) -> list[object]:
+    return [{"prompt": f"q{i}", "answer": str(i), "level": i % 3} for i in range(count)]
+
+
+def test_a_pass_holds_every_prompt_once_and_the_next_pass_another_order(tmp_path: Path) -> None:
+    source = make_source(replace(written(tmp_path / "a.jsonl", numbered(50)), passes=3))
+    assert source.size == 150
+    passes = [[source.at(50 * k + i).text for i in range(50)] for k in range(3)]
+    assert all(sorted(one) == sorted(f"q{i}" for i in range(50)) for one in passes)
+    assert len({tuple(one) for one in passes}) == 3
+    with pytest.raises(IndexError, match="prompt 150"):
+        source.at(150)
+
+
+def test_at_is_a_pure_function_of_file_and_index(tmp_path: Path) -> None:
+    config = written(tmp_path / "a.jsonl", numbered(30))
+    first, second = make_source(config), make_source(config)
+    indices = [1000, 0, 7, 29, 30, 1000, 0]
+    assert [first.at(i) for i in indices] == [second.at(i) for i in indices]
+    assert first.at(1000) == second.at(1000)
+    assert first.at(12).index == 12
+    assert first.size is None
+
+
+def test_without_shuffling_the_order_is_that_of_the_file(tmp_path: Path) -> None:
+    source = make_source(replace(written(tmp_path / "a.jsonl", numbered(5)), shuffle=False))
+    assert [source.at(i).text for i in range(7)] == ["q0", "q1", "q2", "q3", "q4", "q0", "q1"]
+    assert source.at(3).metadata == {"answer": "3", "level": 0}
+
+
+def test_held_out_prompts_are_the_last_ones_and_never_in_the_stream(tmp_path: Path) -> None:
+    source = make_source(replace(written(tmp_path / "a.jsonl", numbered(20)), held_out=6, passes=2))
+    assert [p.text for p in source.held_out()] == [f"q{i}" for i in range(14, 20)]
+    assert source.size == 28
+    assert {source.at(i).text for i in range(28)} == {f"q{i}" for i in range(14)}
+
+
+def test_a_held_out_prompt_that_repeats_a_trained_one_is_left_out(tmp_path: Path) -> None:
+    rows = [*numbered(10), {"prompt": "q3", "answer": "3"}, {"prompt": "new", "answer": "1"}, {"prompt": "new", "answer": "1"}]
+    source = make_source(replace(written(tmp_path / "a.jsonl", rows), held_out=3))
+    assert [p.text for p in source.held_out()] == ["new"]
+    with pytest.raises(SettingsError, match="all 1 held-out prompts also occur in training"):
+        make_source(replace(written(tmp_path / "b.jsonl", [*numbered(3), {"prompt": "q0", "answer": "0"}]), held_out=1))
+
+
+def test_held_out_prompts_may_have_a_file_of_their_own(tmp_path: Path) -> None:
+    other = written(
+        tmp_path / "held.jsonl", [{"prompt": "h", "answer": "1"}, {"prompt": "q1", "answer": "1"}, {"prompt": "i", "answer": "2"}]
+    )
+    config = replace(written(tmp_path / "a.jsonl", numbered(4)), held_out_path=other.path, passes=1)
+    assert [p.text for p in make_source(config).held_out()] == ["h", "i"]
+    assert [p.text for p in make_source(replace(config, held_out=1)).held_out()] == ["h"]
+    assert make_source(config).size == 4
+
+
+def test_the_fingerprint_changes_with_content_and_order_but_not_with_the_path(tmp_path: Path) -> None:
+    config = written(tmp_path / "a.jsonl", numbered(9))
+    same = written(tmp_path / "b.jsonl", numbered(9))
+    changed = written(tmp_path / "c.jsonl", [*numbered(8), {"prompt": "q8", "answer": "nine"}])
+    base = make_source(config).fingerprint
+    assert make_source(same).fingerprint == base
+    others = [changed, replace(config, seed=1), replace(config, shuffle=False), replace(config, held_out=2), replace(config, passes=2)]
+    assert len({base, *(make_source(c).fingerprint for c in others)}) == 1 + len(others)
+
+
+def test_a_prompt_may_be_a_conversation_and_fields_may_have_other_names(tmp_path: Path) -> None:
+    conversation = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
+    config = written(tmp_path / "a.jsonl", [{"chat": conversation, "solution": "4", "tests": ["assert True"]}])
+    prompt = make_source(replace(config, prompt_field="chat", answer_field="solution")).at(0)
+    assert prompt.text == "2+2?"
+    assert prompt.messages == (("system", "Be brief."), ("user", "2+2?"))
+    assert prompt.metadata == {"solution": "4", "answer": "4", "tests": ["assert True"]}
+    assert "answer" not in make_source(replace(config, prompt_field="chat", answer_field="")).at(0).metadata
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("{", "not JSON"),
+        ("\xff", "not JSON"),
+        ("[1]", "expected an object"),
+        ('{"answer": "1"}', "no field 'prompt', it has answer"),
+        ('{"prompt": "x"}', "no field 'answer', it has prompt"),
+        ('{"prompt": "", "answer": "1"}', "is empty"),
+        ('{"prompt": 3, "answer": "1"}', "expected text or a list of messages"),
+        ('{"prompt": [{"role": "user"}], "answer": "1"}', "expected text or a list of messages"),
+        ('{"prompt": [], "answer": "1"}', "expected text or a list of messages"),
+    ],
+)
+def test_a_bad_line_is_named_with_the_reason(tmp_path: Path, line: str, why: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(b'{"prompt": "fine", "answer": "1"}\n\n' + line.encode("latin-1") + b"\n")
+    with pytest.raises(SettingsError, match=f"bad.jsonl:3: .*{why}"):
+        make_source(PromptConfig(path=str(path)))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"path": ""}, "prompts.path"),
+        ({"path": "/nowhere/a.jsonl"}, "does not exist"),
+        ({"held_out_path": "/nowhere"}, "prompts.held_out_path"),
+        ({"held_out": 3}, "leave 0 to train on"),
+        ({"count": 4}, "leave 3 to train on"),
+        ({"seed": -1}, "prompts.seed"),
+        ({"source": "jsonnl"}, "did you mean 'jsonl'"),
+    ],
+)
+def test_wrong_settings_say_what_to_do(tmp_path: Path, change: dict[str, object], why: str) -> None:
+    config = written(tmp_path / "a.jsonl", numbered(3))
+    with pytest.raises(SettingsError, match=why):
+        make_source(replace(config, **change))  # type: ignore[arg-type]
+
+
+def test_a_saved_data_set_and_its_files_give_the_same_stream(tmp_path: Path) -> None:
+    import datasets
+
+    table = datasets.Dataset.from_list([{"prompt": f"q{i}", "answer": str(i)} for i in range(12)])
+    table.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict({"train": table, "test": table.select([0])}).save_to_disk(tmp_path / "splits")
+    (tmp_path / "files").mkdir()
+    table.to_parquet(tmp_path / "files" / "a.parquet")
+    (tmp_path / "lines.json").write_text("".join(json.dumps(row) + "\n" for row in table))
+    sources = [
+        make_source(PromptConfig(source="hf", path=str(tmp_path / p), held_out=2)) for p in ("saved", "splits", "files", "lines.json")
+    ]
+    texts = [[source.at(i).text for i in range(20)] for source in sources]
+    assert all(one == texts[0] for one in texts)
+    assert [p.text for p in sources[0].held_out()] == ["q10", "q11"]
+    assert make_source(PromptConfig(source="hf", path=str(tmp_path / "splits"), split="test")).at(5).text == "q0"
+    with pytest.raises(SettingsError, match="did you mean 'train'"):
+        make_source(PromptConfig(source="hf", path=str(tmp_path / "splits"), split="trian"))
+    with pytest.raises(SettingsError, match="no field 'question'"):
+        make_source(PromptConfig(source="hf", path=str(tmp_path / "saved"), prompt_field="question"))
+
+
+def test_hf_refuses_what_is_not_a_data_set(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"not parquet")
+    with pytest.raises(SettingsError, match=r"a\.parquet"):
+        make_source(PromptConfig(source="hf", path=str(tmp_path / "a.parquet")))
+    (tmp_path / "b.txt").touch()
+    with pytest.raises(SettingsError, match="must hold Parquet files or JSON files"):
+        make_source(PromptConfig(source="hf", path=str(tmp_path / "b.txt")))
+
+
+@given(count=st.integers(1, 40), seed=st.integers(0, 2**30), number=st.integers(0, 1000))
+def test_every_pass_is_a_permutation(count: int, seed: int, number: int) -> None:
+    order = Order(count, seed=seed, shuffle=True, passes=0)
+    assert sorted(order[number * count + i] for i in range(count)) == list(range(count))
+
+
+def test_the_permutation_never_changes_between_releases() -> None:
+    order = Order(10, seed=7, shuffle=True, passes=0)
+    assert [order[i] for i in range(20)] == [4, 0, 5, 3, 7, 6, 8, 1, 2, 9, 9, 8, 5, 1, 3, 6, 7, 0, 2, 4]
+
+
+@pytest.mark.parametrize(("task", "answer"), [("max3", max), ("sort3", lambda d: "".join(sorted(d)))])
+def test_the_committed_examples_are_right_and_disjoint(task: str, answer: Callable[[str], str]) -> None:
+    source = make_source(PromptConfig(path=str(EXAMPLES / task / "prompts.jsonl"), held_out=200, passes=1))
+    prompts = [*(source.at(i) for i in range(source.size or 0)), *source.held_out()]
+    assert (source.size, len(prompts), len({p.text for p in prompts})) == (800, 1000, 1000)
+    assert all(answer(p.text[:3]) == p.metadata["answer"] and p.text[3:] == "=" for p in prompts)

@@ -1,0 +1,109 @@
+"""Rendering with real tokenizers."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.errors import SettingsError
+from rollout.prompts.base import Prompt
+from rollout.render import ChatTemplate, PromptTooLong, RenderConfig, Renderer
+from tests.rollout.tokenizers import CHARACTERS, TEMPLATE, write_tokenizer
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp("plain"))
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp("chat"), template=TEMPLATE, eos="<|im_end|>")
+
+
+def shown(renderer: Renderer, prompt: Prompt) -> str:
+    return str(renderer._tokenizer.decode(renderer.prompt_tokens(prompt)))
+
+
+def test_without_a_template_the_prompt_is_its_text(plain: Path) -> None:
+    renderer = Renderer(plain, RenderConfig(suffix=" ="))
+    assert renderer.text(renderer.prompt_tokens(Prompt("3 7"))) == "3 7 ="
+    assert len(renderer.prompt_tokens(Prompt("372"))) == 5
+    assert renderer.stop_token_ids == (1,)
+
+
+def test_with_a_template_system_and_suffix_are_in_their_places(chat: Path) -> None:
+    renderer = Renderer(chat, RenderConfig(system="brief", suffix=" now"))
+    begin = "<|im_start|>system\nbrief<|im_end|><|im_start|>user\n"
+    assert shown(renderer, Prompt("add")) == f"{begin}add now<|im_end|><|im_start|>assistant\n"
+    conversation = Prompt("c", (("system", "own"), ("user", "a"), ("assistant", "b"), ("user", "c")))
+    assert shown(renderer, conversation).startswith("<|im_start|>system\nown<|im_end|><|im_start|>user\na<|im_end|>")
+    assert shown(renderer, conversation).endswith("<|im_start|>user\nc now<|im_end|><|im_start|>assistant\n")
+
+
+def test_a_template_can_be_switched_off_and_its_absence_is_an_error(plain: Path, chat: Path) -> None:
+    off = Renderer(chat, RenderConfig(chat_template=ChatTemplate.OFF, system="s"))
+    assert shown(off, Prompt("add")) == "s\nadd"
+    with pytest.raises(SettingsError, match=r"render\.chat_template: .* has no chat template"):
+        Renderer(plain, RenderConfig(chat_template=ChatTemplate.ON))
+
+
+def test_a_further_turn_closes_the_assistants_and_opens_the_next(plain: Path, chat: Path) -> None:
+    renderer = Renderer(chat, RenderConfig())
+    end = renderer.stop_token_ids[0]
+    turn = renderer.turn_tokens("lower")
+    assert renderer._tokenizer.decode(turn) == "<|im_end|><|im_start|>user\nlower<|im_end|><|im_start|>assistant\n"
+    assert (end, *renderer.turn_tokens("lower", after=(9, end))) == turn
+    assert renderer.turn_tokens("lower", after=(end, 9)) == turn
+    assert Renderer(plain, RenderConfig()).turn_tokens(" x ") == tuple(renderer._tokenizer.encode(" x "))
+
+
+def test_stop_tokens_come_from_the_tokenizer_the_generation_config_and_the_settings(tmp_path: Path) -> None:
+    model = write_tokenizer(tmp_path, template=TEMPLATE)
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [4, 1]}))
+    assert Renderer(model, RenderConfig()).stop_token_ids == (1, 4)
+    newline = len(CHARACTERS) + 5
+    assert Renderer(model, RenderConfig(stop=("\n",), stop_at_eos=False)).stop_token_ids == (newline,)
+    with pytest.raises(SettingsError, match=r"'ab' is 2 tokens"):
+        Renderer(model, RenderConfig(stop=("ab",)))
+    (model / "generation_config.json").write_text("{")
+    with pytest.raises(SettingsError, match=r"generation_config\.json"):
+        Renderer(model, RenderConfig())
+
+
+def test_a_prompt_too_long_is_named(plain: Path) -> None:
+    renderer = Renderer(plain, RenderConfig(max_prompt_tokens=3))
+    assert len(renderer.prompt_tokens(Prompt("123"))) == 3
+    with pytest.raises(PromptTooLong, match=r"prompt 41 has 4 tokens, over render\.max_prompt_tokens 3"):
+        renderer.prompt_tokens(Prompt("1234", index=41))
+    with pytest.raises(SettingsError, match="prompt 42 has no tokens"):
+        renderer.prompt_tokens(Prompt("", index=42))
+
+
+def test_a_template_that_refuses_a_prompt_names_it(tmp_path: Path) -> None:
+    renderer = Renderer(write_tokenizer(tmp_path, template="{{ raise_exception('roles must alternate') }}"), RenderConfig())
+    with pytest.raises(SettingsError, match=r"prompt 5: .*roles must alternate"):
+        renderer.prompt_tokens(Prompt("x", index=5))
+
+
+def test_a_missing_or_broken_tokenizer_is_an_error_of_the_settings(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="no tokenizer in"):
+        Renderer(tmp_path, RenderConfig())
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(SettingsError, match="cannot be loaded"):
+        Renderer(tmp_path, RenderConfig())
+
+
+@given(st.text(alphabet=CHARACTERS, min_size=1, max_size=60))
+def test_text_survives_the_way_to_tokens_and_back(plain: Path, text: str) -> None:
+    renderer = _cached(plain)
+    assert renderer.text(renderer.prompt_tokens(Prompt(text))) == text
+
+
+_renderers: dict[Path, Renderer] = {}
+
+
+def _cached(path: Path) -> Renderer:
+    return _renderers.setdefault(path, _renderers.get(path) or Renderer(path, RenderConfig()))

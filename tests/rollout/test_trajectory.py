@@ -1,0 +1,125 @@
+"""Samples to a message and back."""
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.codec import decode_payload, encode_payload
+from protocol.errors import EngineError, ProtocolError, SettingsError
+from protocol.messages import Rollout
+from protocol.tensors import Array
+from rollout.environments.base import Sample
+from rollout.prompts.base import Prompt
+from rollout.trajectory import assemble, split
+
+GOOD = Sample((5, 6, 7), (-0.5, 0.0, -1.25), (1, 0, 1), ((2, 3), (3, 4)), "stop")
+
+
+def packed(*samples: Sample, prompt: Prompt | None = None) -> Rollout:
+    return assemble(
+        prompt or Prompt("q", metadata={"answer": "7"}, index=9), (1, 2), samples, [f"r{i}" for i in range(len(samples))],
+        group=9, token="t", engine="e", generate_s=0.5,
+    )  # fmt: skip
+
+
+@st.composite
+def samples(draw: st.DrawFn) -> Sample:
+    count = draw(st.integers(1, 12))
+    mask = (1, *draw(st.lists(st.integers(0, 1), min_size=count - 1, max_size=count - 1)))
+    value = st.floats(-50, 0, width=32)
+    ends = sorted({*draw(st.sets(st.integers(1, count), max_size=3)), count})
+    return Sample(
+        tokens=tuple(draw(st.lists(st.integers(0, 2**31 - 1), min_size=count, max_size=count))),
+        logprobs=tuple(draw(value) if m else 0.0 for m in mask),
+        loss_mask=mask,
+        spans=tuple((end, draw(st.integers(0, 1000))) for end in ends),
+        finish_reason=draw(st.sampled_from(["stop", "length", "environment"])),
+    )
+
+
+@given(st.lists(samples(), min_size=1, max_size=5), st.booleans())
+def test_split_is_the_inverse_of_assemble_over_the_wire(given_samples: list[Sample], rewarded: bool) -> None:
+    group = [replace(s, reward=float(i)) if rewarded else s for i, s in enumerate(given_samples)]
+    received = decode_payload(encode_payload(packed(*group)))
+    assert isinstance(received, Rollout)
+    for i, (sample, view) in enumerate(zip(group, split(received), strict=True)):
+        assert tuple(view.tokens) == sample.tokens
+        assert tuple(view.logprobs) == sample.logprobs
+        assert tuple(view.loss_mask) == sample.loss_mask
+        starts = [0, *(end for end, _ in sample.spans)]
+        assert list(view.versions) == [v for start, (end, v) in zip(starts, sample.spans, strict=False) for _ in range(end - start)]
+        assert (view.finish_reason, view.response, view.environment_reward) == (sample.finish_reason, f"r{i}", sample.reward)
+
+
+def test_the_message_carries_what_verifiers_need() -> None:
+    rollout = packed(GOOD, replace(GOOD, finish_reason="length"))
+    assert (rollout.group, rollout.token, rollout.engine, rollout.prompt_text, rollout.responses) == (9, "t", "e", "q", ("r0", "r1"))
+    assert msgspec.msgpack.decode(rollout.metadata) == {"answer": "7"}
+    assert rollout.environment_rewards is None
+    assert rollout.spans.numpy().tolist() == [[0, 2, 3], [0, 3, 4], [1, 2, 3], [1, 3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"tokens": (), "logprobs": (), "loss_mask": (), "spans": ()}, "no tokens"),
+        ({"logprobs": (-0.5, 0.0)}, "3 tokens, but 2 logprobs"),
+        ({"loss_mask": (1, 0, 1, 1)}, "4 in the mask"),
+        ({"tokens": (5, -6, 7)}, "negative token"),
+        ({"loss_mask": (1, 2, 1)}, "mask that is not 0 or 1"),
+        ({"loss_mask": (0, 0, 0), "logprobs": (0.0, 0.0, 0.0)}, "no sampled token"),
+        ({"logprobs": (-0.5, 0.0, float("nan"))}, "not a number of at most 0"),
+        ({"logprobs": (-0.5, 0.0, float("-inf"))}, "not a number of at most 0"),
+        ({"logprobs": (0.5, 0.0, -1.0)}, "not a number of at most 0"),
+        ({"logprobs": (-0.5, -0.5, -1.0)}, "at an inserted token"),
+        ({"spans": ((2, 3),)}, "do not rise to 3"),
+        ({"spans": ((2, 3), (2, 4), (3, 4))}, "do not rise to 3"),
+        ({"spans": ()}, "do not rise to 3"),
+        ({"spans": ((3, -1),)}, "version below 0"),
+        ({"finish_reason": "abort"}, "finish reason 'abort'"),
+        ({"reward": float("inf")}, "reward inf"),
+    ],
+)
+def test_a_sample_that_contradicts_itself_is_refused(change: dict[str, object], problem: str) -> None:
+    with pytest.raises(EngineError, match=f"group 9 sample 1: .*{problem}"):
+        packed(GOOD, replace(GOOD, **change))  # type: ignore[arg-type]
+
+
+def test_rewards_are_given_to_all_samples_or_none() -> None:
+    with pytest.raises(SettingsError, match="rewarded 1 of 2"):
+        packed(GOOD, replace(GOOD, reward=1.0))
+
+
+def test_metadata_that_does_not_fit_is_an_error_of_the_prompt() -> None:
+    with pytest.raises(SettingsError, match="prompt 3: the metadata"):
+        packed(GOOD, prompt=Prompt("q", metadata={"x": object()}, index=3))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"lengths": Array.of([3, 2], "int32")},
+        {"lengths": Array.of([6], "int32")},
+        {"lengths": Array.of([6, 0], "int32")},
+        {"lengths": Array.of([7, -1], "int32")},
+        {"tokens": Array.of([1], "int32")},
+        {"logprobs": Array.of([0.0] * 5, "float32")},
+        {"loss_mask": Array.of([[1] * 6], "uint8")},
+        {"responses": ("a",)},
+        {"environment_rewards": Array.of([1.0], "float32")},
+        {"spans": Array.of([], "int32")},
+        {"spans": Array.of([1, 2], "int32")},
+        {"spans": Array.of([[0, 3, 1]], "int32")},
+        {"spans": Array.of([[0, 3, 1], [1, 2, 1]], "int32")},
+        {"spans": Array.of([[0, 3, 1], [1, 4, 1]], "int32")},
+        {"spans": Array.of([[1, 3, 1], [0, 3, 1]], "int32")},
+        {"spans": Array.of([[0, 3, 1], [1, 3, 1], [2, 3, 1]], "int32")},
+        {"finish_reasons": ()},
+    ],
+)
+def test_a_message_whose_arrays_disagree_is_refused(change: dict[str, object]) -> None:
+    with pytest.raises(ProtocolError):
+        split(msgspec.structs.replace(packed(GOOD, GOOD), **change))
