@@ -10,6 +10,7 @@ DIR/authorized/*.key  public keys that may connect; needed where sockets bind, r
 import logging
 import os
 import shutil
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
