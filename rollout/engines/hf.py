@@ -5,6 +5,7 @@ commits; so no update can fall into a forward pass, and the version of a token i
 """
 
 import asyncio
+import itertools
 import threading
 import time
 from collections import deque
@@ -38,9 +39,12 @@ class HFEngine(Engine):
         self._served = Served()
         self._vocab = 0
         self._wake = threading.Condition()
-        self._rows: dict[str, tuple[Row, asyncio.Future[str]]] = {}
+        self._ids: dict[str, int] = {}
+        """Request id -> key in `_rows`."""
+        self._numbers = itertools.count()
+        self._rows: dict[int, tuple[Row, asyncio.Future[str]]] = {}
         """Every request that is waiting or running, in order of arrival; guarded by `_wake`."""
-        self._aborted: set[str] = set()
+        self._aborted: set[int] = set()
         self._jobs: deque[Callable[[], None]] = deque()
         self._paused = False
         self._closing = False
@@ -72,23 +76,24 @@ class HFEngine(Engine):
 
     async def generate(self, request: Request) -> Completion:
         await self.check()
-        check_request(request, vocab_size=self._vocab, max_model_len=self._config.max_model_len, running=self._rows)
+        check_request(request, vocab_size=self._vocab, max_model_len=self._config.max_model_len, running=self._ids)
         row = Row(request, _generator(request.sampling.seed))
         ended: asyncio.Future[str] = self._loop.create_future()
+        number = self._ids[request.id] = next(self._numbers)
         with self._wake:
-            self._rows[request.id] = (row, ended)
+            self._rows[number] = (row, ended)
             self._wake.notify_all()
         try:
             reason = await ended
         except asyncio.CancelledError:
-            await self.abort([request.id])
+            self._end({number})
             raise
+        finally:
+            del self._ids[request.id]
         return Completion(tuple(row.tokens), tuple(row.logprobs), spans_of(row.versions), reason)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        with self._wake:
-            self._aborted.update(self._rows.keys() & set(request_ids))
-            self._wake.notify_all()
+        self._end({self._ids[i] for i in request_ids if i in self._ids})
 
     async def pause(self) -> None:
         await self._between_steps(lambda: self._set_paused(True))
@@ -125,6 +130,11 @@ class HFEngine(Engine):
             self._wake.notify_all()
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
+
+    def _end(self, numbers: set[int]) -> None:
+        with self._wake:
+            self._aborted |= numbers
+            self._wake.notify_all()
 
     async def _between_steps(self, job: Callable[[], T]) -> T:
         """Have the decoding thread do something between two steps; not undone when the caller is cancelled."""
@@ -174,22 +184,21 @@ class HFEngine(Engine):
         if closing:
             return False
         with self._wake:
-            for request_id in self._aborted:
-                self._finish(request_id, "abort")
+            for number in self._aborted:
+                self._finish(number, "abort")
             self._aborted.clear()
-            rows = [] if self._paused else [row for row, _ in self._rows.values()][: self._config.max_running]
+            rows = {} if self._paused else dict(itertools.islice(self._rows.items(), self._config.max_running))
         if rows:
-            self._decoder.step(rows, self._served.version)
+            self._decoder.step([row for row, _ in rows.values()], self._served.version)
             with self._wake:
-                for row in rows:
+                for number, (row, _) in rows.items():
                     if row.finish_reason:
-                        self._finish(row.request.id, row.finish_reason)
+                        self._finish(number, row.finish_reason)
         return True
 
-    def _finish(self, request_id: str, reason: str) -> None:
-        row, ended = self._rows.pop(request_id, (None, None))
-        if row is not None and ended is not None:
-            self._answer(ended, reason)
+    def _finish(self, number: int, reason: str) -> None:
+        if number in self._rows:
+            self._answer(self._rows.pop(number)[1], reason)
 
     def _set_paused(self, paused: bool) -> None:
         self._paused = paused

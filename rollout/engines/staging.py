@@ -29,7 +29,7 @@ class Slice:
 
     def fill(self, source: torch.Tensor) -> None:
         """Copy the window out of the contiguous `source`."""
-        self.target.copy_(source.as_strided(self.size, self.stride, self.offset))
+        self.target.copy_(source.as_strided(self.size, self.stride, int(source.storage_offset()) + self.offset))
 
 
 @dataclass(frozen=True, slots=True)

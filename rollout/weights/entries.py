@@ -39,8 +39,15 @@ def in_buckets(manifest: WeightManifest) -> Iterator[tuple[int, Sequence[TensorE
 
 
 def view(entry: TensorEntry, bucket: torch.Tensor) -> torch.Tensor:
-    """The tensor of `entry` as a view of its bucket, a uint8 tensor whose storage is aligned."""
-    return bucket[entry.offset : entry.offset + entry.nbytes].view(getattr(torch, entry.dtype)).view(entry.shape)
+    """The tensor of `entry` as a view of its bucket, a uint8 tensor whose storage is aligned.
+
+    Raises:
+        WeightError: if the entry's offset is not aligned for its dtype.
+    """
+    try:
+        return bucket[entry.offset : entry.offset + entry.nbytes].view(getattr(torch, entry.dtype)).view(entry.shape)
+    except RuntimeError as error:
+        raise WeightError(f"tensor {entry.name} at offset {entry.offset}: {error}") from error
 
 
 def verify(entry: TensorEntry, tensor: torch.Tensor) -> None:

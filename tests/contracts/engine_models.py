@@ -1,0 +1,116 @@
+"""Tiny models for engine tests, versions of their weights written by hand, and what plain transformers makes of them."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
+
+from protocol.buckets import digest, manifest_digest, plan_buckets
+from protocol.messages import TensorEntry, WeightManifest
+
+VOCAB = 512
+
+
+def tiny_model(seed: int, *, tied: bool = False) -> Qwen2ForCausalLM:
+    """Qwen2 with 2 layers and weights large enough that two models agree on no token for long."""
+    config = Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        tie_word_embeddings=tied,
+    )
+    model = Qwen2ForCausalLM(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.15, generator=generator)
+    return model
+
+
+def weights(model: Qwen2ForCausalLM) -> dict[str, torch.Tensor]:
+    """Checkpoint name -> a copy of the tensor; tied ones once."""
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def entries_of(tensors: Mapping[str, torch.Tensor], bucket_bytes: int) -> tuple[list[TensorEntry], list[int]]:
+    """Lay tensors into buckets."""
+    places, buckets = plan_buckets([(name, tensor.nbytes) for name, tensor in tensors.items()], bucket_bytes)
+    entries = []
+    for place in places:
+        tensor = tensors[place.name]
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        entries.append(TensorEntry(place.name, dtype, tuple(tensor.shape), place.bucket, place.offset, place.nbytes, digest(_raw(tensor))))
+    return entries, buckets
+
+
+def manifest(
+    transport: str, location: str, entries: Sequence[TensorEntry], buckets: Sequence[int], version: int, epoch: str = "e1"
+) -> WeightManifest:
+    """A manifest whose digest fits its entries."""
+    return WeightManifest(
+        epoch=epoch,
+        version=version,
+        transport=transport,
+        location=location,
+        buckets=tuple(buckets),
+        tensors=tuple(entries),
+        digest=manifest_digest(entries),
+    )
+
+
+def write_shm(
+    directory: Path, tensors: Mapping[str, torch.Tensor], version: int, *, epoch: str = "e1", bucket_bytes: int = 200_000
+) -> WeightManifest:
+    """One file for each bucket."""
+    directory.mkdir(parents=True)
+    entries, buckets = entries_of(tensors, bucket_bytes)
+    memory = [bytearray(n) for n in buckets]
+    for entry in entries:
+        memory[entry.bucket][entry.offset : entry.offset + entry.nbytes] = _raw(tensors[entry.name])
+    for index, data in enumerate(memory):
+        (directory / f"bucket_{index:05d}.bin").write_bytes(data)
+    return manifest("shm", str(directory), entries, buckets, version, epoch)
+
+
+def write_disk(directory: Path, tensors: Mapping[str, torch.Tensor], version: int, *, epoch: str = "e1") -> WeightManifest:
+    """One safetensors file."""
+    directory.mkdir(parents=True)
+    safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
+    entries, buckets = entries_of(tensors, 1 << 30)
+    return manifest("disk", str(directory), entries, buckets, version, epoch)
+
+
+@torch.no_grad()
+def follows(rows: Sequence[tuple[int, Qwen2ForCausalLM]], prompt: Sequence[int], tokens: Sequence[int], *, recompute: bool) -> bool:
+    """Whether `tokens` are greedy, where those before each `end` come from its model and KV is recomputed or kept at a switch.
+
+    All tokens of a row are looked at in one forward pass: what was fed is known, so decoding again would give the same logits.
+    """
+    ids = [*prompt, *tokens]
+    first = len(prompt) - 1
+    cache, start = DynamicCache(), 0
+    for end, model in rows:
+        fed = 0 if recompute or start == 0 else first + start
+        cache = cache if fed else DynamicCache()
+        logits = model(torch.tensor([ids[fed : first + end]]), past_key_values=cache, use_cache=True).logits[0]
+        if logits[start - end :].argmax(-1).tolist() != ids[first + 1 + start : first + 1 + end]:
+            return False
+        start = end
+    return start == len(tokens)
+
+
+@torch.no_grad()
+def logits_of(model: Qwen2ForCausalLM, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
+    """Logits [T, V] that each of `tokens` was sampled from."""
+    found: torch.Tensor = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+    return found
+
+
+def _raw(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)

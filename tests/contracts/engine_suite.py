@@ -1,0 +1,415 @@
+"""What every engine must do. A test module provides the fixture `bench` and subclasses `EngineContract`.
+
+Nothing here waits by the clock: a pilot request of a few tokens that has ended proves that the others, decoded in the same batches,
+have about as many; requests that must outlive an update are aborted when enough was seen.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from transformers import Qwen2ForCausalLM
+
+from protocol.buckets import manifest_digest
+from protocol.errors import EngineError, WeightError
+from protocol.messages import TensorEntry, WeightManifest
+from rollout.engines.base import Completion, Engine, KvPolicy, Request, Sampling, Served
+from rollout.engines.sampling import sampled_distribution
+from tests.contracts.engine_models import VOCAB, follows, logits_of, weights, write_shm
+
+PROMPTS = ((5, 17, 200, 33, 9, 411), (7, 17, 200, 33), (8, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10))
+LONG = 900
+PILOT = 16
+
+
+@dataclass
+class Bench:
+    """One started engine, and two models whose weights it can serve."""
+
+    engine: Any
+    kv: KvPolicy
+    models: Mapping[str, Qwen2ForCausalLM]
+    directory: Path
+    computes: bool = True
+    """False: the engine has no model, its tokens mean nothing."""
+    last: int = -1
+    """Newest version that was published."""
+
+    def publish(self, name: str, epoch: str = "e1") -> WeightManifest:
+        """Write the next version, with the weights of a model."""
+        return self.publish_tensors(weights(self.models[name]), epoch)
+
+    def publish_tensors(self, tensors: Mapping[str, torch.Tensor], epoch: str = "e1") -> WeightManifest:
+        self.last += 1
+        return write_shm(self.directory / f"v{self.last}", tensors, self.last, epoch=epoch)
+
+    async def serve(self, name: str) -> WeightManifest:
+        """Publish, stage and commit."""
+        manifest = self.publish(name)
+        await self.engine.stage(manifest)
+        await self.engine.commit(manifest)
+        return manifest
+
+    async def pilot(self, name: str) -> None:
+        """Returns when the engine has made some more tokens for every running request."""
+        await self.engine.generate(Request(f"{name}/0", (3, 4), Sampling(max_tokens=PILOT, temperature=0)))
+
+    @asynccontextmanager
+    async def long(self, *prompts: Sequence[int]) -> AsyncIterator[list["asyncio.Task[Completion]"]]:
+        """Greedy requests that run while the body does, and are aborted at its end."""
+        ids = [f"long{i}/0" for i in range(len(prompts))]
+        async with asyncio.TaskGroup() as group:
+            requests = [Request(i, tuple(p), Sampling(max_tokens=LONG, temperature=0)) for i, p in zip(ids, prompts, strict=True)]
+            tasks = [group.create_task(self.engine.generate(request), name=request.id) for request in requests]
+            await self.pilot("before")
+            yield tasks
+            await self.engine.abort(ids)
+
+
+async def together(engine: Engine, requests: Sequence[Request]) -> list[Completion]:
+    """Completions of requests that run at once."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(engine.generate(request), name=request.id) for request in requests]
+    return [task.result() for task in tasks]
+
+
+def ask(name: str, prompt: Sequence[int], max_tokens: int, **sampling: Any) -> Request:
+    return Request(f"{name}/0", tuple(prompt), Sampling(max_tokens=max_tokens, **{"temperature": 0.0, **sampling}))
+
+
+class EngineContract:
+    async def test_a_fresh_engine_serves_no_version_and_cannot_adopt_one(self, bench: Bench) -> None:
+        assert bench.engine.served == Served("", -1, 0)
+        with pytest.raises(WeightError):
+            await bench.engine.adopt("e1", 0)
+        found = await bench.engine.generate(ask("fresh", PROMPTS[0], 4))
+        assert found.spans == ((4, -1),)
+        manifest = await bench.serve("A")
+        assert bench.engine.served == Served("e1", manifest.version, manifest.digest)
+
+    async def test_greedy_tokens_are_those_of_the_model(self, bench: Bench) -> None:
+        version = (await bench.serve("A")).version
+        found = await together(bench.engine, [ask(f"greedy{i}", p, 40) for i, p in enumerate(PROMPTS)])
+        again = await together(bench.engine, [ask(f"greedy{i}", p, 40) for i, p in enumerate(PROMPTS)])
+        assert [c.tokens for c in again] == [c.tokens for c in found]
+        for prompt, completion in zip(PROMPTS, found, strict=True):
+            assert completion.finish_reason == "length"
+            assert completion.spans == ((40, version),)
+            assert len(completion.logprobs) == len(completion.tokens) == 40
+            if bench.computes:
+                assert follows([(40, bench.models["A"])], prompt, completion.tokens, recompute=True)
+
+    async def test_logprobs_are_those_of_the_distribution_that_was_sampled_from(self, bench: Bench) -> None:
+        await bench.serve("A")
+        kinds = [
+            Sampling(max_tokens=24, temperature=0),
+            Sampling(max_tokens=24, seed=1),
+            Sampling(max_tokens=24, temperature=0.7, seed=2),
+            Sampling(max_tokens=24, temperature=1.3, top_k=5, seed=3),
+            Sampling(max_tokens=24, top_p=0.8, seed=4),
+            Sampling(max_tokens=24, temperature=0.9, top_k=50, top_p=0.9, seed=5),
+        ]
+        requests = [Request(f"kind{i}/0", PROMPTS[i % 3], kind) for i, kind in enumerate(kinds)]
+        for request, found in zip(requests, await together(bench.engine, requests), strict=True):
+            if not bench.computes:
+                assert torch.tensor(found.logprobs).allclose(-torch.tensor(float(VOCAB)).log())
+                continue
+            logits = logits_of(bench.models["A"], request.prompt, found.tokens)
+            expected = [float(sampled_distribution(row, request.sampling)[t]) for row, t in zip(logits, found.tokens, strict=True)]
+            torch.testing.assert_close(torch.tensor(found.logprobs), torch.tensor(expected), atol=1e-4, rtol=0)
+
+    async def test_a_stop_token_ends_a_completion_and_is_its_last(self, bench: Bench) -> None:
+        await bench.serve("A")
+        whole = (await bench.engine.generate(ask("stop", PROMPTS[0], 40))).tokens
+        found = await bench.engine.generate(ask("stop", PROMPTS[0], 40, stop_token_ids=(whole[9],)))
+        if bench.computes:
+            assert found.tokens == whole[: whole.index(whole[9]) + 1]
+            assert found.finish_reason == "stop"
+        assert (found.tokens[-1] == whole[9]) == (found.finish_reason == "stop")
+        assert found.spans[-1][0] == len(found.tokens) == len(found.logprobs)
+
+    @pytest.mark.parametrize(
+        ("request_", "words"),
+        [
+            (ask("empty", (), 4), "empty"),
+            (ask("none", (1, 2), 0), "max_tokens"),
+            (ask("long", (1,) * 1000, 25), "max_model_len"),
+            (ask("range", (1, VOCAB), 4), f"token id {VOCAB}"),
+            (ask("minus", (1, -1), 4), "token id -1"),
+            (ask("stopper", (1,), 4, stop_token_ids=(VOCAB,)), "stop token"),
+            (ask("cold", (1,), 4, temperature=-1.0), "temperature"),
+        ],
+    )
+    async def test_a_request_that_cannot_run_is_refused_by_name(self, bench: Bench, request_: Request, words: str) -> None:
+        with pytest.raises(EngineError, match=words) as error:
+            await bench.engine.generate(request_)
+        assert request_.id in str(error.value)
+        await bench.pilot("after")
+
+    async def test_an_id_that_is_running_is_refused(self, bench: Bench) -> None:
+        async with bench.long(PROMPTS[0]):
+            with pytest.raises(EngineError, match="long0"):
+                await bench.engine.generate(Request("long0/0", PROMPTS[1], Sampling(max_tokens=4)))
+
+    async def test_abort_returns_what_there_is(self, bench: Bench) -> None:
+        await bench.serve("A")
+        async with bench.long(PROMPTS[0]) as (task,):
+            await bench.engine.abort(["nobody", "long0/0"])
+            found = await task
+        assert found.finish_reason == "abort"
+        assert 0 < len(found.tokens) < LONG
+        assert found.spans == ((len(found.tokens), bench.engine.served.version),)
+        assert len(found.logprobs) == len(found.tokens)
+        if bench.computes:
+            assert follows([(len(found.tokens), bench.models["A"])], PROMPTS[0], found.tokens, recompute=True)
+
+    async def test_a_cancelled_generate_frees_its_id(self, bench: Bench) -> None:
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(bench.engine.generate(ask("gone", PROMPTS[0], LONG)), name="gone")
+            await bench.pilot("first")
+            task.cancel()
+        assert task.cancelled()
+        assert len((await bench.engine.generate(ask("gone", PROMPTS[0], 8))).tokens) == 8
+
+    async def test_pause_freezes_and_resume_goes_on(self, bench: Bench) -> None:
+        await bench.serve("A")
+        alone = (await bench.engine.generate(ask("held", PROMPTS[0], 120))).tokens
+        async with asyncio.TaskGroup() as group:
+            held = group.create_task(bench.engine.generate(ask("held", PROMPTS[0], 120)), name="held")
+            await bench.engine.pause()
+            await bench.engine.pause()
+            late = group.create_task(bench.engine.generate(ask("late", PROMPTS[1], 4)), name="late")
+            for _ in range(50):  # as many turns as would end both if the engine were not paused
+                await bench.engine.live_digest()
+                await asyncio.sleep(0)
+            assert not held.done()
+            assert not late.done()
+            await bench.engine.resume()
+            await bench.engine.resume()
+        assert held.result().tokens == alone
+        assert len(late.result().tokens) == 4
+
+    async def test_an_update_while_generating_is_exact_at_the_recorded_token(self, bench: Bench) -> None:
+        old = (await bench.serve("A")).version
+        async with bench.long(*PROMPTS) as tasks:
+            manifest = bench.publish("B")
+            await bench.engine.stage(manifest)
+            assert bench.engine.served.version == old
+            pause_ms = await bench.engine.commit(manifest)
+            assert pause_ms >= 0
+            assert bench.engine.served == Served("e1", manifest.version, manifest.digest)
+            await bench.pilot("after")
+        found = [task.result() for task in tasks]
+        for completion in found:
+            assert [version for _, version in completion.spans] == [old, manifest.version]
+        if bench.computes:
+            assert_switched(bench, found, [["A", "B"]] * len(found))
+
+    async def test_several_updates_leave_one_span_each(self, bench: Bench) -> None:
+        versions = [(await bench.serve("A")).version]
+        async with bench.long(*PROMPTS) as tasks:
+            for name in ("B", "A", "B"):
+                versions.append((await bench.serve(name)).version)
+                await bench.pilot("between")
+        found = [task.result() for task in tasks]
+        assert [[v for _, v in c.spans] for c in found] == [versions] * len(found)
+        if bench.computes:
+            assert_switched(bench, found, [["A", "B", "A", "B"]] * len(found))
+
+    async def test_a_commit_while_paused_stays_paused(self, bench: Bench) -> None:
+        old = (await bench.serve("A")).version
+        async with bench.long(*PROMPTS) as tasks:
+            await bench.engine.pause()
+            new = (await bench.serve("B")).version
+            await bench.engine.live_digest()
+            assert not any(task.done() for task in tasks)
+            await bench.engine.resume()
+            await bench.pilot("after")
+        found = [task.result() for task in tasks]
+        assert [[v for _, v in c.spans] for c in found] == [[old, new]] * len(found)
+        if bench.computes:
+            assert_switched(bench, found, [["A", "B"]] * len(found))
+
+    async def test_a_new_request_never_rests_on_an_old_prefix(self, bench: Bench) -> None:
+        prompt = tuple(range(4, 304))
+        await bench.serve("A")
+        await bench.engine.generate(ask("warm", prompt, 4))
+        version = (await bench.serve("B")).version
+        found = await bench.engine.generate(ask("cold", prompt, 16))
+        assert found.spans == ((16, version),)
+        if bench.computes:
+            assert follows([(16, bench.models["B"])], prompt, found.tokens, recompute=True)
+
+    async def test_committing_what_is_not_staged_is_refused(self, bench: Bench) -> None:
+        await bench.serve("A")
+        served, live = bench.engine.served, await bench.engine.live_digest()
+        never = bench.publish("B")
+        with pytest.raises(WeightError, match=r"not staged|idle"):
+            await bench.engine.commit(never)
+        staged = bench.publish("B")
+        await bench.engine.stage(staged)
+        with pytest.raises(WeightError, match="not staged"):
+            await bench.engine.commit(never)
+        assert (bench.engine.served, await bench.engine.live_digest()) == (served, live)
+
+    async def test_a_version_is_committed_once(self, bench: Bench) -> None:
+        manifest = await bench.serve("A")
+        with pytest.raises(WeightError):
+            await bench.engine.commit(manifest)
+        assert bench.engine.served.version == manifest.version
+
+    async def test_a_cancelled_stage_leaves_nothing_staged(self, bench: Bench) -> None:
+        await bench.serve("A")
+        manifest = bench.publish("B")
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(bench.engine.stage(manifest), name="stage")
+            await asyncio.sleep(0)
+            task.cancel()
+        assert task.cancelled()
+        with pytest.raises(WeightError):
+            await bench.engine.commit(manifest)
+        await bench.serve("B")
+
+    async def test_a_second_stage_at_the_same_time_is_refused(self, bench: Bench) -> None:
+        await bench.serve("A")
+        first, second = bench.publish("B"), bench.publish("B")
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(bench.engine.stage(first), name="stage")
+            await asyncio.sleep(0)
+            with pytest.raises(WeightError, match="being staged"):
+                await bench.engine.stage(second)
+        assert task.done()
+        await bench.engine.commit(first)
+
+    async def test_adopt_renames_what_is_live(self, bench: Bench) -> None:
+        manifest = await bench.serve("A")
+        live = await bench.engine.live_digest()
+        async with bench.long(*PROMPTS) as tasks:
+            await bench.engine.adopt("e2", 77)
+            assert bench.engine.served == Served("e2", 77, manifest.digest)
+            await bench.pilot("after")
+        for task in tasks:
+            assert [v for _, v in task.result().spans] == [manifest.version, 77]
+        if bench.computes:
+            assert_switched(bench, [task.result() for task in tasks], [["A", "A"]] * len(tasks), strict=False)
+        assert await bench.engine.live_digest() == live
+
+    @pytest.mark.parametrize("fault", ["corrupted", "truncated", "file missing", "twice", "overlap", "digest"])
+    async def test_a_broken_version_changes_nothing(self, bench: Bench, fault: str) -> None:
+        await assert_refused(bench, fault)
+
+    @pytest.mark.parametrize("fault", ["tensor missing", "shape", "dtype", "unknown", "architecture"])
+    async def test_a_version_of_another_model_changes_nothing(self, bench: Bench, fault: str) -> None:
+        if not bench.computes:
+            pytest.skip("an engine without a model takes every model's weights")
+        await assert_refused(bench, fault)
+
+
+def assert_switched(bench: Bench, found: Sequence[Completion], names: Sequence[Sequence[str]], *, strict: bool = True) -> None:
+    """Tokens equal those of plain transformers switched at the recorded tokens, and with `strict` at no neighbouring ones."""
+    recompute = bench.kv is KvPolicy.RECOMPUTE
+    moved = {-1: False, 1: False}
+    for prompt, completion, chain in zip(PROMPTS, found, names, strict=True):
+        rows = [(end, bench.models[name]) for (end, _), name in zip(completion.spans, chain, strict=True)]
+        assert follows(rows, prompt, completion.tokens, recompute=recompute)
+        for shift in moved:
+            shifted = [(rows[0][0] + shift, rows[0][1]), *rows[1:]]
+            moved[shift] |= not follows(shifted, prompt, completion.tokens, recompute=recompute)
+    assert not strict or all(moved.values())
+
+
+async def assert_refused(bench: Bench, fault: str) -> None:
+    """Staging a faulty version raises, what is live stays, what runs goes on, and the next good version is taken."""
+    served = (await bench.serve("A")).version
+    live = await bench.engine.live_digest()
+    manifest = FAULTS[fault](bench)
+    async with bench.long(PROMPTS[0]) as (task,):
+        with pytest.raises(WeightError) as error:
+            await bench.engine.stage(manifest)
+        assert "tensor" in str(error.value) or "digest" in str(error.value) or "Qwen3" in str(error.value)
+        with pytest.raises(WeightError):
+            await bench.engine.commit(manifest)
+        assert await bench.engine.live_digest() == live
+        assert bench.engine.served.version == served
+        await bench.pilot("after")
+    found = task.result()
+    assert found.spans == ((len(found.tokens), served),)
+    if bench.computes:
+        assert follows([(len(found.tokens), bench.models["A"])], PROMPTS[0], found.tokens, recompute=True)
+    manifest = await bench.serve("B")
+    assert bench.engine.served.digest == manifest.digest
+
+
+def _resealed(manifest: WeightManifest, entries: Sequence[TensorEntry]) -> WeightManifest:
+    return msgspec.structs.replace(manifest, tensors=tuple(entries), digest=manifest_digest(entries))
+
+
+def _corrupted(bench: Bench) -> WeightManifest:
+    manifest = bench.publish("B")
+    entry = manifest.tensors[-2]
+    path = Path(manifest.location) / f"bucket_{entry.bucket:05d}.bin"
+    data = bytearray(path.read_bytes())
+    data[entry.offset + entry.nbytes // 2] ^= 1
+    path.write_bytes(data)
+    return manifest
+
+
+def _truncated(bench: Bench) -> WeightManifest:
+    manifest = bench.publish("B")
+    path = Path(manifest.location) / "bucket_00001.bin"
+    path.write_bytes(path.read_bytes()[:-1])
+    return manifest
+
+
+def _file_missing(bench: Bench) -> WeightManifest:
+    manifest = bench.publish("B")
+    (Path(manifest.location) / "bucket_00001.bin").unlink()
+    return manifest
+
+
+def _twice(bench: Bench) -> WeightManifest:
+    manifest = bench.publish("B")
+    return _resealed(manifest, [*manifest.tensors, manifest.tensors[0]])
+
+
+def _overlap(bench: Bench) -> WeightManifest:
+    manifest = bench.publish("B")
+    first, second = [e for e in manifest.tensors if e.bucket == manifest.tensors[3].bucket][:2]
+    moved = msgspec.structs.replace(second, offset=first.offset)
+    return _resealed(manifest, [moved if e is second else e for e in manifest.tensors])
+
+
+def _without_one(bench: Bench) -> WeightManifest:
+    tensors = weights(bench.models["B"])
+    del tensors["model.norm.weight"]
+    return bench.publish_tensors(tensors)
+
+
+def _changed(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Bench], WeightManifest]:
+    def make(bench: Bench) -> WeightManifest:
+        tensors = weights(bench.models["B"])
+        name = "model.layers.1.mlp.down_proj.weight"
+        return bench.publish_tensors({**tensors, name: change(tensors[name])})
+
+    return make
+
+
+FAULTS: dict[str, Callable[[Bench], WeightManifest]] = {
+    "corrupted": _corrupted,
+    "truncated": _truncated,
+    "file missing": _file_missing,
+    "twice": _twice,
+    "overlap": _overlap,
+    "digest": lambda bench: msgspec.structs.replace(bench.publish("B"), digest=1),
+    "tensor missing": _without_one,
+    "shape": _changed(lambda t: t.T.contiguous()),
+    "dtype": _changed(lambda t: t.half()),
+    "unknown": lambda bench: bench.publish_tensors({**weights(bench.models["B"]), "model.extra.weight": torch.zeros(3)}),
+    "architecture": lambda bench: msgspec.structs.replace(bench.publish("B"), base_model="Qwen3ForCausalLM"),
+}

@@ -1,0 +1,65 @@
+import multiprocessing
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from protocol.errors import EngineError
+from rollout.engines.base import EngineConfig, KvPolicy, Request, Sampling
+from rollout.engines.registry import make_engine
+from tests.contracts.engine_models import tiny_model
+from tests.contracts.engine_suite import Bench, EngineContract
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.filterwarnings("ignore:.*torch.distributed.reduce_op.*"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """An engine under test. Both starts of vLLM differ in all that matters: policy, ranks."""
+
+    name: str
+    kv: KvPolicy
+    ranks: int = 1
+
+
+SETUPS = [
+    pytest.param(Setup("scripted", KvPolicy.KEEP), id="scripted"),
+    pytest.param(Setup("hf", KvPolicy.RECOMPUTE), id="hf-recompute"),
+    pytest.param(Setup("hf", KvPolicy.KEEP), id="hf-keep"),
+    pytest.param(Setup("vllm", KvPolicy.RECOMPUTE), id="vllm-recompute", marks=pytest.mark.engine),
+    pytest.param(Setup("vllm", KvPolicy.KEEP, ranks=2), id="vllm-keep-tp2", marks=pytest.mark.engine),
+]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=SETUPS)
+async def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench]:
+    setup: Setup = request.param
+    models = {"A": tiny_model(1), "B": tiny_model(2)}
+    directory: Path = tmp_path_factory.mktemp(setup.name)
+    models["A"].save_pretrained(directory / "model")
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    config = EngineConfig(name=setup.name, kv=setup.kv, tensor_parallel_size=setup.ranks, seconds_per_token=0.001)
+    engine = make_engine(config, directory / "model", f"{setup.name}.test")
+    await engine.start()
+    try:
+        yield Bench(engine, setup.kv, models, directory, computes=setup.name != "scripted")
+    finally:
+        await engine.close()
+        await engine.close()
+    with pytest.raises(EngineError):
+        await engine.generate(Request("late/0", (1,), Sampling(max_tokens=1)))
+    # multiprocessing's resource tracker belongs to the test's process, not to the engine
+    left = [c for c in psutil.Process().children(recursive=True) if c.pid not in before and "resource_tracker" not in " ".join(c.cmdline())]
+    assert not left, left
+    assert not multiprocessing.active_children()
+
+
+class TestEngine(EngineContract):
+    pass
