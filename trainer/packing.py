@@ -102,7 +102,7 @@ def build_batch(
         if scored.rollout.group in numbers:
             raise ProtocolError(f"group {scored.rollout.group}: comes twice in the batch of step {step}")
         numbers.add(scored.rollout.group)
-        samples.extend(_samples(scored, index, max_staleness, step))
+        samples.extend(samples_of(scored, index, max_staleness, step))
     if not samples:
         raise ProtocolError(f"step {step}: the batch has no samples")
     batch = _pad(samples, step=step, temperature=temperature)
@@ -135,8 +135,18 @@ def check_bound(batch: Batch, samples: Sequence[Sample], mask: torch.Tensor) -> 
                 )
 
 
-def _samples(scored: ScoredRollout, index: int, max_staleness: int, step: int) -> Iterator[Sample]:
-    """Check a group and cut it into its samples."""
+def samples_of(scored: ScoredRollout, index: int, max_staleness: int, step: int) -> Iterator[Sample]:
+    """Check a scored group and cut it into its samples.
+
+    Args:
+        scored: the group as received.
+        index: its place in the batch.
+        max_staleness: the bound of its lease.
+        step: version that the step starts from.
+
+    Raises:
+        ProtocolError: names group and field.
+    """
     rollout = scored.rollout
     lengths = _lengths(rollout)
     total = int(lengths.sum())

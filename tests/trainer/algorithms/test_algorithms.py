@@ -79,7 +79,8 @@ def test_the_sum_does_not_depend_on_how_the_batch_is_cut(name: str) -> None:
     logprobs = torch.full_like(made.behaviour_logprobs, -0.9)
     whole = (recipe.token_loss(logprobs, made.behaviour_logprobs, made.advantages).loss * weights).sum()
     parts = [
-        (recipe.token_loss(logprobs[i], made.behaviour_logprobs[i], made.advantages[i]).loss * weights[i]).sum() for i in range(len(weights))
+        (recipe.token_loss(logprobs[i], made.behaviour_logprobs[i], made.advantages[i]).loss * weights[i]).sum()
+        for i in range(len(weights))
     ]
     torch.testing.assert_close(sum(parts), whole)
 
