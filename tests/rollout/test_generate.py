@@ -1,0 +1,160 @@
+"""Groups on the scripted engine."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from protocol.errors import EngineError, SettingsError
+from protocol.messages import Rollout
+from rollout.engines.base import Completion, EngineConfig, Request, Sampling
+from rollout.engines.scripted import ScriptedEngine
+from rollout.environments.base import Environment, EnvironmentConfig, Generate, Sample
+from rollout.environments.registry import make_environment
+from rollout.generate import generate_group
+from rollout.prompts.base import Prompt
+from rollout.render import PromptTooLong, RenderConfig, Renderer
+from rollout.trajectory import split
+from tests.rollout.tokenizers import write_tokenizer
+
+PROMPT = Prompt("3+4=", metadata={"answer": "7"}, index=12)
+SAMPLING = Sampling(max_tokens=6, stop_token_ids=(1,))
+CONFIG = EngineConfig(name="scripted")
+
+
+class Watched(ScriptedEngine):
+    """The scripted engine serving version 5; notes its requests."""
+
+    def __init__(self, model_dir: Path, config: EngineConfig = CONFIG) -> None:
+        super().__init__(config, model_dir, "engine.1")
+        self._served = replace(self._served, epoch="e", version=5)
+        self.requests: list[Request] = []
+        self.running = 0
+        self.busy = asyncio.Event()
+        """Set once every sample of a group of four is running."""
+
+    async def generate(self, request: Request) -> Completion:
+        self.requests.append(request)
+        self.running += 1
+        if self.running == 4:
+            self.busy.set()
+        try:
+            return await super().generate(request)
+        finally:
+            self.running -= 1
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def renderer(model_dir: Path) -> Renderer:
+    return Renderer(model_dir, RenderConfig(max_prompt_tokens=8))
+
+
+@pytest.fixture
+async def engine(model_dir: Path) -> AsyncIterator[Watched]:
+    engine = Watched(model_dir)
+    await engine.start()
+    yield engine
+    await engine.close()
+
+
+async def generate(engine: Watched, renderer: Renderer, environment: Environment | None = None, prompt: Prompt = PROMPT) -> Rollout:
+    return await generate_group(
+        engine, renderer, environment or make_environment(EnvironmentConfig()), prompt,
+        group=12, token="t0", n=4, sampling=SAMPLING, engine_name="engine.1",
+    )  # fmt: skip
+
+
+async def test_a_group_holds_n_samples_with_their_text(engine: Watched, renderer: Renderer) -> None:
+    rollout = await generate(engine, renderer)
+    views = split(rollout)
+    assert len(views) == 4
+    assert (rollout.group, rollout.token, rollout.engine, rollout.prompt_text) == (12, "t0", "engine.1", "3+4=")
+    assert tuple(rollout.prompt_tokens.numpy()) == renderer.prompt_tokens(PROMPT)
+    for view in views:
+        assert view.response == renderer.text(tuple(view.tokens))
+        assert view.loss_mask.all()
+        assert set(view.versions) == {5}
+        assert view.finish_reason in {"stop", "length"}
+    assert rollout.generate_s >= 0
+
+
+async def test_request_ids_are_distinct_and_start_with_the_group(engine: Watched, renderer: Renderer) -> None:
+    await generate(engine, renderer)
+    ids = [request.id for request in engine.requests]
+    assert len(set(ids)) == 4
+    assert all(id.rpartition("/")[0] == "12" for id in ids)
+
+
+async def test_turns_of_a_game_become_one_sample(engine: Watched, renderer: Renderer) -> None:
+    game = make_environment(EnvironmentConfig("guess_number", {"max_turns": 3, "turn_tokens": 2}))
+    prompt = replace(PROMPT, metadata={"answer": 10**9})
+    rollout = await generate(engine, renderer, game, prompt)
+    views = split(rollout)
+    assert rollout.finish_reasons == ("environment",) * 4
+    assert [view.environment_reward for view in views] == [0.0] * 4
+    assert all(0 < view.loss_mask.sum() <= 6 and not view.loss_mask.all() and view.loss_mask[-1] for view in views)
+    assert len({request.id for request in engine.requests}) == 12
+    assert all(request.sampling.max_tokens == 2 for request in engine.requests)
+
+
+async def test_an_environment_cannot_ask_for_more_than_the_settings_allow(engine: Watched, renderer: Renderer) -> None:
+    await generate(engine, renderer, make_environment(EnvironmentConfig("guess_number", {"max_turns": 1, "turn_tokens": 99})))
+    assert all(request.sampling == SAMPLING for request in engine.requests)
+
+
+async def test_cancelling_leaves_no_request(model_dir: Path, renderer: Renderer) -> None:
+    engine = Watched(model_dir, replace(CONFIG, seconds_per_token=3600.0))
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(generate(engine, renderer))
+        await engine.busy.wait()
+        task.cancel()
+    assert task.cancelled()
+    assert engine.running == 0
+    assert not engine._alive
+    await engine.close()
+
+
+async def test_an_error_of_the_engine_comes_out_bare_and_ends_the_other_samples(model_dir: Path, renderer: Renderer) -> None:
+    engine = Watched(model_dir, replace(CONFIG, seconds_per_token=3600.0))
+
+    class OneFails(Environment):
+        async def run(self, prompt: Prompt, prompt_tokens: tuple[int, ...], generate: Generate, renderer: Renderer) -> Sample:
+            if len(engine.requests) == 3:
+                await generate((10**6,), None)
+            await generate(prompt_tokens, None)
+            raise AssertionError
+
+    with pytest.raises(EngineError, match="token id 1000000 is out of range"):
+        await generate(engine, renderer, OneFails())
+    assert engine.running == 0
+    await engine.close()
+
+
+async def test_a_request_that_the_engine_ends_is_an_error_not_a_short_sample(model_dir: Path, renderer: Renderer) -> None:
+    engine = Watched(model_dir, replace(CONFIG, seconds_per_token=3600.0))
+
+    async def abort() -> None:
+        await engine.busy.wait()
+        await engine.abort([engine.requests[2].id])
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(abort())
+        with pytest.raises(EngineError, match=r"12/2.*the engine ended it after 0 tokens"):
+            await generate(engine, renderer)
+    assert engine.running == 0
+    await engine.close()
+
+
+async def test_a_prompt_that_cannot_be_rendered_reaches_no_engine(engine: Watched, renderer: Renderer) -> None:
+    with pytest.raises(PromptTooLong, match="prompt 3 has 9 tokens"):
+        await generate(engine, renderer, prompt=Prompt("123456789", index=3))
+    with pytest.raises(SettingsError, match="needs a whole number"):
+        await generate(engine, renderer, make_environment(EnvironmentConfig("guess_number")), Prompt("x"))
+    assert not engine.requests
