@@ -195,12 +195,13 @@ class Sender:
     def _pick(self) -> Link[Pending] | None:
         """The live link with most free credit; of equal ones that with least outstanding."""
         best: Link[Pending] | None = None
-        best_rank = (0, 0)
+        best_free = 0
         for link in self._links.links.values():
-            if link.ready and not link.full and not link.lost:
-                rank = (self._free(link), -len(link.outstanding))
-                if rank[0] > 0 and (best is None or rank > best_rank):
-                    best, best_rank = link, rank
+            if not link.ready or link.full or link.lost:
+                continue
+            free = self._free(link)
+            if free > best_free or (best is not None and free == best_free and len(link.outstanding) < len(best.outstanding)):
+                best, best_free = link, free
         return best
 
     def _free(self, link: Link[Pending]) -> int:

@@ -73,7 +73,7 @@ def bare_producer(endpoint: str) -> None:
     socket.connect(endpoint)
     message = trajectory()
     for _ in range(WARM_UP + MESSAGES):
-        socket.send(encode(message, run="bench", id=new_token(), group=7, token=message.token), copy=False)
+        socket.send(encode(message, run="bench", id=new_token(), group=7, token=message.token))
     socket.recv()
     socket.close(0)
 
@@ -93,7 +93,7 @@ async def bus_consumer() -> None:
         await asyncio.to_thread(sys.stdin.read)  # the producer ends when it has every acknowledgement
 
 
-async def bus_producer(endpoint: str, senders: int = 256) -> None:
+async def bus_producer(endpoint: str, senders: int = 64) -> None:
     """Keep `senders` messages on their way until all are acknowledged."""
 
     async def discover() -> dict[str, str]:
