@@ -151,7 +151,7 @@ def test_a_group_twice_and_an_empty_batch_are_refused() -> None:
 sample_specs = st.lists(st.tuples(st.integers(0, 6), st.booleans()), max_size=8).map(
     lambda rows: SampleSpec([9] * len(rows), sorted(v for v, _ in rows), mask=[int(m) for _, m in rows])
 )
-group_sample_specs = st.lists(sample_specs, min_size=1, max_size=4)
+group_samples = st.lists(sample_specs, min_size=1, max_size=4)
 
 
 @given(st.lists(st.tuples(group_samples, st.integers(0, 4)), min_size=1, max_size=3), st.integers(6, 9))

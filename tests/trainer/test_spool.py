@@ -168,7 +168,7 @@ def test_a_read_only_spool_refuses_writes(tmp_path: Path) -> None:
 
 
 def test_what_is_not_a_spool_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SpoolError, match="absent.sqlite: cannot open"):
+    with pytest.raises(SpoolError, match=r"absent\.sqlite: cannot open"):
         Spool(tmp_path / "absent.sqlite", read_only=True)
     assert not (tmp_path / "absent.sqlite").exists()
     (tmp_path / "text").write_text("no database, but long enough to have a header of a hundred bytes" * 4)

@@ -1,5 +1,6 @@
 """The reference backend's part of a checkpoint: one safetensors file with parameters, optimizer state and RNG, bit for bit."""
 
+import json
 from pathlib import Path
 
 import safetensors.torch
@@ -9,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from protocol.errors import SettingsError
 
 PART = "rank_00000.safetensors"
+IDENTITY = "identity"
 MASTER, OPTIMIZER, RNG = "master.", "optimizer.", "rng."
 
 
@@ -31,7 +33,8 @@ def save_state(
     tensors[RNG + "cpu"] = torch.get_rng_state()
     if device.type == "cuda":
         tensors[RNG + "cuda"] = torch.cuda.get_rng_state(device)
-    safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / PART, metadata=identity)
+    metadata = {IDENTITY: json.dumps(identity, sort_keys=True)}  # one key: safetensors writes several in any order
+    safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / PART, metadata=metadata)
 
 
 def load_state(
@@ -48,9 +51,9 @@ def load_state(
     """
     try:
         with safe_open(str(directory / PART), framework="pt") as file:
-            found = dict(file.metadata() or {})
+            found = json.loads((file.metadata() or {}).get(IDENTITY, "{}"))
             tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, json.JSONDecodeError) as error:
         raise SettingsError(f"checkpoint {directory}: not one of the reference backend: {error}") from error
     if found != identity:
         raise SettingsError(f"checkpoint {directory} was made by {_listed(found)}; this trainer is {_listed(identity)}")

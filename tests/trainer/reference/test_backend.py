@@ -1,0 +1,260 @@
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from protocol.errors import SettingsError
+from tests.trainer.groups import GroupSpec, SampleSpec, scored
+from trainer.algorithms import AlgorithmConfig, make_algorithm
+from trainer.backend import OptimizerConfig, TrainerConfig
+from trainer.batch import Batch
+from trainer.packing import build_batch
+from trainer.reference.backend import ReferenceBackend
+from trainer.scratch import ScratchConfig, build_scratch
+
+
+def make(
+    model_dir: Path, *, config: AlgorithmConfig | None = None, optimizer: OptimizerConfig | None = None, **trainer: object
+) -> ReferenceBackend:
+    settings = TrainerConfig(backend="reference", **{"micro_batch_size": 2, **trainer})
+    return ReferenceBackend(
+        model_dir,
+        optimizer=optimizer or OptimizerConfig(lr=1e-3),
+        trainer=settings,
+        algorithm=make_algorithm(config or AlgorithmConfig()),
+    )
+
+
+def batch(step: int = 1, seed: int = 0, temperature: float = 0.8) -> Batch:
+    """Two groups of three samples, of different lengths, with inserted and late tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    groups = []
+    for group in range(2):
+        samples = []
+        for length in (1, 5, 3):
+            tokens = torch.randint(2, 16, (length,), generator=generator).tolist()
+            logprobs = (-3 * torch.rand(length, generator=generator)).tolist()
+            mask = [int(i != 2) for i in range(length)]
+            reward = float(torch.rand(1, generator=generator))
+            samples.append(SampleSpec(tokens, [max(step - 1, 0)] + [step] * (length - 1), reward, mask, logprobs))
+        groups.append((scored(GroupSpec(group=group, prompt=[3, 4, 5][: group + 2], samples=samples)), 1))
+    return build_batch(groups, step=step, algorithm=make_algorithm(AlgorithmConfig()), temperature=temperature, mask_late=True).batch
+
+
+def exported(backend: ReferenceBackend) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in backend.export()}
+
+
+def assert_same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert list(a) == list(b)
+    assert all(torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8)) for name in a)
+
+
+@pytest.fixture
+def tied_dir(tmp_path: Path) -> Path:
+    return build_scratch(ScratchConfig(architecture="llama", tie_word_embeddings=True, num_key_value_heads=2, seed=3), tmp_path / "tied")
+
+
+def test_export_is_the_checkpoint_before_the_first_step(model_dir: Path) -> None:
+    backend = make(model_dir)
+    assert backend.architecture == "Qwen2ForCausalLM"
+    wanted = dict(AutoModelForCausalLM.from_pretrained(model_dir).named_parameters())
+    assert_same_bits(exported(backend), {name: p.detach() for name, p in wanted.items()})
+    assert sum(t.numel() for t in wanted.values()) == 234_880
+
+
+def test_logprobs_equal_plain_transformers_and_are_zero_where_not_sampled(model_dir: Path) -> None:
+    made = batch()
+    got = make(model_dir).logprobs(made)
+    model = AutoModelForCausalLM.from_pretrained(model_dir).eval()
+    with torch.no_grad():
+        for row, length in enumerate(made.sequence_lengths.tolist()):
+            tokens = made.tokens[row : row + 1, :length]
+            log_p = (model(input_ids=tokens).logits[:, :-1] / 0.8).log_softmax(-1).gather(-1, tokens[:, 1:, None])[0, :, 0]
+            sampled = made.sampled_mask[row, 1:length]
+            torch.testing.assert_close(got[row, 1:length][sampled], log_p[sampled], atol=1e-5, rtol=0)
+    assert not got[~made.sampled_mask].any()
+
+
+def test_a_step_equals_plain_adamw_on_the_sum_of_losses(tied_dir: Path) -> None:
+    made, config = batch(step=0), AlgorithmConfig(entropy_coef=0.05)
+    optimizer = OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_grad=0.05, lr_warmup_steps=4)
+    backend = make(tied_dir, config=config, optimizer=optimizer)
+    stats = backend.train_step(made)
+
+    recipe = make_algorithm(config)
+    model = AutoModelForCausalLM.from_pretrained(tied_dir)
+    log_p = (model(input_ids=made.tokens).logits[:, :-1] / made.temperature).log_softmax(-1)
+    zero = torch.zeros(len(made.tokens), 1)
+    logprobs = torch.cat([zero, log_p.gather(-1, made.tokens[:, 1:, None])[..., 0]], dim=1)
+    entropy = torch.cat([zero, -(log_p.exp() * log_p).sum(-1)], dim=1)
+    terms = recipe.token_loss(logprobs, made.behaviour_logprobs, made.advantages, entropy=entropy)
+    loss = (terms.loss * recipe.token_weights(made)).sum()
+    loss.backward()
+    loss, logprobs, entropy, ratio = loss.detach(), logprobs.detach(), entropy.detach(), terms.ratio.detach()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    torch.optim.AdamW(groups, lr=1e-3 / 4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1).step()
+
+    assert stats.loss == pytest.approx(float(loss), rel=1e-4)
+    assert stats.grad_norm == pytest.approx(float(norm), rel=1e-4)
+    mask = made.loss_mask
+    assert stats.trained_tokens == int(mask.sum())
+    assert stats.entropy == pytest.approx(float(entropy[mask].mean()), rel=1e-4)
+    assert stats.ratio_mean == pytest.approx(float(ratio[mask].mean()), rel=1e-4)
+    assert stats.clip_fraction == pytest.approx(float(terms.clipped[mask].mean()), rel=1e-4)
+    fresh = mask & (made.versions == made.step)
+    assert stats.logprob_error_max == pytest.approx(float((logprobs - made.behaviour_logprobs)[fresh].abs().max()), rel=1e-4)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(exported(backend)[name], parameter.detach(), atol=2e-6, rtol=0)
+
+
+def test_the_step_does_not_depend_on_the_micro_batch_size(model_dir: Path) -> None:
+    made = batch()
+    results = []
+    for size in (1, 4, 6, 100):
+        backend = make(model_dir, micro_batch_size=size)
+        stats = backend.train_step(made)
+        results.append((stats.loss, stats.grad_norm, exported(backend)["lm_head.weight"]))
+    for loss, norm, weight in results[1:]:
+        assert loss == pytest.approx(results[0][0], rel=1e-4)
+        assert norm == pytest.approx(results[0][1], rel=1e-4)
+        torch.testing.assert_close(weight, results[0][2], atol=5e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_restore_goes_on_bit_for_bit(dtype: str, model_dir: Path, tmp_path: Path) -> None:
+    backend = make(model_dir, dtype=dtype)
+    for step in range(2):
+        backend.train_step(batch(step, seed=step))
+    torch.rand(3)  # moves the generator
+    backend.save(tmp_path)
+    saved, random = exported(backend), torch.rand(4)
+    last = backend.train_step(batch(2, seed=2))
+
+    fresh = make(model_dir, dtype=dtype, seed=99)
+    fresh.restore(tmp_path)
+    assert_same_bits(exported(fresh), saved)
+    assert torch.equal(torch.rand(4), random)
+    assert fresh.train_step(batch(2, seed=2)) == last
+    assert_same_bits(exported(fresh), exported(backend))
+
+    backend.restore(tmp_path)  # also over a later state
+    assert backend.train_step(batch(2, seed=2)) == last
+    assert_same_bits(exported(fresh), exported(backend))
+
+
+def test_a_checkpoint_from_before_the_first_step_clears_the_optimizer(model_dir: Path, tmp_path: Path) -> None:
+    backend = make(model_dir)
+    backend.save(tmp_path)
+    first = backend.train_step(batch(0)), exported(backend)
+    backend.restore(tmp_path)
+    again = backend.train_step(batch(0)), exported(backend)
+    assert first[0] == again[0]
+    assert_same_bits(first[1], again[1])
+
+
+def test_saving_twice_gives_the_same_bytes(model_dir: Path, tmp_path: Path) -> None:
+    backend = make(model_dir)
+    backend.train_step(batch())
+    parts = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        backend.save(tmp_path / name)
+        parts.append((tmp_path / name / "rank_00000.safetensors").read_bytes())
+    assert parts[0] == parts[1]
+
+
+@pytest.fixture
+def others(tmp_path: Path, model_dir: Path) -> Path:
+    (tmp_path / "part").mkdir()
+    make(model_dir).save(tmp_path / "part")
+    return tmp_path / "part"
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(
+    tied_dir: Path, model_dir: Path, others: Path, tmp_path: Path
+) -> None:
+    small = build_scratch(ScratchConfig(hidden_size=64), tmp_path / "small")
+    for directory, text in ((tied_dir, "Qwen2ForCausalLM.*LlamaForCausalLM"), (small, "another model: .* is .* there and .* here")):
+        backend = make(directory)
+        before = exported(backend)
+        with pytest.raises(SettingsError, match=text):
+            backend.restore(others)
+        assert_same_bits(exported(backend), before)
+    with pytest.raises(SettingsError, match=r"dtype float32.*dtype bfloat16"):
+        make(model_dir, dtype="bfloat16").restore(others)
+    with pytest.raises(SettingsError, match="not one of the reference backend"):
+        make(model_dir).restore(tmp_path)
+
+
+def test_the_reference_is_the_model_that_training_began_with(model_dir: Path) -> None:
+    backend, made = make(model_dir), batch()
+    before = backend.logprobs(made)
+    backend.keep_reference()
+    backend.train_step(made)
+    backend.keep_reference()  # the first call counts
+    assert torch.equal(backend.reference_logprobs(made), before)
+    assert not torch.equal(backend.logprobs(made), before)
+
+
+def test_bfloat16_exports_rounded_masters(model_dir: Path, tmp_path: Path) -> None:
+    backend = make(model_dir, dtype="bfloat16")
+    weights = exported(backend)
+    assert {t.dtype for t in weights.values()} == {torch.bfloat16}
+    for step in range(3):
+        backend.train_step(batch(step))
+    assert any(not torch.equal(t, weights[name]) for name, t in exported(backend).items())
+    for name, parameter in backend.model.named_parameters():
+        assert torch.equal(parameter, backend._masters[name].bfloat16())
+
+
+def test_a_step_without_trained_tokens_is_skipped(model_dir: Path) -> None:
+    backend = make(model_dir)
+    before = exported(backend)
+    stats = backend.train_step(
+        build_batch(
+            [(scored(GroupSpec(samples=[SampleSpec([5], [0], 1.0), SampleSpec([6], [0])])), 0)],
+            step=5,
+            algorithm=make_algorithm(AlgorithmConfig()),
+            temperature=1.0,
+            mask_late=True,
+        ).batch
+    )
+    assert "within the bound" in stats.skipped
+    assert_same_bits(exported(backend), before)
+
+
+def test_a_gradient_that_is_not_finite_is_skipped(model_dir: Path, tmp_path: Path) -> None:
+    backend, made = make(model_dir), batch()
+    backend.train_step(made)
+    before = exported(backend)
+    made.advantages[made.loss_mask] = float("nan")
+    assert backend.train_step(made).skipped == "the gradient's norm is nan"
+    assert_same_bits(exported(backend), before)
+    assert backend.train_step(batch(2)).skipped == ""
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [({"dtype": "float16"}, "trainer.dtype 'float16'"), ({"device": "gpu"}, "trainer.device 'gpu'"), ({"device": "cuda"}, "no GPU")],
+)
+def test_settings_that_cannot_work_are_refused(settings: dict[str, str], text: str, model_dir: Path) -> None:
+    if settings.get("device") == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(SettingsError, match=text):
+        make(model_dir, **settings)
+
+
+def test_more_ranks_than_one_are_refused(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SettingsError, match="one rank, not 2"):
+        make(model_dir)
+
+
+def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"model\.path"):
+        make(tmp_path)
