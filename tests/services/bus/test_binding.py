@@ -10,7 +10,7 @@ import pytest
 from protocol.errors import SettingsError
 from protocol.topics import ROLLOUTS, SCORED, TOPICS
 from services.bus.config import BusConfig, bind_address, is_loopback, public_endpoint
-from services.bus.curve import create_keys, load_authorized
+from services.bus.curve import create_keys, load_authorized, main
 from tests.services.bus.harness import QUICK, Registry, acknowledge, background, eventually, receiver, score, sender
 
 
@@ -102,6 +102,16 @@ def test_keys_are_private_and_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="exists"):
         create_keys(tmp_path / "keys")
     assert [path.read_bytes() for path in secrets] == before
+
+
+def test_key_command_makes_keys_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["curve", str(tmp_path)])
+    main()
+    assert len(load_authorized(tmp_path)) == 1
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2
+    assert "exists" in capsys.readouterr().err
 
 
 def test_file_that_is_no_key_is_skipped(tmp_path: Path) -> None:
