@@ -1,6 +1,7 @@
 """The `tether` command. Every command ends with one clear line and exit code 2 where the user has to change something."""
 
 import asyncio
+import dataclasses
 import json
 import os
 import sys
@@ -68,13 +69,13 @@ def status(run_dir: RunDir, as_json: AsJson = False) -> None:
 @app.command()
 def verify(run_dir: RunDir, as_json: AsJson = False) -> None:
     """Check a run's audit log against the lifecycle and the bound; exit code 1 if anything is wrong."""
-    from services.ledger.audit import verify as verify_log
+    from services.ledger.verify import verify as verify_log
 
     path = run_dir / "audit.jsonl"
     if not path.is_file():
         raise SettingsError(f"no audit log {path}: give the directory of a run, such as runs/demo")
     result = verify_log(path)
-    facts = result.as_dict()
+    facts = dataclasses.asdict(result)
     if as_json:
         print(json.dumps(facts, indent=2))
     else:

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from reward.pool import ScorePool
-from reward.score import score_rollout
 from safetensors.torch import load_file
 
 from protocol.errors import SettingsError
 from protocol.messages import ScoredRollout
+from reward.pool import ScorePool
+from reward.score import score_rollout
 from rollout.engines.base import Engine, Sampling
 from rollout.engines.registry import make_engine
 from rollout.environments.registry import make_environment
@@ -76,9 +76,9 @@ async def evaluate_run(settings: Settings, checkpoints: Sequence[Path]) -> dict[
 
 def newest_export(run_dir: Path) -> Path:
     """The Hugging Face directory of the newest checkpoint that has one."""
-    found = sorted((run_dir / "checkpoints").glob("step_*/hf"))
+    found = sorted((run_dir / "exports").glob("step_*[0-9]"))
     if not found:
-        raise SettingsError(f"no exported checkpoint in {run_dir / 'checkpoints'}: let the run finish, or give --checkpoint")
+        raise SettingsError(f"no exported checkpoint in {run_dir / 'exports'}: let the run finish, or give --checkpoint")
     return found[-1]
 
 

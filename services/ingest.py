@@ -33,7 +33,7 @@ async def serve(process: Process) -> None:
     run_dir = process.settings.run_dir
     run_dir.mkdir(parents=True, exist_ok=True)
     spool = await asyncio.to_thread(Spool, run_dir / "spool.sqlite")
-    archiver = Archiver(process.ledger, run_dir / "audit.jsonl")
+    archiver = Archiver(process.ledger, run_dir)
     try:
         async with Receiver(SCORED, run=process.run, incarnation=process.incarnation, config=process.settings.bus) as receiver:
             process.metrics.watch("tether_bus_scored", "Bus counters, edge scored", receiver.stats.as_dict)
@@ -48,14 +48,14 @@ async def serve(process: Process) -> None:
                 for task in loops:
                     task.cancel()
     finally:
-        await archiver.step()
+        await archiver.archive_all()
         await asyncio.to_thread(spool.close)
 
 
 async def _archive_loop(process: Process, archiver: Archiver) -> None:
     """Move the ledger's events into the run directory; leasing stops if this falls behind."""
     while True:
-        moved = await archiver.step()
+        moved = await archiver.archive()
         process.metrics.count("events.archived", moved)
         await asyncio.sleep(ARCHIVE_S)
 
@@ -63,7 +63,8 @@ async def _archive_loop(process: Process, archiver: Archiver) -> None:
 async def _ingest_loop(process: Process, receiver: Receiver, spool: Spool) -> None:
     while True:
         batch = [await receiver.receive()]
-        batch += receiver.pending(BATCH - 1)
+        while receiver.waiting and len(batch) < BATCH:
+            batch.append(await receiver.receive())
         await _ingest(process, receiver, spool, batch)
 
 

@@ -112,6 +112,13 @@ class GroupRunner:
 
     async def _run_group(self, lease: Lease) -> None:
         try:
+            await self._hold(lease)
+        except asyncio.CancelledError:
+            await self._hand_back(lease, "drain")
+            raise
+
+    async def _hold(self, lease: Lease) -> None:
+        try:
             async with asyncio.TaskGroup() as tasks:
                 keeper = tasks.create_task(self._extend_loop(lease), name=f"extend-{lease.group}")
                 await self._generate_and_send(lease)
@@ -119,9 +126,6 @@ class GroupRunner:
         except* LeaseLost:
             self._process.metrics.count("lease.lost")
             log.info("lease.lost group=%d token=%s", lease.group, lease.token)
-        except* asyncio.CancelledError:
-            await self._hand_back(lease, "drain")
-            raise
 
     async def _generate_and_send(self, lease: Lease) -> None:
         settings = self._process.settings.sampling

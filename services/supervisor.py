@@ -14,12 +14,11 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from reward.registry import check_rewards
-from trainer.scratch import build_scratch
-
 from protocol.errors import Refused, SettingsError, TetherError
 from protocol.topics import Role
-from rollout.engines.registry import check_engine
+from reward.verifiers.registry import make_verifier
+from rollout.engines.registry import make_engine
+from rollout.environments.registry import make_environment
 from rollout.prompts.registry import make_source
 from rollout.render import Renderer
 from services.children import Child, ServiceSpec
@@ -32,6 +31,7 @@ from services.observability.progress import Progress
 from services.process import connected
 from services.settings import Settings, dump_settings
 from trainer.algorithms.registry import make_algorithm
+from trainer.scratch import build_scratch
 
 log = logging.getLogger("tether.up")
 
@@ -71,7 +71,7 @@ async def run_up(settings: Settings, progress: Progress) -> Outcome:
                 await ledger.drain(False)
                 progress.note(ledger.durability)
                 outcome = await _supervise(settings, environ, ledger, progress)
-                await Archiver(ledger, run_dir / "audit.jsonl").step()
+                await Archiver(ledger, run_dir).archive_all()
         await asyncio.to_thread(plot_run, run_dir)
     return outcome
 
@@ -82,13 +82,15 @@ def prepare(settings: Settings) -> RunSpec:
     Raises:
         SettingsError: naming what is wrong.
     """
-    check_engine(settings.engine)
-    check_rewards(settings.reward)
     make_algorithm(settings.algorithm)
+    make_environment(settings.environment)
+    for verifier in settings.reward.verifiers:
+        make_verifier(verifier.name, verifier.options)
     if settings.model.scratch is not None:
         build_scratch(settings.model.scratch, settings.model_dir)
     if not (settings.model_dir / "config.json").is_file():
         raise SettingsError("no model: set model.path to a Hugging Face directory, or fill in [model.scratch]")
+    make_engine(settings.engine, settings.model_dir, "check")
     source = make_source(settings.prompts)
     Renderer(settings.model_dir, settings.render).prompt_tokens(source.at(0))
     bound = settings.bound

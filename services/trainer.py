@@ -6,9 +6,7 @@ Consumes: scored groups, by `take`, from the spool. Produces: versions, their we
 import asyncio
 import os
 import sys
-
-from trainer.checkpoint import Checkpoints
-from trainer.registry import make_backend
+from concurrent.futures import ThreadPoolExecutor
 
 from protocol.errors import SettingsError
 from protocol.ids import new_epoch
@@ -16,12 +14,15 @@ from protocol.topics import WEIGHTS, Role
 from services.bus.broadcast import Broadcaster
 from services.observability.steps import StepLog
 from services.process import Process, configure_logging, service_main
+from services.rank_zero import RankZero
 from services.recovery import take_over
 from services.settings import Settings, load_settings
-from services.training import Trainer, TrainLoop
+from services.training import TrainLoop
 from trainer.algorithms.registry import make_algorithm
 from trainer.backend import Backend
+from trainer.checkpoint import Checkpoints
 from trainer.ranks import ExitCommand, announce, follow
+from trainer.registry import make_backend
 from trainer.spool import Spool
 from trainer.weights.registry import make_sender
 
@@ -43,39 +44,45 @@ async def serve(process: Process) -> None:
     run_dir = settings.run_dir
     if not (run_dir / "spool.sqlite").parent.is_dir():
         raise SettingsError(f"no run directory {run_dir}: start the ingest first, or `tether up`")
+    compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
+    with process.waiting("model load"):
+        backend = await asyncio.get_running_loop().run_in_executor(compute, build_backend, settings)
     async with Broadcaster(WEIGHTS, run=process.run, incarnation=process.incarnation, config=settings.bus) as caster:
         process.metrics.watch("tether_bus_weights", "Bus counters, edge weights", caster.stats.as_dict)
-        trainer = Trainer(
+        rank = RankZero(
             process=process,
-            backend=None,
-            algorithm=make_algorithm(settings.algorithm),  # type: ignore[arg-type]
+            backend=backend,
+            algorithm=make_algorithm(settings.algorithm),
             spool=Spool(run_dir / "spool.sqlite"),
             sender=make_sender(settings.weights, run=process.run, run_dir=run_dir),
             checkpoints=Checkpoints(run_dir / "checkpoints", keep=settings.trainer.keep_checkpoints),
             caster=caster,
             epoch=new_epoch(),
+            compute=compute,
         )
+        process.info["endpoints"] = {WEIGHTS.name: caster.endpoint}
         try:
-            with process.waiting("model load"):
-                trainer.backend = await trainer.on_compute(build_backend, settings)
-            process.info["endpoints"] = {WEIGHTS.name: caster.endpoint}
-            with process.waiting("take-over"):
-                manifest = await take_over(trainer)
-            await process.register()
-            steps = StepLog(run_dir / "metrics.jsonl")
-            await asyncio.to_thread(steps.backfill, await process.ledger.reports(0))
-            loop = TrainLoop(trainer, steps, manifest)
-            async with asyncio.TaskGroup() as tasks:
-                answers = tasks.create_task(loop.answers_loop(), name="weights.answers")
-                await loop.run()
-                answers.cancel()
-            await trainer.on_compute(announce, ExitCommand())
+            await _train(rank)
+            await rank.on_compute(announce, ExitCommand())
         finally:
-            trainer.sender.close()
-            trainer.spool.close()
-            if trainer.backend is not None:
-                await trainer.on_compute(trainer.backend.close)
-            trainer.compute.shutdown()
+            rank.sender.close()
+            rank.spool.close()
+            await rank.on_compute(backend.close)
+            compute.shutdown()
+
+
+async def _train(rank: RankZero) -> None:
+    process = rank.process
+    with process.waiting("take-over"):
+        manifest = await take_over(rank)
+    await process.register()
+    steps = StepLog(process.settings.run_dir / "metrics.jsonl")
+    await asyncio.to_thread(steps.backfill, await process.ledger.reports(0))
+    loop = TrainLoop(rank, steps, manifest)
+    async with asyncio.TaskGroup() as tasks:
+        answers = tasks.create_task(loop.answers_loop(), name="weights.answers")
+        await loop.run()
+        answers.cancel()
 
 
 def main() -> None:

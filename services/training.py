@@ -7,39 +7,22 @@ crash after it leaves a manifest that engines find in the ledger.
 
 import asyncio
 import logging
+import shutil
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
 
 from protocol.codec import encode_payload
 from protocol.errors import Reason, Refused, TetherError
 from protocol.messages import Action, Control, StepReport, WeightApplied, WeightFailed, WeightManifest
 from protocol.staleness import Policy
 from protocol.topics import Role
-from services.bus.broadcast import Broadcaster
 from services.ledger.interface import LedgerStatus, Peer, Taken
 from services.observability.steps import StepLog
-from services.process import Process
-from trainer.algorithms.base import Algorithm
-from trainer.backend import Backend, StepStats
-from trainer.checkpoint import Checkpoints
+from services.rank_zero import RankZero
+from trainer.backend import StepStats
 from trainer.packing import BuiltBatch
-from trainer.ranks import (
-    ExportCommand,
-    IdleCommand,
-    KeepReferenceCommand,
-    RestoreCommand,
-    SaveCommand,
-    TrainCommand,
-    announce,
-    open_batch,
-    run_step,
-)
-from trainer.spool import Spool
-from trainer.weights.base import Sender
+from trainer.ranks import IdleCommand, announce
 
 log = logging.getLogger("tether.trainer")
 T = TypeVar("T")
@@ -47,70 +30,6 @@ T = TypeVar("T")
 TAKE_POLL_S = (0.003, 0.05)
 IDLE_S = 60.0
 """The other ranks hear from rank 0 at least so often, so that their wait is bounded."""
-
-
-@dataclass
-class Trainer:
-    """What rank 0 works with. Methods ending in a verb run the collective on every rank."""
-
-    process: Process
-    backend: Backend
-    algorithm: Algorithm
-    spool: Spool
-    sender: Sender
-    checkpoints: Checkpoints
-    caster: Broadcaster
-    epoch: str
-    compute: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="compute"))
-
-    async def on_compute(self, function: Callable[..., T], *args: Any) -> T:
-        """Run blocking work in the one compute thread."""
-        return await asyncio.get_running_loop().run_in_executor(self.compute, function, *args)
-
-    def command_for(self, taken: Taken) -> TrainCommand:
-        """The command that trains on a batch; reads its records from the spool.
-
-        Raises:
-            LookupError: if the spool does not hold a group.
-        """
-        settings = self.process.settings
-        records = self.spool.get_many([(group.group, group.token) for group in taken.groups])
-        return TrainCommand(
-            step=taken.step,
-            records=records,
-            bounds=[group.max_staleness for group in taken.groups],
-            mask_late=settings.bound.staleness_policy is Policy.MASK,
-            temperature=settings.sampling.temperature or 1.0,
-            recompute_logprobs=settings.trainer.recompute_logprobs,
-            reference_logprobs=settings.algorithm.kl_coef > 0,
-        )
-
-    def train(self, command: TrainCommand) -> tuple[BuiltBatch, StepStats]:
-        """One optimizer step on every rank (compute thread)."""
-        built = open_batch(command, self.algorithm)
-        announce(command)
-        return built, run_step(self.backend, built.batch, command)
-
-    def publish(self, version: int) -> WeightManifest:
-        """Export on every rank and make the version available (compute thread)."""
-        announce(ExportCommand())
-        return self.sender.publish(self.epoch, version, self.backend.export(), base_model=self.backend.architecture)
-
-    def save(self, version: int, digest: int, sequence: int) -> None:
-        """Write a checkpoint on every rank; its manifest comes last (compute thread)."""
-        with self.checkpoints.writing(version, epoch=self.epoch, digest=digest, sequence=sequence) as directory:
-            announce(SaveCommand(str(directory)))
-            self.backend.save(directory)
-
-    def restore(self, directory: Path) -> None:
-        """Go back to a checkpoint on every rank (compute thread)."""
-        announce(RestoreCommand(str(directory)))
-        self.backend.restore(directory)
-
-    def keep_reference(self) -> None:
-        """Keep the reference model on every rank (compute thread)."""
-        announce(KeepReferenceCommand())
-        self.backend.keep_reference()
 
 
 class StepTimes(NamedTuple):
@@ -124,9 +43,9 @@ class StepTimes(NamedTuple):
 class TrainLoop:
     """Makes steps until the run is done or the process is to stop."""
 
-    def __init__(self, trainer: Trainer, steps: StepLog, manifest: WeightManifest) -> None:
-        self._trainer = trainer
-        self._process = trainer.process
+    def __init__(self, rank: RankZero, steps: StepLog, manifest: WeightManifest) -> None:
+        self._rank = rank
+        self._process = rank.process
         self._steps = steps
         self._manifest = manifest
         self._pause_ms = 0.0
@@ -135,7 +54,7 @@ class TrainLoop:
     async def answers_loop(self) -> None:
         """Note what engines answer, until cancelled."""
         while True:
-            _, message = await self._trainer.caster.answers()
+            _, message = await self._rank.caster.answers()
             if isinstance(message, WeightApplied):
                 self._pause_ms = max(self._pause_ms, message.pause_ms)
             elif isinstance(message, WeightFailed):
@@ -160,7 +79,7 @@ class TrainLoop:
         delay, last_idle, said = TAKE_POLL_S[0], time.monotonic(), ""
         while not self._process.stop.is_set():
             try:
-                return await self._process.ledger.take(self._trainer.epoch)
+                return await self._process.ledger.take(self._rank.epoch)
             except Refused as refusal:
                 if refusal.reason is Reason.EXHAUSTED:
                     log.info("run.exhausted %s", refusal.detail)
@@ -175,23 +94,24 @@ class TrainLoop:
                 delay = min(delay * 1.5, TAKE_POLL_S[1])
             if time.monotonic() - last_idle > IDLE_S:
                 last_idle = time.monotonic()
-                await self._trainer.on_compute(announce, IdleCommand())
+                await self._rank.on_compute(announce, IdleCommand())
         return None
 
     async def _step(self, taken: Taken, waited_s: float) -> LedgerStatus:
-        trainer, ledger = self._trainer, self._process.ledger
+        rank, ledger = self._rank, self._process.ledger
         if taken.dropped:
-            trainer.caster.publish(Control(action=Action.ABORT, groups=taken.dropped), epoch=trainer.epoch)
-        command = await asyncio.to_thread(trainer.command_for, taken)
+            rank.caster.publish(Control(action=Action.ABORT, groups=taken.dropped), epoch=rank.epoch)
+        before = await ledger.status()
+        command = await asyncio.to_thread(rank.command_for, taken, mask_late=before.bound.policy is Policy.MASK)
         train_began = time.monotonic()
-        built, stats = await trainer.on_compute(trainer.train, command)
+        built, stats = await rank.on_compute(rank.train, command)
         publish_began = time.monotonic()
-        manifest = await trainer.on_compute(trainer.publish, taken.step + 1)
+        manifest = await rank.on_compute(rank.publish, taken.step + 1)
         done = time.monotonic()
         times = StepTimes(waited_s, publish_began - train_began, done - publish_began)
         report = self._report(taken, built, stats, times, await ledger.status(), await ledger.peers(Role.ROLLOUT))
         version = await ledger.commit(
-            trainer.epoch,
+            rank.epoch,
             taken.step,
             built.trained_counts,
             digest=manifest.digest,
@@ -199,10 +119,10 @@ class TrainLoop:
             manifest=encode_payload(manifest),
         )
         self._manifest = manifest
-        trainer.caster.publish(manifest, epoch=trainer.epoch)
+        rank.caster.publish(manifest, epoch=rank.epoch)
         await asyncio.to_thread(self._steps.append, report)
         status = await ledger.status()
-        trainer.sender.retire(frozenset({version} | {served for _, served in status.engines.values()}))
+        rank.sender.retire(frozenset({version} | {served for _, served in status.engines.values()}))
         if version % self._process.settings.trainer.checkpoint_every == 0 or status.done:
             await self.checkpoint(status)
         for name, value in (("train", report.train_s), ("publish", report.publish_s), ("wait", report.wait_s)):
@@ -225,9 +145,10 @@ class TrainLoop:
 
     async def checkpoint(self, status: LedgerStatus) -> None:
         """Make a durable checkpoint; only then may the ledger and the spool forget what it covers."""
-        trainer = self._trainer
+        rank = self._rank
         began = time.monotonic()
-        await trainer.on_compute(trainer.save, status.version, self._manifest.digest, status.sequence)
+        await rank.on_compute(rank.save, status.version, self._manifest.digest, status.sequence)
+        await rank.on_compute(self._export, status.version)
         covered = [
             (group.group, group.token)
             for record in await self._process.ledger.step_records(0)
@@ -236,11 +157,20 @@ class TrainLoop:
         ]
         await self._process.ledger.checkpointed(status.version)
         try:
-            await asyncio.to_thread(trainer.spool.forget, covered)
+            await asyncio.to_thread(rank.spool.forget, covered)
         except TetherError as error:
             log.warning("spool.forget_failed error=%s", error)
         self._process.metrics.seconds.labels("checkpoint").observe(time.monotonic() - began)
         log.info("checkpoint.done version=%d seconds=%.2f", status.version, time.monotonic() - began)
+
+    def _export(self, version: int) -> None:
+        """Write the model for people and `tether eval`, and remove exports that are older than the checkpoints kept (compute thread)."""
+        directory = self._process.settings.run_dir / "exports"
+        target = directory / f"step_{version:08}"
+        shutil.rmtree(target, ignore_errors=True)
+        self._rank.export_hf(target)
+        for old in sorted(directory.glob("step_*"))[: -self._process.settings.trainer.keep_checkpoints]:
+            shutil.rmtree(old, ignore_errors=True)
 
     def _report(
         self, taken: Taken, built: BuiltBatch, stats: StepStats, times: StepTimes, status: LedgerStatus, engines: Sequence[Peer]
@@ -253,7 +183,7 @@ class TrainLoop:
         return StepReport(
             step=taken.step,
             version=taken.step + 1,
-            epoch=self._trainer.epoch,
+            epoch=self._rank.epoch,
             reward_mean=batch.reward_mean,
             reward_std=batch.reward_std,
             lag_mean=batch.lag_mean,

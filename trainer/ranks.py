@@ -17,6 +17,7 @@ from protocol.messages import ScoredRollout
 from trainer.algorithms.base import Algorithm
 from trainer.backend import Backend, StepStats
 from trainer.batch import Batch
+from trainer.export import save_hf
 from trainer.packing import BuiltBatch, build_batch
 
 
@@ -50,6 +51,14 @@ class RestoreCommand(msgspec.Struct, frozen=True, tag="restore"):
     directory: str
 
 
+class ExportHfCommand(msgspec.Struct, frozen=True, tag="export_hf"):
+    """Take part in writing a Hugging Face directory."""
+
+    directory: str
+    source: str
+    """Model directory that config and tokenizer are copied from."""
+
+
 class KeepReferenceCommand(msgspec.Struct, frozen=True, tag="keep_reference"):
     """Keep the current weights as the reference model."""
 
@@ -62,7 +71,7 @@ class ExitCommand(msgspec.Struct, frozen=True, tag="exit"):
     """The run is over."""
 
 
-Command = TrainCommand | ExportCommand | SaveCommand | RestoreCommand | KeepReferenceCommand | IdleCommand | ExitCommand
+Command = TrainCommand | ExportCommand | ExportHfCommand | SaveCommand | RestoreCommand | KeepReferenceCommand | IdleCommand | ExitCommand
 _decoder = msgspec.msgpack.Decoder(Command)
 
 
@@ -120,6 +129,13 @@ def run_step(backend: Backend, batch: Batch, command: TrainCommand) -> StepStats
     return backend.train_step(dataclasses.replace(batch, **extra))
 
 
+def save_part(backend: Backend, directory: Path) -> None:
+    """Write this rank's part of a checkpoint, and wait until every rank has."""
+    backend.save(directory)
+    if is_distributed():
+        dist.barrier()
+
+
 def _exhaust(backend: Backend) -> None:
     for _ in backend.export():
         pass
@@ -130,7 +146,8 @@ def follow(backend: Backend, algorithm: Algorithm) -> None:
     actions: dict[type, Callable[..., object]] = {
         TrainCommand: lambda c: run_step(backend, open_batch(c, algorithm).batch, c),
         ExportCommand: lambda c: _exhaust(backend),
-        SaveCommand: lambda c: backend.save(Path(c.directory)),
+        ExportHfCommand: lambda c: save_hf(backend, Path(c.directory), source=Path(c.source)),
+        SaveCommand: lambda c: save_part(backend, Path(c.directory)),
         RestoreCommand: lambda c: backend.restore(Path(c.directory)),
         KeepReferenceCommand: lambda c: backend.keep_reference(),
         IdleCommand: lambda c: None,

@@ -109,6 +109,11 @@ class Receiver:
         self._router.close()
         self._inbox.close()
 
+    @property
+    def waiting(self) -> int:
+        """Messages that `receive` would return without waiting."""
+        return len(self._inbox)
+
     def who(self) -> dict[str, object]:
         """Who waits for whom: messages waiting for `receive`, messages held, and the senders."""
         return {"topic": self._topic.name, "waiting": len(self._inbox), "held": len(self._held), "peers": self._peers.who()}

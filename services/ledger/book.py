@@ -125,13 +125,13 @@ class Book:
                 self.append("expire", group=group.group)
 
     def apply_pending(self) -> bool:
-        """Put a pending bound in force if rule F holds with it, also for what an untake would leave."""
+        """Put a pending bound in force if rule F holds with it, and would hold if the running step were untaken now or later."""
         if self.pending is None:
             return True
         if not holds(self.places(), self.next_step(), self.pending):
             return False
         taken = [group.deadline for group in self.of(GroupState.TAKEN)]
-        if self.running is not None and not holds([*self.places(), *taken], self.version, self.pending):
+        if len(taken) > self.pending.groups_per_step or (taken and not holds([*self.places(), *taken], self.version, self.pending)):
             return False
         self.bound, self.pending = self.pending, None
         self.append("bound", **bound_values(self.bound))

@@ -24,7 +24,7 @@ class HttpServer:
         self._app.router.add_get("/metrics", self._serve_metrics)
         for path, handler in (routes or {}).items():
             self._app.router.add_get(path, handler)  # type: ignore[arg-type]
-        self._runner = web.AppRunner(self._app, access_log=None)
+        self._runner = web.AppRunner(self._app, access_log=None, shutdown_timeout=1.0)
 
     async def start(self, host: str, port: int) -> int:
         """Bind and serve; returns the port.

@@ -1,6 +1,7 @@
 """What `tether up` prints while a run is on: a line a step, and who waits for whom when nothing moves."""
 
 import asyncio
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from services.ledger.interface import Ledger, LedgerStatus
 from services.observability.steps import read_steps
 
 POLL_S = 0.5
+NUMBER = re.compile(r"\d+")
 QUIET_S = 15.0
 """After so long without a step, say who waits for what."""
 
@@ -75,10 +77,15 @@ async def describe_waits(ledger: Ledger) -> str:
         peers = await ledger.peers()
     except TetherError as error:
         return f"waiting: the ledger does not answer ({error})"
+    longest: dict[tuple[str, str], tuple[int, float]] = {}
+    for peer in peers:
+        for what, seconds in peer.info.get("waits", {}).items():
+            key = (str(peer.info.get("name", peer.role)), NUMBER.sub("N", what))
+            count, most = longest.get(key, (0, 0.0))
+            longest[key] = (count + 1, max(most, seconds))
     waits = [
-        f"{peer.info.get('name', peer.role)} waits for {what} ({seconds:.0f} s)"
-        for peer in peers
-        for what, seconds in peer.info.get("waits", {}).items()
+        f"{name} waits for {what} ({f'{count} times, ' if count > 1 else ''}{seconds:.0f} s)"
+        for (name, what), (count, seconds) in longest.items()
         if seconds >= 1
     ]
     return "waiting: " + ("; ".join(waits[:8]) if waits else f"{len(peers)} processes are up, none of them waits")

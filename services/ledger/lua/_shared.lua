@@ -129,12 +129,13 @@ local function holds(extra)
   return rule_f(next_step(), R.max_staleness, R.groups_per_step, R.policy, extra)
 end
 
--- Put a pending bound in force if rule F holds with it, also for what an untake would leave. True if none is pending any more.
+-- Put a pending bound in force if rule F holds with it, and would hold if the running step were untaken now or later (so B is never
+-- smaller than the running batch). True if none is pending any more.
 local function apply_pending()
   if R.pending == 0 then return true end
   local E, B, policy = R.pending_max_staleness, R.pending_groups_per_step, R.pending_policy
   if not rule_f(next_step(), E, B, policy) then return false end
-  if R.running >= 0 and not rule_f(R.version, E, B, policy, nil, true) then return false end
+  if R.running >= 0 and (redis.call('ZCARD', K.taken) > B or not rule_f(R.version, E, B, policy, nil, true)) then return false end
   put('max_staleness', E)
   put('groups_per_step', B)
   put('policy', policy)

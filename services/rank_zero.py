@@ -1,0 +1,105 @@
+"""Rank 0 of the trainer: the model's parts on all ranks behind one handle, and everything a step needs beside it."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from protocol.messages import WeightManifest
+from services.bus.broadcast import Broadcaster
+from services.ledger.interface import Taken
+from services.process import Process
+from trainer.algorithms.base import Algorithm
+from trainer.backend import Backend, StepStats
+from trainer.checkpoint import Checkpoints
+from trainer.export import save_hf
+from trainer.packing import BuiltBatch
+from trainer.ranks import (
+    ExportCommand,
+    ExportHfCommand,
+    KeepReferenceCommand,
+    RestoreCommand,
+    SaveCommand,
+    TrainCommand,
+    announce,
+    open_batch,
+    run_step,
+    save_part,
+)
+from trainer.spool import Spool
+from trainer.weights.base import Sender
+
+T = TypeVar("T")
+
+
+@dataclass
+class RankZero:
+    """What rank 0 holds, and what it does together with the other ranks (methods marked: compute thread)."""
+
+    process: Process
+    backend: Backend
+    algorithm: Algorithm
+    spool: Spool
+    sender: Sender
+    checkpoints: Checkpoints
+    caster: Broadcaster
+    epoch: str
+    compute: ThreadPoolExecutor
+    """One thread: torch work never blocks the loop, and never runs twice at once."""
+
+    async def on_compute(self, function: Callable[..., T], *args: Any) -> T:
+        """Run blocking work in the one compute thread."""
+        return await asyncio.get_running_loop().run_in_executor(self.compute, function, *args)
+
+    def command_for(self, taken: Taken, *, mask_late: bool = True) -> TrainCommand:
+        """The command that trains on a batch; reads its records from the spool.
+
+        Raises:
+            LookupError: if the spool does not hold a group.
+        """
+        settings = self.process.settings
+        records = self.spool.get_many([(group.group, group.token) for group in taken.groups])
+        return TrainCommand(
+            step=taken.step,
+            records=records,
+            bounds=[group.max_staleness for group in taken.groups],
+            mask_late=mask_late,
+            temperature=settings.sampling.temperature or 1.0,
+            recompute_logprobs=settings.trainer.recompute_logprobs,
+            reference_logprobs=settings.algorithm.kl_coef > 0,
+        )
+
+    def train(self, command: TrainCommand) -> tuple[BuiltBatch, StepStats]:
+        """One optimizer step on every rank (compute thread)."""
+        built = open_batch(command, self.algorithm)
+        announce(command)
+        return built, run_step(self.backend, built.batch, command)
+
+    def publish(self, version: int) -> WeightManifest:
+        """Export on every rank and make the version available (compute thread)."""
+        announce(ExportCommand())
+        return self.sender.publish(self.epoch, version, self.backend.export(), base_model=self.backend.architecture)
+
+    def save(self, version: int, digest: int, sequence: int) -> None:
+        """Write a checkpoint on every rank; its manifest comes last (compute thread)."""
+        with self.checkpoints.writing(version, epoch=self.epoch, digest=digest, sequence=sequence) as directory:
+            announce(SaveCommand(str(directory)))
+            save_part(self.backend, directory)
+
+    def export_hf(self, directory: Path) -> None:
+        """Write the model as a Hugging Face directory (compute thread)."""
+        source = self.process.settings.model_dir
+        announce(ExportHfCommand(str(directory), str(source)))
+        save_hf(self.backend, directory, source=source)
+
+    def restore(self, directory: Path) -> None:
+        """Go back to a checkpoint on every rank (compute thread)."""
+        announce(RestoreCommand(str(directory)))
+        self.backend.restore(directory)
+
+    def keep_reference(self) -> None:
+        """Keep the reference model on every rank (compute thread)."""
+        announce(KeepReferenceCommand())
+        self.backend.keep_reference()
