@@ -31,10 +31,17 @@ def checked_options(kind: type[T], values: Mapping[str, Any], what: str) -> T:
     Raises:
         SettingsError: for an unknown key, with the nearest known one, or for a value of the wrong type.
     """
-    fields = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
-    for key in values:
-        checked_name(key, fields, f"{what}: option")
+    _check_keys(kind, values, what)
     try:
         return msgspec.convert(dict(values), kind)
     except msgspec.ValidationError as error:
         raise SettingsError(f"{what}: {error}") from None
+
+
+def _check_keys(kind: Any, values: Mapping[str, Any], what: str) -> None:
+    """Also of the dataclasses inside."""
+    fields = {field.name: field.type for field in dataclasses.fields(kind)}
+    for key, value in values.items():
+        inner = fields[checked_name(key, fields, f"{what}: option")]
+        if dataclasses.is_dataclass(inner) and isinstance(value, Mapping):
+            _check_keys(inner, value, f"{what}: {key}")

@@ -26,6 +26,8 @@ from protocol.errors import RewardError
 from reward.processes import end_tree
 
 CHILD = Path(__file__).with_name("confine.py")
+SETUP_S = 60.0
+"""For the process to start and confine itself; only then does the code's own time run."""
 MAX_REPORT = 1 << 16
 """Bytes read from the process; more than any honest report."""
 
@@ -50,6 +52,11 @@ class Limits:
     processes: int = 8
     """Processes and threads that the code may have."""
     isolation: IsolationLevel = IsolationLevel.BEST
+
+    def __post_init__(self) -> None:
+        for name in ("wall_s", "cpu_s", "memory_mb", "file_mb", "processes"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"limits: {name} is {getattr(self, name)}, must be above 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +105,11 @@ def _watch(process: "subprocess.Popen[bytes]", spec: bytes, nonce: str, wall_s: 
         process.stdin.close()
     except BrokenPipeError:
         pass  # it failed to start; stderr says why
-    deadline = time.monotonic() + wall_s
-    report, done = b"", f"{nonce} done\n".encode()
+    deadline, running = time.monotonic() + SETUP_S, False
+    report, begun, done = b"", f"{nonce} isolation".encode(), f"{nonce} done\n".encode()
     while len(report) < MAX_REPORT and done not in report:
+        if not running and begun in report:
+            deadline, running = time.monotonic() + wall_s, True
         ready, _, _ = select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))
         if not ready:
             return report, True
@@ -115,7 +124,7 @@ def _verdict(report: bytes, timed_out: bool, nonce: str, stderr: str) -> Verdict
     lines = [line.partition(" ") for line in report.decode(errors="replace").splitlines()]
     trusted = [rest for first, _, rest in lines if first == nonce]
     if not trusted or not trusted[0].startswith("isolation"):
-        raise RewardError(f"the sandbox cannot be set up: {stderr.strip()[-400:] or 'it ended without a word'}")
+        raise RewardError(f"the sandbox cannot be set up: {stderr.strip()[-400:] or 'it said nothing'}")
     passed = frozenset(int(rest) for rest in trusted if rest.isdecimal())
     return Verdict(passed, timed_out, frozenset(trusted[0].split()[1:]))
 

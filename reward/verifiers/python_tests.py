@@ -34,8 +34,8 @@ def score(prompt_text: str, response: str, metadata: Mapping[str, Any], options:
         RewardError: if there are no tests, or the sandbox cannot be set up.
     """
     tests = required(metadata, options.key)
-    tests = [tests] if isinstance(tests, str) else list(tests)
-    if not tests or not all(isinstance(test, str) for test in tests):
+    tests = [tests] if isinstance(tests, str) else tests
+    if not isinstance(tests, list) or not tests or not all(isinstance(test, str) for test in tests):
         raise RewardError(f"the field {options.key!r} must be Python text or a list of such")
     blocks = FENCE.findall(response)
     code = blocks[-1] if blocks else response

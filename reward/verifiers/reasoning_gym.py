@@ -31,7 +31,8 @@ def score(prompt_text: str, response: str, metadata: Mapping[str, Any], options:
         RewardError: if the metadata is not that of the prompt source `reasoning_gym`, or the scorer does not work on this prompt.
     """
     family, params = str(required(metadata, "family")), metadata.get("params") or {}
-    entry = {"question": prompt_text, "answer": untagged(required(metadata, "answer")), "metadata": untagged(required(metadata, "entry"))}
+    # a family may have no answer of its own, only a rule
+    entry = {"question": prompt_text, "answer": untagged(metadata.get("answer")), "metadata": untagged(required(metadata, "entry"))}
     scorer = _scorer(family, msgspec.json.encode(params, order="sorted"))
     answer = _extract(response, options)
     if answer is None:

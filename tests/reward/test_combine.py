@@ -1,0 +1,35 @@
+"""Scores to rewards."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reward.combine import combine
+from reward.failure import VerifierError
+
+FINITE = st.floats(-1e6, 1e6)
+
+
+@given(st.dictionaries(st.sampled_from("abcd"), st.tuples(FINITE, st.lists(FINITE, min_size=3, max_size=3)), min_size=1))
+def test_the_reward_is_the_weighted_sum(parts: dict[str, tuple[float, list[float]]]) -> None:
+    rewards = combine({name: scores for name, (_, scores) in parts.items()}, {name: weight for name, (weight, _) in parts.items()})
+    for i, reward in enumerate(rewards):
+        assert reward == pytest.approx(sum(weight * scores[i] for weight, scores in parts.values()), rel=1e-9, abs=1e-3)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_score_that_is_no_number_is_an_error_and_not_a_zero(bad: float) -> None:
+    with pytest.raises(VerifierError, match="b: scored sample 1 as") as error:
+        combine({"a": [1.0, 1.0], "b": [0.0, bad]}, {"a": 1.0, "b": 0.0})
+    assert error.value.verifier == "b"
+
+
+def test_components_must_belong_together() -> None:
+    with pytest.raises(VerifierError, match="b: 1 scores for 2 samples"):
+        combine({"a": [1.0, 1.0], "b": [0.0]}, {"a": 1.0, "b": 1.0})
+    with pytest.raises(VerifierError, match="b: has no weight"):
+        combine({"b": [0.0]}, {"a": 1.0})
+    with pytest.raises(VerifierError, match=r"set reward\.verifiers"):
+        combine({}, {"a": 1.0})

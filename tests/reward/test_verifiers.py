@@ -1,0 +1,240 @@
+"""Verifiers one by one: what is right, what is wrong, and that no response makes them raise."""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from protocol.errors import RewardError, SettingsError
+from reward.verifiers.registry import VERIFIERS, make_verifier
+from rollout.prompts.base import PromptConfig
+from rollout.prompts.registry import make_source
+
+PERSON = {"type": "object", "properties": {"age": {"type": "integer", "minimum": 0}}, "required": ["age"]}
+ANSWER: dict[str, dict[str, Any]] = {
+    "exact_match": {"answer": "42"},
+    "last_integer": {"answer": "42"},
+    "positions": {"answer": "42"},
+    "math": {"answer": "42"},
+    "json_schema": {"schema": PERSON},
+    "python_tests": {"tests": ["assert f(2) == 4", "assert f(3) == 9"]},
+    "reasoning_gym": {"answer": "42", "family": "chain_sum", "params": {}, "entry": {}},
+}
+"""Verifier -> metadata that it can score with."""
+
+
+def score(name: str, response: str, metadata: Mapping[str, Any] | None = None, **options: Any) -> float:
+    return make_verifier(name, options)("question", response, ANSWER[name] if metadata is None else metadata)
+
+
+@pytest.mark.parametrize(
+    ("response", "options", "expected"),
+    [
+        ("42", {}, 1.0),
+        (" 42\n", {}, 1.0),
+        (" 42", {"strip": False}, 0.0),
+        ("4 2", {}, 0.0),
+        ("", {}, 0.0),
+    ],
+)
+def test_exact_match(response: str, options: dict[str, Any], expected: float) -> None:
+    assert score("exact_match", response, **options) == expected
+
+
+def test_exact_match_may_ignore_case_and_read_another_field() -> None:
+    assert score("exact_match", "STRASSE", {"word": "straße"}, key="word", ignore_case=True) == 1.0
+    assert score("exact_match", "7", {"answer": 7}) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "expected"),
+    [
+        ("the sum is 12.", "12", 1.0),
+        ("12 or 13", "12", 0.0),
+        ("5-3", "3", 1.0),
+        ("it is -3", "-3", 1.0),
+        ("it is -3", "3", 0.0),
+        ("1,234", "1234", 1.0),
+        ("1234", "1,234", 1.0),
+        ("7 or 3.5", "7", 1.0),
+        ("3.5", "5", 0.0),
+        ("007", "7", 1.0),
+        ("-0", "0", 1.0),
+        ("none", "0", 0.0),
+        ("٤٢", "42", 0.0),
+        ("9" * 6000, "9" * 6000, 1.0),
+    ],
+)
+def test_last_integer(response: str, answer: str, expected: float) -> None:
+    assert score("last_integer", response, {"answer": answer}) == expected
+
+
+@given(st.integers(), st.text(alphabet="abc .,=", max_size=20))
+def test_last_integer_finds_every_integer(number: int, words: str) -> None:
+    assert score("last_integer", f"{words} {number}", {"answer": str(number)}) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"), [("237", 1.0), ("273", 1 / 3), ("23", 2 / 3), ("2371", 3 / 4), ("", 0.0), ("1237", 0.0), (" 237 ", 1.0)]
+)
+def test_positions(response: str, expected: float) -> None:
+    assert score("positions", response, {"answer": "237"}) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "expected"),
+    [
+        ("The answer is $\\frac{1}{2}$.", "0.5", 1.0),
+        ("\\boxed{x^2+2x+1}", "(x+1)^2", 1.0),
+        ("\\boxed{x^2}", "(x+1)^2", 0.0),
+        ("I do not know", "3", 0.0),
+        ("$\\frac{3}{4}$", "\\frac{3}{4}", 1.0),
+    ],
+)
+def test_math(response: str, answer: str, expected: float) -> None:
+    assert score("math", response, {"answer": answer}) == expected
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        ('{"age": 3}', 1.0),
+        ('{"age": -3}', 0.0),
+        ('{"name": "x"}', 0.0),
+        ('Sure!\n```json\n{"age": 3}\n```', 1.0),
+        ('```json\n{"age": 1}\n```\n```\n{"age": "x"}\n```', 0.0),
+        ('{"age": 3', 0.0),
+        ('{"age": NaN}', 0.0),
+        ("[" * 100_000, 0.0),
+    ],
+)
+def test_json_schema(response: str, expected: float) -> None:
+    assert score("json_schema", response) == expected
+
+
+def test_json_schema_follows_no_reference_outside() -> None:
+    with pytest.raises(Exception, match="Unresolvable"):
+        score("json_schema", "{}", {"schema": {"$ref": "http://127.0.0.1:9/schema.json"}})
+
+
+@pytest.mark.parametrize("schema", [{"type": "objekt"}, "{", 3, json.dumps({"minimum": "x"})])
+def test_a_wrong_schema_is_not_a_wrong_response(schema: object) -> None:
+    with pytest.raises(RewardError, match="schema is wrong"):
+        score("json_schema", "{}", {"schema": schema})
+
+
+SQUARE = "Here:\n```python\ndef f(x):\n    return x * x\n```\nDone."
+
+
+@pytest.mark.parametrize(
+    ("response", "options", "expected"),
+    [
+        (SQUARE, {}, 1.0),
+        ("def f(x): return x * x", {}, 1.0),
+        ("def f(x): return x + x", {}, 0.0),
+        ("def f(x): return x + x", {"partial": True}, 0.5),
+        ("no code at all", {"partial": True}, 0.0),
+        (f"```python\nbad(\n```\n{SQUARE}", {}, 1.0),
+    ],
+)
+def test_python_tests(response: str, options: dict[str, Any], expected: float) -> None:
+    assert score("python_tests", response, **options) == expected
+
+
+def test_python_tests_may_have_a_prelude() -> None:
+    metadata = {"tests": "assert f(4) == 2", "setup": "import math"}
+    assert score("python_tests", "def f(x): return math.isqrt(x)", metadata, prelude="setup") == 1.0
+
+
+@pytest.mark.parametrize("tests", [[], [3], {"a": 1}])
+def test_python_tests_without_tests_fail(tests: object) -> None:
+    with pytest.raises(RewardError, match="field 'tests'"):
+        score("python_tests", SQUARE, {"tests": tests})
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # families leave their data files open
+def test_reasoning_gym_gives_full_marks_to_the_right_answer_of_every_family() -> None:
+    from reasoning_gym.factory import DATASETS
+
+    from rollout.prompts.reasoning_gym import UNSTABLE
+
+    families = tuple(sorted(DATASETS.keys() - UNSTABLE - {"composite", "acre"}))
+    source = make_source(PromptConfig(source="reasoning_gym", families=families))
+    verifier = make_verifier("reasoning_gym", {})
+    scores = {}
+    for i in range(len(families)):
+        prompt = source.at(i)
+        if prompt.metadata["answer"] is not None:  # some families have a rule and no answer
+            travelled = msgspec.msgpack.decode(msgspec.msgpack.encode(prompt.metadata))
+            scores[families[i]] = verifier(prompt.text, str(prompt.metadata["answer"]), travelled)
+    assert len(scores) > 90
+    assert {family: value for family, value in scores.items() if value < 0.99} == {}
+
+
+def test_reasoning_gym_takes_the_answer_from_a_tag() -> None:
+    assert score("reasoning_gym", "41 <answer>1</answer> <answer> 42 </answer>", tag="answer") == 1.0
+    assert score("reasoning_gym", "42", tag="answer") == 0.0
+
+
+def test_a_scorer_that_cannot_read_a_response_calls_it_wrong_or_fails_if_it_is_strict() -> None:
+    source = make_source(PromptConfig(source="reasoning_gym", families=("prime_factorization",)))
+    metadata = source.at(0).metadata
+    assert score("reasoning_gym", "garbage", metadata) == 0.0
+    with pytest.raises(RewardError, match="prime_factorization: ValueError"):
+        score("reasoning_gym", "garbage", metadata, strict=True)
+    with pytest.raises(RewardError, match="fails on the right answer too"):
+        score("reasoning_gym", "garbage", {**metadata, "answer": "junk"})
+
+
+@pytest.mark.parametrize("name", VERIFIERS)
+def test_missing_metadata_is_an_error_and_not_a_zero(name: str) -> None:
+    with pytest.raises(RewardError, match=r"the metadata has no field '.*', but other"):
+        score(name, "42", {"other": 1})
+
+
+@pytest.mark.parametrize(("name", "answer"), [("last_integer", "seven"), ("math", "")])
+def test_an_answer_that_cannot_be_read_is_an_error_and_not_a_zero(name: str, answer: str) -> None:
+    with pytest.raises(RewardError, match="the answer"):
+        score(name, "42", {"answer": answer})
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "why"),
+    [
+        ("exact-match", {}, "did you mean 'exact_match'"),
+        ("exact_match", {"ignorecase": True}, "did you mean 'ignore_case'"),
+        ("positions", {"strip": "yes"}, "Expected `bool`"),
+        ("nowhere.at_all", {}, "cannot be imported"),
+    ],
+)
+def test_wrong_names_and_options_say_what_to_do(name: str, options: dict[str, Any], why: str) -> None:
+    with pytest.raises(SettingsError, match=why):
+        make_verifier(name, options)
+
+
+GARBAGE = st.one_of(
+    st.text(max_size=60),
+    st.binary(max_size=40).map(lambda b: b.decode("utf-8", "replace")),
+    st.from_regex(r"[-\d.,\\{}$()^/x=]{0,40}"),
+    st.sampled_from(["```python\n```", "\\boxed{", "$$", "{", "[[[[", "\x00", "9" * 5000, "1e999", "-", "\ud7ff"]),
+)
+
+
+@pytest.mark.parametrize("name", sorted(set(VERIFIERS) - {"python_tests"}))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(response=GARBAGE)
+def test_no_response_makes_a_verifier_raise(name: str, response: str) -> None:
+    value = score(name, response)
+    assert math.isfinite(value)
+    assert 0 <= value <= 1
+
+
+@settings(max_examples=12, deadline=None)
+@given(response=GARBAGE)
+def test_no_response_makes_the_sandbox_raise(response: str) -> None:
+    assert score("python_tests", response) == 0.0
