@@ -105,10 +105,13 @@ def _layout(path: Path, host: dict[str, torch.Tensor]) -> tuple[tuple[TensorEntr
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(length))
+    total = path.stat().st_size - 8 - length
     entries = []
     for name, tensor in host.items():
         start, end = header[name]["data_offsets"]
         raw = tensor.reshape(-1).view(torch.uint8).numpy().data
         dtype = str(tensor.dtype).removeprefix("torch.")
-        entries.append(TensorEntry(name, dtype, tuple(tensor.shape), 0, start, end - start, digest(raw)))
-    return tuple(entries), (path.stat().st_size - 8 - length,)
+        # an empty tensor shares its offset with another; at the end it is in nobody's way
+        offset = start if start < end else total
+        entries.append(TensorEntry(name, dtype, tuple(tensor.shape), 0, offset, end - start, digest(raw)))
+    return tuple(entries), (total,)

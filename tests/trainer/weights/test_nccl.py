@@ -1,0 +1,137 @@
+"""The pairwise sender, on gloo: receivers that fail, stall or ask for nonsense hurt nobody else."""
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+import torch
+
+from protocol.errors import SettingsError, WeightError
+from rollout.weights.registry import make_receiver
+from trainer.weights import nccl
+from trainer.weights.base import WeightConfig
+from trainer.weights.nccl import NcclSender
+
+
+def weights(value: float = 1.0) -> list[tuple[str, torch.Tensor]]:
+    return [(f"t{i}", torch.full((200_000,), value + i)) for i in range(4)]
+
+
+@pytest.fixture
+def sender() -> Iterator[NcclSender]:
+    made = NcclSender(WeightConfig(transport="nccl", bucket_mb=1, timeout_s=30))
+    yield made
+    made.close()
+
+
+def connect(sender: NcclSender) -> socket.socket:
+    host, port = sender.location.partition("/")[0].rsplit(":", 1)
+    return socket.create_connection((host, int(port)), timeout=30)
+
+
+def ask(sender: NcclSender, line: bytes) -> dict[str, object]:
+    with connect(sender) as connection, connection.makefile("rwb") as file:
+        file.write(line)
+        file.flush()
+        answer = file.readline()
+    return json.loads(answer) if answer else {}
+
+
+def request(version: int, epoch: str = "e1") -> bytes:
+    return json.dumps({"version": version, "epoch": epoch}).encode() + b"\n"
+
+
+def test_only_the_current_version_is_served(sender: NcclSender) -> None:
+    assert ask(sender, request(1)) == {"error": "no version is published"}
+    sender.publish("e1", 1, weights())
+    sender.publish("e1", 2, weights())
+    assert ask(sender, request(1)) == {"error": "the current version is 2 of epoch e1"}
+    assert ask(sender, request(2, "e0")) == {"error": "the current version is 2 of epoch e1"}
+    assert ask(sender, b"[]\n") == {"error": "the current version is 2 of epoch e1"}
+
+
+@pytest.mark.parametrize("line", [b"not json\n", b"x" * 10_000, b"\xff\n"])
+def test_nonsense_is_hung_up_on(line: bytes, sender: NcclSender) -> None:
+    manifest = sender.publish("e1", 1, weights())
+    with suppress(ConnectionError):  # hung up before all of it was read
+        assert ask(sender, line) == {}
+    assert len(list(make_receiver("nccl").tensors(manifest, 30))) == 4
+
+
+def test_receivers_at_the_same_time_get_the_same_bytes(sender: NcclSender) -> None:
+    manifest = sender.publish("e1", 1, weights(5.0))
+    found: list[list[float]] = []
+
+    def work() -> None:
+        found.append([float(tensor[-1]) for _, tensor in make_receiver("nccl").tensors(manifest, 30)])
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [[5.0, 6.0, 7.0, 8.0]] * 4
+
+
+def test_receivers_that_stall_or_leave_hold_up_nobody(sender: NcclSender) -> None:
+    manifest = sender.publish("e1", 1, weights())
+    silent = connect(sender)  # never asks
+    joined = connect(sender)  # asks, but never joins the group
+    joined.sendall(request(1))
+    assert "store_port" in json.loads(joined.recv(4096))
+    leaver = make_receiver("nccl").tensors(manifest, 30)
+    next(leaver)
+    leaver.close()  # leaves in the middle
+    assert [float(t[0]) for _, t in make_receiver("nccl").tensors(manifest, 30)] == [1.0, 2.0, 3.0, 4.0]
+    silent.close()
+    joined.close()
+
+
+def test_a_version_that_is_being_sent_survives_its_successors(sender: NcclSender) -> None:
+    stream = make_receiver("nccl").tensors(sender.publish("e1", 1, weights(1.0)), 30)
+    values = [float(next(stream)[1][0])]
+    for version in (2, 3):
+        sender.publish("e1", version, weights(100.0 * version))
+    values += [float(tensor[0]) for _, tensor in stream]
+    assert values == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_slots_are_given_back_after_failures(sender: NcclSender) -> None:
+    manifest = sender.publish("e1", 1, weights())
+    for _ in range(2 * nccl.MAX_RECEIVERS):
+        ask(sender, request(99))
+        ask(sender, b"nonsense\n")
+    assert len(list(make_receiver("nccl").tensors(manifest, 30))) == 4
+
+
+def test_a_receiver_that_never_joins_is_given_up_after_the_timeout() -> None:
+    sender = NcclSender(WeightConfig(transport="nccl", bucket_mb=1, timeout_s=0.5))
+    sender.publish("e1", 1, weights())
+    with connect(sender) as connection:
+        connection.sendall(request(1))
+        assert "store_port" in json.loads(connection.recv(4096))
+        assert connection.recv(1) == b""  # hung up on
+    sender.close()
+
+
+def test_a_closed_sender_is_an_error_of_the_receiver(sender: NcclSender) -> None:
+    manifest = sender.publish("e1", 1, weights())
+    sender.close()
+    with pytest.raises(WeightError, match="Connection refused"):
+        list(make_receiver("nccl").tensors(manifest, 30))
+
+
+def test_the_location_names_host_port_and_backend(sender: NcclSender) -> None:
+    address, _, backend = sender.publish("e1", 1, weights()).location.partition("/")
+    assert address.startswith("127.0.0.1:")
+    assert backend == "gloo"
+
+
+def test_settings_that_cannot_work_are_refused() -> None:
+    with pytest.raises(SettingsError, match=r"weights\.backend 'mpi'"):
+        NcclSender(WeightConfig(transport="nccl", backend="mpi"))
+    with pytest.raises(WeightError, match="cannot listen"):
+        NcclSender(WeightConfig(transport="nccl", host="192.0.2.1"))

@@ -1,0 +1,142 @@
+"""What every sender does, read back with the receivers of the same name."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from protocol.buckets import check_manifest, manifest_digest
+from protocol.errors import SettingsError, WeightError
+from protocol.messages import WeightManifest
+from rollout.weights.registry import make_receiver
+from trainer.weights.base import Sender, WeightConfig
+from trainer.weights.registry import make_sender
+
+TRANSPORTS = ("shm", "disk", "nccl")
+
+
+def tensors(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
+    """Over three buckets of 1 MiB: float32, bfloat16 that is not contiguous, a scalar, an empty one, one larger than a bucket."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        ("embed", torch.randn(300, 500, generator=generator)),
+        ("proj", torch.randn(200, 300, generator=generator).bfloat16().T),
+        ("scale", torch.tensor(0.5 + seed)),
+        ("none", torch.zeros(0, 3)),
+        ("large", torch.randn(300, 1000, generator=generator)),
+        ("count", torch.arange(7)),
+    ]
+
+
+@pytest.fixture(params=TRANSPORTS)
+def sender(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Sender]:
+    config = WeightConfig(transport=request.param, bucket_mb=1, timeout_s=30)
+    made = make_sender(config, run="sender-test", run_dir=tmp_path)
+    yield made
+    made.close()
+
+
+def receive(manifest: WeightManifest) -> dict[str, torch.Tensor]:
+    receiver = make_receiver(manifest.transport)
+    found = {entry.name: tensor.clone() for entry, tensor in receiver.tensors(manifest, 30)}
+    receiver.close()
+    return found
+
+
+def assert_arrived(manifest: WeightManifest, sent: list[tuple[str, torch.Tensor]]) -> None:
+    got = receive(manifest)
+    assert sorted(got) == sorted(name for name, _ in sent)
+    for name, tensor in sent:
+        assert got[name].dtype == tensor.dtype
+        assert got[name].shape == tensor.shape
+        assert torch.equal(got[name], tensor)
+
+
+def test_what_is_published_arrives_byte_for_byte(sender: Sender) -> None:
+    sent = tensors()
+    manifest = sender.publish("e1", 3, iter(sent), base_model="Qwen2ForCausalLM", tied=(("lm_head.weight", "embed"),))
+    check_manifest(manifest)
+    assert (manifest.epoch, manifest.version, manifest.base_model) == ("e1", 3, "Qwen2ForCausalLM")
+    assert manifest.tied == (("lm_head.weight", "embed"),)
+    assert [entry.name for entry in manifest.tensors] == [name for name, _ in sent]
+    assert_arrived(manifest, sent)
+    assert_arrived(manifest, sent)  # as often as engines ask
+
+
+def test_the_tensors_may_be_written_once_publish_has_returned(sender: Sender) -> None:
+    live = torch.ones(1000)
+    manifest = sender.publish("e1", 1, [("a", live)])
+    live.zero_()
+    assert_arrived(manifest, [("a", torch.ones(1000))])
+
+
+def test_equal_weights_have_equal_digests_over_every_transport(tmp_path: Path) -> None:
+    found = set()
+    for transport in TRANSPORTS:
+        made = make_sender(WeightConfig(transport=transport, bucket_mb=2), run="sender-test", run_dir=tmp_path)
+        found.add(made.publish("e1", 1, tensors()).digest)
+        found.add(made.publish("e2", 2, tensors()[::-1]).digest)
+        assert made.publish("e2", 3, tensors(seed=1)).digest not in found
+        made.close()
+    assert len(found) == 1
+
+
+def test_a_newer_version_is_served_beside_the_current_ones(sender: Sender) -> None:
+    first = sender.publish("e1", 1, tensors(1))
+    second = sender.publish("e1", 2, tensors(2))
+    assert_arrived(second, tensors(2))
+    if first.transport == "nccl":
+        with pytest.raises(WeightError, match="current version is 2"):
+            receive(first)
+    else:
+        assert_arrived(first, tensors(1))
+
+
+def test_an_export_that_fails_publishes_nothing_and_leaves_the_last_version(sender: Sender) -> None:
+    manifest = sender.publish("e1", 1, tensors(1))
+
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from tensors(2)[:3]
+        raise RuntimeError("the backend failed")
+
+    with pytest.raises(RuntimeError, match="the backend failed"):
+        sender.publish("e1", 2, broken())
+    assert_arrived(manifest, tensors(1))
+    assert_arrived(sender.publish("e1", 2, tensors(2)), tensors(2))
+
+
+def test_a_refused_publish_sees_the_export_through(sender: Sender) -> None:
+    seen = []
+
+    def export() -> Iterator[tuple[str, torch.Tensor]]:
+        for name in ("a", "a", "b", "c"):
+            seen.append(name)
+            yield name, torch.zeros(1)
+
+    with pytest.raises(WeightError, match="tensor a comes twice"):
+        sender.publish("e1", 1, export())
+    assert seen == ["a", "a", "b", "c"]
+
+
+def test_the_digest_is_that_of_the_entries(sender: Sender) -> None:
+    manifest = sender.publish("e1", 1, tensors())
+    assert manifest.digest == manifest_digest(manifest.tensors)
+
+
+def test_close_is_idempotent(sender: Sender) -> None:
+    sender.publish("e1", 1, tensors())
+    sender.close()
+    sender.close()
+
+
+def test_the_same_version_may_be_published_again(sender: Sender) -> None:
+    sender.publish("e1", 1, tensors(1))
+    assert_arrived(sender.publish("e1", 1, tensors(2)), tensors(2))
+
+
+def test_an_unknown_transport_is_refused_with_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"'ncl' is unknown: did you mean 'nccl'\?"):
+        make_sender(WeightConfig(transport="ncl"), run="r", run_dir=tmp_path)
+    with pytest.raises(SettingsError, match=r"weights\.keep 0"):
+        make_sender(WeightConfig(keep=0), run="r", run_dir=tmp_path)
