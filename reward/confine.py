@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import resource
 import signal
 import struct
@@ -124,7 +125,8 @@ def confine(limits: dict[str, Any], directory: str, isolation: set[str]) -> None
     """Give up everything that the code does not need. What is in force is added to `isolation`."""
     os.chdir(directory)
     target = NOBODY if os.getuid() == 0 else os.getuid()
-    processes = tasks_of(target) + limits["processes"]
+    own = target == os.getuid()  # then we are among those that are counted
+    processes = tasks_of(target, within=own and "pid" in isolation) - own + limits["processes"]
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     if landlock(directory):
         isolation.add("landlock")
@@ -193,12 +195,17 @@ def keep_capabilities(mask: int) -> None:
         raise OSError(ctypes.get_errno(), "capset")
 
 
-def tasks_of(uid: int) -> int:
-    """Threads of a user on this machine: the limit on processes counts them all."""
-    count = 0
+def tasks_of(uid: int, within: bool) -> int:
+    """The threads that the kernel holds against a limit on processes: all of the user's on this machine.
+
+    Within a user namespace of our own, kernels from 5.14 on count only those in it.
+    """
+    release = re.match(r"(\d+)\.(\d+)", os.uname().release)
+    within = within and release is not None and (int(release[1]), int(release[2])) >= (5, 14)
+    ours, count = os.readlink("/proc/self/ns/user"), 0
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
-            if os.stat(f"/proc/{pid}").st_uid == uid:
+            if os.stat(f"/proc/{pid}").st_uid == uid and not (within and os.readlink(f"/proc/{pid}/ns/user") != ours):
                 count += len(os.listdir(f"/proc/{pid}/task"))
     return count
 
