@@ -85,11 +85,6 @@ class Checkpoints:
         self.directory = directory
         self._keep = max(keep, 1)
 
-    @property
-    def initial(self) -> Path:
-        """Directory of the checkpoint of version 0, whether or not it was made."""
-        return self._path(0)
-
     @contextmanager
     def writing(
         self,
