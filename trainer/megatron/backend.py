@@ -15,9 +15,9 @@ from trainer.megatron.architecture import read_architecture
 from trainer.megatron.checkpoint import layout, restore_part, save_part
 from trainer.megatron.convert.checkpoint import load_checkpoint
 from trainer.megatron.forward import Runner
-from trainer.megatron.model import DTYPES, build_model, transformer_config
+from trainer.megatron.model import DTYPES, build_model, mark_split, transformer_config
 from trainer.megatron.optimizer import Optimizer, wrap_model
-from trainer.megatron.reshard import TensorPlan, export_plan
+from trainer.megatron.reshard import TensorPlan, export_plan, stage_rules
 
 
 class MegatronBackend(Backend):
@@ -66,10 +66,10 @@ class MegatronBackend(Backend):
         self._reference: Runner | None = None
 
     def train_step(self, batch: Batch) -> StepStats:
+        trained = int(batch.loss_mask.sum())
         self._optimizer.zero_grad(self._model)
         metrics = self._runner.train(batch, self.algorithm)
-        norm, skipped = self._optimizer.step()
-        trained = int(batch.loss_mask.sum())
+        norm, skipped = self._optimizer.step() if trained else (0.0, "no token of the batch is within the bound")
         count = max(1, trained)
         return StepStats(
             loss=metrics["loss"],
@@ -126,6 +126,7 @@ class MegatronBackend(Backend):
 
     def _load(self, model_dir: Path) -> None:
         config, position = self._position.config, self._position
+        mark_split(self._parameters, stage_rules(self._model_spec, config.pipeline_model_parallel_size, position.pp))
         load_checkpoint(
             model_dir,
             self._model_spec,

@@ -3,13 +3,14 @@
 Shapes: S tokens of a sequence, B sequences, H hidden size, P tensor ranks; megatron's activations are [S, B, H].
 """
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, set_tensor_model_parallel_attributes
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -22,7 +23,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from protocol.errors import SettingsError
 from trainer.megatron.architecture import Architecture
-from trainer.megatron.convert.rules import padded_vocabulary
+from trainer.megatron.convert.rules import Direct, Rule, padded_vocabulary
 from trainer.megatron.parallel import Position
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -137,6 +138,17 @@ def build_model(architecture: Architecture, config: TransformerConfig, position:
     if config.params_dtype is torch.bfloat16:
         model = model.bfloat16()
     return model.to(position.device)
+
+
+def mark_split(parameters: Mapping[str, torch.Tensor], rules: Iterable[Rule]) -> None:
+    """Mark the parameters that are split over tensor ranks, so that gradient norms count them on every rank and replicated ones once.
+
+    megatron does this while it initializes weights at random, which is left out here.
+    """
+    for rule in rules:
+        parameter = parameters[rule.parameter]
+        if not isinstance(rule, Direct) and not hasattr(parameter, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=rule.dim, stride=1)
 
 
 def _layer_spec(qk_norm: bool) -> ModuleSpec:

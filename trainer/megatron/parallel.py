@@ -1,5 +1,6 @@
 """The process groups of a run: torch.distributed and megatron's parallel state, from a `ParallelConfig`."""
 
+import atexit
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -68,8 +69,7 @@ def initialize(config: ParallelConfig, device: str, seed: int) -> Position:
             f"are running: start the trainer with torchrun --nproc-per-node {config.world_size}, or change the sizes"
         )
     if not dist.is_initialized():
-        _initialize_torch(place, world)
-        _owns_torch = True
+        _owns_torch = _initialize_torch(place, world)
     if mpu.model_parallel_is_initialized():
         current = (mpu.get_tensor_model_parallel_world_size(), mpu.get_pipeline_model_parallel_world_size())
         if current != sizes[:2]:
@@ -117,11 +117,20 @@ def _device(name: str) -> torch.device:
     return place
 
 
-def _initialize_torch(device: torch.device, world: int) -> None:
+def _initialize_torch(device: torch.device, world: int) -> bool:
+    """Returns whether `finalize` is to undo it."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     device_id = device if device.type == "cuda" else None
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=TIMEOUT, device_id=device_id)
-    else:
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=0, world_size=world, timeout=TIMEOUT, device_id=device_id)
+        # torchrun's store keeps the addresses of the first meeting, so a second one through it would wait forever: this one stays.
+        atexit.register(_leave)
+        return False
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=0, world_size=world, timeout=TIMEOUT, device_id=device_id)
+    return True
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

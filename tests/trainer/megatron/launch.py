@@ -9,9 +9,10 @@ from pathlib import Path
 from torch.distributed import TCPStore
 
 ROOT = Path(__file__).parents[3]
+DEADLINE_S = 120
 
 
-def launch(ranks: int, module: str, *arguments: str, logs: Path, deadline_s: float = 120) -> None:
+def launch(ranks: int, module: str, *arguments: str, logs: Path, deadline_s: float = DEADLINE_S) -> None:
     """Run `python -m module arguments` on every rank as torchrun would; fails with the logs if a rank fails or the deadline passes."""
     # The store lives here, on a port that the system chose: no rank can lose a race for it.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

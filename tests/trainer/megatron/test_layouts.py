@@ -25,18 +25,19 @@ class Runs:
         self.models = root / "models"
         for name in MODELS:
             save_model(name, self.models)
-        self._done: set[str] = set()
+        self._started: set[str] = set()
         self._plain: dict[str, tuple[list[dict[str, float]], dict[str, torch.Tensor]]] = {}
 
     def __call__(self, layout: str) -> Path:
-        if layout not in self._done:
+        if layout not in self._started:
+            # Also when it fails: its other tests then fail on what is missing, instead of waiting once more.
+            self._started.add(layout)
             if LAYOUTS[layout].world_size == 1:
                 run(layout, self.models, self.root / layout)
             else:
                 self("single")
                 arguments = (layout, str(self.models), str(self.root / layout))
                 launch(LAYOUTS[layout].world_size, "tests.trainer.megatron.ranks", *arguments, logs=self.root / f"logs-{layout}")
-            self._done.add(layout)
         return self.root / layout
 
     def plain(self, model: str) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
@@ -95,7 +96,6 @@ def test_training_equals_plain_torch(runs: Runs, layout: str, model: str) -> Non
 @EACH_MODEL
 def test_continuing_from_a_checkpoint_is_bit_identical(runs: Runs, layout: str, model: str) -> None:
     directory = runs(layout) / model
-    assert same_bits(directory / "after.safetensors", directory / "again.safetensors")
     assert same_bits(directory / "after.safetensors", directory / "restored.safetensors")
 
 
