@@ -1,0 +1,165 @@
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import redis as redis_sync
+
+from protocol.errors import SettingsError, Unavailable
+from services.ledger.connection import redacted
+from services.ledger.ledger import RedisLedger
+from services.ledger.scripts import names, script
+from services.ledger.server import EmbeddedServer, read_endpoint
+from tests.contracts.ledger_rig import Driver, RedisRig
+from tests.services.ledger.conftest import redis_binary, valkey_binary
+
+
+@pytest.fixture(params=["valkey", "redis"])
+def binary(request: pytest.FixtureRequest) -> str:
+    return valkey_binary() if request.param == "valkey" else redis_binary()
+
+
+def killed(server: EmbeddedServer) -> None:
+    os.kill(server.pid, signal.SIGKILL)
+    while server.running():
+        os.sched_yield()
+
+
+async def test_kill_9_loses_nothing_and_clients_go_on(binary: str, tmp_path: Path) -> None:
+    server = EmbeddedServer(tmp_path, binary)
+    url = await server.start()
+    rig = await RedisRig.start(url)
+    assert rig.ledger.durability == ""
+    driver = await Driver(rig).begin(B=1)
+    await driver.step(1)
+    lease = await driver.lease()
+    before = await rig.ledger.status()
+    killed(server)
+    second = EmbeddedServer(tmp_path, binary)
+    async with asyncio.TaskGroup() as tasks:
+        waiting = tasks.create_task(rig.ledger.status(), name="a call while the server is away")
+        assert await second.start() == url
+    assert waiting.result() == before
+    await rig.ledger.accept(lease.group, lease.token, {1: 1})
+    await rig.close()
+    await second.stop()
+    assert not second.running()
+
+
+async def test_endpoint_is_noted_for_the_owner_only(tmp_path: Path) -> None:
+    server = EmbeddedServer(tmp_path)
+    await server.start()
+    note = json.loads((tmp_path / "endpoint.json").read_text())
+    assert note == {"url": server.url, "pid": server.pid}
+    assert read_endpoint(tmp_path) == server.url
+    assert (tmp_path / "endpoint.json").stat().st_mode & 0o077 == 0
+    with pytest.raises(SettingsError, match="another ledger server uses"):
+        await EmbeddedServer(tmp_path).start()
+    assert server.running()
+    await server.stop()
+    assert read_endpoint(tmp_path / "nowhere") is None
+
+
+async def test_another_user_without_the_password_is_refused(tmp_path: Path) -> None:
+    server = EmbeddedServer(tmp_path)
+    url = await server.start()
+    host = url.rpartition("@")[2]
+    with pytest.raises(SettingsError, match="check user, password and ACL"):
+        await RedisLedger.connect(f"redis://:wrong@{host}", "run")
+    await server.stop()
+
+
+async def test_a_busy_port_is_left_alone(tmp_path: Path) -> None:
+    first, second = EmbeddedServer(tmp_path / "a"), EmbeddedServer(tmp_path / "b")
+    await first.start()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "endpoint.json").write_text(json.dumps({"url": first.url.replace(":", ":x", 2), "pid": 0}).replace(":x//", "://"))
+    await second.start()
+    assert second.url.rpartition(":")[2] != first.url.rpartition(":")[2]
+    await first.stop()
+    await second.stop()
+
+
+def test_server_ends_with_its_parent(tmp_path: Path) -> None:
+    code = (
+        "import asyncio, os, pathlib, signal, sys\n"
+        "from services.ledger.server import EmbeddedServer\n"
+        "asyncio.run(EmbeddedServer(pathlib.Path(sys.argv[1])).start())\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False, timeout=60)
+    url = read_endpoint(tmp_path)
+    assert url is not None
+    pid = json.loads((tmp_path / "endpoint.json").read_text())["pid"]
+    while alive(pid):
+        os.sched_yield()
+    with pytest.raises(redis_sync.ConnectionError), redis_sync.Redis.from_url(url) as client:
+        client.ping()
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+async def test_no_server_says_what_to_do(tmp_path: Path) -> None:
+    server = EmbeddedServer(tmp_path)
+    url = await server.start()
+    ledger = await RedisLedger.connect(url, "run", retry_s=0.1)
+    await server.stop()
+    with pytest.raises(Unavailable) as caught:
+        await RedisLedger.connect(url, "run", timeout_s=0.2)
+    password = url.split(":")[2].partition("@")[0]
+    assert password not in str(caught.value)
+    assert redacted(url) in str(caught.value)
+    with pytest.raises(Unavailable, match="did not answer"):
+        await ledger.status()
+    await ledger.close()
+
+
+async def test_settings_of_the_server_are_checked(tmp_path: Path) -> None:
+    server = EmbeddedServer(tmp_path)
+    url = await server.start()
+    with redis_sync.Redis.from_url(url) as client:
+        client.config_set("appendfsync", "everysec")
+        ledger = await RedisLedger.connect(url, "run")
+        assert "appendfsync is everysec" in ledger.durability
+        await ledger.close()
+        client.config_set("appendonly", "no")
+        ledger = await RedisLedger.connect(url, "run")
+        assert "append-only file is off" in ledger.durability
+        await ledger.close()
+        client.config_set("maxmemory-policy", "allkeys-lru")
+        with pytest.raises(SettingsError, match="noeviction"):
+            await RedisLedger.connect(url, "run")
+    await server.stop()
+
+
+async def test_urls_and_runs_are_checked(valkey_url: str) -> None:
+    with pytest.raises(SettingsError, match="redis://HOST:PORT"):
+        await RedisLedger.connect("http://u:secret@host", "run")
+    with pytest.raises(SettingsError, match="run name"):
+        await RedisLedger.connect(valkey_url, "No Such")
+    assert redacted("rediss://u:secret@host:1/0") == "rediss://u:***@host:1/0"
+    assert redacted("redis://host:1/0") == "redis://host:1/0"
+
+
+async def test_scripts_survive_a_flush(valkey_url: str) -> None:
+    rig = await RedisRig.start(valkey_url)
+    driver = await Driver(rig).begin(B=1)
+    rig.server.script_flush()
+    await driver.step(1)
+    await rig.close()
+
+
+def test_every_script_says_what_it_takes_and_returns() -> None:
+    for name in names():
+        header = script(name).body.decode().rpartition("-- ARGV" if b"ARGV[" in script(name).body else "-- Returns")[2]
+        assert "Returns" in header or header.startswith((":", " ")), name
+        assert "efuses" in header, name

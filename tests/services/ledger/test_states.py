@@ -1,0 +1,211 @@
+"""Every reachable state of small runs, on the oracle's own code: no token over the bound, and no state without a way out.
+
+Versions are taken relative to the committed one, so runs of any length are covered. Groups that are alike are interchangeable.
+"""
+
+import copy
+import dataclasses
+from collections import deque
+from collections.abc import Coroutine, Iterator
+from typing import Any
+
+import pytest
+
+from protocol.errors import Reason, Refused
+from protocol.lifecycle import ACTIVE, GroupState
+from protocol.staleness import Policy, holds, trainable_counts
+from services.ledger.interface import Taken
+from services.ledger.memory import MemoryLedger
+from tests.contracts.ledger_rig import spec
+
+LATE = -4
+"""Relative versions below this are alike."""
+MOST_STATES = 60_000
+Edge = tuple[str, MemoryLedger, int]
+
+
+def now(call: Coroutine[Any, Any, Any]) -> Any:
+    """Result of a coroutine that never waits."""
+    try:
+        call.send(None)
+    except StopIteration as stop:
+        return stop.value
+    raise AssertionError("the oracle waits for something")
+
+
+def start(E: int, B: int, policy: Policy, **values: Any) -> MemoryLedger:
+    ledger = MemoryLedger(clock=lambda: 0, archive_limit=1 << 60, tokens=lambda: "t")
+    now(ledger.create(spec("x", E=E, B=B, policy=policy, **{"steps": 1 << 40, "max_attempts": 1 << 40, "drop_window": 1 << 40, **values})))
+    now(ledger.claim("e0"))
+    now(ledger.resume("e0", 0, 0))
+    for engine in "ab":
+        now(ledger.applied(engine, "e0", 0))
+    return ledger
+
+
+def clone(ledger: MemoryLedger) -> MemoryLedger:
+    """An independent copy, without what only history needs."""
+    twin = copy.copy(ledger)
+    book = ledger.book
+    twin._book = dataclasses.replace(
+        book,
+        groups={n: dataclasses.replace(group) for n, group in book.groups.items() if group.state in ACTIVE},
+        engines=dict(book.engines),
+        epochs=set(book.epochs),
+        lineage=set(book.lineage),
+        gone=[],
+        reasons=type(book.reasons)(),
+        outcomes=deque(),
+        steps={},
+        step_reports={},
+        requests={},
+        log=deque(),
+    )
+    return twin
+
+
+def key(ledger: MemoryLedger, budget: int) -> Any:
+    """What distinguishes a state from others; versions relative to the committed one."""
+    book = ledger.book
+
+    def relative(version: int) -> int:
+        return max(version - book.version, LATE)
+
+    groups = sorted(
+        (
+            group.state, relative(group.deadline), relative(group.version), group.max_staleness, group.expired,
+            tuple(sorted((relative(v), n) for v, n in group.counts.items())),
+        )
+        for group in book.groups.values() if group.state in ACTIVE
+    )  # fmt: skip
+    left = None if book.spec.prompts is None else book.spec.prompts - book.issued
+    engines = tuple(sorted((relative(version), epoch in book.lineage) for epoch, version in book.engines.values()))
+    bounds = (book.bound, book.pending)
+    return tuple(groups), engines, bounds, book.running is not None, budget, left, book.resumed[0] == book.epoch
+
+
+def moves(ledger: MemoryLedger, budget: int, changes: tuple[tuple[int, int], ...]) -> Iterator[Edge]:
+    """Every state that one call leads to, as (label, ledger, budget left)."""
+    book = ledger.book
+
+    def attempt(label: str, *calls: Any, left: int = budget) -> Iterator[Edge]:
+        twin, refusal = clone(ledger), ""
+        try:
+            for call in calls:
+                now(call(twin))
+        except Refused as refused:
+            refusal = refused.reason
+        assert refusal != Reason.WRONG_STATE, label
+        assert not refusal or label != "commit", refusal
+        yield label, twin, left
+
+    for engine in "ab":
+        version = book.engines[engine][1]
+        yield from attempt(f"lease {engine}", lambda t, e=engine: t.lease(request=f"{book.sequence}", engine=e, holder="w", lease_ms=1))
+        if book.engines[engine] != (book.epoch, book.version) and book.resumed[0] == book.epoch:
+            yield from attempt(f"apply {engine}", lambda t, e=engine: t.applied(e, book.epoch, book.version))
+        assert version <= book.version
+    yield from attempt("take", lambda t: t.take(book.epoch))
+    if book.running is not None:
+        yield from attempt("commit", lambda t: commit(t, book.running))
+    for number, group in list(book.groups.items()):
+        if group.state is GroupState.LEASED:
+            yield from attempt(f"accept {number}", lambda t, n=number, v=group.version: t.accept(n, "t", {v: 1}))
+            if book.bound.policy is Policy.MASK and group.version < book.version:
+                fresh = {group.version: 1, book.version: 1}
+                yield from attempt(f"accept fresh {number}", lambda t, n=number, c=fresh: t.accept(n, "t", c))
+        if budget and group.state is GroupState.LEASED and not group.expired:
+            yield from attempt(f"expire {number}", lambda t, n=number: expire(t, n), left=budget - 1)
+        if budget and group.state is GroupState.SCORED:
+            yield from attempt(f"filter {number}", lambda t, n=number: t.drop(n, "t", "filter"), left=budget - 1)
+    if budget:
+        epoch = f"e{len(book.epochs)}"
+        yield from attempt("crash", lambda t: t.claim(epoch), lambda t: t.resume(epoch, book.version, book.digest or 0), left=budget - 1)
+        for E, B in changes:
+            if (book.bound.max_staleness, book.bound.groups_per_step) != (E, B):
+                yield from attempt(f"set {E} {B}", lambda t, e=E, b=B: t.set_bound(max_staleness=e, groups_per_step=b), left=budget - 1)
+
+
+async def expire(ledger: MemoryLedger, number: int) -> None:
+    ledger.book.groups[number].expired = True
+
+
+async def commit(ledger: MemoryLedger, taken: Taken) -> None:
+    """Under wait and drop every token must be within the bound; under mask every group must have one that is."""
+    trained = {}
+    for group in taken.groups:
+        trained[group.group] = trainable_counts(taken.step, group.counts, group.max_staleness)
+        if ledger.book.bound.policy is Policy.MASK:
+            assert trained[group.group], f"group {group.group} has no fresh token"
+        else:
+            assert trained[group.group] == dict(group.counts), f"group {group.group} has tokens over the bound"
+    await ledger.commit(ledger.book.epoch, taken.step, trained, digest=0, report=b"", manifest=b"")
+
+
+def search(ledger: MemoryLedger, budget: int, changes: tuple[tuple[int, int], ...] = ()) -> int:
+    """Visit every state; return how many. Fails on a violation, and on a state from which no commit can be reached."""
+    first = key(ledger, budget)
+    parents: dict[Any, Any] = {first: None}
+    before: dict[Any, list[Any]] = {}
+    committing: set[Any] = set()
+    queue = deque([(first, ledger, budget)])
+    while queue:
+        state, here, left = queue.popleft()
+        for label, there, after in moves(here, left, changes):
+            book = there.book
+            if book.bound.policy is not Policy.MASK:
+                assert holds(book.places(), book.next_step(), book.bound), trace(parents, state, label)
+            found = key(there, after)
+            before.setdefault(found, []).append(state)
+            if label == "commit":
+                committing.add(state)
+            if found not in parents:
+                parents[found] = (state, label)
+                queue.append((found, there, after))
+                assert len(parents) < MOST_STATES
+        done = here.book.exhausted() and not any(group.state in ACTIVE for group in here.book.groups.values())
+        if done:
+            committing.add(state)
+    alive, queue2 = set(committing), deque(committing)
+    while queue2:
+        for state in before.get(queue2.popleft(), ()):
+            if state not in alive:
+                alive.add(state)
+                queue2.append(state)
+    stuck = [state for state in parents if state not in alive]
+    assert not stuck, trace(parents, min(stuck, key=lambda state: len(trace(parents, state))))
+    return len(parents)
+
+
+def trace(parents: dict[Any, Any], state: Any, *last: str) -> list[str]:
+    labels = list(last)
+    while parents[state] is not None:
+        state, label = parents[state]
+        labels.insert(0, label)
+    return labels
+
+
+SMALL = [(0, 1), (0, 2), (1, 1), (2, 1)]
+
+
+@pytest.mark.parametrize("policy", Policy)
+@pytest.mark.parametrize(("E", "B"), [*SMALL, (1, 2)])
+def test_undisturbed_runs_keep_the_bound_and_never_stick(E: int, B: int, policy: Policy) -> None:
+    assert search(start(E, B, policy), 0) > 5
+
+
+@pytest.mark.parametrize("policy", Policy)
+@pytest.mark.parametrize(("E", "B"), SMALL)
+def test_expiries_filters_and_crashes_neither_break_the_bound_nor_stick(E: int, B: int, policy: Policy) -> None:
+    assert search(start(E, B, policy), 2 if E < 2 else 1) > 20
+
+
+@pytest.mark.parametrize("policy", Policy)
+@pytest.mark.parametrize(("E", "B"), [(0, 1), (0, 2), (1, 1)])
+def test_changes_of_the_bound_neither_break_it_nor_stick(E: int, B: int, policy: Policy) -> None:
+    assert search(start(E, B, policy), 2, ((0, 1), (0, 2), (1, 1), (0, 3))) > 20
+
+
+@pytest.mark.parametrize("policy", Policy)
+def test_runs_with_an_end_finish(policy: Policy) -> None:
+    assert search(start(1, 2, policy, prompts=3), 1, ((1, 1),)) > 20
