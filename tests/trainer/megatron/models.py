@@ -30,7 +30,7 @@ LLAMA3_ROPE = {
 }
 MODELS = {
     "qwen2": ("Qwen2", {"vocab_size": 131, "tie_word_embeddings": False}),
-    "qwen2-tied": ("Qwen2", {"vocab_size": 96, "tie_word_embeddings": True}),
+    "qwen2-tied": ("Qwen2", {"vocab_size": 96, "tie_word_embeddings": True, "num_key_value_heads": 1}),
     "qwen3-tied": ("Qwen3", {"vocab_size": 131, "tie_word_embeddings": True, "rms_norm_eps": 1e-5}),
     "llama": ("Llama", {"vocab_size": 96, "tie_word_embeddings": False, "rope_parameters": LLAMA3_ROPE, "num_key_value_heads": 4}),
 }

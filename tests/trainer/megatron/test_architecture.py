@@ -1,0 +1,74 @@
+"""config.json is read as transformers reads it, and what is not supported is refused by name."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from protocol.errors import SettingsError
+from tests.trainer.megatron.models import LLAMA3_ROPE, make_model
+from trainer.megatron.architecture import read_architecture
+
+
+def write_config(directory: Path, **changes: object) -> Path:
+    config = {**make_model("llama").config.to_dict(), **changes}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def test_an_unsupported_family_is_refused_with_the_supported_ones(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="'gpt2' is not supported; supported are llama, mistral, qwen2, qwen3"):
+        read_architecture(write_config(tmp_path, model_type="gpt2"))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("attention_bias", True),
+        ("mlp_bias", True),
+        ("hidden_act", "gelu"),
+        ("attention_dropout", 0.1),
+        ("quantization_config", {"bits": 4}),
+    ],
+)
+def test_an_unsupported_field_is_named(tmp_path: Path, field: str, value: object) -> None:
+    with pytest.raises(SettingsError, match=field):
+        read_architecture(write_config(tmp_path, **{field: value}))
+
+
+def test_a_sliding_window_shorter_than_the_context_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="sliding_window = 8"):
+        read_architecture(write_config(tmp_path, model_type="mistral", sliding_window=8))
+    assert read_architecture(write_config(tmp_path, model_type="mistral", sliding_window=None)).model_type == "mistral"
+
+
+def test_an_unsupported_rope_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="rope_parameters of type 'yarn'"):
+        read_architecture(write_config(tmp_path, rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}))
+
+
+def test_a_missing_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"cannot read .*config\.json"):
+        read_architecture(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "rope", [{"rope_type": "default", "rope_theta": 5e5}, {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}, LLAMA3_ROPE]
+)
+@pytest.mark.parametrize("old_style", [False, True])
+def test_rope_frequencies_equal_those_of_transformers(tmp_path: Path, rope: dict[str, object], old_style: bool) -> None:
+    if old_style:
+        scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+        path = write_config(tmp_path, rope_parameters=None, rope_scaling=scaling, rope_theta=rope["rope_theta"])
+    else:
+        path = write_config(tmp_path, rope_parameters=rope)
+    frequencies = read_architecture(path).rope.inverse_frequencies(32)
+    config = transformers.LlamaConfig(**{**make_model("llama").config.to_dict(), "rope_parameters": rope})
+    if rope["rope_type"] == "default":
+        expected = 1.0 / rope["rope_theta"] ** (torch.arange(0, 32, 2).float() / 32)
+    else:
+        expected, _ = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
+    torch.testing.assert_close(frequencies, expected, atol=0, rtol=1e-6)

@@ -1,0 +1,141 @@
+"""One rank: what is refused, what is skipped, and that the same work gives the same bits."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from protocol.errors import SettingsError
+from tests.trainer.megatron.models import OPTIMIZER, make_batch, save_model
+from tests.trainer.megatron.ranks import ALGORITHM
+from trainer.backend import ParallelConfig, TrainerConfig
+from trainer.megatron.backend import MegatronBackend
+from trainer.megatron.forward import split_batch
+from trainer.megatron.parallel import Position
+
+NAME = "qwen2"
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return save_model(NAME, tmp_path_factory.mktemp("model"))
+
+
+def make_backend(model_dir: Path, *, parallel: ParallelConfig | None = None, **trainer: object) -> MegatronBackend:
+    settings = TrainerConfig(device="cpu", **trainer)  # type: ignore[arg-type]
+    return MegatronBackend(model_dir, parallel=parallel or ParallelConfig(), optimizer=OPTIMIZER, trainer=settings, algorithm=ALGORITHM)
+
+
+@pytest.fixture
+def backend(model_dir: Path) -> Iterator[MegatronBackend]:
+    made = make_backend(model_dir)
+    yield made
+    made.close()
+
+
+def trained(model_dir: Path, **trainer: object) -> dict[str, torch.Tensor]:
+    backend = make_backend(model_dir, **trainer)
+    for step in range(2):
+        backend.train_step(make_batch(NAME, step))
+    weights = dict(backend.export())
+    backend.close()
+    return weights
+
+
+def test_training_twice_gives_the_same_bits(model_dir: Path) -> None:
+    first, second = trained(model_dir), trained(model_dir)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("size", [1, 5, 100])
+def test_the_micro_batch_size_does_not_change_the_result(model_dir: Path, size: int) -> None:
+    first, second = trained(model_dir), trained(model_dir, micro_batch_size=size)
+    assert all((first[name] - second[name]).abs().max() < 1e-5 for name in first)
+
+
+def test_a_world_of_another_size_is_refused(model_dir: Path) -> None:
+    with pytest.raises(SettingsError, match=r"asks for 2 processes .* but 1 are running: start the trainer with torchrun"):
+        make_backend(model_dir, parallel=ParallelConfig(tensor_model_parallel_size=2))
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(("field", "value"), [("dtype", "float16"), ("device", "tpu")])
+def test_unknown_settings_are_refused(model_dir: Path, field: str, value: str) -> None:
+    with pytest.raises(SettingsError, match=value):
+        MegatronBackend(
+            model_dir,
+            parallel=ParallelConfig(),
+            optimizer=OPTIMIZER,
+            trainer=replace(TrainerConfig(device="cpu"), **{field: value}),
+            algorithm=ALGORITHM,
+        )
+
+
+def test_a_step_with_an_infinite_gradient_is_skipped_and_changes_nothing(backend: MegatronBackend) -> None:
+    batch = make_batch(NAME, 0)
+    before = dict(backend.export())
+    stats = backend.train_step(replace(batch, advantages=batch.advantages * float("inf")))
+    assert stats.skipped.startswith("overflow: gradient norm")
+    assert all(torch.equal(before[name], tensor) for name, tensor in backend.export())
+    assert backend.train_step(batch).skipped == ""
+
+
+def test_a_batch_without_a_trained_token_is_skipped(backend: MegatronBackend) -> None:
+    batch = make_batch(NAME, 0)
+    before = dict(backend.export())
+    stats = backend.train_step(replace(batch, loss_mask=torch.zeros_like(batch.loss_mask)))
+    assert (stats.trained_tokens, stats.loss, stats.grad_norm) == (0, 0.0, 0.0)
+    assert "no token" in stats.skipped
+    assert all(torch.equal(before[name], tensor) for name, tensor in backend.export())
+
+
+def test_exported_tensors_are_copies(backend: MegatronBackend) -> None:
+    for _, tensor in backend.export():
+        tensor.zero_()
+    assert all(tensor.abs().max() > 0 for _, tensor in backend.export())
+
+
+def test_reference_logprobs_need_a_reference(backend: MegatronBackend) -> None:
+    with pytest.raises(RuntimeError, match="keep_reference"):
+        backend.reference_logprobs(make_batch(NAME, 0))
+
+
+def test_a_checkpoint_of_another_model_is_refused(backend: MegatronBackend, tmp_path: Path) -> None:
+    other = make_backend(save_model("llama", tmp_path))
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    other.save(checkpoint)
+    other.close()
+    with pytest.raises(SettingsError, match=r"model\.model_type is 'llama' in the checkpoint and 'qwen2' in the run"):
+        backend.restore(checkpoint)
+
+
+def test_an_incomplete_checkpoint_is_refused(backend: MegatronBackend, tmp_path: Path) -> None:
+    backend.save(tmp_path)
+    (tmp_path / "optimizer-tp0-pp0-dp0.safetensors").unlink()
+    with pytest.raises(SettingsError, match="it is incomplete"):
+        backend.restore(tmp_path)
+
+
+@pytest.mark.parametrize(("tp", "pp", "dp"), [(1, 1, 1), (1, 1, 2), (1, 2, 1), (2, 2, 2), (1, 1, 5)])
+@pytest.mark.parametrize("size", [1, 3, 16])
+def test_every_wanted_token_is_in_one_micro_batch_of_one_rank(tp: int, pp: int, dp: int, size: int) -> None:
+    batch = make_batch(NAME, 3)
+    config = ParallelConfig(tp, pp, dp, sequence_parallel=tp > 1)
+    parts = [split_batch(batch, batch.sampled_mask, Position(config, torch.device("cpu"), 0, 0, rank), size) for rank in range(dp)]
+    assert len({len(part) for part in parts}) == 1
+    seen = torch.zeros_like(batch.tokens)
+    for micro in (micro for part in parts for micro in part):
+        seen.index_put_((micro.samples[micro.rows], micro.columns), torch.ones_like(micro.rows), accumulate=True)
+        assert torch.equal(micro.inputs[micro.rows, micro.columns - 1], batch.tokens[micro.samples[micro.rows], micro.columns - 1])
+        assert torch.equal(micro.targets, batch.tokens[micro.samples[micro.rows], micro.columns])
+        assert micro.inputs.size(1) % tp == 0
+        assert len(micro.samples) <= size
+    assert torch.equal(seen.bool(), batch.sampled_mask)
+    assert seen.max() == 1
+    if pp > 1:
+        assert len({tuple(micro.inputs.shape) for part in parts for micro in part}) == 1

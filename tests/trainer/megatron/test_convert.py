@@ -1,0 +1,175 @@
+"""The rules invert, cover every row once, and refuse what they do not know."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from protocol.errors import SettingsError
+from tests.trainer.megatron.models import make_model, save_model
+from trainer.megatron.architecture import Architecture, Rope, read_architecture
+from trainer.megatron.convert.checkpoint import SafetensorsReader, check_names, check_parameters
+from trainer.megatron.convert.rules import Direct, Rule
+from trainer.megatron.reshard import export_plan, stage_rules
+
+TENSOR_SIZES = (1, 2, 4)
+PIPELINE_SIZES = (1, 2)
+
+
+@st.composite
+def architectures(draw: st.DrawFn) -> Architecture:
+    """Small models of every family that split over up to 4 tensor and 2 pipeline ranks; also fewer kv heads than tensor ranks."""
+    kv_heads = draw(st.sampled_from([1, 2, 4]))
+    heads = max(4, kv_heads * draw(st.integers(1, 3)) // 4 * 4)
+    return Architecture(
+        model_type=draw(st.sampled_from(["llama", "mistral", "qwen2", "qwen3"])),
+        name="Any",
+        layers=draw(st.sampled_from([2, 4])),
+        hidden=draw(st.integers(1, 9)),
+        intermediate=4 * draw(st.integers(1, 4)),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=4 * draw(st.integers(1, 2)),
+        vocabulary=draw(st.integers(1, 40)),
+        tied=draw(st.booleans()),
+        norm_eps=1e-6,
+        max_positions=64,
+        rope=Rope(10000.0),
+    )
+
+
+def numbered(architecture: Architecture) -> dict[str, torch.Tensor]:
+    """Tensors of which no two elements are equal."""
+    result, count = {}, 1
+    for plan in export_plan(architecture, 1, 1):
+        size = torch.Size(plan.shape).numel()
+        result[plan.name] = torch.arange(count, count + size, dtype=torch.float64).view(plan.shape)
+        count += size
+    return result
+
+
+def fill(rule: Rule, source: dict[str, torch.Tensor], tp: int, rank: int) -> torch.Tensor:
+    local = torch.zeros(rule.local_shape(tp), dtype=torch.float64)
+    for s in rule.segments(tp):
+        if s.rank == rank:
+            local.narrow(rule.dim, s.local_start, s.length).copy_(source[s.name].narrow(rule.dim, s.start, s.length))
+    return local
+
+
+@given(architectures(), st.sampled_from(TENSOR_SIZES), st.sampled_from(PIPELINE_SIZES))
+def test_what_is_loaded_is_exported(architecture: Architecture, tp: int, pp: int) -> None:
+    source = numbered(architecture)
+    held = {
+        (stage, rank, rule.parameter): fill(rule, source, tp, rank)
+        for stage in range(pp)
+        for rule in stage_rules(architecture, pp, stage)
+        for rank in range(tp)
+    }
+    for plan in export_plan(architecture, tp, pp):
+        tensor = torch.full(plan.shape, -1.0, dtype=torch.float64)
+        for piece in plan.pieces:
+            rows = held[plan.stage, piece.tp, plan.parameter].narrow(plan.dim, piece.local_start, piece.length)
+            target = tensor.narrow(plan.dim, piece.start, piece.length)
+            assert (target == -1).all(), "covered twice"
+            target.copy_(rows)
+        assert torch.equal(tensor, source[plan.name]), plan.name
+
+
+@given(architectures(), st.sampled_from(TENSOR_SIZES), st.sampled_from(PIPELINE_SIZES))
+def test_every_row_of_a_parameter_has_one_source_or_is_padding(architecture: Architecture, tp: int, pp: int) -> None:
+    source = numbered(architecture)
+    for stage in range(pp):
+        for rule in stage_rules(architecture, pp, stage):
+            parts = [fill(rule, source, tp, rank) for rank in range(tp)]
+            if isinstance(rule, Direct):
+                assert all(torch.equal(part, parts[0]) for part in parts)
+                parts = parts[:1]
+            elements = torch.cat([part.flatten() for part in parts])
+            wanted = torch.cat([source[name].flatten() for name in rule.shapes])
+            kept = elements[elements != 0]
+            assert torch.equal(kept.sort().values, wanted.sort().values)
+            assert len(elements) - len(kept) < tp * architecture.hidden
+
+
+@given(architectures())
+def test_the_order_of_the_export_does_not_depend_on_the_layout(architecture: Architecture) -> None:
+    orders = {tuple(plan.name for plan in export_plan(architecture, tp, pp)) for tp in TENSOR_SIZES for pp in PIPELINE_SIZES}
+    assert len(orders) == 1
+
+
+def test_a_layout_that_does_not_divide_is_refused_with_what_to_change(tmp_path: Path) -> None:
+    architecture = read_architecture(save_model("qwen2", tmp_path))
+    with pytest.raises(SettingsError, match="pipeline_model_parallel_size = 3 does not divide the model's 2 layers"):
+        export_plan(architecture, 1, 3)
+    with pytest.raises(SettingsError, match="tensor_model_parallel_size = 5 does not divide"):
+        export_plan(architecture, 5, 1)
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    return save_model("qwen2-tied", tmp_path)
+
+
+def change_tensors(model_dir: Path, **changes: torch.Tensor | None) -> None:
+    path = model_dir / "model.safetensors"
+    tensors = {**load_file(path), **changes}
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)
+
+
+def check(model_dir: Path) -> None:
+    with SafetensorsReader(model_dir) as reader:
+        check_names(reader, read_architecture(model_dir), 1, 1)
+
+
+def test_an_unmapped_name_is_refused(model_dir: Path) -> None:
+    change_tensors(model_dir, **{"model.layers.0.self_attn.sinks": torch.zeros(4)})
+    with pytest.raises(SettingsError, match=r"no rule of qwen2 maps model\.layers\.0\.self_attn\.sinks"):
+        check(model_dir)
+
+
+def test_a_missing_name_is_refused(model_dir: Path) -> None:
+    change_tensors(model_dir, **{"model.norm.weight": None})
+    with pytest.raises(SettingsError, match=r"lacks model\.norm\.weight"):
+        check(model_dir)
+
+
+def test_a_wrong_shape_is_refused(model_dir: Path) -> None:
+    change_tensors(model_dir, **{"model.norm.weight": torch.zeros(3)})
+    with pytest.raises(SettingsError, match=r"model\.norm\.weight has shape \(3,\), but by config\.json it should be \(64,\)"):
+        check(model_dir)
+
+
+def test_a_tied_output_layer_that_is_saved_once_more_is_no_error(model_dir: Path) -> None:
+    change_tensors(model_dir, **{"lm_head.weight": torch.zeros(96, 64)})
+    check(model_dir)
+
+
+def test_a_missing_shard_is_refused(tmp_path: Path) -> None:
+    model_dir = save_model("llama", tmp_path)
+    lost = json.loads((model_dir / "model.safetensors.index.json").read_text())["weight_map"]["model.norm.weight"]
+    (model_dir / lost).unlink()
+    with pytest.raises(SettingsError, match=f"lacks {lost}"):
+        check(model_dir)
+
+
+def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
+    make_model("qwen2").config.save_pretrained(tmp_path)
+    with pytest.raises(SettingsError, match="must be a complete safetensors checkpoint"):
+        check(tmp_path)
+
+
+def test_parameters_and_rules_must_match_one_to_one(model_dir: Path) -> None:
+    architecture = read_architecture(model_dir)
+    rules = stage_rules(architecture, 1, 0)
+    parameters = {rule.parameter: torch.zeros(rule.local_shape(1)) for rule in rules}
+    check_parameters(rules, parameters, 1)
+    with pytest.raises(SettingsError, match=r"more than one rule maps decoder\.final_layernorm\.weight"):
+        check_parameters([*rules, rules[-1]], parameters, 1)
+    with pytest.raises(SettingsError, match=r"differ in decoder\.extra"):
+        check_parameters(rules, {**parameters, "decoder.extra": torch.zeros(1)}, 1)
+    with pytest.raises(SettingsError, match="its rule says"):
+        check_parameters(rules, {**parameters, rules[-1].parameter: torch.zeros(1)}, 1)
