@@ -21,7 +21,7 @@ from protocol.messages import WeightManifest
 from rollout.engines.base import Capabilities, Completion, Engine, EngineConfig, KvPolicy, Request, Served
 from rollout.engines.decoder import Decoder, Row
 from rollout.engines.requests import check_request, read_config, spans_of
-from rollout.engines.staging import Slice, Source, Staging, contiguous_stride, digest_of, dtype_name, stored_once
+from rollout.engines.staging import Staging, digest_of, stored_once, whole_source
 from rollout.engines.updates import LocalUpdates
 from rollout.weights.registry import RECEIVERS
 
@@ -68,7 +68,7 @@ class HFEngine(Engine):
         self._decoder = Decoder(model)
         self._live = stored_once(model.named_parameters())
         self._copy = {name: torch.empty_like(tensor) for name, tensor in self._live.items()}
-        sources = {name: _source(tensor) for name, tensor in self._copy.items()}
+        sources = {name: whole_source(tensor) for name, tensor in self._copy.items()}
         tied = bool(getattr(model.config, "tie_word_embeddings", False))
         self._updates = LocalUpdates(Staging(sources, architecture=type(model).__name__, tied=tied), self._config.stage_timeout_s)
         self._thread = threading.Thread(target=self._run, name=f"hf-engine-{self._name}", daemon=True)
@@ -236,11 +236,6 @@ def _load(model_dir: Path, config: EngineConfig) -> Any:
     if not torch.cuda.is_available():
         torch.set_num_threads(config.threads)
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-
-
-def _source(tensor: torch.Tensor) -> Source:
-    shape = tuple(tensor.shape)
-    return Source(dtype_name(tensor.dtype), shape, (Slice(0, shape, contiguous_stride(shape), tensor),))
 
 
 def _generator(seed: int | None) -> torch.Generator:

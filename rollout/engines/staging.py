@@ -159,6 +159,12 @@ def stored_once(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Te
     return kept
 
 
+def whole_source(target: torch.Tensor) -> Source:
+    """A tensor that goes as it is to `target`, which is dense."""
+    shape = tuple(target.shape)
+    return Source(dtype_name(target.dtype), shape, (Slice(0, shape, contiguous_stride(shape), target),))
+
+
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     """Strides, in elements, of a dense row-major tensor."""
     strides: list[int] = []

@@ -25,6 +25,7 @@ from rollout.engines.vllm_start import (
     check_model,
     check_rank,
     checkpoint_shapes,
+    end_context,
     end_processes,
     engine_arguments,
     launch,
@@ -37,7 +38,8 @@ CALL_TIMEOUT_S = 60.0
 """For one answer of all ranks; a step on a loaded CPU can take seconds."""
 POLL_S = (0.005, 0.1)
 """First and longest wait between two looks at a staging."""
-EXIT_TIMEOUT_S = 10.0
+EXIT_GRACE_S = 1.0
+"""For the engine's processes to end by themselves."""
 
 
 class VllmEngine(Engine):
@@ -184,8 +186,10 @@ class VllmEngine(Engine):
         if llm is not None:
             with suppress(Exception):  # a dead engine process has ended its requests already
                 await llm.abort(list(self._running.values()))
-            await asyncio.to_thread(llm.shutdown)
-        await asyncio.to_thread(end_processes, self._pids, EXIT_TIMEOUT_S)
+            async with asyncio.TaskGroup() as group:  # vLLM waits for its workers, long; ours need no more than a moment
+                group.create_task(asyncio.to_thread(llm.shutdown), name="vllm-shutdown")
+                group.create_task(asyncio.to_thread(end_processes, self._pids, EXIT_GRACE_S), name="vllm-end")
+            end_context(llm)
 
     async def _launch(self) -> None:
         before = {child.pid for child in multiprocessing.active_children()}
@@ -193,7 +197,7 @@ class VllmEngine(Engine):
         try:
             self._llm = await asyncio.shield(launching)
         except asyncio.CancelledError:
-            end_processes({child.pid for child in multiprocessing.active_children() if child.pid} - before, EXIT_TIMEOUT_S)
+            end_processes({child.pid for child in multiprocessing.active_children() if child.pid} - before, EXIT_GRACE_S)
             await asyncio.wait([launching])
             with suppress(EngineError):
                 self._llm = launching.result()

@@ -1,6 +1,7 @@
 """Starting vLLM: environment, arguments, and what is known about the model before it is loaded."""
 
 import json
+import multiprocessing
 import os
 import struct
 from collections.abc import Iterator
@@ -200,14 +201,30 @@ def check_rank(rank: int, found: dict[str, Any], manifest: WeightManifest) -> No
             raise WeightError(f"rank {rank} has staged {fact} {found.get(fact)}, version {manifest.version} has {value}")
 
 
-def end_processes(pids: set[int], timeout_s: float) -> None:
-    """Wait until processes of ours have ended; kill those that have not by then."""
-    processes = []
-    for pid in pids:
+def end_context(llm: Any) -> None:
+    """Terminate the zmq context of an AsyncLLM that was shut down; vLLM leaves that to the garbage collector, which complains."""
+    core = getattr(llm, "engine_core", None)
+    shadow, context = getattr(core, "ctx", None), getattr(getattr(core, "resources", None), "ctx", None)
+    if shadow is None or context is None:
+        return
+    if all(socket.closed for socket in [*shadow._sockets, *context._sockets]):  # with an open one `term` would block
+        context.term()
+
+
+def end_processes(pids: set[int], grace_s: float) -> None:
+    """Wait until processes of ours have ended; kill those that have not after `grace_s`. Returns when none is left."""
+    children = [child for child in multiprocessing.active_children() if child.pid in pids]
+    others = []
+    for pid in pids - {child.pid for child in children}:
         with suppress(psutil.NoSuchProcess):
-            processes.append(psutil.Process(pid))
-    _, left = psutil.wait_procs(processes, timeout=timeout_s)
+            others.append(psutil.Process(pid))
+    _, left = psutil.wait_procs(others, timeout=grace_s)
     for process in left:
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(left, timeout=timeout_s)
+    for child in children:
+        child.join(grace_s)
+        if child.is_alive():
+            child.kill()
+            child.join()
+    psutil.wait_procs(left, timeout=grace_s)

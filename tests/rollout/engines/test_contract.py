@@ -16,7 +16,6 @@ from tests.contracts.engine_suite import Bench, EngineContract
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.filterwarnings("ignore:.*torch.distributed.reduce_op.*"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
 

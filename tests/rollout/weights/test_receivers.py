@@ -1,0 +1,224 @@
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from protocol.buckets import manifest_digest
+from protocol.errors import WeightError
+from protocol.messages import WeightManifest
+from rollout.weights.nccl import parse_location
+from rollout.weights.registry import RECEIVERS, make_receiver
+from tests.contracts.engine_models import write_disk, write_shm
+from trainer.weights.base import WeightConfig
+from trainer.weights.nccl import NcclSender
+
+DEADLINE_S = 20.0
+
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def tensors() -> Tensors:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "a": torch.randn(3, 5, generator=generator),
+        "b": torch.randn(7, generator=generator).bfloat16(),
+        "c": torch.randint(0, 255, (2, 2, 2), generator=generator, dtype=torch.uint8),
+        "large": torch.randn(100, 10, generator=generator),
+        "scalar": torch.tensor(3.5, dtype=torch.float64),
+        "empty": torch.empty(0, 4),
+    }
+
+
+@pytest.fixture
+def sender() -> Iterator[NcclSender]:
+    made = NcclSender(WeightConfig(transport="nccl", bucket_mb=1, timeout_s=DEADLINE_S))
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=["shm", "disk", "nccl"])
+def publish(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Tensors], WeightManifest]:
+    if request.param == "shm":
+        return lambda tensors: write_shm(tmp_path / "v1", tensors, 1, bucket_bytes=256)
+    if request.param == "disk":
+        return lambda tensors: write_disk(tmp_path / "v1", tensors, 1)
+    sender: NcclSender = request.getfixturevalue("sender")
+    return lambda tensors: sender.publish("e1", 1, tensors.items())
+
+
+def received(manifest: WeightManifest, deadline_s: float = DEADLINE_S) -> Tensors:
+    receiver = make_receiver(manifest.transport)
+    try:
+        return {entry.name: tensor.clone() for entry, tensor in receiver.tensors(manifest, deadline_s)}
+    finally:
+        receiver.close()
+        receiver.close()
+
+
+def test_every_transport_delivers_the_bits(publish: Callable[[Tensors], WeightManifest], tensors: Tensors) -> None:
+    found = received(publish(tensors))
+    assert sorted(found) == sorted(tensors)
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype
+        assert found[name].shape == tensor.shape
+        assert torch.equal(found[name], tensor)
+
+
+def test_every_transport_refuses_bytes_that_do_not_match(publish: Callable[[Tensors], WeightManifest], tensors: Tensors) -> None:
+    manifest = publish(tensors)
+    entries = [msgspec.structs.replace(e, digest=e.digest ^ (e.name == "large")) for e in manifest.tensors]
+    with pytest.raises(WeightError, match="tensor large: digest"):
+        received(msgspec.structs.replace(manifest, tensors=tuple(entries), digest=manifest_digest(entries)))
+
+
+def test_every_transport_checks_the_manifest_first(publish: Callable[[Tensors], WeightManifest], tensors: Tensors) -> None:
+    manifest = publish(tensors)
+    with pytest.raises(WeightError, match="digest does not match"):
+        received(msgspec.structs.replace(manifest, digest=manifest.digest ^ 1, location="nowhere"))
+
+
+def test_every_transport_ends_at_its_deadline(publish: Callable[[Tensors], WeightManifest], tensors: Tensors) -> None:
+    with pytest.raises(WeightError, match="within 0 s"):
+        received(publish(tensors), deadline_s=0)
+
+
+@pytest.mark.parametrize(("keep", "words"), [(None, "No such file"), (0, "0 bytes, the manifest says"), (-1, "bytes, the manifest says")])
+def test_shm_names_a_file_that_is_missing_or_short(tmp_path: Path, tensors: Tensors, keep: int | None, words: str) -> None:
+    manifest = write_shm(tmp_path / "v1", tensors, 1, bucket_bytes=256)
+    bucket = next(e.bucket for e in manifest.tensors if e.name == "large")
+    path = tmp_path / "v1" / f"bucket_{bucket:05d}.bin"
+    data = path.read_bytes()
+    path.unlink()
+    if keep is not None:
+        path.write_bytes(data[:keep])
+    with pytest.raises(WeightError, match=words) as error:
+        received(manifest)
+    assert "large" in str(error.value)
+
+
+def test_shm_survives_that_the_publisher_unlinks_what_is_mapped(tmp_path: Path, tensors: Tensors) -> None:
+    manifest = write_shm(tmp_path / "v1", tensors, 1, bucket_bytes=1 << 20)
+    found = make_receiver("shm").tensors(manifest, DEADLINE_S)
+    first = next(found)
+    (tmp_path / "v1" / "bucket_00000.bin").unlink()
+    rest = {entry.name: tensor for entry, tensor in [first, *found]}
+    assert all(torch.equal(rest[name], tensor) for name, tensor in tensors.items())
+
+
+def test_shm_refuses_an_offset_that_is_not_aligned(tmp_path: Path) -> None:
+    manifest = write_shm(tmp_path / "v1", {"a": torch.ones(4)}, 1)
+    entry = msgspec.structs.replace(manifest.tensors[0], offset=1)
+    moved = msgspec.structs.replace(manifest, tensors=(entry,), buckets=(17,), digest=manifest_digest([entry]))
+    with (tmp_path / "v1" / "bucket_00000.bin").open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(WeightError, match="tensor a at offset 1"):
+        received(moved)
+
+
+def test_disk_names_what_is_missing_or_of_another_shape(tmp_path: Path, tensors: Tensors) -> None:
+    manifest = write_disk(tmp_path / "v1", tensors, 1)
+    fewer = write_disk(tmp_path / "fewer", {k: v for k, v in tensors.items() if k != "large"}, 1)
+    with pytest.raises(WeightError, match="tensor large is not in"):
+        received(msgspec.structs.replace(manifest, location=fewer.location))
+    other = write_disk(tmp_path / "other", {**tensors, "large": tensors["large"].T}, 1)
+    with pytest.raises(WeightError, match="tensor large is float32"):
+        received(msgspec.structs.replace(manifest, location=other.location))
+    with pytest.raises(WeightError, match="nowhere"):
+        received(msgspec.structs.replace(manifest, location=str(tmp_path / "nowhere")))
+    (tmp_path / "v1" / "model.safetensors").write_bytes(b"not a file of tensors")
+    with pytest.raises(WeightError, match=r"model\.safetensors"):
+        received(manifest)
+
+
+def test_nccl_serves_several_receivers_and_versions(sender: NcclSender, tensors: Tensors) -> None:
+    sender.publish("e1", 1, tensors.items())
+    manifest = sender.publish("e1", 2, {"a": tensors["a"] + 1}.items())
+    results: list[Tensors] = []
+    threads = [threading.Thread(target=lambda: results.append(received(manifest))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert len(results) == 3
+    assert all(torch.equal(found["a"], tensors["a"] + 1) for found in results)
+
+
+def test_nccl_passes_on_the_senders_refusal(sender: NcclSender, tensors: Tensors) -> None:
+    old = sender.publish("e1", 1, tensors.items())
+    sender.publish("e1", 2, tensors.items())
+    with pytest.raises(WeightError, match="refused version 1: the current version is 2"):
+        received(old)
+
+
+def test_nccl_gives_up_on_a_sender_that_is_gone(tensors: Tensors) -> None:
+    sender = NcclSender(WeightConfig(transport="nccl", timeout_s=DEADLINE_S))
+    manifest = sender.publish("e1", 1, tensors.items())
+    sender.close()
+    with pytest.raises(WeightError, match="refused"):
+        received(manifest)
+
+
+@pytest.mark.parametrize("answer", [b"", b"hello\n", b"[]\n", b'{"store_port": "x"}\n', b"y" * 10_000])
+def test_nccl_refuses_an_answer_that_is_none(sender: NcclSender, tensors: Tensors, answer: bytes) -> None:
+    manifest = sender.publish("e1", 1, tensors.items())
+    asked: list[dict[str, object]] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                asked.append(json.loads(connection.makefile().readline()))
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(WeightError):
+            received(msgspec.structs.replace(manifest, location=f"127.0.0.1:{listener.getsockname()[1]}/gloo"))
+        thread.join(DEADLINE_S)
+    assert asked == [{"version": 1, "epoch": "e1"}]
+
+
+def test_nccl_gives_up_on_a_sender_that_hangs_in_the_group(sender: NcclSender, tensors: Tensors) -> None:
+    manifest = sender.publish("e1", 1, tensors.items())
+    store = torch.distributed.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(json.dumps({"store_port": store.port}).encode() + b"\n")
+                connection.makefile().read()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(WeightError):
+            received(msgspec.structs.replace(manifest, location=f"127.0.0.1:{listener.getsockname()[1]}/gloo"), deadline_s=1.0)
+        thread.join(DEADLINE_S)
+    assert not thread.is_alive()
+
+
+def test_nccl_leaves_the_default_group_alone(sender: NcclSender, tensors: Tensors) -> None:
+    assert not torch.distributed.is_initialized()
+    received(sender.publish("e1", 1, tensors.items()))
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("location", ["", "host", "host:1", "host:x/gloo", ":1/gloo", "host:1/mpi", "host:1/"])
+def test_a_location_that_is_none_is_refused(location: str) -> None:
+    with pytest.raises(WeightError, match="location"):
+        parse_location(location)
+
+
+def test_a_location_is_split_at_the_last_colon() -> None:
+    assert parse_location("fe80::1:29500/nccl") == ("fe80::1", 29500, "nccl")
+
+
+def test_an_unknown_transport_is_refused_with_those_there_are() -> None:
+    with pytest.raises(WeightError, match=", ".join(sorted(RECEIVERS))):
+        make_receiver("pigeon")
