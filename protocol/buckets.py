@@ -80,7 +80,7 @@ def check_manifest(manifest: WeightManifest) -> None:
     """
     seen: set[str] = set()
     ends: dict[int, int] = {}
-    for entry in sorted(manifest.tensors, key=lambda e: (e.bucket, e.offset)):
+    for entry in sorted(manifest.tensors, key=lambda e: (e.bucket, e.offset, e.nbytes)):
         if entry.name in seen:
             raise WeightError(f"tensor {entry.name} comes twice in the manifest of version {manifest.version}")
         seen.add(entry.name)

@@ -5,7 +5,6 @@
 `sum` is the xxh3-64 of the payload's bytes; `payload` is the message itself, embedded, so that any MessagePack reader sees it.
 """
 
-from typing import cast
 
 import msgspec
 import xxhash
@@ -53,7 +52,7 @@ def decode_payload(data: Buffer) -> AnyMessage:
         ProtocolError: if `data` is not one of our messages.
     """
     try:
-        return cast(AnyMessage, _payload_decoder.decode(data))
+        return _payload_decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"not a message: {error}") from error
 

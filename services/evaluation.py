@@ -25,7 +25,7 @@ from rollout.prompts.base import Prompt
 from rollout.prompts.registry import make_source
 from rollout.render import Renderer
 from services.settings import Settings
-from trainer.weights.base import WeightConfig
+from trainer.config import WeightConfig
 from trainer.weights.registry import make_sender
 
 CONSTANTS = 50

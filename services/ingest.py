@@ -17,7 +17,7 @@ from protocol.topics import SCORED, Role
 from services.bus.receiver import Delivery, Receiver
 from services.ledger.audit import Archiver
 from services.process import Process, service_main
-from trainer.packing import token_counts
+from trainer.samples import token_counts
 from trainer.spool import Spool
 
 log = logging.getLogger("tether.ingest")

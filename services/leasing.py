@@ -6,6 +6,7 @@ lives its lease is extended; when the ledger says that the lease is gone, the ta
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 
@@ -75,7 +76,7 @@ class GroupRunner:
                 self._tasks[lease.group].cancel()
             task = tasks.create_task(self._run_group(lease), name=f"group-{lease.group}")
             self._tasks[lease.group] = task
-            task.add_done_callback(lambda done, group=lease.group: self._finished(group, done))
+            task.add_done_callback(functools.partial(self._finished, lease.group))
 
     def _finished(self, group: int, task: asyncio.Task[None]) -> None:
         if self._tasks.get(group) is task:

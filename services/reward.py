@@ -6,12 +6,12 @@ A rollout is acknowledged once the ingest has acknowledged its score; until then
 
 import asyncio
 import logging
-
-from reward.pool import ScorePool
-from reward.score import score_rollout
+from typing import Any
 
 from protocol.messages import Rollout
 from protocol.topics import ROLLOUTS, SCORED, Role
+from reward.pool import ScorePool
+from reward.score import score_rollout
 from services.bus.receiver import Delivery, Receiver
 from services.bus.sender import Declined, Sender
 from services.process import Process, service_main
@@ -22,7 +22,7 @@ log = logging.getLogger("tether.reward")
 async def serve(process: Process) -> None:
     """Run one reward worker until it is stopped. What it holds then is sent again by the rollout workers, to another one."""
     settings = process.settings
-    identity = {"run": process.run, "incarnation": process.incarnation, "config": settings.bus}
+    identity: dict[str, Any] = {"run": process.run, "incarnation": process.incarnation, "config": settings.bus}
     async with (
         ScorePool(settings.reward) as pool,
         Receiver(ROLLOUTS, **identity) as receiver,

@@ -6,6 +6,7 @@ Waits for: the trainer's first weights, room under the bound, a reward worker, t
 
 import asyncio
 import time
+from typing import Any
 
 from protocol.errors import SettingsError
 from protocol.topics import ROLLOUTS, WEIGHTS, Role
@@ -31,7 +32,7 @@ async def serve(process: Process) -> None:
     renderer = await asyncio.to_thread(Renderer, settings.model_dir, settings.render)
     environment = make_environment(settings.environment)
     engine = make_engine(settings.engine, settings.model_dir, process.incarnation)
-    identity = {"run": process.run, "incarnation": process.incarnation, "role": Role.ROLLOUT, "config": settings.bus}
+    identity: dict[str, Any] = {"run": process.run, "incarnation": process.incarnation, "role": Role.ROLLOUT, "config": settings.bus}
     process.info["engine"] = settings.engine.name
     try:
         with process.waiting("engine start"):

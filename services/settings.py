@@ -15,21 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
-from reward.config import RewardConfig
-from trainer.scratch import ScratchConfig
 
 from protocol.errors import SettingsError
 from protocol.ids import checked_run_id
 from protocol.staleness import Bound, Policy
+from reward.config import RewardConfig
 from rollout.engines.base import EngineConfig
 from rollout.environments.base import EnvironmentConfig
 from rollout.generate import SamplingConfig
 from rollout.prompts.base import PromptConfig
 from rollout.render import RenderConfig
 from services.bus.config import BusConfig
-from trainer.algorithms.base import AlgorithmConfig
-from trainer.backend import OptimizerConfig, ParallelConfig, TrainerConfig
-from trainer.weights.base import WeightConfig
+from trainer.config import AlgorithmConfig, OptimizerConfig, ParallelConfig, ScratchConfig, TrainerConfig, WeightConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,58 +11,6 @@ from trainer.batch import Batch
 
 
 @dataclass(frozen=True, slots=True)
-class ParallelConfig:
-    """Section `[parallel]`. Names as in Megatron-core."""
-
-    tensor_model_parallel_size: int = 1
-    pipeline_model_parallel_size: int = 1
-    data_parallel_size: int = 1
-    sequence_parallel: bool = False
-    use_distributed_optimizer: bool = True
-
-    @property
-    def world_size(self) -> int:
-        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.data_parallel_size
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerConfig:
-    """Section `[optimizer]`. AdamW on fp32 masters. Names as in Megatron-core."""
-
-    lr: float = 1e-5
-    lr_warmup_steps: int = 0
-    weight_decay: float = 0.0
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.95
-    adam_eps: float = 1e-8
-    clip_grad: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class TrainerConfig:
-    """Section `[trainer]`."""
-
-    backend: str = "megatron"
-    """megatron, reference or scripted."""
-    dtype: str = "float32"
-    """Of parameters in forward and backward: float32 or bfloat16 (with fp32 masters)."""
-    device: str = "auto"
-    """auto, cpu or cuda."""
-    micro_batch_size: int = 16
-    """Samples in one forward pass."""
-    threads: int = 1
-    """CPU threads of each rank."""
-    checkpoint_every: int = 20
-    """Steps between checkpoints; the last step always makes one."""
-    keep_checkpoints: int = 2
-    recompute_logprobs: bool = False
-    """Compute the proximal log-probabilities with the trainer before each step (decoupled objective)."""
-    seed: int = 0
-    step_s: float = 0.0
-    """scripted only: seconds that a step sleeps."""
-
-
-@dataclass(frozen=True, slots=True)
 class StepStats:
     """What one optimizer step measured, reduced over all ranks; equal on every rank."""
 

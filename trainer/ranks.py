@@ -121,12 +121,11 @@ def open_batch(command: TrainCommand, algorithm: Algorithm) -> BuiltBatch:
 
 def run_step(backend: Backend, batch: Batch, command: TrainCommand) -> StepStats:
     """What every rank does for one step: recompute what the algorithm asks for, then step."""
-    extra = {}
     if command.recompute_logprobs:
-        extra["proximal_logprobs"] = backend.logprobs(batch)
+        batch = dataclasses.replace(batch, proximal_logprobs=backend.logprobs(batch))
     if command.reference_logprobs:
-        extra["reference_logprobs"] = backend.reference_logprobs(batch)
-    return backend.train_step(dataclasses.replace(batch, **extra))
+        batch = dataclasses.replace(batch, reference_logprobs=backend.reference_logprobs(batch))
+    return backend.train_step(batch)
 
 
 def save_part(backend: Backend, directory: Path) -> None:

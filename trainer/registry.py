@@ -4,7 +4,8 @@ from pathlib import Path
 
 from protocol.errors import SettingsError
 from trainer.algorithms.base import Algorithm
-from trainer.backend import Backend, OptimizerConfig, ParallelConfig, TrainerConfig
+from trainer.backend import Backend
+from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.naming import nearest
 
 BACKENDS = ("megatron", "reference", "scripted")

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,33 +13,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from transformers.utils import logging as transformers_logging
 
 from protocol.errors import SettingsError
+from trainer.config import ScratchConfig
 from trainer.naming import nearest
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 SPECIALS = ("<pad>", "<eos>")
 RECIPE = "scratch.json"
 """The configuration that a directory was made from."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScratchConfig:
-    """Section `[model.scratch]`. Names as in Hugging Face configurations."""
-
-    architecture: str = "qwen2"
-    """qwen2, qwen3 or llama."""
-    hidden_size: int = 128
-    intermediate_size: int = 128
-    num_hidden_layers: int = 2
-    num_attention_heads: int = 4
-    num_key_value_heads: int = 4
-    head_dim: int = 32
-    max_position_embeddings: int = 256
-    rope_theta: float = 10000.0
-    tie_word_embeddings: bool = False
-    initializer_range: float = 0.05
-    vocabulary: str = "0123456789=+- "
-    """Characters (printable ASCII, newline), one token each; `<pad>` (0) and `<eos>` (1) come before them."""
-    seed: int = 0
 
 
 def build_scratch(config: ScratchConfig, out_dir: Path) -> Path:

@@ -10,8 +10,9 @@ from safetensors import SafetensorError
 
 from protocol.errors import SettingsError
 from trainer.algorithms.base import Algorithm
-from trainer.backend import Backend, StepStats, TrainerConfig
+from trainer.backend import Backend, StepStats
 from trainer.batch import Batch
+from trainer.config import TrainerConfig
 
 PART = "rank_00000.safetensors"
 TENSOR = "scripted.weight"

@@ -21,8 +21,8 @@ QUIET_S = 15.0
 class Supervised(Protocol):
     """What progress needs to know of a child process."""
 
-    restarts: int
-    pid: int | None
+    @property
+    def restarts(self) -> int: ...
 
 
 class Progress:

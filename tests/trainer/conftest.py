@@ -3,7 +3,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.scratch import ScratchConfig, build_scratch
+from trainer.config import ScratchConfig
+from trainer.scratch import build_scratch
 
 
 @pytest.fixture(scope="session", autouse=True)

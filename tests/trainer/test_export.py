@@ -7,7 +7,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from protocol.errors import SettingsError
 from trainer.algorithms import AlgorithmConfig, make_algorithm
-from trainer.backend import Backend, OptimizerConfig, ParallelConfig, TrainerConfig
+from trainer.backend import Backend
+from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.export import save_hf
 from trainer.registry import make_backend
 

@@ -10,7 +10,8 @@ from protocol.staleness import trainable_counts
 from protocol.tensors import Array
 from tests.trainer.groups import GroupSpec, SampleSpec, scored
 from trainer.algorithms import AlgorithmConfig, make_algorithm
-from trainer.packing import BuiltBatch, build_batch, check_bound, samples_of, token_counts
+from trainer.packing import BuiltBatch, build_batch, check_bound
+from trainer.samples import samples_of, token_counts
 
 GRPO = make_algorithm(AlgorithmConfig(advantage_eps=0.5))
 

@@ -8,8 +8,8 @@ import torch
 from protocol.errors import SettingsError
 from tests.trainer.groups import GroupSpec, SampleSpec, scored
 from trainer.algorithms import AlgorithmConfig, make_algorithm
-from trainer.backend import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.batch import Batch
+from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.packing import build_batch
 from trainer.reference.backend import ReferenceBackend
 from trainer.registry import make_backend

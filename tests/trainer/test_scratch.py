@@ -6,7 +6,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from protocol.errors import SettingsError
-from trainer.scratch import ARCHITECTURES, ScratchConfig, build_scratch
+from trainer.config import ScratchConfig
+from trainer.scratch import ARCHITECTURES, build_scratch
 
 
 def contents(directory: Path) -> dict[str, bytes]:

@@ -10,27 +10,7 @@ from typing import Protocol
 import torch
 
 from trainer.batch import Batch
-
-
-@dataclass(frozen=True, slots=True)
-class AlgorithmConfig:
-    """Section `[algorithm]`."""
-
-    name: str = "grpo"
-    """Module in `trainer/algorithms/`: grpo, dr_grpo."""
-    clip_low: float = 0.2
-    """PPO ratio clip: the ratio's lower edge is 1 - clip_low."""
-    clip_high: float = 0.2
-    importance_cap: float = 2.0
-    """Truncated importance sampling: weight min(pi_proximal / pi_behaviour, cap) where proximal log-probabilities are recomputed; 0 is
-    off."""
-    entropy_coef: float = 0.0
-    """Bonus for entropy, nats."""
-    kl_coef: float = 0.0
-    """Weight of the KL to the initial model (k3 estimator); 0 is off and costs nothing."""
-    advantage_eps: float = 1e-4
-    length_normalizer: int = 0
-    """dr_grpo: tokens that each sample's sum is divided by, usually the generation limit; 0 takes the longest sample of the batch."""
+from trainer.config import AlgorithmConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer.algorithms.base import AlgorithmConfig, TokenLoss
+from trainer.algorithms.base import TokenLoss
 from trainer.algorithms.surrogate import surrogate_token_loss
 from trainer.batch import Batch
+from trainer.config import AlgorithmConfig
 from trainer.functional.advantages import group_normalised
 
 

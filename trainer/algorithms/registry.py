@@ -3,9 +3,10 @@
 from collections.abc import Callable
 
 from protocol.errors import SettingsError
-from trainer.algorithms.base import Algorithm, AlgorithmConfig
+from trainer.algorithms.base import Algorithm
 from trainer.algorithms.dr_grpo import DrGrpo
 from trainer.algorithms.grpo import Grpo
+from trainer.config import AlgorithmConfig
 from trainer.naming import nearest
 
 ALGORITHMS: dict[str, Callable[[AlgorithmConfig], Algorithm]] = {"grpo": Grpo, "dr_grpo": DrGrpo}

@@ -2,7 +2,8 @@
 
 import torch
 
-from trainer.algorithms.base import AlgorithmConfig, TokenLoss
+from trainer.algorithms.base import TokenLoss
+from trainer.config import AlgorithmConfig
 from trainer.functional.losses import clipped_surrogate, k3_kl, probability_ratio, truncated_importance_weight
 
 

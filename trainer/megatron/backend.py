@@ -8,8 +8,9 @@ import torch.distributed as dist
 
 from protocol.errors import SettingsError
 from trainer.algorithms.base import Algorithm
-from trainer.backend import Backend, OptimizerConfig, ParallelConfig, StepStats, TrainerConfig
+from trainer.backend import Backend, StepStats
 from trainer.batch import Batch
+from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.megatron import cpu, parallel
 from trainer.megatron.architecture import read_architecture
 from trainer.megatron.checkpoint import layout, restore_part, save_part

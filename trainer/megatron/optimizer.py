@@ -11,7 +11,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from trainer.backend import OptimizerConfig
+from trainer.config import OptimizerConfig
 from trainer.megatron.cpu import cuda_type_names
 from trainer.megatron.parallel import Position
 

@@ -11,7 +11,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
 
 from protocol.errors import SettingsError
-from trainer.backend import ParallelConfig
+from trainer.config import ParallelConfig
 
 TIMEOUT = timedelta(minutes=10)
 

@@ -14,8 +14,9 @@ from transformers.utils import logging as transformers_logging
 
 from protocol.errors import SettingsError
 from trainer.algorithms.base import Algorithm
-from trainer.backend import Backend, OptimizerConfig, StepStats, TrainerConfig
+from trainer.backend import Backend, StepStats
 from trainer.batch import Batch
+from trainer.config import OptimizerConfig, TrainerConfig
 from trainer.functional.logprobs import token_logprobs
 from trainer.naming import nearest
 from trainer.reference.state import load_state, save_state

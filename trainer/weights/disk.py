@@ -18,7 +18,7 @@ import torch
 from protocol.buckets import DTYPE_BYTES, digest
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
-from trainer.weights.base import WeightConfig
+from trainer.config import WeightConfig
 from trainer.weights.layout import Named, exhaust, make_manifest
 from trainer.weights.versions import VersionDirectories, remove, sync
 

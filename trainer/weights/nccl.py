@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from protocol.errors import SettingsError, WeightError
 from protocol.messages import WeightManifest
-from trainer.weights.base import WeightConfig
+from trainer.config import WeightConfig
 from trainer.weights.layout import Named, exhaust, fill_buckets, make_manifest
 
 log = logging.getLogger("tether.weights")

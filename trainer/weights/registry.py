@@ -3,8 +3,9 @@
 from pathlib import Path
 
 from protocol.errors import SettingsError
+from trainer.config import WeightConfig
 from trainer.naming import nearest
-from trainer.weights.base import Sender, WeightConfig
+from trainer.weights.base import Sender
 from trainer.weights.disk import DiskSender
 from trainer.weights.nccl import NcclSender
 from trainer.weights.shm import ShmSender

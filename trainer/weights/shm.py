@@ -18,7 +18,7 @@ import torch
 
 from protocol.errors import WeightError
 from protocol.messages import WeightManifest
-from trainer.weights.base import WeightConfig
+from trainer.config import WeightConfig
 from trainer.weights.layout import Named, exhaust, fill_buckets, make_manifest
 from trainer.weights.versions import VersionDirectories, remove
 

@@ -14,7 +14,7 @@ from protocol.messages import WeightManifest
 from rollout.weights.nccl import parse_location
 from rollout.weights.registry import RECEIVERS, make_receiver
 from tests.contracts.engine_models import write_disk, write_shm
-from trainer.weights.base import WeightConfig
+from trainer.config import WeightConfig
 from trainer.weights.nccl import NcclSender
 
 DEADLINE_S = 20.0

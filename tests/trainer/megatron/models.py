@@ -7,8 +7,8 @@ import transformers
 from transformers import PreTrainedModel
 
 from trainer.algorithms.base import Algorithm
-from trainer.backend import OptimizerConfig
 from trainer.batch import Batch
+from trainer.config import OptimizerConfig
 
 BASE = {
     "hidden_size": 64,

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from protocol.errors import SettingsError
 from tests.trainer.megatron.launch import DEADLINE_S
 from tests.trainer.megatron.models import MODELS, OPTIMIZER, make_batch
-from trainer.algorithms.base import AlgorithmConfig
 from trainer.algorithms.grpo import Grpo
-from trainer.backend import Backend, ParallelConfig, TrainerConfig
+from trainer.backend import Backend
+from trainer.config import AlgorithmConfig, ParallelConfig, TrainerConfig
 from trainer.export import save_hf
 from trainer.megatron.backend import MegatronBackend
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from protocol.errors import SettingsError
 from tests.trainer.megatron.models import OPTIMIZER, make_batch, save_model
 from tests.trainer.megatron.ranks import ALGORITHM
-from trainer.backend import ParallelConfig, TrainerConfig
+from trainer.config import ParallelConfig, TrainerConfig
 from trainer.megatron.backend import MegatronBackend
 from trainer.megatron.forward import split_batch
 from trainer.megatron.parallel import Position

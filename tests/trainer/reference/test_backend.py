@@ -7,11 +7,11 @@ from transformers import AutoModelForCausalLM
 from protocol.errors import SettingsError
 from tests.trainer.groups import GroupSpec, SampleSpec, scored
 from trainer.algorithms import AlgorithmConfig, make_algorithm
-from trainer.backend import OptimizerConfig, TrainerConfig
 from trainer.batch import Batch
+from trainer.config import OptimizerConfig, ScratchConfig, TrainerConfig
 from trainer.packing import build_batch
 from trainer.reference.backend import ReferenceBackend
-from trainer.scratch import ScratchConfig, build_scratch
+from trainer.scratch import build_scratch
 
 
 def make(

@@ -8,7 +8,7 @@ import torch
 from protocol.messages import ScoredRollout
 from tests.trainer.groups import GroupSpec, SampleSpec, scored
 from trainer.algorithms import AlgorithmConfig, make_algorithm
-from trainer.backend import OptimizerConfig, TrainerConfig
+from trainer.config import OptimizerConfig, TrainerConfig
 from trainer.functional.logprobs import token_logprobs
 from trainer.packing import build_batch
 from trainer.reference.backend import ReferenceBackend

@@ -13,7 +13,7 @@ import torch
 from protocol.errors import WeightError
 from protocol.messages import WeightManifest
 from rollout.weights.registry import make_receiver
-from trainer.weights.base import WeightConfig
+from trainer.config import WeightConfig
 from trainer.weights.disk import DiskSender
 from trainer.weights.shm import ShmSender
 

@@ -11,8 +11,8 @@ import torch
 
 from protocol.errors import SettingsError, WeightError
 from rollout.weights.registry import make_receiver
+from trainer.config import WeightConfig
 from trainer.weights import nccl
-from trainer.weights.base import WeightConfig
 from trainer.weights.nccl import NcclSender
 
 

@@ -10,7 +10,8 @@ from protocol.buckets import check_manifest, manifest_digest
 from protocol.errors import SettingsError, WeightError
 from protocol.messages import WeightManifest
 from rollout.weights.registry import make_receiver
-from trainer.weights.base import Sender, WeightConfig
+from trainer.config import WeightConfig
+from trainer.weights.base import Sender
 from trainer.weights.registry import make_sender
 
 TRANSPORTS = ("shm", "disk", "nccl")
