@@ -18,15 +18,27 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from protocol.errors import SettingsError
 from protocol.ids import checked_run_id
+from protocol.names import checked_name
 from protocol.staleness import Bound, Policy
 from reward.config import RewardConfig
 from rollout.engines.base import EngineConfig
+from rollout.engines.registry import ENGINES
 from rollout.environments.base import EnvironmentConfig
 from rollout.generate import SamplingConfig
 from rollout.prompts.base import PromptConfig
 from rollout.render import RenderConfig
 from services.bus.config import BusConfig
-from trainer.config import AlgorithmConfig, OptimizerConfig, ParallelConfig, ScratchConfig, TrainerConfig, WeightConfig
+from trainer.config import (
+    ALGORITHMS,
+    BACKENDS,
+    TRANSPORTS,
+    AlgorithmConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    ScratchConfig,
+    TrainerConfig,
+    WeightConfig,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +318,10 @@ RANGES: dict[str, tuple[float, float]] = {
 
 def _check(settings: Settings) -> None:
     checked_run_id(settings.run.name)
+    checked_name(settings.engine.name, ENGINES, "setting engine.name:")
+    checked_name(settings.trainer.backend, BACKENDS, "setting trainer.backend:")
+    checked_name(settings.algorithm.name, ALGORITHMS, "setting algorithm.name:")
+    checked_name(settings.weights.transport, TRANSPORTS, "setting weights.transport:")
     for dotted, (low, high) in RANGES.items():
         section, key = dotted.split(".")
         value = getattr(getattr(settings, section), key)

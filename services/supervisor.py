@@ -17,7 +17,6 @@ from pathlib import Path
 from protocol.errors import Refused, SettingsError, TetherError
 from protocol.topics import Role
 from reward.verifiers.registry import make_verifier
-from rollout.engines.registry import make_engine
 from rollout.environments.registry import make_environment
 from rollout.prompts.registry import make_source
 from rollout.render import Renderer
@@ -30,8 +29,6 @@ from services.observability.plot import plot_run
 from services.observability.progress import Progress
 from services.process import connected
 from services.settings import Settings, dump_settings
-from trainer.algorithms.registry import make_algorithm
-from trainer.scratch import build_scratch
 
 log = logging.getLogger("tether.up")
 
@@ -82,15 +79,15 @@ def prepare(settings: Settings) -> RunSpec:
     Raises:
         SettingsError: naming what is wrong.
     """
-    make_algorithm(settings.algorithm)
     make_environment(settings.environment)
     for verifier in settings.reward.verifiers:
         make_verifier(verifier.name, verifier.options)
     if settings.model.scratch is not None:
+        from trainer.scratch import build_scratch  # imports torch, which the supervisor does not need otherwise
+
         build_scratch(settings.model.scratch, settings.model_dir)
     if not (settings.model_dir / "config.json").is_file():
         raise SettingsError("no model: set model.path to a Hugging Face directory, or fill in [model.scratch]")
-    make_engine(settings.engine, settings.model_dir, "check")
     source = make_source(settings.prompts)
     Renderer(settings.model_dir, settings.render).prompt_tokens(source.at(0))
     bound = settings.bound

@@ -2,6 +2,10 @@
 
 from dataclasses import dataclass
 
+ALGORITHMS = ("dr_grpo", "grpo")
+BACKENDS = ("megatron", "reference", "scripted")
+TRANSPORTS = ("disk", "nccl", "shm")
+
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:

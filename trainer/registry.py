@@ -3,12 +3,10 @@
 from pathlib import Path
 
 from protocol.errors import SettingsError
+from protocol.names import checked_name
 from trainer.algorithms.base import Algorithm
 from trainer.backend import Backend
-from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
-from trainer.naming import nearest
-
-BACKENDS = ("megatron", "reference", "scripted")
+from trainer.config import BACKENDS, OptimizerConfig, ParallelConfig, TrainerConfig
 
 
 def make_backend(
@@ -21,12 +19,10 @@ def make_backend(
     Raises:
         SettingsError: if there is none of that name, or it cannot work with these settings.
     """
-    if trainer.backend == "megatron":
+    if checked_name(trainer.backend, BACKENDS, "setting trainer.backend:") == "megatron":
         from trainer.megatron.backend import MegatronBackend
 
         return MegatronBackend(model_dir, parallel=parallel, optimizer=optimizer, trainer=trainer, algorithm=algorithm)
-    if trainer.backend not in BACKENDS:
-        raise SettingsError(f"trainer.backend {trainer.backend!r} is unknown: {nearest(trainer.backend, BACKENDS)}")
     if parallel.world_size != 1:
         raise SettingsError(f"the {trainer.backend} backend runs on one rank, [parallel] asks for {parallel.world_size}: use megatron")
     if trainer.backend == "reference":

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from transformers.utils import logging as transformers_logging
 
 from protocol.errors import SettingsError
+from protocol.names import checked_name
 from trainer.config import ScratchConfig
-from trainer.naming import nearest
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 SPECIALS = ("<pad>", "<eos>")
@@ -51,8 +51,7 @@ def build_scratch(config: ScratchConfig, out_dir: Path) -> Path:
 
 
 def _check(config: ScratchConfig) -> None:
-    if config.architecture not in ARCHITECTURES:
-        raise SettingsError(f"model.scratch.architecture {config.architecture!r} is unknown: {nearest(config.architecture, ARCHITECTURES)}")
+    checked_name(config.architecture, ARCHITECTURES, "setting model.scratch.architecture:")
     if not config.vocabulary or len(set(config.vocabulary)) != len(config.vocabulary):
         raise SettingsError(f"model.scratch.vocabulary {config.vocabulary!r}: give each character once")
     strange = sorted({c for c in config.vocabulary if not (c.isascii() and c.isprintable()) and c != "\n"})

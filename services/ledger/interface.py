@@ -149,7 +149,8 @@ class Ledger(Protocol):
         """Processes whose time-to-live is not over."""
 
     async def applied(self, engine: str, epoch: str, version: int) -> None:
-        """Record that an engine serves (epoch, version). Refuses STALE_EPOCH if `epoch` is off the current branch.
+        """Record that an engine serves (epoch, version). Refuses STALE_EPOCH if `epoch` is off the current branch,
+        WRONG_STATE if `version` is not committed.
 
         A version smaller than the one recorded for the same incarnation and epoch is ignored."""
 
@@ -179,17 +180,24 @@ class Ledger(Protocol):
 
     # -- the trainer -------------------------------------------------------------------------------------------------
     async def claim(self, epoch: str) -> LedgerStatus:
-        """A new trainer takes the run over: older epochs are fenced, TAKEN groups go back to SCORED."""
+        """A new trainer takes the run over: older epochs are fenced, TAKEN groups go back to SCORED. Refuses STALE_EPOCH for an epoch
+        that was fenced before."""
 
     async def resume(self, epoch: str, version: int, digest: int) -> bool:
         """The trainer of `epoch` stands at `version` with weights of `digest`. True: the branch continues (same version, same
         digest, or nothing committed yet). False: the ledger was rewound to `version`; everything generated or trained under
-        an abandoned version is WAITING again, and engines get leases only once they serve the new epoch."""
+        an abandoned version is WAITING again, with no attempts counted, and engines get leases only once they serve the new epoch.
+
+        To be called once after `claim`, before `take`. Refuses STALE_EPOCH; WRONG_STATE if `version` is ahead of the ledger, older
+        than the last `checkpointed` one, or differs from what this epoch resumed at before."""
 
     async def take(self, epoch: str) -> Taken:
         """The batch of the next step; again the same one while that step runs.
 
-        Refuses NOT_ENOUGH, STRAGGLER (names the group), STALE_EPOCH. A short batch only if no more groups can come."""
+        Refuses NOT_ENOUGH, STRAGGLER (`detail` is the group), STALE_EPOCH, WRONG_STATE before `resume`, DONE after the last step,
+        EXHAUSTED if nothing is left to take. A short batch only if no more groups can come: the prompts have run out and nothing is
+        LEASED or WAITING, or a pending bound stops leasing and no live lease is left. Groups dropped on the way stay dropped after a
+        refusal; the next batch reports them."""
 
     async def commit(
         self, epoch: str, step: int, trained: Mapping[int, Mapping[int, int]], *, digest: int, report: bytes, manifest: bytes

@@ -50,7 +50,7 @@ def test_backends_are_found_by_name(model_dir: Path) -> None:
 
 
 def test_what_cannot_be_made_is_refused(model_dir: Path) -> None:
-    with pytest.raises(SettingsError, match=r"'referense' is unknown: did you mean 'reference'\?"):
+    with pytest.raises(SettingsError, match=r"'referense' is not known; did you mean 'reference'\?"):
         make("referense", model_dir)
     with pytest.raises(SettingsError, match="runs on one rank"):
         make("reference", model_dir, data_parallel_size=2)

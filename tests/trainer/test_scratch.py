@@ -74,7 +74,7 @@ def test_a_directory_of_another_model_is_left_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"architecture": "qwen4"}, r"'qwen4' is unknown: did you mean 'qwen3'\?"),
+        ({"architecture": "qwen4"}, r"'qwen4' is not known; did you mean 'qwen3'\?"),
         ({"vocabulary": "aa"}, "each character once"),
         ({"vocabulary": ""}, "each character once"),
         ({"vocabulary": "é"}, "printable ASCII"),

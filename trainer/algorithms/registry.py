@@ -3,13 +3,13 @@
 from collections.abc import Callable
 
 from protocol.errors import SettingsError
+from protocol.names import checked_name
 from trainer.algorithms.base import Algorithm
 from trainer.algorithms.dr_grpo import DrGrpo
 from trainer.algorithms.grpo import Grpo
-from trainer.config import AlgorithmConfig
-from trainer.naming import nearest
+from trainer.config import ALGORITHMS, AlgorithmConfig
 
-ALGORITHMS: dict[str, Callable[[AlgorithmConfig], Algorithm]] = {"grpo": Grpo, "dr_grpo": DrGrpo}
+_MAKERS: dict[str, Callable[[AlgorithmConfig], Algorithm]] = {"grpo": Grpo, "dr_grpo": DrGrpo}
 
 
 def make_algorithm(config: AlgorithmConfig) -> Algorithm:
@@ -18,9 +18,7 @@ def make_algorithm(config: AlgorithmConfig) -> Algorithm:
     Raises:
         SettingsError: if there is none of that name, or a coefficient is out of its range.
     """
-    make = ALGORITHMS.get(config.name)
-    if make is None:
-        raise SettingsError(f"algorithm.name {config.name!r} is unknown: {nearest(config.name, ALGORITHMS)}")
+    make = _MAKERS[checked_name(config.name, ALGORITHMS, "setting algorithm.name:")]
     if not 0 <= config.clip_low < 1:
         raise SettingsError(f"algorithm.clip_low {config.clip_low}: must be at least 0 and below 1")
     for name in ("clip_high", "importance_cap", "advantage_eps", "kl_coef", "length_normalizer"):

@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from protocol.errors import SettingsError
+from protocol.names import checked_name
 from trainer.algorithms.base import Algorithm
 from trainer.backend import Backend, StepStats
 from trainer.batch import Batch
 from trainer.config import OptimizerConfig, TrainerConfig
 from trainer.functional.logprobs import token_logprobs
-from trainer.naming import nearest
 from trainer.reference.state import load_state, save_state
 from trainer.reference.tally import Tally
 
@@ -38,8 +38,7 @@ class ReferenceBackend(Backend):
             SettingsError: more than one rank, an unknown dtype or device, or a directory that transformers cannot load.
         """
         _require_one_rank()
-        if trainer.dtype not in DTYPES:
-            raise SettingsError(f"trainer.dtype {trainer.dtype!r} is unknown: {nearest(trainer.dtype, DTYPES)}")
+        checked_name(trainer.dtype, DTYPES, "setting trainer.dtype:")
         torch.set_num_threads(trainer.threads)
         torch.manual_seed(trainer.seed)
         self._device = _device(trainer.device)
@@ -165,10 +164,8 @@ def _require_one_rank() -> None:
 
 
 def _device(name: str) -> torch.device:
-    if name == "auto":
+    if checked_name(name, ("auto", "cpu", "cuda"), "setting trainer.device:") == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name not in ("cpu", "cuda"):
-        raise SettingsError(f"trainer.device {name!r} is unknown: {nearest(name, ('auto', 'cpu', 'cuda'))}")
     if name == "cuda" and not torch.cuda.is_available():
         raise SettingsError("trainer.device is cuda, but torch sees no GPU: use auto or cpu")
     return torch.device(name)

@@ -3,14 +3,12 @@
 from pathlib import Path
 
 from protocol.errors import SettingsError
-from trainer.config import WeightConfig
-from trainer.naming import nearest
+from protocol.names import checked_name
+from trainer.config import TRANSPORTS, WeightConfig
 from trainer.weights.base import Sender
 from trainer.weights.disk import DiskSender
 from trainer.weights.nccl import NcclSender
 from trainer.weights.shm import ShmSender
-
-TRANSPORTS = ("shm", "disk", "nccl")
 
 
 def make_sender(config: WeightConfig, *, run: str, run_dir: Path) -> Sender:
@@ -23,10 +21,8 @@ def make_sender(config: WeightConfig, *, run: str, run_dir: Path) -> Sender:
     for name in ("bucket_mb", "keep", "timeout_s"):
         if getattr(config, name) <= 0:
             raise SettingsError(f"weights.{name} {getattr(config, name)}: must be positive")
-    if config.transport == "shm":
+    if checked_name(config.transport, TRANSPORTS, "setting weights.transport:") == "shm":
         return ShmSender(config, run)
     if config.transport == "disk":
         return DiskSender(config, run_dir)
-    if config.transport == "nccl":
-        return NcclSender(config)
-    raise SettingsError(f"weights.transport {config.transport!r} is unknown: {nearest(config.transport, TRANSPORTS)}")
+    return NcclSender(config)

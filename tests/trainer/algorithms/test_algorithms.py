@@ -86,7 +86,7 @@ def test_the_sum_does_not_depend_on_how_the_batch_is_cut(name: str) -> None:
 
 
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:
-    with pytest.raises(SettingsError, match=r"'grop' is unknown: did you mean 'grpo'\?"):
+    with pytest.raises(SettingsError, match=r"'grop' is not known; did you mean 'grpo'\?"):
         make_algorithm(AlgorithmConfig(name="grop"))
 
 

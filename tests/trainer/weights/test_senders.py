@@ -137,7 +137,7 @@ def test_the_same_version_may_be_published_again(sender: Sender) -> None:
 
 
 def test_an_unknown_transport_is_refused_with_the_nearest(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"'ncl' is unknown: did you mean 'nccl'\?"):
+    with pytest.raises(SettingsError, match=r"'ncl' is not known; did you mean 'nccl'\?"):
         make_sender(WeightConfig(transport="ncl"), run="r", run_dir=tmp_path)
     with pytest.raises(SettingsError, match=r"weights\.keep 0"):
         make_sender(WeightConfig(keep=0), run="r", run_dir=tmp_path)
