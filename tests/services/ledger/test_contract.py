@@ -1,4 +1,6 @@
-from tests.contracts.ledger_suite import GroupContract, RunContract, StepContract
+from tests.contracts.ledger_groups import GroupContract
+from tests.contracts.ledger_runs import RunContract
+from tests.contracts.ledger_steps import StepContract
 
 
 class TestGroup(GroupContract):

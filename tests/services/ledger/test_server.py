@@ -1,4 +1,5 @@
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -10,9 +11,10 @@ import pytest
 import redis as redis_sync
 
 from protocol.errors import SettingsError, Unavailable
+from services.ledger import scripts
 from services.ledger.connection import redacted
 from services.ledger.ledger import RedisLedger
-from services.ledger.scripts import names, script
+from services.ledger.scripts import names
 from services.ledger.server import EmbeddedServer, read_endpoint
 from tests.contracts.ledger_rig import Driver, RedisRig
 from tests.services.ledger.conftest import redis_binary, valkey_binary
@@ -158,8 +160,24 @@ async def test_scripts_survive_a_flush(valkey_url: str) -> None:
     await rig.close()
 
 
-def test_every_script_says_what_it_takes_and_returns() -> None:
-    for name in names():
-        header = script(name).body.decode().rpartition("-- ARGV" if b"ARGV[" in script(name).body else "-- Returns")[2]
-        assert "Returns" in header or header.startswith((":", " ")), name
-        assert "efuses" in header, name
+async def test_one_client_serves_many_tasks_and_outlives_cancelled_ones(valkey_url: str) -> None:
+    rig = await RedisRig.start(valkey_url)
+    driver = await Driver(rig).begin(E=9, B=10)
+    async with asyncio.TaskGroup() as tasks:
+        leasing = [tasks.create_task(driver.lease(), name=f"lease {n}") for n in range(60)]
+        dying = [tasks.create_task(rig.ledger.status(), name=f"status {n}") for n in range(20)]
+        await asyncio.sleep(0)
+        for task in dying:
+            task.cancel()
+    assert sorted(task.result().group for task in leasing) == list(range(60))
+    assert (await rig.ledger.status()).issued == 60
+    await rig.close()
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_script_says_what_it_takes_returns_and_refuses(name: str) -> None:
+    lines = (Path(scripts.__file__).parent / "lua" / f"{name}.lua").read_text().splitlines()
+    header = "\n".join(itertools.takewhile(lambda line: line.startswith("--"), lines))
+    assert "Returns" in header
+    assert "Refuses" in header
+    assert ("ARGV:" in header) == any("ARGV[" in line for line in lines)

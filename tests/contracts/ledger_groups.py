@@ -1,0 +1,158 @@
+"""What every ledger does, part 1 of 3; run by `tests/services/ledger/test_contract.py` on each implementation."""
+
+import pytest
+
+from protocol.errors import Reason, Refused
+from protocol.lifecycle import GroupState
+from tests.contracts.ledger_rig import Driver
+
+
+class GroupContract:
+    """One group's life."""
+
+    async def test_lease_numbers_groups_and_sets_deadlines(self, driver: Driver) -> None:
+        await driver.begin(E=1, B=2)
+        leases = [await driver.lease() for _ in range(4)]
+        assert [lease.group for lease in leases] == [0, 1, 2, 3]
+        assert {(lease.epoch, lease.version, lease.deadline, lease.max_staleness, lease.attempt) for lease in leases} == {
+            ("e1", 0, 1, 1, 1)
+        }
+        assert len({lease.token for lease in leases}) == 4
+        await driver.refused(Reason.BOUND, driver.lease())
+        status = await driver.ledger.status()
+        assert status.issued == 4
+        assert status.states[GroupState.LEASED] == 4
+
+    async def test_lease_repeated_with_the_same_request_is_the_same(self, driver: Driver) -> None:
+        await driver.begin()
+        lease = await driver.lease(request="again")
+        assert await driver.lease(request="again") == lease
+        assert (await driver.ledger.status()).issued == 1
+
+    async def test_lease_needs_a_run_and_an_engine_of_this_branch(self, driver: Driver) -> None:
+        with pytest.raises(Refused) as caught:
+            await driver.lease()
+        assert caught.value.reason == Reason.NO_RUN
+        await driver.begin()
+        await driver.refused(Reason.STALE_ENGINE, driver.lease("stranger"))
+
+    async def test_a_slow_engine_is_refused_where_it_would_be_late(self, driver: Driver) -> None:
+        await driver.begin(E=0, B=1, engines=("eng", "slow"))
+        await driver.step(1)
+        await driver.refused(Reason.BOUND, driver.lease("slow"))
+        assert (await driver.lease("eng")).version == 1
+
+    async def test_expired_lease_is_taken_over_and_the_old_holder_loses(self, driver: Driver) -> None:
+        await driver.begin()
+        first = await driver.lease()
+        driver.rig.expire(first.group)
+        second = await driver.lease("eng")
+        assert (second.group, second.attempt) == (first.group, 2)
+        assert second.token != first.token
+        await driver.refused(Reason.NOT_HELD, driver.ledger.extend(first.group, first.token, 1000))
+        await driver.refused(Reason.NOT_HELD, driver.ledger.accept(first.group, first.token, {0: 1}))
+        await driver.ledger.accept(second.group, second.token, {0: 1})
+
+    async def test_expired_lease_stays_valid_while_there_is_room(self, driver: Driver) -> None:
+        await driver.begin()
+        extended, accepted = await driver.lease(), await driver.lease()
+        driver.rig.expire(extended.group)
+        driver.rig.expire(accepted.group)
+        await driver.ledger.extend(extended.group, extended.token, 600_000)
+        await driver.ledger.accept(accepted.group, accepted.token, {0: 1})
+        status = await driver.ledger.status()
+        assert (status.states[GroupState.LEASED], status.states[GroupState.SCORED]) == (1, 1)
+
+    async def test_expired_lease_without_room_is_refused(self, driver: Driver) -> None:
+        await driver.begin(E=0, B=2)
+        expired, released = await driver.lease(), await driver.lease()
+        await driver.ledger.release(released.group, released.token, "x")
+        await driver.reaped(expired)
+        lease = await driver.lease()
+        assert lease.group == released.group  # WAITING ones come before expired ones
+        assert await driver.ledger.set_bound(groups_per_step=1) is None
+        await driver.refused(Reason.BOUND, driver.ledger.extend(expired.group, expired.token, 1000))
+        await driver.ledger.accept(lease.group, lease.token, {0: 1})
+        await driver.commit(await driver.ledger.take("e1"))
+        await driver.refused(Reason.BOUND, driver.ledger.accept(expired.group, expired.token, {0: 1}))  # late now
+
+    async def test_release_hands_back_and_keeps_attempts(self, driver: Driver) -> None:
+        await driver.begin()
+        lease = await driver.lease()
+        await driver.ledger.release(lease.group, lease.token, "drain")
+        await driver.ledger.release(lease.group, lease.token, "drain")
+        assert (await driver.ledger.status()).states[GroupState.WAITING] == 1
+        again = await driver.lease()
+        assert (again.group, again.attempt) == (lease.group, 2)
+
+    async def test_waiting_groups_are_leased_lowest_first(self, driver: Driver) -> None:
+        await driver.begin()
+        leases = [await driver.lease() for _ in range(3)]
+        for lease in reversed(leases):
+            await driver.ledger.release(lease.group, lease.token, "drain")
+        assert [(await driver.lease()).group for _ in range(4)] == [0, 1, 2, 3]
+
+    async def test_accept_repeated_succeeds_at_every_later_state(self, driver: Driver) -> None:
+        await driver.begin(B=1)
+        (lease,) = await driver.scored(1)
+        for _ in range(2):
+            await driver.ledger.accept(lease.group, lease.token, {0: 10})
+        taken = await driver.ledger.take("e1")
+        await driver.ledger.accept(lease.group, lease.token, {0: 10})
+        await driver.commit(taken)
+        await driver.ledger.accept(lease.group, lease.token, {0: 10})
+        await driver.ledger.checkpointed(1)
+        await driver.refused(Reason.DUPLICATE, driver.ledger.accept(lease.group, lease.token, {0: 10}))
+        await driver.refused(Reason.UNKNOWN_GROUP, driver.ledger.accept(99, lease.token, {0: 10}))
+        await driver.refused(Reason.NOT_HELD, driver.ledger.extend(lease.group, lease.token, 1000))
+
+    async def test_lost_data_is_generated_again(self, driver: Driver) -> None:
+        await driver.begin()
+        (lease,) = await driver.scored(1)
+        await driver.refused(Reason.NOT_HELD, driver.ledger.lost(lease.group, "other"))
+        await driver.ledger.lost(lease.group, lease.token)
+        await driver.ledger.lost(lease.group, lease.token)
+        await driver.refused(Reason.NOT_HELD, driver.ledger.accept(lease.group, lease.token, {0: 1}))
+        assert (await driver.lease()).group == lease.group
+
+    async def test_drop_counts_and_fences(self, driver: Driver) -> None:
+        await driver.begin()
+        leased, (scored,) = await driver.lease(), await driver.scored(1)
+        await driver.refused(Reason.NOT_HELD, driver.ledger.drop(leased.group, "other", "filter"))
+        for _ in range(2):
+            await driver.ledger.drop(leased.group, leased.token, "reward", 5)
+            await driver.ledger.drop(scored.group, scored.token, "filter")
+        status = await driver.ledger.status()
+        assert (status.dropped, status.wasted_tokens, status.dropped_by_reason) == (2, 15, {"reward": 1, "filter": 1})
+        await driver.refused(Reason.WRONG_STATE, driver.ledger.accept(leased.group, leased.token, {0: 1}))
+        await driver.refused(Reason.WRONG_STATE, driver.ledger.release(leased.group, leased.token, "x"))
+        await driver.refused(Reason.NOT_HELD, driver.ledger.extend(leased.group, leased.token, 1000))
+
+    async def test_taken_groups_are_out_of_reach(self, driver: Driver) -> None:
+        await driver.begin(B=1)
+        (lease,) = await driver.scored(1)
+        await driver.ledger.take("e1")
+        await driver.refused(Reason.WRONG_STATE, driver.ledger.drop(lease.group, lease.token, "filter"))
+        await driver.refused(Reason.WRONG_STATE, driver.ledger.lost(lease.group, lease.token))
+        await driver.refused(Reason.WRONG_STATE, driver.ledger.release(lease.group, lease.token, "x"))
+        await driver.refused(Reason.NOT_HELD, driver.ledger.extend(lease.group, lease.token, 1000))
+
+    async def test_attempts_end(self, driver: Driver) -> None:
+        await driver.begin(max_attempts=2)
+        for _ in range(2):
+            lease = await driver.lease()
+            assert lease.group == 0
+            await driver.ledger.release(lease.group, lease.token, "crash")
+        assert (await driver.lease()).group == 1
+        assert (await driver.ledger.status()).dropped_by_reason == {"attempts": 1}
+        events = await driver.ledger.events(0, 1000)
+        assert [event["detail"] for event in events if event["event"] == "drop"] == ["crash"]
+
+    async def test_one_reason_that_drops_too_much_halts(self, driver: Driver) -> None:
+        await driver.begin(drop_window=3, drop_share=0.6)
+        for reason in ("filter", "broken", "broken"):
+            lease = await driver.lease()
+            await driver.ledger.drop(lease.group, lease.token, reason)
+        refusal = await driver.refused(Reason.HALTED, driver.lease())
+        assert refusal.detail == "broken"
+        assert (await driver.ledger.status()).halted == "broken"

@@ -1,0 +1,117 @@
+"""What every ledger does, part 3 of 3; run by `tests/services/ledger/test_contract.py` on each implementation."""
+
+import pytest
+
+from protocol.errors import Reason, Refused, SettingsError
+from protocol.staleness import Bound, Policy
+from services.ledger.interface import Peer
+from services.ledger.verify import verify_events
+from tests.contracts.ledger_rig import Driver, spec
+
+
+class RunContract:
+    """The run, its settings, its processes and its log."""
+
+    async def test_create_twice(self, driver: Driver) -> None:
+        with pytest.raises(Refused) as caught:
+            await driver.ledger.status()
+        assert caught.value.reason == Reason.NO_RUN
+        run = driver.rig.run
+        await driver.begin(B=1, steps=5)
+        await driver.step(1)
+        await driver.ledger.create(spec(run, steps=9, B=7))
+        status = await driver.ledger.status()
+        assert (status.steps, status.bound) == (9, Bound(1, 1, Policy.WAIT))
+        await driver.refused(Reason.RUN_MISMATCH, driver.ledger.create(spec(run, fingerprint="g")))
+        await driver.refused(Reason.RUN_MISMATCH, driver.ledger.create(spec(run, prompts=4)))
+        await driver.refused(Reason.WRONG_STATE, driver.ledger.create(spec(run, steps=0)))
+        with pytest.raises(SettingsError, match="groups_per_step is 0"):
+            await driver.ledger.create(spec(run, B=0))
+
+    async def test_bound_changes_when_rule_f_allows(self, driver: Driver) -> None:
+        await driver.begin(E=1, B=2)
+        assert await driver.ledger.set_bound(max_staleness=1) is None
+        leases = [await driver.lease() for _ in range(3)]
+        wanted = await driver.ledger.set_bound(groups_per_step=1)
+        assert wanted == Bound(1, 1, Policy.WAIT)
+        assert await driver.ledger.set_bound(groups_per_step=1) == wanted
+        assert (await driver.ledger.status()).pending == wanted
+        await driver.refused(Reason.PENDING, driver.lease())
+        await driver.ledger.release(leases[0].group, leases[0].token, "x")
+        status = await driver.ledger.status()
+        assert (status.bound, status.pending) == (wanted, None)
+
+    async def test_bound_change_can_be_taken_back(self, driver: Driver) -> None:
+        await driver.begin(E=0, B=2)
+        for _ in range(2):
+            await driver.lease()
+        assert await driver.ledger.set_bound(groups_per_step=1) is not None
+        assert await driver.ledger.set_bound(groups_per_step=2) is None
+        assert (await driver.ledger.status()).pending is None
+        with pytest.raises(SettingsError):
+            await driver.ledger.set_bound(max_staleness=-1)
+
+    async def test_bound_pending_on_too_few_scored_groups_takes_a_short_batch(self, driver: Driver) -> None:
+        await driver.begin(E=0, B=4)
+        await driver.scored(3)
+        assert await driver.ledger.set_bound(groups_per_step=1) is not None
+        await driver.refused(Reason.PENDING, driver.lease())
+        taken = await driver.ledger.take("e1")
+        assert len(taken.groups) == 3
+        await driver.commit(taken)
+        assert (await driver.ledger.status()).bound.groups_per_step == 1
+
+    async def test_drain_stops_leases_only(self, driver: Driver) -> None:
+        await driver.begin(B=1)
+        (lease,) = await driver.scored(1)
+        await driver.ledger.drain()
+        await driver.ledger.drain()
+        await driver.refused(Reason.DRAINING, driver.lease())
+        await driver.commit(await driver.ledger.take("e1"))
+        await driver.ledger.drain(False)
+        assert (await driver.lease()).group == lease.group + 1
+
+    async def test_engines_only_move_forward(self, driver: Driver) -> None:
+        await driver.begin(B=1)
+        await driver.step(1)
+        await driver.ledger.applied("eng", "e1", 0)
+        assert (await driver.ledger.status()).engines == {"eng": ("e1", 1)}
+        await driver.refused(Reason.WRONG_STATE, driver.ledger.applied("eng", "e1", 2))
+        await driver.refused(Reason.STALE_EPOCH, driver.ledger.applied("eng", "e9", 1))
+        await driver.ledger.unregister("eng")
+        await driver.refused(Reason.STALE_ENGINE, driver.lease())
+
+    async def test_registry_lists_the_living(self, driver: Driver) -> None:
+        info = {"pid": 1, "endpoints": {"scored": "tcp://127.0.0.1:1"}, "text": "ü"}
+        a, b = Peer("rollout", "a.1", info), Peer("ingest", "b.2", {})
+        for peer in (b, a):
+            await driver.ledger.register(peer, 600_000)
+        await driver.ledger.register(Peer("rollout", "dead", {}), 0)
+        assert list(await driver.ledger.peers()) == [a, b]
+        assert list(await driver.ledger.peers("rollout")) == [a]
+        await driver.ledger.unregister("a.1")
+        assert list(await driver.ledger.peers()) == [b]
+
+    async def test_events_are_contiguous_and_prove_the_run(self, driver: Driver) -> None:
+        await driver.begin(B=1)
+        for _ in range(3):
+            await driver.step(1)
+        events = list(await driver.ledger.events(0, 10_000))
+        assert [event["seq"] for event in events] == list(range(1, len(events) + 1))
+        assert len(events) == (await driver.ledger.status()).sequence
+        result = verify_events(events)
+        assert (result.violations, result.issued, result.trained, result.steps) == ([], 3, 3, 3)
+        assert list(await driver.ledger.events(2, 3)) == events[2:5]
+
+    async def test_archived_events_are_forgotten_and_a_late_archive_stops_leases(self, driver: Driver) -> None:
+        await driver.begin(B=1, steps=1000)
+        while (await driver.ledger.status()).sequence <= 200:
+            await driver.step(1)
+        await driver.refused(Reason.ARCHIVE_BEHIND, driver.lease())
+        last = (await driver.ledger.status()).sequence
+        await driver.refused(Reason.WRONG_STATE, driver.ledger.archived(last + 1))
+        for upto in (last, 1):
+            await driver.ledger.archived(upto)
+        assert list(await driver.ledger.events(0, 10)) == []
+        await driver.lease()
+        assert [event["seq"] for event in await driver.ledger.events(last, 10)] == [last + 1]
