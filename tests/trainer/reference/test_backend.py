@@ -240,7 +240,7 @@ def test_a_gradient_that_is_not_finite_is_skipped(model_dir: Path, tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("settings", "text"),
-    [({"dtype": "float16"}, "trainer.dtype 'float16'"), ({"device": "gpu"}, "trainer.device 'gpu'"), ({"device": "cuda"}, "no GPU")],
+    [({"dtype": "float16"}, "trainer.dtype: 'float16'"), ({"device": "gpu"}, "trainer.device: 'gpu'"), ({"device": "cuda"}, "no GPU")],
 )
 def test_settings_that_cannot_work_are_refused(settings: dict[str, str], text: str, model_dir: Path) -> None:
     if settings.get("device") == "cuda" and torch.cuda.is_available():

@@ -65,7 +65,7 @@ def test_shm_makes_its_own_directory_in_shared_memory_and_removes_it() -> None:
 
 DIE = """
 import os, signal, sys, torch
-from trainer.weights.base import WeightConfig
+from trainer.config import WeightConfig
 from trainer.weights.shm import ShmSender
 senders = [ShmSender(WeightConfig(directory=directory), run) for run, directory in zip(sys.argv[1::2], sys.argv[2::2])]
 for sender in senders:
