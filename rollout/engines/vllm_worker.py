@@ -7,6 +7,7 @@ linear layers: both must happen before the model is loaded, and vLLM imports thi
 
 import os
 import select
+import signal
 import threading
 import time
 from typing import Any
@@ -157,6 +158,10 @@ class _Share:
             self._state = "staged"
 
     def _watch(self, runner: Any) -> None:
+        from vllm.v1.core.sched.output import CachedRequestData
+
+        if "num_output_tokens" not in CachedRequestData.__dataclass_fields__:
+            raise EngineError("this vLLM's scheduler does not say how many tokens a request has: their versions cannot be recorded")
         execute = runner.execute_model
 
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -181,17 +186,24 @@ def _resumed_tokens(new: Any) -> int:
 
 
 def _end_with_owner(owner: int) -> None:
-    """End this process when `owner` ends, however it ends."""
-    try:
-        handle = os.pidfd_open(owner)
-    except ProcessLookupError:
-        os._exit(1)
-    except OSError:  # no pidfd here (a sandbox): look every second
-        while _exists(owner):
-            time.sleep(1)
-        os._exit(1)
-    select.select([handle], [], [])
+    """End this process, and vLLM's engine process above it, when `owner` ends, however it ends."""
+    engine = os.getppid()
+    _await_end(owner)
+    if engine != owner and engine == os.getppid():
+        os.kill(engine, signal.SIGKILL)
     os._exit(1)
+
+
+def _await_end(pid: int) -> None:
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    except OSError:  # no pidfd here (a sandbox): look every second
+        while _exists(pid):
+            time.sleep(1)
+        return
+    select.select([handle], [], [])
 
 
 def _exists(pid: int) -> bool:

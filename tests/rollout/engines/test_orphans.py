@@ -1,0 +1,37 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.contracts.engine_models import tiny_model
+
+DEADLINE_S = 30.0
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_vllm_does_not_outlive_a_killed_owner(tmp_path: Path) -> None:
+    tiny_model(1).save_pretrained(tmp_path)
+    root = Path(__file__).parents[3]
+    command = [sys.executable, "-m", "tests.rollout.engines.orphan", str(tmp_path)]
+    with (tmp_path / "log").open("wb") as log:
+        owner = subprocess.Popen(command, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, stdout=subprocess.PIPE, stderr=log)
+    assert owner.stdout is not None
+    try:
+        # vLLM logs to stdout too: ours is the one line of numbers
+        line = next((words for raw in owner.stdout if (words := raw.split()) and all(map(bytes.isdigit, words))), None)
+        assert line, (tmp_path / "log").read_text()
+        processes = [psutil.Process(int(pid)) for pid in line]
+        assert processes
+    finally:
+        owner.kill()
+        owner.stdout.close()
+        owner.wait(DEADLINE_S)
+    _, alive = psutil.wait_procs(processes, timeout=DEADLINE_S)
+    alive = [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    for process in alive:
+        process.kill()
+    assert not alive
