@@ -1,0 +1,83 @@
+"""Runs of the real `tether` command, as a user starts it."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tests.integration.loop import ROOT
+
+T = TypeVar("T")
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """The environment of a user who has set nothing of ours."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("TETHER_")}
+    return {**kept, "HF_HUB_OFFLINE": "1", **extra}
+
+
+def tether(*arguments: str, seconds: float = 120, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "services.cli", *arguments],
+        cwd=ROOT, env=environment(**variables), capture_output=True, text=True, timeout=seconds, check=False,
+    )  # fmt: skip
+
+
+@contextmanager
+def tether_up(*arguments: str, output: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    """`tether up` in the background; ended by its pid if the block fails."""
+    with output.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "services.cli", "up", *arguments], cwd=ROOT, env=environment(), stdout=out, stderr=subprocess.STDOUT
+        )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(10)
+
+
+def until(ready: Callable[[], T | None], *, seconds: float, what: str) -> T:
+    """Ask again and again until there is an answer.
+
+    Raises:
+        TimeoutError: naming `what` was waited for.
+    """
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        answer = ready()
+        if answer is not None and answer is not False:
+            return answer
+    raise TimeoutError(f"{what} did not happen within {seconds:.0f} s")
+
+
+def processes_of(run_dir: Path) -> list[int]:
+    """Pids of live processes whose command line or environment names the run directory."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                text = (entry / "environ").read_bytes() + (entry / "cmdline").read_bytes()
+                zombie = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+            except OSError:
+                continue
+            if str(run_dir).encode() in text and not zombie:
+                found.append(int(entry.name))
+    return found
+
+
+def audit(run_dir: Path) -> dict[str, Any]:
+    """`tether verify D --json`, with its exit code."""
+    result = tether("verify", str(run_dir), "--json")
+    return {**json.loads(result.stdout), "code": result.returncode}
