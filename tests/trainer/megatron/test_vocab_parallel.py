@@ -3,12 +3,17 @@
 import pytest
 import torch
 
+from trainer.megatron import vocab_parallel
 from trainer.megatron.vocab_parallel import vocab_parallel_logprobs
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("padding", [0, 3])
-def test_values_and_gradients_equal_log_softmax(temperature: float, padding: int) -> None:
+@pytest.mark.parametrize("slice_elements", [1, 30, 1 << 24])
+def test_values_and_gradients_equal_log_softmax(
+    monkeypatch: pytest.MonkeyPatch, temperature: float, padding: int, slice_elements: int
+) -> None:
+    monkeypatch.setattr(vocab_parallel, "SLICE_ELEMENTS", slice_elements)
     generator = torch.Generator().manual_seed(0)
     logits = (3 * torch.randn(5, 11 + padding, generator=generator)).requires_grad_()
     targets = torch.randint(0, 11, (5,), generator=generator)
