@@ -26,6 +26,7 @@ from rollout.prompts.registry import make_source
 from rollout.render import Renderer
 from services.settings import Settings
 from trainer.config import WeightConfig
+from trainer.weights.layout import in_dtype
 from trainer.weights.registry import make_sender
 
 CONSTANTS = 50
@@ -58,7 +59,8 @@ async def evaluate_run(settings: Settings, checkpoints: Sequence[Path]) -> dict[
             try:
                 await engine.start()
                 for version, model in enumerate(models):
-                    manifest = await asyncio.to_thread(sender.publish, "eval", version, load_model(model).items())
+                    tensors = in_dtype(load_model(model).items(), settings.engine.dtype)
+                    manifest = await asyncio.to_thread(sender.publish, "eval", version, tensors)
                     await engine.stage(manifest)
                     await engine.commit(manifest)
                     scored.append({"model": str(model), **await _score_model(settings, engine, renderer, pool, prompts)})

@@ -30,6 +30,7 @@ from trainer.ranks import (
 )
 from trainer.spool import Spool
 from trainer.weights.base import Sender
+from trainer.weights.layout import in_dtype
 
 T = TypeVar("T")
 
@@ -80,7 +81,8 @@ class RankZero:
     def publish(self, version: int) -> WeightManifest:
         """Export on every rank and make the version available (compute thread)."""
         announce(ExportCommand())
-        return self.sender.publish(self.epoch, version, self.backend.export(), base_model=self.backend.architecture)
+        tensors = in_dtype(self.backend.export(), self.process.settings.engine.dtype)
+        return self.sender.publish(self.epoch, version, tensors, base_model=self.backend.architecture)
 
     def save(self, version: int, digest: int, sequence: int) -> None:
         """Write a checkpoint on every rank; its manifest comes last (compute thread)."""

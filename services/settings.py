@@ -21,7 +21,7 @@ from protocol.ids import checked_run_id
 from protocol.names import checked_name
 from protocol.staleness import Bound, Policy
 from reward.config import RewardConfig
-from rollout.engines.base import EngineConfig
+from rollout.engines.base import DTYPES, EngineConfig
 from rollout.engines.registry import ENGINES
 from rollout.environments.base import EnvironmentConfig
 from rollout.generate import SamplingConfig
@@ -319,6 +319,7 @@ RANGES: dict[str, tuple[float, float]] = {
 def _check(settings: Settings) -> None:
     checked_run_id(settings.run.name)
     checked_name(settings.engine.name, ENGINES, "setting engine.name:")
+    checked_name(settings.engine.dtype, DTYPES, "setting engine.dtype:")
     checked_name(settings.trainer.backend, BACKENDS, "setting trainer.backend:")
     checked_name(settings.algorithm.name, ALGORITHMS, "setting algorithm.name:")
     checked_name(settings.weights.transport, TRANSPORTS, "setting weights.transport:")

@@ -18,6 +18,9 @@ class KvPolicy(StrEnum):
     KEEP = "keep"  # go on with the old KV: no pause, tokens rest partly on old KV
 
 
+DTYPES = ("bfloat16", "float16", "float32")
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Section `[engine]`. Engines refuse what they do not support, naming the field."""
@@ -25,6 +28,7 @@ class EngineConfig:
     name: str = "vllm"
     """Module in `rollout/engines/`: vllm, hf, scripted."""
     dtype: str = "float32"
+    """Of the engine's parameters, one of `DTYPES`; weights are published in it, whatever the trainer's own."""
     tensor_parallel_size: int = 1
     memory_fraction: float = 0.85
     """Share of GPU memory for weights and KV cache; not used on CPU."""

@@ -3,7 +3,7 @@
 The layout is that of `protocol.buckets.plan_buckets`, found without knowing the later tensors.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -107,6 +107,13 @@ def make_manifest(
         digest=manifest_digest(entries),
         base_model=base_model,
     )
+
+
+def in_dtype(tensors: Named, dtype: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors as an engine of that dtype holds them; what is not a floating-point number keeps its own."""
+    kind = getattr(torch, dtype)
+    for name, tensor in tensors:
+        yield name, tensor.to(kind) if tensor.is_floating_point() else tensor
 
 
 def exhaust(tensors: Named) -> None:

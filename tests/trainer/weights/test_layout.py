@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from protocol.buckets import digest, plan_buckets
 from protocol.errors import WeightError
-from trainer.weights.layout import Layout, fill_buckets
+from trainer.weights.layout import Layout, fill_buckets, in_dtype
 
 
 @given(st.lists(st.integers(0, 500), max_size=30), st.integers(1, 600))
@@ -59,3 +59,12 @@ def test_what_cannot_be_sent_is_refused() -> None:
     ):
         with pytest.raises(WeightError, match=text):
             fill_buckets(tensors, 64, allocate)
+
+
+def test_weights_are_published_as_the_engine_holds_them() -> None:
+    masters = [("w", torch.tensor([1.0, 1.001953125])), ("mask", torch.tensor([True])), ("step", torch.tensor(3))]
+    found = dict(in_dtype(masters, "bfloat16"))
+    assert torch.equal(found["w"], torch.tensor([1.0, 1.0], dtype=torch.bfloat16))
+    assert (found["mask"].dtype, found["step"].dtype) == (torch.bool, torch.int64)
+    (_, same), *_ = in_dtype(masters, "float32")
+    assert same is masters[0][1], "nothing is copied where the dtype is the same already"
