@@ -149,13 +149,14 @@ class TrainLoop:
         began = time.monotonic()
         await rank.on_compute(rank.save, status.version, self._manifest.digest, status.sequence)
         await rank.on_compute(self._export, status.version)
+        oldest = rank.checkpoints.complete()[0].version  # all that are kept can still be gone back to
         covered = [
             (group.group, group.token)
             for record in await self._process.ledger.step_records(0)
-            if record.step < status.version
+            if record.step < oldest
             for group in record.groups
         ]
-        await self._process.ledger.checkpointed(status.version)
+        await self._process.ledger.checkpointed(oldest)
         try:
             await asyncio.to_thread(rank.spool.forget, covered)
         except TetherError as error:

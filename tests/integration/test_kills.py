@@ -1,0 +1,69 @@
+"""kill -9 of a rollout worker and a reward worker that hold work, and of the trainer between take and commit, all in one run."""
+
+import asyncio
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from protocol.lifecycle import GroupState
+from services.ledger.ledger import RedisLedger
+from services.ledger.server import read_endpoint
+from services.observability.steps import read_steps
+from tests.integration.command import audit, processes_of, tether, tether_up, until
+from tests.integration.loop import ROOT
+
+STEPS = 14
+ARGUMENTS = (
+    str(ROOT / "deploy/configs/demo.toml"), "--steps", str(STEPS), "--rollouts", "2", "--rewards", "2",
+    "--set", "engine.name=hf", "--set", "trainer.backend=reference", "--set", "trainer.checkpoint_every=5", "--set", "bound.groups_per_step=8",
+    "--set", "eval.at_end=false", "--set", "rollout.lease_s=2", "--set", "rollout.groups_in_flight=8", "--set", "bus.peer_timeout_s=2",
+    "--set", 'reward.verifiers=[{name="tests.integration.slow_verifier"}]',
+)  # fmt: skip
+
+
+def pids(run_dir: Path) -> dict[str, int]:
+    """Live services of a run by name, as `tether status` says; empty while there is no answer."""
+    result = tether("status", str(run_dir), "--json")
+    return {item["name"]: item["pid"] for item in json.loads(result.stdout)["processes"]} if result.returncode == 0 else {}
+
+
+def test_a_run_survives_the_death_of_every_kind_of_worker(tmp_path: Path) -> None:
+    with tether_up(*ARGUMENTS, "--run-dir", str(tmp_path), output=tmp_path / "up.log") as up:
+        until(lambda: len(read_steps(tmp_path / "metrics.jsonl")) >= 2, seconds=180, what="step 2")
+        alive = pids(tmp_path)
+        os.kill(alive["rollout.0"], signal.SIGKILL)
+        os.kill(alive["reward.1"], signal.SIGKILL)
+        asyncio.run(kill_between_take_and_commit(tmp_path, alive["trainer"]))
+        assert up.wait(240) == 0, (tmp_path / "up.log").read_text()
+    steps = read_steps(tmp_path / "metrics.jsonl")
+    assert [step["step"] for step in steps] == list(range(STEPS))
+    result = audit(tmp_path)
+    assert (result["code"], result["violations"], result["steps"], result["trained"]) == (0, [], STEPS, STEPS * 8)
+    assert len({step["epoch"] for step in steps}) == 2
+    assert processes_of(tmp_path) == []
+    assert list(Path("/dev/shm").glob(f"tether-demo-*{os.getpid()}*")) == []
+
+
+async def kill_between_take_and_commit(run_dir: Path, trainer: int) -> None:
+    """Stop the trainer until it is caught with TAKEN groups, then kill it."""
+    url = read_endpoint(run_dir / "ledger")
+    assert url is not None
+    ledger = await RedisLedger.connect(url, "demo")
+    try:
+        async with asyncio.timeout(120):
+            while True:
+                if await taken(ledger):
+                    os.kill(trainer, signal.SIGSTOP)
+                    if await taken(ledger):
+                        break
+                    os.kill(trainer, signal.SIGCONT)
+        os.kill(trainer, signal.SIGKILL)
+    finally:
+        await ledger.close()
+
+
+async def taken(ledger: RedisLedger) -> Any:
+    """How many groups are in the running step."""
+    return (await ledger.status()).states.get(GroupState.TAKEN, 0)
