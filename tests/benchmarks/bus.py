@@ -24,6 +24,7 @@ from protocol.topics import Pattern, Role, Topic
 from services.bus.config import BusConfig
 from services.bus.receiver import Receiver
 from services.bus.sender import Sender
+from tests.benchmarks.table import Figure, Run, figure
 
 ROOT = Path(__file__).parents[2]
 TRAJECTORIES = Topic("trajectories", Role.ROLLOUT, Role.REWARD, binds=Role.REWARD, pattern=Pattern.DELIVER, carries=(Rollout,))
@@ -116,24 +117,37 @@ def _measure(kind: str) -> float:
     with subprocess.Popen([*command, f"{kind}-consumer"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as consumer:
         assert consumer.stdout is not None
         endpoint = consumer.stdout.readline().strip()
-        subprocess.run([*command, f"{kind}-producer", endpoint], cwd=ROOT, check=True, timeout=120)
-        rate, _ = consumer.communicate(timeout=60)
+        try:
+            subprocess.run([*command, f"{kind}-producer", endpoint], cwd=ROOT, check=True, timeout=120)
+            rate, _ = consumer.communicate(timeout=60)
+        except BaseException:
+            consumer.kill()
+            raise
     return float(rate)
 
 
 def run(repeats: int = REPEATS) -> dict[str, float]:
     """Messages/s of both, and `ratio_to_bare_zmq`: medians over alternating runs."""
-    rates: dict[str, list[float]] = {"bare": [], "bus": []}
-    for _ in range(repeats):
-        for kind, values in rates.items():
-            values.append(_measure(kind))
-    bare, bus = statistics.median(rates["bare"]), statistics.median(rates["bus"])
+    runs = _alternate(repeats)
+    ours, bare = (statistics.median(one[f"{kind}_messages_per_s"] for one in runs) for kind in ("bus", "bare"))
+    size = len(encode(trajectory(), run="bench", id=new_token()))
     return {
-        "bytes": len(encode(trajectory(), run="bench", id=new_token())),
+        "bytes": size,
         "bare_messages_per_s": round(bare),
-        "bus_messages_per_s": round(bus),
-        "ratio_to_bare_zmq": round(bus / bare, 3),
+        "bus_messages_per_s": round(ours),
+        "ratio_to_bare_zmq": round(ours / bare, 3),
     }
+
+
+def figures(directory: Path, *, quick: bool = False) -> tuple[dict[str, Figure], list[str]]:
+    """`bus.ratio_to_bare_zmq`; nothing is written to `directory`."""
+    runs = _alternate(1 if quick else REPEATS)
+    row = figure(runs, "bus_messages_per_s", unit="messages/s of 133 KB", reference="bare_messages_per_s", aim=0.8)
+    return {"bus.ratio_to_bare_zmq": row}, []
+
+
+def _alternate(repeats: int) -> list[Run]:
+    return [{f"{kind}_messages_per_s": _measure(kind) for kind in ("bare", "bus")} for _ in range(repeats)]
 
 
 def main() -> None:

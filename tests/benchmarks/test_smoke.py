@@ -1,0 +1,33 @@
+"""The benchmark runs and writes what `make bench` promises. No timing is looked at."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.benchmarks.table import figure, render
+from tests.integration.loop import ROOT
+
+
+def test_quick_ledger_benchmark_writes_figures_and_machine(tmp_path: Path) -> None:
+    out = tmp_path / "bench.json"
+    command = [sys.executable, "-m", "tests.benchmarks.run", "--quick", "--only", "ledger", "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(out.read_text())
+    assert {"date", "cpu", "versions", "load_average", "notes", "failed", "figures"} <= set(facts)
+    assert facts["failed"] == {}
+    for name in ("ledger.calls_per_group", "ledger.lifecycles_per_s"):
+        assert set(facts["figures"][name]) == {"value", "reference", "ratio", "unit", "aim", "runs"}
+        assert len(facts["figures"][name]["runs"]) == 1
+        assert name in done.stdout
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_figure_takes_medians_and_says_whether_the_aim_is_reached() -> None:
+    runs = [{"ours": 8.0, "bare": 10.0}, {"ours": 9.0, "bare": 10.0}, {"ours": 1.0, "bare": 30.0}]
+    row = figure(runs, "ours", unit="messages/s", reference="bare", aim=0.8)
+    assert (row.value, row.reference, row.ratio, row.reached) == (8.0, 10.0, 0.8, True)
+    assert "reached" in render({"bus": row})
+    alone = figure([{"ours": 8.0}], "ours", unit="messages/s", reference="bare")
+    assert (alone.reference, alone.ratio, alone.reached) == (None, None, None)
