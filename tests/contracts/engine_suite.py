@@ -5,82 +5,16 @@ have about as many; requests that must outlive an update are aborted when enough
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
-import msgspec
 import pytest
 import torch
-from transformers import Qwen2ForCausalLM
 
-from protocol.buckets import manifest_digest
 from protocol.errors import EngineError, WeightError
-from protocol.messages import TensorEntry, WeightManifest
-from rollout.engines.base import Completion, Engine, KvPolicy, Request, Sampling, Served
+from rollout.engines.base import Completion, KvPolicy, Request, Sampling, Served
 from rollout.engines.sampling import sampled_distribution
-from tests.contracts.engine_models import VOCAB, follows, logits_of, weights, write_shm
-
-PROMPTS = ((5, 17, 200, 33, 9, 411), (7, 17, 200, 33), (8, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10))
-LONG = 900
-PILOT = 16
-
-
-@dataclass
-class Bench:
-    """One started engine, and two models whose weights it can serve."""
-
-    engine: Any
-    kv: KvPolicy
-    models: Mapping[str, Qwen2ForCausalLM]
-    directory: Path
-    computes: bool = True
-    """False: the engine has no model, its tokens mean nothing."""
-    last: int = -1
-    """Newest version that was published."""
-
-    def publish(self, name: str, epoch: str = "e1") -> WeightManifest:
-        """Write the next version, with the weights of a model."""
-        return self.publish_tensors(weights(self.models[name]), epoch)
-
-    def publish_tensors(self, tensors: Mapping[str, torch.Tensor], epoch: str = "e1") -> WeightManifest:
-        self.last += 1
-        return write_shm(self.directory / f"v{self.last}", tensors, self.last, epoch=epoch)
-
-    async def serve(self, name: str) -> WeightManifest:
-        """Publish, stage and commit."""
-        manifest = self.publish(name)
-        await self.engine.stage(manifest)
-        await self.engine.commit(manifest)
-        return manifest
-
-    async def pilot(self, name: str) -> None:
-        """Returns when the engine has made some more tokens for every running request."""
-        await self.engine.generate(Request(f"{name}/0", (3, 4), Sampling(max_tokens=PILOT, temperature=0)))
-
-    @asynccontextmanager
-    async def long(self, *prompts: Sequence[int]) -> AsyncIterator[list["asyncio.Task[Completion]"]]:
-        """Greedy requests that run while the body does, and are aborted at its end."""
-        ids = [f"long{i}/0" for i in range(len(prompts))]
-        async with asyncio.TaskGroup() as group:
-            requests = [Request(i, tuple(p), Sampling(max_tokens=LONG, temperature=0)) for i, p in zip(ids, prompts, strict=True)]
-            tasks = [group.create_task(self.engine.generate(request), name=request.id) for request in requests]
-            await self.pilot("before")
-            yield tasks
-            await self.engine.abort(ids)
-
-
-async def together(engine: Engine, requests: Sequence[Request]) -> list[Completion]:
-    """Completions of requests that run at once."""
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(engine.generate(request), name=request.id) for request in requests]
-    return [task.result() for task in tasks]
-
-
-def ask(name: str, prompt: Sequence[int], max_tokens: int, **sampling: Any) -> Request:
-    return Request(f"{name}/0", tuple(prompt), Sampling(max_tokens=max_tokens, **{"temperature": 0.0, **sampling}))
+from tests.contracts.engine_bench import FAULTS, LONG, PROMPTS, Bench, ask, together
+from tests.contracts.engine_models import VOCAB, follows, logits_of
 
 
 class EngineContract:
@@ -344,72 +278,3 @@ async def assert_refused(bench: Bench, fault: str) -> None:
         assert follows([(len(found.tokens), bench.models["A"])], PROMPTS[0], found.tokens, recompute=True)
     manifest = await bench.serve("B")
     assert bench.engine.served.digest == manifest.digest
-
-
-def _resealed(manifest: WeightManifest, entries: Sequence[TensorEntry]) -> WeightManifest:
-    return msgspec.structs.replace(manifest, tensors=tuple(entries), digest=manifest_digest(entries))
-
-
-def _corrupted(bench: Bench) -> WeightManifest:
-    manifest = bench.publish("B")
-    entry = manifest.tensors[-2]
-    path = Path(manifest.location) / f"bucket_{entry.bucket:05d}.bin"
-    data = bytearray(path.read_bytes())
-    data[entry.offset + entry.nbytes // 2] ^= 1
-    path.write_bytes(data)
-    return manifest
-
-
-def _truncated(bench: Bench) -> WeightManifest:
-    manifest = bench.publish("B")
-    path = Path(manifest.location) / "bucket_00001.bin"
-    path.write_bytes(path.read_bytes()[:-1])
-    return manifest
-
-
-def _file_missing(bench: Bench) -> WeightManifest:
-    manifest = bench.publish("B")
-    (Path(manifest.location) / "bucket_00001.bin").unlink()
-    return manifest
-
-
-def _twice(bench: Bench) -> WeightManifest:
-    manifest = bench.publish("B")
-    return _resealed(manifest, [*manifest.tensors, manifest.tensors[0]])
-
-
-def _overlap(bench: Bench) -> WeightManifest:
-    manifest = bench.publish("B")
-    first, second = [e for e in manifest.tensors if e.bucket == manifest.tensors[3].bucket][:2]
-    moved = msgspec.structs.replace(second, offset=first.offset)
-    return _resealed(manifest, [moved if e is second else e for e in manifest.tensors])
-
-
-def _without_one(bench: Bench) -> WeightManifest:
-    tensors = weights(bench.models["B"])
-    del tensors["model.norm.weight"]
-    return bench.publish_tensors(tensors)
-
-
-def _changed(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Bench], WeightManifest]:
-    def make(bench: Bench) -> WeightManifest:
-        tensors = weights(bench.models["B"])
-        name = "model.layers.1.mlp.down_proj.weight"
-        return bench.publish_tensors({**tensors, name: change(tensors[name])})
-
-    return make
-
-
-FAULTS: dict[str, Callable[[Bench], WeightManifest]] = {
-    "corrupted": _corrupted,
-    "truncated": _truncated,
-    "file missing": _file_missing,
-    "twice": _twice,
-    "overlap": _overlap,
-    "digest": lambda bench: msgspec.structs.replace(bench.publish("B"), digest=1),
-    "tensor missing": _without_one,
-    "shape": _changed(lambda t: t.T.contiguous()),
-    "dtype": _changed(lambda t: t.half()),
-    "unknown": lambda bench: bench.publish_tensors({**weights(bench.models["B"]), "model.extra.weight": torch.zeros(3)}),
-    "architecture": lambda bench: msgspec.structs.replace(bench.publish("B"), base_model="Qwen3ForCausalLM"),
-}

@@ -10,8 +10,9 @@ import pytest_asyncio
 from protocol.errors import EngineError
 from rollout.engines.base import EngineConfig, KvPolicy, Request, Sampling
 from rollout.engines.registry import make_engine
+from tests.contracts.engine_bench import Bench
 from tests.contracts.engine_models import tiny_model
-from tests.contracts.engine_suite import Bench, EngineContract
+from tests.contracts.engine_suite import EngineContract
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
