@@ -5,10 +5,8 @@ Each component's section is a frozen dataclass beside the component; this module
 """
 
 import dataclasses
-import difflib
 import json
 import os
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +26,7 @@ from rollout.generate import SamplingConfig
 from rollout.prompts.base import PromptConfig
 from rollout.render import RenderConfig
 from services.bus.config import BusConfig
+from services.setting_sources import assign, from_environ, nearest, parse, read_file
 from trainer.config import (
     ALGORITHMS,
     BACKENDS,
@@ -169,19 +168,6 @@ class Settings:
         return Path(self.model.path).absolute() if self.model.path else self.run_dir / "model"
 
 
-SHORT_NAMES = {
-    "TETHER_MAX_STALENESS": "bound.max_staleness",
-    "TETHER_GROUPS_PER_STEP": "bound.groups_per_step",
-    "TETHER_STALENESS_POLICY": "bound.staleness_policy",
-    "TETHER_MAX_ATTEMPTS": "bound.max_attempts",
-    "TETHER_REDIS_URL": "ledger.url",
-    "TETHER_RUN": "run.name",
-    "TETHER_RUN_DIR": "run.dir",
-    "TETHER_STEPS": "run.steps",
-}
-OTHER_VARIABLES = frozenset({"TETHER_CONFIG", "TETHER_LOG_LEVEL", "TETHER_INSTANCE"})
-"""Variables that are read elsewhere: the settings file, the log level, and the name of this process among its like."""
-
 _adapter: TypeAdapter[Settings] = TypeAdapter(Settings)
 
 
@@ -190,7 +176,7 @@ def load_settings(path: str | None = None, overrides: Sequence[str] = (), enviro
 
     Args:
         path: a TOML or JSON file; by default that of `TETHER_CONFIG`, or none.
-        overrides: `section.key=value` strings; values are TOML, or plain strings where they are not.
+        overrides: `section.key=value` strings; values are TOML, or plain strings where they are not, or where a string is wanted.
         environ: by default the process's environment.
 
     Raises:
@@ -198,14 +184,14 @@ def load_settings(path: str | None = None, overrides: Sequence[str] = (), enviro
     """
     environ = os.environ if environ is None else environ
     path = path or environ.get("TETHER_CONFIG") or None
-    values: dict[str, Any] = _read_file(Path(path)) if path else {}
-    for dotted, text, source in _from_environ(environ):
-        _assign(values, dotted, _parse(text), source)
+    values: dict[str, Any] = read_file(Path(path)) if path else {}
+    for dotted, text, source in from_environ(environ):
+        assign(values, dotted, parse(text, dotted, Settings), source)
     for override in overrides:
         dotted, separator, text = override.partition("=")
         if not separator:
             raise SettingsError(f"--set {override!r}: write section.key=value")
-        _assign(values, dotted.strip(), _parse(text.strip()), f"--set {dotted}")
+        assign(values, dotted.strip(), parse(text.strip(), dotted.strip(), Settings), f"--set {dotted}")
     _refuse_unknown(values, Settings, "")
     try:
         settings = _adapter.validate_python(values)
@@ -225,65 +211,14 @@ def dump_settings(settings: Settings, path: Path) -> None:
     temporary.replace(path)
 
 
-def _read_file(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text()
-        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except OSError as error:
-        raise SettingsError(
-            f"settings file {path}: {error.strerror}; give the path of a TOML file such as deploy/configs/demo.toml"
-        ) from None
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise SettingsError(f"settings file {path}: {error}") from None
-    if not isinstance(values, dict):
-        raise SettingsError(f"settings file {path}: expected tables at the top level")
-    return values
-
-
-def _from_environ(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    found = []
-    for name, text in sorted(environ.items()):
-        if not name.startswith("TETHER_") or name in OTHER_VARIABLES:
-            continue
-        dotted = SHORT_NAMES.get(name)
-        if dotted is None and "__" in name:
-            dotted = ".".join(part.lower() for part in name.removeprefix("TETHER_").split("__"))
-        if dotted is None:
-            raise SettingsError(f"variable {name} is not known{_nearest(name, [*SHORT_NAMES, *OTHER_VARIABLES])}")
-        if text:
-            found.append((dotted, text, name))
-    return found
-
-
-def _parse(text: str) -> Any:
-    try:
-        return tomllib.loads(f"x = {text}")["x"]
-    except tomllib.TOMLDecodeError:
-        return text
-
-
-def _assign(values: dict[str, Any], dotted: str, value: Any, source: str) -> None:
-    *parents, last = dotted.split(".")
-    for parent in parents:
-        values = values.setdefault(parent, {})
-        if not isinstance(values, dict):
-            raise SettingsError(f"{source}: {parent} is not a section")
-    values[last] = value
-
-
 def _refuse_unknown(values: Mapping[str, Any], kind: Any, prefix: str) -> None:
     known = {f.name: f.type for f in dataclasses.fields(kind)}
     for key, value in values.items():
         if key not in known:
-            raise SettingsError(f"setting {prefix}{key} is not known{_nearest(key, list(known))}")
+            raise SettingsError(f"setting {prefix}{key} is not known{nearest(key, list(known))}")
         inner = known[key] if dataclasses.is_dataclass(known[key]) else (ScratchConfig if key == "scratch" else None)
         if inner is not None and isinstance(value, dict):
             _refuse_unknown(value, inner, f"{prefix}{key}.")
-
-
-def _nearest(name: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else f"; known: {', '.join(sorted(known))}"
 
 
 def _explain(error: Mapping[str, Any]) -> str:
