@@ -1,0 +1,139 @@
+#!/usr/bin/env bash
+# The demo of deploy/compose.yaml in a real container engine: build, a short run, verify, and nothing left behind.
+# usage: deploy/docker/test_compose.sh     (or `make test-compose`)
+#   TETHER_STEPS   steps to make, default 5
+#   BASE           base image of the build, default python:3.11-slim-bookworm; made by debootstrap where it cannot be pulled
+#   NETWORK=host   use the host's network (deploy/docker/compose.host.yaml); by default only where bridge networks do not work
+#   WAIT_S         how long the trainer may take, default 900
+# Where no engine runs, root with `dockerd` installed gets a private one, which is ended and removed at the end.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+export TETHER_STEPS=${TETHER_STEPS:-5} TETHER_IMAGE=tether:cpu TETHER_MONITOR_PORT=0
+base=${BASE:-python:3.11-slim-bookworm}
+project=tether-test-$$
+scratch=$(mktemp -d)
+files=(-f deploy/compose.yaml)
+
+say() { printf -- '-- %s\n' "$*"; }
+die() { printf 'test_compose: %s\n' "$*" >&2; exit 1; }
+compose() {
+  if docker compose version >/dev/null 2>&1; then docker compose -p "$project" "${files[@]}" "$@"
+  else docker-compose -p "$project" "${files[@]}" "$@"; fi
+}
+
+# An engine of our own: its files, socket and pid lie in $scratch; it changes no firewall rule.
+start_engine() {
+  [ "$(id -u)" = 0 ] && command -v dockerd >/dev/null || die "no container engine answers: start Docker, or run as root with dockerd installed"
+  export DOCKER_HOST=unix://$scratch/docker.sock
+  dockerd --iptables=false --bridge=none --ip-forward=false --ip-masq=false \
+    --default-ulimit nofile=20000:20000 --default-ulimit nproc=32768:32768 \
+    --data-root "$scratch/data" --exec-root "$scratch/exec" --pidfile "$scratch/dockerd.pid" -H "$DOCKER_HOST" >"$scratch/dockerd.log" 2>&1 &
+  engine=$!
+  for _ in $(seq 60); do docker info >/dev/null 2>&1 && return; sleep 1; done
+  tail -5 "$scratch/dockerd.log" >&2
+  die "dockerd did not start within 60 s"
+}
+
+stop_engine() {
+  [ -n "${engine:-}" ] || return 0
+  kill "$engine" 2>/dev/null || true
+  wait "$engine" || true
+}
+
+# Without a registry: a Debian of our own with Python and Redis, and packages from wheels.
+make_base() {
+  command -v debootstrap >/dev/null || die "cannot pull $base, and there is no debootstrap to make it"
+  docker image inspect tether-test-base >/dev/null 2>&1 || {
+    say "making a base image"
+    debootstrap --variant=minbase --include=ca-certificates,python3,python3-venv,python3-distutils,redis-server bookworm "$scratch/root" \
+      >"$scratch/debootstrap.log" 2>&1 || die "$(tail -1 "$scratch/debootstrap.log")"
+    tar -C "$scratch/root" -c . | docker import - tether-test-base >/dev/null
+    rm -rf "$scratch/root"
+  }
+  base=tether-test-base
+  export TETHER_REDIS_IMAGE=tether-test-base
+  deploy/docker/fetch_wheels.sh
+  build_args=(--network none --build-arg PIP_NO_INDEX=1)
+}
+
+build() {
+  build_args=()
+  docker image inspect "$base" >/dev/null 2>&1 || timeout 300 docker pull -q "$base" >/dev/null 2>&1 || make_base
+  say "building $TETHER_IMAGE on $base"
+  docker build -q -f deploy/docker/Dockerfile --target cpu -t "$TETHER_IMAGE" --build-arg BASE="$base" "${build_args[@]}" . >/dev/null
+  [ "$(docker run --rm --network none "$TETHER_IMAGE" id -u)" != 0 ] || die "$TETHER_IMAGE runs as root"
+}
+
+choose_network() {
+  network=${NETWORK:-bridge}
+  if [ "$network" = bridge ] && docker network create "$project-probe" >/dev/null; then
+    docker run --rm --network "$project-probe" "$TETHER_IMAGE" true 2>/dev/null || network=host
+    docker network rm "$project-probe" >/dev/null
+  fi
+  say "network: $network"
+  [ "$network" = bridge ] && return
+  files+=(-f deploy/docker/compose.host.yaml)
+  export TETHER_REDIS_URL=redis://127.0.0.1:16379/0
+}
+
+tools() { compose run --rm --no-deps -T tools "$@"; }
+
+# Containers of the project that have ended other than with exit code 0, and are not restarted.
+failures() {
+  local container
+  for container in $(docker ps -aq --filter label=com.docker.compose.project="$project" --filter status=exited); do
+    docker inspect -f '{{if .State.ExitCode}}{{.Name}} exited {{.State.ExitCode}}{{end}}' "$container"
+  done | grep . || true
+}
+
+wait_for_trainer() {
+  local trainer
+  trainer=$(compose ps -q trainer)
+  for _ in $(seq "${WAIT_S:-900}"); do
+    [ -z "$(failures)" ] || die "$(failures)"
+    [ "$(docker inspect -f '{{.State.Status}}' "$trainer")" = exited ] && return
+    sleep 1
+  done
+  die "the trainer did not finish in time"
+}
+
+run_demo() {
+  say "up, $TETHER_STEPS steps"
+  compose up -d --no-build
+  wait_for_trainer
+  say "the trainer is done; the others drain"
+  tools tether status "/runs/${TETHER_RUN:-demo}"
+  [ "$network" = host ] || tools python -c "import urllib.request as r; print('page:', r.urlopen('http://monitor:8080/').status)"
+  compose stop
+  [ -z "$(failures)" ] || die "$(failures)"
+  say "verify"
+  tools tether verify "/runs/${TETHER_RUN:-demo}"
+  tools tail -n 1 "/runs/${TETHER_RUN:-demo}/metrics.jsonl"
+}
+
+nothing_left() {
+  local left
+  left=$(for kind in "ps -aq" "volume ls -q" "network ls -q"; do docker $kind --filter label=com.docker.compose.project="$project"; done)
+  [ -z "$left" ] || die "left behind: $left"
+  say "nothing is left"
+}
+
+finish() {
+  local code=$?
+  trap - EXIT
+  [ "$code" = 0 ] || compose logs --tail 40 2>/dev/null || true
+  compose down -v --remove-orphans >/dev/null 2>&1 || true
+  stop_engine
+  rm -rf "$scratch"
+  exit "$code"
+}
+
+trap finish EXIT
+trap 'exit 130' INT TERM
+docker info >/dev/null 2>&1 || start_engine
+build
+choose_network
+run_demo
+compose down -v --remove-orphans
+nothing_left
+say "passed"
