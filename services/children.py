@@ -102,13 +102,15 @@ class Child:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=die_with_parent,
             )
+        if self._stopping:  # asked to stop while it was being started: it holds nothing yet
+            self._kill_session()
         try:
-            code = await self._process.wait()
+            return await self._process.wait()
         finally:
             self._kill_session()
-        return code
+            await self._process.wait()
 
     async def stop(self, drain_s: float) -> None:
         """Ask the process to drain; end it after `drain_s`. What it started ends with it."""
@@ -135,8 +137,9 @@ class Child:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
 
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+def die_with_parent(signum: int = signal.SIGTERM) -> None:
+    """Ask the kernel to send this process a signal when the thread that started it ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signum)
 
 
 def last_words(log_path: Path, limit: int = 300) -> str:

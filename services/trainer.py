@@ -5,6 +5,7 @@ Consumes: scored groups, by `take`, from the spool. Produces: versions, their we
 
 import asyncio
 import os
+import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,6 +13,7 @@ from protocol.errors import SettingsError
 from protocol.ids import new_epoch
 from protocol.topics import WEIGHTS, Role
 from services.bus.broadcast import Broadcaster
+from services.children import die_with_parent
 from services.observability.steps import StepLog
 from services.process import Process, configure_logging, service_main
 from services.rank_zero import RankZero
@@ -88,6 +90,8 @@ async def _train(rank: RankZero) -> None:
 def main() -> None:
     """Start torchrun if more than one rank is configured; else be the rank that the environment names."""
     rank = int(os.environ.get("RANK", "-1"))
+    if rank >= 0:
+        die_with_parent(signal.SIGKILL)  # torchrun gives each rank a session of its own, which nobody else ends
     if rank > 0:
         configure_logging(f"trainer.{rank}")
         settings = load_settings()
