@@ -19,11 +19,13 @@ class StepLog:
         self._path = path
 
     def append(self, report: StepReport) -> None:
-        """Write one line, whole or not at all as readers see it."""
+        """Write one line, whole or not at all as readers see it. A torn line before it stays a line of its own."""
         line = msgspec.json.encode(report) + b"\n"
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         try:
-            os.write(descriptor, line)
+            size = os.fstat(descriptor).st_size
+            torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+            os.write(descriptor, b"\n" + line if torn else line)
         finally:
             os.close(descriptor)
 

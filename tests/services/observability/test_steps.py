@@ -1,0 +1,86 @@
+"""metrics.jsonl as a run leaves it: torn lines, crashes before a line was written, steps made again after a rewind."""
+
+from pathlib import Path
+
+import pytest
+
+from protocol.codec import encode_payload
+from protocol.messages import StepReport, WeightApplied
+from services.observability.plot import plot_run
+from services.observability.steps import StepLog, read_lines, read_steps
+
+
+def report(step: int, epoch: str = "e1", reward: float = 0.5) -> StepReport:
+    return StepReport(step=step, version=step + 1, epoch=epoch, reward_mean=reward)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "metrics.jsonl"
+
+
+def made(path: Path) -> list[tuple[int, str]]:
+    return [(line["step"], line["epoch"]) for line in read_steps(path)]
+
+
+def test_a_file_that_is_not_there_has_no_steps(path: Path) -> None:
+    assert read_steps(path) == []
+
+
+def test_steps_are_read_as_they_were_written(path: Path) -> None:
+    log = StepLog(path)
+    for step in range(3):
+        log.append(report(step))
+    assert made(path) == [(0, "e1"), (1, "e1"), (2, "e1")]
+    assert len(path.read_text().splitlines()) == 3
+
+
+def test_of_a_step_made_again_the_last_line_counts(path: Path) -> None:
+    log = StepLog(path)
+    for step, epoch in [(0, "e1"), (1, "e1"), (2, "e1"), (1, "e2"), (2, "e2")]:
+        log.append(report(step, epoch))
+    assert made(path) == [(0, "e1"), (1, "e2"), (2, "e2")]
+    assert len(list(read_lines(path))) == 5
+
+
+def test_a_torn_last_line_is_left_out(path: Path) -> None:
+    log = StepLog(path)
+    log.append(report(0))
+    path.write_bytes(path.read_bytes() + b'{"step":1,"vers')
+    assert made(path) == [(0, "e1")]
+
+
+def test_a_line_after_a_torn_one_is_not_lost(path: Path) -> None:
+    path.write_bytes(b'{"step":0,"vers')
+    StepLog(path).append(report(1))
+    assert made(path) == [(1, "e1")]
+
+
+def test_what_a_crash_kept_from_being_written_is_filled_in_once(path: Path) -> None:
+    log = StepLog(path)
+    log.append(report(0))
+    path.write_bytes(path.read_bytes() + b'{"step":1,"ver')
+    recorded = [encode_payload(report(step)) for step in range(3)]
+    log.backfill(recorded)
+    log.backfill(recorded)
+    assert made(path) == [(0, "e1"), (1, "e1"), (2, "e1")]
+    assert len(list(read_lines(path))) == 3
+
+
+def test_only_reports_are_filled_in(path: Path) -> None:
+    StepLog(path).backfill([encode_payload(WeightApplied(engine="x", epoch="e1", version=1, pause_ms=1.0))])
+    assert made(path) == []
+
+
+def test_a_run_without_steps_has_no_picture(tmp_path: Path) -> None:
+    assert plot_run(tmp_path) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_picture_of_a_run_is_a_png(path: Path) -> None:
+    log = StepLog(path)
+    for step in range(4):
+        log.append(report(step, reward=step / 4))
+    picture = plot_run(path.parent)
+    assert picture == path.parent / "progress.png"
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
