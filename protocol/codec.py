@@ -5,7 +5,6 @@
 `sum` is the xxh3-64 of the payload's bytes; `payload` is the message itself, embedded, so that any MessagePack reader sees it.
 """
 
-
 import msgspec
 import xxhash
 

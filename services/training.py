@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 
 from protocol.codec import encode_payload
 from protocol.errors import Reason, Refused, TetherError
+from protocol.ids import new_epoch
 from protocol.messages import Action, Control, StepReport, WeightApplied, WeightFailed, WeightManifest
 from protocol.staleness import Policy
 from protocol.topics import Role
@@ -23,6 +24,7 @@ from services.rank_zero import RankZero
 from trainer.backend import StepStats
 from trainer.packing import BuiltBatch
 from trainer.ranks import IdleCommand, announce
+from trainer.spool import MissingRecord
 
 log = logging.getLogger("tether.trainer")
 T = TypeVar("T")
@@ -102,7 +104,11 @@ class TrainLoop:
         if taken.dropped:
             rank.caster.publish(Control(action=Action.ABORT, groups=taken.dropped), epoch=rank.epoch)
         before = await ledger.status()
-        command = await asyncio.to_thread(rank.command_for, taken, mask_late=before.bound.policy is Policy.MASK)
+        try:
+            command = await asyncio.to_thread(rank.command_for, taken, mask_late=before.bound.policy is Policy.MASK)
+        except MissingRecord as missing:
+            await self._give_back(missing)
+            raise
         train_began = time.monotonic()
         built, stats = await rank.on_compute(rank.train, command)
         publish_began = time.monotonic()
@@ -142,6 +148,12 @@ class TrainLoop:
             report.publish_s,
         )
         return status
+
+    async def _give_back(self, missing: MissingRecord) -> None:
+        """The spool lost a group: hand the batch back under a new epoch, and let the group be generated again. The trainer then restarts."""
+        log.error("spool.missing group=%d token=%s", missing.group, missing.token)
+        await self._process.ledger.claim(new_epoch())
+        await self._process.ledger.lost(missing.group, missing.token)
 
     async def checkpoint(self, status: LedgerStatus) -> None:
         """Make a durable checkpoint; only then may the ledger and the spool forget what it covers."""

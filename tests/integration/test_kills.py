@@ -15,12 +15,19 @@ from tests.integration.command import audit, processes_of, tether, tether_up, un
 from tests.integration.loop import ROOT
 
 STEPS = 14
-ARGUMENTS = (
-    str(ROOT / "deploy/configs/demo.toml"), "--steps", str(STEPS), "--rollouts", "2", "--rewards", "2",
-    "--set", "engine.name=hf", "--set", "trainer.backend=reference", "--set", "trainer.checkpoint_every=5",
-    "--set", "bound.groups_per_step=8", "--set", "eval.at_end=false", "--set", "rollout.lease_s=2", "--set", "rollout.groups_in_flight=8", "--set", "bus.peer_timeout_s=2",
-    "--set", 'reward.verifiers=[{name="tests.integration.slow_verifier"}]',
-)  # fmt: skip
+OVERRIDES = (
+    "engine.name=hf",
+    "trainer.backend=reference",
+    "trainer.checkpoint_every=5",
+    "bound.groups_per_step=8",
+    "eval.at_end=false",
+    "rollout.lease_s=2",
+    "rollout.groups_in_flight=8",
+    "bus.peer_timeout_s=2",
+    'reward.verifiers=[{name="tests.integration.slow_verifier"}]',
+)
+ARGUMENTS = [str(ROOT / "deploy/configs/demo.toml"), "--steps", str(STEPS), "--rollouts", "2", "--rewards", "2"]
+ARGUMENTS += [word for override in OVERRIDES for word in ("--set", override)]
 
 
 def pids(run_dir: Path) -> dict[str, int]:
