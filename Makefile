@@ -21,7 +21,7 @@ demo: setup
 	$(BIN)/tether verify runs/demo
 
 test: setup check
-	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu and not engine"
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not slow and not gpu and not engine"
 	$(BIN)/python -m pytest -m "engine and not slow and not gpu"
 
 test-slow: setup

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from protocol.errors import TetherError
+from protocol.topics import Role
 from services.ledger.interface import Ledger, LedgerStatus
 from services.observability.steps import read_steps
 
@@ -40,8 +41,12 @@ class Progress:
             print(text, file=self._out, flush=True)
 
     async def watch_loop(self, ledger: Ledger, children: Mapping[Any, Sequence[Supervised]]) -> None:
-        """Print new steps until cancelled."""
+        """Print where the monitor's page is, and new steps, until cancelled."""
+        page = ""
         while True:
+            if not page:
+                page = await page_of(ledger)
+                self.note(f"page {page}" if page else "")
             self._print_steps(sum(child.restarts for group in children.values() for child in group))
             if time.monotonic() - self._last > QUIET_S:
                 self._last = time.monotonic()
@@ -69,6 +74,14 @@ class Progress:
                 f"publish {line['publish_s']:.2f} s" + (f"  restarts {restarts}" if restarts else "")
             )
             self._printed, self._last = line["step"], time.monotonic()
+
+
+async def page_of(ledger: Ledger) -> str:
+    """URL of the monitor's page; empty while there is none."""
+    try:
+        return next((str(peer.info["page"]) for peer in await ledger.peers(Role.MONITOR) if "page" in peer.info), "")
+    except TetherError:
+        return ""
 
 
 async def describe_waits(ledger: Ledger) -> str:

@@ -36,6 +36,7 @@ async def collect_status(ledger: Ledger) -> dict[str, Any]:
                 "host": peer.info.get("host"),
                 "incarnation": peer.incarnation,
                 "http": peer.info.get("http"),
+                "page": peer.info.get("page"),
                 "waits": peer.info.get("waits", {}),
             }
             for peer in sorted(peers, key=lambda peer: str(peer.info.get("name", peer.role)))
@@ -80,5 +81,9 @@ def render_status(status: dict[str, Any]) -> str:
     lines += [f"engine {item['engine']}: version {item['version']} of epoch {item['epoch']}" for item in status["engines"]]
     for item in status["processes"]:
         waits = ", ".join(f"{what} {seconds:.0f} s" for what, seconds in item["waits"].items() if seconds >= 1)
-        lines.append(f"{item['name']:<12} pid {item['pid']} on {item['host']}" + (f", waits for {waits}" if waits else ""))
+        lines.append(
+            f"{item['name']:<12} pid {item['pid']} on {item['host']}"
+            + (f", {item['page']}" if item["page"] else "")
+            + (f", waits for {waits}" if waits else "")
+        )
     return "\n".join(lines)
