@@ -209,7 +209,7 @@ def service_main(role: Role, serve: Serve) -> None:
         uvloop.run(run_process(role, settings, name, serve))
     except (KeyboardInterrupt, asyncio.CancelledError):
         sys.exit(EXIT_FAILED)
-    except BaseException as error:
+    except (Exception, BaseExceptionGroup) as error:
         line, code = explain(error)
         if code == EXIT_FAILED and not isinstance(error, TetherError):
             log.debug("process.failed", exc_info=error)

@@ -150,7 +150,7 @@ class TrainLoop:
         return status
 
     async def _give_back(self, missing: MissingRecord) -> None:
-        """The spool lost a group: hand the batch back under a new epoch, and let the group be generated again. The trainer then restarts."""
+        """The spool lost a group: hand the batch back under a new epoch, have the group generated again; the trainer restarts."""
         log.error("spool.missing group=%d token=%s", missing.group, missing.token)
         await self._process.ledger.claim(new_epoch())
         await self._process.ledger.lost(missing.group, missing.token)
