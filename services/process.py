@@ -19,7 +19,7 @@ from typing import Any
 
 import uvloop
 
-from protocol.errors import Refused, SettingsError, TetherError, Unavailable
+from protocol.errors import SettingsError, TetherError, Unavailable
 from protocol.ids import new_incarnation
 from protocol.topics import Role
 from services.ledger.interface import Peer
@@ -189,14 +189,18 @@ def configure_logging(name: str) -> None:
     logging.captureWarnings(True)
 
 
-def explain(error: BaseException) -> tuple[str, int]:
-    """One line and an exit code for an error that ends a process."""
+def innermost(error: BaseException) -> BaseException:
+    """The first error of nested groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
+    return error
+
+
+def explain(error: BaseException) -> tuple[str, int]:
+    """One line and an exit code for an error that ends a process."""
+    error = innermost(error)
     if isinstance(error, (SettingsError, Unavailable)):
         return str(error), EXIT_SETTINGS
-    if isinstance(error, (TetherError, Refused)):
-        return f"{type(error).__name__}: {error}", EXIT_FAILED
     return f"{type(error).__name__}: {error}", EXIT_FAILED
 
 
@@ -204,15 +208,24 @@ def service_main(role: Role, serve: Serve) -> None:
     """The `main` of `python -m services.ROLE`."""
     name = os.environ.get("TETHER_INSTANCE", role)
     configure_logging(name)
+    started = False
+
+    async def serve_noted(process: Process) -> None:
+        nonlocal started
+        started = True
+        await serve(process)
+
     try:
         settings = load_settings()
-        uvloop.run(run_process(role, settings, name, serve))
+        uvloop.run(run_process(role, settings, name, serve_noted))
     except (KeyboardInterrupt, asyncio.CancelledError):
         sys.exit(EXIT_FAILED)
     except (Exception, BaseExceptionGroup) as error:
         line, code = explain(error)
-        if code == EXIT_FAILED and not isinstance(error, TetherError):
-            log.debug("process.failed", exc_info=error)
+        if started and isinstance(innermost(error), Unavailable):
+            code = EXIT_FAILED  # it was there before: a restart may find it again
+        if not isinstance(innermost(error), TetherError):
+            log.exception("process.failed")
         log.error("process.failed %s", json.dumps(line))
         print(f"tether {role}: {line}", file=sys.stderr)
         sys.exit(code)
