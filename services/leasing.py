@@ -86,29 +86,27 @@ class GroupRunner:
 
     async def _next_lease(self) -> Lease | None:
         """The next lease, waiting for room under the bound; None if the process is to stop."""
-        delay, request, said = POLL_S[0], new_token(), ""
+        delay, request = POLL_S[0], new_token()
         began = time.monotonic()
-        while not self._process.stop.is_set():
-            try:
-                lease = await self._process.ledger.lease(
-                    request=request,
-                    engine=self._process.incarnation,
-                    holder=self._process.incarnation,
-                    lease_ms=int(self._config.lease_s * 1000),
-                )
-            except Refused as refusal:
-                if refusal.reason in ENDS:
-                    raise
-                self._process.metrics.count(f"lease.refused.{refusal.reason}")
-                if refusal.reason != said:
-                    log.debug("lease.refused reason=%s %s", refusal.reason, refusal.detail)
-                    said = refusal.reason
-                with self._process.waiting(f"lease: {refusal.reason}"):
+        with self._process.waiting("a lease") as because:
+            while not self._process.stop.is_set():
+                try:
+                    lease = await self._process.ledger.lease(
+                        request=request,
+                        engine=self._process.incarnation,
+                        holder=self._process.incarnation,
+                        lease_ms=int(self._config.lease_s * 1000),
+                    )
+                except Refused as refusal:
+                    if refusal.reason in ENDS:
+                        raise
+                    self._process.metrics.count(f"lease.refused.{refusal.reason}")
+                    because(refusal.reason)
                     await self._process.stopped_within(delay)
-                delay = min(delay * 1.5, POLL_S[1])
-            else:
-                self._process.metrics.seconds.labels("lease_wait").observe(time.monotonic() - began)
-                return lease
+                    delay = min(delay * 1.5, POLL_S[1])
+                else:
+                    self._process.metrics.seconds.labels("lease_wait").observe(time.monotonic() - began)
+                    return lease
         return None
 
     async def _run_group(self, lease: Lease) -> None:

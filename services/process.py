@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 import uvloop
@@ -56,13 +56,24 @@ class Process:
         return self.settings.run.name
 
     @contextlib.contextmanager
-    def waiting(self, what: str) -> Any:
-        """Note that the process waits for `what`; shown in the registry, the metrics and `tether status`."""
-        self._waits[what] = time.monotonic()
+    def waiting(self, what: str) -> Iterator[Callable[[str], None]]:
+        """Note that the process waits for `what`; shown in the registry, the metrics and `tether status`.
+
+        Yields a function that says why, while the wait goes on: `because("bound")`.
+        """
+        since, shown = time.monotonic(), what
+        self._waits[shown] = since
+
+        def because(why: str) -> None:
+            nonlocal shown
+            self._waits.pop(shown, None)
+            shown = f"{what}: {why}"
+            self._waits[shown] = since
+
         try:
-            yield
+            yield because
         finally:
-            self._waits.pop(what, None)
+            self._waits.pop(shown, None)
 
     async def register(self) -> None:
         """Tell the registry that this process lives, and what it waits for."""

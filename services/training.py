@@ -78,25 +78,23 @@ class TrainLoop:
 
     async def _take(self) -> Taken | None:
         """The next batch; None if the process is to stop or no more groups can come."""
-        delay, last_idle, said = TAKE_POLL_S[0], time.monotonic(), ""
-        while not self._process.stop.is_set():
-            try:
-                return await self._process.ledger.take(self._rank.epoch)
-            except Refused as refusal:
-                if refusal.reason is Reason.EXHAUSTED:
-                    log.info("run.exhausted %s", refusal.detail)
-                    return None
-                if refusal.reason not in (Reason.NOT_ENOUGH, Reason.STRAGGLER):
-                    raise
-                if refusal.reason != said:
-                    said = refusal.reason
-                    log.debug("take.refused %s", refusal)
-                with self._process.waiting(f"groups: {refusal}"):
-                    await self._process.stopped_within(delay)
+        delay, last_idle = TAKE_POLL_S[0], time.monotonic()
+        with self._process.waiting("groups") as because:
+            while not self._process.stop.is_set():
+                try:
+                    return await self._process.ledger.take(self._rank.epoch)
+                except Refused as refusal:
+                    if refusal.reason is Reason.EXHAUSTED:
+                        log.info("run.exhausted %s", refusal.detail)
+                        return None
+                    if refusal.reason not in (Reason.NOT_ENOUGH, Reason.STRAGGLER):
+                        raise
+                    because(str(refusal))
+                await self._process.stopped_within(delay)
                 delay = min(delay * 1.5, TAKE_POLL_S[1])
-            if time.monotonic() - last_idle > IDLE_S:
-                last_idle = time.monotonic()
-                await self._rank.on_compute(announce, IdleCommand())
+                if time.monotonic() - last_idle > IDLE_S:
+                    last_idle = time.monotonic()
+                    await self._rank.on_compute(announce, IdleCommand())
         return None
 
     async def _step(self, taken: Taken, waited_s: float) -> LedgerStatus:

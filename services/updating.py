@@ -6,6 +6,7 @@ serves. A poisoned engine ends the process: its supervisor starts a fresh one, w
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -66,7 +67,9 @@ class WeightUpdater:
             PoisonedError: the engine may hold mixed weights.
         """
         while True:
-            with self._process.waiting("weights"):
+            with contextlib.ExitStack() as stack:
+                if self._engine.served.version < 0:  # later there may be nothing new for long, and nobody waits for it
+                    stack.enter_context(self._process.waiting("the first weights"))
                 await self._changed.wait()
             self._changed.clear()
             manifest = self._wanted
