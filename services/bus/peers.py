@@ -15,8 +15,6 @@ from services.bus.stats import BusStats
 
 log = logging.getLogger(__name__)
 
-FLUSH_S = 0.001
-"""Under load, acknowledgements go out so often at most: a frame for every few messages costs both sides more than the messages."""
 MAX_PEERS = 4_096
 MAX_OWED = 65_536
 """Acknowledgements that wait for one peer that does not read; more are dropped, and told when the message comes again."""
@@ -36,7 +34,7 @@ class Peer:
 
 
 class Peers:
-    """The senders that said hello, by connection. At most one ack frame per peer and `FLUSH_S`; one heartbeat per `heartbeat_s`."""
+    """The senders that said hello, by connection. One ack frame per peer and loop iteration; one heartbeat per `heartbeat_s`."""
 
     def __init__(
         self, topic: Topic, *, run: str, incarnation: str, config: BusConfig, router: Router, stats: BusStats, held: Callable[[], int]
@@ -52,7 +50,6 @@ class Peers:
         self._peers: dict[bytes, Peer] = {}
         self._owing: dict[bytes, None] = {}  # connections with something to be told
         self._flushing = False
-        self._flushed_s = 0.0
         self._sequence = 0
         self._timer: asyncio.TimerHandle | None = None
 
@@ -98,14 +95,10 @@ class Peers:
         self.flush_soon()
 
     def flush_soon(self) -> None:
-        """Send acknowledgements and credit in the next loop iteration; `FLUSH_S` later if the last ones went out just now."""
+        """Send acknowledgements and credit in the next loop iteration."""
         if not self._flushing and self._timer is not None:
             self._flushing = True
-            loop = asyncio.get_running_loop()
-            if loop.time() - self._flushed_s >= FLUSH_S:
-                loop.call_soon(self._flush)
-            else:
-                loop.call_later(FLUSH_S, self._flush)
+            asyncio.get_running_loop().call_soon(self._flush)
 
     def who(self) -> dict[str, dict[str, int]]:
         """Per sender: messages held, seen and granted (-1: no limit)."""
@@ -118,7 +111,6 @@ class Peers:
         self._flushing = False
         if self._timer is None:
             return
-        self._flushed_s = asyncio.get_running_loop().time()
         self._top_up()
         for connection in list(self._owing):
             peer = self._peers.get(connection)

@@ -92,7 +92,7 @@ class Receiver:
         return delivery
 
     def ack(self, delivery: Delivery) -> None:
-        """Say that a message took effect. The sender is told within a millisecond or so; a second call does nothing."""
+        """Say that a message took effect. The sender is told in the next loop iteration; a second call does nothing."""
         self._finish(delivery.envelope.id, None)
 
     def refuse(self, delivery: Delivery, why: str) -> None:

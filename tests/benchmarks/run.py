@@ -10,6 +10,7 @@ import datetime
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -91,6 +92,7 @@ def _arguments() -> argparse.Namespace:
 def main() -> None:
     """Run the sections, print the table, write the JSON."""
     arguments = _arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     out: Path = arguments.out.absolute()
     out.parent.mkdir(parents=True, exist_ok=True)
     load = os.getloadavg()
