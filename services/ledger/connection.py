@@ -101,10 +101,18 @@ class Connection:
         """Await `call()`, again with growing pauses while the server is away, for `retry_s` in all."""
         began = time.monotonic()
         pause = _FIRST_PAUSE_S
+        task = asyncio.current_task()
+        assert task is not None
+        cancels = task.cancelling()
         while True:
             try:
                 async with asyncio.timeout(self.timeout_s):
-                    return await call()
+                    answer = await call()
+                if (
+                    task.cancelling() > cancels
+                ):  # redis-py sends by wait_for, which in Python 3.11 loses a cancellation that comes as it ends
+                    raise asyncio.CancelledError
+                return answer
             except _DENIED as error:
                 raise SettingsError(f"ledger {self.name} refuses this user: {error}; check user, password and ACL") from error
             except _AWAY as error:
