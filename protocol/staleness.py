@@ -55,6 +55,11 @@ def holds(deadlines: Iterable[int], next_step: int, bound: Bound) -> bool:
     return feasible((effective_deadline(d, next_step, bound) for d in deadlines), next_step, bound.groups_per_step)
 
 
+def admits(deadlines: Iterable[int], new: int, next_step: int, bound: Bound) -> bool:
+    """Whether a lease with deadline `new` may be granted beside groups with these deadlines: it is not late at birth, and rule F holds."""
+    return new >= next_step and holds([*deadlines, new], next_step, bound)
+
+
 def lag(trained_at: int, generated_under: int) -> int:
     """Versions between the policy that made a token and the one that the step starts from."""
     return trained_at - generated_under

@@ -10,7 +10,7 @@ from typing import Any
 from protocol.errors import Reason, Refused
 from protocol.ids import new_token
 from protocol.lifecycle import Event, GroupState
-from protocol.staleness import Bound, Policy, deadline
+from protocol.staleness import Bound, Policy, admits, deadline
 from services.ledger.book import Book, Group, Registry, bound_values
 from services.ledger.interface import Lease, LedgerStatus, Peer, RunSpec, StepRecord, Taken
 from services.ledger.limits import ARCHIVE_LIMIT, REQUEST_TTL_MS, check_bound, check_spec
@@ -136,7 +136,7 @@ class MemoryLedger:
             raise Refused(Reason.DONE)
         if not book.leasable() and book.exhausted():
             raise Refused(Reason.EXHAUSTED, f"{book.spec.prompts} prompts")
-        if not book.room_for([due]):
+        if not admits(book.places(), due, book.next_step(), book.bound):
             raise Refused(Reason.BOUND, f"no room for deadline {due} at step {book.next_step()}")
         for group in book.leasable():
             if group.attempt < book.spec.max_attempts:

@@ -180,10 +180,9 @@ class _Replay:
             self.wrong(f"group {number}: leased under {bound}, but {self.bound} is in force")
         if self.engines.get(event["engine"]) != (event["epoch"], event["version"]):
             self.wrong(f"group {number}: engine {event['engine']} did not acknowledge version {event['version']}")
-        if bound.policy is not Policy.MASK:
-            step = self.version + (self.running is not None)
-            if not holds(self.holding.values(), step, bound):
-                self.wrong(f"group {number}: rule F does not hold at step {step}")
+        step = self.version + (self.running is not None)
+        if group.deadline < step or (bound.policy is not Policy.MASK and not holds(self.holding.values(), step, bound)):
+            self.wrong(f"group {number}: rule F does not hold at step {step}")
 
     def on_expire(self, event: Mapping[str, Any]) -> None:
         group = self.groups[event["group"]]

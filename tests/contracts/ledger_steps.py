@@ -43,13 +43,20 @@ class StepContract:
         assert await driver.commit(taken, counts={0: {}, 1: {0: 3}}) == 1
 
     async def test_commit_refuses_tokens_over_the_bound(self, driver: Driver) -> None:
-        await driver.begin(E=0, B=1, policy=Policy.MASK, engines=("eng", "slow"))
-        await driver.step(1)
+        await driver.begin(E=1, B=1, policy=Policy.MASK, engines=("eng", "slow"))
         late = await driver.lease("slow")
+        await driver.step(1)
+        await driver.step(1)
         await driver.ledger.accept(late.group, late.token, {0: 4, 1: 6})
         taken = await driver.ledger.take("e1")
         await driver.refused(Reason.BOUND, driver.commit(taken, counts={late.group: {0: 4, 1: 6}}))
-        assert await driver.commit(taken, counts={late.group: {1: 6}}) == 2
+        assert await driver.commit(taken, counts={late.group: {1: 6}}) == 3
+
+    async def test_no_lease_is_late_at_birth(self, driver: Driver) -> None:
+        await driver.begin(E=0, B=1, policy=Policy.MASK, engines=("eng", "slow"))
+        await driver.step(1)
+        await driver.refused(Reason.BOUND, driver.lease("slow"))
+        assert (await driver.lease("eng")).deadline == 1
 
     async def test_take_under_each_policy_with_a_straggler(self, driver: Driver) -> None:
         await driver.begin(E=1, B=1, policy=Policy.WAIT)
@@ -64,9 +71,10 @@ class StepContract:
         assert (await driver.ledger.status()).dropped_by_reason == {"straggler": 1}
 
     async def test_mask_takes_anyway_and_drops_what_has_no_fresh_token(self, driver: Driver) -> None:
-        await driver.begin(E=0, B=1, policy=Policy.MASK, engines=("eng", "slow"))
-        await driver.step(1)
+        await driver.begin(E=1, B=1, policy=Policy.MASK, engines=("eng", "slow"))
         stale = await driver.lease("slow")
+        await driver.step(1)
+        await driver.step(1)
         await driver.ledger.accept(stale.group, stale.token, {0: 9})
         with pytest.raises(Refused) as caught:
             await driver.ledger.take("e1")

@@ -3,7 +3,19 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.staleness import Bound, Policy, deadline, effective_deadline, feasible, holds, lag, max_lag, straggler, trainable_counts
+from protocol.staleness import (
+    Bound,
+    Policy,
+    admits,
+    deadline,
+    effective_deadline,
+    feasible,
+    holds,
+    lag,
+    max_lag,
+    straggler,
+    trainable_counts,
+)
 
 
 @given(st.lists(st.integers(0, 6), max_size=12), st.integers(0, 4), st.integers(1, 3))
@@ -47,3 +59,10 @@ def test_lag_of_tokens() -> None:
 def test_straggler_is_the_earliest_deadline_then_the_lowest_id() -> None:
     assert straggler({"000000000003": 4, "000000000002": 4, "000000000001": 5}) == "000000000002"
     assert straggler({}) is None
+
+
+def test_no_lease_is_late_at_birth_under_any_policy() -> None:
+    for policy in Policy:
+        assert not admits([], 4, 5, Bound(0, 1, policy))
+        assert admits([], 5, 5, Bound(0, 1, policy))
+        assert not admits([5], 5, 5, Bound(0, 1, policy))

@@ -34,7 +34,7 @@ end
 local id = candidate()
 if not id and exhausted() then return refuse('exhausted', R.prompts .. ' prompts') end
 local deadline = version + R.max_staleness
-if not holds(deadline) then
+if deadline < step or not holds(deadline) then  -- a lease that is late at birth would only make stale tokens
   return refuse('bound', 'no room for deadline ' .. deadline .. ' at step ' .. step)
 end
 
