@@ -3,12 +3,13 @@
 # usage: deploy/docker/test_compose.sh     (or `make test-compose`)
 #   TETHER_STEPS   steps to make, default 5
 #   BASE           base image of the build, default python:3.11-slim-bookworm; made by debootstrap where it cannot be pulled
+#   IMAGE          image to test, with TETHER_REDIS_IMAGE if need be; by default one is built
 #   NETWORK=host   use the host's network (deploy/docker/compose.host.yaml); by default only where bridge networks do not work
 #   WAIT_S         how long the trainer may take, default 900
 # Where no engine runs, root with `dockerd` installed gets a private one, which is ended and removed at the end.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-export TETHER_STEPS=${TETHER_STEPS:-5} TETHER_IMAGE=tether:cpu TETHER_MONITOR_PORT=0
+export TETHER_STEPS=${TETHER_STEPS:-5} TETHER_IMAGE=${IMAGE:-tether:cpu} TETHER_MONITOR_PORT=0
 base=${BASE:-python:3.11-slim-bookworm}
 project=tether-test-$$
 scratch=$(mktemp -d)
@@ -45,7 +46,7 @@ make_base() {
   command -v debootstrap >/dev/null || die "cannot pull $base, and there is no debootstrap to make it"
   docker image inspect tether-test-base >/dev/null 2>&1 || {
     say "making a base image"
-    debootstrap --variant=minbase --include=ca-certificates,python3,python3-venv,python3-distutils,redis-server bookworm "$scratch/root" \
+    debootstrap --variant=minbase --include=ca-certificates,python3,python3-venv,python3-distutils,libnuma1,redis-server bookworm "$scratch/root" \
       >"$scratch/debootstrap.log" 2>&1 || die "$(tail -1 "$scratch/debootstrap.log")"
     tar -C "$scratch/root" -c . | docker import - tether-test-base >/dev/null
     rm -rf "$scratch/root"
@@ -131,7 +132,7 @@ finish() {
 trap finish EXIT
 trap 'exit 130' INT TERM
 docker info >/dev/null 2>&1 || start_engine
-build
+[ -n "${IMAGE:-}" ] || build
 choose_network
 run_demo
 compose down -v --remove-orphans
