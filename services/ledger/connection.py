@@ -110,7 +110,7 @@ class Connection:
                     answer = await call()
                 if (
                     task.cancelling() > cancels
-                ):  # redis-py sends by wait_for, which in Python 3.11 loses a cancellation that comes as it ends
+                ):  # redis-py sends by wait_for, which in Python 3.11 may lose one
                     raise asyncio.CancelledError
                 return answer
             except _DENIED as error:

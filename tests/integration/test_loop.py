@@ -1,0 +1,120 @@
+"""Whole runs with a real model: what happens to groups that cannot be scored or generated, how weights travel, how prompts run out."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from protocol.codec import decode_payload
+from protocol.messages import ScoredRollout
+from services.settings import Settings
+from tests.integration.loop import Finished, run_to_end, settings_for
+from trainer.spool import Spool
+
+SMALL = (
+    "engine.name=hf", "trainer.backend=reference", "bound.groups_per_step=4", "sampling.samples_per_prompt=2", "rollout.groups_in_flight=8",
+    "trainer.checkpoint_every=100", "run.steps=3",
+)  # fmt: skip
+
+
+EASY = ({"prompt": "2=", "answer": "2"}, {"prompt": "3=", "answer": "3"})
+
+
+def small(run_dir: Path, *overrides: str) -> Settings:
+    """A few small steps of the demo on the reference engine and trainer."""
+    return settings_for(run_dir, "demo.toml", *SMALL, *overrides)
+
+
+def prompts(path: Path, *rows: dict[str, str]) -> str:
+    """A file of prompts, as an override."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return f'prompts.path="{path}"'
+
+
+def of(run: Finished, name: str) -> list[dict[str, object]]:
+    return [event for event in run.events if event["event"] == name]
+
+
+async def test_a_group_that_cannot_be_scored_is_tried_again_then_dropped_and_never_given_a_zero(tmp_path: Path) -> None:
+    settings = small(
+        tmp_path / "run", 'reward.verifiers=[{name="tests.integration.failing_verifier"}]', "bound.max_attempts=2", "prompts.held_out=0",
+        "prompts.shuffle=false", "prompts.passes=1",
+        prompts(tmp_path / "prompts.jsonl", *({"prompt": f"{i}=", "answer": "9" if i % 4 == 1 else "1"} for i in range(10)), *EASY * 6),
+    )  # fmt: skip
+    run = await run_to_end(settings)
+    assert run.status.version == 3
+    assert run.audit.violations == []
+    drops = of(run, "drop")
+    assert drops
+    assert {drop["group"] for drop in drops} <= {1, 5, 9}
+    leases = Counter(event["group"] for event in of(run, "lease"))
+    for drop in drops:
+        assert leases[drop["group"]] == 2
+    released = {(event["group"], event["reason"]) for event in of(run, "release")}
+    assert (1, "reward:tests.integration.failing_verifier") in released
+    trained = {int(group) for event in of(run, "commit") for group in event["groups"]}  # type: ignore[attr-defined]
+    assert not trained & {1, 5, 9}
+    assert run.status.dropped_by_reason == {"attempts": len(drops)}
+
+
+async def test_a_prompt_that_is_too_long_is_dropped_with_a_reason(tmp_path: Path) -> None:
+    rows = [*EASY, {"prompt": "1" * 40 + "=", "answer": "1"}, *EASY * 6]
+    settings = small(
+        tmp_path / "run", "render.max_prompt_tokens=8", "prompts.held_out=0", "prompts.shuffle=false", "prompts.passes=1",
+        prompts(tmp_path / "prompts.jsonl", *rows),
+    )  # fmt: skip
+    run = await run_to_end(settings)
+    assert (run.status.version, run.audit.violations) == (3, [])
+    assert [(event["group"], event["reason"]) for event in of(run, "drop")] == [(2, "prompt")]
+
+
+@pytest.mark.parametrize("transport", ["shm", "disk", "nccl"])
+async def test_every_transport_brings_every_version(tmp_path: Path, transport: str) -> None:
+    run = await run_to_end(small(tmp_path, f"weights.transport={transport}", "bound.max_staleness=0"))
+    assert (run.status.version, run.audit.violations, run.audit.max_lag) == (3, [], 0)
+    assert [event["version"] for event in of(run, "applied")][:3] == [0, 1, 2]
+
+
+async def test_prompts_that_run_out_end_the_run_with_a_short_step(tmp_path: Path) -> None:
+    rows = EASY * 3
+    settings = small(
+        tmp_path / "run", "prompts.held_out=0", "prompts.passes=1", "run.steps=9", prompts(tmp_path / "prompts.jsonl", *rows)
+    )  # fmt: skip
+    run = await run_to_end(settings)
+    assert [step["groups"] for step in run.steps] == [4, 2]
+    assert (run.status.version, run.status.trained, run.audit.violations) == (2, 6, [])
+
+
+async def test_a_game_of_several_turns_trains_on_what_the_model_said(tmp_path: Path) -> None:
+    settings = small(
+        tmp_path, "environment.name=guess_number",
+        'environment.options={max_turns=3, turn_tokens=2, higher="+", lower="-", not_a_number=" "}',
+        "sampling.max_tokens=2", "reward.verifiers=[]", 'model.scratch.vocabulary="0123456789=+- "', "run.steps=2",
+    )  # fmt: skip
+    run = await run_to_end(settings)
+    assert (run.status.version, run.audit.violations) == (2, [])
+    records = scored(tmp_path, run)
+    assert records
+    inserted = 0
+    for record in records:
+        rollout = record.rollout
+        mask, logprobs = rollout.loss_mask.numpy(), rollout.logprobs.numpy()
+        assert (logprobs[mask == 0] == 0).all()
+        assert rollout.environment_rewards is not None
+        assert record.rewards.numpy().tolist() == rollout.environment_rewards.numpy().tolist()
+        inserted += int((mask == 0).sum())
+    assert inserted > 0
+    sampled = {record.rollout.group: int(record.rollout.loss_mask.numpy().sum()) for record in records}
+    accepted = {event["group"]: sum(event["counts"].values()) for event in of(run, "accept")}  # type: ignore[attr-defined]
+    assert {group: accepted[group] for group in sampled} == sampled
+
+
+def scored(run_dir: Path, run: Finished) -> list[ScoredRollout]:
+    """What the spool holds of the accepted groups."""
+    spool = Spool(run_dir / "spool.sqlite")
+    try:
+        records = spool.get_many([(event["group"], event["token"]) for event in of(run, "accept")])  # type: ignore[misc]
+    finally:
+        spool.close()
+    return [message for message in (decode_payload(record) for record in records) if isinstance(message, ScoredRollout)]

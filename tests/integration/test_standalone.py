@@ -1,0 +1,147 @@
+"""Every service alone, as `python -m services.NAME` from environment variables against a Redis of the user's: no `tether up`."""
+
+import asyncio
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+from services.ledger.interface import LedgerStatus
+from services.ledger.ledger import RedisLedger
+from services.ledger.server import EmbeddedServer
+from services.ledger.verify import verify
+from services.observability.steps import read_steps
+from tests.integration.command import environment, processes_of
+from tests.integration.loop import ROOT
+
+STEPS = 12
+
+
+class Machine:
+    """Starts services as somebody with a shell does."""
+
+    def __init__(self, directory: Path, variables: dict[str, str]) -> None:
+        self.directory = directory
+        self.variables = variables
+        self._stack = AsyncExitStack()
+
+    async def start(self, service: str, name: str = "") -> asyncio.subprocess.Process:
+        """Start a service; it is killed at the end if it is still there."""
+        return await self._stack.enter_async_context(self._started(service, name or service))
+
+    async def run(self, service: str) -> str:
+        """Run a service to its end, which has to be a good one. Returns what it printed."""
+        process = await self.start(service)
+        assert await process.wait() == 0, self.log(service)
+        return self.log(service)
+
+    async def stop(self, process: asyncio.subprocess.Process, name: str) -> None:
+        """Ask a service to stop; it drains."""
+        process.send_signal(signal.SIGTERM)
+        assert await process.wait() == 0, self.log(name)
+
+    def log(self, name: str) -> str:
+        return (self.directory / f"{name}.log").read_text()
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+    @asynccontextmanager
+    async def _started(self, service: str, name: str) -> AsyncIterator[asyncio.subprocess.Process]:
+        with (self.directory / f"{name}.log").open("wb") as log:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", f"services.{service}", stdout=log, stderr=log, cwd=ROOT,
+                env=environment(**self.variables, TETHER_INSTANCE=name),
+            )  # fmt: skip
+        try:
+            yield process
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+
+
+@asynccontextmanager
+async def machine(directory: Path, **variables: str) -> AsyncIterator[tuple[Machine, RedisLedger]]:
+    """A machine with a ledger server, and a connection to it."""
+    server = EmbeddedServer(directory / "redis")
+    url = await server.start()
+    made = Machine(directory, {"TETHER_REDIS_URL": url, **variables})
+    try:
+        async with asyncio.timeout(240):
+            ledger = await RedisLedger.connect(url, variables["TETHER_RUN"])
+            try:
+                yield made, ledger
+            finally:
+                await ledger.close()
+    finally:
+        await made.close()
+        await server.stop()
+
+
+async def reached(ledger: RedisLedger, ready: Callable[[LedgerStatus], Awaitable[bool]]) -> LedgerStatus:
+    """Ask the ledger until it says what is waited for."""
+    while True:
+        status = await ledger.status()
+        if await ready(status):
+            return status
+        await asyncio.sleep(0.05)  # leave the processor to those that are waited for
+
+
+async def test_services_alone_make_a_run(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    variables = {
+        "TETHER_CONFIG": str(ROOT / "deploy/configs/stragglers.toml"), "TETHER_RUN": "alone", "TETHER_RUN_DIR": str(run_dir),
+        "TETHER_STEPS": str(STEPS), "TETHER_MAX_STALENESS": "2", "TETHER_ENGINE__SECONDS_PER_TOKEN": "0.002",
+    }  # fmt: skip
+    async with machine(tmp_path, **variables) as (here, ledger):
+        assert f"run alone is ready in {run_dir}: {STEPS} steps" in await here.run("prepare")
+        assert "is ready" in await here.run("prepare")  # harmless to repeat
+        services = {name: await here.start(name) for name in ("ingest", "reward", "trainer")}
+        first = await here.start("rollout", "rollout.first")
+
+        async def some_steps(status: LedgerStatus) -> bool:
+            return status.version >= 4
+
+        async def idle(status: LedgerStatus) -> bool:
+            return status.active < status.bound.groups_per_step
+
+        async def late_one_serves(status: LedgerStatus) -> bool:
+            late = [peer.incarnation for peer in await ledger.peers("rollout") if peer.info["name"] == "rollout.late"]
+            return bool(late) and status.engines.get(late[0]) == (status.epoch, status.version)
+
+        await reached(ledger, some_steps)
+        await ledger.drain()
+        middle = await reached(ledger, idle)
+        assert not middle.done
+        late = await here.start("rollout", "rollout.late")
+        joined = await reached(ledger, late_one_serves)
+        assert joined.version == middle.version >= 4
+        await here.stop(first, "rollout.first")
+        assert [peer.info["name"] for peer in await ledger.peers("rollout")] == ["rollout.late"]
+        await ledger.drain(False)
+        assert await services.pop("trainer").wait() == 0, here.log("trainer")
+        assert (await ledger.status()).done
+        await here.stop(late, "rollout.late")
+        for name, process in services.items():
+            await here.stop(process, name)
+        assert await ledger.peers() == []
+    assert processes_of(tmp_path) == []
+    assert [step["step"] for step in read_steps(run_dir / "metrics.jsonl")] == list(range(STEPS))
+    result = verify(run_dir / "audit.jsonl")
+    assert (result.violations, result.steps, result.trained, result.bound) == ([], STEPS, STEPS * 8, 2)
+
+
+async def test_a_service_without_a_run_says_what_to_do(tmp_path: Path) -> None:
+    variables = {
+        "TETHER_CONFIG": str(ROOT / "deploy/configs/stragglers.toml"),
+        "TETHER_RUN": "none",
+        "TETHER_RUN_DIR": str(tmp_path / "run"),
+    }
+    async with machine(tmp_path, **variables) as (here, _):
+        for service, code, said in (("rollout", 2, "no model in"), ("trainer", 2, "no run directory")):
+            process = await here.start(service)
+            assert await process.wait() == code, here.log(service)
+            assert said in here.log(service)
+            assert "Traceback" not in here.log(service)
