@@ -108,9 +108,7 @@ class Connection:
             try:
                 async with asyncio.timeout(self.timeout_s):
                     answer = await call()
-                if (
-                    task.cancelling() > cancels
-                ):  # redis-py sends by wait_for, which in Python 3.11 may lose one
+                if task.cancelling() > cancels:  # redis-py sends by wait_for, which in Python 3.11 may lose one
                     raise asyncio.CancelledError
                 return answer
             except _DENIED as error:
