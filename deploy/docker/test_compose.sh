@@ -39,6 +39,7 @@ stop_engine() {
   [ -n "${engine:-}" ] || return 0
   kill "$engine" 2>/dev/null || true
   wait "$engine" || true
+  umount "$scratch"/exec/netns/* 2>/dev/null || true # dockerd leaves its bind mount of the host's network behind
 }
 
 # Without a registry: a Debian of our own with Python and Redis, and packages from wheels.
