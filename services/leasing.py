@@ -45,7 +45,7 @@ class GroupRunner:
         self._places = asyncio.Semaphore(self._config.groups_in_flight)
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._meter = BusyMeter()
-        process.on_heartbeat.append(lambda: process.info.update(busy=round(self._meter.fraction(), 3)))
+        process.on_heartbeat.append(lambda: process.info.update(busy_s=round(self._meter.seconds(), 3)))
 
     async def run(self) -> None:
         """Lease until the process is to stop, then drain: finish for `drain_s`, hand back the rest."""

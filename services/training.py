@@ -19,6 +19,7 @@ from protocol.messages import Action, Control, StepReport, WeightApplied, Weight
 from protocol.staleness import Policy
 from protocol.topics import Role
 from services.ledger.interface import LedgerStatus, Peer, Taken
+from services.observability.busy import BusyShare
 from services.observability.steps import StepLog
 from services.rank_zero import RankZero
 from trainer.backend import StepStats
@@ -51,6 +52,7 @@ class TrainLoop:
         self._steps = steps
         self._manifest = manifest
         self._pause_ms = 0.0
+        self._busy = BusyShare()
         self._dropped = (0, 0)  # groups, tokens at the last step
 
     async def answers_loop(self) -> None:
@@ -219,5 +221,5 @@ class TrainLoop:
             pause_ms=pause_ms,
             skipped=stats.skipped,
             time=time.time(),
-            engine_busy=sum(peer.info.get("busy", 0.0) for peer in engines) / max(len(engines), 1),
+            engine_busy=self._busy.since_last({peer.incarnation: peer.info.get("busy_s", 0.0) for peer in engines}),
         )

@@ -47,4 +47,4 @@ class StepReport(Message, tag="step_report", frozen=True, kw_only=True):
     time: float = 0.0
     """Unix time of the commit."""
     engine_busy: float = 0.0
-    """Mean share of the time in which the engines had something to generate, over their last few seconds."""
+    """Mean share of the time since the last step in which the engines had something to generate, as of their last heartbeats."""

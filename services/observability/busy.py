@@ -1,7 +1,7 @@
 """How much of the time an engine has had something to do."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 
@@ -13,7 +13,7 @@ class BusyMeter:
         self._clock = clock
         self._working = 0
         self._busy_s = 0.0
-        self._since = self._window = clock()
+        self._since = clock()
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -26,16 +26,31 @@ class BusyMeter:
             self._settle()
             self._working -= 1
 
-    def fraction(self) -> float:
-        """Busy share of the time since the last call, 0 to 1."""
+    def seconds(self) -> float:
+        """Busy seconds so far."""
         self._settle()
-        now = self._clock()
-        share = self._busy_s / max(now - self._window, 1e-9)
-        self._window, self._busy_s = now, 0.0
-        return min(share, 1.0)
+        return self._busy_s
 
     def _settle(self) -> None:
         now = self._clock()
         if self._working:
             self._busy_s += now - self._since
         self._since = now
+
+
+class BusyShare:
+    """The share of time in which engines were busy between two looks at their meters."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last = clock()
+        self._seconds: Mapping[str, float] = {}
+
+    def since_last(self, seconds: Mapping[str, float]) -> float:
+        """Mean over engines, 0 to 1. `seconds`: engine -> what its meter says; an engine seen for the first time counts from now on."""
+        now = self._clock()
+        known = seconds.keys() & self._seconds.keys()
+        busy = sum(seconds[engine] - self._seconds[engine] for engine in known)
+        share = busy / (len(known) * (now - self._last)) if known and now > self._last else 0.0
+        self._last, self._seconds = now, dict(seconds)
+        return min(max(share, 0.0), 1.0)
