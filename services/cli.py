@@ -116,6 +116,15 @@ def drain(run_dir: RunDir, off: Annotated[bool, typer.Option("--off", help="gran
     print("leases are granted again" if off else "draining: no more leases are granted")
 
 
+@app.command()
+def keys(directory: Annotated[Path, typer.Argument(metavar="DIR", help="directory that services read as bus.curve_dir")]) -> None:
+    """Make the CURVE keys that services need off loopback. A directory that has keys already is refused."""
+    from services.bus.curve import create_keys
+
+    create_keys(directory)
+    print(f"keys are in {directory}; set bus.curve_dir to it on every host")
+
+
 @app.command("eval")
 def evaluate(
     run_dir: RunDir,

@@ -6,4 +6,4 @@ cd "$(dirname "$0")/../.."
 python=${1:-.venv/bin/python}
 wheel=("$python" -m pip wheel -qq --wheel-dir deploy/docker/wheels --find-links deploy/docker/wheels)
 "${wheel[@]}" torch==2.13.0+cpu 2>/dev/null || "${wheel[@]}" --extra-index-url https://download.pytorch.org/whl/cpu torch==2.13.0+cpu
-"${wheel[@]}" --no-deps -r deploy/locks/cpu.txt async-timeout==5.0.1
+"${wheel[@]}" --no-deps -r deploy/locks/cpu.txt
