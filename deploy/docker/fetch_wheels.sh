@@ -5,5 +5,5 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${1:-.venv/bin/python}
 wheel=("$python" -m pip wheel -qq --wheel-dir deploy/docker/wheels --find-links deploy/docker/wheels)
-"${wheel[@]}" torch==2.13.0+cpu 2>/dev/null || "${wheel[@]}" --extra-index-url https://download.pytorch.org/whl/cpu torch==2.13.0+cpu
+"${wheel[@]}" ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"} torch==2.13.0
 "${wheel[@]}" --no-deps -r deploy/locks/cpu.txt
