@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,7 +46,8 @@ class ServiceSpec:
 class Child:
     """One service: at any time at most one process of it lives."""
 
-    def __init__(self, spec: ServiceSpec, log_path: Path, restarts: int) -> None:
+    def __init__(self, spec: ServiceSpec, log_path: Path, restarts: int, is_over: Callable[[], Awaitable[bool]] | None = None) -> None:
+        """`is_over` says whether the run is over: a finishing service that ends before, drained by somebody, is started again."""
         self.spec = spec
         self.log_path = log_path
         self.restarts = 0
@@ -55,6 +56,7 @@ class Child:
         self._deaths: deque[float] = deque()
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = False
+        self._is_over = is_over
 
     @property
     def pid(self) -> int | None:
@@ -71,7 +73,7 @@ class Child:
         delay = BACKOFF_S[0]
         while not self._stopping:
             code = await self._run_once()
-            if self._stopping or (code == 0 and self.spec.finishes):
+            if self._stopping or (code == 0 and self.spec.finishes and (self._is_over is None or await self._is_over())):
                 break
             last_line = last_words(self.log_path)
             if code == EXIT_SETTINGS:

@@ -8,8 +8,6 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-import numpy as np
-
 from protocol.codec import encode_payload
 from protocol.errors import ProtocolError, Reason, Refused, TetherError
 from protocol.messages import ScoredRollout, ScoreFailure
@@ -17,8 +15,8 @@ from protocol.topics import SCORED, Role
 from services.bus.receiver import Delivery, Receiver
 from services.ledger.audit import Archiver
 from services.process import Process, service_main
-from trainer.samples import token_counts
-from trainer.spool import Spool
+from trainer.samples import samples_of, token_counts
+from trainer.spool import JournalEntry, Spool
 
 log = logging.getLogger("tether.ingest")
 
@@ -70,6 +68,7 @@ async def _ingest_loop(process: Process, receiver: Receiver, spool: Spool) -> No
 
 async def _ingest(process: Process, receiver: Receiver, spool: Spool, batch: Sequence[Delivery]) -> None:
     """Check, put on disk with one fsync, then accept and acknowledge one by one."""
+    status = await process.ledger.status()
     good: list[tuple[Delivery, ScoredRollout, dict[int, int]]] = []
     for delivery in batch:
         message = delivery.message
@@ -77,7 +76,7 @@ async def _ingest(process: Process, receiver: Receiver, spool: Spool, batch: Seq
             await _fail(process, receiver, delivery, message)
         elif isinstance(message, ScoredRollout):
             try:
-                good.append((delivery, message, check_scored(message)))
+                good.append((delivery, message, check_scored(message, status.version)))
             except ProtocolError as error:
                 process.metrics.count("scored.malformed")
                 log.warning("scored.malformed group=%d error=%s", message.rollout.group, error)
@@ -94,33 +93,38 @@ async def _ingest(process: Process, receiver: Receiver, spool: Spool, batch: Seq
             log.error("spool.failed records=%d error=%s", len(records), error)
             with process.waiting("spool"):
                 await asyncio.sleep(SPOOL_RETRY_S)
-    for delivery, message, counts in good:
-        await _accept(process, receiver, delivery, message, counts)
+    accepted = [message.rollout.group for delivery, message, counts in good if await _accept(process, receiver, delivery, message, counts)]
+    if accepted:
+        entry = JournalEntry("accept", status.epoch, -1, tuple(accepted), status.sequence)
+        await asyncio.to_thread(spool.append, [entry])
 
 
-def check_scored(message: ScoredRollout) -> dict[int, int]:
-    """Sampled tokens per version of a scored rollout.
+def check_scored(message: ScoredRollout, version: int) -> dict[int, int]:
+    """Sampled tokens per version of a scored rollout, if the trainer will be able to train on it.
+
+    Args:
+        message: as received.
+        version: the committed version; no token can be of a later one.
 
     Raises:
-        ProtocolError: if a score is missing or not finite, or the rollout contradicts itself.
+        ProtocolError: if an array contradicts another, or a number is not finite; names group and field.
     """
-    rewards = message.rewards.numpy()
-    samples = len(message.rollout.lengths.numpy())
-    if rewards.shape != (samples,) or not np.isfinite(rewards).all():
-        raise ProtocolError(f"group {message.rollout.group}: rewards are not {samples} finite numbers")
+    for _ in samples_of(message, 0, 0, version):
+        pass
     return token_counts(message.rollout)
 
 
-async def _accept(process: Process, receiver: Receiver, delivery: Delivery, message: ScoredRollout, counts: dict[int, int]) -> None:
+async def _accept(process: Process, receiver: Receiver, delivery: Delivery, message: ScoredRollout, counts: dict[int, int]) -> bool:
     rollout = message.rollout
     try:
         await process.ledger.accept(rollout.group, rollout.token, counts)
     except Refused as refusal:
         process.metrics.count(f"accept.refused.{refusal.reason}")
         receiver.refuse(delivery, str(refusal))
-    else:
-        process.metrics.count("accepted")
-        receiver.ack(delivery)
+        return False
+    process.metrics.count("accepted")
+    receiver.ack(delivery)
+    return True
 
 
 async def _fail(process: Process, receiver: Receiver, delivery: Delivery, failure: ScoreFailure) -> None:

@@ -86,7 +86,9 @@ class RankZero:
 
     def save(self, version: int, digest: int, sequence: int) -> None:
         """Write a checkpoint on every rank; its manifest comes last (compute thread)."""
-        with self.checkpoints.writing(version, epoch=self.epoch, digest=digest, sequence=sequence) as directory:
+        with self.checkpoints.writing(
+            version, epoch=self.epoch, digest=digest, sequence=sequence, spool_position=self.spool.position
+        ) as directory:
             announce(SaveCommand(str(directory)))
             save_part(self.backend, directory)
 

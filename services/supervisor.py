@@ -122,8 +122,13 @@ def service_specs(settings: Settings, environ: dict[str, str]) -> dict[Role, lis
 
 async def _supervise(settings: Settings, environ: dict[str, str], ledger: RedisLedger, progress: Progress) -> Outcome:
     """Keep the services running until the run is done, interrupted or failed; then stop them in order."""
+
+    async def is_over() -> bool:
+        status = await ledger.status()
+        return status.done or status.draining
+
     children = {
-        role: [Child(spec, settings.run_dir / "logs" / f"{spec.name}.log", settings.services.restarts) for spec in specs]
+        role: [Child(spec, settings.run_dir / "logs" / f"{spec.name}.log", settings.services.restarts, is_over) for spec in specs]
         for role, specs in service_specs(settings, environ).items()
     }
     stop = asyncio.Event()

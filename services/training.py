@@ -25,7 +25,7 @@ from services.rank_zero import RankZero
 from trainer.backend import StepStats
 from trainer.packing import BuiltBatch
 from trainer.ranks import IdleCommand, announce
-from trainer.spool import MissingRecord
+from trainer.spool import JournalEntry, MissingRecord
 
 log = logging.getLogger("tether.trainer")
 T = TypeVar("T")
@@ -88,6 +88,7 @@ class TrainLoop:
                 except Refused as refusal:
                     if refusal.reason is Reason.EXHAUSTED:
                         log.info("run.exhausted %s", refusal.detail)
+                        await self._process.ledger.drain()  # the run is over, although its steps are not all made
                         return None
                     if refusal.reason not in (Reason.NOT_ENOUGH, Reason.STRAGGLER):
                         raise
@@ -128,6 +129,9 @@ class TrainLoop:
         rank.caster.publish(manifest, epoch=rank.epoch)
         await asyncio.to_thread(self._steps.append, report)
         status = await ledger.status()
+        groups = tuple(group.group for group in taken.groups)
+        entries = [JournalEntry(event, rank.epoch, taken.step, groups, status.sequence) for event in ("take", "commit")]
+        await asyncio.to_thread(rank.spool.append, entries)
         rank.sender.retire(frozenset({version} | {served for _, served in status.engines.values()}))
         if version % self._process.settings.trainer.checkpoint_every == 0 or status.done:
             await self.checkpoint(status)

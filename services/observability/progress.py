@@ -31,7 +31,7 @@ class Progress:
 
     def __init__(self, run_dir: Path, steps: int, out: TextIO = sys.stdout) -> None:
         self._run_dir, self._steps, self._out = run_dir, steps, out
-        self._printed = -1
+        self._printed = max((line["step"] for line in read_steps(run_dir / "metrics.jsonl")), default=-1)
         self._last = time.monotonic()
         self._began = time.monotonic()
 

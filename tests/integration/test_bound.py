@@ -30,3 +30,7 @@ async def test_no_trained_token_is_over_the_bound(tmp_path: Path, bound: int, po
         assert run.status.dropped == 0
         assert sum(step["masked_tokens"] for step in run.steps) == 0
         assert sum(step["wait_s"] for step in run.steps) > 0
+    if policy == "mask" and bound == 1:
+        assert sum(step["masked_tokens"] for step in run.steps) + run.status.dropped > 0
+    if policy == "drop" and bound == 1:
+        assert run.status.dropped_by_reason["straggler"] > 0
