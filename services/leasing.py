@@ -44,6 +44,7 @@ class GroupRunner:
         self._config = process.settings.rollout
         self._places = asyncio.Semaphore(self._config.groups_in_flight)
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._nudged = asyncio.Event()
         self._meter = BusyMeter()
         process.on_heartbeat.append(lambda: process.info.update(busy_s=round(self._meter.seconds(), 3)))
 
@@ -57,6 +58,10 @@ class GroupRunner:
                         await asyncio.wait(list(self._tasks.values()), return_when=asyncio.FIRST_COMPLETED)
             for task in self._tasks.values():
                 task.cancel()
+
+    def nudge(self) -> None:
+        """There may be room under the bound now: ask for a lease at once."""
+        self._nudged.set()
 
     def abort(self, groups: tuple[int, ...]) -> None:
         """Stop working on groups that the trainer dropped. Their tasks find their lease gone; nothing is handed back."""
@@ -102,12 +107,20 @@ class GroupRunner:
                         raise
                     self._process.metrics.count(f"lease.refused.{refusal.reason}")
                     because(refusal.reason)
-                    await self._process.stopped_within(delay)
-                    delay = min(delay * 1.5, POLL_S[1])
+                    delay = POLL_S[0] if await self._nudged_within(delay) else min(delay * 1.5, POLL_S[1])
                 else:
                     self._process.metrics.seconds.labels("lease_wait").observe(time.monotonic() - began)
                     return lease
         return None
+
+    async def _nudged_within(self, seconds: float) -> bool:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._nudged.wait()
+        except TimeoutError:
+            return False
+        self._nudged.clear()
+        return True
 
     async def _run_group(self, lease: Lease) -> None:
         try:

@@ -46,7 +46,7 @@ async def serve(process: Process) -> None:
             process.metrics.watch("tether_bus_rollouts", "Bus counters, edge rollouts", sender.stats.as_dict)
             process.metrics.watch("tether_bus_weights", "Bus counters, edge weights", listener.stats.as_dict)
             runner = GroupRunner(process, engine, renderer, environment, prompts, sender)
-            updater = WeightUpdater(process, engine, listener, on_abort=runner.abort)
+            updater = WeightUpdater(process, engine, listener, on_abort=runner.abort, on_applied=runner.nudge)
             async with asyncio.TaskGroup() as tasks:
                 updates = [
                     tasks.create_task(updater.listen_loop(), name="weights.listen"),

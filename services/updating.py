@@ -27,11 +27,20 @@ RETRY_S = 0.5
 class WeightUpdater:
     """Listens for manifests, stages them, commits them, and says so."""
 
-    def __init__(self, process: Process, engine: Engine, listener: Listener, on_abort: Callable[[tuple[int, ...]], None]) -> None:
+    def __init__(
+        self,
+        process: Process,
+        engine: Engine,
+        listener: Listener,
+        on_abort: Callable[[tuple[int, ...]], None],
+        on_applied: Callable[[], None],
+    ) -> None:
+        """`on_abort` gets groups that were dropped; `on_applied` is called when the engine serves another version."""
         self._process = process
         self._engine = engine
         self._listener = listener
         self._on_abort = on_abort
+        self._on_applied = on_applied
         self._wanted: WeightManifest | None = None
         self._changed = asyncio.Event()
 
@@ -134,6 +143,7 @@ class WeightUpdater:
         self._listener.answer(
             WeightApplied(engine=self._process.incarnation, epoch=manifest.epoch, version=manifest.version, pause_ms=pause_ms)
         )
+        self._on_applied()
         self._process.info["version"] = manifest.version
         self._process.metrics.count("weights.applied")
         log.debug("weights.applied version=%d pause_ms=%.1f", manifest.version, pause_ms)
