@@ -8,10 +8,9 @@ import asyncio
 import contextlib
 import fcntl
 import logging
-import os
 import signal
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from protocol.errors import Refused, SettingsError, TetherError
@@ -34,8 +33,7 @@ log = logging.getLogger("tether.up")
 
 STOP_ORDER = (Role.ROLLOUT, Role.REWARD, Role.TRAINER, Role.INGEST, Role.MONITOR)
 DRAIN_S = {Role.ROLLOUT: 20.0, Role.REWARD: 15.0, Role.TRAINER: 60.0, Role.INGEST: 15.0, Role.MONITOR: 5.0}
-FINISH_S = 300.0
-"""How long the trainer may take for its last checkpoint once all steps are committed."""
+LEDGER_CHECK_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +56,14 @@ async def run_up(settings: Settings, progress: Progress) -> Outcome:
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     with _locked(run_dir):
         spec = await asyncio.to_thread(prepare, settings)
-        async with _ledger_server(settings) as environ:
-            for name, value in environ.items():
-                os.environ[name] = value
-            resolved = settings
+        async with _ledger_server(settings) as server:
+            url = server.url if server else settings.ledger.url
             dump_settings(settings, run_dir / "settings.json")
-            async with connected(_with_url(resolved, environ)) as ledger:
+            async with connected(replace(settings, ledger=replace(settings.ledger, url=url))) as ledger:
                 await ledger.create(spec)
                 await ledger.drain(False)
                 progress.note(ledger.durability)
-                outcome = await _supervise(settings, environ, ledger, progress)
+                outcome = await _supervise(settings, url, ledger, server, progress)
                 await Archiver(ledger, run_dir).archive_all()
         await asyncio.to_thread(plot_run, run_dir)
     return outcome
@@ -103,9 +99,9 @@ def prepare(settings: Settings) -> RunSpec:
     )
 
 
-def service_specs(settings: Settings, environ: dict[str, str]) -> dict[Role, list[ServiceSpec]]:
+def service_specs(settings: Settings, url: str) -> dict[Role, list[ServiceSpec]]:
     """The processes of a run, by role."""
-    environ = {**environ, "TETHER_CONFIG": str(settings.run_dir / "settings.json")}
+    environ = {"TETHER_REDIS_URL": url, "TETHER_CONFIG": str(settings.run_dir / "settings.json")}
     counts = {Role.INGEST: 1, Role.REWARD: settings.services.rewards, Role.TRAINER: 1, Role.ROLLOUT: settings.services.rollouts}
     if settings.monitor.enabled:
         counts[Role.MONITOR] = 1
@@ -120,7 +116,7 @@ def service_specs(settings: Settings, environ: dict[str, str]) -> dict[Role, lis
     }
 
 
-async def _supervise(settings: Settings, environ: dict[str, str], ledger: RedisLedger, progress: Progress) -> Outcome:
+async def _supervise(settings: Settings, url: str, ledger: RedisLedger, server: EmbeddedServer | None, progress: Progress) -> Outcome:
     """Keep the services running until the run is done, interrupted or failed; then stop them in order."""
 
     async def is_over() -> bool:
@@ -129,7 +125,7 @@ async def _supervise(settings: Settings, environ: dict[str, str], ledger: RedisL
 
     children = {
         role: [Child(spec, settings.run_dir / "logs" / f"{spec.name}.log", settings.services.restarts, is_over) for spec in specs]
-        for role, specs in service_specs(settings, environ).items()
+        for role, specs in service_specs(settings, url).items()
     }
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -140,12 +136,15 @@ async def _supervise(settings: Settings, environ: dict[str, str], ledger: RedisL
             for group in children.values():
                 for child in group:
                     tasks.create_task(child.keep_running(), name=child.spec.name)
-            watcher = tasks.create_task(progress.watch_loop(ledger, children), name="progress")
+            watchers = [tasks.create_task(progress.watch_loop(ledger, children), name="progress")]
+            if server is not None:
+                watchers.append(tasks.create_task(_keep_ledger(server), name="ledger"))
             try:
                 await _until_over(ledger, children[Role.TRAINER][0], stop)
             finally:
                 await _stop_all(children)
-            watcher.cancel()
+            for watcher in watchers:
+                watcher.cancel()
     except* TetherError as group:
         raise group.exceptions[0] from None
     finally:
@@ -177,6 +176,21 @@ async def _until_over(ledger: RedisLedger, trainer: Child, stop: asyncio.Event) 
         await ledger.drain()
 
 
+async def _keep_ledger(server: EmbeddedServer) -> None:
+    """Start the embedded server again if it dies; it comes back where it was, and everybody reconnects. Runs until cancelled.
+
+    Raises:
+        TetherError: if its port was taken meanwhile.
+    """
+    url = server.url
+    while True:
+        await asyncio.sleep(LEDGER_CHECK_S)
+        if not server.running():
+            log.warning("ledger.died restarting in %s", server.directory)
+            if await server.start() != url:
+                raise TetherError("the ledger server died and its port was taken meanwhile: start the run again, it goes on where it was")
+
+
 async def _stop_all(children: dict[Role, list[Child]]) -> None:
     for role in STOP_ORDER:
         async with asyncio.TaskGroup() as stops:
@@ -185,21 +199,21 @@ async def _stop_all(children: dict[Role, list[Child]]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _ledger_server(settings: Settings) -> AsyncIterator[dict[str, str]]:
-    """The ledger's URL as environment for the services: the user's server, or an embedded one that lives as long as this."""
+async def _ledger_server(settings: Settings) -> AsyncIterator[EmbeddedServer | None]:
+    """An embedded server that lives as long as this, or None where the user has one."""
     if settings.ledger.url:
-        yield {"TETHER_REDIS_URL": settings.ledger.url}
+        yield None
         return
     server = EmbeddedServer(settings.run_dir / "ledger")
     await server.start()
     try:
-        yield {"TETHER_REDIS_URL": server.url}
+        yield server
     finally:
         await server.stop()
 
 
 @contextlib.contextmanager
-def _locked(run_dir: Path):  # type: ignore[no-untyped-def]
+def _locked(run_dir: Path) -> Iterator[None]:
     """Hold the run directory; a second `tether up` on it is refused."""
     with (run_dir / "lock").open("w") as handle:
         try:
@@ -207,9 +221,3 @@ def _locked(run_dir: Path):  # type: ignore[no-untyped-def]
         except OSError:
             raise SettingsError(f"another `tether up` is running in {run_dir}: stop it, or give --run-dir") from None
         yield
-
-
-def _with_url(settings: Settings, environ: dict[str, str]) -> Settings:
-    import dataclasses
-
-    return dataclasses.replace(settings, ledger=dataclasses.replace(settings.ledger, url=environ["TETHER_REDIS_URL"]))
