@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from protocol.errors import SettingsError, TetherError
+from services.process import EXIT_SETTINGS
 
 log = logging.getLogger("tether.up")
 
 PR_SET_PDEATHSIG = 1
 BACKOFF_S = (0.2, 5.0)
 RESTART_WINDOW_S = 60.0
-EXIT_SETTINGS = 2
 
 
 class ServiceFailed(TetherError):
@@ -99,7 +99,7 @@ class Child:
                 sys.executable,
                 "-m",
                 self.spec.module,
-                env={**os.environ, **self.spec.environ, "TETHER_INSTANCE": self.spec.name, "PYTHONUNBUFFERED": "1"},
+                env={**inherited_environment(), **self.spec.environ, "TETHER_INSTANCE": self.spec.name, "PYTHONUNBUFFERED": "1"},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -132,11 +132,21 @@ class Child:
             async with asyncio.timeout(5):
                 await process.wait()
 
+    def kill(self) -> None:
+        """End the process and what it started at once; it is not started again."""
+        self._stopping = True
+        self._kill_session()
+
     def _kill_session(self) -> None:
         """End whatever still lives in the session of the child."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def inherited_environment() -> dict[str, str]:
+    """The environment without our own settings: those are resolved once, and children read them from the file that says so."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("TETHER_") or name == "TETHER_LOG_LEVEL"}
 
 
 def die_with_parent(signum: int = signal.SIGTERM) -> None:
@@ -145,10 +155,9 @@ def die_with_parent(signum: int = signal.SIGTERM) -> None:
 
 
 def last_words(log_path: Path, limit: int = 300) -> str:
-    """The last line of a log that says something, at most `limit` characters."""
+    """What a service said last: its own closing line (torchrun writes more after it), else the last line; at most `limit` characters."""
+    lines: Sequence[str] = []
     with contextlib.suppress(OSError):
-        lines: Sequence[str] = log_path.read_text(errors="replace")[-8192:].splitlines()
-        for line in reversed(lines):
-            if line.strip():
-                return line.strip()[:limit]
-    return ""
+        lines = [line.strip() for line in log_path.read_text(errors="replace")[-8192:].splitlines() if line.strip()]
+    closing = [line for line in lines if line.startswith("tether ")]
+    return next(iter((closing or lines)[-1:]), "")[:limit]

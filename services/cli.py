@@ -111,7 +111,7 @@ def set_value(
 
 @app.command()
 def drain(run_dir: RunDir, off: Annotated[bool, typer.Option("--off", help="grant leases again")] = False) -> None:
-    """Stop granting leases; what is in flight is finished and trained."""
+    """Stop granting leases. What is in flight is finished; as far as it fills batches it is trained. End the run with Ctrl-C."""
     _with_ledger(run_dir, lambda ledger: ledger.drain(not off))
     print("leases are granted again" if off else "draining: no more leases are granted")
 

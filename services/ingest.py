@@ -38,24 +38,22 @@ async def serve(process: Process) -> None:
             process.info["endpoints"] = {SCORED.name: receiver.endpoint}
             await process.register()
             async with asyncio.TaskGroup() as tasks:
-                loops = [
-                    tasks.create_task(_ingest_loop(process, receiver, spool), name="ingest"),
-                    tasks.create_task(_archive_loop(process, archiver), name="archive"),
-                ]
-                await process.stop.wait()
-                for task in loops:
-                    task.cancel()
+                ingest = tasks.create_task(_ingest_loop(process, receiver, spool), name="ingest")
+                await _archive_loop(process, archiver)
+                ingest.cancel()
     finally:
         await archiver.archive_all()
         await asyncio.to_thread(spool.close)
 
 
 async def _archive_loop(process: Process, archiver: Archiver) -> None:
-    """Move the ledger's events into the run directory; leasing stops if this falls behind."""
-    while True:
-        moved = await archiver.archive()
-        process.metrics.count("events.archived", moved)
-        await asyncio.sleep(ARCHIVE_S)
+    """Move the ledger's events into the run directory until the process is to stop; leasing stops if this falls behind."""
+    while not await process.stopped_within(ARCHIVE_S):
+        try:
+            process.metrics.count("events.archived", await archiver.archive())
+        except OSError as error:
+            process.metrics.count("archive.failed")
+            log.error("archive.failed error=%s", error)
 
 
 async def _ingest_loop(process: Process, receiver: Receiver, spool: Spool) -> None:
@@ -96,7 +94,10 @@ async def _ingest(process: Process, receiver: Receiver, spool: Spool, batch: Seq
     accepted = [message.rollout.group for delivery, message, counts in good if await _accept(process, receiver, delivery, message, counts)]
     if accepted:
         entry = JournalEntry("accept", status.epoch, -1, tuple(accepted), status.sequence)
-        await asyncio.to_thread(spool.append, [entry])
+        try:
+            await asyncio.to_thread(spool.append, [entry])
+        except TetherError as error:
+            log.error("journal.failed groups=%s error=%s", accepted, error)
 
 
 def check_scored(message: ScoredRollout, version: int) -> dict[int, int]:

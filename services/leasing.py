@@ -72,7 +72,11 @@ class GroupRunner:
 
     async def _lease_loop(self, tasks: asyncio.TaskGroup) -> None:
         while not self._process.stop.is_set():
-            await self._places.acquire()
+            try:
+                async with asyncio.timeout(POLL_S[1]):
+                    await self._places.acquire()
+            except TimeoutError:
+                continue  # every place is taken; look whether the process is to stop
             lease = await self._next_lease()
             if lease is None:
                 self._places.release()
@@ -183,8 +187,6 @@ class GroupRunner:
             try:
                 await self._process.ledger.extend(lease.group, lease.token, lease_ms)
             except Refused as refusal:
-                if refusal.reason is Reason.WRONG_STATE:
-                    continue  # accepted already; the acknowledgement is on its way
                 raise LeaseLost from refusal
 
     async def _give_up(self, lease: Lease, error: Exception) -> None:

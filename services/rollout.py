@@ -26,7 +26,8 @@ async def serve(process: Process) -> None:
     settings = process.settings
     if not (settings.model_dir / "config.json").is_file():
         raise SettingsError(
-            f"no model in {settings.model_dir}: `tether up` makes it from [model.scratch], or set model.path to a Hugging Face directory"
+            f"no model in {settings.model_dir}: `tether up` or `python -m services.prepare` makes it from [model.scratch]; "
+            "or set model.path to a Hugging Face directory"
         )
     prompts = await asyncio.to_thread(make_source, settings.prompts)
     renderer = await asyncio.to_thread(Renderer, settings.model_dir, settings.render)

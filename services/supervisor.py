@@ -129,8 +129,17 @@ async def _supervise(settings: Settings, url: str, ledger: RedisLedger, server: 
     }
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        """The first asks for a drain, the second ends everything."""
+        if stop.is_set():
+            for group in children.values():
+                for child in group:
+                    child.kill()
+        stop.set()
+
     for signum in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(signum, stop.set)
+        loop.add_signal_handler(signum, on_signal)
     try:
         async with asyncio.TaskGroup() as tasks:
             for group in children.values():
@@ -165,7 +174,7 @@ async def _until_over(ledger: RedisLedger, trainer: Child, stop: asyncio.Event) 
         if status.halted:
             raise TetherError(
                 f"the run halted: too many of the last groups were dropped for the reason {status.halted!r} "
-                f"(see `tether status` and the logs)"
+                "(see `tether status` and the logs); mend the cause and start in a new run directory"
             )
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.5):

@@ -15,7 +15,7 @@ from protocol.topics import WEIGHTS, Role
 from services.bus.broadcast import Broadcaster
 from services.children import die_with_parent
 from services.observability.steps import StepLog
-from services.process import Process, configure_logging, service_main
+from services.process import EXIT_SETTINGS, Process, configure_logging, service_main
 from services.rank_zero import RankZero
 from services.recovery import take_over
 from services.settings import Settings, load_settings
@@ -44,7 +44,7 @@ async def serve(process: Process) -> None:
     """Rank 0: take the run over, then make steps until it is done or told to stop."""
     settings = process.settings
     run_dir = settings.run_dir
-    if not (run_dir / "spool.sqlite").parent.is_dir():
+    if not run_dir.is_dir():
         raise SettingsError(f"no run directory {run_dir}: start the ingest first, or `tether up`")
     compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
     with process.waiting("model load"):
@@ -93,6 +93,8 @@ def main() -> None:
     if rank >= 0:
         die_with_parent(signal.SIGKILL)  # torchrun gives each rank a session of its own, which nobody else ends
     if rank > 0:
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, signal.SIG_IGN)  # rank 0 decides when the ranks end: in the middle of a step none of them may leave
         configure_logging(f"trainer.{rank}")
         settings = load_settings()
         backend = build_backend(settings)
@@ -104,7 +106,7 @@ def main() -> None:
             world = load_settings().parallel.world_size
         except SettingsError as error:
             print(f"tether trainer: {error}", file=sys.stderr)
-            sys.exit(2)
+            sys.exit(EXIT_SETTINGS)
         if world > 1:
             torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(world), "-m", "services.trainer"]
             os.execv(sys.executable, [sys.executable, "-m", *torchrun])

@@ -73,6 +73,8 @@ class TrainLoop:
             began = time.monotonic()
             taken = await self._take()
             if taken is None:
+                if not self._process.stop.is_set() and status.version % self._process.settings.trainer.checkpoint_every:
+                    await self.checkpoint(status)  # the prompts have run out: this is the last model
                 break
             status = await self._step(taken, waited_s=time.monotonic() - began)
         if status.done:
@@ -132,7 +134,8 @@ class TrainLoop:
         groups = tuple(group.group for group in taken.groups)
         entries = [JournalEntry(event, rank.epoch, taken.step, groups, status.sequence) for event in ("take", "commit")]
         await asyncio.to_thread(rank.spool.append, entries)
-        rank.sender.retire(frozenset({version} | {served for _, served in status.engines.values()}))
+        alive = {peer.incarnation for peer in await ledger.peers(Role.ROLLOUT)}
+        rank.sender.retire(frozenset({version} | {served for engine, (_, served) in status.engines.items() if engine in alive}))
         if version % self._process.settings.trainer.checkpoint_every == 0 or status.done:
             await self.checkpoint(status)
         for name, value in (("train", report.train_s), ("publish", report.publish_s), ("wait", report.wait_s)):

@@ -87,6 +87,8 @@ class WeightUpdater:
             try:
                 await self._apply(manifest)
             except PoisonedError as error:
+                if self._process.stop.is_set():
+                    return  # cancelled in the middle by the drain; the engine is closed next
                 self._answer_failure(manifest, error, poisoned=True)
                 raise
             except WeightError as error:
