@@ -72,6 +72,8 @@ async def running(settings: Settings, *, rollouts: int = 1, rewards: int = 1) ->
             async with asyncio.TaskGroup() as tasks:
                 started: dict[Role, list[asyncio.Task[None]]] = {}
                 for role, serve in services.items():
+                    if role is Role.ROLLOUT:
+                        await _loaded(live)
                     started[role] = [
                         tasks.create_task(_run(live, role, f"{role}.{i}", serve), name=f"{role}.{i}") for i in range(counts[role])
                     ]
@@ -85,6 +87,13 @@ async def running(settings: Settings, *, rollouts: int = 1, rewards: int = 1) ->
             await Archiver(ledger, settings.run_dir).archive_all()
     finally:
         await server.stop()
+
+
+async def _loaded(live: LiveRun) -> None:
+    """Wait until the trainer has its model. Loading patches transformers for the whole process: two threads must not load at once."""
+    async with asyncio.timeout(120):
+        while not any("endpoints" in process.info for process in live.processes[Role.TRAINER]):
+            await asyncio.sleep(0.01)
 
 
 async def _run(live: LiveRun, role: Role, name: str, serve: Callable[[Process], Coroutine[Any, Any, None]]) -> None:

@@ -20,6 +20,8 @@ from reward.failure import VerifierError
 from reward.pool import ScorePool
 from reward.score import score_rollout
 
+pytestmark = pytest.mark.xdist_group("sandbox")  # its tests look at what is left in the shared temporary directory
+
 UNRULY = '''
 """Does what the response says."""
 import os, subprocess, sys

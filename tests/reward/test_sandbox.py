@@ -14,6 +14,8 @@ from reward.confine import fork, wait_for
 from reward.sandbox import IsolationLevel, Limits, Verdict, run_tests
 from reward.verifiers.registry import make_verifier
 
+pytestmark = pytest.mark.xdist_group("sandbox")  # its tests look at what is left in the shared temporary directory
+
 LIMITS = Limits(wall_s=20.0, cpu_s=1, memory_mb=256, file_mb=1, processes=4)
 FINE = "f = lambda x: 2 * x"
 WORKS = "assert f(2) == 4"

@@ -15,6 +15,8 @@ from reward.verifiers.registry import VERIFIERS, make_verifier
 from rollout.prompts.base import PromptConfig
 from rollout.prompts.registry import make_source
 
+pytestmark = pytest.mark.xdist_group("sandbox")  # its tests look at what is left in the shared temporary directory
+
 PERSON = {"type": "object", "properties": {"age": {"type": "integer", "minimum": 0}}, "required": ["age"]}
 ANSWER: dict[str, dict[str, Any]] = {
     "exact_match": {"answer": "42"},
