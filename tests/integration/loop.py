@@ -92,7 +92,7 @@ async def running(settings: Settings, *, rollouts: int = 1, rewards: int = 1) ->
 async def _loaded(live: LiveRun) -> None:
     """Wait until the trainer has its model. Loading patches transformers for the whole process: two threads must not load at once."""
     async with asyncio.timeout(120):
-        while not any("endpoints" in process.info for process in live.processes[Role.TRAINER]):
+        while not any("endpoints" in process.info for process in live.processes[Role.TRAINER]):  # noqa: ASYNC110 (info is a plain dict)
             await asyncio.sleep(0.01)
 
 
