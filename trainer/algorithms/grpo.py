@@ -1,21 +1,14 @@
 """GRPO: DeepSeekMath (arXiv 2402.03300), eq. 3, with the token loss of `surrogate.py`."""
 
-from dataclasses import dataclass
-
 import torch
 
-from trainer.algorithms.base import TokenLoss
-from trainer.algorithms.surrogate import surrogate_token_loss
+from trainer.algorithms.surrogate import Surrogate
 from trainer.batch import Batch
-from trainer.config import AlgorithmConfig
 from trainer.functional.advantages import group_normalised
 
 
-@dataclass(frozen=True, slots=True)
-class Grpo:
+class Grpo(Surrogate):
     """Group-normalised advantages; mean over the tokens of a sample, then over the samples."""
-
-    config: AlgorithmConfig
 
     def advantages(self, rewards: torch.Tensor, group_index: torch.Tensor) -> torch.Tensor:
         """(r - mean) / (std + advantage_eps) within the group; float32 [N]."""
@@ -30,24 +23,3 @@ class Grpo:
         """
         counts = batch.sampled_mask.sum(dim=1, keepdim=True).clamp_min(1)
         return batch.loss_mask.float() / (counts * max(len(counts), 1))
-
-    def token_loss(
-        self,
-        logprobs: torch.Tensor,
-        behaviour_logprobs: torch.Tensor,
-        advantages: torch.Tensor,
-        *,
-        entropy: torch.Tensor | None = None,
-        proximal_logprobs: torch.Tensor | None = None,
-        reference_logprobs: torch.Tensor | None = None,
-    ) -> TokenLoss:
-        """See `surrogate_token_loss`."""
-        return surrogate_token_loss(
-            self.config,
-            logprobs,
-            behaviour_logprobs,
-            advantages,
-            entropy=entropy,
-            proximal_logprobs=proximal_logprobs,
-            reference_logprobs=reference_logprobs,
-        )
