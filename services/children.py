@@ -5,7 +5,6 @@ A child dies with the supervisor (Linux parent-death signal). SIGTERM asks it to
 
 import asyncio
 import contextlib
-import ctypes
 import logging
 import os
 import signal
@@ -17,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from protocol.errors import SettingsError, TetherError
+from services.parent import tied_to_this_process
 from services.process import EXIT_SETTINGS
 
 log = logging.getLogger("tether.up")
 
-PR_SET_PDEATHSIG = 1
 BACKOFF_S = (0.2, 5.0)
 RESTART_WINDOW_S = 60.0
 
@@ -104,7 +103,7 @@ class Child:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                preexec_fn=die_with_parent,
+                preexec_fn=tied_to_this_process(),
             )
         if self._stopping:  # asked to stop while it was being started: it holds nothing yet
             self._kill_session()
@@ -147,11 +146,6 @@ class Child:
 def inherited_environment() -> dict[str, str]:
     """The environment without our own settings: those are resolved once, and children read them from the file that says so."""
     return {name: value for name, value in os.environ.items() if not name.startswith("TETHER_") or name == "TETHER_LOG_LEVEL"}
-
-
-def die_with_parent(signum: int = signal.SIGTERM) -> None:
-    """Ask the kernel to send this process a signal when the thread that started it ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signum)
 
 
 def last_words(log_path: Path, limit: int = 300) -> str:

@@ -1,4 +1,4 @@
-"""`python -m services.prepare`: make a run ready for services that are started one by one, as containers are.
+"""What has to be there before services start. `python -m services.prepare` makes it for services started one by one, as containers are.
 
 Produces: the model, the run in the ledger, and RUN_DIR/settings.json, which the services read as `TETHER_CONFIG`. Harmless to repeat.
 Exit codes are those of a service: 0 ready, 1 failed, 2 wrong settings.
@@ -7,9 +7,44 @@ Exit codes are those of a service: 0 ready, 1 failed, 2 wrong settings.
 import asyncio
 import sys
 
+from protocol.errors import SettingsError
+from reward.verifiers.registry import make_verifier
+from rollout.environments.registry import make_environment
+from rollout.prompts.registry import make_source
+from rollout.render import Renderer
+from services.ledger.interface import RunSpec
 from services.process import configure_logging, connected, explain, ledger_url
 from services.settings import Settings, dump_settings, load_settings
-from services.supervisor import prepare
+
+
+def prepare(settings: Settings) -> RunSpec:
+    """Check what can be checked before anything starts, make the model if it is to be made, and say what the run is.
+
+    Raises:
+        SettingsError: naming what is wrong.
+    """
+    make_environment(settings.environment)
+    for verifier in settings.reward.verifiers:
+        make_verifier(verifier.name, verifier.options)
+    if settings.model.scratch is not None:
+        from trainer.scratch import build_scratch  # imports torch, which nobody here needs otherwise
+
+        build_scratch(settings.model.scratch, settings.model_dir)
+    if not (settings.model_dir / "config.json").is_file():
+        raise SettingsError("no model: set model.path to a Hugging Face directory, or fill in [model.scratch]")
+    source = make_source(settings.prompts)
+    Renderer(settings.model_dir, settings.render).prompt_tokens(source.at(0))
+    bound = settings.bound
+    return RunSpec(
+        run=settings.run.name,
+        fingerprint=source.fingerprint,
+        prompts=source.size,
+        steps=settings.run.steps,
+        bound=bound.bound,
+        max_attempts=bound.max_attempts,
+        drop_share=bound.drop_share,
+        drop_window=bound.drop_window,
+    )
 
 
 async def prepare_run(settings: Settings) -> str:

@@ -15,17 +15,13 @@ from pathlib import Path
 
 from protocol.errors import Refused, SettingsError, TetherError
 from protocol.topics import Role
-from reward.verifiers.registry import make_verifier
-from rollout.environments.registry import make_environment
-from rollout.prompts.registry import make_source
-from rollout.render import Renderer
 from services.children import Child, ServiceSpec
 from services.ledger.audit import Archiver
-from services.ledger.interface import RunSpec
 from services.ledger.ledger import RedisLedger
 from services.ledger.server import EmbeddedServer
 from services.observability.plot import plot_run
 from services.observability.progress import Progress
+from services.prepare import prepare
 from services.process import connected
 from services.settings import Settings, dump_settings
 
@@ -67,36 +63,6 @@ async def run_up(settings: Settings, progress: Progress) -> Outcome:
                 await Archiver(ledger, run_dir).archive_all()
         await asyncio.to_thread(plot_run, run_dir)
     return outcome
-
-
-def prepare(settings: Settings) -> RunSpec:
-    """Check what can be checked before anything starts, make the model if it is to be made, and say what the run is.
-
-    Raises:
-        SettingsError: naming what is wrong.
-    """
-    make_environment(settings.environment)
-    for verifier in settings.reward.verifiers:
-        make_verifier(verifier.name, verifier.options)
-    if settings.model.scratch is not None:
-        from trainer.scratch import build_scratch  # imports torch, which the supervisor does not need otherwise
-
-        build_scratch(settings.model.scratch, settings.model_dir)
-    if not (settings.model_dir / "config.json").is_file():
-        raise SettingsError("no model: set model.path to a Hugging Face directory, or fill in [model.scratch]")
-    source = make_source(settings.prompts)
-    Renderer(settings.model_dir, settings.render).prompt_tokens(source.at(0))
-    bound = settings.bound
-    return RunSpec(
-        run=settings.run.name,
-        fingerprint=source.fingerprint,
-        prompts=source.size,
-        steps=settings.run.steps,
-        bound=bound.bound,
-        max_attempts=bound.max_attempts,
-        drop_share=bound.drop_share,
-        drop_window=bound.drop_window,
-    )
 
 
 def service_specs(settings: Settings, url: str) -> dict[Role, list[ServiceSpec]]:

@@ -13,8 +13,8 @@ from protocol.errors import SettingsError
 from protocol.ids import new_epoch
 from protocol.topics import WEIGHTS, Role
 from services.bus.broadcast import Broadcaster
-from services.children import die_with_parent
 from services.observability.steps import StepLog
+from services.parent import die_with_parent
 from services.process import EXIT_SETTINGS, Process, configure_logging, service_main
 from services.rank_zero import RankZero
 from services.recovery import take_over

@@ -5,19 +5,15 @@ the thread that started it dies. A lock on its directory lives as long as the pr
 """
 
 import asyncio
-import ctypes
 import fcntl
 import importlib.util
 import json
 import os
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -27,6 +23,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, RedisError
 
 from protocol.errors import SettingsError, Unavailable
+from services.parent import tied_to_this_process
 
 START_S = 60.0
 """Longest start; a large append-only file takes a while to load."""
@@ -34,7 +31,6 @@ STOP_S = 20.0
 """After this long a server that does not stop is killed; its file is complete either way."""
 _PORT_TRIES = 5
 _POLL_S = 0.02
-_PR_SET_PDEATHSIG = 1
 _PROGRAMS = ("valkey-server", "redis-server")
 
 
@@ -131,7 +127,7 @@ class EmbeddedServer:
             with open(self.directory / "server.log", "ab") as log:
                 self._process = subprocess.Popen(
                     [binary, "server.conf"], cwd=self.directory, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=(lock,),
-                    start_new_session=True, preexec_fn=_end_with_parent(),
+                    start_new_session=True, preexec_fn=tied_to_this_process(),
                 )  # fmt: skip
         finally:
             os.close(lock)
@@ -185,17 +181,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _end_with_parent() -> Callable[[], None] | None:
-    """What the child runs before exec: ask the kernel for SIGTERM when the parent's thread ends. None where there is no prctl."""
-    if not sys.platform.startswith("linux"):
-        return None
-    prctl, parent = ctypes.CDLL(None, use_errno=True).prctl, os.getpid()
-
-    def before_exec() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # the parent died before the request
-            os._exit(1)
-
-    return before_exec

@@ -20,9 +20,9 @@ from services.ledger.ledger import RedisLedger
 from services.ledger.server import EmbeddedServer
 from services.ledger.verify import AuditResult, verify
 from services.observability.steps import read_steps
+from services.prepare import prepare
 from services.process import Process, connected, opened
 from services.settings import Settings, load_settings
-from services.supervisor import prepare
 
 ROOT = Path(__file__).resolve().parents[2]
 
