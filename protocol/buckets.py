@@ -90,7 +90,7 @@ def check_manifest(manifest: WeightManifest) -> None:
         count = 1
         for n in entry.shape:
             count *= n
-        if count * itemsize != entry.nbytes:
+        if any(n < 0 for n in entry.shape) or count * itemsize != entry.nbytes:
             raise WeightError(f"tensor {entry.name}: {entry.dtype}{list(entry.shape)} is not {entry.nbytes} bytes")
         if not 0 <= entry.bucket < len(manifest.buckets) or entry.offset + entry.nbytes > manifest.buckets[entry.bucket]:
             raise WeightError(f"tensor {entry.name} leaves bucket {entry.bucket}")

@@ -10,9 +10,12 @@ import xxhash
 
 from protocol.errors import ChecksumMismatch, FrameTooLarge, ProtocolError, UnsupportedSchema
 from protocol.messages import AnyMessage
+from protocol.shape import check_shape
 
 SCHEMA = 1
 MAX_FRAME_BYTES = 256 << 20
+SMALL_BYTES = 1 << 20
+"""A payload up to here unfolds to some 40 MiB at worst, whatever it holds; only in larger ones are values counted first."""
 
 Buffer = bytes | bytearray | memoryview
 
@@ -48,8 +51,10 @@ def decode_payload(data: Buffer) -> AnyMessage:
     """The inverse of `encode_payload`.
 
     Raises:
-        ProtocolError: if `data` is not one of our messages.
+        ProtocolError: if `data` is not one of our messages, or unfolds to more than `protocol.shape` allows.
     """
+    if len(data) > SMALL_BYTES:
+        check_shape(data)
     try:
         return _payload_decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -11,7 +11,16 @@ from services.ledger.connection import Connection
 from services.ledger.interface import Lease, LedgerStatus, Peer, RunSpec, StepRecord, Taken
 from services.ledger.keys import Keys
 from services.ledger.limits import ARCHIVE_LIMIT, REQUEST_TTL_MS, check_bound, check_spec
-from services.ledger.records import decode_lease, decode_peer, decode_status, decode_step, decode_taken, encode_counts, encode_peer
+from services.ledger.records import (
+    decode_event,
+    decode_lease,
+    decode_peer,
+    decode_status,
+    decode_step,
+    decode_taken,
+    encode_counts,
+    encode_peer,
+)
 from services.ledger.scripts import script
 
 _READ = 512  # step fields read by one command
@@ -181,7 +190,7 @@ class RedisLedger:
     # -- the event log -----------------------------------------------------------------------------------------------
     async def events(self, after: int, limit: int) -> Sequence[Mapping[str, Any]]:
         entries = await self._connection.command("XRANGE", self.keys.of("events"), f"{after + 1}-0", "+", "COUNT", limit)
-        return [msgspec.json.decode(_event(fields)) for _, fields in entries]
+        return [decode_event(_event(fields)) for _, fields in entries]
 
     async def archived(self, sequence: int) -> None:
         await self._run("archived", sequence)

@@ -1,13 +1,47 @@
-"""What the scripts answer in JSON, as the values of the interface."""
+"""What the scripts answer in JSON, as the values of the interface. What does not fit them is a ProtocolError."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
+from protocol.errors import ProtocolError
 from protocol.lifecycle import GroupState
-from protocol.staleness import Bound, Policy
+from protocol.staleness import Bound
 from services.ledger.interface import Lease, LedgerStatus, Peer, StepRecord, Taken, TakenGroup
+
+T = TypeVar("T")
+
+
+class _Peer(msgspec.Struct):
+    role: str
+    info: dict[str, Any]
+
+
+class _Step(msgspec.Struct):
+    step: int
+    epoch: str
+    digest: int
+    groups: tuple[TakenGroup, ...]
+
+
+class _Status(msgspec.Struct):
+    version: int
+    epoch: str
+    sequence: int
+    bound: Bound
+    steps: int
+    issued: int
+    trained: int
+    dropped: int
+    states: dict[GroupState, int]
+    dropped_by_reason: dict[str, int]
+    wasted_tokens: int
+    halted: str
+    draining: bool
+    engines: dict[str, str]
+    """Engine -> epoch and version, with a space between."""
+    pending: Bound | None = None
 
 
 def encode_counts(counts: Mapping[int, int]) -> dict[str, int]:
@@ -15,32 +49,26 @@ def encode_counts(counts: Mapping[int, int]) -> dict[str, int]:
     return {str(version): n for version, n in counts.items()}
 
 
-def decode_counts(counts: Mapping[str, int]) -> dict[int, int]:
-    """The inverse of `encode_counts`."""
-    return {int(version): n for version, n in counts.items()}
-
-
 def decode_lease(data: bytes) -> Lease:
     """The answer of `lease`."""
-    return msgspec.json.decode(data, type=Lease)
+    return _read(data, Lease)
 
 
 def decode_taken(data: bytes) -> Taken:
     """The answer of `take`."""
-    answer = msgspec.json.decode(data)
-    return Taken(answer["step"], _groups(answer["groups"]), tuple(answer.get("dropped") or ()))
+    return _read(data, Taken)
 
 
 def decode_step(data: bytes) -> StepRecord:
     """A committed step as `commit` stores it."""
-    record = msgspec.json.decode(data)
-    return StepRecord(record["step"], record["epoch"], int(record["digest"]), _groups(record["groups"]))
+    record = _read(data, _Step)
+    return StepRecord(record.step, record.epoch, record.digest, record.groups)
 
 
 def decode_peer(incarnation: bytes, data: bytes) -> Peer:
     """A pair of the answer of `peers`."""
-    record = msgspec.json.decode(data)
-    return Peer(record["role"], incarnation.decode(), record["info"])
+    record = _read(data, _Peer)
+    return Peer(record.role, incarnation.decode(errors="replace"), record.info)
 
 
 def encode_peer(peer: Peer) -> bytes:
@@ -48,39 +76,29 @@ def encode_peer(peer: Peer) -> bytes:
     return msgspec.json.encode({"role": peer.role, "info": dict(peer.info)})
 
 
-def decode_bound(values: Mapping[str, Any]) -> Bound:
-    """A bound as scripts and events write it."""
-    return Bound(values["max_staleness"], values["groups_per_step"], Policy(values["policy"]))
-
-
 def decode_status(data: bytes) -> LedgerStatus:
     """The answer of `status` and `claim`."""
-    values = msgspec.json.decode(data)
-    engines = {}
-    for engine, served in values["engines"].items():
-        epoch, _, version = served.rpartition(" ")
-        engines[engine] = (epoch, int(version))
-    pending = values.get("pending")
-    return LedgerStatus(
-        version=values["version"],
-        epoch=values["epoch"],
-        sequence=values["sequence"],
-        bound=decode_bound(values["bound"]),
-        pending=decode_bound(pending) if pending else None,
-        steps=values["steps"],
-        issued=values["issued"],
-        trained=values["trained"],
-        dropped=values["dropped"],
-        states={GroupState(state): n for state, n in values["states"].items()},
-        dropped_by_reason={reason: int(n) for reason, n in values["dropped_by_reason"].items()},
-        wasted_tokens=values["wasted_tokens"],
-        halted=values["halted"],
-        draining=values["draining"],
-        engines=engines,
-    )
+    record = _read(data, _Status)
+    values = {name: getattr(record, name) for name in _Status.__struct_fields__}
+    return LedgerStatus(**{**values, "engines": {engine: _served(text) for engine, text in record.engines.items()}})
 
 
-def _groups(values: list[dict[str, Any]]) -> tuple[TakenGroup, ...]:
-    return tuple(
-        TakenGroup(v["group"], v["token"], v["deadline"], v["max_staleness"], v["version"], decode_counts(v["counts"])) for v in values
-    )
+def decode_event(data: bytes) -> dict[str, Any]:
+    """One event of the log."""
+    return _read(data, dict[str, Any])
+
+
+def _served(text: str) -> tuple[str, int]:
+    epoch, _, version = text.rpartition(" ")
+    try:
+        return epoch, int(version)
+    except ValueError:
+        raise ProtocolError(f"ledger record: an engine serves {text[:80]!r}, not an epoch and a version") from None
+
+
+def _read(data: bytes, kind: type[T]) -> T:
+    """`data` as `kind`. Lua writes whole numbers as it likes (1e+15, or text where they came from a hash): they are taken as numbers."""
+    try:
+        return msgspec.json.decode(data, type=kind, strict=False)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"ledger record: {error}") from error
