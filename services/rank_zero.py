@@ -1,7 +1,7 @@
 """Rank 0 of the trainer: the model's parts on all ranks behind one handle, and everything a step needs beside it."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,9 @@ from protocol.messages import WeightManifest
 from services.bus.broadcast import Broadcaster
 from services.ledger.interface import Taken
 from services.process import Process
+from services.settings import Settings
 from trainer.algorithms.base import Algorithm
+from trainer.archive import Archive
 from trainer.backend import Backend, StepStats
 from trainer.checkpoint import Checkpoints
 from trainer.export import save_hf
@@ -24,8 +26,7 @@ from trainer.ranks import (
     SaveCommand,
     TrainCommand,
     announce,
-    open_batch,
-    run_step,
+    lead_step,
     save_part,
 )
 from trainer.spool import Spool
@@ -43,6 +44,7 @@ class RankZero:
     backend: Backend
     algorithm: Algorithm
     spool: Spool
+    archive: Archive
     sender: Sender
     checkpoints: Checkpoints
     caster: Broadcaster
@@ -60,23 +62,12 @@ class RankZero:
         Raises:
             LookupError: if the spool does not hold a group.
         """
-        settings = self.process.settings
         records = self.spool.get_many([(group.group, group.token) for group in taken.groups])
-        return TrainCommand(
-            step=taken.step,
-            records=records,
-            bounds=[group.max_staleness for group in taken.groups],
-            mask_late=mask_late,
-            temperature=settings.sampling.temperature or 1.0,
-            recompute_logprobs=settings.trainer.recompute_logprobs,
-            reference_logprobs=settings.algorithm.kl_coef > 0,
-        )
+        return train_command(self.process.settings, taken, records, mask_late=mask_late)
 
     def train(self, command: TrainCommand) -> tuple[BuiltBatch, StepStats]:
         """One optimizer step on every rank (compute thread)."""
-        built = open_batch(command, self.algorithm)
-        announce(command)
-        return built, run_step(self.backend, built.batch, command)
+        return lead_step(self.backend, self.algorithm, command)
 
     def publish(self, version: int) -> WeightManifest:
         """Export on every rank and make the version available (compute thread)."""
@@ -107,3 +98,16 @@ class RankZero:
         """Keep the reference model on every rank (compute thread)."""
         announce(KeepReferenceCommand())
         self.backend.keep_reference()
+
+
+def train_command(settings: Settings, taken: Taken, records: Sequence[bytes], *, mask_late: bool = True) -> TrainCommand:
+    """The command that trains on a batch whose records, in the order of its groups, are at hand."""
+    return TrainCommand(
+        step=taken.step,
+        records=list(records),
+        bounds=[group.max_staleness for group in taken.groups],
+        mask_late=mask_late,
+        temperature=settings.sampling.temperature or 1.0,
+        recompute_logprobs=settings.trainer.recompute_logprobs,
+        reference_logprobs=settings.algorithm.kl_coef > 0,
+    )

@@ -243,6 +243,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "optimizer.lr": (0, 1e3),
     "trainer.micro_batch_size": (1, 1e6),
     "trainer.checkpoint_every": (1, 1e9),
+    "trainer.archive_mb": (0, 1e9),
     "parallel.tensor_model_parallel_size": (1, 4096),
     "parallel.pipeline_model_parallel_size": (1, 4096),
     "parallel.data_parallel_size": (1, 4096),

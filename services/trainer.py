@@ -21,6 +21,7 @@ from services.recovery import take_over
 from services.settings import Settings, load_settings
 from services.training import TrainLoop
 from trainer.algorithms.registry import make_algorithm
+from trainer.archive import Archive
 from trainer.backend import Backend
 from trainer.checkpoint import Checkpoints
 from trainer.ranks import ExitCommand, announce, follow
@@ -56,6 +57,7 @@ async def serve(process: Process) -> None:
             backend=backend,
             algorithm=make_algorithm(settings.algorithm),
             spool=Spool(run_dir / "spool.sqlite"),
+            archive=Archive(run_dir / "archive", settings.trainer.archive_mb),
             sender=make_sender(settings.weights, run=process.run, run_dir=run_dir),
             checkpoints=Checkpoints(run_dir / "checkpoints", keep=settings.trainer.keep_checkpoints),
             caster=caster,

@@ -18,11 +18,12 @@ from protocol.ids import new_epoch
 from protocol.messages import Action, Control, StepReport, WeightApplied, WeightFailed, WeightManifest
 from protocol.staleness import Policy
 from protocol.topics import Role
-from services.ledger.interface import LedgerStatus, Peer, Taken
+from services.ledger.interface import LedgerStatus, Peer, StepRecord, Taken
 from services.observability.busy import BusyShare
 from services.observability.steps import StepLog
 from services.rank_zero import RankZero
 from trainer.backend import StepStats
+from trainer.batch import batch_digest
 from trainer.packing import BuiltBatch
 from trainer.ranks import IdleCommand, announce
 from trainer.spool import JournalEntry, MissingRecord
@@ -118,7 +119,8 @@ class TrainLoop:
         manifest = await rank.on_compute(rank.publish, taken.step + 1)
         done = time.monotonic()
         times = StepTimes(waited_s, publish_began - train_began, done - publish_began)
-        report = self._report(taken, built, stats, times, await ledger.status(), await ledger.peers(Role.ROLLOUT))
+        digest = await asyncio.to_thread(batch_digest, built.batch)
+        report = self._report(taken, built, stats, times, await ledger.status(), await ledger.peers(Role.ROLLOUT), digest)
         version = await ledger.commit(
             rank.epoch,
             taken.step,
@@ -169,19 +171,32 @@ class TrainLoop:
         await rank.on_compute(rank.save, status.version, self._manifest.digest, status.sequence)
         await rank.on_compute(self._export, status.version)
         oldest = rank.checkpoints.complete()[0].version  # all that are kept can still be gone back to
-        covered = [
-            (group.group, group.token)
-            for record in await self._process.ledger.step_records(0)
-            if record.step < oldest
-            for group in record.groups
-        ]
+        covered = [record for record in await self._process.ledger.step_records(0) if record.step < oldest]
+        try:
+            await asyncio.to_thread(self._archive, covered)
+        except TetherError as error:  # ledger and spool keep the steps; the next checkpoint tries again
+            log.error("archive.failed error=%s", error)
+            return
         await self._process.ledger.checkpointed(oldest)
         try:
-            await asyncio.to_thread(rank.spool.forget, covered)
+            await asyncio.to_thread(rank.spool.forget, [(group.group, group.token) for record in covered for group in record.groups])
         except TetherError as error:
             log.warning("spool.forget_failed error=%s", error)
         self._process.metrics.seconds.labels("checkpoint").observe(time.monotonic() - began)
         log.info("checkpoint.done version=%d seconds=%.2f", status.version, time.monotonic() - began)
+
+    def _archive(self, covered: Sequence[StepRecord]) -> None:
+        """Move the records of steps to the archive before the spool forgets them."""
+        spool, archive = self._rank.spool, self._rank.archive
+        for record in covered:
+            keys = [(group.group, group.token) for group in record.groups]
+            try:
+                payloads = spool.get_many(keys)
+            except MissingRecord as missing:  # forgotten in an earlier life that ended before the ledger knew
+                log.warning("archive.missing step=%d error=%s", record.step, missing)
+                continue
+            archive.put(record.step, [(group, token, payload) for (group, token), payload in zip(keys, payloads, strict=True)])
+        archive.make_room()
 
     def _export(self, version: int) -> None:
         """Write the model for people and `tether eval`, and remove exports that are older than the checkpoints kept (compute thread)."""
@@ -193,7 +208,14 @@ class TrainLoop:
             shutil.rmtree(old, ignore_errors=True)
 
     def _report(
-        self, taken: Taken, built: BuiltBatch, stats: StepStats, times: StepTimes, status: LedgerStatus, engines: Sequence[Peer]
+        self,
+        taken: Taken,
+        built: BuiltBatch,
+        stats: StepStats,
+        times: StepTimes,
+        status: LedgerStatus,
+        engines: Sequence[Peer],
+        digest: str,
     ) -> StepReport:
         batch = built.stats
         dropped = status.dropped - self._dropped[0]
@@ -229,4 +251,5 @@ class TrainLoop:
             skipped=stats.skipped,
             time=time.time(),
             engine_busy=self._busy.since_last({peer.incarnation: peer.info.get("busy_s", 0.0) for peer in engines}),
+            batch_digest=digest,
         )

@@ -3,9 +3,11 @@
 Shapes: N samples, L tokens of the longest sequence (prompt and response), padded on the right.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
+import xxhash
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,3 +40,21 @@ class Batch:
     """float32 [N, L]: recomputed by the trainer before the step (decoupled objective)."""
     reference_logprobs: torch.Tensor | None = None
     """float32 [N, L]: under the initial model, for the KL term."""
+
+
+def batch_digest(batch: Batch) -> str:
+    """xxh3-128 (32 hex digits) over a batch: every number and every tensor with its name, dtype, shape and bytes, in order.
+
+    Log-probabilities that the trainer computes itself are left out, so a batch has one digest, whoever builds it from the same records.
+    """
+    state = xxhash.xxh3_128()
+    for field in dataclasses.fields(batch):
+        if field.name in ("proximal_logprobs", "reference_logprobs"):
+            continue
+        value = getattr(batch, field.name)
+        if isinstance(value, torch.Tensor):
+            state.update(f"{field.name} {value.dtype} {list(value.shape)}\n".encode())
+            state.update(value.contiguous().numpy().data)
+        else:
+            state.update(f"{field.name} {value!r}\n".encode())
+    return state.hexdigest()

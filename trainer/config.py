@@ -52,6 +52,8 @@ class TrainerConfig:
     checkpoint_every: int = 20
     """Steps between checkpoints; the last step always makes one."""
     keep_checkpoints: int = 2
+    archive_mb: int = 4096
+    """Room for the records of steps that checkpoints cover, for `tether replay`; the oldest go first. 0 keeps none."""
     recompute_logprobs: bool = False
     """Compute the proximal log-probabilities with the trainer before each step (decoupled objective)."""
     seed: int = 0

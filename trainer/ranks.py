@@ -128,6 +128,13 @@ def run_step(backend: Backend, batch: Batch, command: TrainCommand) -> StepStats
     return backend.train_step(batch)
 
 
+def lead_step(backend: Backend, algorithm: Algorithm, command: TrainCommand) -> tuple[BuiltBatch, StepStats]:
+    """Rank 0's side of a step: build the batch (nothing has happened yet if that raises), have the other ranks join in, and step."""
+    built = open_batch(command, algorithm)
+    announce(command)
+    return built, run_step(backend, built.batch, command)
+
+
 def save_part(backend: Backend, directory: Path) -> None:
     """Write this rank's part of a checkpoint, and wait until every rank has."""
     backend.save(directory)

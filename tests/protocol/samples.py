@@ -55,7 +55,15 @@ SAMPLES: dict[str, AnyMessage] = {
     ),
     "score_failure": ScoreFailure(group=7, token="0123456789abcdef", verifier="math", error="timeout", scorer="reward.0.1"),
     "step_report": StepReport(
-        step=3, version=4, epoch="e1", reward_mean=0.5, lag_histogram={0: 10, 1: 2}, trained_tokens=12, skipped="", time=1.5
+        step=3,
+        version=4,
+        epoch="e1",
+        reward_mean=0.5,
+        lag_histogram={0: 10, 1: 2},
+        trained_tokens=12,
+        skipped="",
+        time=1.5,
+        batch_digest="00112233445566778899aabbccddeeff",
     ),
     "weight_manifest": WeightManifest(
         epoch="e1",
