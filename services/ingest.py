@@ -118,7 +118,7 @@ def check_scored(message: ScoredRollout, version: int) -> dict[int, int]:
 async def _accept(process: Process, receiver: Receiver, delivery: Delivery, message: ScoredRollout, counts: dict[int, int]) -> bool:
     rollout = message.rollout
     try:
-        await process.ledger.accept(rollout.group, rollout.token, counts)
+        await process.ledger.accept(rollout.group, rollout.token, counts, round(float(message.rewards.numpy().mean()), 6))
     except Refused as refusal:
         process.metrics.count(f"accept.refused.{refusal.reason}")
         receiver.refuse(delivery, str(refusal))

@@ -12,10 +12,11 @@ Every script appends one event per state change; `seq` counts up without gaps fr
 | expire | group | the lease has run out and gives up its place in rule F |
 | extend | group, token | an expired lease has its place again (extending a live one is no event) |
 | release | group, token, reason | LEASED -> WAITING |
-| accept | group, token, counts {version: tokens} | LEASED -> SCORED |
+| accept | group, token, counts {version: tokens}, reward (mean over its samples, if it was said) | LEASED -> SCORED |
 | lost | group, token | SCORED -> WAITING |
 | drop | group, token, from (state), reason, detail, wasted_tokens | WAITING, LEASED or SCORED -> DROPPED |
-| halt | reason | leasing has stopped for good |
+| halt | reason | leasing has stopped: too many drops for that reason |
+| unhalt | reason | leases are granted again, and drops are counted from here |
 | claim | epoch, untaken [group] | a new trainer; TAKEN -> SCORED |
 | resume | epoch, version, digest, continued, waiting [group] | the branch goes on, or a rewind: those groups -> WAITING |
 | take | epoch, step, groups [group] | SCORED -> TAKEN |

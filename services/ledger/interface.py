@@ -116,7 +116,7 @@ class LedgerStatus:
     wasted_tokens: int
     """Sampled tokens of dropped groups, as far as they were reported."""
     halted: str = ""
-    """Why leasing has stopped for good; empty while the run is on."""
+    """Why leasing has stopped until `drain(False)`; empty while the run is on."""
     draining: bool = False
     engines: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     """Engine incarnation -> (epoch, version) that it last acknowledged."""
@@ -166,8 +166,8 @@ class Ledger(Protocol):
     async def release(self, group: int, token: str, reason: str) -> None:
         """Hand a group back, to be leased again (it keeps its attempt count). Refuses NOT_HELD, WRONG_STATE."""
 
-    async def accept(self, group: int, token: str, counts: Mapping[int, int]) -> None:
-        """The spool holds the group's record. `counts`: sampled tokens per version.
+    async def accept(self, group: int, token: str, counts: Mapping[int, int], reward: float | None = None) -> None:
+        """The spool holds the group's record. `counts`: sampled tokens per version; `reward`: mean over its samples, for the event log.
 
         Accepting the same token again succeeds. Refuses NOT_HELD, UNKNOWN_GROUP, WRONG_STATE; BOUND if the lease had expired and
         rule F leaves no room for the group any more."""
@@ -196,7 +196,7 @@ class Ledger(Protocol):
 
         Refuses NOT_ENOUGH, STRAGGLER (`detail` is the group), STALE_EPOCH, WRONG_STATE before `resume`, DONE after the last step,
         EXHAUSTED if nothing is left to take. A short batch only if no more groups can come: the prompts have run out and nothing is
-        LEASED or WAITING, or a pending bound stops leasing and no live lease is left. Groups dropped on the way stay dropped after a
+        LEASED or WAITING, or a pending bound or a drain stops leasing and no live lease is left. Groups dropped on the way stay dropped after a
         refusal; the next batch reports them."""
 
     async def commit(
@@ -227,7 +227,7 @@ class Ledger(Protocol):
         """Ask for a change. Returns None if it is in force, else the bound that is pending."""
 
     async def drain(self, on: bool = True) -> None:
-        """Stop granting leases, or grant them again."""
+        """Stop granting leases, or grant them again; the latter also lets a halted run go on, with no drop counted against it."""
 
     # -- the event log -----------------------------------------------------------------------------------------------
     async def events(self, after: int, limit: int) -> Sequence[Mapping[str, Any]]:

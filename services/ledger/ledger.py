@@ -124,8 +124,8 @@ class RedisLedger:
     async def release(self, group: int, token: str, reason: str) -> None:
         await self._run("release", group, token, reason)
 
-    async def accept(self, group: int, token: str, counts: Mapping[int, int]) -> None:
-        await self._run("accept", group, token, msgspec.json.encode(encode_counts(counts)))
+    async def accept(self, group: int, token: str, counts: Mapping[int, int], reward: float | None = None) -> None:
+        await self._run("accept", group, token, msgspec.json.encode(encode_counts(counts)), "" if reward is None else reward)
 
     async def lost(self, group: int, token: str) -> None:
         await self._run("lost", group, token)

@@ -182,7 +182,7 @@ class MemoryLedger:
         book.append(event.value, group=group, token=token, **values)
         book.apply_pending()
 
-    async def accept(self, group: int, token: str, counts: Mapping[int, int]) -> None:
+    async def accept(self, group: int, token: str, counts: Mapping[int, int], reward: float | None = None) -> None:
         book = self.book
         found = book.held(group, token, forgotten=Reason.DUPLICATE)
         if found.state in (_S.SCORED, _S.TAKEN, _S.TRAINED):
@@ -192,7 +192,7 @@ class MemoryLedger:
             self._readmit(book, found)
         book.move(found, Event.ACCEPT)
         found.counts = dict(counts)
-        book.append("accept", group=group, token=token, counts=encode_counts(counts))
+        book.append("accept", group=group, token=token, counts=encode_counts(counts), **({} if reward is None else {"reward": reward}))
 
     async def lost(self, group: int, token: str) -> None:
         self._hand_back(group, token, Event.LOST, "lost")
@@ -266,9 +266,14 @@ class MemoryLedger:
         return wanted
 
     async def drain(self, on: bool = True) -> None:
-        if self.book.draining != on:
-            self.book.draining = on
-            self.book.append("drain", on=on)
+        book = self.book
+        if book.halted and not on:
+            book.append("unhalt", reason=book.halted)
+            book.halted = ""
+            book.outcomes.clear()
+        if book.draining != on:
+            book.draining = on
+            book.append("drain", on=on)
 
     # -- the event log -----------------------------------------------------------------------------------------------
     async def events(self, after: int, limit: int) -> Sequence[Mapping[str, Any]]:

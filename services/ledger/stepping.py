@@ -83,6 +83,8 @@ def take(book: Book, epoch: str) -> Taken:
         raise Refused(Reason.WRONG_STATE, f"epoch {epoch} has not resumed")
     if book.version >= book.spec.steps:
         raise Refused(Reason.DONE, f"{book.spec.steps} steps")
+    if book.draining:
+        book.reap()
     book.apply_pending()
     if book.bound.policy is Policy.MASK:
         _drop_stale(book)
@@ -113,7 +115,7 @@ def _choose(book: Book) -> list[Group]:
     """The scored groups to take: B, or all there are if no more can come."""
     scored, wanted = book.scored(), book.bound.groups_per_step
     if len(scored) < wanted:
-        blocked = book.pending is not None and not book.live()
+        blocked = (book.pending is not None or book.draining) and not book.live()
         ended = book.exhausted() and not book.of(_S.LEASED, _S.WAITING)
         if not (blocked or ended):
             raise Refused(Reason.NOT_ENOUGH, f"{len(scored)} of {wanted} groups are scored")

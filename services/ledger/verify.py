@@ -114,7 +114,7 @@ class _Replay:
         self.now = f"seq {self.seq} ({(kind := event.get('event'))})"
         handler: Callable[[Mapping[str, Any]], None] | None = getattr(self, f"on_{kind}", None)
         if handler is None:
-            if kind not in ("steps", "halt", "publish", "bound_pending", "drain"):
+            if kind not in ("steps", "halt", "unhalt", "publish", "bound_pending", "drain"):
                 self.wrong("unknown event")
             return
         try:

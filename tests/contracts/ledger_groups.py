@@ -23,6 +23,14 @@ class GroupContract:
         assert status.issued == 4
         assert status.states[GroupState.LEASED] == 4
 
+    async def test_the_log_tells_the_reward_of_a_group_that_has_one(self, driver: Driver) -> None:
+        await driver.begin()
+        for reward in (0.333333, 1.0, -2.5, None):
+            lease = await driver.lease()
+            await driver.ledger.accept(lease.group, lease.token, {0: 1}, reward)
+        accepts = [event for event in await driver.ledger.events(0, 100) if event["event"] == "accept"]
+        assert [event.get("reward") for event in accepts] == [0.333333, 1.0, -2.5, None]
+
     async def test_lease_repeated_with_the_same_request_is_the_same(self, driver: Driver) -> None:
         await driver.begin()
         lease = await driver.lease(request="again")

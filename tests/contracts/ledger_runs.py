@@ -71,6 +71,45 @@ class RunContract:
         await driver.ledger.drain(False)
         assert (await driver.lease()).group == lease.group + 1
 
+    async def test_a_drained_run_trains_what_is_left_in_a_short_step(self, driver: Driver) -> None:
+        await driver.begin(E=1, B=4)
+        await driver.scored(1)
+        held, gone, handed_back = [await driver.lease() for _ in range(3)]
+        await driver.ledger.drain()
+        await driver.refused(Reason.NOT_ENOUGH, driver.ledger.take("e1"))
+        await driver.ledger.release(handed_back.group, handed_back.token, "drain")
+        await driver.ledger.accept(held.group, held.token, {0: 1})
+        await driver.refused(Reason.NOT_ENOUGH, driver.ledger.take("e1"))
+        driver.rig.expire(gone.group)
+        taken = await driver.ledger.take("e1")
+        assert [group.group for group in taken.groups] == [0, held.group]
+        assert await driver.commit(taken) == 1
+        await driver.refused(Reason.EXHAUSTED, driver.ledger.take("e1"))
+        await driver.ledger.drain(False)
+        await driver.refused(Reason.NOT_ENOUGH, driver.ledger.take("e1"))
+        events = list(await driver.ledger.events(0, 1000))
+        assert verify_events(events).violations == []
+
+    async def test_a_halted_run_goes_on_once_leases_are_granted_again(self, driver: Driver) -> None:
+        await driver.begin(B=4, drop_window=2, drop_share=1.0)
+        for _ in range(2):
+            lease = await driver.lease()
+            await driver.ledger.drop(lease.group, lease.token, "reward")
+        await driver.refused(Reason.HALTED, driver.lease())
+        await driver.ledger.drain()
+        assert (await driver.ledger.status()).halted == "reward"
+        await driver.ledger.drain(False)
+        await driver.ledger.drain(False)
+        status = await driver.ledger.status()
+        assert (status.halted, status.draining) == ("", False)
+        lease = await driver.lease()
+        await driver.ledger.drop(lease.group, lease.token, "reward")
+        await driver.lease()  # one drop alone does not fill the window again
+        events = list(await driver.ledger.events(0, 1000))
+        told = [(event["event"], event.get("reason")) for event in events if event["event"] in ("halt", "unhalt", "drain")]
+        assert told == [("halt", "reward"), ("drain", None), ("unhalt", "reward"), ("drain", None)]
+        assert verify_events(events).violations == []
+
     async def test_engines_only_move_forward(self, driver: Driver) -> None:
         await driver.begin(B=1)
         await driver.step(1)

@@ -1,5 +1,5 @@
 -- LEASED -> SCORED, by the ingest once the record is on disk. An expired lease is admitted again under rule F.
--- ARGV: 1 group, 2 token, 3 JSON {version: sampled tokens}
+-- ARGV: 1 group, 2 token, 3 JSON {version: sampled tokens}, 4 mean reward, for the event; may be empty
 -- Returns nothing; accepting the same token again succeeds.
 -- Refuses no_run, unknown_group, duplicate (finished and forgotten), not_held, wrong_state (dropped), bound.
 local absent = no_run()
@@ -21,5 +21,5 @@ for version, n in pairs(group.counts) do
   if n > 0 then group.newest = math.max(group.newest, tonumber(version)) end
 end
 move(id, group, 'scored')
-append('accept', {group = tonumber(id), token = ARGV[2], counts = group.counts})
+append('accept', {group = tonumber(id), token = ARGV[2], counts = group.counts, reward = tonumber(ARGV[4])})
 return {'ok'}

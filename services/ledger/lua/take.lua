@@ -1,7 +1,7 @@
 -- SCORED -> TAKEN for the batch of the next step: B groups, earliest deadline first; fewer only if no more can come.
 -- ARGV: 1 epoch
 -- Returns: JSON {step, groups: [{group, token, deadline, max_staleness, version, counts}], dropped: [group]}; again the same while
--- the step runs. No lease is reaped here.
+-- the step runs. Leases are reaped only while the run drains: then nobody may ask for one, who would do it.
 -- Refuses no_run, stale_epoch, wrong_state (before resume), done, exhausted, not_enough, straggler (detail: the group). Groups
 -- dropped on the way (`stale`, `straggler`) stay dropped after a refusal, and the next batch reports them.
 local absent = no_run() or fenced(ARGV[1])
@@ -9,6 +9,7 @@ if absent then return absent end
 if R.running >= 0 then return {'ok', redis.call('GET', K.batch)} end
 if R.resumed ~= ARGV[1] then return refuse('wrong_state', 'epoch ' .. ARGV[1] .. ' has not resumed') end
 if R.version >= R.steps then return refuse('done', R.steps .. ' steps') end
+if R.draining == 1 then reap() end
 apply_pending()
 
 local function give_up(id, reason)
@@ -21,7 +22,7 @@ end
 
 local scored, live, B = redis.call('ZCARD', K.scored), redis.call('ZCARD', K.live), R.groups_per_step
 if scored < B then
-  local blocked = R.pending == 1 and live == 0 -- no lease is granted, and nothing that is out keeps a place
+  local blocked = (R.pending == 1 or R.draining == 1) and live == 0 -- no lease is granted, and nothing that is out keeps a place
   local ended = R.prompts >= 0 and R.issued >= R.prompts
     and live + redis.call('ZCARD', K.expired) + redis.call('ZCARD', K.waiting) == 0
   if not (blocked or ended) then return refuse('not_enough', scored .. ' of ' .. B .. ' groups are scored') end
