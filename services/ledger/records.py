@@ -7,7 +7,7 @@ import msgspec
 
 from protocol.errors import ProtocolError
 from protocol.lifecycle import GroupState
-from protocol.staleness import Bound
+from protocol.staleness import Bound, Policy
 from services.ledger.interface import Lease, LedgerStatus, Peer, StepRecord, Taken, TakenGroup
 
 T = TypeVar("T")
@@ -49,6 +49,16 @@ def encode_counts(counts: Mapping[int, int]) -> dict[str, int]:
     return {str(version): n for version, n in counts.items()}
 
 
+def decode_counts(counts: Mapping[str, int]) -> dict[int, int]:
+    """The inverse of `encode_counts`."""
+    return {int(version): n for version, n in counts.items()}
+
+
+def decode_bound(values: Mapping[str, Any]) -> Bound:
+    """A bound as events write it."""
+    return Bound(values["max_staleness"], values["groups_per_step"], Policy(values["policy"]))
+
+
 def decode_lease(data: bytes) -> Lease:
     """The answer of `lease`."""
     return _read(data, Lease)
@@ -74,6 +84,22 @@ def decode_peer(incarnation: bytes, data: bytes) -> Peer:
 def encode_peer(peer: Peer) -> bytes:
     """What `register` stores."""
     return msgspec.json.encode({"role": peer.role, "info": dict(peer.info)})
+
+
+def encode_endpoints(peer: Peer) -> bytes:
+    """What `register` stores of where a process serves which topic; empty if it serves none."""
+    endpoints = peer.info.get("endpoints")
+    return msgspec.json.encode(endpoints, order="sorted") if endpoints else b""
+
+
+def decode_endpoints(data: Mapping[bytes, bytes]) -> dict[str, dict[str, str]]:
+    """The hash `endpoints`, as topic -> incarnation -> endpoint. The field without a name is no process."""
+    topics: dict[str, dict[str, str]] = {}
+    for incarnation, served in data.items():
+        if incarnation:
+            for topic, endpoint in _read(served, dict[str, str]).items():
+                topics.setdefault(topic, {})[incarnation.decode(errors="replace")] = endpoint
+    return topics
 
 
 def decode_status(data: bytes) -> LedgerStatus:
