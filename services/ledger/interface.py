@@ -196,8 +196,8 @@ class Ledger(Protocol):
 
         Refuses NOT_ENOUGH, STRAGGLER (`detail` is the group), STALE_EPOCH, WRONG_STATE before `resume`, DONE after the last step,
         EXHAUSTED if nothing is left to take. A short batch only if no more groups can come: the prompts have run out and nothing is
-        LEASED or WAITING, or a pending bound or a drain stops leasing and no live lease is left. Groups dropped on the way stay dropped after a
-        refusal; the next batch reports them."""
+        LEASED or WAITING, or a pending bound or a drain stops leasing and no live lease is left. Groups dropped on the way stay
+        dropped after a refusal; the next batch reports them."""
 
     async def commit(
         self, epoch: str, step: int, trained: Mapping[int, Mapping[int, int]], *, digest: int, report: bytes, manifest: bytes
