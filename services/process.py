@@ -95,9 +95,7 @@ class Process:
 
     async def discover(self, topic: str) -> Mapping[str, str]:
         """Endpoints that serve `topic`: incarnation -> endpoint."""
-        return {
-            peer.incarnation: peer.info["endpoints"][topic] for peer in await self.ledger.peers() if topic in peer.info.get("endpoints", {})
-        }
+        return await self.ledger.endpoints(topic)
 
     async def stopped_within(self, seconds: float) -> bool:
         """Wait until the process is to stop, at most `seconds`."""

@@ -58,7 +58,7 @@ class WeightUpdater:
     async def poll_loop(self) -> None:
         """Ask the ledger for the current manifest: at the start, and in case a message was lost."""
         while True:
-            data = await self._process.ledger.manifest()
+            data = None if await self._is_current() else await self._process.ledger.manifest()
             if data is not None:
                 try:
                     message = decode_payload(data)
@@ -106,6 +106,13 @@ class WeightUpdater:
         if newer:
             self._wanted = manifest
             self._changed.set()
+
+    async def _is_current(self) -> bool:
+        """Whether the engine serves what the run stands at; a manifest is large, and most of the time nothing is new."""
+        with contextlib.suppress(Refused):
+            head = await self._process.ledger.head()
+            return (head.epoch, head.version) == (self._engine.served.epoch, self._engine.served.version)
+        return False
 
     def _serves(self, manifest: WeightManifest) -> bool:
         served = self._engine.served

@@ -130,6 +130,17 @@ class LedgerStatus:
         return self.version >= self.steps
 
 
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Where a run stands, without what grows with the number of engines."""
+
+    epoch: str
+    """That of the last claim; empty before the first."""
+    version: int
+    sequence: int
+    """Number of the last event."""
+
+
 class Ledger(Protocol):
     """See the module docstring. Times are milliseconds of the ledger's own clock."""
 
@@ -139,6 +150,9 @@ class Ledger(Protocol):
     async def status(self) -> LedgerStatus:
         """Refuses NO_RUN."""
 
+    async def head(self) -> Head:
+        """Cheap to ask again and again. Refuses NO_RUN."""
+
     # -- engines and processes ---------------------------------------------------------------------------------------
     async def register(self, peer: Peer, ttl_ms: int) -> None:
         """Say that a process lives; to be repeated before `ttl_ms` is over."""
@@ -147,6 +161,10 @@ class Ledger(Protocol):
 
     async def peers(self, role: str | None = None) -> Sequence[Peer]:
         """Processes whose time-to-live is not over."""
+
+    async def endpoints(self, topic: str) -> Mapping[str, str]:
+        """Endpoints by incarnation of the processes that said in their `info["endpoints"]` that they serve `topic`. Cheap to ask again
+        and again. One whose time is over may be named until another process registers."""
 
     async def applied(self, engine: str, epoch: str, version: int) -> None:
         """Record that an engine serves (epoch, version). Refuses STALE_EPOCH if `epoch` is off the current branch,

@@ -25,6 +25,7 @@
 | `engines` | hash | engine incarnation -> "epoch version" last acknowledged |
 | `peers` | zset | process incarnations by the time at which they are taken for dead (ms) |
 | `peer_info` | hash | incarnation -> JSON of role and info |
+| `endpoints` | hash | incarnation -> JSON {topic: endpoint} of processes that serve one; the field without a name counts the changes |
 | `events` | stream | the event log; id `SEQ-0`, one field `e` with the JSON of the event |
 | `request:ID` | string | JSON of the lease granted to request ID; expires |
 
@@ -33,7 +34,7 @@ Group ids are zero-padded to 12 digits wherever they are members or fields, so t
 
 NAMES = (
     "run", "lineage", "epochs", "groups", "waiting", "leases", "live", "expired", "scored", "fresh", "taken", "trained", "dropped",
-    "reasons", "outcomes", "batch", "gone", "steps", "reports", "manifest", "engines", "peers", "peer_info", "events",
+    "reasons", "outcomes", "batch", "gone", "steps", "reports", "manifest", "engines", "peers", "peer_info", "endpoints", "events",
 )  # fmt: skip
 """Keys in the order in which every script gets them as KEYS; `lua/_shared.lua` gives them the same names."""
 

@@ -5,13 +5,15 @@ from typing import Any, Self
 
 import msgspec
 
+from protocol.errors import Reason, Refused
 from protocol.ids import checked_run_id, new_token
 from protocol.staleness import Bound, Policy
 from services.ledger.connection import Connection
-from services.ledger.interface import Lease, LedgerStatus, Peer, RunSpec, StepRecord, Taken
+from services.ledger.interface import Head, Lease, LedgerStatus, Peer, RunSpec, StepRecord, Taken
 from services.ledger.keys import Keys
 from services.ledger.limits import ARCHIVE_LIMIT, REQUEST_TTL_MS, check_bound, check_spec
 from services.ledger.records import (
+    decode_endpoints,
     decode_event,
     decode_lease,
     decode_peer,
@@ -19,6 +21,7 @@ from services.ledger.records import (
     decode_step,
     decode_taken,
     encode_counts,
+    encode_endpoints,
     encode_peer,
 )
 from services.ledger.scripts import script
@@ -49,6 +52,8 @@ class RedisLedger:
         self._connection = connection
         self._archive_limit = archive_limit
         self._tokens = tokens
+        self._endpoints: tuple[bytes | None, dict[str, dict[str, str]]] = (None, {})
+        """Count of changes in the registry, and topic -> incarnation -> endpoint as it was then."""
 
     @classmethod
     async def connect(
@@ -98,9 +103,15 @@ class RedisLedger:
     async def status(self) -> LedgerStatus:
         return decode_status((await self._run("status"))[0])
 
+    async def head(self) -> Head:
+        fields = await self._connection.command("HMGET", self.keys.of("run"), "epoch", "version", "sequence")
+        if fields[1] is None:
+            raise Refused(Reason.NO_RUN, "the run was never created on this ledger")
+        return Head(fields[0].decode(), int(fields[1]), int(fields[2]))
+
     # -- engines and processes ---------------------------------------------------------------------------------------
     async def register(self, peer: Peer, ttl_ms: int) -> None:
-        await self._run("register", peer.incarnation, encode_peer(peer), ttl_ms)
+        await self._run("register", peer.incarnation, encode_peer(peer), ttl_ms, encode_endpoints(peer))
 
     async def unregister(self, incarnation: str) -> None:
         await self._run("unregister", incarnation)
@@ -109,6 +120,14 @@ class RedisLedger:
         flat = await self._run("peers")
         peers = [decode_peer(name, data) for name, data in zip(flat[::2], flat[1::2], strict=True)]
         return [peer for peer in peers if role is None or peer.role == role]
+
+    async def endpoints(self, topic: str) -> Mapping[str, str]:
+        key = self.keys.of("endpoints")
+        changes = await self._connection.command("HGET", key, "")
+        if changes != self._endpoints[0]:
+            data = dict(await self._connection.command("HGETALL", key))
+            self._endpoints = data.get(b""), decode_endpoints(data)
+        return self._endpoints[1].get(topic, {})
 
     async def applied(self, engine: str, epoch: str, version: int) -> None:
         await self._run("applied", engine, epoch, version)

@@ -12,7 +12,7 @@ from protocol.ids import new_token
 from protocol.lifecycle import Event, GroupState
 from protocol.staleness import Bound, Policy, admits, deadline
 from services.ledger.book import Book, Group, Registry, bound_values
-from services.ledger.interface import Lease, LedgerStatus, Peer, RunSpec, StepRecord, Taken
+from services.ledger.interface import Head, Lease, LedgerStatus, Peer, RunSpec, StepRecord, Taken
 from services.ledger.limits import ARCHIVE_LIMIT, REQUEST_TTL_MS, check_bound, check_spec
 from services.ledger.records import encode_counts
 from services.ledger.stepping import checkpointed, claim, commit, resume, take
@@ -67,6 +67,9 @@ class MemoryLedger:
     async def status(self) -> LedgerStatus:
         return self.book.status()
 
+    async def head(self) -> Head:
+        return Head(self.book.epoch, self.book.version, self.book.sequence)
+
     # -- engines and processes ---------------------------------------------------------------------------------------
     async def register(self, peer: Peer, ttl_ms: int) -> None:
         self._registry.entries[peer.incarnation] = (self._clock() + ttl_ms, peer)
@@ -78,6 +81,10 @@ class MemoryLedger:
 
     async def peers(self, role: str | None = None) -> Sequence[Peer]:
         return [peer for peer in self._registry.live() if role is None or peer.role == role]
+
+    async def endpoints(self, topic: str) -> Mapping[str, str]:
+        served = {peer.incarnation: peer.info.get("endpoints", {}) for peer in self._registry.live()}
+        return {incarnation: endpoints[topic] for incarnation, endpoints in served.items() if topic in endpoints}
 
     async def applied(self, engine: str, epoch: str, version: int) -> None:
         book = self.book

@@ -131,6 +131,30 @@ class RunContract:
         await driver.ledger.unregister("a.1")
         assert list(await driver.ledger.peers()) == [b]
 
+    async def test_endpoints_are_those_of_the_registry(self, driver: Driver) -> None:
+        ledger = driver.ledger
+        assert dict(await ledger.endpoints("scored")) == {}
+        await ledger.register(Peer("ingest", "a", {"endpoints": {"scored": "tcp://h:1"}}), 600_000)
+        await ledger.register(Peer("rollout", "b", {"pid": 1}), 600_000)
+        assert dict(await ledger.endpoints("scored")) == {"a": "tcp://h:1"}
+        await ledger.register(Peer("reward", "c", {"endpoints": {"scored": "tcp://h:3", "rollouts": "tcp://h:2"}}), 600_000)
+        assert dict(await ledger.endpoints("scored")) == {"a": "tcp://h:1", "c": "tcp://h:3"}
+        assert dict(await ledger.endpoints("rollouts")) == {"c": "tcp://h:2"}
+        await ledger.register(Peer("reward", "c", {"endpoints": {"rollouts": "tcp://h:4"}}), 0)
+        await ledger.register(Peer("rollout", "b", {"pid": 1}), 600_000)
+        assert dict(await ledger.endpoints("rollouts")) == {}
+        await ledger.unregister("a")
+        assert dict(await ledger.endpoints("scored")) == {}
+
+    async def test_head_says_where_the_run_stands(self, driver: Driver) -> None:
+        with pytest.raises(Refused) as caught:
+            await driver.ledger.head()
+        assert caught.value.reason == Reason.NO_RUN
+        await driver.begin(B=1)
+        await driver.step(1)
+        status, head = await driver.ledger.status(), await driver.ledger.head()
+        assert (head.epoch, head.version, head.sequence) == (status.epoch, status.version, status.sequence)
+
     async def test_events_are_contiguous_and_prove_the_run(self, driver: Driver) -> None:
         await driver.begin(B=1)
         for _ in range(3):

@@ -5,7 +5,7 @@
 -- Times are milliseconds of the server's clock. Versions, deadlines and steps are integers. Group ids are padded strings inside.
 
 local NAMES = {'run', 'lineage', 'epochs', 'groups', 'waiting', 'leases', 'live', 'expired', 'scored', 'fresh', 'taken', 'trained',
-  'dropped', 'reasons', 'outcomes', 'batch', 'gone', 'steps', 'reports', 'manifest', 'engines', 'peers', 'peer_info', 'events', 'request'}
+  'dropped', 'reasons', 'outcomes', 'batch', 'gone', 'steps', 'reports', 'manifest', 'engines', 'peers', 'peer_info', 'endpoints', 'events', 'request'}
 local NUMBERS = {'prompts', 'steps', 'max_staleness', 'groups_per_step', 'max_attempts', 'drop_share', 'drop_window', 'version',
   'sequence', 'archived', 'issued', 'trained', 'dropped', 'wasted_tokens', 'draining', 'running', 'checkpoint', 'pending',
   'pending_max_staleness', 'pending_groups_per_step', 'resumed_version', 'resumed_continued'}
@@ -206,6 +206,17 @@ local function as_map(flat)
   local map = {}
   for i = 1, #flat, 2 do map[flat[i]] = flat[i + 1] end
   return map
+end
+
+-- Forget a process, or at most 128 processes whose time is over.
+local function forget_peer(incarnation)
+  redis.call('ZREM', K.peers, incarnation)
+  redis.call('HDEL', K.peer_info, incarnation)
+  if redis.call('HDEL', K.endpoints, incarnation) == 1 then redis.call('HINCRBY', K.endpoints, '', 1) end
+end
+
+local function reap_peers()
+  for _, dead in ipairs(redis.call('ZRANGEBYSCORE', K.peers, '-inf', R.now, 'LIMIT', 0, MOST)) do forget_peer(dead) end
 end
 
 -- All counters, as JSON.
