@@ -32,6 +32,10 @@ MAX_REPORT = 1 << 16
 """Bytes read from the process; more than any honest report."""
 
 
+KINDS = frozenset({"pid", "net", "tmpfs", "landlock", "nobody"})
+"""Of isolation."""
+
+
 class IsolationLevel(StrEnum):
     """What happens where the kernel does not offer all kinds of isolation."""
 
@@ -91,7 +95,11 @@ def run_tests(code: str, tests: list[str], limits: Limits) -> Verdict:
             finally:
                 end_tree(process.pid)
             assert process.stderr is not None
-            return _verdict(report, timed_out, nonce, process.stderr.read(2000).decode(errors="replace"))
+            parsed = parse_report(report, nonce, len(tests))
+            if parsed is None:
+                said = process.stderr.read(2000).decode(errors="replace").strip()
+                raise RewardError(f"the sandbox cannot be set up: {said[-400:] or 'it said nothing'}")
+            return Verdict(parsed[0], timed_out, parsed[1])
     finally:
         shutil.rmtree(directory, onerror=_open_and_retry)
 
@@ -120,13 +128,14 @@ def _watch(process: "subprocess.Popen[bytes]", spec: bytes, nonce: str, wall_s: 
     return report, False
 
 
-def _verdict(report: bytes, timed_out: bool, nonce: str, stderr: str) -> Verdict:
-    lines = [line.partition(" ") for line in report.decode(errors="replace").splitlines()]
+def parse_report(report: bytes, nonce: str, tests: int) -> tuple[frozenset[int], frozenset[str]] | None:
+    """Tests passed, of so many, and what isolation was in force; None if the process did not get as far as to run the code."""
+    lines = [line.partition(" ") for line in report.decode(errors="replace").split("\n")]
     trusted = [rest for first, _, rest in lines if first == nonce]
     if not trusted or not trusted[0].startswith("isolation"):
-        raise RewardError(f"the sandbox cannot be set up: {stderr.strip()[-400:] or 'it said nothing'}")
-    passed = frozenset(int(rest) for rest in trusted if rest.isdecimal())
-    return Verdict(passed, timed_out, frozenset(trusted[0].split()[1:]))
+        return None
+    known = {str(i): i for i in range(tests)}
+    return frozenset(known[rest] for rest in trusted if rest in known), KINDS.intersection(trusted[0].split()[1:])
 
 
 def _open_and_retry(function: object, path: str, _: object) -> None:

@@ -24,17 +24,18 @@ async def score_rollout(rollout: Rollout, pool: ScorePool, scorer: str) -> Score
     try:
         environment = None
         if rollout.environment_rewards is not None:
-            environment = rollout.environment_rewards.numpy().tolist()
-            if len(environment) != len(rollout.responses):
-                raise ProtocolError(f"{len(environment)} rewards of the environment for {len(rollout.responses)} samples")
-        rewards, components = await pool.score(rollout.prompt_text, rollout.responses, rollout.metadata, environment)
+            rewards = rollout.environment_rewards.numpy()
+            if rewards.shape != (len(rollout.responses),):
+                raise ProtocolError(f"rewards of the environment of shape {list(rewards.shape)} for {len(rollout.responses)} samples")
+            environment = rewards.tolist()
+        combined, components = await pool.score(rollout.prompt_text, rollout.responses, rollout.metadata, environment)
     except (RewardError, ProtocolError) as error:
         verifier = error.verifier if isinstance(error, VerifierError) else ""
         text = error.error if isinstance(error, VerifierError) else str(error)
         return ScoreFailure(group=rollout.group, token=rollout.token, verifier=verifier, error=text[:MAX_ERROR], scorer=scorer)
     return ScoredRollout(
         rollout=rollout,
-        rewards=Array.of(rewards, "float32"),
+        rewards=Array.of(combined, "float32"),
         components={name: Array.of(scores, "float32") for name, scores in components.items()},
         scorer=scorer,
         score_s=time.perf_counter() - began,

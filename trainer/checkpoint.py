@@ -166,8 +166,8 @@ def _open(path: Path) -> Checkpoint | None:
     """The checkpoint in a directory, or None if it is torn."""
     try:
         manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=CheckpointManifest)
-        whole = all((path / part.name).stat().st_size == part.nbytes for part in manifest.files)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        whole = all(Path(part.name).name == part.name and (path / part.name).stat().st_size == part.nbytes for part in manifest.files)
+    except (OSError, msgspec.MsgspecError, ValueError, RecursionError):
         return None
     return Checkpoint(path, manifest) if whole and path.name == f"step_{manifest.version:08d}" else None
 

@@ -11,6 +11,9 @@ from protocol.errors import ProtocolError
 from protocol.messages import Rollout, ScoredRollout
 from protocol.tensors import Array
 
+MOST_GROUPS = 10**12
+"""Group ids have twelve digits in the ledger."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -75,6 +78,7 @@ def samples_of(scored: ScoredRollout, index: int, max_staleness: int, step: int)
 
 
 def _lengths(rollout: Rollout) -> NDArray[Any]:
+    _require(0 <= rollout.group < MOST_GROUPS, rollout.group, "group", f"is not between 0 and {MOST_GROUPS}")
     lengths = _array(rollout.group, "lengths", rollout.lengths, "int32", (None,))
     _require(len(lengths) > 0, rollout.group, "lengths", "is empty")
     _require(bool((lengths >= 0).all()), rollout.group, "lengths", "has a negative length")

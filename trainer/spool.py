@@ -189,7 +189,7 @@ class Spool:
     def _explained(self, doing: str) -> Iterator[None]:
         try:
             yield
-        except sqlite3.Error as error:
+        except (sqlite3.Error, ValueError, TypeError, OverflowError, RecursionError) as error:  # the latter: what is in it, or is to be
             raise SpoolError(f"spool {self.path}: cannot {doing}: {error}") from error
 
 

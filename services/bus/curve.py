@@ -10,6 +10,7 @@ DIR/authorized/*.key  public keys that may connect; needed where sockets bind, r
 import logging
 import os
 import shutil
+import struct
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ log = logging.getLogger(__name__)
 
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 DOMAIN = b"tether"
+KEY_BYTES = 32
 
 
 def create_keys(directory: str | Path) -> None:
@@ -51,15 +53,15 @@ def load_pair(directory: str | Path, name: str) -> tuple[bytes, bytes]:
     """Public and secret key `name` ("server" or "client").
 
     Raises:
-        SettingsError: if the file is missing or holds no secret key.
+        SettingsError: if the file is missing, holds no secret key, or others than its owner can read it.
     """
     path = Path(directory) / f"{name}.key_secret"
-    try:
-        public, secret = zmq.auth.load_certificate(path)
-    except (OSError, ValueError) as error:
-        raise SettingsError(f"bus.curve_dir: cannot read {path} ({error}); make keys with `tether keys {directory}`") from error
+    public, secret = _load(path, directory)
     if secret is None:
         raise SettingsError(f"bus.curve_dir: {path} holds no secret key")
+    mode = path.stat().st_mode
+    if mode & 0o077:
+        raise SettingsError(f"bus.curve_dir: {path} can be read by other users (mode {mode & 0o777:o}); chmod 600 it, or make new keys")
     return public, secret
 
 
@@ -69,11 +71,26 @@ def load_public(directory: str | Path, name: str) -> bytes:
     Raises:
         SettingsError: if the file is missing or holds no key.
     """
-    path = Path(directory) / f"{name}.key"
+    return _load(Path(directory) / f"{name}.key", directory)[0]
+
+
+def _load(path: Path, directory: str | Path) -> tuple[bytes, bytes | None]:
     try:
-        return zmq.auth.load_certificate(path)[0]
+        return _read(path)
     except (OSError, ValueError) as error:
         raise SettingsError(f"bus.curve_dir: cannot read {path} ({error}); make keys with `tether keys {directory}`") from error
+
+
+def _read(path: Path) -> tuple[bytes, bytes | None]:
+    """Public and, if there is one, secret key of a file. Raises OSError or ValueError."""
+    try:
+        public, secret = zmq.auth.load_certificate(path)
+        whole = all(len(z85.decode(key)) == KEY_BYTES for key in (public, secret) if key is not None)
+    except (LookupError, struct.error):  # of a file that looks like keys up to there
+        whole = False
+    if not whole:
+        raise ValueError("a key in it is not 40 characters of Z85")
+    return public, secret
 
 
 def load_authorized(directory: str | Path) -> frozenset[bytes]:
@@ -81,7 +98,7 @@ def load_authorized(directory: str | Path) -> frozenset[bytes]:
     keys: set[bytes] = set()
     for path in sorted((Path(directory) / "authorized").glob("*.key")):
         try:
-            keys.add(zmq.auth.load_certificate(path)[0])
+            keys.add(_read(path)[0])
         except (OSError, ValueError) as error:
             log.warning("bus.bad_key file=%s error=%s", path.name, error)
     return frozenset(keys)

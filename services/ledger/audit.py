@@ -126,7 +126,7 @@ def last_sequence(path: Path) -> int:
             return 0
         try:
             return int(json.loads(whole.splitlines()[-1])["seq"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise TetherError(f"{path}: the last line is not an event ({error}); move the file away") from error
 
 

@@ -77,7 +77,7 @@ def _lines(file: Iterable[bytes]) -> Iterable[Mapping[str, Any] | None]:
             return
         try:
             event = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             event = None
         yield event if isinstance(event, dict) else None
 

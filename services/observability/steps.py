@@ -39,15 +39,17 @@ class StepLog:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Every whole line of a metrics file, oldest first; a torn last line is left out."""
+    """Every line of a metrics file that is a step's, oldest first; a torn last line is left out."""
     if not path.is_file():
         return
-    with path.open() as lines:
+    with path.open(errors="replace") as lines:
         for line in lines:
             try:
-                yield json.loads(line)
-            except json.JSONDecodeError:
+                found = json.loads(line)
+            except (ValueError, RecursionError):
                 continue
+            if isinstance(found, dict) and isinstance(found.get("step"), int) and isinstance(found.get("epoch"), str):
+                yield found
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
