@@ -25,6 +25,7 @@ from protocol.topics import Role
 from services.ledger.interface import Peer
 from services.ledger.ledger import RedisLedger
 from services.ledger.server import read_endpoint
+from services.ledger.url import complete_url
 from services.observability.http import HttpServer
 from services.observability.metrics import Metrics
 from services.settings import Settings, load_settings
@@ -116,8 +117,9 @@ def ledger_url(settings: Settings) -> str:
     Raises:
         SettingsError: if there is neither; says what to do.
     """
-    if settings.ledger.url:
-        return settings.ledger.url
+    config = settings.ledger
+    if config.url:
+        return complete_url(config.url, config.password_file, config.ca_file)
     url = read_endpoint(settings.run_dir / "ledger")
     if url is None:
         raise SettingsError(

@@ -72,6 +72,10 @@ class LedgerConfig:
 
     url: str = ""
     """redis:// or rediss:// URL; empty: an embedded server in the run directory. Set it by TETHER_REDIS_URL, not on a command line."""
+    password_file: str = ""
+    """A file with the password, readable by its owner only, instead of one in the URL."""
+    ca_file: str = ""
+    """rediss: certificates (PEM) that the server's is checked against; empty: those of the system."""
     timeout_s: float = 10.0
     retry_s: float = 60.0
     """How long a lost connection is retried before the process gives up."""
@@ -191,6 +195,8 @@ def load_settings(path: str | None = None, overrides: Sequence[str] = (), enviro
         dotted, separator, text = override.partition("=")
         if not separator:
             raise SettingsError(f"--set {override!r}: write section.key=value")
+        if dotted.strip() == "ledger.url" and "@" in text:
+            raise SettingsError("--set ledger.url: every user can read a command line; set TETHER_REDIS_URL, or ledger.password_file")
         assign(values, dotted.strip(), parse(text.strip(), dotted.strip(), Settings), f"--set {dotted}")
     _refuse_unknown(values, Settings, "")
     try:
@@ -223,7 +229,7 @@ def _refuse_unknown(values: Mapping[str, Any], kind: Any, prefix: str) -> None:
 
 def _explain(error: Mapping[str, Any]) -> str:
     where = ".".join(str(part) for part in error["loc"])
-    return f"setting {where}: {error['msg']} (got {error['input']!r})"
+    return f"setting {where}: {error['msg']}" + ("" if where.startswith("ledger") else f" (got {error['input']!r})")
 
 
 RANGES: dict[str, tuple[float, float]] = {

@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
-from urllib.parse import urlsplit, urlunsplit
 
 import hiredis
 import redis.asyncio as aioredis
@@ -26,6 +25,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from protocol.errors import Reason, Refused, SettingsError, Unavailable
 from services.ledger.scripts import Script
+from services.ledger.url import redacted, refused_url
 
 T = TypeVar("T")
 _AWAY = (RedisConnectionError, RedisTimeoutError, BusyLoadingError, ReadOnlyError, TryAgainError, TimeoutError, OSError)
@@ -34,15 +34,6 @@ _AWAY_PREFIXES = ("MISCONF", "MASTERDOWN", "CLUSTERDOWN", "OOM", "BUSY")
 _DENIED = (AuthenticationError, AuthorizationError, NoPermissionError)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
 _POOL = 16
-
-
-def redacted(url: str) -> str:
-    """`url` without its password, for messages."""
-    parts = urlsplit(url)
-    if parts.password is None:
-        return url
-    user, _, host = parts.netloc.rpartition("@")
-    return urlunsplit(parts._replace(netloc=f"{user.split(':')[0]}:***@{host}"))
 
 
 class _Packed(aioredis.Connection):
@@ -70,8 +61,9 @@ class Connection:
                 socket_connect_timeout=timeout_s,
                 retry=Retry(NoBackoff(), 0),
             )
-        except ValueError as error:
-            raise SettingsError(f"ledger URL {self.name}: {error}; write redis://HOST:PORT/0, rediss:// for TLS") from error
+            pool.make_connection()  # which finds options that there are not
+        except (ValueError, TypeError):
+            raise refused_url(url) from None
         self._redis = aioredis.Redis(connection_pool=pool)
 
     async def run(self, script: Script, keys: Sequence[str], arguments: Sequence[str | int | float | bytes]) -> list[Any]:

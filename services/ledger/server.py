@@ -170,11 +170,20 @@ class EmbeddedServer:
 
 
 def read_endpoint(directory: Path) -> str | None:
-    """URL of the server that runs, or last ran, in `directory`; None if there is no note of one."""
+    """URL of the server that runs, or last ran, in `directory`; None if there is no note of one.
+
+    Raises:
+        SettingsError: if the note cannot be read.
+    """
+    path = Path(directory) / "endpoint.json"
     try:
-        return str(json.loads((Path(directory) / "endpoint.json").read_text())["url"])
+        url = str(json.loads(path.read_text())["url"])
+        _ = urlsplit(url).port  # raises if there is no port to be read
+        return url
     except FileNotFoundError:
         return None
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise SettingsError(f"{path} cannot be read ({type(error).__name__}); with it removed, the server starts on another port") from None
 
 
 def _free_port() -> int:

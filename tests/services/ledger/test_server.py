@@ -12,10 +12,10 @@ import redis as redis_sync
 
 from protocol.errors import SettingsError, Unavailable
 from services.ledger import scripts
-from services.ledger.connection import redacted
 from services.ledger.ledger import RedisLedger
 from services.ledger.scripts import names
 from services.ledger.server import EmbeddedServer, read_endpoint
+from services.ledger.url import redacted
 from tests.contracts.ledger_rig import Driver, RedisRig
 from tests.services.ledger.conftest import redis_binary, valkey_binary
 
@@ -144,11 +144,11 @@ async def test_settings_of_the_server_are_checked(tmp_path: Path) -> None:
 
 
 async def test_urls_and_runs_are_checked(valkey_url: str) -> None:
-    with pytest.raises(SettingsError, match="redis://HOST:PORT"):
+    with pytest.raises(SettingsError, match="redis://USER:PASSWORD@HOST:PORT"):
         await RedisLedger.connect("http://u:secret@host", "run")
     with pytest.raises(SettingsError, match="run name"):
         await RedisLedger.connect(valkey_url, "No Such")
-    assert redacted("rediss://u:secret@host:1/0") == "rediss://u:***@host:1/0"
+    assert redacted("rediss://u:secret@host:1/0") == "rediss://***@host:1/0"
     assert redacted("redis://host:1/0") == "redis://host:1/0"
 
 
