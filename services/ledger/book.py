@@ -12,7 +12,7 @@ from typing import Any
 from protocol.errors import Reason, Refused
 from protocol.lifecycle import ACTIVE, Event, GroupState, after
 from protocol.staleness import Bound, holds
-from services.ledger.interface import LedgerStatus, Peer, RunSpec, StepRecord, Taken
+from services.ledger.interface import Lease, LedgerStatus, Peer, RunSpec, StepRecord, Taken
 
 
 @dataclass(slots=True)
@@ -32,6 +32,8 @@ class Group:
     version: int = 0
     attempt: int = 0
     counts: dict[int, int] = field(default_factory=dict)
+    request: str = ""
+    """What it was leased by, while it is LEASED."""
     expires_ms: int = 0
     expired: bool = False
     """The lease has run out and was reaped: it holds no place in rule F."""
@@ -73,8 +75,8 @@ class Book:
     step_reports: dict[int, bytes] = field(default_factory=dict)
     manifest: bytes | None = None
     engines: dict[str, tuple[str, int]] = field(default_factory=dict)
-    requests: dict[str, tuple[int, Any]] = field(default_factory=dict)
-    """Request -> (when the answer is forgotten, lease)."""
+    requests: dict[str, Lease] = field(default_factory=dict)
+    """Lease request -> the lease that it was granted, while the group is LEASED by it."""
     log: deque[dict[str, Any]] = field(default_factory=deque)
     sequence: int = 0
     archived: int = 0
@@ -143,6 +145,9 @@ class Book:
         if state is None:
             raise Refused(Reason.WRONG_STATE, f"group {group.group} is {group.state}")
         group.state = state
+        if state is not GroupState.LEASED:
+            self.requests.pop(group.request, None)
+            group.request = ""
         if state is GroupState.WAITING:
             group.token, group.counts, group.step = "", {}, -1
         if event is not Event.EXTEND:

@@ -26,15 +26,16 @@
 | `peers` | zset | process incarnations by the time at which they are taken for dead (ms) |
 | `peer_info` | hash | incarnation -> JSON of role and info |
 | `endpoints` | hash | incarnation -> JSON {topic: endpoint} of processes that serve one; the field without a name counts the changes |
+| `requests` | hash | lease request -> JSON of the lease that it was granted, while the group is LEASED by it |
 | `events` | stream | the event log; id `SEQ-0`, one field `e` with the JSON of the event |
-| `request:ID` | string | JSON of the lease granted to request ID; expires |
 
 Group ids are zero-padded to 12 digits wherever they are members or fields, so that the order of strings is the order of ids.
 """
 
 NAMES = (
     "run", "lineage", "epochs", "groups", "waiting", "leases", "live", "expired", "scored", "fresh", "taken", "trained", "dropped",
-    "reasons", "outcomes", "batch", "gone", "steps", "reports", "manifest", "engines", "peers", "peer_info", "endpoints", "events",
+    "reasons", "outcomes", "batch", "gone", "steps", "reports", "manifest", "engines", "peers", "peer_info", "endpoints", "requests",
+    "events",
 )  # fmt: skip
 """Keys in the order in which every script gets them as KEYS; `lua/_shared.lua` gives them the same names."""
 
@@ -52,10 +53,6 @@ class Keys:
     def of(self, name: str) -> str:
         """The key called `name` in the table above."""
         return self.all[NAMES.index(name)]
-
-    def request(self, request: str) -> str:
-        """Where the answer to a lease request is kept."""
-        return f"{self.prefix}request:{request}"
 
 
 def padded(group: int) -> str:

@@ -11,7 +11,7 @@ from protocol.staleness import Bound, Policy
 from services.ledger.connection import Connection
 from services.ledger.interface import Head, Lease, LedgerStatus, Peer, RunSpec, StepRecord, Taken
 from services.ledger.keys import Keys
-from services.ledger.limits import ARCHIVE_LIMIT, REQUEST_TTL_MS, check_bound, check_spec
+from services.ledger.limits import ARCHIVE_LIMIT, check_bound, check_spec
 from services.ledger.records import (
     decode_endpoints,
     decode_event,
@@ -88,9 +88,8 @@ class RedisLedger:
             await connection.close()
             raise
 
-    async def _run(self, name: str, *arguments: str | int | float | bytes, request: str | None = None) -> list[Any]:
-        keys = self.keys.all if request is None else (*self.keys.all, self.keys.request(request))
-        return await self._connection.run(script(name), keys, arguments)
+    async def _run(self, name: str, *arguments: str | int | float | bytes) -> list[Any]:
+        return await self._connection.run(script(name), self.keys.all, arguments)
 
     async def create(self, spec: RunSpec) -> None:
         check_spec(spec)
@@ -134,7 +133,7 @@ class RedisLedger:
 
     # -- a group's life ----------------------------------------------------------------------------------------------
     async def lease(self, *, request: str, engine: str, holder: str, lease_ms: int) -> Lease:
-        answer = await self._run("lease", engine, holder, lease_ms, self._tokens(), self._archive_limit, REQUEST_TTL_MS, request=request)
+        answer = await self._run("lease", engine, holder, lease_ms, self._tokens(), self._archive_limit, request)
         return decode_lease(answer[0])
 
     async def extend(self, group: int, token: str, lease_ms: int) -> None:

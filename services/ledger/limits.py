@@ -5,8 +5,6 @@ from services.ledger.interface import RunSpec
 
 ARCHIVE_LIMIT = 200_000
 """Events that may wait for the archive before leasing stops."""
-REQUEST_TTL_MS = 600_000
-"""How long the answer to a lease request is kept for repeats."""
 
 
 def check_bound(max_staleness: int | None, groups_per_step: int | None) -> None:

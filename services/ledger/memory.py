@@ -13,7 +13,7 @@ from protocol.lifecycle import Event, GroupState
 from protocol.staleness import Bound, Policy, admits, deadline
 from services.ledger.book import Book, Group, Registry, bound_values
 from services.ledger.interface import Head, Lease, LedgerStatus, Peer, RunSpec, StepRecord, Taken
-from services.ledger.limits import ARCHIVE_LIMIT, REQUEST_TTL_MS, check_bound, check_spec
+from services.ledger.limits import ARCHIVE_LIMIT, check_bound, check_spec
 from services.ledger.records import encode_counts
 from services.ledger.stepping import checkpointed, claim, commit, resume, take
 
@@ -101,9 +101,8 @@ class MemoryLedger:
     async def lease(self, *, request: str, engine: str, holder: str, lease_ms: int) -> Lease:
         book = self.book
         answered = book.requests.get(request)
-        if answered is not None and answered[0] > self._clock():
-            lease: Lease = answered[1]
-            return lease
+        if answered is not None:
+            return answered
         book.reap()
         epoch, version = self._admit(book, engine)
         group = self._next_group(book, deadline(version, book.bound.max_staleness))
@@ -118,8 +117,9 @@ class MemoryLedger:
             policy=book.bound.policy.value, attempt=group.attempt,
         )  # fmt: skip
         lease = Lease(group.group, group.token, epoch, version, group.deadline, group.max_staleness, group.attempt)
-        book.requests = {name: kept for name, kept in book.requests.items() if kept[0] > self._clock()}
-        book.requests[request] = (self._clock() + REQUEST_TTL_MS, lease)
+        book.requests.pop(group.request, None)
+        group.request = request
+        book.requests[request] = lease
         return lease
 
     def _admit(self, book: Book, engine: str) -> tuple[str, int]:

@@ -36,6 +36,18 @@ class GroupContract:
         lease = await driver.lease(request="again")
         assert await driver.lease(request="again") == lease
         assert (await driver.ledger.status()).issued == 1
+        await driver.ledger.accept(lease.group, lease.token, {0: 1})
+        assert (await driver.lease(request="again")).group == 1
+
+    async def test_answers_to_lease_requests_are_kept_for_leased_groups_only(self, driver: Driver) -> None:
+        await driver.begin(E=1, B=2)
+        first, second = await driver.lease(request="a"), await driver.lease(request="b")
+        await driver.ledger.release(first.group, first.token, "x")
+        again = await driver.lease(request="a")
+        assert (again.group, again.attempt) == (first.group, 2)
+        driver.rig.expire(second.group)
+        assert (await driver.lease(request="c")).group == second.group
+        assert (await driver.lease(request="b")).group not in (first.group, second.group)
 
     async def test_lease_needs_a_run_and_an_engine_of_this_branch(self, driver: Driver) -> None:
         with pytest.raises(Refused) as caught:

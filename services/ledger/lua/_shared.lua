@@ -1,11 +1,11 @@
 -- Prepended to every script. Names the keys, loads the run, and holds what several transitions share.
 --
--- KEYS: those of services/ledger/keys.py in the order of NAMES; `lease` gets one more, the request's key.
+-- KEYS: those of services/ledger/keys.py in the order of NAMES.
 -- A script returns {'ok', ...} or {'refused', reason, detail}; reasons are those of protocol.errors.Reason.
 -- Times are milliseconds of the server's clock. Versions, deadlines and steps are integers. Group ids are padded strings inside.
 
 local NAMES = {'run', 'lineage', 'epochs', 'groups', 'waiting', 'leases', 'live', 'expired', 'scored', 'fresh', 'taken', 'trained',
-  'dropped', 'reasons', 'outcomes', 'batch', 'gone', 'steps', 'reports', 'manifest', 'engines', 'peers', 'peer_info', 'endpoints', 'events', 'request'}
+  'dropped', 'reasons', 'outcomes', 'batch', 'gone', 'steps', 'reports', 'manifest', 'engines', 'peers', 'peer_info', 'endpoints', 'requests', 'events'}
 local NUMBERS = {'prompts', 'steps', 'max_staleness', 'groups_per_step', 'max_attempts', 'drop_share', 'drop_window', 'version',
   'sequence', 'archived', 'issued', 'trained', 'dropped', 'wasted_tokens', 'draining', 'running', 'checkpoint', 'pending',
   'pending_max_staleness', 'pending_groups_per_step', 'resumed_version', 'resumed_continued'}
@@ -73,6 +73,10 @@ end
 -- Bring a group into `state`: indexes and record. `expiry` (ms) only for LEASED.
 local function move(id, group, state, expiry)
   leave(id, group.state)
+  if group.request and state ~= 'leased' then
+    redis.call('HDEL', K.requests, group.request)
+    group.request = nil
+  end
   group.state = state
   if state == 'waiting' then
     group.token = ''

@@ -1,12 +1,12 @@
 -- (new), WAITING or expired LEASED -> LEASED, with a new token and a new deadline = the engine's version + E.
--- KEYS: one more than _shared.lua lists: the request's key, which holds the answer for repeats
--- ARGV: 1 engine, 2 holder, 3 lease (ms), 4 token, 5 most unarchived events, 6 how long the answer is kept (ms)
--- Returns: JSON {group, token, epoch, version, deadline, max_staleness, attempt}
+-- ARGV: 1 engine, 2 holder, 3 lease (ms), 4 token, 5 most unarchived events, 6 request
+-- Returns: JSON {group, token, epoch, version, deadline, max_staleness, attempt}; again the same for the same request while the group is
+-- LEASED by it
 -- Refuses no_run, halted, draining, archive_behind, stale_engine, pending, done, exhausted, bound. Groups that have used up their
 -- attempts are dropped on the way (at most 128), whatever the answer.
 local absent = no_run()
 if absent then return absent end
-local answered = redis.call('GET', K.request)
+local answered = redis.call('HGET', K.requests, ARGV[6])
 if answered then return {'ok', answered} end
 reap()
 if R.halted ~= '' then return refuse('halted', R.halted) end
@@ -52,6 +52,8 @@ if not id then
   id, group = pad(R.issued), {attempt = 0}
   put('issued', R.issued + 1)
 end
+if group.request then redis.call('HDEL', K.requests, group.request) end
+group.request = ARGV[6]
 group.token, group.holder, group.deadline, group.version = ARGV[4], ARGV[2], deadline, version
 group.max_staleness, group.attempt = R.max_staleness, group.attempt + 1
 move(id, group, 'leased', R.now + tonumber(ARGV[3]))
@@ -59,5 +61,5 @@ append('lease', {group = tonumber(id), token = group.token, holder = ARGV[2], en
   deadline = deadline, bound = R.max_staleness, groups_per_step = R.groups_per_step, policy = R.policy, attempt = group.attempt})
 local answer = cjson.encode({group = tonumber(id), token = group.token, epoch = epoch, version = version, deadline = deadline,
   max_staleness = R.max_staleness, attempt = group.attempt})
-redis.call('SET', K.request, answer, 'PX', ARGV[6])
+redis.call('HSET', K.requests, ARGV[6], answer)
 return {'ok', answer}
