@@ -1,0 +1,75 @@
+"""URLs of ledger servers: with what belongs to them, and without what nobody may see."""
+
+import re
+from pathlib import Path
+from urllib.parse import quote, urlsplit, urlunsplit
+
+from protocol.errors import SettingsError
+
+SCHEMES = ("redis", "rediss", "unix")
+HOST = re.compile(r"[\w.:-]*")
+DATABASE = re.compile(r"/?|/\d{1,5}")
+
+
+def complete_url(url: str, password_file: str = "", ca_file: str = "") -> str:
+    """`url` with the password of a file and the certificates that the server's is checked against.
+
+    Raises:
+        SettingsError: if a file cannot be read, or does not go with the URL. No message holds a password.
+    """
+    try:
+        parts = urlsplit(url)
+        given = parts.password
+    except ValueError:
+        raise refused_url(url) from None
+    if password_file:
+        if given is not None:
+            raise SettingsError("setting ledger.password_file: the ledger's URL holds a password too; give one of them")
+        user, _, host = parts.netloc.rpartition("@")
+        parts = parts._replace(netloc=f"{user}:{quote(_secret(password_file), safe='')}@{host}")
+    if ca_file:
+        if parts.scheme != "rediss":
+            raise SettingsError(f"setting ledger.ca_file: {redacted(url)} is not a rediss:// URL")
+        if not Path(ca_file).is_file():
+            raise SettingsError(f"setting ledger.ca_file: {ca_file} is not a file")
+        query = f"ssl_ca_certs={quote(str(Path(ca_file).absolute()), safe='/')}"
+        parts = parts._replace(query=f"{parts.query}&{query}" if parts.query else query)
+    return urlunsplit(parts)
+
+
+def redacted(url: str) -> str:
+    """`url` for messages: scheme, host, port and database. Nothing of the rest, which may be a password in a place where none belongs."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port
+    except ValueError:
+        return "***"
+    if parts.scheme not in SCHEMES:
+        return "***"
+    if not HOST.fullmatch(host):
+        return f"{parts.scheme}://***"
+    secret = "***@" if "@" in parts.netloc else ""
+    database = parts.path if DATABASE.fullmatch(parts.path) else ""
+    return f"{parts.scheme}://{secret}{f'[{host}]' if ':' in host else host}{'' if port is None else f':{port}'}{database}"
+
+
+def refused_url(url: str) -> SettingsError:
+    """The error for a URL that cannot be used."""
+    return SettingsError(
+        f"ledger URL {redacted(url)} cannot be used; write redis://USER:PASSWORD@HOST:PORT/0 (both may be left out), rediss:// for TLS; "
+        "in user and password write special characters as %XX"
+    )
+
+
+def _secret(path: str) -> str:
+    """The password in a file that its owner alone can read; white space around it is left out."""
+    try:
+        mode = Path(path).stat().st_mode
+        text = Path(path).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"setting ledger.password_file: {path} cannot be read ({type(error).__name__})") from None
+    if mode & 0o077:
+        raise SettingsError(f"setting ledger.password_file: {path} can be read by other users (mode {mode & 0o777:o}); chmod 600 it")
+    if not text:
+        raise SettingsError(f"setting ledger.password_file: {path} is empty")
+    return text
