@@ -2,7 +2,8 @@
 
     frame = msgpack map {schema, run, epoch, id, group, token, sum, payload}
 
-`sum` is the xxh3-64 of the payload's bytes; `payload` is the message itself, embedded, so that any MessagePack reader sees it.
+`sum` is the xxh3-64 of the payload's bytes, seeded with that of [run, epoch, id, group, token] as MessagePack; `payload` is the message
+itself, embedded, so that any MessagePack reader sees it.
 """
 
 import msgspec
@@ -12,7 +13,7 @@ from protocol.errors import ChecksumMismatch, FrameTooLarge, ProtocolError, Unsu
 from protocol.messages import AnyMessage
 from protocol.shape import check_shape
 
-SCHEMA = 1
+SCHEMA = 2
 MAX_FRAME_BYTES = 256 << 20
 SMALL_BYTES = 1 << 20
 """A payload up to here unfolds to some 40 MiB at worst, whatever it holds; only in larger ones are values counted first."""
@@ -67,9 +68,17 @@ def encode(message: AnyMessage, *, run: str, id: str, epoch: str = "", group: in
     Raises:
         FrameTooLarge: if the frame would exceed `MAX_FRAME_BYTES`.
     """
-    payload = _encoder.encode(message)
+    return wrap(_encoder.encode(message), run=run, id=id, epoch=epoch, group=group, token=token)
+
+
+def wrap(payload: bytes, *, run: str, id: str, epoch: str = "", group: int = -1, token: str = "") -> bytes:
+    """One frame for a message that `encode_payload` has packed.
+
+    Raises:
+        FrameTooLarge: if the frame would exceed `MAX_FRAME_BYTES`.
+    """
     if len(payload) > MAX_FRAME_BYTES - 4096:
-        raise FrameTooLarge(f"{type(message).__name__} of {len(payload)} bytes is over the limit of {MAX_FRAME_BYTES}")
+        raise FrameTooLarge(f"message {id} of {len(payload)} bytes is over the limit of {MAX_FRAME_BYTES}")
     return _encoder.encode(
         Envelope(
             run=run,
@@ -77,7 +86,7 @@ def encode(message: AnyMessage, *, run: str, id: str, epoch: str = "", group: in
             id=id,
             group=group,
             token=token,
-            checksum=xxhash.xxh3_64_intdigest(payload),
+            checksum=_checksum(payload, run, epoch, id, group, token),
             payload=msgspec.Raw(payload),
         )
     )
@@ -97,8 +106,9 @@ def decode_envelope(frame: Buffer) -> Envelope:
         raise ProtocolError(f"not a frame: {error}") from error
     if envelope.schema != SCHEMA:
         raise UnsupportedSchema(f"schema {envelope.schema}; this build reads {SCHEMA}")
-    if xxhash.xxh3_64_intdigest(memoryview(envelope.payload)) != envelope.checksum:
-        raise ChecksumMismatch(f"message {envelope.id}: the payload does not match its checksum")
+    payload = memoryview(envelope.payload)
+    if _checksum(payload, envelope.run, envelope.epoch, envelope.id, envelope.group, envelope.token) != envelope.checksum:
+        raise ChecksumMismatch(f"message {envelope.id}: envelope and payload do not match their checksum")
     return envelope
 
 
@@ -115,3 +125,7 @@ def decode(frame: Buffer) -> tuple[Envelope, AnyMessage]:
     """Envelope and message of a frame; raises what `decode_envelope` and `open_payload` raise."""
     envelope = decode_envelope(frame)
     return envelope, open_payload(envelope)
+
+
+def _checksum(payload: Buffer, *names: str | int) -> int:
+    return xxhash.xxh3_64_intdigest(payload, seed=xxhash.xxh3_64_intdigest(_encoder.encode(names)))

@@ -52,8 +52,6 @@ class WeightUpdater:
                 self._want(message)
             elif isinstance(message, Control) and message.action is Action.ABORT:
                 self._on_abort(message.groups)
-            elif isinstance(message, Control) and message.action is Action.DRAIN:
-                self._process.stop.set()
 
     async def poll_loop(self) -> None:
         """Ask the ledger for the current manifest: at the start, and in case a message was lost."""

@@ -6,11 +6,13 @@ from protocol.messages.base import Message
 
 
 class Hello(Message, tag="hello", frozen=True, kw_only=True):
-    """First message of a connecting peer. Answered by a heartbeat, which grants credit."""
+    """First message of a connecting peer, answered by a heartbeat, which grants credit; again while a peer waits for acknowledgements."""
 
     sender: str
     """Incarnation of the sender."""
     role: str
+    sent: int = 0
+    """Messages sent on this connection before this one: what has not arrived by now is lost, and counts as seen."""
 
 
 class Ack(Message, tag="ack", frozen=True, kw_only=True):
@@ -43,7 +45,6 @@ class Action(StrEnum):
     """What the trainer asks of rollout workers."""
 
     ABORT = "abort"  # stop generating these groups: they were dropped
-    DRAIN = "drain"  # finish or hand back what is held, then exit
 
 
 class Control(Message, tag="control", frozen=True, kw_only=True):

@@ -79,7 +79,7 @@ SAMPLES: dict[str, AnyMessage] = {
     "weight_staged": WeightStaged(engine="x", epoch="e1", version=4, digest=99, stage_ms=1.5),
     "weight_applied": WeightApplied(engine="x", epoch="e1", version=4, pause_ms=2.5),
     "weight_failed": WeightFailed(engine="x", epoch="e1", version=4, error="short bucket", poisoned=True),
-    "hello": Hello(sender="rollout.0.1", role="rollout"),
+    "hello": Hello(sender="rollout.0.1", role="rollout", sent=3),
     "ack": Ack(messages=("m1", "m2"), refused={"m3": "not_held"}, credit=12),
     "heartbeat": Heartbeat(receiver="reward.0.1", sequence=5, held=("m4",), seen=9, credit=12),
     "control": Control(action=Action.ABORT, groups=(1, 2)),

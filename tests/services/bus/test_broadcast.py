@@ -50,7 +50,7 @@ async def test_newcomer_gets_the_newest_manifest_and_no_old_control() -> None:
     async with broadcaster() as trainer, asyncio.timeout(DEADLINE_S):
         trainer.publish(manifest(1))
         trainer.publish(manifest(2))
-        assert trainer.publish(Control(action=Action.DRAIN)) == 0
+        assert trainer.publish(Control(action=Action.ABORT, groups=(1,))) == 0
         async with listener(Registry({"trainer.1": trainer.endpoint})) as late:
             assert (await late.receive())[1] == manifest(2)
             trainer.publish(Control(action=Action.ABORT, groups=(3,)))
