@@ -21,7 +21,7 @@ from protocol.messages import AnyMessage, Heartbeat, Hello, Message, WeightManif
 from protocol.topics import Pattern, Topic
 from services.bus.config import BusConfig
 from services.bus.inbox import Inbox
-from services.bus.links import Discover, Link, Links, end_group
+from services.bus.links import Discover, Link, Links
 from services.bus.peers import MAX_PEERS
 from services.bus.router import Outcome, Router
 from services.bus.stats import BusStats
@@ -195,22 +195,15 @@ class Listener:
             on_lost=lambda link: None,
             on_writable=self._flush,
         )
-        self._group = asyncio.TaskGroup()
-        self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        self._links.open()
-        await self._group.__aenter__()
-        self._task = self._group.create_task(self._links.discover_loop(), name=f"bus.{self._topic.name}.discover")
+        await self._links.__aenter__()
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
-            if self._task is not None:
-                self._task.cancel()
-            await end_group(self._group, error)
+            await self._links.__aexit__(kind, error, trace)
         finally:
-            self._links.close()
             self._inbox.close()
 
     async def receive(self) -> Answer:

@@ -8,8 +8,10 @@ told, and the next look into the registry opens a new one.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Generic, TypeVar
+from types import TracebackType
+from typing import Generic, Self, TypeVar
 
+import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
@@ -137,7 +139,10 @@ class Link(Generic[T]):
 
 
 class Links(Generic[T]):
-    """All links of one topic. `on_frame` gets every frame; `on_lost` gets a link that was removed, after which it is closed."""
+    """All links of one topic, while the block of `async with` runs. An unexpected error of `discover` ends the block.
+
+    `on_frame` gets every frame; `on_lost` gets a link that was removed, after which it is closed.
+    """
 
     def __init__(
         self,
@@ -159,7 +164,8 @@ class Links(Generic[T]):
         self.on_writable = on_writable
         self._on_lost = on_lost
         self._topic = topic
-        self._hello = encode(Hello(sender=incarnation, role=role), run=run, id="")
+        self._run = run
+        self._hello = Hello(sender=incarnation, role=role)
         self._discover = discover
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self.keys: ClientKeys | None = None
@@ -167,14 +173,16 @@ class Links(Generic[T]):
         self._timer: asyncio.TimerHandle | None = None
         self._trouble = ""
         self._refused_by: set[str] = set()  # receivers that do not know our key: logged once
+        self._group = asyncio.TaskGroup()
+        self._task: asyncio.Task[None] | None = None
 
     @property
     def links(self) -> Mapping[str, Link[T]]:
         """By incarnation of the receiver."""
         return self._links
 
-    def open(self) -> None:
-        """Read the keys.
+    async def __aenter__(self) -> Self:
+        """Read the keys and begin to look for receivers.
 
         Raises:
             SettingsError: if there should be keys and are none.
@@ -182,8 +190,21 @@ class Links(Generic[T]):
         if self.config.curve_dir:
             self.keys = ClientKeys.load(self.config.curve_dir)
         self._context = zmq.Context()
+        await self._group.__aenter__()
+        self._task = self._group.create_task(self._discover_loop(), name=f"bus.{self._topic.name}.discover")
+        return self
 
-    async def discover_loop(self) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Close all links; `on_lost` is not called."""
+        cancelled = error if isinstance(error, asyncio.CancelledError) else None  # another error stays as it is, in no group
+        try:
+            if self._task is not None:
+                self._task.cancel()
+            await self._group.__aexit__(type(cancelled) if cancelled else None, cancelled, trace if cancelled else None)
+        finally:
+            self._close()
+
+    async def _discover_loop(self) -> None:
         """Keep the links as the registry has them, until cancelled. While the registry cannot be asked, they stay as they are."""
         self._timer = asyncio.get_running_loop().call_later(self.config.heartbeat_s, self._watch)
         while True:
@@ -199,8 +220,7 @@ class Links(Generic[T]):
                 self._reconcile(found)
             await asyncio.sleep(self.config.heartbeat_s)
 
-    def close(self) -> None:
-        """Close all links; `on_lost` is not called."""
+    def _close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
         for link in self._links.values():
@@ -225,7 +245,11 @@ class Links(Generic[T]):
                 log.warning("bus.bad_endpoint topic=%s receiver=%s endpoint=%s error=%s", self._topic.name, incarnation, endpoint, error)
                 continue
             self._links[incarnation] = link
-            link.send(self._hello)
+            self._greet(link)
+
+    def _greet(self, link: Link[T]) -> None:
+        """Say hello; on a link that waits for something, so that the receiver tells of what was lost even if nothing follows it."""
+        link.send(encode(msgspec.structs.replace(self._hello, sent=link.sent), run=self._run, id=""))
 
     def _watch(self) -> None:
         loop = asyncio.get_running_loop()
@@ -234,8 +258,8 @@ class Links(Generic[T]):
             link.check(loop.time(), self.config.peer_timeout_s)
             if link.lost:
                 self._remove(link)
-            elif not link.ready:
-                link.send(self._hello)
+            elif not link.ready or link.outstanding:
+                self._greet(link)
 
     def _remove(self, link: Link[T]) -> None:
         if link.ready or (link.lost == "unauthorized" and link.incarnation not in self._refused_by):
@@ -245,11 +269,3 @@ class Links(Generic[T]):
         del self._links[link.incarnation]
         link.close()
         self._on_lost(link)
-
-
-async def end_group(group: asyncio.TaskGroup, error: BaseException | None) -> None:
-    """Leave a task group whose block ended with `error`, without wrapping the block's own error into an exception group."""
-    if isinstance(error, asyncio.CancelledError):
-        await group.__aexit__(type(error), error, error.__traceback__)
-    else:
-        await group.__aexit__(None, None, None)

@@ -68,15 +68,18 @@ class Peers:
         return self._peers.get(connection)
 
     def greet(self, connection: bytes, hello: Hello) -> None:
-        """Answer a hello with a heartbeat."""
+        """Answer a hello with a heartbeat, so that the peer learns what of all that it sent is held."""
         peer = self._peers.get(connection)
+        if peer is not None and hello.sent <= peer.account.seen:
+            return  # nothing was lost; the next heartbeat says so
         if peer is None:
             if len(self._peers) >= MAX_PEERS:
                 self._stats.dropped_full += 1
                 return
             peer = self._peers[connection] = Peer(hello.sender)
             log.debug("bus.peer topic=%s sender=%s role=%s", self._topic.name, hello.sender, hello.role)
-            self._top_up()
+        peer.account.seen = max(peer.account.seen, hello.sent)
+        self._top_up()
         self._heartbeat(connection, peer)
 
     def owe(self, connection: bytes, id: str, why: str | None) -> None:

@@ -1,11 +1,9 @@
 """A message on its way, and how it may end."""
 
-from collections.abc import Callable
+import asyncio
 
 from protocol.errors import TetherError
 from services.bus.links import Link
-
-OnDone = Callable[[Exception | None], None]
 
 
 class Declined(TetherError):
@@ -19,12 +17,12 @@ class Declined(TetherError):
 class Pending:
     """A message that is not finished."""
 
-    __slots__ = ("frame", "id", "link", "on_done", "ordinal")
+    __slots__ = ("done", "frame", "id", "link", "ordinal")
 
-    def __init__(self, id: str, frame: bytes, on_done: OnDone) -> None:
+    def __init__(self, id: str, frame: bytes) -> None:
         self.id = id
         self.frame = frame
-        self.on_done = on_done
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.link: Link[Pending] | None = None
         self.ordinal = 0
         """Number of the message on its link, from 1."""

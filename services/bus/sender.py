@@ -13,17 +13,16 @@ from typing import Self
 
 import zmq
 
-from protocol.codec import decode, encode
+from protocol.codec import decode, encode_payload, wrap
 from protocol.errors import FrameTooLarge, ProtocolError, Reason, Refused, Unavailable
 from protocol.ids import new_token
 from protocol.messages import Ack, AnyMessage, Heartbeat
 from protocol.topics import Pattern, Topic
 from services.bus.config import BusConfig
-from services.bus.links import Discover, Link, Links, end_group
-from services.bus.pending import Declined, OnDone, Pending
+from services.bus.links import Discover, Link, Links
+from services.bus.pending import Declined, Pending
 from services.bus.stats import BusStats
 from services.bus.turns import Turns
-from services.bus.wire import wrap
 
 __all__ = ["Declined", "Sender"]
 
@@ -60,20 +59,14 @@ class Sender:
             on_lost=self._on_lost,
             on_writable=self._flush,
         )
-        self._group = asyncio.TaskGroup()
-        self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        self._links.open()
-        await self._group.__aenter__()
-        self._task = self._group.create_task(self._links.discover_loop(), name=f"bus.{self._topic.name}.discover")
+        await self._links.__aenter__()
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
-            if self._task is not None:
-                self._task.cancel()
-            await end_group(self._group, error)
+            await self._links.__aexit__(kind, error, trace)
         finally:
             self._close()
 
@@ -107,40 +100,21 @@ class Sender:
             FrameTooLarge: if it exceeds the frame limit.
             Unavailable: if the sender was closed.
         """
-        while len(self._pending) >= self._config.max_outstanding and not self._closed:
+        if not isinstance(message, self._topic.carries):
+            raise TypeError(f"topic {self._topic.name} does not carry {type(message).__name__}")
+        id = id or new_token()
+        payload = encode_payload(message) if payload_frame is None else payload_frame
+        frame = wrap(payload, run=self._run, id=id, epoch=epoch, group=group, token=token)
+        if len(frame) > self._config.max_frame_bytes:
+            raise FrameTooLarge(f"message {id} of {len(frame)} bytes is over the limit of {self._config.max_frame_bytes}")
+        while len(self._pending) >= self._config.max_outstanding and id not in self._pending and not self._closed:
             await self._slots.wait()
-        done = asyncio.get_running_loop().create_future()
-
-        def on_done(error: Exception | None) -> None:
-            if done.done():
-                return
-            if error is None:
-                done.set_result(None)
-            else:
-                done.set_exception(error)
-
-        pending = self._submit(message, on_done, id or new_token(), epoch, group, token, payload_frame)
+        pending = self._submit(id, frame)
         try:
-            await done
+            await pending.done
         finally:
             if self._pending.get(pending.id) is pending:
                 self._take_out(pending)
-
-    def send_nowait(
-        self,
-        message: AnyMessage,
-        on_done: OnDone,
-        *,
-        id: str | None = None,
-        epoch: str = "",
-        group: int = -1,
-        token: str = "",
-    ) -> bool:
-        """As `send`, but `on_done(None or the error)` is called later instead. False, and nothing is sent, if no slot is free."""
-        if len(self._pending) >= self._config.max_outstanding:
-            return False
-        self._submit(message, on_done, id or new_token(), epoch, group, token, None)
-        return True
 
     def who(self) -> dict[str, object]:
         """Who waits for whom: messages without a receiver, and per receiver what it has not finished."""
@@ -161,20 +135,14 @@ class Sender:
         }
 
     # -- messages out ------------------------------------------------------------------------------------------------
-    def _submit(self, message: AnyMessage, on_done: OnDone, id: str, epoch: str, group: int, token: str, payload: bytes | None) -> Pending:
+    def _submit(self, id: str, frame: bytes) -> Pending:
         if self._closed:
             raise Unavailable(f"sender of {self._topic.name} is closed")
-        if not isinstance(message, self._topic.carries):
-            raise TypeError(f"topic {self._topic.name} does not carry {type(message).__name__}")
         if id in self._pending:
+            if len(self._pending) < self._config.max_outstanding:
+                self._slots.give()  # the slot that this call may have waited for is the next one's
             raise Refused(Reason.DUPLICATE, f"message {id} is being sent")
-        if payload is None:
-            frame = encode(message, run=self._run, id=id, epoch=epoch, group=group, token=token)
-        else:
-            frame = wrap(payload, run=self._run, id=id, epoch=epoch, group=group, token=token)
-        if len(frame) > self._config.max_frame_bytes:
-            raise FrameTooLarge(f"{type(message).__name__} of {len(frame)} bytes is over the limit of {self._config.max_frame_bytes}")
-        pending = Pending(id, frame, on_done)
+        pending = Pending(id, frame)
         self._pending[id] = pending
         if self._waiting or not self._dispatch(pending):
             self._waiting[id] = pending
@@ -274,7 +242,12 @@ class Sender:
         if pending is None:
             return False
         self._take_out(pending)
-        pending.on_done(error)
+        if pending.done.done():
+            return True  # its `send` was cancelled in this very turn of the loop
+        if error is None:
+            pending.done.set_result(None)
+        else:
+            pending.done.set_exception(error)
         return True
 
     def _take_out(self, pending: Pending) -> None:
@@ -288,7 +261,6 @@ class Sender:
 
     def _close(self) -> None:
         self._closed = True
-        self._links.close()
         for pending in list(self._pending.values()):
             self._finish(pending.id, Unavailable(f"sender of {self._topic.name} is closed"))
         self._slots.give_all()

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import uvloop
 
-from protocol.codec import encode, encode_payload
+from protocol.codec import encode, encode_payload, wrap
 from protocol.errors import FrameTooLarge, Reason, Refused, Unavailable
 from protocol.messages import Ack, Heartbeat, Rollout
 from protocol.topics import SCORED, WEIGHTS
 from services.bus.receiver import Delivery
 from services.bus.sender import Declined
-from services.bus.wire import wrap
 from tests.services.bus.harness import (
     DEADLINE_S,
     QUICK,
@@ -199,7 +198,6 @@ async def test_send_waits_for_a_slot_and_a_cancelled_one_hands_its_turn_on() -> 
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(outbox.send(score(index))) for index in range(4)]
             await eventually(lambda: outbox.outstanding == 1)
-            assert not outbox.send_nowait(score(9), lambda error: None)
             tasks[0].cancel()
             tasks[1].cancel()
             registry["ingest.1"] = inbox.endpoint
@@ -217,6 +215,26 @@ async def test_same_id_twice_is_refused_and_changes_nothing() -> None:
         assert caught.value.reason is Reason.DUPLICATE
         assert outbox.outstanding == 1
         first.cancel()
+
+
+async def test_slot_that_a_refused_message_waited_for_goes_to_the_next() -> None:
+    config = replace(QUICK, max_outstanding=2)
+    async with receiver() as inbox, sender(Registry({"ingest.1": inbox.endpoint}), config=config) as outbox, asyncio.timeout(DEADLINE_S):
+        async with asyncio.TaskGroup() as group:
+            for id in ("m1", "m2"):
+                group.create_task(outbox.send(score(1), id=id))
+            held = [await inbox.receive() for _ in range(2)]
+            group.create_task(outbox.send(score(1), id="m3"))
+            twice = group.create_task(_outcome(outbox.send(score(1), id="m3")))
+            group.create_task(outbox.send(score(1), id="m4"))
+            await asyncio.sleep(0)  # all three wait in line
+            for delivery in held:
+                inbox.ack(delivery)
+            held = [await inbox.receive() for _ in range(2)]
+            assert {delivery.envelope.id for delivery in held} == {"m3", "m4"}
+            assert isinstance(twice.result(), Refused)
+            for delivery in held:
+                inbox.ack(delivery)
 
 
 async def test_closing_the_sender_ends_what_waits() -> None:

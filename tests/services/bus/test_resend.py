@@ -118,6 +118,23 @@ async def test_message_that_the_receiver_has_seen_and_does_not_hold_is_sent_agai
         await raw.say(peer, frame(Ack(messages=("m1",))))
 
 
+async def test_message_that_was_lost_is_sent_again_even_if_none_follows_it() -> None:
+    """The sender says how many it has sent; the receiver counts those as seen, and its next heartbeat names what it holds of them."""
+    async with Raw() as raw, sender(Registry({"raw.1": raw.endpoint})) as outbox, asyncio.TaskGroup() as group:
+        peer = await _greet(raw)
+        group.create_task(outbox.send(score(1), id="m1"))
+        await raw.hear_from()
+        assert (await raw.hear_from())[1] == Hello(sender="reward.1", role="reward", sent=1)
+        await raw.say(peer, frame(Ack(messages=("m1",))))
+    async with receiver() as inbox, Raw(inbox.endpoint) as raw, asyncio.timeout(DEADLINE_S):
+        await raw.hello()
+        await raw.say(frame(Hello(sender="raw.1", role="reward", sent=1)))
+        beat = await raw.hear_of(Heartbeat)
+        while isinstance(beat, Heartbeat) and beat.seen < 1:
+            beat = await raw.hear_of(Heartbeat)
+        assert beat == Heartbeat(receiver="ingest.1", sequence=beat.sequence, seen=1)  # type: ignore[union-attr]
+
+
 async def test_message_that_is_held_or_not_seen_yet_or_told_out_of_date_is_not_sent_again() -> None:
     async with Raw() as raw, sender(Registry({"raw.1": raw.endpoint})) as outbox, asyncio.TaskGroup() as group:
         peer = await _greet(raw)

@@ -1,0 +1,149 @@
+"""A man in the middle: a TCP proxy that knows ZeroMQ's frames and loses, repeats, holds back, swaps, cuts and damages messages.
+
+One connection of a sender is one connection to the target, so that what ZeroMQ promises of a connection holds unless a fault breaks it.
+Greetings and ZeroMQ's own commands pass untouched.
+"""
+
+import asyncio
+import struct
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from enum import StrEnum
+
+GREETING = 64
+LONG, COMMAND = 2, 4
+
+
+class Fault(StrEnum):
+    """What happens to one message."""
+
+    PASS = "pass"
+    LOSE = "lose"
+    REPEAT = "repeat"
+    SWAP = "swap"  # it is held back until the next one has gone
+    DELAY = "delay"
+    TRUNCATE = "truncate"
+    CORRUPT = "corrupt"
+    CUT = "cut"  # the connection breaks in the middle of it
+
+
+DELAY_S = 0.02
+
+
+class Middle:
+    """Listens at `endpoint` for connections to `target`. `plan`: faults for the next messages, in either direction; then all pass."""
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+        self.endpoint = ""
+        self.plan: deque[tuple[Fault, int]] = deque()
+        """(fault, a number that says where a message is cut or damaged)."""
+        self.damaged = 0
+        """Messages that were truncated or corrupted so far."""
+        self.connections = 0
+        self.flowing = asyncio.Event()
+        """While it is not set, nothing is passed on and nothing is closed: a link that hangs."""
+        self.flowing.set()
+        self._open: set[asyncio.StreamWriter] = set()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator["Middle"]:
+        async with asyncio.TaskGroup() as tasks:
+            relays: set[asyncio.Task[None]] = set()
+            closed = False
+
+            def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                if closed:
+                    writer.transport.abort()
+                else:
+                    relays.add(tasks.create_task(self._relay(reader, writer)))
+
+            server = await asyncio.start_server(accept, "127.0.0.1", 0)
+            self.endpoint = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            try:
+                yield self
+            finally:
+                closed = True
+                server.close()
+                for relay in relays:
+                    relay.cancel()
+
+    def cut(self) -> None:
+        """Break every connection."""
+        for writer in self._open:
+            writer.transport.abort()
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        host, _, port = self.target.removeprefix("tcp://").rpartition(":")
+        self._open.add(writer)
+        try:
+            with suppress(OSError):
+                back_reader, back_writer = await asyncio.open_connection(host, int(port))
+                self.connections += 1
+                self._open.add(back_writer)
+                try:
+                    async with asyncio.TaskGroup() as both:
+                        both.create_task(self._pass_on(reader, back_writer, writer))
+                        both.create_task(self._pass_on(back_reader, writer, back_writer))
+                finally:
+                    self._open.discard(back_writer)
+                    back_writer.transport.abort()
+        finally:
+            self._open.discard(writer)
+            writer.transport.abort()
+
+    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, other: asyncio.StreamWriter) -> None:
+        kept = b""
+        with suppress(OSError, asyncio.IncompleteReadError):
+            for _ in range(GREETING):  # as it comes: each end sends the rest of its greeting when it has the beginning of the other's
+                writer.write(await reader.readexactly(1))
+            while True:
+                flags, body = await _read(reader)
+                await self.flowing.wait()
+                if writer.is_closing():
+                    break
+                if flags & COMMAND or not self.plan:
+                    writer.write(_frame(flags, body) + kept)
+                    kept = b""
+                    continue
+                fault, number = self.plan.popleft()
+                if fault is Fault.SWAP and not kept:
+                    kept = _frame(flags, body)
+                    continue
+                if fault is Fault.CUT:
+                    writer.write(_frame(flags, body)[: 1 + number % (len(body) + 1)])
+                    break
+                if fault is Fault.DELAY:
+                    await asyncio.sleep(DELAY_S)
+                writer.write(b"".join(_frame(flags, changed) for changed in self._changed(fault, number, body)) + kept)
+                kept = b""
+        writer.close()  # what was written still goes out
+        other.transport.abort()
+
+    def _changed(self, fault: Fault, number: int, body: bytes) -> list[bytes]:
+        """The messages that go out in place of `body`."""
+        if fault is Fault.LOSE:
+            return []
+        if fault is Fault.REPEAT:
+            return [body, body]
+        if fault is Fault.TRUNCATE:
+            self.damaged += 1
+            return [body[: number % max(1, len(body))]]
+        if fault is Fault.CORRUPT and body:
+            self.damaged += 1
+            place = number % len(body)
+            return [body[:place] + bytes([body[place] ^ (1 + number % 255)]) + body[place + 1 :]]
+        return [body]
+
+
+async def _read(reader: asyncio.StreamReader) -> tuple[int, bytes]:
+    """Flags and body of the next frame."""
+    flags = (await reader.readexactly(1))[0]
+    length = struct.unpack(">Q", await reader.readexactly(8))[0] if flags & LONG else (await reader.readexactly(1))[0]
+    return flags, await reader.readexactly(length)
+
+
+def _frame(flags: int, body: bytes) -> bytes:
+    size = struct.pack(">Q", len(body)) if len(body) > 255 else bytes([len(body)])
+    return bytes([(flags & ~LONG) | (LONG if len(body) > 255 else 0)]) + size + body
