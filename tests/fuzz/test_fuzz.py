@@ -1,0 +1,31 @@
+"""Every decoder on its seeds, which hold what fuzzing has found before, and a minute of fuzzing."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz import given, stored, wire
+from tests.fuzz.target import Target
+
+ROOT = Path(__file__).parents[2]
+TARGETS: dict[str, Target] = {**wire.TARGETS, **stored.TARGETS, **given.TARGETS}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_seeds_are_read_or_refused(name: str, tmp_path: Path) -> None:
+    for seed in TARGETS[name].seeds:
+        TARGETS[name].check(seed, tmp_path)
+        TARGETS[name].check(seed[: len(seed) // 2], tmp_path)
+
+
+def test_a_minute_of_fuzzing_finds_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.fuzz.run", "--seconds", "60", "--out", str(tmp_path)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    assert ended.returncode == 0, ended.stderr
+    totals = json.loads(ended.stdout)
+    assert totals["crashes"] == 0
+    assert set(totals["targets"]) == set(TARGETS)
+    assert all(tally["executions"] > 0 for tally in totals["targets"].values()), totals
