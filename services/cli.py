@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import json
-import os
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -13,7 +12,7 @@ import typer
 
 from protocol.errors import Reason, Refused, SettingsError, TetherError
 from services.process import configure_logging, connected, explain
-from services.settings import Settings, load_settings
+from services.settings import Settings, load_settings, run_settings
 
 T = TypeVar("T")
 app = typer.Typer(
@@ -86,6 +85,37 @@ def verify(run_dir: RunDir, as_json: AsJson = False) -> None:
         raise typer.Exit(1)
 
 
+@app.command()
+def replay(
+    run_dir: RunDir,
+    step: Annotated[int, typer.Option(help="the step that started from version K", metavar="K")],
+    train: Annotated[bool, typer.Option("--train", help="repeat the steps from the nearest checkpoint and compare the loss")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Build the batch of a past step again, bit for bit, from log and archive; exit code 1 if it is not what was trained."""
+    from services.replay import render_replay, replay_step
+
+    configure_logging("replay")
+    facts = replay_step(run_settings(run_dir), step, train=train)
+    print(json.dumps(facts, indent=2) if as_json else render_replay(facts))
+    if not facts["equal"] or not facts.get("train", facts)["equal"]:
+        raise typer.Exit(1)
+
+
+@app.command()
+def trace(run_dir: RunDir, group: Annotated[int, typer.Argument(help="number of the group")], as_json: AsJson = False) -> None:
+    """Show one group's life with times, from the event log alone."""
+    from services.ledger.audit import FILE
+    from services.ledger.history import read_events
+    from services.ledger.trace import render_trace
+    from services.ledger.trace import trace as trace_group
+
+    moments = trace_group(read_events(run_dir / FILE), group)
+    if not moments:
+        raise SettingsError(f"group {group} is not in the log of {run_dir}: it was never leased, or the log is not archived so far yet")
+    print(json.dumps([dataclasses.asdict(moment) for moment in moments], indent=2) if as_json else render_trace(group, moments))
+
+
 @app.command("set")
 def set_value(
     run_dir: RunDir, name: Annotated[str, typer.Argument(help="max-staleness, groups-per-step or staleness-policy")], value: str
@@ -139,18 +169,6 @@ def evaluate(
     overrides = [f"eval.{key}={value}" for key, value in (("prompts", prompts), ("samples", samples)) if value is not None]
     configure_logging("eval")
     _print_eval(run_settings(run_dir, overrides), checkpoint or [], as_json)
-
-
-def run_settings(run_dir: Path, overrides: list[str] | None = None) -> Settings:
-    """The settings that a run was started with."""
-    path = run_dir / "settings.json"
-    if not path.is_file():
-        raise SettingsError(f"no run in {run_dir}: there is no settings.json; give the directory of a run, such as runs/demo")
-    return load_settings(
-        str(path),
-        [*(overrides or []), f"run.dir={json.dumps(str(run_dir.absolute()))}"],
-        environ={k: v for k, v in os.environ.items() if k == "TETHER_REDIS_URL"},
-    )
 
 
 def _print_eval(settings: Settings, checkpoints: list[Path], as_json: bool = False) -> None:

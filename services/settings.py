@@ -207,6 +207,19 @@ def load_settings(path: str | None = None, overrides: Sequence[str] = (), enviro
     return settings
 
 
+def run_settings(run_dir: Path, overrides: Sequence[str] = ()) -> Settings:
+    """The settings that a run was last started with; of the environment only the ledger's URL counts.
+
+    Raises:
+        SettingsError: if there is no run in the directory.
+    """
+    path = run_dir / "settings.json"
+    if not path.is_file():
+        raise SettingsError(f"no run in {run_dir}: there is no settings.json; give the directory of a run, such as runs/demo")
+    environ = {name: value for name, value in os.environ.items() if name == "TETHER_REDIS_URL"}
+    return load_settings(str(path), [*overrides, f"run.dir={json.dumps(str(run_dir.absolute()))}"], environ)
+
+
 def dump_settings(settings: Settings, path: Path) -> None:
     """Write the effective settings as JSON, for the processes of the run. The ledger's URL stays out: it may hold a password."""
     values = _adapter.dump_python(settings, mode="json")

@@ -89,6 +89,12 @@ async def _train(rank: RankZero) -> None:
         answers.cancel()
 
 
+def torchrun(ranks: int, module: str, *arguments: str) -> list[str]:
+    """The command line that runs a module once a rank, on this machine."""
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [sys.executable, "-m", *launcher, "-m", module, *arguments]
+
+
 def main() -> None:
     """Start torchrun if more than one rank is configured; else be the rank that the environment names."""
     rank = int(os.environ.get("RANK", "-1"))
@@ -110,8 +116,7 @@ def main() -> None:
             print(f"tether trainer: {error}", file=sys.stderr)
             sys.exit(EXIT_SETTINGS)
         if world > 1:
-            torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(world), "-m", "services.trainer"]
-            os.execv(sys.executable, [sys.executable, "-m", *torchrun])
+            os.execv(sys.executable, torchrun(world, "services.trainer"))
     service_main(Role.TRAINER, serve)
 
 
