@@ -66,7 +66,7 @@ async def _ingest_loop(process: Process, receiver: Receiver, spool: Spool) -> No
 
 async def _ingest(process: Process, receiver: Receiver, spool: Spool, batch: Sequence[Delivery]) -> None:
     """Check, put on disk with one fsync, then accept and acknowledge one by one."""
-    status = await process.ledger.status()
+    head = await process.ledger.head()
     good: list[tuple[Delivery, ScoredRollout, dict[int, int]]] = []
     for delivery in batch:
         message = delivery.message
@@ -74,7 +74,7 @@ async def _ingest(process: Process, receiver: Receiver, spool: Spool, batch: Seq
             await _fail(process, receiver, delivery, message)
         elif isinstance(message, ScoredRollout):
             try:
-                good.append((delivery, message, check_scored(message, status.version)))
+                good.append((delivery, message, check_scored(message, head.version)))
             except ProtocolError as error:
                 process.metrics.count("scored.malformed")
                 log.warning("scored.malformed group=%d error=%s", message.rollout.group, error)
@@ -93,7 +93,7 @@ async def _ingest(process: Process, receiver: Receiver, spool: Spool, batch: Seq
                 await asyncio.sleep(SPOOL_RETRY_S)
     accepted = [message.rollout.group for delivery, message, counts in good if await _accept(process, receiver, delivery, message, counts)]
     if accepted:
-        entry = JournalEntry("accept", status.epoch, -1, tuple(accepted), status.sequence)
+        entry = JournalEntry("accept", head.epoch, -1, tuple(accepted), head.sequence)
         try:
             await asyncio.to_thread(spool.append, [entry])
         except TetherError as error:

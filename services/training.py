@@ -120,7 +120,8 @@ class TrainLoop:
         done = time.monotonic()
         times = StepTimes(waited_s, publish_began - train_began, done - publish_began)
         digest = await asyncio.to_thread(batch_digest, built.batch)
-        report = self._report(taken, built, stats, times, await ledger.status(), await ledger.peers(Role.ROLLOUT), digest)
+        engines = await ledger.peers(Role.ROLLOUT)
+        report = self._report(taken, built, stats, times, await ledger.status(), engines, digest)
         version = await ledger.commit(
             rank.epoch,
             taken.step,
@@ -136,7 +137,7 @@ class TrainLoop:
         groups = tuple(group.group for group in taken.groups)
         entries = [JournalEntry(event, rank.epoch, taken.step, groups, status.sequence) for event in ("take", "commit")]
         await asyncio.to_thread(rank.spool.append, entries)
-        alive = {peer.incarnation for peer in await ledger.peers(Role.ROLLOUT)}
+        alive = {peer.incarnation for peer in engines}
         rank.sender.retire(frozenset({version} | {served for engine, (_, served) in status.engines.items() if engine in alive}))
         if version % self._process.settings.trainer.checkpoint_every == 0 or status.done:
             await self.checkpoint(status)
@@ -186,7 +187,8 @@ class TrainLoop:
         log.info("checkpoint.done version=%d seconds=%.2f", status.version, time.monotonic() - began)
 
     def _archive(self, covered: Sequence[StepRecord]) -> None:
-        """Move the records of steps to the archive before the spool forgets them."""
+        """Move the records of steps to the archive, and their reports to the disk, before spool and ledger forget them."""
+        self._steps.sync()
         spool, archive = self._rank.spool, self._rank.archive
         for record in covered:
             keys = [(group.group, group.token) for group in record.groups]

@@ -76,10 +76,10 @@ class Archiver:
             await asyncio.to_thread(_append, self.path, lines)
             self._last = int(events[-1]["seq"])
         if self._last:
-            status = await self._ledger.status()
-            if status.sequence < self._last:
+            head = await self._ledger.head()
+            if head.sequence < self._last:
                 raise TetherError(
-                    f"the ledger is at event {status.sequence}, {self.path} at {self._last}: the ledger lost acknowledged writes"
+                    f"the ledger is at event {head.sequence}, {self.path} at {self._last}: the ledger lost acknowledged writes"
                 )
             await self._ledger.archived(self._last)
         return len(events)

@@ -233,10 +233,11 @@ class Ledger(Protocol):
         """Committed steps >= `first`, in order."""
 
     async def reports(self, first: int) -> Sequence[bytes]:
-        """Encoded `StepReport`s of committed steps >= `first`, in order."""
+        """Encoded `StepReport`s of committed steps >= `first` that no checkpoint covers, in order."""
 
     async def checkpointed(self, version: int) -> None:
-        """A durable checkpoint covers all steps below `version`: their records may be forgotten."""
+        """A durable checkpoint covers all steps below `version`: their records and reports are forgotten, and so is what engines that
+        are not registered any more acknowledged before it."""
 
     # -- settings ----------------------------------------------------------------------------------------------------
     async def set_bound(

@@ -20,7 +20,7 @@
 | `batch` | string | JSON of the running step's batch, returned again by a repeated take |
 | `gone` | list | groups that takes have dropped and no batch has reported yet |
 | `steps` | hash | step -> JSON record of a committed step that no checkpoint covers |
-| `reports` | hash | step -> encoded StepReport of every committed step |
+| `reports` | hash | step -> encoded StepReport of a committed step that no checkpoint covers |
 | `manifest` | string | newest published WeightManifest, encoded |
 | `engines` | hash | engine incarnation -> "epoch version" last acknowledged |
 | `peers` | zset | process incarnations by the time at which they are taken for dead (ms) |

@@ -245,7 +245,7 @@ class MemoryLedger:
         return [report for step, report in sorted(self._book.step_reports.items()) if step >= first] if self._book else []
 
     async def checkpointed(self, version: int) -> None:
-        checkpointed(self.book, version)
+        checkpointed(self.book, version, self._registry.entries)
 
     # -- settings ----------------------------------------------------------------------------------------------------
     async def set_bound(

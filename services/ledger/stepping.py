@@ -1,6 +1,6 @@
 """The trainer's transitions on a `Book`: claim, resume, take, commit, and what a checkpoint lets go."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 from protocol.errors import Reason, Refused
 from protocol.lifecycle import Event, GroupState
@@ -179,11 +179,14 @@ def _check_counts(group: TakenGroup, step: int, trained: Mapping[int, int]) -> N
             raise Refused(Reason.WRONG_STATE, f"group {group.group}: more tokens of version {version} trained than accepted")
 
 
-def checkpointed(book: Book, version: int) -> None:
-    """Forget what a durable checkpoint covers; see `Ledger.checkpointed`."""
+def checkpointed(book: Book, version: int, registered: Container[str]) -> None:
+    """Forget what a durable checkpoint covers; see `Ledger.checkpointed`. `registered`: processes that are known."""
     if version > book.version:
         raise Refused(Reason.WRONG_STATE, f"version {version} is not committed; the run is at {book.version}")
     if version > book.checkpoint:
+        for step in range(book.checkpoint, version):
+            book.step_reports.pop(step, None)
+        book.engines = {name: served for name, served in book.engines.items() if name in registered or served[1] >= version}
         book.checkpoint = version
         book.append("checkpoint", version=version)
     book.steps = {step: record for step, record in book.steps.items() if step >= book.checkpoint}

@@ -29,6 +29,11 @@ class StepLog:
         finally:
             os.close(descriptor)
 
+    def sync(self) -> None:
+        """Bring the lines to the disk, before anybody forgets the reports that they were made of."""
+        with self._path.open("rb") as file:
+            os.fsync(file.fileno())
+
     def backfill(self, reports: Iterable[bytes]) -> None:
         """Add lines of committed steps that a crash kept from being written."""
         known = {(line["step"], line["epoch"]) for line in read_lines(self._path)}

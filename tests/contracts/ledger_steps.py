@@ -5,6 +5,7 @@ import pytest
 from protocol.errors import Reason, Refused
 from protocol.lifecycle import GroupState
 from protocol.staleness import Policy
+from services.ledger.interface import Peer
 from tests.contracts.ledger_rig import Driver
 
 
@@ -28,7 +29,14 @@ class StepContract:
         assert await driver.ledger.manifest() == b"m0"
         await driver.ledger.checkpointed(1)
         assert list(await driver.ledger.step_records(0)) == []
-        assert list(await driver.ledger.reports(0)) == [b"report0"]
+        assert list(await driver.ledger.reports(0)) == []
+
+    async def test_checkpoint_forgets_engines_that_are_gone_and_behind(self, driver: Driver) -> None:
+        await driver.begin(B=1, engines=("eng", "gone", "behind"))
+        await driver.ledger.register(Peer("rollout", "behind", {}), 600_000)
+        await driver.step(1)
+        await driver.ledger.checkpointed(1)
+        assert set((await driver.ledger.status()).engines) == {"eng", "behind"}
 
     async def test_commit_refuses_what_was_not_taken(self, driver: Driver) -> None:
         await driver.begin(E=0, B=2)

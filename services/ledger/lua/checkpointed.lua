@@ -1,4 +1,5 @@
--- A durable checkpoint covers all steps below `version`: forget their records, and those of DROPPED groups.
+-- A durable checkpoint covers all steps below `version`: forget their records and reports, the records of DROPPED groups, and engines that
+-- are not registered and serve a version below it (one that comes back has a newer version to apply first).
 -- ARGV: 1 version
 -- Returns: 1 if more remains than one call forgets (512 groups trained and 512 dropped), else 0. Refuses no_run, wrong_state (not committed).
 local absent = no_run()
@@ -6,7 +7,15 @@ if absent then return absent end
 local version = tonumber(ARGV[1])
 if version > R.version then return refuse('wrong_state', 'version ' .. version .. ' is not committed; the run is at ' .. R.version) end
 if version > R.checkpoint then
-  for step = R.checkpoint, version - 1 do redis.call('HDEL', K.steps, string.format('%.0f', step)) end
+  for step = R.checkpoint, version - 1 do
+    redis.call('HDEL', K.steps, string.format('%.0f', step))
+    redis.call('HDEL', K.reports, string.format('%.0f', step))
+  end
+  local engines = redis.call('HGETALL', K.engines)
+  for i = 1, #engines, 2 do
+    local served = tonumber(string.match(engines[i + 1], '%d+$'))
+    if served < version and redis.call('HEXISTS', K.peer_info, engines[i]) == 0 then redis.call('HDEL', K.engines, engines[i]) end
+  end
   put('checkpoint', version)
   append('checkpoint', {version = version})
 end
