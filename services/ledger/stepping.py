@@ -1,6 +1,7 @@
 """The trainer's transitions on a `Book`: claim, resume, take, commit, and what a checkpoint lets go."""
 
 from collections.abc import Container, Mapping
+from dataclasses import replace
 
 from protocol.errors import Reason, Refused
 from protocol.lifecycle import Event, GroupState
@@ -48,6 +49,8 @@ def resume(book: Book, epoch: str, version: int, digest: int) -> bool:
         book.append("resume", epoch=epoch, version=version, digest=str(digest), continued=True)
     else:
         waiting = _rewind(book, version, version if known == digest else version - 1)
+        if version - 1 in book.steps:
+            book.steps[version - 1] = replace(book.steps[version - 1], digest=digest)
         book.lineage = {epoch}
         values = {"waiting": waiting} if waiting else {}
         book.append("resume", epoch=epoch, version=version, digest=str(digest), continued=False, **values)

@@ -163,6 +163,18 @@ class StepContract:
         again = await driver.lease()
         assert (again.group, again.attempt) == (kept.group, 1)
 
+    async def test_a_rewind_undoes_what_was_generated_under_other_weights_of_the_same_version(self, driver: Driver) -> None:
+        await driver.begin(E=2, B=1)
+        await driver.step(1)
+        await driver.ledger.claim("e2")
+        assert not await driver.ledger.resume("e2", 1, 999)
+        await driver.ledger.applied("eng", "e2", 1)
+        await driver.scored(2)
+        await driver.commit(await driver.ledger.take("e2"), "e2")
+        await driver.ledger.claim("e3")
+        assert not await driver.ledger.resume("e3", 1, 100)  # the weights of version 1 before the first rewind
+        assert (await driver.ledger.status()).states[GroupState.SCORED] == 0
+
     async def test_resume_cannot_go_behind_a_checkpoint(self, driver: Driver) -> None:
         await driver.begin(B=1)
         await driver.step(1)

@@ -55,6 +55,12 @@ for step = version, old - 1 do
   redis.call('HDEL', K.steps, string.format('%.0f', step))
   redis.call('HDEL', K.reports, string.format('%.0f', step))
 end
+local record = redis.call('HGET', K.steps, string.format('%.0f', version - 1))
+if record then -- the version is there again, perhaps of other weights
+  record = cjson.decode(record)
+  record.digest = digest
+  redis.call('HSET', K.steps, string.format('%.0f', version - 1), cjson.encode(record))
+end
 put('version', version)
 redis.call('DEL', K.lineage, K.manifest)
 redis.call('SADD', K.lineage, ARGV[1])
