@@ -102,7 +102,7 @@ class World:
             del self.registry[name]
             self.middles[end] = None
         self.damaged += middle.damaged
-        self.counted += inbox.stats.malformed + inbox.stats.unknown_peer
+        self.counted += inbox.stats.malformed  # what a broken connection still brings after its peer was forgotten is `unknown_peer`
         life.ended.set()
 
     async def _bring_through(self, outbox: Sender, end: int, id: str, group: int) -> None:
