@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from protocol.lifecycle import ACTIVE, Event, GroupState, after
-from protocol.staleness import Bound, Policy, deadline, holds, lag
+from protocol.staleness import Bound, Policy, deadline, lag
+from services.ledger.rules import Rules
 
 _S = GroupState
 MOST_VIOLATIONS = 1000
@@ -65,7 +66,7 @@ def verify(path: Path) -> AuditResult:
 
 def verify_events(events: Iterable[Mapping[str, Any] | None]) -> AuditResult:
     """Check events in order; None stands for a line that is not an event."""
-    replay = _Replay()
+    replay = Verifier()
     for event in events:
         replay.step(event)
     return replay.result()
@@ -82,8 +83,8 @@ def _lines(file: Iterable[bytes]) -> Iterable[Mapping[str, Any] | None]:
         yield event if isinstance(event, dict) else None
 
 
-class _Replay:
-    """The run as the log tells it, so far."""
+class Verifier:
+    """The run as the log tells it, so far: give it every event by `step`, then ask for the `result`."""
 
     def __init__(self) -> None:
         self.violations: list[str] = []
@@ -99,6 +100,7 @@ class _Replay:
         self.running: list[int] | None = None
         self.bound = Bound()
         self.engines: dict[str, tuple[str, int]] = {}
+        self.rules = Rules(self)
         self.now = ""
         """Label of the present event, for violations."""
 
@@ -113,12 +115,13 @@ class _Replay:
             self.seq = event["seq"] if isinstance(event.get("seq"), int) else self.seq
         self.now = f"seq {self.seq} ({(kind := event.get('event'))})"
         handler: Callable[[Mapping[str, Any]], None] | None = getattr(self, f"on_{kind}", None)
-        if handler is None:
-            if kind not in ("steps", "halt", "unhalt", "publish", "bound_pending", "drain"):
-                self.wrong("unknown event")
-            return
+        if handler is None and kind not in ("steps", "halt", "unhalt", "publish", "bound_pending", "drain"):
+            return self.wrong("unknown event")
         try:
-            handler(event)
+            self.rules.before(kind, event)
+            if handler is not None:
+                handler(event)
+            self.rules.after(kind, event)
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             self.wrong(f"malformed: {type(error).__name__} {error}")
 
@@ -180,9 +183,8 @@ class _Replay:
             self.wrong(f"group {number}: leased under {bound}, but {self.bound} is in force")
         if self.engines.get(event["engine"]) != (event["epoch"], event["version"]):
             self.wrong(f"group {number}: engine {event['engine']} did not acknowledge version {event['version']}")
-        step = self.version + (self.running is not None)
-        if group.deadline < step or (bound.policy is not Policy.MASK and not holds(self.holding.values(), step, bound)):
-            self.wrong(f"group {number}: rule F does not hold at step {step}")
+        if group.deadline < self.version + (self.running is not None):
+            self.wrong(f"group {number}: leased when it is late already")
 
     def on_expire(self, event: Mapping[str, Any]) -> None:
         group = self.groups[event["group"]]
