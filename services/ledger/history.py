@@ -45,6 +45,17 @@ def read_events(path: Path) -> Iterator[Event]:
             yield event
 
 
+def with_told(events: Iterable[Event]) -> Iterator[Event]:
+    """The events, and before each `rebuild` those that the journal told it, at its time (see `restore.py`)."""
+    for event in events:
+        if event["event"] == "rebuild":
+            place = {"seq": event["seq"], "time_ms": event["time_ms"]}
+            for told in event.get("told", ()):
+                yield from ({**accept, **place, "event": "accept"} for accept in told.get("accepted", ()))
+                yield {**told, **place}
+        yield event
+
+
 def committed_steps(events: Iterable[Event], wanted: range) -> dict[int, LoggedStep]:
     """Steps in `wanted` on the path to the present version, by number; what a rewind abandoned is left out.
 
@@ -55,18 +66,23 @@ def committed_steps(events: Iterable[Event], wanted: range) -> dict[int, LoggedS
     leases: dict[int, Event] = {}
     counts: dict[int, Event] = {}
     taken: list[int] = []
-    for event in events:
+    for event in with_told(events):
         kind = event["event"]
         try:
             if kind == "lease":
                 leases[event["group"]] = event
             elif kind == "accept":
                 counts[event["group"]] = event["counts"]
+                if "deadline" in event:  # told by the journal, with what the lease said
+                    leases[event["group"]] = event
             elif kind == "drop":  # trained groups go, too: after a rewind they are leased again
                 leases.pop(event["group"], None), counts.pop(event["group"], None)
             elif kind == "take":
                 taken = list(event["groups"])
             elif kind == "commit":
+                numbers = [int(group) for group in event["groups"]]
+                if sorted(numbers) != sorted(taken):  # the take is lost; this is the order in which groups are taken
+                    taken = sorted(numbers, key=lambda group: (leases[group]["deadline"], group))
                 groups = tuple(_taken_group(leases.pop(group), counts.pop(group)) for group in taken)
                 if event["step"] in wanted:
                     steps[event["step"]] = _logged(event, groups)

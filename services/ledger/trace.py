@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from protocol.lifecycle import Event, GroupState, after
+from services.ledger.history import with_told
 from services.ledger.records import decode_counts
 
 ROWS = frozenset(str(event) for event in Event)
@@ -23,7 +24,7 @@ class Moment:
     since_ms: int
     """Since the event before it; 0 for the first."""
     event: str
-    """A row of the lifecycle table, or expire."""
+    """A row of the lifecycle table, expire or rebuild."""
     state: GroupState
     """Of the group after it."""
     facts: Mapping[str, Any]
@@ -34,10 +35,12 @@ def trace(events: Iterable[Mapping[str, Any]], group: int) -> list[Moment]:
     """The moments of a group's life, oldest first; empty if the log never names it."""
     moments: list[Moment] = []
     state, before = GroupState.WAITING, 0
-    for event in events:
+    for event in with_told(events):
         for name, facts in _concerns(event, group):
             if name in ROWS:
                 state = after(state, Event(name)) or state
+            elif name == "rebuild":
+                state = GroupState(facts["state"])
             moments.append(Moment(event["seq"], event["time_ms"], event["time_ms"] - before if moments else 0, name, state, facts))
             before = event["time_ms"]
     return moments
@@ -58,6 +61,10 @@ def _concerns(event: Mapping[str, Any], group: int) -> Iterator[tuple[str, dict[
         yield "untake", {"epoch": event["epoch"]}
     elif kind == "resume" and group in event.get("waiting", ()):
         yield "rewind", {"epoch": event["epoch"], "version": event["version"]}
+    elif kind == "rebuild":
+        for state in (GroupState.WAITING, GroupState.SCORED):
+            if group in event.get(state, ()):
+                yield "rebuild", {"state": state, "epoch": event["epoch"]}
 
 
 def render_trace(group: int, moments: list[Moment]) -> str:
