@@ -26,7 +26,7 @@ class EngineConfig:
     """Section `[engine]`. Engines refuse what they do not support, naming the field."""
 
     name: str = "vllm"
-    """Module in `rollout/engines/`: vllm, hf, scripted."""
+    """Module in `rollout/engines/`: vllm, sglang, hf, scripted."""
     dtype: str = "float32"
     """Of the engine's parameters, one of `DTYPES`; weights are published in it, whatever the trainer's own."""
     tensor_parallel_size: int = 1
@@ -44,6 +44,10 @@ class EngineConfig:
     kv: KvPolicy = KvPolicy.RECOMPUTE
     stage_timeout_s: float = 120.0
     start_timeout_s: float = 300.0
+    python: str = ""
+    """sglang only: the interpreter that has it; empty: this one."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """sglang only: variables of its server, over those of this process."""
     # scripted only: a deterministic engine for dry runs
     seconds_per_token: float = 0.0
     """Delay for each token."""
@@ -108,6 +112,8 @@ class Capabilities:
     recomputes_kv: bool = True
     sleep: bool = False
     lora: bool = False
+    seeds: bool = True
+    """Of single requests."""
     transports: frozenset[str] = field(default_factory=frozenset)
 
 

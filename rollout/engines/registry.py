@@ -7,7 +7,7 @@ from pathlib import Path
 from protocol.errors import SettingsError
 from rollout.engines.base import Engine, EngineConfig
 
-ENGINES: dict[str, str] = {"hf": "HFEngine", "scripted": "ScriptedEngine", "vllm": "VllmEngine"}
+ENGINES: dict[str, str] = {"hf": "HFEngine", "scripted": "ScriptedEngine", "sglang": "SglangEngine", "vllm": "VllmEngine"}
 """Module in `rollout/engines/` -> its class."""
 
 

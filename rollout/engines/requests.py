@@ -1,4 +1,4 @@
-"""What all engines do with a request and its completion: refuse what cannot run, and turn token versions into spans."""
+"""What all engines do with a model, a request and its completion: refuse what cannot run, and turn token versions into spans."""
 
 import difflib
 import json
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import EngineError
-from rollout.engines.base import Request
+from rollout.engines.base import EngineConfig, Request
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:
@@ -28,6 +28,20 @@ def read_config(model_dir: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise EngineError(f"{path} is not a JSON object")
     return found
+
+
+def check_fits(config: EngineConfig, model: dict[str, Any], model_dir: Path) -> None:
+    """Compare the engine's settings with the model's config.
+
+    Raises:
+        EngineError: naming the setting that does not fit.
+    """
+    positions = model.get("max_position_embeddings")
+    if isinstance(positions, int) and config.max_model_len > positions:
+        raise EngineError(f"max_model_len {config.max_model_len} exceeds the {positions} positions of {model_dir}")
+    heads = int(model.get("num_attention_heads") or 0)
+    if heads and heads % config.tensor_parallel_size:
+        raise EngineError(f"tensor_parallel_size {config.tensor_parallel_size} does not divide the {heads} heads of {model_dir}")
 
 
 def check_request(request: Request, *, vocab_size: int, max_model_len: int, running: Iterable[str] = ()) -> None:

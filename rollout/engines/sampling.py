@@ -18,13 +18,30 @@ def sampled_distribution(logits: torch.Tensor, sampling: Sampling) -> torch.Tens
     if sampling.temperature == 0:
         return scores.log_softmax(-1)
     scores = scores / sampling.temperature
-    if 0 < sampling.top_k < scores.numel():
-        scores = scores.masked_fill(scores < scores.topk(sampling.top_k).values[-1], -torch.inf)
-    if sampling.top_p < 1:
-        ordered, index = scores.sort(descending=True)
-        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
-        scores = scores.index_fill(0, index[before >= sampling.top_p], -torch.inf)
+    if sampling.top_k or sampling.top_p < 1:
+        limits = torch.tensor([sampling.top_k], device=scores.device), torch.tensor([sampling.top_p], device=scores.device)
+        scores = scores.masked_fill(~kept_tokens(scores[None], *limits)[0], -torch.inf)
     return scores.log_softmax(-1)
+
+
+def kept_tokens(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Which tokens can be sampled: the `top_k` best and their equals, and of those the fewest whose probabilities reach `top_p`.
+
+    Args:
+        scores: [B, V] logits after temperature.
+        top_k: [B]; 0 and what exceeds V are off.
+        top_p: [B]; 1 is off.
+
+    Returns: [B, V] bool.
+    """
+    ordered, index = scores.sort(descending=True)
+    size = scores.shape[-1]
+    last = torch.where(top_k > 0, top_k, size).clamp(max=size).long() - 1
+    ordered = ordered.masked_fill(ordered < ordered.gather(-1, last[:, None]), -torch.inf)
+    probabilities = ordered.softmax(-1)
+    before = probabilities.cumsum(-1) - probabilities
+    kept = (ordered > -torch.inf) & ((before < top_p[:, None]) | (top_p[:, None] >= 1))
+    return torch.zeros_like(kept).scatter(-1, index, kept)
 
 
 def sample(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> tuple[int, float]:

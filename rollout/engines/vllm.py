@@ -14,17 +14,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import xxhash
-
 from protocol.errors import EngineError, PoisonedError, WeightError
 from protocol.messages import WeightManifest
 from rollout.engines.base import Capabilities, Completion, Engine, EngineConfig, KvPolicy, Request, Sampling, Served
+from rollout.engines.rank_updates import RankUpdates
 from rollout.engines.requests import check_request, spans_from_marks
+from rollout.engines.shapes import checkpoint_shapes
 from rollout.engines.vllm_start import (
     check_model,
-    check_rank,
-    checkpoint_shapes,
     end_context,
     end_processes,
     engine_arguments,
@@ -36,8 +33,6 @@ from rollout.weights.registry import RECEIVERS
 
 CALL_TIMEOUT_S = 60.0
 """For one answer of all ranks; a step on a loaded CPU can take seconds."""
-POLL_S = (0.005, 0.1)
-"""First and longest wait between two looks at a staging."""
 EXIT_GRACE_S = 1.0
 """For the engine's processes to end by themselves."""
 
@@ -63,7 +58,7 @@ class VllmEngine(Engine):
         """Cleared while weights change: requests are not submitted then."""
         self._open.set()
         self._updating = asyncio.Lock()
-        self._staging = False
+        self._updates = RankUpdates(self._call, stage_timeout_s=config.stage_timeout_s, call_timeout_s=CALL_TIMEOUT_S)
         self._paused = False
         self._poisoned = ""
         self._closed = False
@@ -103,7 +98,7 @@ class VllmEngine(Engine):
         await self.check()
         tokens = tuple(output.token_ids)
         logprobs = tuple(row[token].logprob for token, row in zip(tokens, output.logprobs or (), strict=True))
-        marks = [(0, version)] if changes == self._changes else (await self._call("tether_marks", str(number)))[0]
+        marks = [(0, version)] if changes == self._changes else (await self._call("marks", str(number)))[0]
         if tokens and (not marks or marks[0][0] != 0):
             raise EngineError(f"request {request.id}: no record of the versions of its {len(tokens)} tokens")
         return Completion(tokens, logprobs, spans_from_marks(marks, len(tokens)), str(output.finish_reason))
@@ -127,21 +122,7 @@ class VllmEngine(Engine):
 
     async def stage(self, manifest: WeightManifest) -> None:
         await self.check()
-        if self._staging:
-            raise WeightError(f"version {manifest.version}: another version is being staged")
-        self._staging = True
-        staged = False
-        try:
-            ranks = await self._call("tether_stage", msgspec.msgpack.encode(manifest), self._config.stage_timeout_s)
-            if not any(rank["error"] for rank in ranks):
-                ranks = await self._settled(manifest)
-            for number, rank in enumerate(ranks):
-                check_rank(number, rank, manifest)
-            staged = True
-        finally:
-            if not staged:
-                await self._discard()
-            self._staging = False
+        await self._updates.stage(manifest)
 
     async def commit(self, manifest: WeightManifest) -> float:
         await self.check()
@@ -160,17 +141,14 @@ class VllmEngine(Engine):
             self._open.clear()
             try:
                 self._changes += 1
-                await self._call("tether_rename", version)
+                await self._call("rename", version)
                 self._served = Served(epoch, version, self._served.digest)
             finally:
                 self._open.set()
 
     async def live_digest(self) -> int:
         """Digest of the live parameters, read between two steps; with one rank that of the manifest whose bytes they are."""
-        ranks = await self._call("tether_live_digest")
-        if ranks[0][0]:
-            return int(ranks[0][1])
-        return xxhash.xxh3_64_intdigest(msgspec.msgpack.encode([digest for _, digest in ranks]))
+        return await self._updates.live_digest()
 
     async def check(self) -> None:
         if self._poisoned:
@@ -207,48 +185,23 @@ class VllmEngine(Engine):
         self._vocab = int(model.get("vocab_size") or 0)
         shapes = await asyncio.to_thread(checkpoint_shapes, self._model_dir)
         architecture = next(iter(model.get("architectures") or ()), "")
-        for rank, found in enumerate(await self._call("tether_install", shapes, architecture)):
+        for rank, found in enumerate(await self._call("install", shapes, architecture)):
             self._pids |= {found["pid"], found["parent"]} - {os.getpid()}
             if found["error"]:
                 raise EngineError(f"engine {self._name}, rank {rank}: {self._model_dir} cannot be updated in place: {found['error']}")
 
     async def _call(self, method: str, *args: Any) -> list[Any]:
-        """The answers of all ranks, given between two steps."""
+        """The answers of all ranks to a method of their worker extension, given between two steps."""
         if self._llm is None:
             raise EngineError(f"engine {self._name} is closed")
         try:
             async with asyncio.timeout(CALL_TIMEOUT_S):
-                found: list[Any] = await self._llm.collective_rpc(method, args=args)
+                found: list[Any] = await self._llm.collective_rpc(f"tether_{method}", args=args)
                 return found
         except TimeoutError:
             raise EngineError(f"engine {self._name}: no answer to {method} within {CALL_TIMEOUT_S:g} s") from None
         except Exception as error:
             raise EngineError(f"engine {self._name}: {method}: {error!r}") from error
-
-    async def _settled(self, manifest: WeightManifest) -> list[Any]:
-        """Every rank's status when none is staging any more, or one has failed."""
-        wait_s, longest_s = POLL_S
-        limit_s = self._config.stage_timeout_s + CALL_TIMEOUT_S
-        try:
-            async with asyncio.timeout(limit_s):
-                while True:
-                    ranks = await self._call("tether_status")
-                    states = {rank["state"] for rank in ranks}
-                    if "staging" not in states or "failed" in states:
-                        return ranks
-                    await asyncio.sleep(wait_s)
-                    wait_s = min(2 * wait_s, longest_s)
-        except TimeoutError:
-            raise WeightError(f"version {manifest.version}: not staged on all ranks within {limit_s:g} s") from None
-
-    async def _discard(self) -> None:
-        """Forget what is staged, on all ranks; a fetch that runs is told to end and waited for."""
-        with suppress(EngineError, TimeoutError):
-            async with asyncio.timeout(CALL_TIMEOUT_S):
-                ranks = await self._call("tether_cancel")
-                while any(rank["state"] == "staging" for rank in ranks):
-                    await asyncio.sleep(POLL_S[0])
-                    ranks = await self._call("tether_cancel")
 
     async def _complete(self, request: Request, name: str) -> Any:
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -272,12 +225,7 @@ class VllmEngine(Engine):
             await core.pause_scheduler_async("keep", False)
         self._changes += 1
         try:
-            ranks = await self._call("tether_commit", msgspec.msgpack.encode(manifest))
-            applied = [rank["applied"] for rank in ranks]
-            if not any(applied) and not any(rank["poisoned"] for rank in ranks):
-                raise WeightError(next(rank["error"] for rank in ranks))
-            if not all(applied):
-                raise PoisonedError(f"version {manifest.version}: {next(rank['error'] for rank in ranks if rank['error'])}")
+            ranks = await self._updates.commit(manifest)
             if recompute and not await self._llm.reset_prefix_cache(reset_running_requests=True):
                 raise PoisonedError(f"version {manifest.version} is live, but the KV cache of the old one could not be dropped")
         except PoisonedError as error:

@@ -1,9 +1,7 @@
 """Starting vLLM: environment, arguments, and what is known about the model before it is loaded."""
 
-import json
 import multiprocessing
 import os
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,16 +11,13 @@ import psutil  # type: ignore[import-untyped]
 import torch
 import xxhash
 
-from protocol.errors import EngineError, WeightError
-from protocol.messages import WeightManifest
+from protocol.errors import EngineError
 from rollout.engines.base import EngineConfig, Sampling
-from rollout.engines.requests import read_config
-from rollout.engines.vllm_worker import OWNER
+from rollout.engines.owner import OWNER
+from rollout.engines.requests import check_fits, read_config
 
 MIN_BATCHED_TOKENS = 2048
 """Tokens that one step may prefill, where `max_model_len` is not more."""
-MAX_HEADER_BYTES = 100 << 20
-"""Of a safetensors file, its own limit."""
 
 
 def set_environment(config: EngineConfig) -> None:
@@ -104,43 +99,8 @@ def check_model(config: EngineConfig, model_dir: Path) -> dict[str, Any]:
         sizes = _cpu_head_sizes()
         if sizes and head_dim not in sizes:
             raise EngineError(f"{model_dir}: head_dim {head_dim} is not supported by vLLM on a CPU; it can be {', '.join(map(str, sizes))}")
-    positions = model.get("max_position_embeddings")
-    if isinstance(positions, int) and config.max_model_len > positions:
-        raise EngineError(f"max_model_len {config.max_model_len} exceeds the {positions} positions of {model_dir}")
-    if heads and heads % config.tensor_parallel_size:
-        raise EngineError(f"tensor_parallel_size {config.tensor_parallel_size} does not divide the {heads} heads of {model_dir}")
+    check_fits(config, model, model_dir)
     return model
-
-
-def checkpoint_shapes(model_dir: Path) -> dict[str, list[int]]:
-    """Names and shapes of the model's checkpoint tensors: from the files' headers, or without files from the architecture.
-
-    Raises:
-        EngineError: if a file cannot be read or the architecture is not known.
-    """
-    shapes: dict[str, list[int]] = {}
-    for path in sorted(model_dir.glob("*.safetensors")):
-        try:
-            with path.open("rb") as file:
-                (size,) = struct.unpack("<Q", file.read(8))
-                if size > MAX_HEADER_BYTES:
-                    raise ValueError(f"a header of {size} bytes")
-                header = json.loads(file.read(size))
-            shapes |= {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
-        except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
-            raise EngineError(f"{path}: {error}") from error
-    return shapes or _architecture_shapes(model_dir)
-
-
-def _architecture_shapes(model_dir: Path) -> dict[str, list[int]]:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir))
-    except (OSError, ValueError, KeyError) as error:
-        raise EngineError(f"{model_dir} holds no weights, and its architecture is not known: {error}") from error
-    return {name: list(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def _cpu_head_sizes() -> list[int]:
@@ -184,21 +144,6 @@ def sampling_parameters(sampling: Sampling) -> Any:
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
-
-
-def check_rank(rank: int, found: dict[str, Any], manifest: WeightManifest) -> None:
-    """Compare what a rank says it has staged with the manifest.
-
-    Raises:
-        WeightError: with the rank's own reason, or what differs.
-    """
-    if found["error"] or found["state"] != "staged":
-        raise WeightError(found["error"] or f"rank {rank} is {found['state']}")
-    covered = sum(entry.nbytes for entry in manifest.tensors)
-    expected = {"epoch": manifest.epoch, "version": manifest.version, "digest": manifest.digest, "covered": covered}
-    for fact, value in expected.items():
-        if found.get(fact) != value:
-            raise WeightError(f"rank {rank} has staged {fact} {found.get(fact)}, version {manifest.version} has {value}")
 
 
 def end_context(llm: Any) -> None:

@@ -41,14 +41,17 @@ class EngineContract:
 
     async def test_logprobs_are_those_of_the_distribution_that_was_sampled_from(self, bench: Bench) -> None:
         await bench.serve("A")
-        kinds = [
-            Sampling(max_tokens=24, temperature=0),
-            Sampling(max_tokens=24, seed=1),
-            Sampling(max_tokens=24, temperature=0.7, seed=2),
-            Sampling(max_tokens=24, temperature=1.3, top_k=5, seed=3),
-            Sampling(max_tokens=24, top_p=0.8, seed=4),
-            Sampling(max_tokens=24, temperature=0.9, top_k=50, top_p=0.9, seed=5),
+        ways: list[dict[str, float]] = [
+            {"temperature": 0},
+            {},
+            {"temperature": 0.7},
+            {"temperature": 1.3, "top_k": 5},
+            {"top_p": 0.8},
+            {"temperature": 0.9, "top_k": 50, "top_p": 0.9},
+            {"temperature": 0.8, "top_k": 1},
         ]
+        seeds = bench.engine.capabilities.seeds
+        kinds = [Sampling(max_tokens=24, seed=i if seeds else None, **way) for i, way in enumerate(ways)]  # type: ignore[arg-type]
         requests = [Request(f"kind{i}/0", PROMPTS[i % 3], kind) for i, kind in enumerate(kinds)]
         for request, found in zip(requests, await together(bench.engine, requests), strict=True):
             if not bench.computes:

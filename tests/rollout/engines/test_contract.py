@@ -13,6 +13,7 @@ from rollout.engines.registry import make_engine
 from tests.contracts.engine_bench import Bench
 from tests.contracts.engine_models import tiny_model
 from tests.contracts.engine_suite import EngineContract
+from tests.contracts.sglang_environment import sglang_settings
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -22,7 +23,7 @@ pytestmark = [
 
 @dataclass(frozen=True)
 class Setup:
-    """An engine under test. Both starts of vLLM differ in all that matters: policy, ranks."""
+    """An engine under test. The starts of one engine differ in all that matters: policy, ranks."""
 
     name: str
     kv: KvPolicy
@@ -35,6 +36,8 @@ SETUPS = [
     pytest.param(Setup("hf", KvPolicy.KEEP), id="hf-keep"),
     pytest.param(Setup("vllm", KvPolicy.RECOMPUTE), id="vllm-recompute", marks=pytest.mark.engine),
     pytest.param(Setup("vllm", KvPolicy.KEEP, ranks=2), id="vllm-keep-tp2", marks=pytest.mark.engine),
+    pytest.param(Setup("sglang", KvPolicy.RECOMPUTE), id="sglang-recompute", marks=pytest.mark.engine),
+    pytest.param(Setup("sglang", KvPolicy.KEEP), id="sglang-keep", marks=pytest.mark.engine),
 ]
 
 
@@ -45,7 +48,8 @@ async def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     directory: Path = tmp_path_factory.mktemp(setup.name)
     models["A"].save_pretrained(directory / "model")
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-    config = EngineConfig(name=setup.name, kv=setup.kv, tensor_parallel_size=setup.ranks, seconds_per_token=0.001)
+    own = sglang_settings() if setup.name == "sglang" else {}
+    config = EngineConfig(name=setup.name, kv=setup.kv, tensor_parallel_size=setup.ranks, seconds_per_token=0.001, **own)
     engine = make_engine(config, directory / "model", f"{setup.name}.test")
     await engine.start()
     try:

@@ -14,14 +14,15 @@ from rollout.engines.marks import Marks
 from rollout.engines.registry import ENGINES, make_engine
 from rollout.engines.requests import read_config, spans_from_marks, spans_of
 from rollout.engines.sampling import sample, sampled_distribution
+from rollout.engines.shapes import checkpoint_shapes
 from rollout.engines.staging import Staging, digest_of, stored_once, whole_source
 from rollout.engines.tracing import Plan, trace
-from rollout.engines.vllm_start import check_model, checkpoint_shapes
+from rollout.engines.vllm_start import check_model
 from tests.contracts.engine_models import tiny_model, weights, write_shm
 
 
 def test_an_unknown_engine_is_refused_with_the_nearest(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"hf, scripted, vllm.*Did you mean vllm\?"):
+    with pytest.raises(SettingsError, match=r"hf, scripted, sglang, vllm.*Did you mean vllm\?"):
         make_engine(EngineConfig(name="vlm"), tmp_path, "e")
 
 

@@ -1,0 +1,116 @@
+"""Updates of engines whose parameters live in processes of their own: what all ranks say, turned into one outcome.
+
+The ranks' side is `share.py`.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import xxhash
+
+from protocol.errors import EngineError, PoisonedError, WeightError
+from protocol.messages import WeightManifest
+
+POLL_S = (0.005, 0.1)
+"""First and longest wait between two looks at a staging."""
+
+Call = Callable[..., Awaitable[list[Any]]]
+"""Calls a method of every rank's `Share` and returns their answers; EngineError where one does not answer."""
+
+
+class RankUpdates:
+    """Stages on all ranks, one version at a time."""
+
+    def __init__(self, call: Call, *, stage_timeout_s: float, call_timeout_s: float) -> None:
+        self._call = call
+        self._stage_timeout_s = stage_timeout_s
+        self._call_timeout_s = call_timeout_s
+        self._busy = False
+
+    async def stage(self, manifest: WeightManifest) -> None:
+        """Returns when every rank holds the whole version. Cancelled or failed, it leaves nothing staged anywhere.
+
+        Raises:
+            WeightError: with a rank's own reason.
+        """
+        if self._busy:
+            raise WeightError(f"version {manifest.version}: another version is being staged")
+        self._busy = True
+        staged = False
+        try:
+            ranks = await self._call("stage", msgspec.msgpack.encode(manifest), self._stage_timeout_s)
+            if not any(rank["error"] for rank in ranks):
+                ranks = await self._settled(manifest)
+            for number, rank in enumerate(ranks):
+                check_rank(number, rank, manifest)
+            staged = True
+        finally:
+            if not staged:
+                await self._discard()
+            self._busy = False
+
+    async def commit(self, manifest: WeightManifest) -> list[Any]:
+        """Make the staged version live on all ranks. Returns their answers.
+
+        Raises:
+            WeightError: no rank has applied it.
+            PoisonedError: some have.
+        """
+        ranks = await self._call("commit", msgspec.msgpack.encode(manifest))
+        applied = [rank["applied"] for rank in ranks]
+        poisoned = any(rank["poisoned"] for rank in ranks)
+        if not any(applied) and not poisoned:
+            raise WeightError(next(rank["error"] for rank in ranks))
+        if not all(applied) or poisoned:
+            raise PoisonedError(f"version {manifest.version}: {next(rank['error'] for rank in ranks if rank['error'])}")
+        return ranks
+
+    async def live_digest(self) -> int:
+        """Digest of the live parameters; with one rank that of the manifest whose bytes they are."""
+        ranks = await self._call("live_digest")
+        if ranks[0][0]:
+            return int(ranks[0][1])
+        return xxhash.xxh3_64_intdigest(msgspec.msgpack.encode([digest for _, digest in ranks]))
+
+    async def _settled(self, manifest: WeightManifest) -> list[Any]:
+        """Every rank's status when none is staging any more, or one has failed."""
+        wait_s, longest_s = POLL_S
+        limit_s = self._stage_timeout_s + self._call_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                while True:
+                    ranks = await self._call("status")
+                    states = {rank["state"] for rank in ranks}
+                    if "staging" not in states or "failed" in states:
+                        return ranks
+                    await asyncio.sleep(wait_s)
+                    wait_s = min(2 * wait_s, longest_s)
+        except TimeoutError:
+            raise WeightError(f"version {manifest.version}: not staged on all ranks within {limit_s:g} s") from None
+
+    async def _discard(self) -> None:
+        """Forget what is staged, on all ranks; a fetch that runs is told to end and waited for."""
+        with suppress(EngineError, TimeoutError):
+            async with asyncio.timeout(self._call_timeout_s):
+                ranks = await self._call("cancel")
+                while any(rank["state"] == "staging" for rank in ranks):
+                    await asyncio.sleep(POLL_S[0])
+                    ranks = await self._call("cancel")
+
+
+def check_rank(rank: int, found: dict[str, Any], manifest: WeightManifest) -> None:
+    """Compare what a rank says it has staged with the manifest.
+
+    Raises:
+        WeightError: with the rank's own reason, or what differs.
+    """
+    if found["error"] or found["state"] != "staged":
+        raise WeightError(found["error"] or f"rank {rank} is {found['state']}")
+    covered = sum(entry.nbytes for entry in manifest.tensors)
+    expected = {"epoch": manifest.epoch, "version": manifest.version, "digest": manifest.digest, "covered": covered}
+    for fact, value in expected.items():
+        if found.get(fact) != value:
+            raise WeightError(f"rank {rank} has staged {fact} {found.get(fact)}, version {manifest.version} has {value}")

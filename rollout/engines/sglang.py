@@ -1,0 +1,259 @@
+"""SGLang behind our interface: its server is a child process, our part in it is `sglang_plugin.py`.
+
+Requests go to the server over HTTP on loopback, tokens in and tokens out. Weights are staged beside the live ones while requests are
+decoded and committed between two steps on all ranks. Needs no SGLang in this process: `engine.python` names the interpreter that has it.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from protocol.errors import EngineError, PoisonedError, Unsupported, WeightError
+from protocol.messages import WeightManifest
+from rollout.engines.base import Capabilities, Completion, Engine, EngineConfig, KvPolicy, Request, Sampling, Served
+from rollout.engines.rank_calls import RankCalls, socket_path
+from rollout.engines.rank_updates import RankUpdates
+from rollout.engines.requests import check_request
+from rollout.engines.sglang_start import SglangServer, check_model
+from rollout.engines.shapes import checkpoint_shapes
+from rollout.weights.registry import RECEIVERS
+
+CALL_TIMEOUT_S = 60.0
+"""For one answer of all ranks; a step on a loaded CPU can take seconds."""
+ABORT_S = 5.0
+"""How long an abort is repeated: one that overtakes its request in SGLang's own queues is lost."""
+ABORT_AGAIN_S = 0.05
+
+
+class SglangEngine(Engine):
+    """One server. TP ranks commit at the same step; pipeline and data parallelism are not used."""
+
+    def __init__(self, config: EngineConfig, model_dir: Path, incarnation: str) -> None:
+        self._config = config
+        self._model_dir = model_dir
+        self._name = incarnation
+        self.capabilities = Capabilities(seeds=False, transports=frozenset(RECEIVERS))
+        self._served = Served()
+        self._vocab = 0
+        self._numbers = itertools.count()
+        self._running: dict[str, str] = {}
+        """Request id -> the id that SGLang knows. None of those is the beginning of another: SGLang aborts by prefix."""
+        self._changes = 0
+        """Commits and renames begun: a prefix cached before is not used after."""
+        self._open = asyncio.Event()
+        """Cleared while weights change: requests are not submitted then."""
+        self._open.set()
+        self._updating = asyncio.Lock()
+        self._server = SglangServer(config, model_dir, incarnation)
+        self._ranks = RankCalls(on_lost=self._server.kill)
+        self._updates = RankUpdates(self._call, stage_timeout_s=config.stage_timeout_s, call_timeout_s=CALL_TIMEOUT_S)
+        self._http: aiohttp.ClientSession | None = None
+        self._poisoned = ""
+        self._closed = False
+
+    @property
+    def served(self) -> Served:
+        return self._served
+
+    async def start(self) -> None:
+        # no limits: the engine bounds what runs, and a request takes as long as it takes
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None), trust_env=False
+        )
+        ready = False
+        try:
+            async with asyncio.timeout(self._config.start_timeout_s):
+                model = await asyncio.to_thread(check_model, self._config, self._model_dir)
+                await self._server.start(self._http)
+                await self._install(model)
+                # the first step allocates and compiles
+                await self._complete(Request("warm-up", (0,), Sampling(max_tokens=2)), "warm-up:")
+            ready = True
+        except TimeoutError:
+            raise EngineError(
+                f"engine {self._name}: SGLang not ready within {self._config.start_timeout_s:g} s: {self._server.last_words()}"
+            ) from None
+        finally:
+            if not ready:
+                await self.close()
+
+    async def generate(self, request: Request) -> Completion:
+        await self.check()
+        check_request(request, vocab_size=self._vocab, max_model_len=self._config.max_model_len, running=self._running)
+        if request.sampling.seed is not None:
+            raise Unsupported(f"request {request.id}: engine sglang has no seeds of single requests")
+        self._running[request.id] = name = f"{next(self._numbers)}:{request.id}"
+        try:
+            await self._open.wait()
+            answer = await self._complete(request, name)
+        except asyncio.CancelledError:
+            with suppress(EngineError, TimeoutError):
+                async with asyncio.timeout(ABORT_S):
+                    await self._post("abort_request", {"rid": name})
+            raise
+        finally:
+            del self._running[request.id]
+        await self.check()
+        return completion_of(request, answer)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        names = {self._running[i] for i in request_ids if i in self._running}
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ABORT_S):
+                while names:
+                    for name in names:
+                        await self._post("abort_request", {"rid": name})
+                    await asyncio.sleep(ABORT_AGAIN_S)
+                    names &= set(self._running.values())
+
+    async def pause(self) -> None:
+        await self.check()
+        async with self._updating:
+            await self._call("pause")
+
+    async def resume(self) -> None:
+        await self.check()
+        async with self._updating:
+            await self._call("resume")
+
+    async def stage(self, manifest: WeightManifest) -> None:
+        await self.check()
+        await self._updates.stage(manifest)
+
+    async def commit(self, manifest: WeightManifest) -> float:
+        await self.check()
+        async with self._updating:
+            self._open.clear()
+            try:
+                return await self._commit(manifest)
+            finally:
+                self._open.set()
+
+    async def adopt(self, epoch: str, version: int) -> None:
+        await self.check()
+        async with self._updating:
+            if self._served.version < 0:
+                raise WeightError(f"{self._name} serves no version yet that could be renamed")
+            self._open.clear()
+            try:
+                self._changes += 1
+                await self._call("rename", version)
+                self._served = Served(epoch, version, self._served.digest)
+            finally:
+                self._open.set()
+
+    async def live_digest(self) -> int:
+        """Digest of the live parameters, read between two steps; with one rank that of the manifest whose bytes they are."""
+        return await self._updates.live_digest()
+
+    async def check(self) -> None:
+        if self._poisoned:
+            raise EngineError(f"engine {self._name} is poisoned: {self._poisoned}")
+        if self._http is None or self._closed:
+            raise EngineError(f"engine {self._name} is {'closed' if self._closed else 'not started'}")
+        self._server.check()
+
+    async def close(self) -> None:
+        self._closed = True
+        self._ranks.close()
+        await self._server.stop()
+        if self._http is not None:
+            await self._http.close()
+
+    async def _install(self, model: dict[str, Any]) -> None:
+        self._vocab = int(model.get("vocab_size") or 0)
+        paths = [socket_path(self._server.directory, rank) for rank in range(self._config.tensor_parallel_size)]
+        if not all(path.exists() for path in paths):
+            raise EngineError(f"engine {self._name}: SGLang did not load tether's plug-in: {self._server.last_words()}")
+        await self._ranks.connect(paths)
+        shapes = await asyncio.to_thread(checkpoint_shapes, self._model_dir)
+        architecture = next(iter(model.get("architectures") or ()), "")
+        try:
+            await self._call("install", shapes, architecture, self._config.kv is KvPolicy.RECOMPUTE)
+        except EngineError as error:
+            raise EngineError(f"{self._model_dir} cannot be updated in place: {error}") from error
+
+    async def _call(self, method: str, *arguments: Any) -> list[Any]:
+        """The answers of all ranks, given between two steps."""
+        try:
+            async with asyncio.timeout(CALL_TIMEOUT_S):
+                return await self._ranks.call(method, *arguments)
+        except TimeoutError:
+            raise EngineError(f"engine {self._name}: no answer to {method} within {CALL_TIMEOUT_S:g} s") from None
+        except EngineError as error:
+            raise EngineError(f"engine {self._name}: {error}") from error
+
+    async def _complete(self, request: Request, name: str) -> dict[str, Any]:
+        sampling = request.sampling
+        body = {
+            "rid": name,
+            "input_ids": list(request.prompt),
+            "extra_key": f"{self._served.epoch}/{self._served.version}/{self._changes}",
+            "return_logprob": True,
+            "sampling_params": {
+                "max_new_tokens": sampling.max_tokens,
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k or -1,
+                "stop_token_ids": list(sampling.stop_token_ids),
+            },
+        }
+        try:
+            return await self._post("generate", body)
+        except EngineError as error:
+            raise EngineError(f"request {request.id}: {error}") from error
+
+    async def _post(self, path: str, body: dict[str, Any]) -> Any:
+        """A request to the server. Raises EngineError with its words, or if it is gone."""
+        if self._http is None:
+            raise EngineError(f"engine {self._name} is not started")
+        try:
+            async with self._http.post(f"{self._server.url}/{path}", json=body) as response:
+                answer = await response.read()
+                if response.status != 200:
+                    raise EngineError(f"SGLang refuses with {response.status}: {answer[:500].decode(errors='replace')}")
+        except (aiohttp.ClientError, RuntimeError) as error:
+            raise EngineError(f"SGLang's server does not answer: {error!r}") from error
+        return msgspec.json.decode(answer) if answer else None
+
+    async def _commit(self, manifest: WeightManifest) -> float:
+        self._changes += 1
+        try:
+            ranks = await self._updates.commit(manifest)
+        except PoisonedError as error:
+            self._poisoned = str(error)
+            raise
+        except WeightError:  # untouched
+            raise
+        except BaseException as error:  # no answer: nobody knows what was applied
+            self._poisoned = f"the commit of version {manifest.version} did not end: {error!r}"
+            raise PoisonedError(self._poisoned) from error
+        self._served = Served(manifest.epoch, manifest.version, manifest.digest)
+        return float(max(rank["copy_ms"] for rank in ranks))
+
+
+def completion_of(request: Request, answer: dict[str, Any]) -> Completion:
+    """What SGLang's answer to /generate says.
+
+    Raises:
+        EngineError: if it lacks log-probabilities or versions for a token.
+    """
+    tokens, meta = tuple(answer["output_ids"]), answer["meta_info"]
+    logprobs = tuple(float(row[0]) for row in meta.get("output_token_logprobs") or ())
+    spans: list[tuple[int, int]] = []
+    for row in meta.get("weight_versions") or ():
+        if row["end"] > row["start"]:
+            if spans and spans[-1][1] == int(row["version"]):
+                spans.pop()
+            spans.append((row["end"], int(row["version"])))
+    if len(logprobs) != len(tokens) or (tokens and (not spans or spans[-1][0] != len(tokens))):
+        raise EngineError(f"request {request.id}: {len(tokens)} tokens, {len(logprobs)} log-probabilities, versions {spans}")
+    if request.sampling.temperature and request.sampling.top_k == 1:  # SGLang decodes it as greedy: the one token has probability 1
+        logprobs = (0.0,) * len(tokens)
+    return Completion(tokens, logprobs, tuple(spans), str(meta["finish_reason"]["type"]))

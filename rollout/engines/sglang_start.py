@@ -1,0 +1,209 @@
+"""Starting SGLang's server: its command, its environment, the entry point of our plug-in, and its process."""
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import torch
+import xxhash
+
+import rollout
+from protocol.errors import EngineError
+from rollout.engines.base import EngineConfig
+from rollout.engines.owner import OWNER
+from rollout.engines.requests import check_fits, read_config
+from rollout.engines.sglang_plugin import DIRECTORY
+
+SPARE_TOKENS = 8
+"""SGLang keeps a few positions of a context for itself, and shortens what would need them."""
+ENTRY_POINT = "[sglang.srt.plugins]\ntether = rollout.engines.sglang_plugin:load\n"
+METADATA = "Metadata-Version: 2.1\nName: tether-sglang-plugin\nVersion: 1\n"
+POLL_S = 0.1
+EXIT_GRACE_S = 5.0
+"""For the server's processes to be gone after they were killed."""
+LAST_WORDS = 600
+"""Characters of the server's log that an error quotes."""
+
+
+class SglangServer:
+    """One server with its processes, in a process group of their own, and their directory."""
+
+    def __init__(self, config: EngineConfig, model_dir: Path, incarnation: str) -> None:
+        self._config = config
+        self._model_dir = model_dir
+        self._incarnation = incarnation
+        self._process: asyncio.subprocess.Process | None = None
+        self.directory = Path()
+        self.url = ""
+
+    async def start(self, session: aiohttp.ClientSession) -> None:
+        """Returns when it answers. Raises EngineError, with its last words, if it ends before."""
+        self.directory = Path(tempfile.mkdtemp(prefix="tether-sglang-"))
+        _write_entry_point(self.directory)
+        port = _free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        command = server_command(self._config, self._model_dir, self._incarnation, port)
+        try:
+            with (self.directory / "log").open("wb") as log:
+                self._process = await asyncio.create_subprocess_exec(
+                    *command,
+                    env=server_environment(self._config, self.directory),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    process_group=0,
+                )
+        except OSError as error:
+            raise EngineError(f"setting engine.python: {command[0]}: {error.strerror}") from error
+        while not await _answers(session, self.url):
+            self.check()
+            await asyncio.sleep(POLL_S)
+
+    def check(self) -> None:
+        """Raises EngineError if the server has ended."""
+        code = self._process.returncode if self._process is not None else None
+        if code is not None:
+            raise EngineError(f"SGLang's server ended with code {code}: {self.last_words()}")
+
+    def last_words(self) -> str:
+        """The end of the server's log, in one line."""
+        with suppress(OSError):
+            lines = (self.directory / "log").read_text(errors="replace").splitlines()
+            return " / ".join(line.strip() for line in lines[-8:])[-LAST_WORDS:]
+        return "no log"
+
+    def kill(self) -> None:
+        """End all of its processes at once."""
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def stop(self) -> None:
+        """End all of its processes and remove what they left."""
+        self.kill()
+        if self._process is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(EXIT_GRACE_S):
+                    await self._process.wait()
+                    await _group_gone(self._process.pid)
+        if self.url:
+            await asyncio.to_thread(shutil.rmtree, self.directory, ignore_errors=True)
+
+
+def server_command(config: EngineConfig, model_dir: Path, incarnation: str, port: int) -> list[str]:
+    """The command line of SGLang's server."""
+    on_gpu = torch.cuda.is_available()
+    values: dict[str, Any] = {
+        "model-path": model_dir,
+        "load-format": "auto" if any(model_dir.glob("*.safetensors")) else "dummy",
+        "dtype": config.dtype,
+        "tp-size": config.tensor_parallel_size,
+        "context-length": config.max_model_len + SPARE_TOKENS,
+        "max-running-requests": config.max_running,
+        "weight-version": -1,
+        "host": "127.0.0.1",
+        "port": port,
+        "log-level": "warning",
+        # engines with one seed would sample the same completions
+        "random-seed": xxhash.xxh3_64_intdigest(incarnation.encode()) % 2**31,
+    }
+    # with the overlapping scheduler a token may be in flight at a commit, sampled under weights that its step no longer shows
+    flags = ["skip-tokenizer-init", "skip-server-warmup", "disable-overlap-schedule", "sleep-on-idle"]
+    if on_gpu:
+        values["mem-fraction-static"] = config.memory_fraction
+    else:
+        values |= {"device": "cpu", "attention-backend": "torch_native", "sampling-backend": "pytorch"}
+        values["max-total-tokens"] = kv_tokens(config, read_config(model_dir))
+    if config.enforce_eager or not on_gpu:
+        flags.append("disable-cuda-graph")
+    options = [f"--{name}={value}" for name, value in values.items()]
+    return [config.python or sys.executable, "-m", "sglang.launch_server", *options, *(f"--{flag}" for flag in flags)]
+
+
+def server_environment(config: EngineConfig, directory: Path) -> dict[str, str]:
+    """Ours, with what makes SGLang find our plug-in and leave nothing elsewhere; `engine.environment` comes last."""
+    given = dict(config.environment)
+    here = Path(rollout.__file__).parents[1]
+    path = [str(directory), str(here), given.pop("PYTHONPATH", ""), os.environ.get("PYTHONPATH", "")]
+    defaults = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("TETHER_")}
+    if not torch.cuda.is_available():
+        defaults["SGLANG_USE_CPU_ENGINE"] = "1"
+    return {
+        **defaults,
+        **kept,
+        OWNER: str(os.getpid()),
+        DIRECTORY: str(directory),
+        "TMPDIR": str(directory),
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": str(config.threads),
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+        **given,
+    }
+
+
+def kv_tokens(config: EngineConfig, model: dict[str, Any]) -> int:
+    """Tokens whose keys and values fit into `kv_cache_mb`.
+
+    Raises:
+        EngineError: if that is less than one request may have.
+    """
+    heads = int(model.get("num_attention_heads") or 1)
+    kv_heads = int(model.get("num_key_value_heads") or heads)
+    head_dim = int(model.get("head_dim") or int(model.get("hidden_size") or 0) // heads)
+    itemsize = getattr(torch, config.dtype).itemsize
+    each = 2 * int(model.get("num_hidden_layers") or 1) * kv_heads * head_dim * itemsize
+    found = (config.kv_cache_mb << 20) // max(each, 1)
+    if found < config.max_model_len + SPARE_TOKENS:
+        raise EngineError(f"kv_cache_mb {config.kv_cache_mb} holds {found} tokens, max_model_len is {config.max_model_len}")
+    return found
+
+
+def check_model(config: EngineConfig, model_dir: Path) -> dict[str, Any]:
+    """Find what would otherwise fail late or in another process. Returns the model's config.
+
+    Raises:
+        EngineError: naming the culprit.
+    """
+    model = read_config(model_dir)
+    check_fits(config, model, model_dir)
+    return model
+
+
+def _write_entry_point(directory: Path) -> None:
+    """What pip would install: SGLang's interpreter need not have this project installed."""
+    info = directory / "tether_sglang_plugin-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(METADATA)
+    (info / "entry_points.txt").write_text(ENTRY_POINT)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def _answers(session: aiohttp.ClientSession, url: str) -> bool:
+    try:
+        async with session.get(f"{url}/health") as response:
+            return response.status == 200
+    except aiohttp.ClientError:
+        return False
+
+
+async def _group_gone(group: int) -> None:
+    """Returns when no process of the group is left."""
+    with suppress(ProcessLookupError):
+        while True:
+            os.killpg(group, 0)
+            await asyncio.sleep(POLL_S)

@@ -1,0 +1,105 @@
+"""One rank's share of the weights, in the process of the model: the plan, the staging copy and the thread that fills it.
+
+`stage` and `status` may be called at any time, `commit` and `live_digest` between two forward passes. Answers are plain values: the
+engine's process gets them over whatever leads to its ranks (`rank_updates.py` is that side).
+"""
+
+import threading
+import time
+from typing import Any
+
+import torch
+
+from protocol.errors import WeightError
+from protocol.messages import WeightManifest
+from rollout.engines.staging import Staging, digest_of
+from rollout.engines.tracing import Plan
+
+
+class Share:
+    """What one rank holds of the weights, live and staged."""
+
+    def __init__(self, plan: Plan, *, architecture: str, tied: bool) -> None:
+        """`tied`: input and output embeddings are one tensor. Raises EngineError if `plan` does not reproduce the live weights."""
+        plan.calibrate()
+        self._plan = plan
+        self._staging = Staging(plan.sources(), architecture=architecture, tied=tied)
+        self._cuda = torch.cuda.is_available()
+        self._device = torch.cuda.current_device() if self._cuda else -1
+        self._state = "idle"
+        self._error = ""
+        self._covered = 0
+        self._poisoned = False
+        self._thread: threading.Thread | None = None
+        self.bytes = sum(tensor.nbytes for tensor in plan.live.values())
+
+    def stage(self, manifest: WeightManifest, deadline_s: float) -> dict[str, Any]:
+        """Begin to stage in the background; `status` tells how it goes. Returns {"error"}."""
+        if self._thread is not None and self._thread.is_alive():
+            return {"error": "another version is being staged"}
+        self._state, self._error, self._covered = "staging", "", 0
+        self._thread = threading.Thread(target=self._fetch, args=(manifest, deadline_s), name="tether-stage", daemon=True)
+        self._thread.start()
+        return {"error": ""}
+
+    def status(self) -> dict[str, Any]:
+        """What is staged or being staged: {"state", "epoch", "version", "digest", "covered", "error", "poisoned"}."""
+        staged = self._staging.staged if self._state == "staged" else None
+        found: dict[str, Any] = {"state": self._state, "error": self._error, "covered": self._covered, "poisoned": self._poisoned}
+        if staged is not None:
+            found |= {"epoch": staged.epoch, "version": staged.version, "digest": staged.digest}
+        return found
+
+    def cancel(self) -> dict[str, Any]:
+        """Make a running fetch end, or forget what is staged."""
+        if self._state == "staging":
+            self._staging.cancel()
+        elif self._state == "staged":
+            self._staging.discard()
+            self._state = "idle"
+        return self.status()
+
+    def commit(self, manifest: WeightManifest) -> dict[str, Any]:
+        """Make what is staged live. Returns {"applied", "copy_ms", "error", "poisoned"}."""
+        start = time.perf_counter()
+        if self._poisoned or self._state != "staged":
+            return {"applied": False, "error": f"the rank is {'poisoned' if self._poisoned else self._state}", "poisoned": self._poisoned}
+        try:
+            self._staging.take(manifest)
+        except WeightError as error:
+            return {"applied": False, "error": str(error), "poisoned": False}
+        self._state = "idle"
+        self._poisoned = True
+        try:
+            self._plan.apply()
+            if self._cuda:
+                torch.cuda.current_stream().synchronize()
+        except RuntimeError as error:
+            return {"applied": False, "error": str(error), "poisoned": True}
+        self._poisoned = False
+        return {"applied": True, "error": "", "poisoned": False, "copy_ms": (time.perf_counter() - start) * 1e3}
+
+    def live_digest(self) -> tuple[bool, int]:
+        """Digest of the live weights by checkpoint name, or if this rank has only a part of them by parameter."""
+        tensors = {}
+        whole = True
+        for name, tensor, complete in self._plan.gathered():
+            tensors[name] = tensor
+            whole = whole and complete
+        return whole, digest_of(tensors if whole else self._plan.live)
+
+    def _fetch(self, manifest: WeightManifest, deadline_s: float) -> None:
+        try:
+            if self._cuda:
+                torch.cuda.set_device(self._device)
+                stream = torch.cuda.Stream()
+                with torch.cuda.stream(stream):
+                    self._covered = self._staging.fetch(manifest, deadline_s)
+                stream.synchronize()
+            else:
+                self._covered = self._staging.fetch(manifest, deadline_s)
+        except (WeightError, RuntimeError) as error:
+            self._staging.discard()
+            self._error, self._state = str(error), "failed"
+        else:
+            self._state = "staged"
