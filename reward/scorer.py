@@ -40,7 +40,8 @@ class Scorer:
             RewardError: if it does not get ready in `start_timeout_s`.
         """
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        own = {name: value for name, value in os.environ.items() if not name.startswith("TETHER_")}  # verifiers need no password
+        environment = own | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-P", "-m", "reward.worker", stdin=PIPE, stdout=PIPE, start_new_session=True, env=environment
         )
