@@ -1,24 +1,29 @@
 """`python -m services.ingest`: the trainer's front door. Lives on while the trainer restarts.
 
-Consumes: `ScoredRollout` and `ScoreFailure`. Produces: spool records, ledger transitions, the audit archive.
+Consumes: `ScoredRollout` and `ScoreFailure`. Produces: spool records, ledger transitions, the audit archive. Keeps the ledger whole
+(`services/keeping.py`).
 Acknowledged means: on disk, and accepted by the ledger. A message that cannot be put on disk is not acknowledged; its sender keeps it.
 """
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from protocol.codec import encode_payload
 from protocol.errors import ProtocolError, Reason, Refused, TetherError
 from protocol.messages import ScoredRollout, ScoreFailure
 from protocol.topics import SCORED, Role
 from services.bus.receiver import Delivery, Receiver
-from services.ledger.audit import Archiver
-from services.process import Process, service_main
+from services.journal import accept_entry
+from services.keeping import Keeper
+from services.ledger.interface import TakenGroup
+from services.process import Process, connected, service_main
 from trainer.samples import samples_of, token_counts
-from trainer.spool import JournalEntry, Spool
+from trainer.spool import Spool
 
 log = logging.getLogger("tether.ingest")
+T = TypeVar("T")
 
 ARCHIVE_S = 0.3
 BATCH = 64
@@ -31,26 +36,32 @@ async def serve(process: Process) -> None:
     run_dir = process.settings.run_dir
     run_dir.mkdir(parents=True, exist_ok=True)
     spool = await asyncio.to_thread(Spool, run_dir / "spool.sqlite")
-    archiver = Archiver(process.ledger, run_dir)
+    async with connected(process.settings) as own:
+        await _serve(process, spool, Keeper(own, process.settings, spool))
+
+
+async def _serve(process: Process, spool: Spool, keeper: Keeper) -> None:
     try:
+        await keeper.look()
+        await process.ledger.guard()
         async with Receiver(SCORED, run=process.run, incarnation=process.incarnation, config=process.settings.bus) as receiver:
             process.metrics.watch("tether_bus_scored", "Bus counters, edge scored", receiver.stats.as_dict)
             process.info["endpoints"] = {SCORED.name: receiver.endpoint}
             await process.register()
             async with asyncio.TaskGroup() as tasks:
                 ingest = tasks.create_task(_ingest_loop(process, receiver, spool), name="ingest")
-                await _archive_loop(process, archiver)
+                await _archive_loop(process, keeper)
                 ingest.cancel()
     finally:
-        await archiver.archive_all()
+        await keeper.archive_all()
         await asyncio.to_thread(spool.close)
 
 
-async def _archive_loop(process: Process, archiver: Archiver) -> None:
+async def _archive_loop(process: Process, keeper: Keeper) -> None:
     """Move the ledger's events into the run directory until the process is to stop; leasing stops if this falls behind."""
     while not await process.stopped_within(ARCHIVE_S):
         try:
-            process.metrics.count("events.archived", await archiver.archive())
+            process.metrics.count("events.archived", await keeper.look())
         except OSError as error:
             process.metrics.count("archive.failed")
             log.error("archive.failed error=%s", error)
@@ -65,7 +76,7 @@ async def _ingest_loop(process: Process, receiver: Receiver, spool: Spool) -> No
 
 
 async def _ingest(process: Process, receiver: Receiver, spool: Spool, batch: Sequence[Delivery]) -> None:
-    """Check, put on disk with one fsync, then accept and acknowledge one by one."""
+    """Check, put on disk with one fsync, accept one by one, note that in the journal with one fsync, then acknowledge."""
     head = await process.ledger.head()
     good: list[tuple[Delivery, ScoredRollout, dict[int, int]]] = []
     for delivery in batch:
@@ -82,22 +93,29 @@ async def _ingest(process: Process, receiver: Receiver, spool: Spool, batch: Seq
     if not good:
         return
     records = [(message.rollout.group, message.rollout.token, encode_payload(message)) for _, message, _ in good]
+    await _on_disk(process, spool.put_many, records)
+    accepted = [
+        (delivery, group) for delivery, message, counts in good if (group := await _accept(process, receiver, delivery, message, counts))
+    ]
+    if accepted:
+        sequence = (await process.ledger.head()).sequence
+        await _on_disk(process, spool.append, [accept_entry(head.epoch, [group for _, group in accepted], sequence)])
+    for delivery, _ in accepted:
+        process.metrics.count("accepted")
+        receiver.ack(delivery)
+
+
+async def _on_disk(process: Process, write: Callable[[list[T]], object], rows: list[T]) -> None:
+    """Write to the spool; again and again while the disk is full: senders keep what is not acknowledged."""
     while True:
         try:
-            await asyncio.to_thread(spool.put_many, records)
-            break
+            await asyncio.to_thread(write, rows)
+            return
         except TetherError as error:
             process.metrics.count("spool.failed")
-            log.error("spool.failed records=%d error=%s", len(records), error)
+            log.error("spool.failed rows=%d error=%s", len(rows), error)
             with process.waiting("spool"):
                 await asyncio.sleep(SPOOL_RETRY_S)
-    accepted = [message.rollout.group for delivery, message, counts in good if await _accept(process, receiver, delivery, message, counts)]
-    if accepted:
-        entry = JournalEntry("accept", head.epoch, -1, tuple(accepted), head.sequence)
-        try:
-            await asyncio.to_thread(spool.append, [entry])
-        except TetherError as error:
-            log.error("journal.failed groups=%s error=%s", accepted, error)
 
 
 def check_scored(message: ScoredRollout, version: int) -> dict[int, int]:
@@ -115,17 +133,17 @@ def check_scored(message: ScoredRollout, version: int) -> dict[int, int]:
     return token_counts(message.rollout)
 
 
-async def _accept(process: Process, receiver: Receiver, delivery: Delivery, message: ScoredRollout, counts: dict[int, int]) -> bool:
+async def _accept(
+    process: Process, receiver: Receiver, delivery: Delivery, message: ScoredRollout, counts: dict[int, int]
+) -> TakenGroup | None:
+    """The group as the ledger has accepted it; None if it refuses, and the sender is told."""
     rollout = message.rollout
     try:
-        await process.ledger.accept(rollout.group, rollout.token, counts, round(float(message.rewards.numpy().mean()), 6))
+        return await process.ledger.accept(rollout.group, rollout.token, counts, round(float(message.rewards.numpy().mean()), 6))
     except Refused as refusal:
         process.metrics.count(f"accept.refused.{refusal.reason}")
         receiver.refuse(delivery, str(refusal))
-        return False
-    process.metrics.count("accepted")
-    receiver.ack(delivery)
-    return True
+        return None
 
 
 async def _fail(process: Process, receiver: Receiver, delivery: Delivery, failure: ScoreFailure) -> None:

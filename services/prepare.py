@@ -12,6 +12,7 @@ from reward.verifiers.registry import make_verifier
 from rollout.environments.registry import make_environment
 from rollout.prompts.registry import make_source
 from rollout.render import Renderer
+from services.keeping import settle
 from services.ledger.interface import RunSpec
 from services.process import configure_logging, connected, explain, ledger_url
 from services.settings import Settings, dump_settings, load_settings
@@ -58,6 +59,7 @@ async def prepare_run(settings: Settings) -> str:
     settings.run_dir.mkdir(parents=True, exist_ok=True)
     spec = await asyncio.to_thread(prepare, settings)
     async with connected(settings) as ledger:
+        await settle(ledger, settings)
         await ledger.create(spec)
         await ledger.drain(False)
         dump_settings(settings, settings.run_dir / "settings.json")

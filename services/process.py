@@ -146,6 +146,8 @@ async def opened(role: Role, settings: Settings, name: str) -> AsyncIterator[Pro
     async with connected(settings) as ledger:
         process = Process(role, settings, ledger, name)
         server = HttpServer(
+        if role not in (Role.INGEST, Role.MONITOR):  # the ingest is who looks; the monitor only reads
+            await ledger.guard()
             process.metrics.registry,
             lambda: {"ok": not process.stop.is_set(), "role": role, "incarnation": process.incarnation, "waits": list(process._waits)},
         )

@@ -18,6 +18,7 @@ from protocol.ids import new_epoch
 from protocol.messages import Action, Control, StepReport, WeightApplied, WeightFailed, WeightManifest
 from protocol.staleness import Policy
 from protocol.topics import Role
+from services.journal import step_entries
 from services.ledger.interface import LedgerStatus, Peer, StepRecord, Taken
 from services.observability.busy import BusyShare
 from services.observability.steps import StepLog
@@ -26,7 +27,7 @@ from trainer.backend import StepStats
 from trainer.batch import batch_digest
 from trainer.packing import BuiltBatch
 from trainer.ranks import IdleCommand, announce
-from trainer.spool import JournalEntry, MissingRecord
+from trainer.spool import MissingRecord
 
 log = logging.getLogger("tether.trainer")
 T = TypeVar("T")
@@ -130,13 +131,14 @@ class TrainLoop:
             report=encode_payload(report),
             manifest=encode_payload(manifest),
         )
+        status = await ledger.status()
+        entries = step_entries(
+            rank.epoch, taken, built.trained_counts, status.sequence, digest=manifest.digest, report=encode_payload(report)
+        )
+        await asyncio.to_thread(rank.spool.append, entries)  # before anybody serves the version: a ledger that loses it is told again
         self._manifest = manifest
         rank.caster.publish(manifest, epoch=rank.epoch)
         await asyncio.to_thread(self._steps.append, report)
-        status = await ledger.status()
-        groups = tuple(group.group for group in taken.groups)
-        entries = [JournalEntry(event, rank.epoch, taken.step, groups, status.sequence) for event in ("take", "commit")]
-        await asyncio.to_thread(rank.spool.append, entries)
         alive = {peer.incarnation for peer in engines}
         rank.sender.retire(frozenset({version} | {served for engine, (_, served) in status.engines.items() if engine in alive}))
         if version % self._process.settings.trainer.checkpoint_every == 0 or status.done:
@@ -171,7 +173,8 @@ class TrainLoop:
         began = time.monotonic()
         await rank.on_compute(rank.save, status.version, self._manifest.digest, status.sequence)
         await rank.on_compute(self._export, status.version)
-        oldest = rank.checkpoints.complete()[0].version  # all that are kept can still be gone back to
+        kept = rank.checkpoints.complete()[0].manifest  # all that are kept can still be gone back to
+        oldest = kept.version
         covered = [record for record in await self._process.ledger.step_records(0) if record.step < oldest]
         try:
             await asyncio.to_thread(self._archive, covered)
@@ -180,7 +183,8 @@ class TrainLoop:
             return
         await self._process.ledger.checkpointed(oldest)
         try:
-            await asyncio.to_thread(rank.spool.forget, [(group.group, group.token) for record in covered for group in record.groups])
+            groups = [(group.group, group.token) for record in covered for group in record.groups]
+            await asyncio.to_thread(rank.spool.forget, groups, kept.spool_position)
         except TetherError as error:
             log.warning("spool.forget_failed error=%s", error)
         self._process.metrics.seconds.labels("checkpoint").observe(time.monotonic() - began)

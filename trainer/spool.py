@@ -3,7 +3,7 @@
 One SQLite file (WAL, synchronous=FULL), written by the ingest and read by the trainer at the same time:
 
     records(grp, token, payload, accepted_ms)             payload: the encoded `ScoredRollout`, by group and lease token
-    journal(seq, event, epoch, step, groups, ledger_seq)  accepts, takes and commits in the order in which they were seen
+    journal(seq, event, epoch, step, groups, ledger_seq, details)  accepts, takes and commits in the order in which they were seen
 
 What a method wrote is on disk when it returns. The file must lie on a local disk: WAL needs shared memory between its users.
 """
@@ -12,9 +12,9 @@ import json
 import sqlite3
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,10 @@ CREATE TABLE IF NOT EXISTS records (
 );
 CREATE TABLE IF NOT EXISTS journal (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, event TEXT NOT NULL, epoch TEXT NOT NULL, step INTEGER NOT NULL, groups TEXT NOT NULL,
-    ledger_seq INTEGER NOT NULL
+    ledger_seq INTEGER NOT NULL, details TEXT NOT NULL DEFAULT '{}'
 );
 """
+_ADD_DETAILS = "ALTER TABLE journal ADD COLUMN details TEXT NOT NULL DEFAULT '{}'"  # to a spool that is older than they are
 
 
 class MissingRecord(LookupError):
@@ -57,6 +58,8 @@ class JournalEntry:
     """Number of the last ledger event that was seen with it."""
     position: int = 0
     """Place in the journal, from 1; set by the spool."""
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """JSON values from which a ledger that lost the event can be told it again; see `services/ledger/restore.py`."""
 
 
 class Spool:
@@ -114,29 +117,35 @@ class Spool:
                 raise MissingRecord(*key)
         return [row[0] for row in found]
 
-    def forget(self, covered: Iterable[tuple[int, str]]) -> int:
+    def forget(self, covered: Iterable[tuple[int, str]], journal_from: int = 0) -> int:
         """Delete the records of groups (group, token) whose steps a durable checkpoint covers; returns how many were deleted.
 
-        Records of the same groups under other lease tokens go too: nobody will ask for them.
+        Records of the same groups under other lease tokens go too: nobody will ask for them. So does the journal before
+        the position `journal_from`: the archive of the event log has it long since.
         """
         groups = [(group,) for group in sorted({group for group, _ in covered})]
         with self._transaction("write") as connection:
+            connection.execute("DELETE FROM journal WHERE seq < ?", (journal_from,))
             return connection.executemany("DELETE FROM records WHERE grp = ?", groups).rowcount if groups else 0
 
     def append(self, entries: Iterable[JournalEntry]) -> int:
         """Add entries to the journal with one fsync; returns the new `position`."""
-        rows = [(e.event, e.epoch, e.step, json.dumps(e.groups), e.ledger_sequence) for e in entries]
+        rows = [(e.event, e.epoch, e.step, json.dumps(e.groups), e.ledger_sequence, json.dumps(e.details)) for e in entries]
+        columns = "event, epoch, step, groups, ledger_seq, details"
         with self._transaction("write") as connection:
-            connection.executemany("INSERT INTO journal (event, epoch, step, groups, ledger_seq) VALUES (?, ?, ?, ?, ?)", rows)
+            connection.executemany(f"INSERT INTO journal ({columns}) VALUES (?, ?, ?, ?, ?, ?)", rows)
             return _position(connection)
 
     def journal(self, after: int = 0) -> list[JournalEntry]:
         """Entries with a position above `after`, in order."""
         with self._transaction("read", "BEGIN") as connection:
             rows = connection.execute(
-                "SELECT event, epoch, step, groups, ledger_seq, seq FROM journal WHERE seq > ? ORDER BY seq", (after,)
+                "SELECT event, epoch, step, groups, ledger_seq, seq, details FROM journal WHERE seq > ? ORDER BY seq", (after,)
             ).fetchall()
-        return [JournalEntry(event, epoch, step, tuple(json.loads(groups)), seen, seq) for event, epoch, step, groups, seen, seq in rows]
+            return [
+                JournalEntry(event, epoch, step, _groups(groups), seen, position, json.loads(details))
+                for event, epoch, step, groups, seen, position, details in rows
+            ]
 
     @property
     def position(self) -> int:
@@ -207,6 +216,8 @@ def _connect(path: Path, read_only: bool) -> sqlite3.Connection:
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = FULL")
             connection.executescript(_SCHEMA)
+            if "details" not in [column[1] for column in connection.execute("PRAGMA table_info(journal)")]:
+                connection.execute(_ADD_DETAILS)
     except BaseException:
         connection.close()
         raise
@@ -215,3 +226,10 @@ def _connect(path: Path, read_only: bool) -> sqlite3.Connection:
 
 def _position(connection: sqlite3.Connection) -> int:
     return int(connection.execute("SELECT COALESCE(MAX(seq), 0) FROM journal").fetchone()[0])
+
+
+def _groups(text: str) -> tuple[int, ...]:
+    groups = json.loads(text)
+    if not isinstance(groups, list) or not all(isinstance(group, int) for group in groups):
+        raise ValueError(f"the journal names groups {text[:80]!r}")
+    return tuple(groups)

@@ -19,6 +19,8 @@ Every script appends one event per state change; `seq` counts up without gaps fr
 | unhalt | reason | leases are granted again, and drops are counted from here |
 | claim | epoch, untaken [group] | a new trainer; TAKEN -> SCORED |
 | resume | epoch, version, digest, continued, waiting [group] | the branch goes on, or a rewind: those groups -> WAITING |
+| rebuild | epoch, after, version, issued, trained, dropped, scored [group], waiting [group], told [event] | the ledger had lost writes: \
+ events after `after` are lost, but for the accepts and commits `told` by the journal (see `restore.py`); leased and taken groups go back |
 | take | epoch, step, groups [group] | SCORED -> TAKEN |
 | commit | epoch, step, version, digest, groups {group: {version: tokens}}, issued, trained, dropped, active | TAKEN -> TRAINED |
 | publish | epoch, version | a manifest without a commit |
@@ -27,6 +29,7 @@ Every script appends one event per state change; `seq` counts up without gaps fr
 | drain | on | whether leases are granted |
 | checkpoint | version | steps below `version` are durable |
 
+In the file each line has one more field, `chain`, at its end (see `services/ledger/chain.py`).
 Digests are decimal strings (JSON numbers end at 53 bits). `verify` (see `services/ledger/verify.py`) proves the bound from the log alone.
 """
 
@@ -36,6 +39,7 @@ import os
 from pathlib import Path
 
 from protocol.errors import TetherError
+from services.ledger.chain import append
 from services.ledger.interface import Ledger
 from services.ledger.verify import AuditResult, verify
 
@@ -44,6 +48,10 @@ __all__ = ["FILE", "Archiver", "AuditResult", "last_sequence", "verify"]
 FILE = "audit.jsonl"
 """Name of the archive in a run's directory."""
 _TAIL = 1 << 16
+
+
+class LostWrites(TetherError):
+    """The ledger does not know what it has acknowledged; see `services/keeping.py`."""
 
 
 class Archiver:
@@ -62,23 +70,23 @@ class Archiver:
         Cancelled, it may leave whole lines that the ledger still holds too; the next call does not copy them again.
 
         Raises:
-            TetherError: if the ledger's log does not go on where the file ends: it has lost events, or the file has.
+            LostWrites: if the ledger's log ends before the file does.
+            TetherError: if the ledger's log does not go on where the file ends: the file has lost events.
             OSError: if the file cannot be written; the ledger keeps the events.
         """
         if self._last is None:
             self._last = await asyncio.to_thread(last_sequence, self.path)
         events = await self._ledger.events(self._last, self._batch)
         if events:
-            if events[0]["seq"] != self._last + 1:
+            if events[0]["seq"] != self._last + 1 and events[0].get("after") != self._last:  # the latter is a `rebuild`
                 raise TetherError(f"{self.path} ends at event {self._last}, the ledger goes on at {events[0]['seq']}: events are missing")
-            lines = b"".join(json.dumps(event, separators=(",", ":")).encode() + b"\n" for event in events)
             self._last = None  # until the lines are known to be on disk
-            await asyncio.to_thread(_append, self.path, lines)
+            await asyncio.to_thread(append, self.path, events)
             self._last = int(events[-1]["seq"])
         if self._last:
             head = await self._ledger.head()
             if head.sequence < self._last:
-                raise TetherError(
+                raise LostWrites(
                     f"the ledger is at event {head.sequence}, {self.path} at {self._last}: the ledger lost acknowledged writes"
                 )
             await self._ledger.archived(self._last)
@@ -128,11 +136,3 @@ def last_sequence(path: Path) -> int:
             return int(json.loads(whole.splitlines()[-1])["seq"])
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise TetherError(f"{path}: the last line is not an event ({error}); move the file away") from error
-
-
-def _append(path: Path, lines: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "ab") as file:
-        file.write(lines)
-        file.flush()
-        os.fsync(file.fileno())

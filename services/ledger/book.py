@@ -12,7 +12,7 @@ from typing import Any
 from protocol.errors import Reason, Refused
 from protocol.lifecycle import ACTIVE, Event, GroupState, after
 from protocol.staleness import Bound, holds
-from services.ledger.interface import Lease, LedgerStatus, Peer, RunSpec, StepRecord, Taken
+from services.ledger.interface import Lease, LedgerStatus, Peer, RunSpec, StepRecord, Taken, TakenGroup
 
 
 @dataclass(slots=True)
@@ -39,6 +39,10 @@ class Group:
     """The lease has run out and was reaped: it holds no place in rule F."""
     step: int = -1
     """Step in which it was trained."""
+
+    def taken(self) -> TakenGroup:
+        """As a batch lists it."""
+        return TakenGroup(self.group, self.token, self.deadline, self.max_staleness, self.version, dict(self.counts))
 
 
 @dataclass(slots=True)

@@ -24,6 +24,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from protocol.errors import Reason, Refused, SettingsError, Unavailable
+from services.ledger.guard import Guard
 from services.ledger.scripts import Script
 from services.ledger.url import redacted, refused_url
 
@@ -51,6 +52,8 @@ class Connection:
         self.name = redacted(url)
         self.timeout_s = timeout_s
         self.retry_s = retry_s
+        self._guard = Guard()
+        self._run_seen = False
         try:
             pool = aioredis.BlockingConnectionPool.from_url(
                 url,
@@ -60,6 +63,7 @@ class Connection:
                 socket_timeout=timeout_s,
                 socket_connect_timeout=timeout_s,
                 retry=Retry(NoBackoff(), 0),
+                redis_connect_func=self._guard.greet,
             )
             pool.make_connection()  # which finds options that there are not
         except (ValueError, TypeError):
@@ -76,18 +80,32 @@ class Connection:
 
         async def call() -> Any:
             try:
-                return await self._redis.evalsha(script.sha, len(keys), *keys, *arguments)
+                answer = await self._redis.evalsha(script.sha, len(keys), *keys, *arguments)
             except NoScriptError:
-                return await self._redis.eval(script.body, len(keys), *keys, *arguments)  # type: ignore[arg-type]
+                answer = await self._redis.eval(script.body, len(keys), *keys, *arguments)  # type: ignore[arg-type]
+            if answer[0] == b"refused" and answer[1] == Reason.NO_RUN.value.encode() and self._guard.run_key and self._run_seen:
+                raise RedisConnectionError("the run is not on it any more; the ingest brings it back")
+            return answer
 
         answer = await self.patiently(call, self.retry_s)
         if answer[0] == b"refused":
             raise Refused(Reason(answer[1].decode()), answer[2].decode())
+        self._run_seen = True
         return list(answer[1:])
 
     async def command(self, *words: str | int | bytes) -> Any:
         """Run one plain command, with the same limits as a script."""
         return await self.patiently(lambda: self._redis.execute_command(*words), self.retry_s)  # type: ignore[no-untyped-call]
+
+    async def guard(self, run_key: str) -> None:
+        """From now on use no server that the run (its hash is `run_key`) was not looked at on, and wait for a run that vanishes."""
+        self._guard.run_key = run_key
+        await self._redis.connection_pool.disconnect(inuse_connections=False)
+
+    async def server(self) -> str:
+        """Which process answers now; another one after a restart or a failover."""
+        info = await self.patiently(lambda: self._redis.info("server"), self.retry_s)
+        return str(info.get("run_id", ""))
 
     async def patiently(self, call: Callable[[], Awaitable[T]], retry_s: float) -> T:
         """Await `call()`, again with growing pauses while the server is away, for `retry_s` in all."""

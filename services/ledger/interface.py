@@ -6,10 +6,13 @@ the second call returns what the first one did.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from protocol.lifecycle import GroupState
 from protocol.staleness import Bound, Policy
+
+if TYPE_CHECKING:
+    from services.ledger.snapshot import Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +150,12 @@ class Ledger(Protocol):
     async def create(self, spec: RunSpec) -> None:
         """Refuses RUN_MISMATCH. `steps` of an existing run may be raised, never lowered below its version."""
 
+    async def rebuild(self, spec: RunSpec, snapshot: "Snapshot") -> None:
+        """Hold what `snapshot` says, and nothing else: no lease, no running step, no engine that may lease.
+        `spec.bound` is the bound in force.
+
+        Repeating it with the same epoch changes nothing. Refuses WRONG_STATE if an event was written since `snapshot.found`."""
+
     async def status(self) -> LedgerStatus:
         """Refuses NO_RUN."""
 
@@ -184,11 +193,11 @@ class Ledger(Protocol):
     async def release(self, group: int, token: str, reason: str) -> None:
         """Hand a group back, to be leased again (it keeps its attempt count). Refuses NOT_HELD, WRONG_STATE."""
 
-    async def accept(self, group: int, token: str, counts: Mapping[int, int], reward: float | None = None) -> None:
+    async def accept(self, group: int, token: str, counts: Mapping[int, int], reward: float | None = None) -> TakenGroup:
         """The spool holds the group's record. `counts`: sampled tokens per version; `reward`: mean over its samples, for the event log.
 
-        Accepting the same token again succeeds. Refuses NOT_HELD, UNKNOWN_GROUP, WRONG_STATE; BOUND if the lease had expired and
-        rule F leaves no room for the group any more."""
+        Returns the group as batches list it; accepting the same token again does, too. Refuses NOT_HELD, UNKNOWN_GROUP, WRONG_STATE;
+        BOUND if the lease had expired and rule F leaves no room for the group any more."""
 
     async def lost(self, group: int, token: str) -> None:
         """The spool does not have a SCORED group's record: it is leased again."""

@@ -9,12 +9,14 @@ from protocol.errors import Reason, Refused
 from protocol.ids import checked_run_id, new_token
 from protocol.staleness import Bound, Policy
 from services.ledger.connection import Connection
-from services.ledger.interface import Head, Lease, LedgerStatus, Peer, RunSpec, StepRecord, Taken
+from services.ledger.guard import SERVER_FIELD
+from services.ledger.interface import Head, Lease, LedgerStatus, Peer, RunSpec, StepRecord, Taken, TakenGroup
 from services.ledger.keys import Keys
 from services.ledger.limits import ARCHIVE_LIMIT, check_bound, check_spec
 from services.ledger.records import (
     decode_endpoints,
     decode_event,
+    decode_group,
     decode_lease,
     decode_peer,
     decode_status,
@@ -23,8 +25,10 @@ from services.ledger.records import (
     encode_counts,
     encode_endpoints,
     encode_peer,
+    encode_snapshot,
 )
 from services.ledger.scripts import script
+from services.ledger.snapshot import Snapshot
 
 _READ = 512  # step fields read by one command
 
@@ -92,12 +96,10 @@ class RedisLedger:
         return await self._connection.run(script(name), self.keys.all, arguments)
 
     async def create(self, spec: RunSpec) -> None:
-        check_spec(spec)
-        bound = spec.bound
-        await self._run(
-            "create", spec.fingerprint, -1 if spec.prompts is None else spec.prompts, spec.steps, bound.max_staleness,
-            bound.groups_per_step, bound.policy.value, spec.max_attempts, spec.drop_share, spec.drop_window,
-        )  # fmt: skip
+        await self._run("create", *_spec_arguments(spec))
+
+    async def rebuild(self, spec: RunSpec, snapshot: Snapshot) -> None:
+        await self._run("rebuild", *_spec_arguments(spec), *encode_snapshot(snapshot))
 
     async def status(self) -> LedgerStatus:
         return decode_status((await self._run("status"))[0])
@@ -142,8 +144,9 @@ class RedisLedger:
     async def release(self, group: int, token: str, reason: str) -> None:
         await self._run("release", group, token, reason)
 
-    async def accept(self, group: int, token: str, counts: Mapping[int, int], reward: float | None = None) -> None:
-        await self._run("accept", group, token, msgspec.json.encode(encode_counts(counts)), "" if reward is None else reward)
+    async def accept(self, group: int, token: str, counts: Mapping[int, int], reward: float | None = None) -> TakenGroup:
+        tokens = msgspec.json.encode(encode_counts(counts))
+        return decode_group((await self._run("accept", group, token, tokens, "" if reward is None else reward))[0])
 
     async def lost(self, group: int, token: str) -> None:
         await self._run("lost", group, token)
@@ -213,8 +216,33 @@ class RedisLedger:
     async def archived(self, sequence: int) -> None:
         await self._run("archived", sequence)
 
+    # -- the server --------------------------------------------------------------------------------------------------
+    async def guard(self) -> None:
+        """From now on, wait (as for a server that is away) until the run was looked at on the server that answers."""
+        await self._connection.guard(self.keys.of("run"))
+
+    async def looked_at(self) -> tuple[str, str]:
+        """The server process that answers, and the one on which the run was last looked at; empty if it never was."""
+        noted = await self._connection.command("HGET", self.keys.of("run"), SERVER_FIELD)
+        return await self._connection.server(), noted.decode() if noted else ""
+
+    async def note_server(self, server: str) -> None:
+        """The run is whole on this server process: everybody may go on."""
+        await self._connection.command("HSET", self.keys.of("run"), SERVER_FIELD, server)
+
+    async def promise(self) -> str:
+        """What the server does not promise now; see `durability`."""
+        return await self._connection.check()
+
     async def close(self) -> None:
         await self._connection.close()
+
+
+def _spec_arguments(spec: RunSpec) -> tuple[str | int | float, ...]:
+    check_spec(spec)
+    prompts, bound = -1 if spec.prompts is None else spec.prompts, spec.bound
+    limits = (spec.max_attempts, spec.drop_share, spec.drop_window)
+    return (spec.fingerprint, prompts, spec.steps, bound.max_staleness, bound.groups_per_step, bound.policy.value, *limits)
 
 
 def _event(fields: Any) -> bytes:

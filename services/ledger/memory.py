@@ -12,9 +12,11 @@ from protocol.ids import new_token
 from protocol.lifecycle import Event, GroupState
 from protocol.staleness import Bound, Policy, admits, deadline
 from services.ledger.book import Book, Group, Registry, bound_values
-from services.ledger.interface import Head, Lease, LedgerStatus, Peer, RunSpec, StepRecord, Taken
+from services.ledger.interface import Head, Lease, LedgerStatus, Peer, RunSpec, StepRecord, Taken, TakenGroup
 from services.ledger.limits import ARCHIVE_LIMIT, check_bound, check_spec
+from services.ledger.rebuilding import rebuild
 from services.ledger.records import encode_counts
+from services.ledger.snapshot import Snapshot
 from services.ledger.stepping import checkpointed, claim, commit, resume, take
 
 _S = GroupState
@@ -63,6 +65,9 @@ class MemoryLedger:
         if spec.steps != book.spec.steps:
             book.append("steps", steps=spec.steps)
         book.spec = spec
+
+    async def rebuild(self, spec: RunSpec, snapshot: Snapshot) -> None:
+        self._book = rebuild(self._book, spec, snapshot, self._clock)
 
     async def status(self) -> LedgerStatus:
         return self.book.status()
@@ -185,21 +190,21 @@ class MemoryLedger:
         found = book.held(group, token)
         book.move(found, event)
         found.previous, found.why = token, why
-        values = {"reason": why} if event is Event.RELEASE else {}
-        book.append(event.value, group=group, token=token, **values)
+        book.append(event.value, group=group, token=token, **({"reason": why} if event is Event.RELEASE else {}))
         book.apply_pending()
 
-    async def accept(self, group: int, token: str, counts: Mapping[int, int], reward: float | None = None) -> None:
+    async def accept(self, group: int, token: str, counts: Mapping[int, int], reward: float | None = None) -> TakenGroup:
         book = self.book
         found = book.held(group, token, forgotten=Reason.DUPLICATE)
         if found.state in (_S.SCORED, _S.TAKEN, _S.TRAINED):
-            return
+            return found.taken()
         if found.state is _S.LEASED:
             book.reap()
             self._readmit(book, found)
         book.move(found, Event.ACCEPT)
         found.counts = dict(counts)
         book.append("accept", group=group, token=token, counts=encode_counts(counts), **({} if reward is None else {"reward": reward}))
+        return found.taken()
 
     async def lost(self, group: int, token: str) -> None:
         self._hand_back(group, token, Event.LOST, "lost")

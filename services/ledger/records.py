@@ -1,5 +1,6 @@
 """What the scripts answer in JSON, as the values of the interface. What does not fit them is a ProtocolError."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -9,8 +10,13 @@ from protocol.errors import ProtocolError
 from protocol.lifecycle import GroupState
 from protocol.staleness import Bound, Policy
 from services.ledger.interface import Lease, LedgerStatus, Peer, StepRecord, Taken, TakenGroup
+from services.ledger.snapshot import Snapshot
 
 T = TypeVar("T")
+_SNAPSHOT_AS_IT_IS = (
+    "epoch", "epochs", "found", "after", "sequence", "version", "checkpoint", "issued", "trained", "dropped", "wasted_tokens", "reasons",
+    "halted", "told",
+)  # fmt: skip
 
 
 class _Peer(msgspec.Struct):
@@ -107,6 +113,32 @@ def decode_status(data: bytes) -> LedgerStatus:
     record = _read(data, _Status)
     values = {name: getattr(record, name) for name in _Status.__struct_fields__}
     return LedgerStatus(**{**values, "engines": {engine: _served(text) for engine, text in record.engines.items()}})
+
+
+def encode_snapshot(snapshot: Snapshot) -> list[bytes | int]:
+    """What `rebuild` gets: JSON, then step and report by turns."""
+    values = {
+        **{name: getattr(snapshot, name) for name in _SNAPSHOT_AS_IT_IS},
+        "draining": int(snapshot.draining),
+        "digest": "" if snapshot.digest is None else str(snapshot.digest),
+        "scored": [_encode_group(group) for group in snapshot.scored],
+        "waiting": [{"group": group, "attempt": attempt} for group, attempt in snapshot.waiting.items()],
+        "attempts": encode_counts(snapshot.attempts),
+        "steps": [
+            {"step": step.step, "epoch": step.epoch, "digest": str(step.digest), "groups": [_encode_group(group) for group in step.groups]}
+            for step in snapshot.steps
+        ],
+    }
+    return [msgspec.json.encode(values), *(item for report in snapshot.reports.items() for item in report)]
+
+
+def decode_group(data: bytes) -> TakenGroup:
+    """The answer of `accept`."""
+    return _read(data, TakenGroup)
+
+
+def _encode_group(group: TakenGroup) -> dict[str, Any]:
+    return {**dataclasses.asdict(group), "counts": encode_counts(group.counts)}
 
 
 def decode_event(data: bytes) -> dict[str, Any]:

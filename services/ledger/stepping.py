@@ -95,10 +95,7 @@ def take(book: Book, epoch: str) -> Taken:
     _settle_stragglers(book, batch)
     for group in batch:
         book.move(group, Event.TAKE)
-    taken = tuple(
-        TakenGroup(group.group, group.token, group.deadline, group.max_staleness, group.version, dict(group.counts)) for group in batch
-    )
-    book.running = Taken(book.version, taken, tuple(book.gone))
+    book.running = Taken(book.version, tuple(group.taken() for group in batch), tuple(book.gone))
     book.gone = []
     book.append("take", epoch=epoch, step=book.version, groups=[group.group for group in batch])
     return book.running

@@ -1,6 +1,6 @@
 -- LEASED -> SCORED, by the ingest once the record is on disk. An expired lease is admitted again under rule F.
 -- ARGV: 1 group, 2 token, 3 JSON {version: sampled tokens}, 4 mean reward, for the event; may be empty
--- Returns nothing; accepting the same token again succeeds.
+-- Returns: JSON of the group as `take` lists it; accepting the same token again succeeds.
 -- Refuses no_run, unknown_group, duplicate (finished and forgotten), not_held, wrong_state (dropped), bound.
 local absent = no_run()
 if absent then return absent end
@@ -9,7 +9,11 @@ if refusal then
   if not group and tonumber(ARGV[1]) < R.issued then return refuse('duplicate', refusal[3]) end
   return refusal
 end
-if group.state == 'scored' or group.state == 'taken' or group.state == 'trained' then return {'ok'} end
+local function answer()
+  return {'ok', cjson.encode({group = tonumber(ARGV[1]), token = ARGV[2], deadline = group.deadline, max_staleness = group.max_staleness,
+    version = group.version, counts = group.counts})}
+end
+if group.state == 'scored' or group.state == 'taken' or group.state == 'trained' then return answer() end
 if group.state ~= 'leased' then return refuse('wrong_state', 'group ' .. ARGV[1] .. ' is ' .. group.state) end
 reap()
 local id = pad(ARGV[1])
@@ -22,4 +26,4 @@ for version, n in pairs(group.counts) do
 end
 move(id, group, 'scored')
 append('accept', {group = tonumber(id), token = ARGV[2], counts = group.counts, reward = tonumber(ARGV[4])})
-return {'ok'}
+return answer()

@@ -1,4 +1,5 @@
 from tests.contracts.ledger_groups import GroupContract
+from tests.contracts.ledger_rebuild import RebuildContract
 from tests.contracts.ledger_runs import RunContract
 from tests.contracts.ledger_steps import StepContract
 
@@ -12,4 +13,8 @@ class TestStep(StepContract):
 
 
 class TestRun(RunContract):
+    pass
+
+
+class TestRebuild(RebuildContract):
     pass

@@ -1,0 +1,52 @@
+"""What the journal in the spool notes of accepts and commits, and how a ledger that lost them is told."""
+
+import base64
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from services.ledger.interface import Taken, TakenGroup
+from services.ledger.records import encode_counts
+from trainer.spool import JournalEntry
+
+
+def accept_entry(epoch: str, accepted: Sequence[TakenGroup], sequence: int) -> JournalEntry:
+    """Groups that the ledger has accepted; `sequence` is that of its last event, or of a later one."""
+    groups = tuple(group.group for group in accepted)
+    return JournalEntry("accept", epoch, -1, groups, sequence, details={"accepted": [_accept(group) for group in accepted]})
+
+
+def step_entries(
+    epoch: str, taken: Taken, trained: Mapping[int, Mapping[int, int]], sequence: int, *, digest: int, report: bytes
+) -> list[JournalEntry]:
+    """The take and the commit of a step; arguments as those of `Ledger.commit`."""
+    groups = tuple(group.group for group in taken.groups)
+    details = {
+        "digest": str(digest),
+        "groups": {str(group): encode_counts(counts) for group, counts in trained.items()},
+        "accepted": [_accept(group) for group in taken.groups],
+        "report": base64.b64encode(report).decode(),
+    }
+    return [
+        JournalEntry("take", epoch, taken.step, groups, sequence),
+        JournalEntry("commit", epoch, taken.step, groups, sequence, details=details),
+    ]
+
+
+def told_events(entry: JournalEntry) -> Iterator[Mapping[str, Any]]:
+    """A journal entry as events for `Restorer.tell`; nothing for a take, or for an entry from before there were details."""
+    if entry.event == "accept":
+        yield from entry.details.get("accepted", ())
+    elif entry.event == "commit" and "digest" in entry.details:
+        fields = {name: entry.details[name] for name in ("digest", "groups", "accepted")}
+        yield {"event": "commit", "epoch": entry.epoch, "step": entry.step, **fields}
+
+
+def report_of(entry: JournalEntry) -> bytes | None:
+    """The encoded `StepReport` of a commit, if the entry has it."""
+    report = entry.details.get("report")
+    return None if report is None else base64.b64decode(report)
+
+
+def _accept(group: TakenGroup) -> dict[str, Any]:
+    values = {"group": group.group, "token": group.token, "version": group.version, "deadline": group.deadline}
+    return {"event": "accept", **values, "bound": group.max_staleness, "counts": encode_counts(group.counts)}
