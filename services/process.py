@@ -133,7 +133,9 @@ def ledger_url(settings: Settings) -> str:
 async def connected(settings: Settings) -> AsyncIterator[RedisLedger]:
     """The run's ledger, closed at the end."""
     config = settings.ledger
-    ledger = await RedisLedger.connect(ledger_url(settings), settings.run.name, timeout_s=config.timeout_s, retry_s=config.retry_s)
+    ledger = await RedisLedger.connect(
+        ledger_url(settings), settings.run.name, timeout_s=config.timeout_s, retry_s=config.retry_s, archive_limit=config.archive_limit
+    )
     try:
         yield ledger
     finally:
@@ -144,10 +146,10 @@ async def connected(settings: Settings) -> AsyncIterator[RedisLedger]:
 async def opened(role: Role, settings: Settings, name: str) -> AsyncIterator[Process]:
     """A process with ledger, health endpoint and registration; unregistered at the end."""
     async with connected(settings) as ledger:
-        process = Process(role, settings, ledger, name)
-        server = HttpServer(
         if role not in (Role.INGEST, Role.MONITOR):  # the ingest is who looks; the monitor only reads
             await ledger.guard()
+        process = Process(role, settings, ledger, name)
+        server = HttpServer(
             process.metrics.registry,
             lambda: {"ok": not process.stop.is_set(), "role": role, "incarnation": process.incarnation, "waits": list(process._waits)},
         )

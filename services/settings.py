@@ -26,6 +26,7 @@ from rollout.generate import SamplingConfig
 from rollout.prompts.base import PromptConfig
 from rollout.render import RenderConfig
 from services.bus.config import BusConfig
+from services.ledger.limits import ARCHIVE_LIMIT
 from services.setting_sources import assign, from_environ, nearest, parse, read_file
 from trainer.config import (
     ALGORITHMS,
@@ -81,6 +82,8 @@ class LedgerConfig:
     """How long a lost connection is retried before the process gives up."""
     ttl_s: float = 5.0
     """Time-to-live of a process in the registry."""
+    archive_limit: int = ARCHIVE_LIMIT
+    """Events that may wait for the archive before leasing stops."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +252,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "run.steps": (1, 1e9),
     "services.rollouts": (0, 10_000),
     "services.rewards": (0, 10_000),
+    "ledger.archive_limit": (1, 1e9),
     "bound.max_staleness": (0, 1000),
     "bound.groups_per_step": (1, 1e6),
     "bound.max_attempts": (1, 1e6),
