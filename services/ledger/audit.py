@@ -40,8 +40,9 @@ from pathlib import Path
 
 from protocol.errors import TetherError
 from services.ledger.chain import append
+from services.ledger.findings import AuditResult
 from services.ledger.interface import Ledger
-from services.ledger.verify import AuditResult, verify
+from services.ledger.verify import verify
 
 __all__ = ["FILE", "Archiver", "AuditResult", "last_sequence", "verify"]
 

@@ -10,7 +10,7 @@ from services.ledger.history import with_told
 from services.ledger.records import decode_counts
 
 ROWS = frozenset(str(event) for event in Event)
-LEFT_OUT = ("seq", "time_ms", "event", "group")
+LEFT_OUT = ("seq", "time_ms", "event", "group", "chain")
 """Fields that every line has in its own place."""
 
 

@@ -6,52 +6,19 @@ the event and the group. `services/ledger/audit.py` lists the events.
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from protocol.lifecycle import ACTIVE, Event, GroupState, after
 from protocol.staleness import Bound, Policy, deadline, lag
+from services.ledger.chain import Chain
+from services.ledger.findings import AuditResult
+from services.ledger.rebuilt import check_rebuild
+from services.ledger.replayed import Replayed
 from services.ledger.rules import Rules
 
 _S = GroupState
 MOST_VIOLATIONS = 1000
-
-
-@dataclass(frozen=True, slots=True)
-class AuditResult:
-    """What the log proves."""
-
-    issued: int
-    trained: int
-    dropped: int
-    active: int
-    max_lag: int
-    """Largest lag of a trained token."""
-    bound: int
-    """Largest bound recorded with the lease of a trained group."""
-    steps: int
-    """Committed steps on the path to the present version."""
-    violations: list[str] = field(default_factory=list)
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing is wrong."""
-        return not self.violations
-
-
-@dataclass(slots=True)
-class _Group:
-    state: GroupState = _S.WAITING
-    token: str = ""
-    deadline: int = 0
-    bound: int = 0
-    expired: bool = False
-    counts: dict[int, int] = field(default_factory=dict)
-    passed: dict[str, int] = field(default_factory=dict)
-    """Accepts, takes and commits on the present path."""
-    step: int = -1
-    trained_lag: int = 0
 
 
 def verify(path: Path) -> AuditResult:
@@ -60,8 +27,16 @@ def verify(path: Path) -> AuditResult:
     Raises:
         OSError: if it cannot be read.
     """
+    chain, replay = Chain(path), Verifier()
     with open(path, "rb") as file:
-        return verify_events(_lines(file))
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            sound = chain.follows(line)
+            replay.step(_event(line))
+            if not sound:
+                replay.wrong("the line is not as it was archived, or does not follow the one before it")
+    return replay.result(chain.missing())
 
 
 def verify_events(events: Iterable[Mapping[str, Any] | None]) -> AuditResult:
@@ -72,15 +47,12 @@ def verify_events(events: Iterable[Mapping[str, Any] | None]) -> AuditResult:
     return replay.result()
 
 
-def _lines(file: Iterable[bytes]) -> Iterable[Mapping[str, Any] | None]:
-    for line in file:
-        if not line.endswith(b"\n"):
-            return
-        try:
-            event = json.loads(line)
-        except (ValueError, RecursionError):
-            event = None
-        yield event if isinstance(event, dict) else None
+def _event(line: bytes) -> Mapping[str, Any] | None:
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return event if isinstance(event, dict) else None
 
 
 class Verifier:
@@ -88,7 +60,7 @@ class Verifier:
 
     def __init__(self) -> None:
         self.violations: list[str] = []
-        self.groups: dict[int, _Group] = {}
+        self.groups: dict[int, Replayed] = {}
         self.holding: dict[int, int] = {}
         """Group -> deadline, of groups that hold a place in rule F."""
         self.trained = 0
@@ -111,7 +83,8 @@ class Verifier:
         if event is None:
             return self.wrong("the line is not an event")
         if event.get("seq") != self.seq:
-            self.wrong(f"the log goes on at {event.get('seq')}: a gap")
+            if event.get("event") != "rebuild" or event.get("after") != self.seq - 1:
+                self.wrong(f"the log goes on at {event.get('seq')}: a gap")
             self.seq = event["seq"] if isinstance(event.get("seq"), int) else self.seq
         self.now = f"seq {self.seq} ({(kind := event.get('event'))})"
         handler: Callable[[Mapping[str, Any]], None] | None = getattr(self, f"on_{kind}", None)
@@ -129,27 +102,36 @@ class Verifier:
         if len(self.violations) < MOST_VIOLATIONS:
             self.violations.append(f"{self.now}: {what}")
 
-    def move(self, number: int, event: Event, token: str | None = None) -> _Group:
+    def move(self, number: int, event: Event, token: str | None = None) -> Replayed:
         """Follow the lifecycle table; the group moves on even if the table forbids it, so that one fault is told once."""
-        group = self.groups.get(number)
-        if group is None:
+        if number not in self.groups:
             self.wrong(f"group {number} was never leased")
-            group = self.groups[number] = _Group()
+        group = self.group(number)
         if token is not None and token != group.token:
             self.wrong(f"group {number}: token {token} is not the current one, {group.token}")
         state = after(group.state, event)
         if state is None:
             self.wrong(f"group {number}: {event} from {group.state} is not in the table")
-        group.state = state or {Event.ACCEPT: _S.SCORED, Event.TAKE: _S.TAKEN, Event.COMMIT: _S.TRAINED}.get(event, group.state)
-        if event is Event.LEASE or (event is Event.EXTEND and group.state is _S.LEASED):
+        state = state or {Event.ACCEPT: _S.SCORED, Event.TAKE: _S.TAKEN, Event.COMMIT: _S.TRAINED}.get(event, group.state)
+        if event is Event.LEASE or (event is Event.EXTEND and state is _S.LEASED):
             group.expired = False
+        self.place(number, state)
+        return group
+
+    def group(self, number: int) -> Replayed:
+        """The group, made if the log has not named it."""
+        return self.groups.setdefault(number, Replayed())
+
+    def place(self, number: int, state: GroupState) -> None:
+        """Bring a group into `state`, with or without a place in rule F."""
+        group = self.groups[number]
+        group.state = state
         if group.state is _S.WAITING:
             group.token, group.counts, group.passed, group.step = "", {}, {}, -1
         if group.state is _S.SCORED or (group.state is _S.LEASED and not group.expired):
             self.holding[number] = group.deadline
         else:
             self.holding.pop(number, None)
-        return group
 
     def on_create(self, event: Mapping[str, Any]) -> None:
         if self.seq != 1:
@@ -170,7 +152,7 @@ class Verifier:
         if new:
             if number != len(self.groups):
                 self.wrong(f"group {number} is new, but {len(self.groups)} is the next one")
-            self.groups[number] = _Group()
+            self.groups[number] = Replayed()
         elif self.groups[number].state is _S.LEASED and not self.groups[number].expired:
             self.wrong(f"group {number}: leased again before its lease expired")
         group = self.groups[number]
@@ -232,11 +214,10 @@ class Verifier:
         for number in event.get("waiting", []):
             self.trained -= self.groups[number].state is _S.TRAINED
             self.move(number, Event.REWIND)
-        for number, group in self.groups.items():
-            abandoned = group.state is _S.SCORED and any(n and v > version for v, n in group.counts.items())
-            if abandoned or group.state is _S.LEASED or (group.state is _S.TRAINED and group.step >= version):
-                self.wrong(f"group {number} is {group.state} after a rewind to version {version}")
         self.version = version
+
+    def on_rebuild(self, event: Mapping[str, Any]) -> None:
+        check_rebuild(self, event)
 
     def on_take(self, event: Mapping[str, Any]) -> None:
         self.fenced(event)
@@ -256,7 +237,7 @@ class Verifier:
         for name, counts in event["groups"].items():
             self.train(int(name), step, {int(version): n for version, n in counts.items()})
         self.version, self.running = step + 1, None
-        present = (len(self.groups), self.trained, self.dropped, len(self.groups) - self.trained - self.dropped)
+        present = (*self.counters()[1:], len(self.groups) - self.trained - self.dropped)
         stated = (event["issued"], event["trained"], event["dropped"], event["active"])
         if stated != present or stated[0] != sum(stated[1:]):
             self.wrong(f"issued, trained, dropped, active are {stated} in the event and {present} in the log")
@@ -279,18 +260,24 @@ class Verifier:
     def on_checkpoint(self, event: Mapping[str, Any]) -> None:
         self.checkpoint = event["version"]
 
-    def passed(self, group: _Group, what: str, by: int) -> None:
+    def counters(self) -> tuple[int, int, int, int]:
+        """Version, groups issued, trained, dropped."""
+        return self.version, len(self.groups), self.trained, self.dropped
+
+    def passed(self, group: Replayed, what: str, by: int) -> None:
         group.passed[what] = group.passed.get(what, 0) + by
 
     def fenced(self, event: Mapping[str, Any]) -> None:
         if event["epoch"] != self.epoch:
             self.wrong(f"epoch {event['epoch']} acts, but {self.epoch} holds the run")
 
-    def result(self) -> AuditResult:
-        """The counters at the end of the log; trained groups are those on the path to the present version."""
+    def result(self, missing: str | None = None) -> AuditResult:
+        """The counters at the end of the log, of which `missing` is not there."""
         trained = [group for group in self.groups.values() if group.state is _S.TRAINED]
         active = sum(group.state in ACTIVE for group in self.groups.values())
         self.now = "end"
+        if missing:
+            self.wrong(missing)
         if len(self.groups) != len(trained) + self.dropped + active:
             self.wrong(f"{len(self.groups)} groups issued, but {len(trained)} trained, {self.dropped} dropped and {active} active")
         steps = len({group.step for group in trained})

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from protocol.errors import Refused
+from services.ledger.findings import AuditResult
 from services.ledger.keys import padded
 from services.ledger.ledger import RedisLedger
 from services.ledger.memory import MemoryLedger
-from services.ledger.verify import AuditResult, Verifier
+from services.ledger.verify import Verifier
 from tests.simulation.pipeline import Pipeline
 
 DAY_MS = 86_400_000

@@ -259,7 +259,8 @@ class Machine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         try:
-            assert verify_events(self.events).violations == []
+            violations = verify_events(self.events).violations
+            assert violations == [], violations
         finally:
             self.runner.run(self.redis.close())
             self.runner.close()

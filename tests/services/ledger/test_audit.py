@@ -10,6 +10,7 @@ import pytest
 from protocol.errors import Reason, TetherError
 from protocol.staleness import Policy
 from services.ledger.audit import FILE, Archiver, last_sequence, verify
+from services.ledger.chain import append
 from services.ledger.verify import verify_events
 from tests.contracts.ledger_rig import Driver, MemoryRig
 
@@ -166,11 +167,14 @@ async def test_archive_and_verify_a_file(driver: Driver, tmp_path: Path) -> None
 async def test_archive_cuts_off_a_torn_line(driver: Driver, tmp_path: Path) -> None:
     await driver.begin(B=1)
     path = tmp_path / FILE
-    lines = [json.dumps(event).encode() + b"\n" for event in await driver.ledger.events(0, 100)]
-    path.write_bytes(b"".join(lines[:3]) + lines[3][:20])
+    events = await driver.ledger.events(0, 100)
+    append(path, events[:3])
+    with path.open("ab") as file:
+        file.write(json.dumps(events[3]).encode()[:20])
     assert verify(path).violations == []
-    assert await Archiver(driver.ledger, tmp_path).archive() == len(lines) - 3
-    assert [json.loads(line)["seq"] for line in path.read_bytes().splitlines()] == list(range(1, len(lines) + 1))
+    assert await Archiver(driver.ledger, tmp_path).archive() == len(events) - 3
+    assert verify(path).violations == []
+    assert [json.loads(line)["seq"] for line in path.read_bytes().splitlines()] == list(range(1, len(events) + 1))
     path.write_bytes(b'{"seq": 1')
     assert last_sequence(path) == 0
     assert path.read_bytes() == b""
