@@ -1,12 +1,13 @@
 """The interface of a training backend: megatron (`trainer/megatron`), reference (plain torch, the oracle) and scripted (dry runs)."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from protocol.lora import AdapterTarget, LoraConfig
 from trainer.batch import Batch
 
 
@@ -30,6 +31,10 @@ class Backend(ABC):
 
     architecture: str
     """Name in the model's config.json, for the manifest."""
+    lora: LoraConfig = LoraConfig()
+    """With a rank, only adapters are trained."""
+    targets: Sequence[AdapterTarget] = ()
+    """The weights that have an adapter."""
 
     @abstractmethod
     def train_step(self, batch: Batch) -> StepStats:
@@ -50,7 +55,12 @@ class Backend(ABC):
 
     @abstractmethod
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Full tensors under their Hugging Face names, in a fixed order; yields on rank 0 only, but must be exhausted on every rank."""
+        """What is trained, as full tensors in a fixed order: the model's under their Hugging Face names, or A and B of its adapters under
+        PEFT's. Yields on rank 0 only, but must be exhausted on every rank."""
+
+    def export_model(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same of the whole model, adapters merged into it."""
+        return self.export()
 
     @abstractmethod
     def save(self, directory: Path) -> None:

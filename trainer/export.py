@@ -43,10 +43,10 @@ def save_hf(backend: Backend, directory: Path, *, source: Path, dtype: str = "",
         SettingsError: `directory` exists, or `dtype` is unknown. Rank 0 raises it after its part in the collective.
     """
     if dist.is_available() and dist.is_initialized() and dist.get_rank() != 0:
-        for _ in backend.export():
+        for _ in backend.export_model():
             raise RuntimeError("only rank 0 gets tensors from an export")
         return
-    tensors = backend.export()
+    tensors = backend.export_model()
     try:
         if directory.exists():
             raise SettingsError(f"{directory} exists: give a new directory")

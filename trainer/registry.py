@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from protocol.errors import SettingsError
+from protocol.lora import LoraConfig
 from protocol.names import checked_name
 from trainer.algorithms.base import Algorithm
 from trainer.backend import Backend
@@ -10,7 +11,13 @@ from trainer.config import BACKENDS, OptimizerConfig, ParallelConfig, TrainerCon
 
 
 def make_backend(
-    model_dir: Path, *, parallel: ParallelConfig, optimizer: OptimizerConfig, trainer: TrainerConfig, algorithm: Algorithm
+    model_dir: Path,
+    *,
+    parallel: ParallelConfig,
+    optimizer: OptimizerConfig,
+    trainer: TrainerConfig,
+    algorithm: Algorithm,
+    adapters: LoraConfig = LoraConfig(),  # noqa: B008 (frozen)
 ) -> Backend:
     """This rank's part of the backend that `trainer.backend` names. Called on every rank.
 
@@ -22,13 +29,13 @@ def make_backend(
     if checked_name(trainer.backend, BACKENDS, "setting trainer.backend:") == "megatron":
         from trainer.megatron.backend import MegatronBackend
 
-        return MegatronBackend(model_dir, parallel=parallel, optimizer=optimizer, trainer=trainer, algorithm=algorithm)
+        return MegatronBackend(model_dir, parallel=parallel, optimizer=optimizer, trainer=trainer, algorithm=algorithm, adapters=adapters)
     if parallel.world_size != 1:
         raise SettingsError(f"the {trainer.backend} backend runs on one rank, [parallel] asks for {parallel.world_size}: use megatron")
     if trainer.backend == "reference":
         from trainer.reference.backend import ReferenceBackend
 
-        return ReferenceBackend(model_dir, optimizer=optimizer, trainer=trainer, algorithm=algorithm)
+        return ReferenceBackend(model_dir, optimizer=optimizer, trainer=trainer, algorithm=algorithm, adapters=adapters)
     from trainer.scripted import ScriptedBackend
 
     return ScriptedBackend(trainer=trainer, algorithm=algorithm)

@@ -56,7 +56,7 @@ class Counting:
     def __init__(self) -> None:
         self.taken = 0
 
-    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def export_model(self) -> Iterator[tuple[str, torch.Tensor]]:
         for _ in range(4):
             self.taken += 1
             yield f"t{self.taken}", torch.zeros(2)

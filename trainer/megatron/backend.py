@@ -1,24 +1,27 @@
 """The megatron-core training backend."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
 
 from protocol.errors import SettingsError
+from protocol.lora import LoraConfig, adapter_targets
+from trainer.adapter import merged
 from trainer.algorithms.base import Algorithm
 from trainer.backend import Backend, StepStats
 from trainer.batch import Batch
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
-from trainer.megatron import cpu, parallel
+from trainer.megatron import cpu, lora, parallel
 from trainer.megatron.architecture import read_architecture
 from trainer.megatron.checkpoint import layout, restore_part, save_part
 from trainer.megatron.convert.checkpoint import load_checkpoint
 from trainer.megatron.forward import Runner
 from trainer.megatron.model import DTYPES, build_model, mark_split, transformer_config
 from trainer.megatron.optimizer import Optimizer, wrap_model
-from trainer.megatron.reshard import TensorPlan, export_plan, stage_rules
+from trainer.megatron.reshard import TensorPlan, export_plan, plan_of, stage_rules
 
 
 class MegatronBackend(Backend):
@@ -35,8 +38,12 @@ class MegatronBackend(Backend):
         optimizer: OptimizerConfig,
         trainer: TrainerConfig,
         algorithm: Algorithm,
+        adapters: LoraConfig = LoraConfig(),  # noqa: B008 (frozen)
     ) -> None:
         """Load the model. A collective.
+
+        Args:
+            adapters: with a rank only these are trained.
 
         Raises:
             SettingsError: if the model is not supported, or does not fit the layout.
@@ -58,6 +65,9 @@ class MegatronBackend(Backend):
             model = build_model(self._model_spec, self._config, self._position)
             self._parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
             self._load(model_dir)
+            self._trained, self._published = self._parameters, self._plan
+            if adapters.rank:
+                self._attach(model, adapters)
             self._model = wrap_model(model, self._config, self._position)
             self._runner = Runner(self._model, self._model_spec, self._position, trainer.micro_batch_size)
             self._optimizer = Optimizer(optimizer, self._model, self._position, DTYPES[trainer.dtype])
@@ -102,8 +112,19 @@ class MegatronBackend(Backend):
     @torch.no_grad()
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See the interface. Tensors are copies, in the training dtype, on the training device; one is in flight at a time."""
+        yield from self._gathered(self._published)
+
+    @torch.no_grad()
+    def export_model(self) -> Iterator[tuple[str, torch.Tensor]]:
+        adapter = dict(self._gathered(self._published)) if self.targets else {}
+        targets = {target.weight: target for target in self.targets}
+        for name, tensor in self._gathered(self._plan):
+            yield name, merged(targets[name], tensor, adapter, self.lora) if name in targets else tensor
+
+    def _gathered(self, plans: Iterable[TensorPlan]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole tensors, on rank 0."""
         position = self._position
-        for plan in self._plan:
+        for plan in plans:
             if position.rank_of(position.tp, position.pp, position.dp) == 0:
                 yield plan.name, self._receive(plan)
             elif position.pp == plan.stage and position.dp == 0:
@@ -111,11 +132,11 @@ class MegatronBackend(Backend):
 
     def save(self, directory: Path) -> None:
         """See the interface. Returns when every rank's part is on disk."""
-        save_part(directory, self._parameters, self._optimizer, self._position, self._layout())
+        save_part(directory, self._trained, self._optimizer, self._position, self._layout())
         dist.barrier()
 
     def restore(self, directory: Path) -> None:
-        restore_part(directory, self._parameters, self._optimizer, self._position, self._layout())
+        restore_part(directory, self._trained, self._optimizer, self._position, self._layout())
 
     def close(self) -> None:
         if not self._closed:
@@ -123,7 +144,17 @@ class MegatronBackend(Backend):
             parallel.finalize()
 
     def _layout(self) -> dict[str, object]:
-        return layout(self._model_spec, self._position, self._trainer.dtype)
+        return layout(self._model_spec, self._position, self._trainer.dtype, self.lora)
+
+    def _attach(self, model: GPTModel, adapters: LoraConfig) -> None:
+        """Train adapters in place of the model."""
+        parallel = self._position.config
+        pp = parallel.pipeline_model_parallel_size
+        stages = [stage_rules(self._model_spec, pp, stage) for stage in range(pp)]
+        self.lora = adapters
+        self.targets = adapter_targets({plan.name: plan.shape for plan in self._plan}, adapters)
+        self._published = plan_of([lora.lora_rules(rules, adapters) for rules in stages], parallel.tensor_model_parallel_size)
+        self._trained = lora.attach(model, stages[self._position.pp], adapters, self._position, self._trainer.seed)
 
     def _load(self, model_dir: Path) -> None:
         config, position = self._position.config, self._position
@@ -144,7 +175,7 @@ class MegatronBackend(Backend):
         for tp in sorted({piece.tp for piece in plan.pieces}):
             pieces = [piece for piece in plan.pieces if piece.tp == tp]
             if (tp, plan.stage) == (0, 0):
-                local = self._parameters[plan.parameter]
+                local = self._held(plan)
                 for piece in pieces:
                     rows = local.narrow(plan.dim, piece.local_start, piece.length)
                     tensor.narrow(plan.dim, piece.start, piece.length).copy_(rows)
@@ -157,8 +188,11 @@ class MegatronBackend(Backend):
                 tensor.narrow(plan.dim, piece.start, piece.length).copy_(rows)
         return tensor
 
+    def _held(self, plan: TensorPlan) -> torch.Tensor:
+        return self._trained[plan.parameter] if plan.parameter in self._trained else self._parameters[plan.parameter]
+
     def _send(self, plan: TensorPlan) -> None:
-        local = self._parameters[plan.parameter]
+        local = self._held(plan)
         pieces = [piece for piece in plan.pieces if piece.tp == self._position.tp]
         if pieces:
             rows = [local.narrow(plan.dim, piece.local_start, piece.length) for piece in pieces]

@@ -2,7 +2,7 @@
 
 Files of a directory:
     layout.json                        model, sizes, dtype; by rank 0
-    model-tp0-pp0.safetensors          parameters by megatron name; by the first data-parallel rank
+    model-tp0-pp0.safetensors          trained parameters by megatron name; by the first data-parallel rank
     optimizer-tp0-pp0-dp0.safetensors  moments, steps, masters, random states; by each rank whose share is its own
 
 The state is read from and written into torch's optimizer itself: megatron's own checkpoint path of the distributed optimizer refuses
@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from protocol.errors import SettingsError
+from protocol.lora import LoraConfig
 from trainer.megatron.architecture import Architecture
 from trainer.megatron.optimizer import Optimizer, is_distributed
 from trainer.megatron.parallel import Position
@@ -29,7 +30,7 @@ LAYOUT = "layout.json"
 STATE = ("exp_avg", "exp_avg_sq", "step")
 
 
-def layout(architecture: Architecture, position: Position, dtype: str) -> dict[str, Any]:
+def layout(architecture: Architecture, position: Position, dtype: str, lora: LoraConfig) -> dict[str, Any]:
     """What must be equal for a checkpoint to be restored: plain JSON values."""
     parallel = position.config
     return {
@@ -40,6 +41,7 @@ def layout(architecture: Architecture, position: Position, dtype: str) -> dict[s
         "data_parallel_size": parallel.data_parallel_size,
         "distributed_optimizer": is_distributed(position),
         "dtype": dtype,
+        "lora": asdict(lora) if lora.rank else None,
     }
 
 

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 
 CPU = torch.device("cpu")
 _installed = False
@@ -26,6 +27,9 @@ def install() -> None:
     torch.cuda.synchronize = lambda *args, **kwargs: None
     # The tied output layer of the last pipeline stage is moved to the GPU before its all-reduce.
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+    # torch collects its factories when a device context is first used; if it met ours, contexts such as `with torch.device("meta")`, in
+    # which transformers loads models, would not reach the factories underneath any more.
+    _device_constructors()
     # Token counters, loss scales and norms are made with device="cuda".
     for name in ("zeros", "ones", "empty", "tensor"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))

@@ -4,6 +4,7 @@ The plan names for every tensor its pieces; a piece is rows of one rank's parame
 itself needs no other plan, only these pieces cut once more at its own boundaries.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from protocol.errors import SettingsError
@@ -61,9 +62,18 @@ def export_plan(architecture: Architecture, tp: int, pp: int) -> tuple[TensorPla
     Raises:
         SettingsError: if the model cannot be split so, or a name has two sources.
     """
+    return plan_of([stage_rules(architecture, pp, stage) for stage in range(pp)], tp)
+
+
+def plan_of(stages: Sequence[Sequence[Rule]], tp: int) -> tuple[TensorPlan, ...]:
+    """The tensors that the rules of each pipeline stage name, in their order.
+
+    Raises:
+        SettingsError: if a parameter cannot be split so, or a name has two sources.
+    """
     plans: dict[str, TensorPlan] = {}
-    for stage in range(pp):
-        for rule in stage_rules(architecture, pp, stage):
+    for stage, rules in enumerate(stages):
+        for rule in rules:
             if not rule.owner:
                 continue
             for plan in _tensor_plans(rule, tp, stage):

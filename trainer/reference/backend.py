@@ -13,12 +13,15 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from protocol.errors import SettingsError
+from protocol.lora import LoraConfig
 from protocol.names import checked_name
+from trainer.adapter import merged
 from trainer.algorithms.base import Algorithm
 from trainer.backend import Backend, StepStats
 from trainer.batch import Batch
 from trainer.config import OptimizerConfig, TrainerConfig
 from trainer.functional.logprobs import token_logprobs
+from trainer.reference.lora import attach
 from trainer.reference.state import load_state, save_state
 from trainer.reference.tally import Tally
 
@@ -31,8 +34,16 @@ class ReferenceBackend(Backend):
     Dropout stays off, so that E = 0 is on-policy. Weight decay spares vectors (norms and biases), as Megatron-core does.
     """
 
-    def __init__(self, model_dir: Path, *, optimizer: OptimizerConfig, trainer: TrainerConfig, algorithm: Algorithm) -> None:
-        """Load the model of a Hugging Face directory.
+    def __init__(
+        self,
+        model_dir: Path,
+        *,
+        optimizer: OptimizerConfig,
+        trainer: TrainerConfig,
+        algorithm: Algorithm,
+        adapters: LoraConfig = LoraConfig(),  # noqa: B008 (frozen)
+    ) -> None:
+        """Load the model of a Hugging Face directory; with a rank in `adapters` only these are trained.
 
         Raises:
             SettingsError: more than one rank, an unknown dtype or device, or a directory that transformers cannot load.
@@ -45,7 +56,11 @@ class ReferenceBackend(Backend):
         self._config, self._trainer, self._algorithm = optimizer, trainer, algorithm
         self._model = _load(model_dir).to(self._device)
         self.architecture = type(self._model).__name__
-        self._masters: dict[str, torch.nn.Parameter] = dict(self._model.named_parameters())
+        self._trained: dict[str, torch.nn.Parameter] = dict(self._model.named_parameters())
+        if adapters.rank:
+            self.lora = adapters
+            self.targets, self._trained = attach(self._model, adapters, trainer.seed)
+        self._masters = dict(self._trained)
         if trainer.dtype != "float32":
             self._masters = {name: torch.nn.Parameter(p.detach().clone()) for name, p in self._masters.items()}
             self._model.to(DTYPES[trainer.dtype])
@@ -79,8 +94,15 @@ class ReferenceBackend(Backend):
             self._reference = copy.deepcopy(self._model).requires_grad_(False)
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in self._trained.items():
             yield name, parameter.detach()
+
+    @torch.no_grad()
+    def export_model(self) -> Iterator[tuple[str, torch.Tensor]]:
+        targets = {target.weight: target for target in self.targets}
+        for name, parameter in self._model.named_parameters():
+            if ".lora." not in name:
+                yield name, merged(targets[name], parameter, self._trained, self.lora) if name in targets else parameter.detach()
 
     def save(self, directory: Path) -> None:
         save_state(directory, self._masters, self._optimizer, self._identity(), self._device)
@@ -95,7 +117,8 @@ class ReferenceBackend(Backend):
         self._optimizer.zero_grad()
 
     def _identity(self) -> dict[str, str]:
-        return {"backend": "reference", "world_size": "1", "architecture": self.architecture, "dtype": self._trainer.dtype}
+        lora = f"rank {self.lora.rank} alpha {self.lora.alpha:g}" if self.lora.rank else "none"
+        return {"backend": "reference", "world_size": "1", "architecture": self.architecture, "dtype": self._trainer.dtype, "lora": lora}
 
     def _micro_batches(self, samples: int) -> list[slice]:
         size = self._trainer.micro_batch_size
@@ -116,7 +139,7 @@ class ReferenceBackend(Backend):
         total = (loss.loss * weights).sum()
         total.backward()
         tally.add(part, total.detach(), loss, logprobs.detach(), entropy.detach())
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in self._trained.items():
             master = self._masters[name]
             if master is not parameter and parameter.grad is not None:
                 grad = parameter.grad.float()
@@ -138,7 +161,7 @@ class ReferenceBackend(Backend):
 
     @torch.no_grad()
     def _publish_masters(self) -> None:
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in self._trained.items():
             if parameter is not self._masters[name]:
                 parameter.copy_(self._masters[name])
 

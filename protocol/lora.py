@@ -1,0 +1,85 @@
+"""Low-rank adapters: which weights get one, and what its tensors are called. Hu et al. 2021, arXiv 2106.09685.
+
+    W x + (alpha / rank) B A x        A [rank, in], B [out, rank]
+
+Names are PEFT's. What goes over the wire is A and (alpha / rank) B: an engine adds B A and needs to know no scale.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from protocol.errors import SettingsError
+
+PREFIX = "base_model.model."
+WEIGHT = ".weight"
+
+
+@dataclass(frozen=True, slots=True)
+class LoraConfig:
+    """Section `[lora]`. Names as in PEFT. With a rank, only adapters are trained and published; the model stays as it is."""
+
+    rank: int = 0
+    """0 is off: all parameters are trained."""
+    alpha: float = 16.0
+    target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """Last parts of the names of the linear layers that get an adapter."""
+
+    @property
+    def scaling(self) -> float:
+        """What B A is multiplied by."""
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterTarget:
+    """A weight that has an adapter."""
+
+    weight: str
+    """Hugging Face name."""
+    shape: tuple[int, int]
+    """(out, in)."""
+
+    @property
+    def module(self) -> str:
+        """Name of the layer that holds the weight."""
+        return self.weight.removesuffix(WEIGHT)
+
+    @property
+    def a(self) -> str:
+        """Name of the tensor A."""
+        return f"{PREFIX}{self.module}.lora_A{WEIGHT}"
+
+    @property
+    def b(self) -> str:
+        """Name of the tensor B."""
+        return f"{PREFIX}{self.module}.lora_B{WEIGHT}"
+
+
+def adapter_targets(shapes: Mapping[str, tuple[int, ...]], config: LoraConfig) -> list[AdapterTarget]:
+    """The weights that get an adapter, in the order of `shapes`.
+
+    Args:
+        shapes: Hugging Face name -> shape of every tensor of the model.
+
+    Raises:
+        SettingsError: if a target module is no linear layer of the model, or the rank or alpha make no sense.
+    """
+    if config.rank < 1 or config.alpha <= 0:
+        raise SettingsError(f"setting lora: rank {config.rank} and alpha {config.alpha:g} must be above 0")
+    found = [
+        AdapterTarget(name, (shape[0], shape[1]))
+        for name, shape in shapes.items()
+        if name.endswith(WEIGHT) and len(shape) == 2 and name.removesuffix(WEIGHT).rpartition(".")[2] in config.target_modules
+    ]
+    missing = sorted(set(config.target_modules) - {target.module.rpartition(".")[2] for target in found})
+    if missing or not found:
+        raise SettingsError(f"setting lora.target_modules: the model has no linear layer {', '.join(missing) or 'of no name'}")
+    return found
+
+
+def adapter_shapes(targets: list[AdapterTarget], rank: int) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of the tensors of an adapter."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for target in targets:
+        shapes |= {target.a: (rank, target.shape[1]), target.b: (target.shape[0], rank)}
+    return shapes

@@ -1,0 +1,54 @@
+"""What each rank of a layout does in the adapter tests; rank 0 writes down what it saw."""
+
+import faulthandler
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from tests.trainer.lora.oracle import ALGORITHM, LORA, STEPS
+from tests.trainer.megatron.launch import DEADLINE_S
+from tests.trainer.megatron.models import OPTIMIZER, make_batch
+from tests.trainer.megatron.ranks import LAYOUTS
+from trainer.config import TrainerConfig
+from trainer.export import save_hf
+from trainer.megatron.backend import MegatronBackend
+
+
+def make_backend(model_dir: Path, layout: str) -> MegatronBackend:
+    trainer = TrainerConfig(micro_batch_size=7, device="cpu")
+    return MegatronBackend(model_dir, parallel=LAYOUTS[layout], optimizer=OPTIMIZER, trainer=trainer, algorithm=ALGORITHM, adapters=LORA)
+
+
+def run(layout: str, name: str, model_dir: Path, out: Path) -> None:
+    torch.set_num_threads(1)
+    out.mkdir(parents=True, exist_ok=True)
+    backend = make_backend(model_dir, layout)
+    backend.keep_reference()
+    before = backend.logprobs(make_batch(name, 0))
+    losses = []
+    for step in range(STEPS):
+        losses.append(backend.train_step(make_batch(name, step)).loss)
+        if step == 0:
+            (out / "after-one").mkdir(exist_ok=True)
+            backend.save(out / "after-one")
+    after = dict(backend.export())
+    save_hf(backend, out / "hf", source=model_dir)
+    reference = backend.reference_logprobs(make_batch(name, 0))
+    backend.restore(out / "after-one")
+    for step in range(1, STEPS):
+        backend.train_step(make_batch(name, step))
+    again = dict(backend.export())
+    backend.close()
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        save_file(after, out / "after.safetensors")
+        save_file(again, out / "again.safetensors")
+        (out / "facts.json").write_text(json.dumps({"losses": losses, "reference": torch.equal(reference, before)}))
+
+
+if __name__ == "__main__":
+    faulthandler.dump_traceback_later(DEADLINE_S - 20, exit=True)
+    run(sys.argv[1], sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4]))

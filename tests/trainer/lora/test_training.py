@@ -1,0 +1,115 @@
+"""Every backend and layout trains the same adapter as differentiating through the merged weights does."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from protocol.errors import SettingsError
+from protocol.lora import LoraConfig, adapter_shapes, adapter_targets
+from tests.trainer.lora.oracle import ALGORITHM, LORA, STEPS, targets_of, trained_by_hand
+from tests.trainer.lora.ranks import run
+from tests.trainer.megatron.launch import launch
+from tests.trainer.megatron.models import OPTIMIZER, make_batch, make_model, save_model
+from tests.trainer.megatron.ranks import LAYOUTS
+from trainer.adapter import merged, save_adapter
+from trainer.config import TrainerConfig
+from trainer.export import save_hf
+from trainer.reference.backend import ReferenceBackend
+
+SLOW = [pytest.param(layout, marks=pytest.mark.slow) for layout in ("tp2", "pp2", "dp2", "tp2-pp2")]
+
+
+def reference(model_dir: Path, adapters: LoraConfig = LORA, **trainer: object) -> ReferenceBackend:
+    config = TrainerConfig(micro_batch_size=7, device="cpu", **trainer)
+    return ReferenceBackend(model_dir, optimizer=OPTIMIZER, trainer=config, algorithm=ALGORITHM, adapters=adapters)
+
+
+@pytest.mark.parametrize("layout", ["single", "tp2-sequence", *SLOW])
+@pytest.mark.parametrize("name", ["qwen2"])
+def test_a_layout_trains_what_the_merged_weights_say(name: str, layout: str, tmp_path: Path) -> None:
+    model_dir, out = save_model(name, tmp_path), tmp_path / "out"
+    if LAYOUTS[layout].world_size == 1:
+        run(layout, name, model_dir, out)
+    else:
+        ranks = LAYOUTS[layout].world_size
+        launch(ranks, "tests.trainer.lora.ranks", layout, name, str(model_dir), str(out), logs=tmp_path / "logs")
+    losses, expected = trained_by_hand(name)
+    facts, found = json.loads((out / "facts.json").read_text()), load_file(out / "after.safetensors")
+    assert facts["losses"] == pytest.approx(losses, abs=2e-5)
+    assert list(found) == sorted(expected)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    assert facts["reference"]  # the reference model has no adapter
+    again = load_file(out / "again.safetensors")
+    assert [key for key in found if not torch.equal(found[key], again[key])] == []
+    check_merged_model(name, out / "hf" / "model.safetensors", found)
+
+
+def check_merged_model(name: str, path: Path, adapter: dict[str, torch.Tensor]) -> None:
+    targets = {target.weight: target for target in targets_of(name)}
+    exported, source = load_file(path), dict(make_model(name).named_parameters())
+    assert exported.keys() == source.keys()
+    for key, weight in source.items():
+        if key in targets:
+            assert not torch.equal(exported[key], weight)
+            torch.testing.assert_close(exported[key], merged(targets[key], weight.detach(), adapter, LORA), atol=0, rtol=0)
+        else:
+            assert torch.equal(exported[key], weight)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3-tied"])
+def test_the_reference_trains_what_the_merged_weights_say(name: str, tmp_path: Path) -> None:
+    backend = reference(save_model(name, tmp_path))
+    backend.keep_reference()
+    before = backend.logprobs(make_batch(name, 0))
+    found = [backend.train_step(make_batch(name, step)).loss for step in range(STEPS)]
+    losses, expected = trained_by_hand(name)
+    assert found == pytest.approx(losses, abs=2e-5)
+    torch.testing.assert_close(dict(backend.export()), expected, atol=1e-5, rtol=0)
+    assert torch.equal(backend.reference_logprobs(make_batch(name, 0)), before)
+    assert not torch.equal(backend.logprobs(make_batch(name, 0)), before)
+
+
+def test_the_reference_resumes_bit_for_bit_and_refuses_another_rank(tmp_path: Path) -> None:
+    backend = reference(save_model("llama", tmp_path))
+    backend.train_step(make_batch("llama", 0))
+    backend.save(tmp_path)
+    backend.train_step(make_batch("llama", 1))
+    expected = {name: tensor.clone() for name, tensor in backend.export()}
+    backend.restore(tmp_path)
+    backend.train_step(make_batch("llama", 1))
+    assert [name for name, tensor in backend.export() if not torch.equal(tensor, expected[name])] == []
+    with pytest.raises(SettingsError, match=r"rank 4 .* rank 2"):
+        reference(tmp_path / "llama", LoraConfig(rank=2)).restore(tmp_path)
+    with pytest.raises(SettingsError, match="lora none"):
+        reference(tmp_path / "llama", LoraConfig()).restore(tmp_path)
+
+
+def test_a_saved_adapter_and_the_merged_model_say_the_same(tmp_path: Path) -> None:
+    backend = reference(save_model("llama", tmp_path))
+    for step in range(STEPS):
+        backend.train_step(make_batch("llama", step))
+    save_adapter(backend.export(), tmp_path / "adapter", LORA, tmp_path / "llama")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 4, 6.0)
+    assert {name: tuple(t.shape) for name, t in saved.items()} == adapter_shapes(targets_of("llama"), 4)
+    save_hf(backend, tmp_path / "hf", source=tmp_path / "llama")
+    whole = reference(tmp_path / "hf", LoraConfig())
+    torch.testing.assert_close(whole.logprobs(make_batch("llama", 9)), backend.logprobs(make_batch("llama", 9)), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("lora", "words"),
+    [
+        (LoraConfig(rank=4, target_modules=("q_proj", "qproj")), "no linear layer qproj"),
+        (LoraConfig(rank=-1), "rank -1"),
+        (LoraConfig(rank=4, alpha=0), "alpha 0"),
+        (LoraConfig(rank=4, target_modules=()), "no linear layer"),
+    ],
+)
+def test_an_adapter_that_cannot_be_is_refused(lora: LoraConfig, words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        adapter_targets({"model.layers.0.self_attn.q_proj.weight": (8, 8)}, lora)

@@ -1,0 +1,162 @@
+"""Adapters on megatron's parallel layers, split as the layers are, and the rules by which their tensors are exported.
+
+A column-parallel layer (qkv, gate and up) has A on every tensor rank and the rank's rows of B; a row-parallel one (output, down) the
+rank's columns of A and B on every rank. Fused layers have an adapter for each tensor that they hold, under megatron's layer:
+
+    decoder.layers.0.self_attention.linear_qkv.lora.q_proj.a
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+
+from protocol.errors import SettingsError
+from protocol.lora import AdapterTarget, LoraConfig, adapter_targets
+from trainer.adapter import initial_adapter
+from trainer.megatron.convert.rules import Direct, FusedQKV, Rule, Split
+from trainer.megatron.model import mark_split
+from trainer.megatron.parallel import Position
+
+
+class LowRank(torch.nn.Module):
+    """scaling * B A of one Hugging Face weight; this rank's share of A and B."""
+
+    def __init__(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Parameter(a), torch.nn.Parameter(b)
+
+
+class Adapters(torch.nn.ModuleDict):
+    """The adapters of one layer by the last part of the weight's name; lies in the layer as its submodule `lora`."""
+
+    scaling: float
+    groups: int
+    """Key-value heads of this rank; for qkv."""
+    head_dim: int
+    sequence_parallel: bool
+
+
+def lora_rules(rules: Iterable[Rule], config: LoraConfig) -> list[Rule]:
+    """The rules of the adapters of parameters that `rules` name; empty for those without one.
+
+    Raises:
+        SettingsError: a layer that cannot have adapters, or a target module that no layer has.
+    """
+    rules = list(rules)
+    shapes = {name: shape for rule in rules for name, shape in rule.shapes.items()}
+    wanted = {target.weight: target for target in adapter_targets(shapes, config)}
+    return [found for rule in rules if rule.owner for name in rule.shapes if name in wanted for found in _pair(rule, wanted[name], config)]
+
+
+def _pair(rule: Rule, target: AdapterTarget, config: LoraConfig) -> tuple[Rule, Rule]:
+    """The rules of A and B of one weight."""
+    here = f"{rule.parameter.removesuffix('.weight')}.lora.{target.module.rpartition('.')[2]}"
+    a, b = (config.rank, target.shape[1]), (target.shape[0], config.rank)
+    if isinstance(rule, Split) and rule.dim == 1:
+        return Split(parameter=f"{here}.a", name=target.a, shape=a, dim=1), Direct(parameter=f"{here}.b", name=target.b, shape=b)
+    if rule.dim != 0 or isinstance(rule, Direct) or "layers" not in rule.parameter:
+        raise SettingsError(f"setting lora.target_modules: {target.weight} cannot have an adapter in the megatron backend")
+    return Direct(parameter=f"{here}.a", name=target.a, shape=a), Split(parameter=f"{here}.b", name=target.b, shape=b)
+
+
+def attach(model: GPTModel, rules: list[Rule], config: LoraConfig, position: Position, seed: int) -> dict[str, torch.Tensor]:
+    """Freeze the model and put this rank's share of the adapters into it. Returns their parameters by megatron's names.
+
+    Args:
+        rules: of this rank's pipeline stage, without adapters.
+
+    Raises:
+        SettingsError: if the adapters cannot be split over the tensor ranks.
+    """
+    tp = position.config.tensor_model_parallel_size
+    heads = {rule.parameter: rule for rule in rules if isinstance(rule, FusedQKV)}
+    model.requires_grad_(False)
+    found = lora_rules(rules, config)
+    first: dict[str, torch.Tensor] = {}
+    for target in adapter_targets({name: shape for rule in rules for name, shape in rule.shapes.items()}, config):
+        first |= initial_adapter(target, config.rank, seed)
+    for a, b in zip(found[::2], found[1::2], strict=True):
+        name, _, key = a.parameter.removesuffix(".a").rpartition(".lora.")
+        layer: Any = model.get_submodule(name)
+        if not hasattr(layer, "lora"):
+            layer.lora = _empty(heads.get(f"{name}.weight"), config, position)
+            layer.register_forward_hook(_HOOKS[type(layer).__name__])
+        like = layer.weight
+        layer.lora[key] = pair = LowRank(*(_share(first, rule, tp, position.tp).to(like.device, like.dtype) for rule in (a, b)))
+        # Of a row-parallel layer's output each rank then has only its tokens: the mark makes megatron add up the gradients.
+        pair.b.sequence_parallel = position.sequence_parallel and isinstance(b, Direct)  # type: ignore[attr-defined]
+    parameters = {name: parameter for name, parameter in model.named_parameters() if ".lora." in name}
+    mark_split(parameters, found)
+    return parameters
+
+
+def _empty(rule: FusedQKV | None, config: LoraConfig, position: Position) -> Adapters:
+    adapters = Adapters()
+    adapters.scaling = config.scaling
+    adapters.sequence_parallel = position.sequence_parallel
+    if rule is not None:
+        tp = position.config.tensor_model_parallel_size
+        if rule.groups % tp:
+            raise SettingsError(f"lora with tensor_model_parallel_size = {tp}: it must divide the {rule.groups} key-value heads")
+        adapters.groups, adapters.head_dim = rule.groups // tp, rule.head_dim
+    return adapters
+
+
+def _share(first: Mapping[str, torch.Tensor], rule: Rule, tp: int, rank: int) -> torch.Tensor:
+    (segment,) = (segment for segment in rule.segments(tp) if segment.rank == rank)
+    return first[segment.name].narrow(rule.dim, segment.start, segment.length).contiguous()
+
+
+def _column_hook(layer: Any, inputs: tuple[torch.Tensor, ...], output: Any) -> Any:
+    """Add what the adapters say to a column-parallel layer's output, in the order of its rows."""
+    adapters: Adapters = layer.lora
+    x = inputs[0]
+    if adapters.sequence_parallel:
+        x = gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False)
+    deltas = {key: _column(x, pair) for key, pair in adapters.items()}
+    return output[0] + adapters.scaling * _in_order(adapters, deltas, output[0]), *output[1:]
+
+
+def _column(x: torch.Tensor, pair: Any) -> torch.Tensor:
+    # Each rank sees only its rows of B, so the gradient of what lies before them is a sum over the ranks.
+    inner: torch.Tensor = copy_to_tensor_model_parallel_region(F.linear(x, pair.a))
+    return F.linear(inner, pair.b)
+
+
+def _in_order(adapters: Adapters, deltas: Mapping[str, torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+    """The deltas as the fused layer has its rows; zeros for what has no adapter."""
+    lead = output.shape[:-1]
+    if "gate_proj" in deltas or "up_proj" in deltas:
+        half = output.new_zeros(*lead, output.shape[-1] // 2)
+        return torch.cat([deltas.get("gate_proj", half), deltas.get("up_proj", half)], dim=-1)
+    groups, head_dim = adapters.groups, adapters.head_dim
+    queries = output.shape[-1] // (groups * head_dim) - 2
+    parts = [
+        deltas[key].view(*lead, groups, heads * head_dim) if key in deltas else output.new_zeros(*lead, groups, heads * head_dim)
+        for key, heads in (("q_proj", queries), ("k_proj", 1), ("v_proj", 1))
+    ]
+    return torch.cat(parts, dim=-1).flatten(-2)
+
+
+def _row_hook(layer: Any, inputs: tuple[torch.Tensor, ...], output: Any) -> Any:
+    """Add what the adapter says to a row-parallel layer's output."""
+    adapters: Adapters = layer.lora
+    pair: Any = next(iter(adapters.values()))
+    inner = F.linear(inputs[0], pair.a)  # of this rank's columns only
+    if adapters.sequence_parallel:
+        inner = reduce_scatter_to_sequence_parallel_region(inner)
+    else:
+        inner = reduce_from_tensor_model_parallel_region(inner)
+    return output[0] + adapters.scaling * F.linear(inner, pair.b), *output[1:]
+
+
+_HOOKS = {"ColumnParallelLinear": _column_hook, "RowParallelLinear": _row_hook}

@@ -1,0 +1,44 @@
+"""Adapters on a transformers model: each lies in the layer that it belongs to, as the submodule `lora`."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from protocol.lora import AdapterTarget, LoraConfig, adapter_targets
+from trainer.adapter import initial_adapter
+
+
+class LowRank(torch.nn.Module):
+    """x -> scaling * B A x; all in the dtype of x."""
+
+    def __init__(self, a: torch.Tensor, b: torch.Tensor, scaling: float) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Parameter(a), torch.nn.Parameter(b)
+        self.scaling = scaling
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scaling * F.linear(F.linear(x, self.a), self.b)
+
+
+def attach(model: torch.nn.Module, config: LoraConfig, seed: int) -> tuple[list[AdapterTarget], dict[str, torch.nn.Parameter]]:
+    """Freeze the model and put adapters into it. Returns their targets, and their parameters by PEFT's names.
+
+    Raises:
+        SettingsError: if a target module is not in the model.
+    """
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    targets = adapter_targets(shapes, config)
+    model.requires_grad_(False)
+    parameters: dict[str, torch.nn.Parameter] = {}
+    for target in targets:
+        layer: Any = model.get_submodule(target.module)
+        first = initial_adapter(target, config.rank, seed)
+        layer.lora = LowRank(first[target.a], first[target.b], config.scaling).to(layer.weight.device)
+        layer.register_forward_hook(_add)
+        parameters |= {target.a: layer.lora.a, target.b: layer.lora.b}
+    return targets, parameters
+
+
+def _add(layer: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+    return output + layer.lora(inputs[0])
