@@ -1,0 +1,130 @@
+"""What a stranger can do to a port: bytes that are no protocol, protocols that are no messages, messages that are no sense, and silence."""
+
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import msgpack
+import zmq
+
+from protocol.codec import encode, encode_payload, wrap
+from protocol.messages import Hello
+from tests.fuzz.mutate import changed
+from tests.protocol.samples import SAMPLES
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + b"\x00" + bytes(31)
+"""With which ZMTP 3.0 begins."""
+SILENT = 30
+"""Connections to one port that say nothing, held open."""
+PATIENCE_S = 5.0
+
+
+@dataclass
+class Attack:
+    """One thread against one port, again and again until told to stop."""
+
+    host: str
+    port: int
+    run: str
+    what: "Callable[[Attack, random.Random], None]"
+    rounds: int = 0
+    stop: threading.Event = field(default_factory=threading.Event)
+    held: list[socket.socket] = field(default_factory=list)
+    failed: str = ""
+
+    def start(self, seed: int) -> threading.Thread:
+        """Begin; join the thread after `stop`."""
+        thread = threading.Thread(target=self._loop, args=(random.Random(seed),), daemon=True)
+        thread.start()
+        return thread
+
+    def connect(self) -> socket.socket:
+        """A connection to the port."""
+        return socket.create_connection((self.host, self.port), PATIENCE_S)
+
+    def say(self, data: bytes) -> None:
+        """Send on a connection of its own, read what comes, and hang up. The port may do so first."""
+        with suppress(OSError), self.connect() as connection:
+            connection.sendall(data)
+            connection.settimeout(0.05)
+            connection.recv(1 << 16)
+
+    def _loop(self, chance: random.Random) -> None:
+        try:
+            while not self.stop.is_set():
+                self.what(self, chance)
+                self.rounds += 1
+                time.sleep(0.01)
+        except Exception as error:  # told by the test
+            self.failed = f"{self.what.__name__}: {error!r}"
+        finally:
+            for connection in self.held:
+                connection.close()
+
+
+def garbage(attack: Attack, chance: random.Random) -> None:
+    """Random bytes, bytes of other protocols, and greetings cut short anywhere."""
+    attack.say(chance.randbytes(chance.randrange(1, 5000)))
+    attack.say(GREETING[: chance.randrange(len(GREETING))] + chance.randbytes(chance.randrange(50)))
+    attack.say(GREETING + b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER" + chance.randbytes(200))
+    attack.say(GREETING + b"\x06" + b"\xff" * 8)  # a command of 2**64 bytes
+    attack.say(b"GET / HTTP/1.1\r\nHost: x\r\n" + b"A: b\r\n" * chance.randrange(5000) + b"\r\n")
+    attack.say(b"GET /../../../../etc/passwd HTTP/1.0\r\n\r\n")
+    attack.say(b"POST /status.json HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n" + chance.randbytes(1000))
+    attack.say(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nffffffffffffffff\r\n" + chance.randbytes(100))
+    attack.say(b"\x16\x03\x01\x02\x00\x01\x00" + chance.randbytes(512))
+
+
+def crowd(attack: Attack, chance: random.Random) -> None:
+    """Connections that are opened and left, and some that stay and say nothing or half a greeting."""
+    for _ in range(20):
+        attack.connect().close()
+    while len(attack.held) < SILENT:
+        connection = attack.connect()
+        connection.sendall(GREETING[: chance.randrange(len(GREETING))])
+        attack.held.append(connection)
+
+
+def messages(attack: Attack, chance: random.Random) -> None:
+    """ZeroMQ peers, unknown and known, that send noise, damaged frames, and whole frames of changed messages."""
+    context = zmq.Context()
+    try:
+        peer = context.socket(zmq.DEALER)
+        for option, value in ((zmq.LINGER, 200), (zmq.SNDTIMEO, int(PATIENCE_S * 1000)), (zmq.RCVTIMEO, int(PATIENCE_S * 1000))):
+            peer.setsockopt(option, value)
+        peer.connect(f"tcp://{attack.host}:{attack.port}")
+        with suppress(zmq.Again):
+            peer.send_multipart([chance.randbytes(20)] * chance.randrange(2, 9))
+            peer.send(chance.randbytes(chance.randrange(2000)))
+            peer.send(encode(SAMPLES["scored"], run="another", id="m1"))
+            peer.send(encode(SAMPLES["scored"], run=attack.run, id="m1"))
+            if chance.random() < 0.7:
+                peer.send(encode(Hello(sender="stranger", role="reward"), run=attack.run, id=""))
+                peer.recv()
+            for _ in range(20):
+                peer.send(_strange(attack.run, chance))
+    finally:
+        context.destroy(200)
+
+
+def _strange(run: str, chance: random.Random) -> bytes:
+    """A frame: of a message with some fields changed, or damaged, or cut short."""
+    whole = msgpack.unpackb(encode_payload(SAMPLES[chance.choice(list(SAMPLES))]), strict_map_key=False)
+    for _ in range(chance.randrange(4)):
+        whole = changed(whole, chance)
+    try:
+        packed = msgpack.packb(whole)
+    except (ValueError, OverflowError):
+        packed = b"\x80"
+    frame = bytearray(wrap(packed, run=run, id=f"strange-{chance.randrange(1000)}", epoch="e", group=chance.choice((-1, 0, 7)), token="t"))
+    if chance.random() < 0.2:
+        frame[chance.randrange(len(frame))] ^= 1 << chance.randrange(8)
+    return bytes(frame[: chance.randrange(len(frame))] if chance.random() < 0.2 else frame)
+
+
+AGAINST_ALL = (garbage, crowd)
+AGAINST_BUS = (*AGAINST_ALL, messages)

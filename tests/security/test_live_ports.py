@@ -1,0 +1,98 @@
+"""Strangers at every port of a run that goes on: it goes on."""
+
+import asyncio
+import re
+import urllib.request
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from urllib.parse import SplitResult, urlsplit
+
+from protocol.topics import Role
+from services import monitor
+from services.ledger.verify import verify
+from services.process import Process, opened
+from tests.integration.loop import LiveRun, running, settings_for
+from tests.security.attack import AGAINST_ALL, AGAINST_BUS, Attack
+
+DEADLINE_S = 200.0
+ROUNDS = 3
+
+
+async def test_a_run_goes_on_whatever_comes_to_its_ports(tmp_path: Path) -> None:
+    settings = settings_for(tmp_path / "run", "stragglers.toml", "run.steps=100000", "bus.heartbeat_s=0.1", "services.rewards=1")
+    async with asyncio.timeout(DEADLINE_S), running(settings) as live, watched(live) as page:
+        await until(lambda: version_above(live, 1))
+        ports = {**bus_ports(live), **http_ports([*everyone(live), page])}
+        assert len(ports) >= 3 + 5
+        attacks = [
+            Attack(url.hostname or "", url.port or 0, settings.run.name, what)
+            for name, url in ports.items()
+            for what in (AGAINST_BUS if name.startswith("bus") else AGAINST_ALL)
+        ]
+        threads = [attack.start(seed) for seed, attack in enumerate(attacks)]
+        try:
+            before = (await live.ledger.status()).version
+            await until(lambda: ready(all(attack.failed or attack.rounds >= ROUNDS for attack in attacks)))
+            await until(lambda: version_above(live, before + 3))
+            pages = {name: await asyncio.to_thread(fetch, url.geturl()) for name, url in ports.items() if name.startswith("http")}
+        finally:
+            for attack in attacks:
+                attack.stop.set()
+            for thread in threads:
+                await asyncio.to_thread(thread.join)
+        assert [attack.failed for attack in attacks if attack.failed] == []
+        assert all(pages.values())
+        await until(lambda: version_above(live, before + 6))
+    metrics = "\n".join(pages.values())
+    for topic in ("rollouts", "scored", "weights"):
+        counted = re.findall(rf'tether_bus_{topic}_total{{what="(?:malformed|unknown_peer)"}} ([\d.e+]+)', metrics)
+        assert sum(map(float, counted)) > 0, topic
+    result = verify(settings.run_dir / "audit.jsonl")
+    assert result.ok, result.violations[:5]
+    assert result.steps >= before + 6
+
+
+def everyone(live: LiveRun) -> list[Process]:
+    return [process for processes in live.processes.values() for process in processes]
+
+
+def bus_ports(live: LiveRun) -> dict[str, SplitResult]:
+    """Every bound socket of the bus."""
+    return {f"bus {topic}": urlsplit(endpoint) for p in everyone(live) for topic, endpoint in p.info.get("endpoints", {}).items()}
+
+
+def http_ports(processes: Sequence[Process]) -> dict[str, SplitResult]:
+    """Health and metrics of every process, and the monitor's page."""
+    pages = {f"http page {p.incarnation}": urlsplit(p.info["page"]) for p in processes if "page" in p.info}
+    own = {f"http {p.incarnation}": urlsplit(f"http://{p.settings.bus.host}:{p.info['http']}/metrics") for p in processes}
+    return pages | own
+
+
+@asynccontextmanager
+async def watched(live: LiveRun) -> AsyncIterator[Process]:
+    """The monitor of a run."""
+    async with opened(Role.MONITOR, live.settings, "monitor") as process, asyncio.TaskGroup() as tasks:
+        tasks.create_task(monitor.serve(process), name="monitor")
+        await until(lambda: ready("page" in process.info))
+        yield process
+        process.stop.set()
+
+
+async def until(holds: Callable[[], Awaitable[bool]]) -> None:
+    """Ask again and again; the test's own deadline bounds it."""
+    while not await holds():  # noqa: ASYNC110 - the condition spans processes
+        await asyncio.sleep(0.05)
+
+
+async def ready(value: bool) -> bool:
+    return value
+
+
+async def version_above(live: LiveRun, version: int) -> bool:
+    return (await live.ledger.status()).version > version
+
+
+def fetch(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=60) as answer:
+        return str(answer.read().decode())
