@@ -15,6 +15,9 @@ from services.bus.stats import BusStats
 
 log = logging.getLogger(__name__)
 
+FAILED_EVENTS = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+"""Ends of connections that the authenticator is not asked about."""
+
 
 class Outcome(Enum):
     """What became of a frame that was to be sent to a peer."""
@@ -35,6 +38,8 @@ class Router:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
         self._authenticator: Authenticator | None = None
+        self._monitor: zmq.Socket[bytes] | None = None
+        self._monitor_pump: Pump | None = None
         self.pump: Pump | None = None
 
     def open(self) -> str:
@@ -49,6 +54,8 @@ class Router:
             if self._config.curve_dir:
                 self._authenticator = Authenticator(self._context, self._config.curve_dir, self._stats)
             self._socket = self._make_socket(self._context)
+            self._monitor = self._socket.get_monitor_socket(FAILED_EVENTS)
+            self._monitor_pump = Pump(self._monitor, self._count_failed)
             self._bind(self._socket, address)
         except BaseException:
             self.close()
@@ -82,9 +89,16 @@ class Router:
         if self.pump is not None:
             self.pump.close()
             self.pump = None
+        if self._monitor_pump is not None:
+            self._monitor_pump.close()
+            self._monitor_pump = None
         if self._socket is not None:
+            self._socket.disable_monitor()
             self._socket.close(0)
             self._socket = None
+        if self._monitor is not None:
+            self._monitor.close(0)
+            self._monitor = None
         if self._authenticator is not None:
             self._authenticator.close()
             self._authenticator = None
@@ -118,6 +132,14 @@ class Router:
             raise SettingsError(
                 f"topic {self._topic.name}: cannot bind {address}: {hint}; set bus.port_base to 0 for any free port, or change bus.host"
             ) from error
+
+    def _count_failed(self) -> None:
+        """Count a peer that never got through the handshake: one without keys where there are keys, or one that speaks no ZeroMQ."""
+        monitor = self._monitor
+        if monitor is None:
+            raise zmq.Again
+        monitor.recv_multipart(zmq.NOBLOCK)
+        self._stats.unknown_peer += 1
 
     def _take(self) -> None:
         socket = self._socket

@@ -20,7 +20,7 @@ class BusStats:
     malformed: int = 0
     """Frames that were not a message of this run and topic."""
     unknown_peer: int = 0
-    """Frames of a peer that had not said hello or was not authorized."""
+    """Frames of a peer that had not said hello, and connections refused: keys that are not authorized, none at all, or no ZeroMQ."""
     dropped_full: int = 0
     """Messages dropped because a queue was full or a credit was exceeded."""
     bytes_in: int = 0

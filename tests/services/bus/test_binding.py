@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import SettingsError
+from protocol.messages import Hello
 from protocol.topics import ROLLOUTS, SCORED, TOPICS
 from services.bus.config import BusConfig, bind_address, is_loopback, public_endpoint
 from services.bus.curve import create_keys, load_authorized, main
-from tests.services.bus.harness import QUICK, Registry, acknowledge, background, eventually, receiver, score, sender
+from tests.services.bus.harness import QUICK, Raw, Registry, acknowledge, background, eventually, frame, receiver, score, sender
 
 
 async def test_taken_port_is_named() -> None:
@@ -91,6 +92,27 @@ async def test_other_keys_and_no_keys_are_refused_until_authorized(tmp_path: Pat
             await eventually(sending.done)
             assert groups == [1]
             naked.cancel()
+
+
+async def test_a_plain_peer_is_refused_and_counted(tmp_path: Path) -> None:
+    create_keys(tmp_path)
+    async with receiver(config=replace(QUICK, curve_dir=str(tmp_path))) as inbox, Raw(inbox.endpoint) as raw:
+        await raw.say(frame(Hello(sender="plain.1", role="reward")))
+        await eventually(lambda: inbox.stats.unknown_peer >= 1)
+        assert inbox.stats.bytes_in == 0
+
+
+async def test_a_secret_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    create_keys(tmp_path)
+    config = replace(QUICK, curve_dir=str(tmp_path))
+    (tmp_path / "server.key_secret").chmod(0o640)
+    with pytest.raises(SettingsError, match=r"server\.key_secret can be read by other users \(mode 640\); chmod 600 it"):
+        await receiver(config=config).start()
+    (tmp_path / "server.key_secret").chmod(0o600)
+    (tmp_path / "client.key_secret").chmod(0o604)
+    async with receiver(config=config) as inbox:
+        with pytest.raises(SettingsError, match=r"client\.key_secret can be read by other users"):
+            await sender(Registry({"ingest.1": inbox.endpoint}), config=config).__aenter__()
 
 
 def test_keys_are_private_and_not_overwritten(tmp_path: Path) -> None:

@@ -132,10 +132,20 @@ async def _oversize(endpoint: str) -> None:
         await raw.say(b"x" * 100_000)
 
 
+async def test_connections_that_speak_no_zeromq_are_counted() -> None:
+    async with receiver() as inbox:
+        await asyncio.to_thread(_say, inbox.endpoint, b"GET / HTTP/1.1\r\n\r\n" * 20)
+        await eventually(lambda: inbox.stats.unknown_peer == 1)
+
+
 async def _not_zeromq(endpoint: str) -> None:
+    _say(endpoint, b"GET / HTTP/1.1\r\n\r\n" * 100)
+
+
+def _say(endpoint: str, data: bytes) -> None:
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
+        connection.sendall(data)
 
 
 @pytest.mark.parametrize("attack", [_oversize, _not_zeromq])
