@@ -32,6 +32,8 @@ def refused(run_dir: Path, *arguments: str, **variables: str) -> str:
         ("algorithm.name=gprx", "algorithm.name"),
         ("run.name=../up", "run name"),
         ("nonsense", "section.key=value"),
+        ('bus.host="0.0.0.0"', "make keys with `tether keys DIR` and set bus.curve_dir"),
+        ("bus.curve_dir=/nowhere", "cannot read /nowhere/server.key_secret"),
     ],
 )
 def test_a_wrong_setting_is_named(tmp_path: Path, override: str, culprit: str) -> None:
