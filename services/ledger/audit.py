@@ -16,7 +16,7 @@ Every script appends one event per state change; `seq` counts up without gaps fr
 | lost | group, token | SCORED -> WAITING |
 | drop | group, token, from (state), reason, detail, wasted_tokens | WAITING, LEASED or SCORED -> DROPPED |
 | halt | reason | leasing has stopped: too many drops for that reason |
-| unhalt | reason | leases are granted again, and drops are counted from here |
+| unhalt | reason | leases are granted again; drops, and attempts of WAITING and LEASED groups, are counted anew |
 | claim | epoch, untaken [group] | a new trainer; TAKEN -> SCORED |
 | resume | epoch, version, digest, continued, waiting [group] | the branch goes on, or a rewind: those groups -> WAITING |
 | rebuild | epoch, after, version, issued, trained, dropped, scored [group], waiting [group], told [event] | the ledger had lost writes: \

@@ -255,7 +255,8 @@ class Ledger(Protocol):
         """Ask for a change. Returns None if it is in force, else the bound that is pending."""
 
     async def drain(self, on: bool = True) -> None:
-        """Stop granting leases, or grant them again; the latter also lets a halted run go on, with no drop counted against it."""
+        """Stop granting leases, or grant them again; the latter also lets a halted run go on: drops, and attempts of WAITING and LEASED
+        groups, are counted anew."""
 
     # -- the event log -----------------------------------------------------------------------------------------------
     async def events(self, after: int, limit: int) -> Sequence[Mapping[str, Any]]:

@@ -283,6 +283,8 @@ class MemoryLedger:
             book.append("unhalt", reason=book.halted)
             book.halted = ""
             book.outcomes.clear()
+            for group in book.of(_S.WAITING, _S.LEASED):
+                group.attempt = 0
         if book.draining != on:
             book.draining = on
             book.append("drain", on=on)

@@ -165,6 +165,9 @@ class Restorer:
 
     def on_unhalt(self, event: Mapping[str, Any]) -> None:
         self._halted = ""
+        for group in self._groups.values():
+            if group.state in (_S.WAITING, _S.LEASED):
+                group.attempt = 0
 
     def on_lease(self, event: Mapping[str, Any]) -> None:
         group = self._groups.setdefault(event["group"], _Group())

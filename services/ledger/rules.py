@@ -277,6 +277,9 @@ class Rules:
 
     def before_unhalt(self, event: Fields) -> None:
         self.stopped.discard("halted")
+        for number in self.attempts:
+            if self.run.groups[number].state in (_S.WAITING, _S.LEASED):
+                self.attempts[number] = 0
 
     def before_applied(self, event: Fields) -> None:
         if event["epoch"] not in self.lineage:

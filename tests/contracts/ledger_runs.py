@@ -91,10 +91,12 @@ class RunContract:
         assert verify_events(events).violations == []
 
     async def test_a_halted_run_goes_on_once_leases_are_granted_again(self, driver: Driver) -> None:
-        await driver.begin(B=4, drop_window=2, drop_share=1.0)
+        await driver.begin(B=4, drop_window=2, drop_share=1.0, max_attempts=1)
+        waiting, leased = await driver.lease(), await driver.lease()
         for _ in range(2):
             lease = await driver.lease()
             await driver.ledger.drop(lease.group, lease.token, "reward")
+        await driver.ledger.release(waiting.group, waiting.token, "reward")
         await driver.refused(Reason.HALTED, driver.lease())
         await driver.ledger.drain()
         assert (await driver.ledger.status()).halted == "reward"
@@ -102,9 +104,12 @@ class RunContract:
         await driver.ledger.drain(False)
         status = await driver.ledger.status()
         assert (status.halted, status.draining) == ("", False)
-        lease = await driver.lease()
-        await driver.ledger.drop(lease.group, lease.token, "reward")
-        await driver.lease()  # one drop alone does not fill the window again
+        await driver.ledger.release(leased.group, leased.token, "reward")
+        again = await driver.lease()
+        assert (again.group, again.attempt) == (waiting.group, 1)
+        await driver.ledger.drop(again.group, again.token, "reward")
+        again = await driver.lease()  # one drop alone does not fill the window again
+        assert (again.group, again.attempt) == (leased.group, 1)
         events = list(await driver.ledger.events(0, 1000))
         told = [(event["event"], event.get("reason")) for event in events if event["event"] in ("halt", "unhalt", "drain")]
         assert told == [("halt", "reward"), ("drain", None), ("unhalt", "reward"), ("drain", None)]

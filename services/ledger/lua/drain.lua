@@ -1,4 +1,5 @@
--- Stop granting leases, or grant them again; the latter also lets a halted run go on, with no drop counted against it.
+-- Stop granting leases, or grant them again; the latter also lets a halted run go on: drops, and attempts of
+-- WAITING and LEASED groups, are counted anew.
 -- ARGV: 1 "1" or "0"
 -- Returns nothing. Refuses no_run.
 local absent = no_run()
@@ -8,6 +9,13 @@ if on == 0 and R.halted ~= '' then
   append('unhalt', {reason = R.halted})
   put('halted', '')
   redis.call('DEL', K.outcomes)
+  for _, set in ipairs({K.waiting, K.live, K.expired}) do
+    for _, id in ipairs(redis.call('ZRANGE', set, 0, -1)) do
+      local group = read(id)
+      group.attempt = 0
+      redis.call('HSET', K.groups, id, cjson.encode(group))
+    end
+  end
 end
 if R.draining ~= on then
   put('draining', on)
