@@ -1,6 +1,7 @@
 # `make demo` and `make test` set up what they need on a fresh machine with Python 3.11.
 PYTHON ?= python3.11
 VENV ?= .venv
+SGLANG := $(VENV)-sglang
 BIN := $(VENV)/bin
 LOCK := deploy/locks/cpu.txt
 JOBS ?= 2
@@ -9,13 +10,18 @@ export HF_HUB_OFFLINE := 1
 
 .PHONY: setup demo test test-slow test-gpu check bench test-compose clean
 
-setup: $(VENV)/.ready
+setup: $(VENV)/.ready $(SGLANG)/.ready
 
 $(VENV)/.ready: $(LOCK) pyproject.toml deploy/setup.sh
 	PYTHON=$(PYTHON) bash deploy/setup.sh $(VENV)
 	touch $@
 
-demo: setup
+# SGLang on a CPU, for tests alone
+$(SGLANG)/.ready: $(VENV)/.ready deploy/locks/sglang-cpu.txt deploy/setup_sglang.sh
+	bash deploy/setup_sglang.sh $(VENV) $(SGLANG)
+	touch $@
+
+demo: $(VENV)/.ready
 	rm -rf runs/demo
 	$(BIN)/tether up deploy/configs/demo.toml --run-dir runs/demo
 	$(BIN)/tether verify runs/demo
@@ -30,17 +36,17 @@ test-slow: setup
 test-gpu:
 	python3 -m pytest -m gpu
 
-check: setup
+check: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: setup
+bench: $(VENV)/.ready
 	$(BIN)/python -m tests.benchmarks.run --out runs/bench.json
 
-test-compose: setup
+test-compose: $(VENV)/.ready
 	bash deploy/docker/test_compose.sh
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) $(SGLANG) runs

@@ -6,7 +6,7 @@ import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from protocol.errors import SettingsError
 
@@ -79,6 +79,23 @@ def assign(values: dict[str, Any], dotted: str, value: Any, source: str) -> None
         if not isinstance(values, dict):
             raise SettingsError(f"{source}: {parent} is not a section")
     values[last] = value
+
+
+def refuse_unknown(values: Mapping[str, Any], kind: Any, prefix: str) -> None:
+    """Compare the keys of a table, and of the tables in it, with the fields of the dataclass `kind`.
+
+    Raises:
+        SettingsError: naming the first unknown key after `prefix`, and its nearest neighbour.
+    """
+    known = {f.name: f.type for f in dataclasses.fields(kind)}
+    for key, value in values.items():
+        if key not in known:
+            raise SettingsError(f"setting {prefix}{key} is not known{nearest(key, list(known))}")
+        inner = next((each for each in (known[key], *get_args(known[key])) if dataclasses.is_dataclass(each)), None)
+        tables = {f"{key}.{i}": item for i, item in enumerate(value)} if isinstance(value, list | tuple) else {key: value}
+        for name, table in tables.items():
+            if inner is not None and isinstance(table, dict):
+                refuse_unknown(table, inner, f"{prefix}{name}.")
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

@@ -4,7 +4,6 @@ Each component's section is a frozen dataclass beside the component; this module
 `TETHER_SECTION__KEY`; the ones that people set most have short names (`SHORT_NAMES`). An unknown key fails and names its neighbour.
 """
 
-import dataclasses
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -27,7 +26,8 @@ from rollout.prompts.base import PromptConfig
 from rollout.render import RenderConfig
 from services.bus.config import BusConfig
 from services.ledger.limits import ARCHIVE_LIMIT
-from services.setting_sources import assign, from_environ, nearest, parse, read_file
+from services.pool import PoolEntry, check_pool, pool_size
+from services.setting_sources import assign, from_environ, parse, read_file, refuse_unknown
 from trainer.config import (
     ALGORITHMS,
     BACKENDS,
@@ -113,9 +113,16 @@ class ServicesConfig:
     """Section `[services]`: how many of each `tether up` starts, and how it treats those that die."""
 
     rollouts: int = 1
+    """Workers on `[engine]`; with a pool, its own counts hold."""
+    pool: tuple[PoolEntry, ...] = ()
+    """Workers on different engines."""
     rewards: int = 1
     restarts: int = 5
     """Restarts of one service within a minute after which the run is given up."""
+
+    @property
+    def rollout_workers(self) -> int:
+        return pool_size(self.pool) or self.rollouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +208,7 @@ def load_settings(path: str | None = None, overrides: Sequence[str] = (), enviro
         if dotted.strip() == "ledger.url" and "@" in text:
             raise SettingsError("--set ledger.url: every user can read a command line; set TETHER_REDIS_URL, or ledger.password_file")
         assign(values, dotted.strip(), parse(text.strip(), dotted.strip(), Settings), f"--set {dotted}")
-    _refuse_unknown(values, Settings, "")
+    refuse_unknown(values, Settings, "")
     try:
         settings = _adapter.validate_python(values)
     except ValidationError as error:
@@ -231,16 +238,6 @@ def dump_settings(settings: Settings, path: Path) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(values, indent=2) + "\n")
     temporary.replace(path)
-
-
-def _refuse_unknown(values: Mapping[str, Any], kind: Any, prefix: str) -> None:
-    known = {f.name: f.type for f in dataclasses.fields(kind)}
-    for key, value in values.items():
-        if key not in known:
-            raise SettingsError(f"setting {prefix}{key} is not known{nearest(key, list(known))}")
-        inner = known[key] if dataclasses.is_dataclass(known[key]) else (ScratchConfig if key == "scratch" else None)
-        if inner is not None and isinstance(value, dict):
-            _refuse_unknown(value, inner, f"{prefix}{key}.")
 
 
 def _explain(error: Mapping[str, Any]) -> str:
@@ -287,6 +284,9 @@ def _check(settings: Settings) -> None:
         value = getattr(getattr(settings, section), key)
         if not low <= value <= high:
             raise SettingsError(f"setting {dotted}: {value} is not between {low:g} and {high:g}")
+    check_pool(settings.services.pool, settings.engine)
+    if settings.services.pool and settings.services.rollouts != 1:
+        raise SettingsError("settings services.pool and services.rollouts exclude each other: give one")
     if settings.model.path and settings.model.scratch:
         raise SettingsError("settings model.path and model.scratch exclude each other: give one")
     if settings.model.path and not (settings.model_dir / "config.json").is_file():
