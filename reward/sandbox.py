@@ -2,8 +2,8 @@
 
 Always: own session, closed environment, temporary working directory, limits on CPU time, memory, file size, open files and processes, no
 core dumps, ended with everything that it started. Where the kernel allows it (`IsolationLevel`), also: no network, no sight of other
-processes, a memory file system of limited size as working directory, files outside it read-only and mostly unreadable (Landlock); as root,
-the code runs as `nobody`. `reward/confine.py` does this inside the new process.
+processes, a memory file system of limited size as working directory, files outside it read-only and mostly unreadable (Landlock), no system
+calls that code has no use for (seccomp, x86-64); as root, the code runs as `nobody`. `reward/confine.py` does this inside the new process.
 
 What it does not do: the tests run in the same interpreter as the code, so code that is written to fool this very sandbox can; and this is
 not a virtual machine. Run reward workers of untrusted models in a container or virtual machine of their own.
@@ -32,8 +32,10 @@ MAX_REPORT = 1 << 16
 """Bytes read from the process; more than any honest report."""
 
 
-KINDS = frozenset({"pid", "net", "tmpfs", "landlock", "nobody"})
-"""Of isolation."""
+KINDS = frozenset({"pid", "net", "tmpfs", "landlock", "seccomp", "nobody"})
+"""Of isolation; the last one only as root."""
+NEEDED = KINDS - {"nobody"}
+"""What full isolation consists of."""
 
 
 class IsolationLevel(StrEnum):
@@ -71,7 +73,7 @@ class Verdict:
     """Indices of the tests that did not raise."""
     timed_out: bool
     isolation: frozenset[str]
-    """What was in force: pid, net, tmpfs, landlock, nobody."""
+    """What was in force, of `KINDS`."""
 
 
 def run_tests(code: str, tests: list[str], limits: Limits) -> Verdict:

@@ -1,12 +1,14 @@
 """Runs the response's code against the prompt's tests in a sandbox."""
 
+import functools
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from protocol.errors import RewardError
-from reward.sandbox import Limits, run_tests
+from reward.sandbox import NEEDED, Limits, run_tests
 from reward.verifiers.registry import required
 
 FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
@@ -41,5 +43,15 @@ def score(prompt_text: str, response: str, metadata: Mapping[str, Any], options:
     code = blocks[-1] if blocks else response
     if options.prelude:
         code = f"{required(metadata, options.prelude)}\n{code}"
-    passed = len(run_tests(code, tests, options.limits).passed)
+    verdict = run_tests(code, tests, options.limits)
+    _warn(verdict.isolation)
+    passed = len(verdict.passed)
     return passed / len(tests) if options.partial else float(passed == len(tests))
+
+
+@functools.cache
+def _warn(isolation: frozenset[str]) -> None:
+    """Say once in each worker what this machine does not offer."""
+    missing = sorted(NEEDED - isolation)
+    if missing:
+        print(f"sandbox.weak missing={','.join(missing)} (see docs/security.md)", file=sys.stderr, flush=True)

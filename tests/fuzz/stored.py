@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from protocol.errors import ProtocolError, SettingsError, SpoolError, TetherError
-from reward.sandbox import parse_report
+from reward.sandbox import KINDS, parse_report
 from services.ledger import records
 from services.ledger.audit import last_sequence
 from services.ledger.server import read_endpoint
@@ -131,7 +131,7 @@ def report(data: bytes, _: Path) -> None:
     if found is not None:
         passed, isolation = found
         assert passed <= {0, 1, 2}
-        assert isolation <= {"pid", "net", "tmpfs", "landlock", "nobody"}
+        assert isolation <= KINDS
 
 
 def _spool_seed() -> bytes:
