@@ -16,6 +16,7 @@ from pathlib import Path
 from protocol.errors import Refused, SettingsError, TetherError
 from protocol.topics import Role
 from services.children import Child, ServiceSpec
+from services.keeping import settle
 from services.ledger.audit import Archiver
 from services.ledger.ledger import RedisLedger
 from services.ledger.server import EmbeddedServer
@@ -56,8 +57,10 @@ async def run_up(settings: Settings, progress: Progress) -> Outcome:
             url = server.url if server else settings.ledger.url
             dump_settings(settings, run_dir / "settings.json")
             async with connected(replace(settings, ledger=replace(settings.ledger, url=url))) as ledger:
+                await settle(ledger, settings)
                 await ledger.create(spec)
                 await ledger.drain(False)
+                await ledger.guard()
                 progress.note(ledger.durability)
                 outcome = await _supervise(settings, url, ledger, server, progress)
                 await Archiver(ledger, run_dir).archive_all()
