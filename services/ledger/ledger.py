@@ -5,7 +5,6 @@ from typing import Any, Self
 
 import msgspec
 
-from protocol.errors import Reason, Refused
 from protocol.ids import checked_run_id, new_token
 from protocol.staleness import Bound, Policy
 from services.ledger.connection import Connection
@@ -107,7 +106,8 @@ class RedisLedger:
     async def head(self) -> Head:
         fields = await self._connection.command("HMGET", self.keys.of("run"), "epoch", "version", "sequence")
         if fields[1] is None:
-            raise Refused(Reason.NO_RUN, "the run was never created on this ledger")
+            status = await self.status()  # refuses, or waits for a run that has vanished
+            return Head(status.epoch, status.version, status.sequence)
         return Head(fields[0].decode(), int(fields[1]), int(fields[2]))
 
     # -- engines and processes ---------------------------------------------------------------------------------------

@@ -18,8 +18,7 @@ def check_rebuild(run: "Verifier", event: Mapping[str, Any]) -> None:
             _accept(run, told)
         else:
             _commit(run, told)
-    for number in range(len(run.groups), event["issued"]):
-        run.group(number)
+    _issue(run, event["issued"])
     for number, group in run.groups.items():
         if group.state is _S.TAKEN:
             run.place(number, _S.SCORED)
@@ -39,7 +38,14 @@ def check_rebuild(run: "Verifier", event: Mapping[str, Any]) -> None:
         run.wrong(f"version, issued, trained, dropped are {stated} in the event and {told_so} in the log")
 
 
+def _issue(run: "Verifier", issued: int) -> None:
+    """Groups that the log has not named: their leases were lost."""
+    for number in range(len(run.groups), issued):
+        run.group(number)
+
+
 def _accept(run: "Verifier", told: Mapping[str, Any]) -> None:
+    _issue(run, told["group"] + 1)
     group = run.group(told["group"])
     if group.state in (_S.TRAINED, _S.DROPPED):
         return run.wrong(f"group {told['group']} is {group.state}, and the journal says that it was accepted after that")

@@ -73,7 +73,7 @@ class RebuildContract:
         assert verify_events(events).violations == []
 
     async def test_what_only_the_journal_knows_is_told_again(self, driver: Driver) -> None:
-        await driver.begin(B=1)
+        await driver.begin(E=2, B=1)
         await driver.step(1)
         archived = await log(driver)
         lease = await driver.lease()
@@ -81,7 +81,7 @@ class RebuildContract:
         assert await driver.ledger.accept(lease.group, lease.token, {1: 4}) == accepted
         assert accepted == TakenGroup(lease.group, lease.token, lease.deadline, lease.max_staleness, lease.version, {1: 4})
         await driver.commit(await driver.ledger.take("e1"))
-        late = await driver.lease()
+        between, late = await driver.lease(), await driver.lease()
         other = await driver.ledger.accept(late.group, late.token, {1: 2})
         counts = {str(lease.group): {"1": 4}}
         told = [
@@ -94,9 +94,11 @@ class RebuildContract:
         await driver.ledger.rebuild(small(driver, status.bound), snapshot)
         found = await driver.ledger.status()
         assert (found.version, found.trained, found.issued) == (status.version, status.trained, status.issued)
-        assert found.states == status.states
+        assert {state.value: n for state, n in found.states.items()} == {"waiting": 1, "leased": 0, "scored": 1, "taken": 0}
         await driver.ledger.claim("e2")
         assert await driver.ledger.resume("e2", 2, 101)
+        await driver.ledger.applied("eng", "e2", 2)
+        assert (await driver.lease()).group == between.group
         assert [group.group for group in (await driver.ledger.take("e2")).groups] == [late.group]
         events = archived + [event for event in await log(driver) if event["seq"] > snapshot.sequence]
         assert events[len(archived)]["event"] == "rebuild"

@@ -30,11 +30,15 @@ def tether(*arguments: str, seconds: float = 120, **variables: str) -> subproces
 
 
 @contextmanager
-def tether_up(*arguments: str, output: Path) -> Iterator["subprocess.Popen[bytes]"]:
+def tether_up(*arguments: str, output: Path, **variables: str) -> Iterator["subprocess.Popen[bytes]"]:
     """`tether up` in the background; ended by its pid if the block fails."""
     with output.open("wb") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "services.cli", "up", *arguments], cwd=ROOT, env=environment(), stdout=out, stderr=subprocess.STDOUT
+            [sys.executable, "-m", "services.cli", "up", *arguments],
+            cwd=ROOT,
+            env=environment(**variables),
+            stdout=out,
+            stderr=subprocess.STDOUT,
         )
     try:
         yield process
