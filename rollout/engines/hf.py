@@ -17,10 +17,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from protocol.errors import EngineError, PoisonedError, WeightError
+from protocol.lora import NO_ADAPTERS, LoraConfig
 from protocol.messages import WeightManifest
 from rollout.engines.base import Capabilities, Completion, Engine, EngineConfig, KvPolicy, Request, Served
 from rollout.engines.decoder import Decoder, Row
-from rollout.engines.requests import check_request, read_config, spans_of
+from rollout.engines.merging import MergedStaging
+from rollout.engines.requests import check_adapters, check_request, read_config, spans_of
 from rollout.engines.staging import Staging, digest_of, stored_once, whole_source
 from rollout.engines.updates import LocalUpdates
 from rollout.weights.registry import RECEIVERS
@@ -31,11 +33,12 @@ T = TypeVar("T")
 class HFEngine(Engine):
     """Serves what `AutoModelForCausalLM` loads. A model directory without weights gives a model with random ones."""
 
-    def __init__(self, config: EngineConfig, model_dir: Path, incarnation: str) -> None:
+    def __init__(self, config: EngineConfig, model_dir: Path, incarnation: str, lora: LoraConfig = NO_ADAPTERS) -> None:
         self._config = config
+        self._lora = lora
         self._model_dir = model_dir
         self._name = incarnation
-        self.capabilities = Capabilities(transports=frozenset(RECEIVERS))
+        self.capabilities = Capabilities(transports=frozenset(RECEIVERS), lora=True)
         self._served = Served()
         self._vocab = 0
         self._wake = threading.Condition()
@@ -59,6 +62,7 @@ class HFEngine(Engine):
         if self._config.tensor_parallel_size != 1:
             raise EngineError(f"engine hf: tensor_parallel_size is {self._config.tensor_parallel_size}, only 1 is supported")
         self._vocab = int(read_config(self._model_dir).get("vocab_size", 0))
+        check_adapters(self._lora, self._model_dir)
         self._loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._config.start_timeout_s):
@@ -66,11 +70,8 @@ class HFEngine(Engine):
         except TimeoutError:
             raise EngineError(f"engine hf: {self._model_dir} not loaded within {self._config.start_timeout_s:g} s") from None
         self._decoder = Decoder(model)
-        self._live = stored_once(model.named_parameters())
-        self._copy = {name: torch.empty_like(tensor) for name, tensor in self._live.items()}
-        sources = {name: whole_source(tensor) for name, tensor in self._copy.items()}
-        tied = bool(getattr(model.config, "tie_word_embeddings", False))
-        self._updates = LocalUpdates(Staging(sources, architecture=type(model).__name__, tied=tied), self._config.stage_timeout_s)
+        self._live, self._copy, staging = _staging(model, self._lora)
+        self._updates = LocalUpdates(staging, self._config.stage_timeout_s)
         self._thread = threading.Thread(target=self._run, name=f"hf-engine-{self._name}", daemon=True)
         self._thread.start()
 
@@ -80,10 +81,8 @@ class HFEngine(Engine):
         row = Row(request, _generator(request.sampling.seed))
         ended: asyncio.Future[str] = self._loop.create_future()
         number = self._ids[request.id] = next(self._numbers)
-        with self._wake:
-            self._rows[number] = (row, ended)
-            self._wake.notify_all()
         try:
+            self._hand_over(lambda: self._rows.update({number: (row, ended)}))
             reason = await ended
         except asyncio.CancelledError:
             self._end({number})
@@ -147,10 +146,20 @@ class HFEngine(Engine):
             except Exception as error:
                 self._refuse(done, error)
 
-        with self._wake:
-            self._jobs.append(run)
-            self._wake.notify_all()
+        self._hand_over(lambda: self._jobs.append(run))
         return await asyncio.shield(done)
+
+    def _hand_over(self, put: Callable[[], None]) -> None:
+        """Give the decoding thread something to do.
+
+        Raises:
+            EngineError: if it has ended, or is about to: nobody would do it.
+        """
+        with self._wake:
+            if self._closing:
+                raise EngineError(f"engine {self._name} is closed")
+            put()
+            self._wake.notify_all()
 
     def _answer(self, future: "asyncio.Future[T]", result: T) -> None:
         self._loop.call_soon_threadsafe(lambda: None if future.done() else future.set_result(result))
@@ -181,7 +190,7 @@ class HFEngine(Engine):
             closing = self._closing
         for job in jobs:
             job()
-        if closing:
+        if closing or self._error is not None:  # poisoned by a job: not one more token
             return False
         with self._wake:
             for number in self._aborted:
@@ -220,6 +229,19 @@ class HFEngine(Engine):
             for row, _ in self._rows.values():
                 row.kv = None
         return (time.perf_counter() - start) * 1e3
+
+
+def _staging(model: Any, lora: LoraConfig) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], Staging]:
+    """The parameters that updates change, a copy of them, and what fills the copy."""
+    live = stored_once(model.named_parameters())
+    architecture = type(model).__name__
+    if lora.rank:
+        merging = MergedStaging(live, lora, architecture=architecture)
+        return {name: live[name] for name in merging.copy}, merging.copy, merging
+    copy = {name: torch.empty_like(tensor) for name, tensor in live.items()}
+    tied = bool(getattr(model.config, "tie_word_embeddings", False))
+    sources = {name: whole_source(tensor) for name, tensor in copy.items()}
+    return live, copy, Staging(sources, architecture=architecture, tied=tied)
 
 
 def _load(model_dir: Path, config: EngineConfig) -> Any:

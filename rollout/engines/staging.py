@@ -97,7 +97,6 @@ class Staging:
             WeightError: the copy is empty again.
         """
         self._staged = None
-        self._cancelled.clear()
         copies = self.check(manifest)
         places: dict[str, list[Source]] = {}
         for name, source in self._sources.items():
@@ -117,6 +116,7 @@ class Staging:
                     covered += entry.nbytes
         finally:
             self._receiver = None
+            self._cancelled.clear()
             receiver.close()
         if len(seen) != len(manifest.tensors):
             raise WeightError(f"version {manifest.version}: {len(manifest.tensors) - len(seen)} tensors did not arrive")
@@ -124,7 +124,7 @@ class Staging:
         return covered
 
     def cancel(self) -> None:
-        """Make a running fetch end soon, with WeightError; called from another thread."""
+        """Make a fetch that runs or is about to begin end soon, with WeightError; called from another thread."""
         self._cancelled.set()
         receiver = self._receiver
         if receiver is not None:
@@ -143,8 +143,9 @@ class Staging:
         return found
 
     def discard(self) -> None:
-        """Forget what is staged."""
+        """Forget what is staged, and a `cancel` that came too late for its fetch."""
         self._staged = None
+        self._cancelled.clear()
 
 
 def stored_once(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

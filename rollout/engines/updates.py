@@ -1,7 +1,6 @@
 """Staging for engines whose parameters live in this process: the fetch runs in a thread, and cancellation reaches it."""
 
 import asyncio
-from contextlib import suppress
 
 from protocol.errors import WeightError
 from protocol.messages import WeightManifest
@@ -14,26 +13,32 @@ class LocalUpdates:
     def __init__(self, staging: Staging, timeout_s: float) -> None:
         self.staging = staging
         self._timeout_s = timeout_s
-        self._busy = False
+        self._fetching: asyncio.Future[int] | None = None
 
     async def stage(self, manifest: WeightManifest) -> None:
         """Fetch and verify. A cancelled call returns when the thread has let go; then nothing is staged.
 
+        Cancelled once more it returns at once; until the thread has let go, further calls are refused.
+
         Raises:
             WeightError: nothing is staged.
         """
-        if self._busy:
+        if self._fetching is not None:
             raise WeightError(f"version {manifest.version}: another version is being staged")
-        self._busy = True
-        fetching = asyncio.get_running_loop().run_in_executor(None, self.staging.fetch, manifest, self._timeout_s)
+        fetching = self._fetching = asyncio.get_running_loop().run_in_executor(None, self.staging.fetch, manifest, self._timeout_s)
+        cancelled = False
+
+        def end(_: object) -> None:
+            self._fetching = None
+            if cancelled:
+                fetching.exception()  # has been looked at
+                self.staging.discard()
+
+        fetching.add_done_callback(end)
         try:
             await asyncio.shield(fetching)
         except asyncio.CancelledError:
+            cancelled = True
             self.staging.cancel()
             await asyncio.wait([fetching])
-            with suppress(WeightError):
-                fetching.result()
-            self.staging.discard()
             raise
-        finally:
-            self._busy = False

@@ -1,0 +1,72 @@
+"""What a cancelled staging leaves behind: nothing staged, and no thread that still writes to the copy of the next one."""
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from protocol.errors import EngineError, WeightError
+from rollout.engines.base import EngineConfig, Request, Sampling
+from rollout.engines.hf import HFEngine
+from rollout.engines.staging import Staging, whole_source
+from rollout.engines.updates import LocalUpdates
+from tests.contracts.engine_models import tiny_model, write_shm
+
+OLD, NEW = {"a": torch.ones(4)}, {"a": torch.full((4,), 2.0)}
+
+
+def staging() -> Staging:
+    return Staging({"a": whole_source(torch.empty(4))})
+
+
+async def test_stage_is_refused_until_the_thread_of_a_cancelled_one_has_let_go(tmp_path: Path) -> None:
+    updates = LocalUpdates(staging(), timeout_s=20)
+    stuck, good = write_shm(tmp_path / "v1", OLD, 1), write_shm(tmp_path / "v2", NEW, 2)
+    pipe = tmp_path / "v1" / "bucket_00000.bin"
+    pipe.unlink()
+    os.mkfifo(pipe)  # opening it waits for a writer
+    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        fetching = tasks.create_task(updates.stage(stuck))
+        for _ in range(2):
+            await asyncio.sleep(0)
+            fetching.cancel()
+        await asyncio.wait([fetching])
+        with pytest.raises(WeightError, match="being staged"):
+            await updates.stage(good)
+        with pipe.open("wb"):
+            pass
+        while True:
+            try:
+                await updates.stage(good)
+                break
+            except WeightError:
+                await asyncio.sleep(0.01)
+    assert updates.staging.take(good).version == 2
+
+
+def test_fetch_that_is_cancelled_before_it_begins_ends_and_the_next_one_does_not(tmp_path: Path) -> None:
+    copy = staging()
+    manifest = write_shm(tmp_path / "v1", OLD, 1)
+    copy.cancel()
+    with pytest.raises(WeightError, match="cancelled"):
+        copy.fetch(manifest, 10)
+    assert copy.fetch(manifest, 10) == 16
+
+
+async def test_engine_that_ends_while_it_is_asked_refuses(tmp_path: Path) -> None:
+    """Between the look whether it lives and the handing over there is a moment in which its thread may end."""
+
+    class Ending(HFEngine):
+        async def check(self) -> None:
+            await super().check()
+            await self.close()
+
+    tiny_model(1).config.save_pretrained(tmp_path)
+    for ask in (lambda engine: engine.generate(Request("r/0", (1,), Sampling(4))), lambda engine: engine.pause()):
+        engine = Ending(EngineConfig(name="hf"), tmp_path, "e")
+        await engine.start()
+        with pytest.raises(EngineError, match="closed"):
+            async with asyncio.timeout(20):
+                await ask(engine)
