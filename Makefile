@@ -5,10 +5,12 @@ SGLANG := $(VENV)-sglang
 BIN := $(VENV)/bin
 LOCK := deploy/locks/cpu.txt
 JOBS ?= 2
+SEED ?= 1
+MINUTES ?= 2
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: setup demo test test-slow test-gpu check bench test-compose clean
+.PHONY: setup demo test test-slow test-gpu check bench chaos test-compose clean
 
 setup: $(VENV)/.ready $(SGLANG)/.ready
 

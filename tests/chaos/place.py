@@ -1,0 +1,102 @@
+"""Where a run under chaos lives: directories of its own, small file systems that can be filled, clocks that can be set."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.chaos.schedule import KINDS, SERVICES
+
+PRIVATE = "CHAOS_PRIVATE_MOUNTS"
+"""Set in the environment of a process whose mounts nobody else sees."""
+SIZES_MB = {"run": 96, "redis": 96, "shm": 24}
+ENTRANCES = (["unshare", "--mount"], ["unshare", "--map-root-user", "--mount"])
+
+
+def enter_private_mounts() -> None:
+    """Start this program again where its mounts are its own and end with it; return where the machine does not permit that."""
+    if PRIVATE in os.environ or shutil.which("unshare") is None:
+        return
+    for entrance in ENTRANCES:
+        probe = [*entrance, "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"]
+        if subprocess.run(probe, capture_output=True, check=False).returncode == 0:
+            os.environ[PRIVATE] = "1"
+            os.execvp(entrance[0], [*entrance, sys.executable, *sys.orig_argv[1:]])
+
+
+@dataclass(frozen=True)
+class Place:
+    """The directories of one chaos run."""
+
+    root: Path
+    mounts: Mapping[str, Path]
+    """Small file systems by name; empty where none can be mounted."""
+    clock_library: Path | None
+    """libfaketime, where it is installed."""
+
+    @property
+    def run_dir(self) -> Path:
+        return self.root / "run"
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of faults that this machine permits."""
+        permitted = {"fill": bool(self.mounts), "skew": self.clock_library is not None}
+        return tuple(kind for kind in KINDS if permitted.get(kind, True))
+
+    def variables(self) -> dict[str, str]:
+        """Environment of everything that runs here."""
+        return {
+            "TMPDIR": str(self.root / "tmp"),
+            "CHAOS_ROOT": str(self.root),
+            "OMP_NUM_THREADS": "1",
+            "TORCHINDUCTOR_CACHE_DIR": str(self.root / "inductor"),
+        }
+
+    def with_clock(self, name: str, program: str, clock: str) -> Path:
+        """A program that starts `program` with a clock that the file clocks/`clock` sets; `clock` is expanded by the shell."""
+        script = self.root / name
+        lines = ["#!/bin/sh"]
+        if self.clock_library is not None:
+            lines += [
+                f'export LD_PRELOAD="{self.clock_library}" FAKETIME_TIMESTAMP_FILE="{self.root}/clocks/{clock}"',
+                "export FAKETIME_CACHE_DURATION=1 FAKETIME_DISABLE_SHM=1 FAKETIME_DONT_FAKE_MONOTONIC=1 NO_FAKE_STAT=1",
+            ]
+        script.write_text("\n".join([*lines, f'exec "{program}" "$@"', ""]))
+        script.chmod(0o755)
+        return script
+
+    def set_clock(self, name: str, offset_s: int) -> None:
+        """Let the clock of a service go wrong by so much, from now on."""
+        aside = self.root / "clocks" / f"{name}.tmp"
+        aside.write_text(f"{offset_s:+d}\n")
+        aside.replace(self.root / "clocks" / name)
+
+    def close(self) -> None:
+        """Remove everything."""
+        for path in self.mounts.values():
+            subprocess.run(["umount", "--lazy", str(path)], check=False, capture_output=True)
+        shutil.rmtree(self.root)
+
+
+def make_place(root: Path) -> Place:
+    """Make the directories below `root`, and mount small file systems if this process has mounts of its own."""
+    for name in ("run", "redis", "tmp", "clocks"):
+        (root / name).mkdir(parents=True)
+    mounts = {"run": root / "run", "redis": root / "redis", "shm": Path("/dev/shm")} if PRIVATE in os.environ else {}
+    for name, path in mounts.items():
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={SIZES_MB[name]}m", "tmpfs", str(path)], check=True)
+    found = importlib.util.find_spec("libfaketime")
+    library = (
+        next(Path(found.submodule_search_locations[0]).rglob("libfaketime.so.1"), None)
+        if found and found.submodule_search_locations
+        else None
+    )
+    place = Place(root, mounts, library)
+    for name in (*SERVICES, "redis"):
+        place.set_clock(name, 0)
+    return place
