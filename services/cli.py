@@ -53,7 +53,8 @@ def up(
     if settings.eval.at_end and not outcome.interrupted:
         _print_eval(settings, [])
     if not outcome.interrupted and outcome.version < outcome.steps:
-        progress.note(f"the prompts ran out after {outcome.version} of {outcome.steps} steps")
+        why = "the prompts ran out" if outcome.exhausted else "the run was drained"
+        progress.note(f"{why} after {outcome.version} of {outcome.steps} steps")
 
 
 @app.command()
@@ -141,9 +142,21 @@ def set_value(
 
 @app.command()
 def drain(run_dir: RunDir, off: Annotated[bool, typer.Option("--off", help="grant leases again")] = False) -> None:
-    """Stop granting leases. What is in flight is finished; as far as it fills batches it is trained. End the run with Ctrl-C."""
+    """End a run early: no more leases, what is in flight is trained (the last step may be short), then the trainer is done."""
     _with_ledger(run_dir, lambda ledger: ledger.drain(not off))
-    print("leases are granted again" if off else "draining: no more leases are granted")
+    print("leases are granted again" if off else "draining: no more leases are granted; the run ends with what is in flight")
+
+
+@app.command()
+def scale(
+    run_dir: RunDir, counts: Annotated[list[str], typer.Argument(metavar="rollouts=N|rewards=N ...", help="how many there are to be")]
+) -> None:
+    """Change how many rollout and reward workers a running `tether up` keeps. Workers that are too many hand back what they hold."""
+    from services.scaling import ask, parse_counts
+
+    wanted = parse_counts(counts)
+    ask(run_dir, wanted)
+    print(", ".join(f"{role}s {count}" for role, count in wanted.items()))
 
 
 @app.command()

@@ -6,16 +6,14 @@ what they hold, then rewards, trainer, ingest, monitor, ledger. Nothing is left 
 
 import asyncio
 import contextlib
-import fcntl
 import logging
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from protocol.errors import Refused, SettingsError, TetherError
-from protocol.topics import Role
-from services.children import Child, ServiceSpec
+from protocol.errors import TetherError
+from services.children import Child
+from services.fleet import Fleet
 from services.keeping import settle
 from services.ledger.audit import Archiver
 from services.ledger.ledger import RedisLedger
@@ -24,12 +22,11 @@ from services.observability.plot import plot_run
 from services.observability.progress import Progress
 from services.prepare import prepare
 from services.process import connected
+from services.scaling import locked, obey_loop
 from services.settings import Settings, dump_settings
 
 log = logging.getLogger("tether.up")
 
-STOP_ORDER = (Role.ROLLOUT, Role.REWARD, Role.TRAINER, Role.INGEST, Role.MONITOR)
-DRAIN_S = {Role.ROLLOUT: 20.0, Role.REWARD: 15.0, Role.TRAINER: 60.0, Role.INGEST: 15.0, Role.MONITOR: 5.0}
 LEDGER_CHECK_S = 0.2
 
 
@@ -40,6 +37,8 @@ class Outcome:
     version: int
     steps: int
     interrupted: bool
+    exhausted: bool
+    """The prompts have run out."""
 
 
 async def run_up(settings: Settings, progress: Progress) -> Outcome:
@@ -51,7 +50,7 @@ async def run_up(settings: Settings, progress: Progress) -> Outcome:
     """
     run_dir = settings.run_dir
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    with _locked(run_dir):
+    with locked(run_dir):
         spec = await asyncio.to_thread(prepare, settings)
         async with _ledger_server(settings) as server:
             url = server.url if server else settings.ledger.url
@@ -62,74 +61,60 @@ async def run_up(settings: Settings, progress: Progress) -> Outcome:
                 await ledger.drain(False)
                 await ledger.guard()
                 progress.note(ledger.durability)
-                outcome = await _supervise(settings, url, ledger, server, progress)
+                outcome = await _supervise(settings, url, ledger, server, progress, spec.prompts)
                 await Archiver(ledger, run_dir).archive_all()
         await asyncio.to_thread(plot_run, run_dir)
     return outcome
 
 
-def service_specs(settings: Settings, url: str) -> dict[Role, list[ServiceSpec]]:
-    """The processes of a run, by role."""
-    environ = {"TETHER_REDIS_URL": url, "TETHER_CONFIG": str(settings.run_dir / "settings.json")}
-    counts = {Role.INGEST: 1, Role.REWARD: settings.services.rewards, Role.TRAINER: 1, Role.ROLLOUT: settings.services.rollouts}
-    if settings.monitor.enabled:
-        counts[Role.MONITOR] = 1
-    return {
-        role: [
-            ServiceSpec(
-                f"{role}.{i}" if role in (Role.REWARD, Role.ROLLOUT) else role, f"services.{role}", environ, finishes=role is Role.TRAINER
-            )
-            for i in range(count)
-        ]
-        for role, count in counts.items()
-    }
-
-
-async def _supervise(settings: Settings, url: str, ledger: RedisLedger, server: EmbeddedServer | None, progress: Progress) -> Outcome:
+async def _supervise(
+    settings: Settings, url: str, ledger: RedisLedger, server: EmbeddedServer | None, progress: Progress, prompts: int | None
+) -> Outcome:
     """Keep the services running until the run is done, interrupted or failed; then stop them in order."""
 
     async def is_over() -> bool:
         status = await ledger.status()
         return status.done or status.draining
 
-    children = {
-        role: [Child(spec, settings.run_dir / "logs" / f"{spec.name}.log", settings.services.restarts, is_over) for spec in specs]
-        for role, specs in service_specs(settings, url).items()
-    }
+    fleet = Fleet(settings, url, is_over)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
     def on_signal() -> None:
         """The first asks for a drain, the second ends everything."""
         if stop.is_set():
-            for group in children.values():
-                for child in group:
-                    child.kill()
+            fleet.kill()
         stop.set()
 
     for signum in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(signum, on_signal)
     try:
         async with asyncio.TaskGroup() as tasks:
-            for group in children.values():
-                for child in group:
-                    tasks.create_task(child.keep_running(), name=child.spec.name)
-            watchers = [tasks.create_task(progress.watch_loop(ledger, children), name="progress")]
+            fleet.start(tasks)
+            watchers = [
+                tasks.create_task(progress.watch_loop(ledger, fleet.children), name="progress"),
+                tasks.create_task(obey_loop(settings.run_dir, fleet), name="scale"),
+            ]
             if server is not None:
                 watchers.append(tasks.create_task(_keep_ledger(server), name="ledger"))
             try:
-                await _until_over(ledger, children[Role.TRAINER][0], stop)
+                await _until_over(ledger, fleet.trainer, stop)
             finally:
-                await _stop_all(children)
+                await fleet.stop()
             for watcher in watchers:
                 watcher.cancel()
     except* TetherError as group:
         raise group.exceptions[0] from None
     finally:
-        await _stop_all(children)
+        await fleet.stop()
     status = await ledger.status()
     progress.finish(status)
-    return Outcome(status.version, status.steps, interrupted=stop.is_set() and not status.done)
+    return Outcome(
+        status.version,
+        status.steps,
+        interrupted=stop.is_set() and not status.done,
+        exhausted=prompts is not None and status.issued >= prompts,
+    )
 
 
 async def _until_over(ledger: RedisLedger, trainer: Child, stop: asyncio.Event) -> None:
@@ -143,15 +128,11 @@ async def _until_over(ledger: RedisLedger, trainer: Child, stop: asyncio.Event) 
         if status.halted:
             raise TetherError(
                 f"the run halted: too many of the last groups were dropped for the reason {status.halted!r} "
-                "(see `tether status` and the logs); mend the cause and start in a new run directory"
+                "(see `tether status` and the logs); mend the cause and start again: the run goes on where it was"
             )
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.5):
                 await stop.wait()
-    if not stop.is_set():
-        return
-    with contextlib.suppress(Refused):
-        await ledger.drain()
 
 
 async def _keep_ledger(server: EmbeddedServer) -> None:
@@ -169,13 +150,6 @@ async def _keep_ledger(server: EmbeddedServer) -> None:
                 raise TetherError("the ledger server died and its port was taken meanwhile: start the run again, it goes on where it was")
 
 
-async def _stop_all(children: dict[Role, list[Child]]) -> None:
-    for role in STOP_ORDER:
-        async with asyncio.TaskGroup() as stops:
-            for child in children.get(role, []):
-                stops.create_task(child.stop(DRAIN_S[role]), name=f"stop-{child.spec.name}")
-
-
 @contextlib.asynccontextmanager
 async def _ledger_server(settings: Settings) -> AsyncIterator[EmbeddedServer | None]:
     """An embedded server that lives as long as this, or None where the user has one."""
@@ -188,14 +162,3 @@ async def _ledger_server(settings: Settings) -> AsyncIterator[EmbeddedServer | N
         yield server
     finally:
         await server.stop()
-
-
-@contextlib.contextmanager
-def _locked(run_dir: Path) -> Iterator[None]:
-    """Hold the run directory; a second `tether up` on it is refused."""
-    with (run_dir / "lock").open("w") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise SettingsError(f"another `tether up` is running in {run_dir}: stop it, or give --run-dir") from None
-        yield

@@ -1,0 +1,77 @@
+"""The processes of a run under `tether up`: started together, scaled while the run is on, stopped in order."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from protocol.topics import Role
+from services.children import Child, ServiceSpec
+from services.pool import pool_variables
+from services.settings import Settings
+
+STOP_ORDER = (Role.ROLLOUT, Role.REWARD, Role.TRAINER, Role.INGEST, Role.MONITOR)
+DRAIN_S = {Role.ROLLOUT: 20.0, Role.REWARD: 15.0, Role.TRAINER: 60.0, Role.INGEST: 15.0, Role.MONITOR: 5.0}
+SCALABLE = (Role.ROLLOUT, Role.REWARD)
+
+
+class Fleet:
+    """The children of a run, by role."""
+
+    def __init__(self, settings: Settings, url: str, is_over: Callable[[], Awaitable[bool]]) -> None:
+        """`url`: of the ledger; it reaches children by their environment. `is_over`: see `Child`. Nothing is started yet."""
+        self._settings = settings
+        self._environ = {"TETHER_REDIS_URL": url, "TETHER_CONFIG": str(settings.run_dir / "settings.json")}
+        self._is_over = is_over
+        self._tasks: asyncio.TaskGroup | None = None
+        self._stopping = False
+        counts = {Role.INGEST: 1, Role.REWARD: settings.services.rewards, Role.TRAINER: 1, Role.ROLLOUT: settings.services.rollout_workers}
+        if settings.monitor.enabled:
+            counts[Role.MONITOR] = 1
+        self.children: dict[Role, list[Child]] = {role: [self._child(role, i) for i in range(count)] for role, count in counts.items()}
+
+    @property
+    def trainer(self) -> Child:
+        return self.children[Role.TRAINER][0]
+
+    def start(self, tasks: asyncio.TaskGroup) -> None:
+        """Keep every child running by a task of `tasks`."""
+        self._tasks = tasks
+        for group in self.children.values():
+            for child in group:
+                tasks.create_task(child.keep_running(), name=child.spec.name)
+
+    async def scale(self, role: Role, count: int) -> None:
+        """Have `count` children of a role. New ones are started at once; those that are too many drain, the newest first.
+
+        Cancelled, it leaves children that still drain; `stop` ends them. Once the fleet stops this does nothing.
+        """
+        group = self.children[role]
+        while len(group) < count and self._tasks is not None and not self._stopping:
+            child = self._child(role, len(group))
+            group.append(child)
+            self._tasks.create_task(child.keep_running(), name=child.spec.name)
+        retired = group[count:]
+        async with asyncio.TaskGroup() as stops:
+            for child in retired:
+                stops.create_task(child.stop(DRAIN_S[role]), name=f"stop-{child.spec.name}")
+        del group[count:]
+
+    async def stop(self) -> None:
+        """Drain everything, role by role; harmless to repeat."""
+        self._stopping = True
+        for role in STOP_ORDER:
+            async with asyncio.TaskGroup() as stops:
+                for child in self.children.get(role, []):
+                    stops.create_task(child.stop(DRAIN_S[role]), name=f"stop-{child.spec.name}")
+
+    def kill(self) -> None:
+        """End everything at once."""
+        self._stopping = True
+        for group in self.children.values():
+            for child in group:
+                child.kill()
+
+    def _child(self, role: Role, index: int) -> Child:
+        name = f"{role}.{index}" if role in SCALABLE else str(role)
+        own = pool_variables(self._settings.services.pool, index) if role is Role.ROLLOUT else {}
+        spec = ServiceSpec(name, f"services.{role}", {**self._environ, **own}, finishes=role is Role.TRAINER)
+        return Child(spec, self._settings.run_dir / "logs" / f"{name}.log", self._settings.services.restarts, self._is_over)
