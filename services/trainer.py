@@ -9,7 +9,7 @@ import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-from protocol.errors import SettingsError
+from protocol.errors import Reason, Refused, SettingsError, TetherError
 from protocol.ids import new_epoch
 from protocol.topics import WEIGHTS, Role
 from services.bus.broadcast import Broadcaster
@@ -76,6 +76,16 @@ async def serve(process: Process) -> None:
 
 
 async def _train(rank: RankZero) -> None:
+    """Raises TetherError if another trainer takes the run over; what this one did since its last commit is void."""
+    try:
+        await _take_over_and_step(rank)
+    except* Refused as refusals:
+        if refusals.subgroup(lambda error: isinstance(error, Refused) and error.reason is Reason.STALE_EPOCH) is None:
+            raise
+        raise TetherError(f"another trainer has taken over run {rank.process.run}; this one ends, its epoch was {rank.epoch}") from None
+
+
+async def _take_over_and_step(rank: RankZero) -> None:
     process = rank.process
     with process.waiting("take-over"):
         manifest = await take_over(rank)

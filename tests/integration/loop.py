@@ -55,15 +55,14 @@ def settings_for(run_dir: Path, config: str, *overrides: str) -> Settings:
 
 @asynccontextmanager
 async def running(settings: Settings, *, rollouts: int = 1, rewards: int = 1) -> AsyncIterator[LiveRun]:
-    """Start a run; at the end of the block everything is stopped in the order of `tether up`."""
+    """Start a run, or go on with it; at the end of the block everything is stopped in the order of `tether up`."""
     settings.run_dir.mkdir(parents=True, exist_ok=True)
     spec = await asyncio.to_thread(prepare, settings)
-    server = EmbeddedServer(settings.run_dir / "ledger")
-    await server.start()
-    try:
-        settings = dataclasses.replace(settings, ledger=dataclasses.replace(settings.ledger, url=server.url))
+    async with _served(settings) as url:
+        settings = dataclasses.replace(settings, ledger=dataclasses.replace(settings.ledger, url=url))
         async with connected(settings) as ledger:
             await ledger.create(spec)
+            await ledger.drain(False)
             live = LiveRun(settings, ledger, {role: [] for role in Role}, asyncio.Event())
             services: dict[Role, Callable[[Process], Coroutine[Any, Any, None]]] = {
                 Role.INGEST: ingest.serve, Role.REWARD: reward.serve, Role.TRAINER: trainer.serve, Role.ROLLOUT: rollout.serve,
@@ -85,6 +84,18 @@ async def running(settings: Settings, *, rollouts: int = 1, rewards: int = 1) ->
                     if started[role]:
                         await asyncio.wait(started[role])
             await Archiver(ledger, settings.run_dir).archive_all()
+
+
+@asynccontextmanager
+async def _served(settings: Settings) -> AsyncIterator[str]:
+    """The URL of the run's ledger: the one that is set, or that of a server for this run alone."""
+    if settings.ledger.url:
+        yield settings.ledger.url
+        return
+    server = EmbeddedServer(settings.run_dir / "ledger")
+    await server.start()
+    try:
+        yield server.url
     finally:
         await server.stop()
 

@@ -35,7 +35,6 @@ class Story:
     pages: dict[str, tuple[int, str, str]] = field(default_factory=dict)
     second_up: tuple[int, str] = (0, "")
     set_said: str = ""
-    drained: dict[str, Any] = field(default_factory=dict)
     first_code: int = -1
     first_log: str = ""
     first_steps: list[dict[str, Any]] = field(default_factory=list)
@@ -95,11 +94,6 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
         until(lambda: status_of(run_dir)["bound"]["max_staleness"] == 2, seconds=60, what="the new bound")
         more = len(read_steps(metrics)) + 5
         until(lambda: len(read_steps(metrics)) > more, seconds=60, what="steps under the new bound")
-        assert tether("drain", str(run_dir)).returncode == 0
-        told.drained = until(lambda: idle(status_of(run_dir)), seconds=60, what="the drain")
-        rest = len(read_steps(metrics)) + 2
-        assert tether("drain", str(run_dir), "--off").returncode == 0
-        until(lambda: len(read_steps(metrics)) > rest, seconds=60, what="steps after the drain")
         up.send_signal(signal.SIGINT)
         told.first_code = up.wait(120)
     told.first_log = out.read_text()
@@ -122,11 +116,6 @@ def refused_second(run_dir: Path) -> tuple[int, str]:
 def whole(status: dict[str, Any]) -> dict[str, Any] | None:
     """The status once both engines serve a version."""
     return status if len(status["engines"]) == 2 and all(engine["version"] > 0 for engine in status["engines"]) else None
-
-
-def idle(status: dict[str, Any]) -> dict[str, Any] | None:
-    """The status once nothing is left that could be trained."""
-    return status if status["run_state"] == "draining" and status["active"] < status["bound"]["groups_per_step"] else None
 
 
 def instance(pid: int) -> str:
@@ -217,12 +206,6 @@ def test_a_new_bound_holds_for_later_leases_only(story: Story) -> None:
     bounds = {event["seq"]: event["bound"] for event in events if event["event"] == "lease" and event["seq"] < interrupted}
     assert {bound for seq, bound in bounds.items() if seq < changed} == {1}
     assert {bound for seq, bound in bounds.items() if seq > changed} == {2}
-
-
-def test_a_drained_run_grants_no_leases_and_trains_what_is_there(story: Story) -> None:
-    assert story.drained["run_state"] == "draining"
-    assert story.drained["groups"]["leased"] == 0
-    assert story.drained["issued"] == story.drained["trained"] + story.drained["dropped"] + story.drained["active"]
 
 
 def test_ctrl_c_leaves_nothing_but_the_run(story: Story) -> None:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
+from protocol.lifecycle import GroupState
 from services.ledger.interface import LedgerStatus
 from services.ledger.ledger import RedisLedger
 from services.ledger.server import EmbeddedServer
@@ -15,7 +16,7 @@ from services.observability.steps import read_steps
 from tests.integration.command import environment, processes_of
 from tests.integration.loop import ROOT
 
-STEPS = 12
+STEPS = 1_000_000
 
 
 class Machine:
@@ -104,33 +105,45 @@ async def test_services_alone_make_a_run(tmp_path: Path) -> None:
         async def some_steps(status: LedgerStatus) -> bool:
             return status.version >= 4
 
-        async def idle(status: LedgerStatus) -> bool:
-            return status.active < status.bound.groups_per_step
+        async def more_steps(status: LedgerStatus) -> bool:
+            return status.version >= 6
 
         async def late_one_serves(status: LedgerStatus) -> bool:
             late = [peer.incarnation for peer in await ledger.peers("rollout") if peer.info["name"] == "rollout.late"]
             return bool(late) and status.engines.get(late[0]) == (status.epoch, status.version)
 
         await reached(ledger, some_steps)
+        second = await here.start("trainer", "trainer.second")
+        assert await services.pop("trainer").wait() == 1, here.log("trainer")
+        assert "tether trainer: TetherError: another trainer has taken over run alone; this one ends" in here.log("trainer")
+        assert "Traceback" not in here.log("trainer")
+        await reached(ledger, more_steps)
         await ledger.drain()
-        middle = await reached(ledger, idle)
+        assert await second.wait() == 0, here.log("trainer.second")
+        middle = await ledger.status()
         assert not middle.done
+        assert middle.active == middle.states[GroupState.WAITING]
+        await ledger.drain(False)
         late = await here.start("rollout", "rollout.late")
+        third = await here.start("trainer", "trainer.third")
         joined = await reached(ledger, late_one_serves)
-        assert joined.version == middle.version >= 4
+        assert joined.version >= middle.version >= 6
         await here.stop(first, "rollout.first")
         assert [peer.info["name"] for peer in await ledger.peers("rollout")] == ["rollout.late"]
-        await ledger.drain(False)
-        assert await services.pop("trainer").wait() == 0, here.log("trainer")
-        assert (await ledger.status()).done
+        await ledger.drain()
+        assert await third.wait() == 0, here.log("trainer.third")
+        assert not (await ledger.status()).done
         await here.stop(late, "rollout.late")
         for name, process in services.items():
             await here.stop(process, name)
         assert await ledger.peers() == []
     assert processes_of(tmp_path) == []
-    assert [step["step"] for step in read_steps(run_dir / "metrics.jsonl")] == list(range(STEPS))
+    steps = read_steps(run_dir / "metrics.jsonl")
+    assert [step["step"] for step in steps] == list(range(len(steps)))
+    assert len({step["epoch"] for step in steps}) == 3
+    assert sum(step["groups"] < 8 for step in steps) <= 2  # the last one of each drain
     result = verify(run_dir / "audit.jsonl")
-    assert (result.violations, result.steps, result.trained, result.bound) == ([], STEPS, STEPS * 8, 2)
+    assert (result.violations, result.steps, result.trained, result.bound) == ([], len(steps), sum(step["groups"] for step in steps), 2)
 
 
 async def test_a_service_without_a_run_says_what_to_do(tmp_path: Path) -> None:
