@@ -9,6 +9,8 @@ MOST_ITEMS = 1 << 20
 """Values in one document, keys included: a manifest of 90,000 tensors has as many."""
 MOST_DEPTH = 64
 """Arrays and maps within each other."""
+METADATA_DEPTH = 32
+"""The same for a prompt's metadata, which travel within messages: the one part of them whose form is not ours."""
 
 _FIXED = {0xC0: 0, 0xC2: 0, 0xC3: 0, 0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8,
           0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17}  # fmt: skip

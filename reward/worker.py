@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from protocol.errors import SettingsError
+from protocol.shape import METADATA_DEPTH, check_shape
 from reward.verifiers.registry import Score, make_verifier
 
 LENGTH = struct.Struct("<I")
@@ -45,6 +46,7 @@ def main() -> None:
 
 def _score(sink: BinaryIO, verifiers: list[Score], prompt_text: str, responses: list[str], packed: bytes) -> None:
     try:
+        check_shape(packed, most_depth=METADATA_DEPTH)
         metadata = msgspec.msgpack.decode(packed, type=dict[str, Any])
         for verifier in verifiers:
             for response in responses:

@@ -11,7 +11,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from protocol.errors import SettingsError
+from protocol.errors import ProtocolError, SettingsError
+from protocol.shape import METADATA_DEPTH, check_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +214,8 @@ def _messages(value: Any, where: str) -> tuple[tuple[str, str], ...]:
 
 def _encoded(prompt: Prompt) -> bytes:
     try:
-        return msgspec.msgpack.encode((prompt.text, prompt.messages, prompt.metadata), order="sorted")
-    except (TypeError, OverflowError, ValueError) as error:
-        raise SettingsError(f"prompt {prompt.text[:40]!r} has metadata that MessagePack cannot hold: {error}") from None
+        packed = msgspec.msgpack.encode((prompt.text, prompt.messages, prompt.metadata), order="sorted")
+        check_shape(packed, most_depth=METADATA_DEPTH + 1)
+    except (TypeError, OverflowError, ValueError, RecursionError, ProtocolError) as error:
+        raise SettingsError(f"prompt {prompt.text[:40]!r} has metadata that cannot travel: {error}") from None
+    return packed

@@ -9,7 +9,7 @@ from typing import Any
 from zmq.utils import z85
 
 from protocol.errors import RewardError, SettingsError
-from protocol.shape import check_shape
+from protocol.shape import METADATA_DEPTH, check_shape
 from reward.verifiers.registry import make_verifier
 from rollout.prompts.base import PromptConfig
 from rollout.prompts.jsonl import make
@@ -57,7 +57,7 @@ def prompts(data: bytes, scratch: Path) -> None:
     for index in range(min(source.size or 0, 3)):
         prompt = source.at(index)
         assert prompt.text or prompt.messages
-        check_shape(bytes(pack_metadata(prompt)))
+        check_shape(bytes(pack_metadata(prompt)), most_depth=METADATA_DEPTH)
 
 
 def keys(data: bytes, scratch: Path) -> None:
@@ -116,6 +116,7 @@ def _key_seeds() -> list[bytes]:
 
 
 CONFIGS = [(ROOT / "deploy/configs" / name).read_bytes() for name in ("demo.toml", "stragglers.toml")]
+DEEP = b'{"prompt": "1+1", "answer": "2", "tests": ' + b"[" * 40 + b"]" * 40 + b"}\n"
 URLS = [b"127.0.0.1:6379/0", b"[::1]:1/0?ssl_ca_certs=x", b"[x", b"h:port"]
 TARGETS = {
     "settings_file": Target(settings_file, [*CONFIGS, b'{"run": {"steps": 3}}'], Form.JSON),
@@ -126,7 +127,7 @@ TARGETS = {
     ),
     "prompts": Target(
         prompts,
-        [b'{"prompt": "1+1", "answer": "2"}\n{"prompt": [{"role": "user", "content": "x"}], "answer": 3, "tests": ["a"]}\n'],
+        [b'{"prompt": "1+1", "answer": "2"}\n{"prompt": [{"role": "user", "content": "x"}], "answer": 3, "tests": ["a"]}\n', DEEP],
         Form.LINES,
     ),
     "keys": Target(keys, _key_seeds(), Form.BYTES),

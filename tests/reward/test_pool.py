@@ -182,13 +182,14 @@ async def test_wrong_settings_are_found_at_the_start(verifiers: list[VerifierCon
 
 
 async def test_metadata_that_is_no_map_is_an_error_of_the_group(pool: ScorePool) -> None:
-    for packed in (b"", b"\x93\x01\x02\x03", b"\xc1", b"\xff" * 50):
+    deep = b"\x81\xa1x" + b"\x91" * 500 + b"\xc0"
+    for packed in (b"", b"\x93\x01\x02\x03", b"\xc1", b"\xff" * 50, b"\xdf\xff\xff\xff\xff", deep):
         with pytest.raises(VerifierError):
             await pool.score("q", ["7"], packed)
     assert (await pool.score("q", ["7"], METADATA))[0] == [15.0]
 
 
-def rollout(*responses: str, environment: list[float] | None = None) -> Rollout:
+def rollout(*responses: str, environment: Any = None) -> Rollout:
     n = len(responses)
     return Rollout(
         group=3, token="t", engine="e", prompt_tokens=Array.of([1], "int32"), lengths=Array.of([1] * n, "int32"),
@@ -211,8 +212,9 @@ async def test_a_rollout_becomes_a_scored_rollout_or_a_failure(pool: ScorePool) 
     assert isinstance(failure, ScoreFailure)
     assert (failure.group, failure.token, failure.verifier, failure.scorer) == (3, "t", "unruly.verifier", "reward.1")
     assert "division by zero" in failure.error
-    broken = await score_rollout(rollout("7", "8", environment=[0.5]), pool, "reward.1")
-    assert isinstance(broken, ScoreFailure)
+    for environment in ([0.5], [[0.5], [1.0]], 0.5):
+        broken = await score_rollout(rollout("7", "8", environment=environment), pool, "reward.1")
+        assert isinstance(broken, ScoreFailure)
 
 
 async def test_the_environment_alone_may_give_the_reward() -> None:
