@@ -10,6 +10,7 @@ import json
 import os
 import re
 import resource
+import signal
 import sys
 import tempfile
 import time
@@ -24,6 +25,7 @@ import msgpack
 with atheris.instrument_imports(include=["protocol", "services", "reward", "rollout", "trainer", "zmq.auth"]):
     from tests.fuzz import given, stored, wire
 from protocol.codec import wrap
+from services.parent import die_with_parent
 from tests.fuzz.mutate import mutator
 from tests.fuzz.target import Form, Target
 
@@ -88,6 +90,7 @@ def fuzz(name: str, place: Path, seconds: float) -> Tally:
 
 def _child(target: Target, place: Path, scratch: Path, log: Path, seconds: float) -> None:
     """Never returns: libFuzzer ends the process."""
+    die_with_parent(signal.SIGKILL)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(output, 1)
     os.dup2(output, 2)
