@@ -30,6 +30,9 @@ class LoraConfig:
         return self.alpha / self.rank
 
 
+NO_ADAPTERS = LoraConfig()
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterTarget:
     """A weight that has an adapter."""

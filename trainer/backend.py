@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from protocol.lora import AdapterTarget, LoraConfig
+from protocol.lora import NO_ADAPTERS, AdapterTarget, LoraConfig
 from trainer.batch import Batch
 
 
@@ -31,7 +31,7 @@ class Backend(ABC):
 
     architecture: str
     """Name in the model's config.json, for the manifest."""
-    lora: LoraConfig = LoraConfig()
+    lora: LoraConfig = NO_ADAPTERS
     """With a rank, only adapters are trained."""
     targets: Sequence[AdapterTarget] = ()
     """The weights that have an adapter."""

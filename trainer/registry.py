@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from protocol.errors import SettingsError
-from protocol.lora import LoraConfig
+from protocol.lora import NO_ADAPTERS, LoraConfig
 from protocol.names import checked_name
 from trainer.algorithms.base import Algorithm
 from trainer.backend import Backend
@@ -17,7 +17,7 @@ def make_backend(
     optimizer: OptimizerConfig,
     trainer: TrainerConfig,
     algorithm: Algorithm,
-    adapters: LoraConfig = LoraConfig(),  # noqa: B008 (frozen)
+    adapters: LoraConfig = NO_ADAPTERS,
 ) -> Backend:
     """This rank's part of the backend that `trainer.backend` names. Called on every rank.
 

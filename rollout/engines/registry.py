@@ -5,17 +5,19 @@ import importlib
 from pathlib import Path
 
 from protocol.errors import SettingsError
+from protocol.lora import NO_ADAPTERS, LoraConfig
 from rollout.engines.base import Engine, EngineConfig
 
 ENGINES: dict[str, str] = {"hf": "HFEngine", "scripted": "ScriptedEngine", "sglang": "SglangEngine", "vllm": "VllmEngine"}
 """Module in `rollout/engines/` -> its class."""
+SERVE_ADAPTERS = ("hf", "vllm")
 
 
-def make_engine(config: EngineConfig, model_dir: Path, incarnation: str) -> Engine:
+def make_engine(config: EngineConfig, model_dir: Path, incarnation: str, lora: LoraConfig = NO_ADAPTERS) -> Engine:
     """The engine that `config.name` says, not started yet.
 
     Raises:
-        SettingsError: if there is none of that name, or its library is not installed.
+        SettingsError: if there is none of that name, its library is not installed, or it is to serve adapters and cannot.
     """
     if config.name not in ENGINES:
         close = difflib.get_close_matches(config.name, ENGINES, n=1, cutoff=0.0)
@@ -24,5 +26,8 @@ def make_engine(config: EngineConfig, model_dir: Path, incarnation: str) -> Engi
         module = importlib.import_module(f"rollout.engines.{config.name}")
     except ImportError as error:
         raise SettingsError(f"engine {config.name!r} cannot be imported: {error}") from error
-    found: Engine = getattr(module, ENGINES[config.name])(config, model_dir, incarnation)
+    if lora.rank and config.name not in SERVE_ADAPTERS:
+        raise SettingsError(f"setting lora.rank: engine {config.name!r} does not serve adapters; use one of {', '.join(SERVE_ADAPTERS)}")
+    options = {"lora": lora} if lora.rank else {}
+    found: Engine = getattr(module, ENGINES[config.name])(config, model_dir, incarnation, **options)
     return found

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import EngineError
+from protocol.lora import LoraConfig
 from rollout.engines.base import EngineConfig, Request
 
 
@@ -42,6 +43,16 @@ def check_fits(config: EngineConfig, model: dict[str, Any], model_dir: Path) -> 
     heads = int(model.get("num_attention_heads") or 0)
     if heads and heads % config.tensor_parallel_size:
         raise EngineError(f"tensor_parallel_size {config.tensor_parallel_size} does not divide the {heads} heads of {model_dir}")
+
+
+def check_adapters(lora: LoraConfig, model_dir: Path) -> None:
+    """An adapter is nothing without the weights that it belongs to.
+
+    Raises:
+        EngineError: if the model directory holds none.
+    """
+    if lora.rank and not any(model_dir.glob("*.safetensors")):
+        raise EngineError(f"setting lora.rank: adapters need the model's own weights, and {model_dir} holds no safetensors")
 
 
 def check_request(request: Request, *, vocab_size: int, max_model_len: int, running: Iterable[str] = ()) -> None:

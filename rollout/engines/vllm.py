@@ -8,18 +8,21 @@ import asyncio
 import itertools
 import multiprocessing
 import os
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from protocol.errors import EngineError, PoisonedError, WeightError
+from protocol.lora import NO_ADAPTERS, LoraConfig, adapter_shapes, adapter_targets
 from protocol.messages import WeightManifest
 from rollout.engines.base import Capabilities, Completion, Engine, EngineConfig, KvPolicy, Request, Sampling, Served
 from rollout.engines.rank_updates import RankUpdates
 from rollout.engines.requests import check_request, spans_from_marks
 from rollout.engines.shapes import checkpoint_shapes
+from rollout.engines.vllm_lora import first_adapter
 from rollout.engines.vllm_start import (
     check_model,
     end_context,
@@ -40,11 +43,14 @@ EXIT_GRACE_S = 1.0
 class VllmEngine(Engine):
     """One AsyncLLM. TP ranks commit at the same step; pipeline and data parallelism are not used."""
 
-    def __init__(self, config: EngineConfig, model_dir: Path, incarnation: str) -> None:
+    def __init__(self, config: EngineConfig, model_dir: Path, incarnation: str, lora: LoraConfig = NO_ADAPTERS) -> None:
         self._config = config
+        self._lora = lora
+        self._adapter: Any = None
+        """LoRARequest that every request carries, if adapters are served."""
         self._model_dir = model_dir
         self._name = incarnation
-        self.capabilities = Capabilities(transports=frozenset(RECEIVERS))
+        self.capabilities = Capabilities(transports=frozenset(RECEIVERS), lora=True)
         self._served = Served()
         self._llm: Any = None
         self._pids: set[int] = set()
@@ -72,7 +78,7 @@ class VllmEngine(Engine):
         ready = False
         try:
             async with asyncio.timeout(self._config.start_timeout_s):
-                model = await asyncio.to_thread(check_model, self._config, self._model_dir)
+                model = await asyncio.to_thread(check_model, self._config, self._model_dir, self._lora)
                 await self._launch()
                 await self._install(model)
                 # the first step allocates and compiles, and fails where an attention kernel lacks this model's shape
@@ -171,7 +177,9 @@ class VllmEngine(Engine):
 
     async def _launch(self) -> None:
         before = {child.pid for child in multiprocessing.active_children()}
-        launching = asyncio.get_running_loop().run_in_executor(None, launch, engine_arguments(self._config, self._model_dir, self._name))
+        launching = asyncio.get_running_loop().run_in_executor(
+            None, launch, engine_arguments(self._config, self._model_dir, self._name, self._lora)
+        )
         try:
             self._llm = await asyncio.shield(launching)
         except asyncio.CancelledError:
@@ -184,11 +192,22 @@ class VllmEngine(Engine):
     async def _install(self, model: dict[str, Any]) -> None:
         self._vocab = int(model.get("vocab_size") or 0)
         shapes = await asyncio.to_thread(checkpoint_shapes, self._model_dir)
+        if self._lora.rank:
+            shapes = await self._load_adapter(shapes)
         architecture = next(iter(model.get("architectures") or ()), "")
-        for rank, found in enumerate(await self._call("install", shapes, architecture)):
+        for rank, found in enumerate(await self._call("install", shapes, architecture, bool(self._lora.rank))):
             self._pids |= {found["pid"], found["parent"]} - {os.getpid()}
             if found["error"]:
                 raise EngineError(f"engine {self._name}, rank {rank}: {self._model_dir} cannot be updated in place: {found['error']}")
+
+    async def _load_adapter(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
+        """Give vLLM an adapter to begin with. Returns the shapes of its tensors."""
+        whole = {name: tuple(shape) for name, shape in shapes.items()}
+        with tempfile.TemporaryDirectory(prefix="tether-adapter-") as directory:
+            self._adapter = first_adapter(Path(directory), whole, self._lora, self._config.dtype)
+            if not await self._llm.add_lora(self._adapter) or not await self._llm.pin_lora(self._adapter.lora_int_id):
+                raise EngineError(f"engine {self._name}: vLLM did not take the adapter")
+        return {name: list(shape) for name, shape in adapter_shapes(adapter_targets(whole, self._lora), self._lora.rank).items()}
 
     async def _call(self, method: str, *args: Any) -> list[Any]:
         """The answers of all ranks to a method of their worker extension, given between two steps."""
@@ -209,7 +228,7 @@ class VllmEngine(Engine):
         prompt = {"prompt_token_ids": list(request.prompt), "cache_salt": f"{self._served.epoch}/{self._served.version}/{self._changes}"}
         output = None
         try:
-            async for answer in self._llm.generate(prompt, sampling_parameters(request.sampling), name):
+            async for answer in self._llm.generate(prompt, sampling_parameters(request.sampling), name, lora_request=self._adapter):
                 output = answer.outputs[0]
         except (EngineDeadError, EngineGenerateError, ValueError) as error:
             raise EngineError(f"request {request.id}: {error.__cause__ or error}") from error

@@ -12,9 +12,11 @@ import torch
 import xxhash
 
 from protocol.errors import EngineError
+from protocol.lora import LoraConfig
 from rollout.engines.base import EngineConfig, Sampling
 from rollout.engines.owner import OWNER
-from rollout.engines.requests import check_fits, read_config
+from rollout.engines.requests import check_adapters, check_fits, read_config
+from rollout.engines.vllm_lora import lora_arguments
 
 MIN_BATCHED_TOKENS = 2048
 """Tokens that one step may prefill, where `max_model_len` is not more."""
@@ -59,8 +61,12 @@ def eager_environment(eager: bool) -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def engine_arguments(config: EngineConfig, model_dir: Path, incarnation: str) -> dict[str, Any]:
-    """Keyword arguments of vLLM's AsyncEngineArgs."""
+def engine_arguments(config: EngineConfig, model_dir: Path, incarnation: str, lora: LoraConfig) -> dict[str, Any]:
+    """Keyword arguments of vLLM's AsyncEngineArgs.
+
+    Raises:
+        EngineError: if vLLM does not have adapters of that rank.
+    """
     on_gpu = torch.cuda.is_available()
     memory = {"gpu_memory_utilization": config.memory_fraction} if on_gpu else {"kv_cache_memory_bytes": config.kv_cache_mb << 20}
     return {
@@ -83,16 +89,18 @@ def engine_arguments(config: EngineConfig, model_dir: Path, incarnation: str) ->
         # engines with one seed would sample the same completions
         "seed": xxhash.xxh3_64_intdigest(incarnation.encode()) % 2**31,
         **memory,
+        **lora_arguments(lora),
     }
 
 
-def check_model(config: EngineConfig, model_dir: Path) -> dict[str, Any]:
+def check_model(config: EngineConfig, model_dir: Path, lora: LoraConfig) -> dict[str, Any]:
     """Find what would otherwise fail late or in another process. Returns the model's config.
 
     Raises:
         EngineError: naming the culprit.
     """
     model = read_config(model_dir)
+    check_adapters(lora, model_dir)
     heads = int(model.get("num_attention_heads") or 0)
     head_dim = int(model.get("head_dim") or (int(model.get("hidden_size", 0)) // heads if heads else 0))
     if not torch.cuda.is_available() and head_dim:

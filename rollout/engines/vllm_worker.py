@@ -18,15 +18,20 @@ from rollout.engines.marks import Marks
 from rollout.engines.owner import follow_owner
 from rollout.engines.share import Share
 from rollout.engines.tracing import trace
+from rollout.engines.vllm_lora import trace_adapter
 
 
 class WorkerExtension:
     """Mixed into vLLM's worker class, next to `model_runner` and `vllm_config`. It keeps its share of the weights, and the marks."""
 
-    def tether_install(self, shapes: dict[str, list[int]], architecture: str) -> dict[str, Any]:
-        """Trace the loader, calibrate, and watch the scheduler's steps from now on. Returns {"pid", "parent", "error"}."""
+    def tether_install(self, shapes: dict[str, list[int]], architecture: str, adapter: bool) -> dict[str, Any]:
+        """Trace the loader, calibrate, and watch the scheduler's steps from now on. Returns {"pid", "parent", "error"}.
+
+        Args:
+            shapes: of what is published: the model's tensors, or those of its `adapter`.
+        """
         try:
-            self._tether = _share(self, {name: tuple(shape) for name, shape in shapes.items()}, architecture)
+            self._tether = _share(self, {name: tuple(shape) for name, shape in shapes.items()}, architecture, adapter)
             self._tether_marks = Marks(-1)
             _watch(self.model_runner, self._tether_marks)  # type: ignore[attr-defined]
         except (EngineError, RuntimeError, KeyError, ValueError, AssertionError, NotImplementedError) as error:
@@ -66,11 +71,13 @@ class WorkerExtension:
         return self._tether.live_digest()
 
 
-def _share(worker: Any, shapes: dict[str, tuple[int, ...]], architecture: str) -> Share:
+def _share(worker: Any, shapes: dict[str, tuple[int, ...]], architecture: str, adapter: bool) -> Share:
     from vllm.config import set_current_vllm_config
 
     model = worker.model_runner.get_model()
     config = worker.vllm_config.model_config
+    if adapter:
+        return Share(trace_adapter(worker.model_runner, shapes, config.dtype), architecture=architecture, tied=False)
     with set_current_vllm_config(worker.vllm_config):
         plan = trace(model.load_weights, model.named_parameters(remove_duplicate=False), shapes, config.dtype)
     return Share(plan, architecture=architecture, tied=bool(getattr(config.hf_text_config, "tie_word_embeddings", False)))

@@ -14,7 +14,7 @@ from transformers import Qwen2ForCausalLM
 from protocol.buckets import manifest_digest
 from protocol.messages import TensorEntry, WeightManifest
 from rollout.engines.base import Completion, Engine, KvPolicy, Request, Sampling
-from tests.contracts.engine_models import weights, write_shm
+from tests.contracts.engine_models import write_shm
 
 PROMPTS = ((5, 17, 200, 33, 9, 411), (7, 17, 200, 33), (8, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10))
 LONG = 900
@@ -29,6 +29,8 @@ class Bench:
     kv: KvPolicy
     models: Mapping[str, Qwen2ForCausalLM]
     directory: Path
+    published: Mapping[str, Mapping[str, torch.Tensor]]
+    """Model -> the tensors that make the engine serve it: all of the model's, or those of an adapter."""
     computes: bool = True
     """False: the engine has no model, its tokens mean nothing."""
     last: int = -1
@@ -36,11 +38,12 @@ class Bench:
 
     def publish(self, name: str, epoch: str = "e1") -> WeightManifest:
         """Write the next version, with the weights of a model."""
-        return self.publish_tensors(weights(self.models[name]), epoch)
+        return self.publish_tensors(self.published[name], epoch)
 
     def publish_tensors(self, tensors: Mapping[str, torch.Tensor], epoch: str = "e1") -> WeightManifest:
         self.last += 1
-        return write_shm(self.directory / f"v{self.last}", tensors, self.last, epoch=epoch)
+        bucket_bytes = sum(tensor.nbytes for tensor in tensors.values()) // 6  # several buckets, several tensors in one
+        return write_shm(self.directory / f"v{self.last}", tensors, self.last, epoch=epoch, bucket_bytes=bucket_bytes)
 
     async def serve(self, name: str) -> WeightManifest:
         """Publish, stage and commit."""
@@ -116,15 +119,15 @@ def _overlap(bench: Bench) -> WeightManifest:
 
 
 def _without_one(bench: Bench) -> WeightManifest:
-    tensors = weights(bench.models["B"])
-    del tensors["model.norm.weight"]
+    tensors = dict(bench.published["B"])
+    tensors.popitem()
     return bench.publish_tensors(tensors)
 
 
 def _changed(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Bench], WeightManifest]:
     def make(bench: Bench) -> WeightManifest:
-        tensors = weights(bench.models["B"])
-        name = "model.layers.1.mlp.down_proj.weight"
+        tensors = bench.published["B"]
+        name = next(name for name in tensors if "layers.1.mlp.down_proj" in name)
         return bench.publish_tensors({**tensors, name: change(tensors[name])})
 
     return make
@@ -140,6 +143,6 @@ FAULTS: dict[str, Callable[[Bench], WeightManifest]] = {
     "tensor missing": _without_one,
     "shape": _changed(lambda t: t.T.contiguous()),
     "dtype": _changed(lambda t: t.half()),
-    "unknown": lambda bench: bench.publish_tensors({**weights(bench.models["B"]), "model.extra.weight": torch.zeros(3)}),
+    "unknown": lambda bench: bench.publish_tensors({**bench.published["B"], "model.extra.weight": torch.zeros(3)}),
     "architecture": lambda bench: msgspec.structs.replace(bench.publish("B"), base_model="Qwen3ForCausalLM"),
 }

@@ -1,5 +1,6 @@
 """Tiny models for engine tests, versions of their weights written by hand, and what plain transformers makes of them."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import torch
 from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
 from protocol.buckets import digest, manifest_digest, plan_buckets
+from protocol.lora import LoraConfig, adapter_shapes, adapter_targets
 from protocol.messages import TensorEntry, WeightManifest
 
 VOCAB = 512
@@ -36,6 +38,19 @@ def tiny_model(seed: int, *, tied: bool = False) -> Qwen2ForCausalLM:
 def weights(model: Qwen2ForCausalLM) -> dict[str, torch.Tensor]:
     """Checkpoint name -> a copy of the tensor; tied ones once."""
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def adapted(model: Qwen2ForCausalLM, lora: LoraConfig, seed: int) -> tuple[Qwen2ForCausalLM, dict[str, torch.Tensor]]:
+    """The model with a random adapter merged into it, and the adapter as it is published."""
+    parameters = weights(model)
+    targets = adapter_targets({name: tuple(tensor.shape) for name, tensor in parameters.items()}, lora)
+    generator = torch.Generator().manual_seed(seed)
+    adapter = {name: torch.empty(shape).normal_(0, 0.15, generator=generator) for name, shape in adapter_shapes(targets, lora.rank).items()}
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for target in targets:
+            other.get_parameter(target.weight).add_(adapter[target.b] @ adapter[target.a])
+    return other, adapter
 
 
 def entries_of(tensors: Mapping[str, torch.Tensor], bucket_bytes: int) -> tuple[list[TensorEntry], list[int]]:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 
 from protocol.errors import SettingsError
-from protocol.lora import LoraConfig, adapter_targets
+from protocol.lora import NO_ADAPTERS, LoraConfig, adapter_targets
 from trainer.adapter import merged
 from trainer.algorithms.base import Algorithm
 from trainer.backend import Backend, StepStats
@@ -38,7 +38,7 @@ class MegatronBackend(Backend):
         optimizer: OptimizerConfig,
         trainer: TrainerConfig,
         algorithm: Algorithm,
-        adapters: LoraConfig = LoraConfig(),  # noqa: B008 (frozen)
+        adapters: LoraConfig = NO_ADAPTERS,
     ) -> None:
         """Load the model. A collective.
 

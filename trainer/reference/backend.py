@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from protocol.errors import SettingsError
-from protocol.lora import LoraConfig
+from protocol.lora import NO_ADAPTERS, LoraConfig
 from protocol.names import checked_name
 from trainer.adapter import merged
 from trainer.algorithms.base import Algorithm
@@ -41,7 +41,7 @@ class ReferenceBackend(Backend):
         optimizer: OptimizerConfig,
         trainer: TrainerConfig,
         algorithm: Algorithm,
-        adapters: LoraConfig = LoraConfig(),  # noqa: B008 (frozen)
+        adapters: LoraConfig = NO_ADAPTERS,
     ) -> None:
         """Load the model of a Hugging Face directory; with a rank in `adapters` only these are trained.
 

@@ -8,10 +8,11 @@ import pytest
 import pytest_asyncio
 
 from protocol.errors import EngineError
+from protocol.lora import NO_ADAPTERS, LoraConfig
 from rollout.engines.base import EngineConfig, KvPolicy, Request, Sampling
 from rollout.engines.registry import make_engine
 from tests.contracts.engine_bench import Bench
-from tests.contracts.engine_models import tiny_model
+from tests.contracts.engine_models import adapted, tiny_model, weights
 from tests.contracts.engine_suite import EngineContract
 from tests.contracts.sglang_environment import sglang_settings
 
@@ -28,14 +29,20 @@ class Setup:
     name: str
     kv: KvPolicy
     ranks: int = 1
+    lora: LoraConfig = NO_ADAPTERS
 
 
+PARTIAL = LoraConfig(rank=8, target_modules=("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"))
+"""Fused layers of which a part has no adapter."""
 SETUPS = [
     pytest.param(Setup("scripted", KvPolicy.KEEP), id="scripted"),
     pytest.param(Setup("hf", KvPolicy.RECOMPUTE), id="hf-recompute"),
     pytest.param(Setup("hf", KvPolicy.KEEP), id="hf-keep"),
     pytest.param(Setup("vllm", KvPolicy.RECOMPUTE), id="vllm-recompute", marks=pytest.mark.engine),
     pytest.param(Setup("vllm", KvPolicy.KEEP, ranks=2), id="vllm-keep-tp2", marks=pytest.mark.engine),
+    pytest.param(Setup("hf", KvPolicy.KEEP, lora=LoraConfig(rank=4)), id="hf-lora"),
+    pytest.param(Setup("vllm", KvPolicy.RECOMPUTE, lora=LoraConfig(rank=8)), id="vllm-lora", marks=pytest.mark.engine),
+    pytest.param(Setup("vllm", KvPolicy.KEEP, ranks=2, lora=PARTIAL), id="vllm-lora-tp2", marks=[pytest.mark.engine, pytest.mark.slow]),
     pytest.param(Setup("sglang", KvPolicy.RECOMPUTE), id="sglang-recompute", marks=pytest.mark.engine),
     pytest.param(Setup("sglang", KvPolicy.KEEP), id="sglang-keep", marks=pytest.mark.engine),
 ]
@@ -45,15 +52,19 @@ SETUPS = [
 async def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench]:
     setup: Setup = request.param
     models = {"A": tiny_model(1), "B": tiny_model(2)}
+    published = {name: weights(model) for name, model in models.items()}
     directory: Path = tmp_path_factory.mktemp(setup.name)
     models["A"].save_pretrained(directory / "model")
+    if setup.lora.rank:
+        made = {name: adapted(models["A"], setup.lora, seed) for seed, name in enumerate(models)}
+        models, published = {name: model for name, (model, _) in made.items()}, {name: adapter for name, (_, adapter) in made.items()}
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     own = sglang_settings() if setup.name == "sglang" else {}
     config = EngineConfig(name=setup.name, kv=setup.kv, tensor_parallel_size=setup.ranks, seconds_per_token=0.001, **own)
-    engine = make_engine(config, directory / "model", f"{setup.name}.test")
+    engine = make_engine(config, directory / "model", f"{setup.name}.test", setup.lora)
     await engine.start()
     try:
-        yield Bench(engine, setup.kv, models, directory, computes=setup.name != "scripted")
+        yield Bench(engine, setup.kv, models, directory, published, computes=setup.name != "scripted")
     finally:
         await engine.close()
         await engine.close()

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from protocol.errors import SettingsError
-from protocol.lora import LoraConfig, adapter_shapes, adapter_targets
+from protocol.lora import NO_ADAPTERS, LoraConfig, adapter_shapes, adapter_targets
 from tests.trainer.lora.oracle import ALGORITHM, LORA, STEPS, targets_of, trained_by_hand
 from tests.trainer.lora.ranks import run
 from tests.trainer.megatron.launch import launch
@@ -84,7 +84,7 @@ def test_the_reference_resumes_bit_for_bit_and_refuses_another_rank(tmp_path: Pa
     with pytest.raises(SettingsError, match=r"rank 4 .* rank 2"):
         reference(tmp_path / "llama", LoraConfig(rank=2)).restore(tmp_path)
     with pytest.raises(SettingsError, match="lora none"):
-        reference(tmp_path / "llama", LoraConfig()).restore(tmp_path)
+        reference(tmp_path / "llama", NO_ADAPTERS).restore(tmp_path)
 
 
 def test_a_saved_adapter_and_the_merged_model_say_the_same(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_a_saved_adapter_and_the_merged_model_say_the_same(tmp_path: Path) -> No
     assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 4, 6.0)
     assert {name: tuple(t.shape) for name, t in saved.items()} == adapter_shapes(targets_of("llama"), 4)
     save_hf(backend, tmp_path / "hf", source=tmp_path / "llama")
-    whole = reference(tmp_path / "hf", LoraConfig())
+    whole = reference(tmp_path / "hf", NO_ADAPTERS)
     torch.testing.assert_close(whole.logprobs(make_batch("llama", 9)), backend.logprobs(make_batch("llama", 9)), atol=1e-5, rtol=0)
 
 
