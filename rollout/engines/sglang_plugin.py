@@ -94,6 +94,8 @@ class Rank:
         tied = bool(getattr(self._scheduler.model_config.hf_text_config, "tie_word_embeddings", False))
         self._share = Share(plan, architecture=architecture, tied=tied)
         self._recompute = recompute
+        with suppress(AttributeError, FileNotFoundError):  # both of its users hold it open; nobody would remove it
+            os.unlink(self._scheduler.load_snapshot_writer.path)
         return {"bytes": self._share.bytes}
 
     def stage(self, manifest: bytes, deadline_s: float) -> dict[str, Any]:

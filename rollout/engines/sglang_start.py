@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil  # type: ignore[import-untyped]
 import torch
 import xxhash
 
@@ -81,21 +82,35 @@ class SglangServer:
         return "no log"
 
     def kill(self) -> None:
-        """End all of its processes at once."""
-        if self._process is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+        """End all of its processes at once; Python's tracker of named semaphores then removes those and ends by itself."""
+        for process in self._group():
+            with suppress(psutil.Error):
+                if not any("resource_tracker" in word for word in process.cmdline()):
+                    process.kill()
 
     async def stop(self) -> None:
         """End all of its processes and remove what they left."""
         self.kill()
         if self._process is not None:
-            with suppress(TimeoutError):
+            try:
                 async with asyncio.timeout(EXIT_GRACE_S):
                     await self._process.wait()
                     await _group_gone(self._process.pid)
+            except TimeoutError:
+                with suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
         if self.url:
             await asyncio.to_thread(shutil.rmtree, self.directory, ignore_errors=True)
+
+    def _group(self) -> list[psutil.Process]:
+        if self._process is None:
+            return []
+        found = []
+        for process in psutil.process_iter():
+            with suppress(ProcessLookupError):
+                if os.getpgid(process.pid) == self._process.pid:
+                    found.append(process)
+        return found
 
 
 def server_command(config: EngineConfig, model_dir: Path, incarnation: str, port: int) -> list[str]:
