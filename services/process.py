@@ -223,22 +223,15 @@ def service_main(role: Role, serve: Serve) -> None:
     """The `main` of `python -m services.ROLE`."""
     name = os.environ.get("TETHER_INSTANCE", role)
     configure_logging(name)
-    started = False
-
-    async def serve_noted(process: Process) -> None:
-        nonlocal started
-        started = True
-        await serve(process)
-
     try:
         settings = load_settings()
-        uvloop.run(run_process(role, settings, name, serve_noted))
+        uvloop.run(run_process(role, settings, name, serve))
     except (KeyboardInterrupt, asyncio.CancelledError):
         sys.exit(EXIT_FAILED)
     except (Exception, BaseExceptionGroup) as error:
         line, code = explain(error)
-        if started and isinstance(innermost(error), Unavailable):
-            code = EXIT_FAILED  # it was there before: a restart may find it again
+        if isinstance(innermost(error), Unavailable):
+            code = EXIT_FAILED  # the ledger may only be away for a while: a restart may find it again
         if not isinstance(innermost(error), TetherError):
             log.exception("process.failed")
         log.error("process.failed %s", json.dumps(line))
