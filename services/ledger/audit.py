@@ -98,17 +98,6 @@ class Archiver:
         while await self.archive():
             pass
 
-    async def archive_loop(self, stop: asyncio.Event, interval_s: float = 1.0) -> None:
-        """Copy again and again until `stop` is set, then what is left."""
-        while not stop.is_set():
-            if not await self.archive():
-                try:
-                    async with asyncio.timeout(interval_s):
-                        await stop.wait()
-                except TimeoutError:
-                    pass
-        await self.archive_all()
-
 
 def last_sequence(path: Path) -> int:
     """Sequence of the last whole line, 0 if there is none. A torn last line, left by a crash, is cut off.

@@ -1,4 +1,3 @@
-import asyncio
 import copy
 import json
 from collections.abc import Callable
@@ -195,12 +194,10 @@ async def test_archive_refuses_a_gap_and_a_ledger_that_forgot(driver: Driver, tm
         await Archiver(driver.ledger, tmp_path).archive()
 
 
-async def test_archive_loop_empties_the_log_when_it_is_stopped(driver: Driver, tmp_path: Path) -> None:
+async def test_archive_all_empties_the_log(driver: Driver, tmp_path: Path) -> None:
     await driver.begin(B=1)
-    stop = asyncio.Event()
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(Archiver(driver.ledger, tmp_path).archive_loop(stop, interval_s=60), name="archive")
-        await driver.step(1)
-        stop.set()
+    await driver.step(1)
+    await Archiver(driver.ledger, tmp_path, batch=2).archive_all()
+    assert list(await driver.ledger.events(0, 10)) == []
     assert verify(tmp_path / FILE).trained == 1
     await driver.refused(Reason.WRONG_STATE, driver.ledger.archived(10_000))
