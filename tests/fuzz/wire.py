@@ -18,7 +18,7 @@ from reward.pool import ScorePool
 from reward.score import score_rollout
 from services.ingest import check_scored
 from tests.fuzz.target import Form, Target
-from tests.protocol.samples import GOLDEN, SAMPLES
+from tests.protocol.samples import GOLDEN, ROLLOUT, SAMPLES
 
 PAYLOADS = [encode_payload(message) for message in SAMPLES.values()]
 VERSION = 10
@@ -132,11 +132,22 @@ MANIFESTS = [
     encode_payload(msgspec.structs.replace(MANIFEST, tensors=(TensorEntry("a", "float32", dims, 0, 0, 4 * math.prod(dims), 1),)))
     for dims in ((2, 3), (-2, -3), (-2, 3), (0, -1))
 ]
+ROLLOUTS = [
+    encode_payload(msgspec.structs.replace(ROLLOUT, **change))
+    for change in (
+        {},
+        {"group": (1 << 64) - 1},
+        {"environment_rewards": Array.of([[0.0], [1.0]], "float32")},
+        {"environment_rewards": Array.of(0.0, "float32")},
+        {"lengths": Array.of([2**31 - 1, 2**31 - 1], "int32")},
+    )
+]
+SCORED = [encode_payload(SAMPLES["scored"]), *ROLLOUTS]
 TARGETS = {
     "frame": Target(frame, FRAMES, Form.FRAME),
     "message": Target(message, PAYLOADS, Form.MSGPACK),
-    "scored": Target(scored, [encode_payload(SAMPLES["scored"]), encode_payload(SAMPLES["rollout"])], Form.MSGPACK),
-    "rollout": Target(rollout, [encode_payload(SAMPLES["rollout"])], Form.MSGPACK),
+    "scored": Target(scored, SCORED, Form.MSGPACK),
+    "rollout": Target(rollout, ROLLOUTS, Form.MSGPACK),
     "array": Target(
         array, [msgspec.msgpack.encode(Array.of([[1, 2], [3, 4]], kind)) for kind in ("int32", "float32", "bool")], Form.MSGPACK
     ),
