@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 from tests.integration.loop import ROOT
 
 T = TypeVar("T")
+POLL_S = 0.02
+"""Between two looks: leaves the processor to those that are waited for."""
 
 
 def environment(**extra: str) -> dict[str, str]:
@@ -63,6 +65,7 @@ def until(ready: Callable[[], T | None], *, seconds: float, what: str) -> T:
         answer = ready()
         if answer is not None and answer is not False:
             return answer
+        time.sleep(POLL_S)
     raise TimeoutError(f"{what} did not happen within {seconds:.0f} s")
 
 
