@@ -12,6 +12,7 @@ from services.bus.broadcast import Broadcaster
 from services.ledger.interface import Taken
 from services.process import Process
 from services.settings import Settings
+from trainer.adapter import as_published, save_adapter
 from trainer.algorithms.base import Algorithm
 from trainer.archive import Archive
 from trainer.backend import Backend, StepStats
@@ -72,7 +73,8 @@ class RankZero:
     def publish(self, version: int) -> WeightManifest:
         """Export on every rank and make the version available (compute thread)."""
         announce(ExportCommand())
-        tensors = in_dtype(self.backend.export(), self.process.settings.engine.dtype)
+        trained = as_published(self.backend.export(), self.backend.targets, self.backend.lora)
+        tensors = in_dtype(trained, self.process.settings.engine.dtype)
         return self.sender.publish(self.epoch, version, tensors, base_model=self.backend.architecture)
 
     def save(self, version: int, digest: int, sequence: int) -> None:
@@ -84,10 +86,14 @@ class RankZero:
             save_part(self.backend, directory)
 
     def export_hf(self, directory: Path) -> None:
-        """Write the model as a Hugging Face directory (compute thread)."""
+        """Write the model as a Hugging Face directory, and an adapter beside it as PEFT does (compute thread)."""
         source = self.process.settings.model_dir
         announce(ExportHfCommand(str(directory), str(source)))
         save_hf(self.backend, directory, source=source)
+        if self.backend.targets:
+            announce(ExportCommand())
+            adapter = directory.with_name(f"adapter_{directory.name}")
+            save_adapter(self.backend.export(), adapter, self.backend.lora, source)
 
     def restore(self, directory: Path) -> None:
         """Go back to a checkpoint on every rank (compute thread)."""

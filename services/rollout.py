@@ -32,7 +32,7 @@ async def serve(process: Process) -> None:
     prompts = await asyncio.to_thread(make_source, settings.prompts)
     renderer = await asyncio.to_thread(Renderer, settings.model_dir, settings.render)
     environment = make_environment(settings.environment)
-    engine = make_engine(settings.engine, settings.model_dir, process.incarnation)
+    engine = make_engine(settings.engine, settings.model_dir, process.incarnation, settings.lora)
     identity: dict[str, Any] = {"run": process.run, "incarnation": process.incarnation, "role": Role.ROLLOUT, "config": settings.bus}
     process.info["engine"] = settings.engine.name
     try:

@@ -15,11 +15,12 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from protocol.errors import SettingsError
 from protocol.ids import checked_run_id
+from protocol.lora import LoraConfig
 from protocol.names import checked_name
 from protocol.staleness import Bound, Policy
 from reward.config import RewardConfig
 from rollout.engines.base import DTYPES, EngineConfig
-from rollout.engines.registry import ENGINES
+from rollout.engines.registry import ENGINES, SERVE_ADAPTERS
 from rollout.environments.base import EnvironmentConfig
 from rollout.generate import SamplingConfig
 from rollout.prompts.base import PromptConfig
@@ -167,6 +168,7 @@ class Settings:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     weights: WeightConfig = field(default_factory=WeightConfig)
     services: ServicesConfig = field(default_factory=ServicesConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
@@ -268,6 +270,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "parallel.pipeline_model_parallel_size": (1, 4096),
     "parallel.data_parallel_size": (1, 4096),
     "weights.bucket_mb": (1, 1e5),
+    "lora.rank": (0, 1e5),
 }
 """Setting -> smallest and largest value."""
 
@@ -278,6 +281,10 @@ def _check(settings: Settings) -> None:
     checked_name(settings.engine.dtype, DTYPES, "setting engine.dtype:")
     checked_name(settings.trainer.backend, BACKENDS, "setting trainer.backend:")
     checked_name(settings.algorithm.name, ALGORITHMS, "setting algorithm.name:")
+    if settings.lora.rank and settings.engine.name not in SERVE_ADAPTERS:
+        raise SettingsError(
+            f"setting lora.rank: engine {settings.engine.name!r} does not serve adapters; use {' or '.join(SERVE_ADAPTERS)}"
+        )
     checked_name(settings.weights.transport, TRANSPORTS, "setting weights.transport:")
     for dotted, (low, high) in RANGES.items():
         section, key = dotted.split(".")

@@ -38,6 +38,7 @@ def build_backend(settings: Settings) -> Backend:
         optimizer=settings.optimizer,
         trainer=settings.trainer,
         algorithm=make_algorithm(settings.algorithm),
+        adapters=settings.lora,
     )
 
 

@@ -211,7 +211,8 @@ class TrainLoop:
         shutil.rmtree(target, ignore_errors=True)
         self._rank.export_hf(target)
         for old in sorted(directory.glob("step_*"))[: -self._process.settings.trainer.keep_checkpoints]:
-            shutil.rmtree(old, ignore_errors=True)
+            for stale in (old, old.with_name(f"adapter_{old.name}")):
+                shutil.rmtree(stale, ignore_errors=True)
 
     def _report(
         self,

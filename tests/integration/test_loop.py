@@ -5,6 +5,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from protocol.codec import decode_payload
 from protocol.messages import ScoredRollout
@@ -74,6 +76,24 @@ async def test_every_transport_brings_every_version(tmp_path: Path, transport: s
     run = await run_to_end(small(tmp_path, f"weights.transport={transport}", "bound.max_staleness=0"))
     assert (run.status.version, run.audit.violations, run.audit.max_lag) == (3, [], 0)
     assert [event["version"] for event in of(run, "applied")][:3] == [0, 1, 2]
+
+
+async def test_adapters_alone_are_trained_published_and_served(tmp_path: Path) -> None:
+    settings = small(tmp_path / "run", "lora.rank=8", "bound.max_staleness=0", "optimizer.lr=0.03", "algorithm.entropy_coef=0.1")
+    run = await run_to_end(settings)
+    assert (run.status.version, run.audit.violations) == (3, [])
+    assert all(step["logprob_error_max"] < 1e-4 for step in run.steps)  # the engine computes with the trainer's own adapter
+    exports = tmp_path / "run" / "exports"
+    adapter, merged = (
+        load_file(exports / "adapter_step_00000003/adapter_model.safetensors"),
+        load_file(exports / "step_00000003/model.safetensors"),
+    )
+    base = load_file(settings.model_dir / "model.safetensors")
+    weight = "model.layers.1.mlp.up_proj.weight"
+    a, b = (adapter[f"base_model.model.{weight.removesuffix('.weight')}.lora_{side}.weight"] for side in "AB")
+    assert (b @ a).abs().max() > 0.01
+    torch.testing.assert_close(merged[weight], base[weight] + settings.lora.scaling * b @ a)
+    assert torch.equal(merged["model.norm.weight"], base["model.norm.weight"])
 
 
 async def test_prompts_that_run_out_end_the_run_with_a_short_step(tmp_path: Path) -> None:
