@@ -7,7 +7,7 @@ from typing import Any
 import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from protocol.errors import Refused
+from protocol.errors import Reason, Refused
 from protocol.lifecycle import GroupState
 from protocol.staleness import Bound, Policy, holds, trainable_counts
 from services.ledger.interface import Lease, Peer, Taken
@@ -34,6 +34,8 @@ class Machine(RuleBasedStateMachine):
         super().__init__()
         self.runner = asyncio.Runner()
         self.calls = 0
+        self.last: Callable[[Any], Awaitable[Any]] | None = None
+        """The newest call, if it was not refused."""
         self.request = ""
         self.epochs = ["e0"]
         self.leases: list[Lease] = []
@@ -56,7 +58,16 @@ class Machine(RuleBasedStateMachine):
         expected = self.runner.run(outcome(self.memory.ledger))
         found = self.runner.run(outcome(self.redis.ledger))
         assert found == expected
+        self.last = None if isinstance(expected, Reason) else call
+        self.answer = expected
         return expected
+
+    def lose_answer(self) -> None:
+        """The caller of the newest call has not got its answer and makes it again: the answer is the same, and nothing changes."""
+        call, answer, before = self.last, self.answer, self.memory.ledger.book.sequence
+        if call is not None:
+            assert self.both(call) == answer
+            assert self.memory.ledger.book.sequence == before
 
     @initialize(
         E=st.integers(0, 2), B=st.integers(1, 3), policy=st.sampled_from(Policy), prompts=st.sampled_from([None, None, 12]),
@@ -210,6 +221,8 @@ class Machine(RuleBasedStateMachine):
     # -- rules -------------------------------------------------------------------------------------------------------
     def play(self, move: str, pick: Pick) -> None:
         getattr(self, move)(pick)
+        if pick(range(0, 6)) == 5:
+            self.lose_answer()
         self.equal()
 
     @rule(moves=st.lists(st.sampled_from(PROGRESS * 2 + DISTURB), min_size=5, max_size=25), data=st.data())
