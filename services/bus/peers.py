@@ -15,7 +15,7 @@ from services.bus.stats import BusStats
 
 log = logging.getLogger(__name__)
 
-MAX_PEERS = 4_096
+MAX_PEERS = 16_384
 MAX_OWED = 65_536
 """Acknowledgements that wait for one peer that does not read; more are dropped, and told when the message comes again."""
 
@@ -79,6 +79,8 @@ class Peers:
             peer = self._peers[connection] = Peer(hello.sender)
             log.debug("bus.peer topic=%s sender=%s role=%s", self._topic.name, hello.sender, hello.role)
         peer.account.seen = max(peer.account.seen, hello.sent)
+        if self._topic.window:
+            self._owing[connection] = None
         self._top_up()
         self._heartbeat(connection, peer)
 
@@ -122,12 +124,17 @@ class Peers:
             else:
                 self._tell(connection, peer)
 
-    def _top_up(self) -> None:
-        if not self._topic.window:
+    def _top_up(self, *, everybody: bool = False) -> None:
+        window = self._topic.window
+        if not window:
             return
-        connections = {id(peer.account): connection for connection, peer in self._peers.items()}
-        orphans = self._held() - sum(peer.account.unfinished for peer in self._peers.values())
-        for account in top_up(self._topic.window, [peer.account for peer in self._peers.values()], orphans):
+        if len(self._peers) >= window and not everybody:
+            # Each has one message promised and nothing is free, but for those who are told of an end: there is no need to look at all.
+            among, orphans = {c: self._peers[c] for c in self._owing if c in self._peers}, window
+        else:
+            among, orphans = self._peers, self._held() - sum(peer.account.unfinished for peer in self._peers.values())
+        connections = {id(peer.account): connection for connection, peer in among.items()}
+        for account in top_up(window, [peer.account for peer in among.values()], orphans):
             self._owing[connections[id(account)]] = None
 
     def _tell(self, connection: bytes, peer: Peer) -> bool:
@@ -147,7 +154,7 @@ class Peers:
     def _beat(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(self._heartbeat_s, self._beat)
         self._sequence += 1
-        self._top_up()
+        self._top_up(everybody=True)
         for connection, peer in list(self._peers.items()):
             self._heartbeat(connection, peer)
 
