@@ -41,8 +41,13 @@ LOAD = (
     "run.name=soak", "run.steps=1000000000", "bound.max_staleness=4", "bound.groups_per_step=64", "sampling.samples_per_prompt=2",
     "sampling.max_tokens=8", "engine.seconds_per_token=0.2", "engine.straggler_share=0.02", "engine.straggler_factor=10.0",
     "trainer.step_s=1.2", "trainer.checkpoint_every=10", "rollout.groups_in_flight=2", "reward.workers=1", "monitor.enabled=false",
+    "bound.drop_window=4096",
 )  # fmt: skip
-"""The trainer is the slowest part, so that rule F is at its limit and the workers ask for leases in vain, as in a real run."""
+"""The trainer is the slowest part, so that rule F is at its limit and the workers ask for leases in vain, as in a real run.
+A machine that stalls for seconds makes groups stale by the dozen: the window of drops is large enough that the run is not halted for it."""
+
+ALLOCATOR = {"MALLOC_ARENA_MAX": "2"}
+"""A fleet has hundreds of ZeroMQ threads; without a limit each of the allocator's many arenas grows to its own high-water mark."""
 
 
 class Soak:
@@ -58,10 +63,10 @@ class Soak:
 
     def start(self, name: str, *arguments: str) -> None:
         """Start a process of the run; its log is RUN_DIR/logs/NAME.log."""
-        environ = {**os.environ, "TETHER_CONFIG": str(self.settings.run_dir / "settings.json"), "TETHER_REDIS_URL": self._server.url}
+        run = {"TETHER_CONFIG": str(self.settings.run_dir / "settings.json"), "TETHER_REDIS_URL": self._server.url, "TETHER_INSTANCE": name}
         with (self.settings.run_dir / "logs" / f"{name}.log").open("wb") as log:
             self.processes[name] = Popen(
-                [sys.executable, "-m", *arguments], cwd=ROOT, env={**environ, "TETHER_INSTANCE": name}, stdin=DEVNULL, stdout=log,
+                [sys.executable, "-m", *arguments], cwd=ROOT, env={**os.environ, **ALLOCATOR, **run}, stdin=DEVNULL, stdout=log,
                 stderr=STDOUT, start_new_session=True, preexec_fn=tied_to_this_process(),
             )  # fmt: skip
 
