@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from protocol.lora import NO_ADAPTERS, LoraConfig
 from protocol.messages import ScoredRollout
 from protocol.tensors import Array
 from rollout.engines.base import Engine, EngineConfig, Sampling
@@ -21,6 +22,7 @@ from rollout.environments.registry import make_environment
 from rollout.generate import generate_group
 from rollout.prompts.base import Prompt
 from rollout.render import RenderConfig, Renderer
+from trainer.adapter import as_published
 from trainer.algorithms.registry import make_algorithm
 from trainer.batch import Batch
 from trainer.config import AlgorithmConfig, OptimizerConfig, ParallelConfig, ScratchConfig, TrainerConfig, WeightConfig
@@ -64,11 +66,12 @@ def under(model: torch.nn.Module, weights: Mapping[str, torch.Tensor], batch: Ba
     return torch.nn.functional.pad(chosen, (1, 0))
 
 
-async def test_engine_and_trainer_agree_on_every_version(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lora", [NO_ADAPTERS, pytest.param(LoraConfig(rank=8), marks=pytest.mark.slow)], ids=["whole", "lora"])
+async def test_engine_and_trainer_agree_on_every_version(tmp_path: Path, lora: LoraConfig) -> None:
     model_dir = build_scratch(
         ScratchConfig(vocabulary="0123456789= ", initializer_range=0.1, max_position_embeddings=64), tmp_path / "model"
     )
-    engine = make_engine(EngineConfig(name="vllm", max_model_len=64), model_dir, "e")
+    engine = make_engine(EngineConfig(name="vllm", max_model_len=64), model_dir, "e", lora)
     renderer = Renderer(model_dir, RenderConfig(stop_at_eos=False))
     algorithm = make_algorithm(AlgorithmConfig())
     sender = make_sender(WeightConfig(transport="disk"), run="on-policy", run_dir=tmp_path)
@@ -76,15 +79,17 @@ async def test_engine_and_trainer_agree_on_every_version(tmp_path: Path) -> None
     backend = MegatronBackend(
         model_dir,
         parallel=ParallelConfig(),
-        optimizer=OptimizerConfig(lr=3e-3),
+        optimizer=OptimizerConfig(lr=3e-2 if lora.rank else 3e-3),
         trainer=TrainerConfig(micro_batch_size=8),
         algorithm=algorithm,
+        adapters=lora,
     )
     reference, before = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval(), None
     try:
         for version in range(VERSIONS):
-            weights = {name: tensor.clone() for name, tensor in backend.export()}
-            manifest = sender.publish("epoch", version, weights.items(), base_model=backend.architecture)
+            weights = {name: tensor.clone() for name, tensor in backend.export_model()}
+            published = as_published(backend.export(), backend.targets, lora)
+            manifest = sender.publish("epoch", version, published, base_model=backend.architecture)
             await engine.stage(manifest)
             await engine.commit(manifest)
             groups = await scored_groups(engine, renderer, version)
