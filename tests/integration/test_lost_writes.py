@@ -72,8 +72,8 @@ def arguments(run_dir: Path, steps: int) -> list[str]:
 
 def reaches(run_dir: Path, step: int, up: "subprocess.Popen[bytes]") -> None:
     """Wait until a step is made, or the run has ended."""
-    made = until(lambda: up.poll() is not None or len(read_steps(run_dir / "metrics.jsonl")) >= step, seconds=180, what=f"step {step}")
-    assert made and up.poll() is None, f"the run ended before step {step}"
+    until(lambda: up.poll() is not None or len(read_steps(run_dir / "metrics.jsonl")) >= step, seconds=180, what=f"step {step}")
+    assert up.poll() is None, f"the run ended before step {step}"
 
 
 def events(run_dir: Path) -> list[dict[str, Any]]:
