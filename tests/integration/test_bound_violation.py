@@ -1,0 +1,35 @@
+"""The trainer does not believe the ledger: a token over the bound of its lease ends the run, whoever let it through."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import redis
+
+from services.process import EXIT_FAILED, explain
+from tests.integration.loop import running, settings_for
+
+SPOIL = """
+for _, id in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
+  local group = cjson.decode(redis.call('HGET', KEYS[2], id))
+  group.max_staleness = -1
+  redis.call('HSET', KEYS[2], id, cjson.encode(group))
+end
+"""
+"""Scored groups are said to have been leased under a bound that no token keeps."""
+
+
+@pytest.mark.parametrize("policy", ["wait", "drop"])
+async def test_a_token_over_the_bound_ends_the_run_and_names_the_group(tmp_path: Path, policy: str) -> None:
+    settings = settings_for(tmp_path, "stragglers.toml", f"bound.staleness_policy={policy}", "run.steps=1000")
+    with pytest.raises(BaseExceptionGroup) as caught:
+        async with asyncio.timeout(120), running(settings) as live:
+            keys = live.ledger.keys
+            with redis.Redis.from_url(live.settings.ledger.url) as client:
+                while True:
+                    client.eval(SPOIL, 2, keys.of("scored"), keys.of("groups"))
+                    await asyncio.sleep(0.001)
+    line, code = explain(caught.value)
+    assert line.startswith("BoundViolation: group ")
+    assert line.endswith("over the bound of -1")
+    assert code == EXIT_FAILED
