@@ -24,8 +24,11 @@ from services.process import Process
 
 log = logging.getLogger("tether.leasing")
 
-POLL_S = (0.01, 0.25)
-"""Shortest and longest wait between two attempts to lease."""
+POLL_S = (0.02, 2.0)
+"""Shortest and longest wait between two attempts to lease. Most room comes with a version, which wakes a worker at once; thousands that ask
+in vain four times a second would be the ledger's largest load."""
+LOOK_S = 0.25
+"""How often a worker whose places are all taken looks whether it is to stop."""
 ENDS = frozenset({Reason.HALTED})
 
 
@@ -51,6 +54,7 @@ class GroupRunner:
     async def run(self) -> None:
         """Lease until the process is to stop, then drain: finish for `drain_s`, hand back the rest."""
         async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._nudge_at_stop(), name="lease.stop")
             await self._lease_loop(tasks)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._config.drain_s):
@@ -63,8 +67,13 @@ class GroupRunner:
         """There may be room under the bound now: ask for a lease at once."""
         self._nudged.set()
 
+    async def _nudge_at_stop(self) -> None:
+        await self._process.stop.wait()
+        self.nudge()
+
     def abort(self, groups: tuple[int, ...]) -> None:
         """Stop working on groups that the trainer dropped. Their tasks find their lease gone; nothing is handed back."""
+        self.nudge()
         for group in groups:
             if group in self._tasks:
                 self._process.metrics.count("group.aborted")
@@ -73,7 +82,7 @@ class GroupRunner:
     async def _lease_loop(self, tasks: asyncio.TaskGroup) -> None:
         while not self._process.stop.is_set():
             try:
-                async with asyncio.timeout(POLL_S[1]):
+                async with asyncio.timeout(LOOK_S):
                     await self._places.acquire()
             except TimeoutError:
                 continue  # every place is taken; look whether the process is to stop
@@ -111,7 +120,7 @@ class GroupRunner:
                         raise
                     self._process.metrics.count(f"lease.refused.{refusal.reason}")
                     because(refusal.reason)
-                    delay = POLL_S[0] if await self._nudged_within(delay) else min(delay * 1.5, POLL_S[1])
+                    delay = POLL_S[0] if await self._nudged_within(delay) else min(delay * 2, POLL_S[1])
                 else:
                     self._process.metrics.seconds.labels("lease_wait").observe(time.monotonic() - began)
                     return lease
