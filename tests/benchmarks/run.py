@@ -1,6 +1,6 @@
 """`make bench`: every figure against its reference in the same run, as a table and as JSON.
 
-    python -m tests.benchmarks.run --out runs/bench.json [--quick] [--only bus,ledger,loop,real]
+    python -m tests.benchmarks.run --out runs/bench.json [--quick] [--only bus,ledger,weights,loop,real]
 
 Exit code 1 if a section failed. An aim that is missed is printed, and is no failure: figures depend on the machine.
 """
@@ -23,7 +23,7 @@ from typing import Any
 import zmq
 
 from services.ledger.server import find_server
-from tests.benchmarks import bus, ledger, loop
+from tests.benchmarks import bus, ledger, loop, weights
 from tests.benchmarks.table import Figure, render
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,7 +42,13 @@ PACKAGES = (
     "megatron-core",
 )
 Section = Callable[..., tuple[dict[str, Figure], list[str]]]
-SECTIONS: dict[str, Section] = {"bus": bus.figures, "ledger": ledger.run, "loop": loop.run_scripted, "real": loop.run_real}
+SECTIONS: dict[str, Section] = {
+    "bus": bus.figures,
+    "ledger": ledger.run,
+    "weights": weights.run,
+    "loop": loop.run_scripted,
+    "real": loop.run_real,
+}
 QUIET = 1.0
 """Load average over which the figures are not to be trusted."""
 

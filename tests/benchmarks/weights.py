@@ -1,0 +1,130 @@
+"""From the trainer's tensors to the engine's live ones, by transport: publish, stage and commit against one plain copy in the same run.
+
+    python -m tests.benchmarks.weights [--mb 512] [--repeats 7] [--dtype bfloat16]
+
+The engine's side is a process of its own that stages into a copy and commits it, with the code that the engines use. Shapes are those of
+a dense decoder with a hidden size of 2048 and as many layers as the size asks for.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import torch
+
+from protocol.messages import WeightManifest
+from rollout.engines.staging import Staging, whole_source
+from tests.benchmarks.table import Figure, Run, figure, render
+from trainer.config import WeightConfig
+from trainer.weights.registry import make_sender
+
+ROOT = Path(__file__).parents[2]
+HIDDEN = 2048
+LAYER = (("attn", (4 * HIDDEN, HIDDEN)), ("up", (4 * HIDDEN, HIDDEN)), ("down", (HIDDEN, 4 * HIDDEN)), ("norm", (HIDDEN,)))
+TRANSPORTS = ("shm", "disk", "nccl")
+TIMEOUT_S = 300.0
+
+
+def shapes(megabytes: int, dtype: torch.dtype) -> dict[str, tuple[int, ...]]:
+    """Tensors of about so many MB."""
+    layer = sum(torch.Size(shape).numel() for _, shape in LAYER) * dtype.itemsize
+    layers = max(1, round(megabytes * 1e6 / layer))
+    return {f"layers.{i}.{name}": shape for i in range(layers) for name, shape in LAYER}
+
+
+def tensors(megabytes: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Random ones, so that nothing is compressed or shared by being zero."""
+    return {name: torch.randn(shape).to(dtype) for name, shape in shapes(megabytes, dtype).items()}
+
+
+def engine(megabytes: int, dtype: torch.dtype) -> None:
+    """Stage and commit every manifest that comes as a line of hex; answer {"stage_s", "commit_s"}."""
+    torch.set_num_threads(1)
+    live = {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes(megabytes, dtype).items()}
+    copy = {name: torch.zeros_like(tensor) for name, tensor in live.items()}
+    staging = Staging({name: whole_source(tensor) for name, tensor in copy.items()})
+    print("ready", flush=True)
+    for line in sys.stdin:
+        manifest = msgspec.msgpack.decode(bytes.fromhex(line), type=WeightManifest)
+        began = time.perf_counter()
+        staging.fetch(manifest, TIMEOUT_S)
+        staged = time.perf_counter()
+        staging.take(manifest)
+        torch._foreach_copy_(list(live.values()), list(copy.values()))
+        print(json.dumps({"stage_s": staged - began, "commit_s": time.perf_counter() - staged}), flush=True)
+
+
+def measure(transport: str, source: dict[str, torch.Tensor], arguments: list[str], directory: Path, repeats: int) -> Iterator[Run]:
+    """MB/s of each phase, and of a plain copy, `repeats` times after a first that is not counted."""
+    megabytes = sum(tensor.nbytes for tensor in source.values()) / 1e6
+    other = {name: torch.zeros_like(tensor) for name, tensor in source.items()}
+    sender = make_sender(WeightConfig(transport=transport, timeout_s=TIMEOUT_S), run="bench", run_dir=directory)
+    command = [sys.executable, "-m", "tests.benchmarks.weights", "--engine", *arguments]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdout.readline()
+            for version in range(repeats + 1):
+                began = time.perf_counter()
+                manifest = sender.publish("bench", version, source.items())
+                published = time.perf_counter()
+                process.stdin.write(msgspec.msgpack.encode(manifest).hex() + "\n")
+                process.stdin.flush()
+                found = json.loads(process.stdout.readline())
+                copied = time.perf_counter()
+                torch._foreach_copy_(list(other.values()), list(source.values()))
+                plain = time.perf_counter() - copied
+                sender.retire(frozenset())
+                seconds = {"publish": published - began, "stage": found["stage_s"], "commit": found["commit_s"], "copy": plain}
+                if version:
+                    yield {"all": megabytes / sum(seconds[key] for key in ("publish", "stage", "commit"))} | {
+                        key: megabytes / value for key, value in seconds.items()
+                    }
+        finally:
+            process.kill()
+            sender.close()
+
+
+def run(
+    directory: Path, *, quick: bool = False, megabytes: int = 512, repeats: int = 7, dtype: str = "float32"
+) -> tuple[dict[str, Figure], list[str]]:
+    """The section of `make bench`."""
+    torch.set_num_threads(1)
+    if quick:
+        megabytes, repeats = 200, 1
+    source = tensors(megabytes, getattr(torch, dtype))
+    figures: dict[str, Figure] = {}
+    for transport in TRANSPORTS:
+        runs = list(measure(transport, source, ["--mb", str(megabytes), "--dtype", dtype], directory / transport, repeats))
+        for phase in ("publish", "stage", "commit", "all"):
+            figures[f"weights.{transport}.{phase}"] = figure(runs, phase, unit="MB/s", reference="copy")
+    return figures, [
+        f"weights: {sum(t.nbytes for t in source.values()) / 1e6:.0f} MB in {len(source)} {dtype} tensors; the reference is one copy in memory"
+    ]
+
+
+def main() -> None:
+    """The engine's side, or the table."""
+    parser = argparse.ArgumentParser(description="Weight transports.")
+    parser.add_argument("--mb", type=int, default=512)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--engine", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.engine:
+        engine(arguments.mb, getattr(torch, arguments.dtype))
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        found, notes = run(Path(directory), megabytes=arguments.mb, repeats=arguments.repeats, dtype=arguments.dtype)
+    print(render(found), *notes, sep="\n")
+
+
+if __name__ == "__main__":
+    main()
