@@ -5,6 +5,8 @@ What grows with their number and is called often is a fault; what is called once
 
 import asyncio
 import itertools
+import tempfile
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from protocol.errors import Refused
 from protocol.ids import new_token
 from protocol.staleness import Bound, Policy
 from protocol.topics import Role
+from services.ledger.audit import Archiver
 from services.ledger.interface import Peer, RunSpec
 from services.ledger.ledger import RedisLedger
 
@@ -78,6 +81,9 @@ class Crowd:
             "status": await self.micros(few, lambda _: ledger.status()),
             "peers": await self.micros(few, lambda _: ledger.peers()),
         }
+        before = time.process_time()
+        await ledger.peers()
+        found["list a process, client"] = (time.process_time() - before) / size * 1e6
         before = server_cpu_s(self._pid)
         await self.many(size, lambda group: ledger.accept(group, self._tokens[group], {0: 1024}))
         found["accept"] = (server_cpu_s(self._pid) - before) / size * 1e6
@@ -94,6 +100,11 @@ class Crowd:
         before = server_cpu_s(self._pid)
         await self.many(size, self._lease)
         found["lease"] = (server_cpu_s(self._pid) - before) / size * 1e6
+        with tempfile.TemporaryDirectory(prefix="tether-costs-") as directory:
+            last = (await ledger.head()).sequence
+            before = time.process_time()
+            await Archiver(ledger, Path(directory)).archive_all()
+            found["archive an event, client"] = (time.process_time() - before) / last * 1e6
         return found
 
     async def _register(self, index: int) -> None:
