@@ -105,9 +105,8 @@ def run(
         runs = list(measure(transport, source, ["--mb", str(megabytes), "--dtype", dtype], directory / transport, repeats))
         for phase in ("publish", "stage", "commit", "all"):
             figures[f"weights.{transport}.{phase}"] = figure(runs, phase, unit="MB/s", reference="copy")
-    return figures, [
-        f"weights: {sum(t.nbytes for t in source.values()) / 1e6:.0f} MB in {len(source)} {dtype} tensors; the reference is one copy in memory"
-    ]
+    size = sum(tensor.nbytes for tensor in source.values()) / 1e6
+    return figures, [f"weights: {size:.0f} MB in {len(source)} {dtype} tensors; the reference is one copy in memory"]
 
 
 def main() -> None:
