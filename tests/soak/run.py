@@ -34,14 +34,14 @@ from tests.soak.probe import Probe
 from tests.soak.report import report
 
 SAMPLE_S = 5.0
-START_S = 300.0
+START_S = 600.0
 DRAIN_S = 90.0
 FLEETS = 4
 LOAD = (
     "run.name=soak", "run.steps=1000000000", "bound.max_staleness=4", "bound.groups_per_step=64", "sampling.samples_per_prompt=2",
     "sampling.max_tokens=8", "engine.seconds_per_token=0.2", "engine.straggler_share=0.02", "engine.straggler_factor=10.0",
     "trainer.step_s=1.2", "trainer.checkpoint_every=10", "rollout.groups_in_flight=2", "reward.workers=1", "monitor.enabled=false",
-    "bound.drop_window=4096",
+    "bound.drop_window=4096", "ledger.ttl_s=15",
 )  # fmt: skip
 """The trainer is the slowest part, so that rule F is at its limit and the workers ask for leases in vain, as in a real run.
 A machine that stalls for seconds makes groups stale by the dozen: the window of drops is large enough that the run is not halted for it."""
@@ -77,10 +77,13 @@ class Soak:
                 tail = (self.settings.run_dir / "logs" / f"{name}.log").read_text(errors="replace")[-2000:]
                 raise RuntimeError(f"{name} ended with {process.returncode}: {tail}")
 
-    async def until_up(self, workers: int) -> None:
-        """Wait until all workers are registered and the first steps are made."""
+    async def until_up(self, rollouts: int) -> None:
+        """Wait until all engines have weights and the first steps are made."""
         async with asyncio.timeout(START_S):
-            while len(await self._ledger.peers()) < workers or (await self._ledger.status()).version < 3:
+            while True:
+                status = await self._ledger.status()
+                if len(status.engines) >= rollouts and status.version >= 3:
+                    return
                 self.alive()
                 await asyncio.sleep(0.5)
 
@@ -160,7 +163,7 @@ async def soaking(settings: Settings, rollouts: int, rewards: int) -> AsyncItera
                         f"fleet{index}", "tests.soak.fleet", f"fleet{index}",
                         str(len(range(index, rollouts, fleets))), str(len(range(index, rewards, fleets))),
                     )  # fmt: skip
-                await soak.until_up(rollouts + rewards + 2)
+                await soak.until_up(rollouts)
                 yield soak
                 await Archiver(ledger, settings.run_dir).archive_all()
             finally:
