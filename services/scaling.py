@@ -81,7 +81,7 @@ def ask(run_dir: Path, counts: Mapping[Role, int]) -> None:
         raise SettingsError(f"no `tether up` is running in {run_dir}: start it with --rollouts and --rewards, or start services yourself")
     request = run_dir / FILE
     aside = run_dir / f"{FILE}.{os.getpid()}"
-    aside.write_text(json.dumps(counts))
+    aside.write_text(json.dumps([f"{role}s={count}" for role, count in counts.items()]))
     try:
         os.link(aside, request)
     except FileExistsError:
@@ -102,10 +102,10 @@ async def obey_loop(run_dir: Path, fleet: Fleet) -> None:
     while True:
         await asyncio.sleep(POLL_S)
         try:
-            counts = {Role(role): int(count) for role, count in json.loads(request.read_text()).items()}
+            counts = parse_counts(json.loads(request.read_text()))
         except FileNotFoundError:
             continue
-        except (ValueError, AttributeError, TypeError) as error:
+        except (ValueError, AttributeError, TypeError) as error:  # not one of ours
             log.error("scale.unreadable error=%s", error)
             counts = {}
         for role, count in counts.items():
