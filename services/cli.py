@@ -96,7 +96,6 @@ def replay(
     """Build the batch of a past step again, bit for bit, from log and archive; exit code 1 if it is not what was trained."""
     from services.replay import render_replay, replay_step
 
-    configure_logging("replay")
     facts = replay_step(run_settings(run_dir), step, train=train)
     print(json.dumps(facts, indent=2) if as_json else render_replay(facts))
     if not facts["equal"] or not facts.get("train", facts)["equal"]:

@@ -247,7 +247,8 @@ def _in_ranks(run_dir: Path, step: int, ranks: int) -> dict[str, Any]:
     done = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise TetherError(f"the trainer's ranks failed with exit code {done.returncode}; what they said is above")
-    facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    said = [line for line in done.stdout.splitlines() if line.startswith("{")]  # libraries may print, too
+    facts: dict[str, Any] = json.loads(said[-1])
     return facts
 
 

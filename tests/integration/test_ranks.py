@@ -1,5 +1,6 @@
-"""A run whose trainer has two ranks, started by torchrun as `tether up` does it."""
+"""A run whose trainer has two ranks, started by torchrun as `tether up` does it, and the replay of one of its steps."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -24,4 +25,8 @@ def test_two_ranks_make_all_steps(tmp_path: Path, layout: str) -> None:
     assert [step["step"] for step in read_steps(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3]
     assert audit(tmp_path)["violations"] == []
     assert (tmp_path / "exports/step_00000004/model.safetensors").is_file()
+    replay = tether("replay", str(tmp_path), "--step", "3", "--train", "--json", seconds=200)
+    assert replay.returncode == 0, replay.stdout + replay.stderr
+    facts = json.loads(replay.stdout)
+    assert (facts["equal"], facts["train"]["from_version"], facts["train"]["weights_equal"]) == (True, 2, True)
     assert processes_of(tmp_path) == []
