@@ -10,7 +10,7 @@ MINUTES ?= 2
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: setup demo test test-slow test-gpu check bench chaos test-compose clean
+.PHONY: setup demo test test-slow test-gpu check bench chaos soak test-compose clean
 
 setup: $(VENV)/.ready $(SGLANG)/.ready
 
@@ -43,6 +43,9 @@ check: $(VENV)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+soak: $(VENV)/.ready
+	$(BIN)/python -m tests.soak.run --minutes 15 --rollouts 200 --rewards 8 --out runs/soak.json
 
 bench: $(VENV)/.ready
 	$(BIN)/python -m tests.benchmarks.run --out runs/bench.json

@@ -109,6 +109,15 @@ def projection(costs: Costs) -> dict[str, Any]:
     return found
 
 
+def measured_costs(soak: Mapping[str, Any] | None, *, quick: bool = False) -> dict[str, Any]:
+    """Measure and project, as plain data."""
+    measured = uvloop.run(measure(quick=quick))
+    costs = costs_of(measured, soak)
+    found = {"load_average": os.getloadavg(), "measured": asdict(measured), "costs": asdict(costs), "projection": projection(costs)}
+    plain: dict[str, Any] = json.loads(json.dumps(found))
+    return plain
+
+
 def main() -> None:
     """Measure, project, print JSON, and write it with `--out`."""
     parser = argparse.ArgumentParser(description="What one group, one worker and one version cost, and a projection to 10,000 workers.")
@@ -117,10 +126,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="to see that it works")
     arguments = parser.parse_args()
     soak = json.loads(arguments.soak.read_text()) if arguments.soak else None
-    measured = uvloop.run(measure(quick=arguments.quick))
-    costs = costs_of(measured, soak)
-    found = {"load_average": os.getloadavg(), "measured": asdict(measured), "costs": asdict(costs), "projection": projection(costs)}
-    text = json.dumps(found, indent=2)
+    text = json.dumps(measured_costs(soak, quick=arguments.quick), indent=2)
     print(text)
     if arguments.out:
         arguments.out.write_text(text + "\n")

@@ -1,6 +1,6 @@
 """The soak: hundreds of workers against one ingest and one trainer for minutes, watched from outside.
 
-    python -m tests.soak.run --minutes 15 --rollouts 200 --rewards 8 --out runs/soak.json
+    python -m tests.soak.run --minutes 15 --rollouts 200 --rewards 8 --out runs/soak.json      # and runs/soak.md, the tables
 
 The embedded ledger, the ingest and the (scripted) trainer are the real processes; the workers are tasks of the real services in at most 4
 processes (`fleet.py`). The last line is JSON with `ok`; exit code 1 if it is false.
@@ -30,8 +30,10 @@ from services.prepare import prepare
 from services.process import connected
 from services.settings import Settings, dump_settings
 from tests.integration.loop import ROOT, settings_for
+from tests.soak.costs import measured_costs
 from tests.soak.probe import Probe
 from tests.soak.report import report
+from tests.soak.table import render
 
 SAMPLE_S = 5.0
 START_S = 600.0
@@ -190,17 +192,27 @@ def main() -> None:
     parser.add_argument("--rollouts", type=int, default=200)
     parser.add_argument("--rewards", type=int, default=8)
     parser.add_argument("--out", type=Path, default=ROOT / "runs/soak.json")
+    parser.add_argument("--no-costs", action="store_true", help="leave out the costs of each call and the projection")
     parser.add_argument("--keep", type=Path, help="leave the run in this directory")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="a setting")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     with tempfile.TemporaryDirectory(prefix="tether-soak-") as scratch:
-        found = asyncio.run(
-            run(arguments.keep or Path(scratch), arguments.minutes, arguments.rollouts, arguments.rewards, tuple(arguments.set))
-        )
+        try:
+            found = asyncio.run(
+                run(arguments.keep or Path(scratch), arguments.minutes, arguments.rollouts, arguments.rewards, tuple(arguments.set))
+            )
+        except (Exception, BaseExceptionGroup) as error:
+            print(json.dumps({"ok": False, "failures": [f"{type(error).__name__}: {error}"]}))
+            raise
+    if not arguments.no_costs:
+        found["costs"] = measured_costs(found)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(found, indent=2) + "\n")
-    print(json.dumps({name: value for name, value in found.items() if name != "samples"}))
+    table = render(found)
+    arguments.out.with_suffix(".md").write_text(table)
+    print(table)
+    print(json.dumps({name: value for name, value in found.items() if name not in ("samples", "costs")}))
     sys.exit(0 if found["ok"] else 1)
 
 
