@@ -230,7 +230,10 @@ class Rules:
 
     def after_rebuild(self, event: Fields) -> None:
         """Much of what the ledger held is not in the event: what is not known is not asked."""
-        self.steps, self.digests, self.lineage, self.resumed, self.stopped = None, {}, set(), "", set()
+        for told in event.get("told", ()):
+            if told["event"] == "commit":
+                self.digests = {v: known for v, known in self.digests.items() if v <= told["step"]} | {told["step"] + 1: told["digest"]}
+        self.steps, self.lineage, self.resumed, self.stopped = None, set(), "", set()
         self.attempts, self.served = {}, {}
         self.epochs.add(event["epoch"])
 

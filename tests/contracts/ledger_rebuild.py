@@ -12,14 +12,24 @@ from services.ledger.verify import verify_events
 from tests.contracts.ledger_rig import Driver, MemoryRig, spec
 
 
-def restored(events: Sequence[Mapping[str, Any]], told: Sequence[Mapping[str, Any]] = (), *, found: int, epoch: str = "r1") -> Snapshot:
-    """The snapshot that an archive of `events` and a journal of `told` give."""
+def restorer_of(events: Sequence[Mapping[str, Any]], told: Sequence[Mapping[str, Any]] = ()) -> Restorer:
+    """The run as an archive of `events` and a journal of `told` give it."""
     restorer = Restorer()
     for event in events:
         restorer.step(event)
     for event in told:
         restorer.tell(event)
-    return restorer.snapshot(epoch=epoch, found=found, sequence=0, reports={step: b"report%d" % step for step in range(100)})
+    return restorer
+
+
+def snapshot_of(restorer: Restorer, *, found: int, epoch: str = "r1") -> Snapshot:
+    """What is to be written to a ledger that was found at event `found`."""
+    return restorer.snapshot(epoch=epoch, found=found, sequence=0, reports={step: b"report%d" % step for step in range(1000)})
+
+
+def restored(events: Sequence[Mapping[str, Any]], told: Sequence[Mapping[str, Any]] = (), *, found: int) -> Snapshot:
+    """Both in one go."""
+    return snapshot_of(restorer_of(events, told), found=found)
 
 
 def accept_of(group: TakenGroup) -> dict[str, Any]:
@@ -27,6 +37,38 @@ def accept_of(group: TakenGroup) -> dict[str, Any]:
     counts = {str(version): n for version, n in group.counts.items()}
     values = {"group": group.group, "token": group.token, "version": group.version, "deadline": group.deadline}
     return {"event": "accept", **values, "bound": group.max_staleness, "counts": counts}
+
+
+def told_of(events: Sequence[Mapping[str, Any]], start: int) -> list[Mapping[str, Any]]:
+    """What a journal would tell of the accepts and commits among `events[start:]`."""
+    leases: dict[str, Mapping[str, Any]] = {}
+    groups: dict[int, dict[str, Any]] = {}
+    told: list[Mapping[str, Any]] = []
+    for number, event in enumerate(events):
+        if event["event"] == "lease":
+            leases[event["token"]] = event
+        elif event["event"] == "accept":
+            lease = {name: leases[event["token"]][name] for name in ("version", "deadline", "bound")}
+            groups[event["group"]] = {
+                "event": "accept",
+                "group": event["group"],
+                "token": event["token"],
+                "counts": event["counts"],
+                **lease,
+            }
+        for again in event.get("told", ()):
+            for accepted in (again, *again.get("accepted", ())):
+                if accepted["event"] == "accept":
+                    groups[accepted["group"]] = dict(accepted)
+        if number < start:
+            continue
+        if event["event"] == "accept":
+            told.append(groups[event["group"]])
+        elif event["event"] == "commit":
+            fields = {name: event[name] for name in ("event", "epoch", "step", "digest", "groups")}
+            told.append({**fields, "accepted": [groups[int(group)] for group in event["groups"]]})
+        told += event.get("told", ())
+    return told
 
 
 def small(driver: Driver, bound: Bound) -> RunSpec:

@@ -1,6 +1,7 @@
 """The ledger on Redis does what the oracle in memory does, whatever is called in whatever order."""
 
 import asyncio
+import dataclasses
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from protocol.lifecycle import GroupState
 from protocol.staleness import Bound, Policy, holds, trainable_counts
 from services.ledger.interface import Lease, Peer, Taken
 from services.ledger.verify import verify_events
+from tests.contracts.ledger_rebuild import restorer_of, snapshot_of, told_of
 from tests.contracts.ledger_rig import MemoryRig, RedisRig, spec
 
 HOUR_MS = 3_600_000
@@ -85,6 +87,11 @@ class Machine(RuleBasedStateMachine):
     @property
     def version(self) -> int:
         return self.memory.ledger.book.version
+
+    @property
+    def newest(self) -> int:
+        """Number of the newest event that was looked at."""
+        return int(self.events[-1]["seq"]) if self.events else 0
 
     def chosen(self, pick: Pick) -> Lease | None:
         return pick(self.leases[-8:]) if self.leases else None
@@ -206,7 +213,7 @@ class Machine(RuleBasedStateMachine):
             self.both(lambda ledger: ledger.unregister(name))
 
     def archived(self, pick: Pick) -> None:
-        self.both(lambda ledger: ledger.archived(len(self.events)))
+        self.both(lambda ledger: ledger.archived(self.newest))
 
     def restart(self, pick: Pick) -> None:
         """A new trainer; it may stand where the ledger stands, or behind, or on other weights, or die before it resumes."""
@@ -217,6 +224,18 @@ class Machine(RuleBasedStateMachine):
         digest = pick((version, version, version, 999))
         for _ in range(pick((0, 2, 2, 2, 2))):
             self.both(lambda ledger: ledger.resume(epoch, version, digest))
+
+    def rebuild(self, pick: Pick) -> None:
+        """The server loses its newest events; the archive ends somewhere, and the journal has the accepts and commits after that."""
+        archive = self.events[: max(1, len(self.events) - pick((0, 1, 2, 5, 20)))]
+        epoch = f"e{len(self.epochs)}"
+        restorer = restorer_of(archive, told_of(self.events, len(archive)))
+        snapshot = snapshot_of(restorer, found=self.newest - pick((0, 0, 0, 0, 1)), epoch=epoch)
+        spec = self.memory.ledger.book.spec
+        run = dataclasses.replace(spec, bound=restorer.bound, steps=max(restorer.steps, restorer.version))
+        if self.both(lambda ledger: ledger.rebuild(run, snapshot)) is None:
+            self.epochs.append(epoch)
+            self.events = archive
 
     # -- rules -------------------------------------------------------------------------------------------------------
     def play(self, move: str, pick: Pick) -> None:
@@ -242,11 +261,16 @@ class Machine(RuleBasedStateMachine):
     def new_trainer(self, data: st.DataObject) -> None:
         self.play("restart", picker(data))
 
+    @rule(data=st.data())
+    def lost_writes(self, data: st.DataObject) -> None:
+        self.play("rebuild", picker(data))
+        self.play("restart", picker(data))
+
     def equal(self) -> None:
         """Both ledgers show the same status and have written the same events."""
         status = self.both(lambda ledger: ledger.status())
         assert status.issued == status.trained + status.dropped + status.active
-        logs = [self.runner.run(rig.ledger.events(len(self.events), 10_000)) for rig in (self.memory, self.redis)]
+        logs = [self.runner.run(rig.ledger.events(self.newest, 10_000)) for rig in (self.memory, self.redis)]
         plain = [[{key: value for key, value in event.items() if key != "time_ms"} for event in log] for log in logs]
         assert plain[0] == plain[1]
         self.events += plain[0]

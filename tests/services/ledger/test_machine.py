@@ -34,7 +34,7 @@ def walk(url: str, seed: int, moves: int, interrupt: Callable[[], None] = lambda
             attempts=pick((2, 5)), window=pick((8, 64)),
         )  # fmt: skip
         for n in range(1, moves + 1):
-            machine.play(pick(PROGRESS * 6 + DISTURB + ["restart"]), pick)
+            machine.play(pick(PROGRESS * 6 + DISTURB + ["restart", "rebuild"]), pick)
             if n % 40 == 0:
                 interrupt()
             machine.rule_f_holds()
