@@ -17,7 +17,7 @@ from services.fleet import Fleet
 from services.keeping import settle
 from services.ledger.audit import Archiver
 from services.ledger.ledger import RedisLedger
-from services.ledger.server import EmbeddedServer
+from services.ledger.server import EmbeddedServer, keep_running_loop
 from services.observability.plot import plot_run
 from services.observability.progress import Progress
 from services.prepare import prepare
@@ -27,7 +27,6 @@ from services.settings import Settings, dump_settings
 
 log = logging.getLogger("tether.up")
 
-LEDGER_CHECK_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +95,7 @@ async def _supervise(
                 tasks.create_task(obey_loop(settings.run_dir, fleet), name="scale"),
             ]
             if server is not None:
-                watchers.append(tasks.create_task(_keep_ledger(server), name="ledger"))
+                watchers.append(tasks.create_task(keep_running_loop(server), name="ledger"))
             try:
                 await _until_over(ledger, fleet.trainer, stop)
             finally:
@@ -133,21 +132,6 @@ async def _until_over(ledger: RedisLedger, trainer: Child, stop: asyncio.Event) 
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.5):
                 await stop.wait()
-
-
-async def _keep_ledger(server: EmbeddedServer) -> None:
-    """Start the embedded server again if it dies; it comes back where it was, and everybody reconnects. Runs until cancelled.
-
-    Raises:
-        TetherError: if its port was taken meanwhile.
-    """
-    url = server.url
-    while True:
-        await asyncio.sleep(LEDGER_CHECK_S)
-        if not server.running():
-            log.warning("ledger.died restarting in %s", server.directory)
-            if await server.start() != url:
-                raise TetherError("the ledger server died and its port was taken meanwhile: start the run again, it goes on where it was")
 
 
 @contextlib.asynccontextmanager

@@ -5,9 +5,11 @@ the thread that started it dies. A lock on its directory lives as long as the pr
 """
 
 import asyncio
+import contextlib
 import fcntl
 import importlib.util
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -22,9 +24,13 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, RedisError
 
-from protocol.errors import SettingsError, Unavailable
+from protocol.errors import SettingsError, TetherError, Unavailable
 from services.parent import tied_to_this_process
 
+log = logging.getLogger("tether.ledger")
+
+CHECK_S = 0.2
+"""Seconds between two looks whether a server lives."""
 START_S = 60.0
 """Longest start; a large append-only file takes a while to load."""
 STOP_S = 20.0
@@ -77,8 +83,8 @@ class EmbeddedServer:
         self.directory.mkdir(parents=True, exist_ok=True)
         before = urlsplit(read_endpoint(self.directory) or "")
         password = before.password or secrets.token_hex(16)
-        for attempt in range(_PORT_TRIES):
-            port = before.port if before.port and attempt == 0 else _free_port()
+        for _ in range(_PORT_TRIES):
+            port = before.port if before.port and _is_free(before.port) else _free_port()
             url = f"redis://:{password}@127.0.0.1:{port}/0"
             self._launch(binary, port, password)
             try:
@@ -169,6 +175,29 @@ class EmbeddedServer:
         self._process, self.url, self.pid = None, "", 0
 
 
+async def keep_running_loop(server: EmbeddedServer) -> None:
+    """Start a server again whenever it dies; it comes back where it was, and everybody reconnects. Runs until cancelled.
+
+    A start that fails, because the disk is full for example, is tried again: for how long is up to those who wait for the server.
+
+    Raises:
+        TetherError: if its port was taken meanwhile.
+    """
+    url = server.url
+    while True:
+        await asyncio.sleep(CHECK_S)
+        if server.running():
+            continue
+        log.warning("ledger.died restarting in %s", server.directory)
+        try:
+            found = await server.start()
+        except (OSError, Unavailable) as error:
+            log.warning("ledger.not_started error=%s", error)
+            continue
+        if found != url:
+            raise TetherError("the ledger server died and its port was taken meanwhile: start the run again, it goes on where it was")
+
+
 def read_endpoint(directory: Path) -> str | None:
     """URL of the server that runs, or last ran, in `directory`; None if there is no note of one.
 
@@ -184,6 +213,14 @@ def read_endpoint(directory: Path) -> str | None:
         return None
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise SettingsError(f"{path} cannot be read ({type(error).__name__}); with it removed, the server starts on another port") from None
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe, contextlib.suppress(OSError):
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does: clients of the last one may linger
+        probe.bind(("127.0.0.1", port))
+        return True
+    return False
 
 
 def _free_port() -> int:
