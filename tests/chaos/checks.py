@@ -15,9 +15,9 @@ from services.observability.steps import read_steps
 from tests.integration.command import audit
 
 LEFT_BY_A_CLEAN_RUN = re.compile(
-    r"settings\.json|lock|spool\.sqlite|audit\.jsonl|metrics\.jsonl|progress\.png"
+    r"settings\.json|lock|spool\.sqlite|audit\.(jsonl|head)|metrics\.jsonl|progress\.png"
     r"|logs/(ingest|trainer|monitor|(rollout|reward)\.\d)\.log|model/[a-z_]+\.(json|safetensors)"
-    r"|checkpoints/step_\d{8}/(manifest\.json|rank_\d{5}\.safetensors)|exports/step_\d{8}/[a-z_]+\.(json|safetensors|jinja)"
+    r"|archive/step_\d{8}\.msgpack|checkpoints/step_\d{8}/(manifest\.json|rank_\d{5}\.safetensors)|exports/step_\d{8}/[a-z_]+\.(json|safetensors|jinja)"
 )
 
 
@@ -68,7 +68,7 @@ def trained_twice(events: Iterable[Mapping[str, Any]]) -> list[str]:
     return [f"group {group} was trained {count} times" for group, count in counts.items() if count > 1]
 
 
-def check_leftovers(root: Path, run_dir: Path, run: str, shared: Iterable[Path]) -> list[str]:
+def check_leftovers(root: Path, run_dir: Path, shared: Iterable[Path]) -> list[str]:
     """No process, no shared memory, no temporary file, and in the run directory only what a run without faults leaves."""
     wrong = [f"process {child.pid} is left: {' '.join(child.cmdline())}" for child in living_children()]
     wrong += [f"{path} is left" for path in shared]

@@ -17,15 +17,19 @@ SIZES_MB = {"run": 96, "redis": 96, "shm": 24}
 ENTRANCES = (["unshare", "--mount"], ["unshare", "--map-root-user", "--mount"])
 
 
-def enter_private_mounts() -> None:
-    """Start this program again where its mounts are its own and end with it; return where the machine does not permit that."""
+def enter_private(*namespaces: str) -> None:
+    """Start this program again where its mounts, and `namespaces` such as "net", are its own and end with it.
+
+    Returns if they are, or where the machine does not permit that: then `PRIVATE` is not in the environment.
+    """
     if PRIVATE in os.environ or shutil.which("unshare") is None:
         return
     for entrance in ENTRANCES:
-        probe = [*entrance, "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"]
-        if subprocess.run(probe, capture_output=True, check=False).returncode == 0:
+        entered = [*entrance, *(f"--{name}" for name in namespaces)]
+        probe = subprocess.run([*entered, "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"], capture_output=True, check=False)
+        if probe.returncode == 0:
             os.environ[PRIVATE] = "1"
-            os.execvp(entrance[0], [*entrance, sys.executable, *sys.orig_argv[1:]])
+            os.execvp(entered[0], [*entered, sys.executable, *sys.orig_argv[1:]])
 
 
 @dataclass(frozen=True)

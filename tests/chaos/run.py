@@ -24,7 +24,7 @@ from services.prepare import prepare
 from services.settings import load_settings
 from tests.chaos.checks import Report, check_leftovers, check_run
 from tests.chaos.faults import FAULTS, Missed
-from tests.chaos.place import Place, enter_private_mounts, make_place
+from tests.chaos.place import Place, enter_private, make_place
 from tests.chaos.scene import POLL_S, Scene, started
 from tests.chaos.schedule import Fault, schedule
 from tests.integration.loop import ROOT
@@ -105,7 +105,7 @@ class Chaos:
     def _check(self, scene: Scene, status: LedgerStatus) -> Report:
         report = check_run(self.place.run_dir, status)
         shared = sorted(path for path in shared_memory() - self.shared if self.place.mounts or scene.run in path.name)
-        report.violations += check_leftovers(self.place.root, self.place.run_dir, scene.run, shared)
+        report.violations += check_leftovers(self.place.root, self.place.run_dir, shared)
         return report
 
 
@@ -162,7 +162,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=2.0)
     options = parser.parse_args(arguments)
-    enter_private_mounts()
+    enter_private()
     with tempfile.TemporaryDirectory(prefix="tether-chaos-") as root:
         place = make_place(Path(root) / "place")
         try:

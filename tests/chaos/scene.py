@@ -71,7 +71,7 @@ class Scene:
 
     async def start(self) -> RedisLedger:
         """Start Redis and its proxy; returns a ledger of our own, on no proxy."""
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # what is left of the run becomes our child
+        adopt_orphans()
         url = urlsplit(await self.redis.start())
         proxy = Proxy(self.links["ledger"], ("127.0.0.1", url.port or 0))
         self._url = url._replace(netloc=f":{url.password}@{self.host}:{await proxy.start(self.host)}").geturl()
@@ -116,6 +116,11 @@ class Scene:
                 return code
             while self.up_held:  # noqa: ASYNC110 (a plain counter)
                 await asyncio.sleep(POLL_S)
+
+
+def adopt_orphans() -> None:
+    """Let what is left of a run become a child of this process."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 @asynccontextmanager
