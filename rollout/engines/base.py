@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from protocol.errors import Unsupported
 from protocol.messages import WeightManifest
 
 
@@ -179,6 +180,18 @@ class Engine(ABC):
     @abstractmethod
     async def adopt(self, epoch: str, version: int) -> None:
         """Rename the live weights: a new epoch continues the branch with the same digest. Copies nothing."""
+
+    async def sleep(self) -> None:
+        """Give the accelerator's memory back until `wake`.
+
+        Raises:
+            Unsupported: if `capabilities.sleep` is false; nothing changed.
+        """
+        raise Unsupported(f"{type(self).__name__} cannot sleep: it keeps its memory until it is closed")
+
+    async def wake(self) -> None:
+        """Take the memory again after `sleep`. Raises Unsupported as `sleep` does."""
+        raise Unsupported(f"{type(self).__name__} cannot sleep, so there is nothing to wake")
 
     @abstractmethod
     async def check(self) -> None:

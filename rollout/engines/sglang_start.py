@@ -35,7 +35,7 @@ LAST_WORDS = 600
 
 
 class SglangServer:
-    """One server with its processes, in a process group of their own, and their directory."""
+    """One server with its processes, in a session of their own, and their directory."""
 
     def __init__(self, config: EngineConfig, model_dir: Path, incarnation: str) -> None:
         self._config = config
@@ -60,7 +60,7 @@ class SglangServer:
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    process_group=0,
+                    start_new_session=True,
                 )
         except OSError as error:
             raise EngineError(f"setting engine.python: {command[0]}: {error.strerror}") from error

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from protocol.errors import EngineError, WeightError
+from protocol.errors import EngineError, Unsupported, WeightError
 from rollout.engines.base import Completion, KvPolicy, Request, Sampling, Served
 from rollout.engines.sampling import sampled_distribution
 from tests.contracts.engine_bench import FAULTS, LONG, PROMPTS, Bench, ask, together
@@ -60,6 +60,23 @@ class EngineContract:
             logits = logits_of(bench.models["A"], request.prompt, found.tokens)
             expected = [float(sampled_distribution(row, request.sampling)[t]) for row, t in zip(logits, found.tokens, strict=True)]
             torch.testing.assert_close(torch.tensor(found.logprobs), torch.tensor(expected), atol=1e-4, rtol=0)
+
+    async def test_a_seed_repeats_a_completion_or_is_refused(self, bench: Bench) -> None:
+        request = ask("seeded", PROMPTS[0], 24, temperature=1.0, seed=7)
+        if not bench.engine.capabilities.seeds:
+            with pytest.raises(Unsupported, match="seeded/0"):
+                await bench.engine.generate(request)
+            await bench.pilot("after")
+            return
+        first, again = await bench.engine.generate(request), await bench.engine.generate(request)
+        assert again.tokens == first.tokens
+
+    async def test_sleep_that_is_not_supported_is_refused(self, bench: Bench) -> None:
+        assert not bench.engine.capabilities.sleep  # the day one can, this is where its test belongs
+        for method in (bench.engine.sleep, bench.engine.wake):
+            with pytest.raises(Unsupported):
+                await method()
+        await bench.pilot("awake")
 
     async def test_a_stop_token_ends_a_completion_and_is_its_last(self, bench: Bench) -> None:
         await bench.serve("A")

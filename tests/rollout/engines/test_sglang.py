@@ -1,0 +1,110 @@
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.errors import EngineError
+from rollout.engines.base import EngineConfig, Request, Sampling
+from rollout.engines.registry import make_engine
+from rollout.engines.sampling import kept_tokens, sampled_distribution
+from rollout.engines.sglang import completion_of
+from rollout.engines.sglang_start import kv_tokens, server_command, server_environment
+from tests.contracts.engine_models import tiny_model
+from tests.contracts.sglang_environment import sglang_settings
+
+REQUEST = Request("r/0", (1, 2), Sampling(max_tokens=3))
+
+
+def answer(versions: list[tuple[int, int, str]], logprobs: int = 3) -> dict[str, object]:
+    return {
+        "output_ids": [7, 8, 9],
+        "meta_info": {
+            "finish_reason": {"type": "length", "length": 3},
+            "output_token_logprobs": [[-0.5, 7, None]] * logprobs,
+            "weight_versions": [{"start": start, "end": end, "version": version} for start, end, version in versions],
+        },
+    }
+
+
+def test_a_completion_has_a_version_for_every_token() -> None:
+    found = completion_of(REQUEST, answer([(0, 0, "4"), (0, 1, "5"), (1, 2, "6"), (2, 3, "6")]))
+    assert (found.tokens, found.logprobs, found.finish_reason) == ((7, 8, 9), (-0.5, -0.5, -0.5), "length")
+    assert found.spans == ((1, 5), (3, 6))
+
+
+@pytest.mark.parametrize("wrong", [answer([]), answer([(0, 2, "4")]), answer([(0, 3, "4")], logprobs=2)])
+def test_an_answer_that_leaves_something_out_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(EngineError, match="r/0"):
+        completion_of(REQUEST, wrong)
+
+
+def test_the_only_token_that_can_be_sampled_has_probability_one() -> None:
+    request = Request("r/0", (1,), Sampling(max_tokens=3, temperature=0.5, top_k=1))
+    assert completion_of(request, answer([(0, 3, "4")])).logprobs == (0.0, 0.0, 0.0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.floats(0.01, 1.0)), min_size=1, max_size=5), st.integers(0, 2**31))
+def test_tokens_kept_in_a_batch_are_those_of_each_row(limits: list[tuple[int, float]], seed: int) -> None:
+    scores = torch.randn(len(limits), 9, generator=torch.Generator().manual_seed(seed)).round(decimals=1)  # with equals
+    kept = kept_tokens(scores, torch.tensor([k for k, _ in limits]), torch.tensor([p for _, p in limits]))
+    for row, (k, p), found in zip(scores, limits, kept, strict=True):
+        assert found.any()
+        assert torch.equal(sampled_distribution(row, Sampling(1, top_k=k, top_p=p)) > -torch.inf, found)
+
+
+def test_the_command_names_what_was_set(tmp_path: Path) -> None:
+    tiny_model(1).save_pretrained(tmp_path)
+    config = EngineConfig(name="sglang", python="/x/python", dtype="bfloat16", max_model_len=256, max_running=3, tensor_parallel_size=2)
+    command = server_command(config, tmp_path, "rollout.0.a", 4000)
+    assert command[:3] == ["/x/python", "-m", "sglang.launch_server"]
+    assert {"--dtype=bfloat16", "--tp-size=2", "--max-running-requests=3", "--load-format=auto", "--port=4000"} <= set(command)
+    assert command != server_command(config, tmp_path, "rollout.1.a", 4000)  # another seed
+
+
+def test_the_server_gets_no_setting_of_ours_and_what_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TETHER_REDIS_URL", "redis://secret")
+    monkeypatch.setenv("PYTHONPATH", "/inherited")
+    config = EngineConfig(name="sglang", environment={"PYTHONPATH": "/given", "OMP_NUM_THREADS": "3"})
+    environment = server_environment(config, tmp_path)
+    assert "redis://secret" not in environment.values()
+    assert environment["PYTHONPATH"].split(os.pathsep) == [str(tmp_path), str(Path(__file__).parents[3]), "/given", "/inherited"]
+    assert environment["OMP_NUM_THREADS"] == "3"
+
+
+def test_a_cache_that_cannot_hold_one_request_is_refused() -> None:
+    model = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128, "num_hidden_layers": 2}
+    assert kv_tokens(EngineConfig(kv_cache_mb=4), model) == 4096
+    with pytest.raises(EngineError, match="kv_cache_mb 1 holds 1024 tokens"):
+        kv_tokens(EngineConfig(kv_cache_mb=1, max_model_len=1024), model)
+
+
+@pytest.mark.parametrize(("python", "words"), [("", "No module named 'sglang'"), ("/nowhere/python", r"engine\.python: /nowhere/python")])
+async def test_an_interpreter_without_sglang_is_an_error_that_says_so(tmp_path: Path, python: str, words: str) -> None:
+    tiny_model(1).save_pretrained(tmp_path)
+    engine = make_engine(EngineConfig(name="sglang", python=python), tmp_path, "sglang.test")
+    with pytest.raises(EngineError, match=words):
+        await engine.start()
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_a_killed_scheduler_fails_what_runs_and_leaves_nothing(tmp_path: Path) -> None:
+    tiny_model(1).save_pretrained(tmp_path / "model")
+    engine = make_engine(EngineConfig(name="sglang", start_timeout_s=600, **sglang_settings()), tmp_path / "model", "sglang.test")
+    await engine.start()
+    processes = psutil.Process().children(recursive=True)
+    scheduler = next(process for process in processes if "scheduler" in " ".join(process.cmdline()))
+    scheduler.send_signal(signal.SIGKILL)
+    with pytest.raises(EngineError):
+        await engine.generate(Request("cut/0", (1, 2, 3), Sampling(max_tokens=900)))
+    with pytest.raises(EngineError, match=r"ended|answer"):
+        await engine.generate(Request("next/0", (1, 2, 3), Sampling(max_tokens=4)))
+    await engine.close()
+    _, alive = psutil.wait_procs(processes, timeout=20)
+    assert not alive
