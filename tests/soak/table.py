@@ -57,10 +57,6 @@ def _projection(found: Mapping[str, Any]) -> str:
     loads = found["costs"]["projection"]
     parts = list(next(iter(loads.values()))["cores"])
     rows: list[Sequence[object]] = [(part, *(load["cores"][part] for load in loads.values())) for part in parts]
-    rows.append(
-        (
-            "saturates first",
-            *(f"{load['first']}, at {load['workers']} workers = {load['groups_per_s']} groups/s" for load in loads.values()),
-        )
-    )
+    limits = (f"{load['first']}, at {load['workers']} workers = {load['groups_per_s']} groups/s" for load in loads.values())
+    rows.append(("saturates first", *limits))
     return _table(("cores at 10,000 workers", *(f"each makes {name}" for name in loads)), rows)

@@ -12,7 +12,8 @@ FOUND: dict[str, Any] = {
     "zmq_thread_cores": {},
 }  # fmt: skip
 COSTS = {
-    "measured": {"ledger": {"10": {"head": 1.0}, "1000": {"head": 2.0}}, "version": {"10": 3.0}, "heartbeat": {"10": 4.0}, "window": {"10": 5.0}},
+    "measured": {"ledger": {"10": {"head": 1.0}, "1000": {"head": 2.0}}, "version": {"10": 3.0},
+        "heartbeat": {"10": 4.0}, "window": {"10": 5.0}},
     "projection": {"a group a second": {"cores": {"ingest": 2.0}, "first": "ingest", "workers": 500, "groups_per_s": 500}},
 }  # fmt: skip
 
