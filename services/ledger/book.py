@@ -189,6 +189,14 @@ class Book:
         while len(self.outcomes) > self.spec.drop_window:
             self.outcomes.pop()
 
+    def unhalt(self) -> None:
+        """Let a halted run go on: drops, and attempts of groups that can be leased again, are counted anew."""
+        self.append("unhalt", reason=self.halted)
+        self.halted = ""
+        self.outcomes.clear()
+        for group in self.of(GroupState.WAITING, GroupState.LEASED):
+            group.attempt = 0
+
     def fence(self, epoch: str) -> None:
         """Refuse an epoch that is not the current one."""
         if epoch != self.epoch:

@@ -280,11 +280,7 @@ class MemoryLedger:
     async def drain(self, on: bool = True) -> None:
         book = self.book
         if book.halted and not on:
-            book.append("unhalt", reason=book.halted)
-            book.halted = ""
-            book.outcomes.clear()
-            for group in book.of(_S.WAITING, _S.LEASED):
-                group.attempt = 0
+            book.unhalt()
         if book.draining != on:
             book.draining = on
             book.append("drain", on=on)
