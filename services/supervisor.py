@@ -28,7 +28,6 @@ from services.settings import Settings, dump_settings
 log = logging.getLogger("tether.up")
 
 
-
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """How a run ended."""
