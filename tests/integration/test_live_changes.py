@@ -231,6 +231,7 @@ def names(tether: Said, run_dir: Path) -> set[str]:
 
 
 @pytest.mark.xdist_group("command")
+@pytest.mark.timeout(900)
 def test_a_run_is_scaled_and_drained_by_commands(tmp_path: Path, tether: Said) -> None:
     run_dir = tmp_path / "run"
     options = [word for override in (*FAST, "run.name=scaletest") for word in ("--set", override)]
@@ -239,14 +240,14 @@ def test_a_run_is_scaled_and_drained_by_commands(tmp_path: Path, tether: Said) -
     with tether_up(config, "--run-dir", str(run_dir), *options, output=tmp_path / "up.log") as up:
         until(lambda: len(read_steps(run_dir / "metrics.jsonl")) >= 2, seconds=180, what="step 2")
         assert tether("scale", run_dir, "rollouts=3", "rewards=2") == (0, "rollouts 3, rewards 2\n", "")
-        until(lambda: names(tether, run_dir) == alone | {"rollout.1", "rollout.2", "reward.1"}, seconds=120, what="more workers")
+        until(lambda: names(tether, run_dir) == alone | {"rollout.1", "rollout.2", "reward.1"}, seconds=300, what="more workers")
         assert tether("scale", run_dir, "rollouts=1", "rewards=1")[0] == 0
-        until(lambda: names(tether, run_dir) == alone, seconds=120, what="fewer workers")
+        until(lambda: names(tether, run_dir) == alone, seconds=300, what="fewer workers")
         steps = len(read_steps(run_dir / "metrics.jsonl"))
         until(lambda: len(read_steps(run_dir / "metrics.jsonl")) > steps + 2, seconds=120, what="steps with fewer workers")
         code, out, _ = tether("drain", run_dir)
         assert (code, out) == (0, "draining: no more leases are granted; the run ends with what is in flight\n")
-        assert up.wait(120) == 0, (tmp_path / "up.log").read_text()
+        assert up.wait(300) == 0, (tmp_path / "up.log").read_text()
     said = (tmp_path / "up.log").read_text()
     assert "the run was drained after" in said
     assert processes_of(run_dir) == []

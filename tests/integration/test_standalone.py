@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
+import pytest
+
 from protocol.lifecycle import GroupState
 from services.ledger.interface import LedgerStatus
 from services.ledger.ledger import RedisLedger
@@ -17,6 +19,8 @@ from tests.integration.command import environment, processes_of
 from tests.integration.loop import ROOT
 
 STEPS = 1_000_000
+LIMIT_S = 600.0
+"""A dozen processes are started one after the other; on a machine that is busy with others each takes its time."""
 
 
 class Machine:
@@ -70,7 +74,7 @@ async def machine(directory: Path, **variables: str) -> AsyncIterator[tuple[Mach
     url = await server.start()
     made = Machine(directory, {"TETHER_REDIS_URL": url, **variables})
     try:
-        async with asyncio.timeout(240):
+        async with asyncio.timeout(LIMIT_S):
             ledger = await RedisLedger.connect(url, variables["TETHER_RUN"])
             try:
                 yield made, ledger
@@ -90,6 +94,7 @@ async def reached(ledger: RedisLedger, ready: Callable[[LedgerStatus], Awaitable
         await asyncio.sleep(0.05)  # leave the processor to those that are waited for
 
 
+@pytest.mark.timeout(LIMIT_S + 100)
 async def test_services_alone_make_a_run(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     variables = {
