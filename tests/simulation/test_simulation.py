@@ -10,7 +10,8 @@ from tests.simulation.world import Outcome
 
 ROUGH = {
     "life_ms": 900_000,
-    "crash_share": 0.05,
+    "crash_share": 0.1,
+    "rewind_share": 0.5,
     "change_share": 0.03,
     "hang_share": 0.02,
     "repeat_share": 0.05,
