@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import re
+import resource
 import signal
 import socket
 import sys
@@ -35,6 +36,7 @@ log = logging.getLogger("tether")
 NUMBER = re.compile(r"\d+")
 """Numbers are left out of metric labels, so that there are not more of them with every group."""
 EXIT_FAILED, EXIT_SETTINGS = 1, 2
+DESCRIPTORS = 65_536
 
 
 class Process:
@@ -219,10 +221,19 @@ def explain(error: BaseException) -> tuple[str, int]:
     return f"{type(error).__name__}: {error}", EXIT_FAILED
 
 
+def take_descriptors() -> None:
+    """Allow this process as many open descriptors as the machine does, up to `DESCRIPTORS`: each connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def service_main(role: Role, serve: Serve) -> None:
     """The `main` of `python -m services.ROLE`."""
     name = os.environ.get("TETHER_INSTANCE", role)
     configure_logging(name)
+    take_descriptors()
     try:
         settings = load_settings()
         uvloop.run(run_process(role, settings, name, serve))

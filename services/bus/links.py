@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Discover = Callable[[], Awaitable[Mapping[str, str]]]
+MAX_SOCKETS = 16_384
+"""Of one context; each link takes three. ZeroMQ's own limit of 1,023 would be 340 receivers."""
 LOST_EVENTS = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CLOSED
@@ -190,6 +192,7 @@ class Links(Generic[T]):
         if self.config.curve_dir:
             self.keys = ClientKeys.load(self.config.curve_dir)
         self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         await self._group.__aenter__()
         self._task = self._group.create_task(self._discover_loop(), name=f"bus.{self._topic.name}.discover")
         return self
