@@ -43,6 +43,7 @@ class WeightUpdater:
         self._on_applied = on_applied
         self._wanted: WeightManifest | None = None
         self._changed = asyncio.Event()
+        self._asked = asyncio.Event()  # the ledger is to be asked at once
 
     async def listen_loop(self) -> None:
         """Take manifests and instructions from the trainer until cancelled."""
@@ -56,16 +57,13 @@ class WeightUpdater:
     async def poll_loop(self) -> None:
         """Ask the ledger for the current manifest: at the start, and in case a message was lost."""
         while True:
-            data = None if await self._is_current() else await self._process.ledger.manifest()
-            if data is not None:
-                try:
-                    message = decode_payload(data)
-                except ProtocolError as error:
-                    log.error("weights.bad_manifest error=%s", error)
-                else:
-                    if isinstance(message, WeightManifest):
-                        self._want(message, from_ledger=True)
-            await asyncio.sleep(POLL_S)
+            self._asked.clear()
+            current = None if await self._is_current() else await self._named()
+            if current is not None:
+                self._want(current, from_ledger=True)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(POLL_S):
+                    await self._asked.wait()
 
     async def apply_loop(self) -> None:
         """Bring the engine to the wanted version, again and again, until cancelled.
@@ -98,12 +96,27 @@ class WeightUpdater:
 
     def _want(self, manifest: WeightManifest, *, from_ledger: bool = False) -> None:
         known = self._wanted
-        newer = known is None or manifest.epoch != known.epoch or manifest.version > known.version
-        if known is not None and manifest.epoch != known.epoch and not from_ledger and manifest.version < known.version:
-            newer = False  # a late message of an older trainer; the ledger decides
+        if known is not None and manifest.epoch == known.epoch:
+            newer = manifest.version > known.version
+        else:
+            newer = from_ledger
+            if not from_ledger:  # of a new trainer, or late of an old one: the ledger knows
+                self._asked.set()
         if newer:
             self._wanted = manifest
             self._changed.set()
+
+    async def _named(self) -> WeightManifest | None:
+        """The manifest that the ledger names."""
+        data = await self._process.ledger.manifest()
+        if data is None:
+            return None
+        try:
+            message = decode_payload(data)
+        except ProtocolError as error:
+            log.error("weights.bad_manifest error=%s", error)
+            return None
+        return message if isinstance(message, WeightManifest) else None
 
     async def _is_current(self) -> bool:
         """Whether the engine serves what the run stands at; a manifest is large, and most of the time nothing is new."""
@@ -116,10 +129,22 @@ class WeightUpdater:
         served = self._engine.served
         return (served.epoch, served.version) == (manifest.epoch, manifest.version)
 
+    async def _is_superseded(self, manifest: WeightManifest) -> bool:
+        """Whether the ledger names another epoch by now, so that this version is of an abandoned branch for all we know."""
+        current = await self._named()
+        if current is not None and current.epoch == manifest.epoch and current.version >= manifest.version:
+            return False
+        log.info("weights.superseded version=%d epoch=%s", manifest.version, manifest.epoch)
+        if current is not None:
+            self._want(current, from_ledger=True)
+        return True
+
     async def _apply(self, manifest: WeightManifest) -> None:
         served = self._engine.served
         pause_ms = 0.0
         if served.version == manifest.version and served.digest == manifest.digest:
+            if await self._is_superseded(manifest):
+                return
             await self._engine.adopt(manifest.epoch, manifest.version)
         else:
             began = time.monotonic()
@@ -135,8 +160,7 @@ class WeightUpdater:
                 )
             )
             self._process.metrics.seconds.labels("stage").observe(stage_ms / 1e3)
-            if self._wanted is not None and self._wanted.epoch != manifest.epoch:
-                log.info("weights.superseded version=%d epoch=%s", manifest.version, manifest.epoch)
+            if await self._is_superseded(manifest):
                 return
             pause_ms = await self._engine.commit(manifest)
             self._process.metrics.seconds.labels("update_pause").observe(pause_ms / 1e3)

@@ -20,7 +20,7 @@ from services.bus.sender import Declined, Sender
 from tests.services.bus.harness import QUICK, Registry, eventually, receiver, score, sender, windowed
 from tests.services.bus.middle import Fault, Middle
 
-CONFIG = replace(QUICK, heartbeat_s=0.02, peer_timeout_s=0.5, max_outstanding=20, high_water_mark=16)
+CONFIG = replace(QUICK, heartbeat_s=0.02, peer_timeout_s=5.0, max_outstanding=20, high_water_mark=16)
 REFUSED_EVERY = 5
 """Each group divisible by this is refused."""
 ENDS = (0, 1)

@@ -57,6 +57,7 @@ class Middle:
                 if closed:
                     writer.transport.abort()
                 else:
+                    self._open.add(writer)
                     relays.add(tasks.create_task(self._relay(reader, writer)))
 
             server = await asyncio.start_server(accept, "127.0.0.1", 0)
@@ -66,6 +67,7 @@ class Middle:
             finally:
                 closed = True
                 server.close()
+                self.cut()  # also those whose relay has not begun yet
                 for relay in relays:
                     relay.cancel()
 
@@ -76,7 +78,6 @@ class Middle:
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         host, _, port = self.target.removeprefix("tcp://").rpartition(":")
-        self._open.add(writer)
         try:
             with suppress(OSError):
                 back_reader, back_writer = await asyncio.open_connection(host, int(port))
@@ -97,7 +98,10 @@ class Middle:
         kept = b""
         with suppress(OSError, asyncio.IncompleteReadError):
             for _ in range(GREETING):  # as it comes: each end sends the rest of its greeting when it has the beginning of the other's
-                writer.write(await reader.readexactly(1))
+                part = await reader.readexactly(1)
+                if writer.is_closing():
+                    raise ConnectionResetError
+                writer.write(part)
             while True:
                 flags, body = await _read(reader)
                 await self.flowing.wait()

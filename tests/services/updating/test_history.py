@@ -1,0 +1,57 @@
+"""Whatever happens to trainer, engine, files and messages: tokens are of the versions that they name, and every wait ends."""
+
+import asyncio
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from tests.services.bus.harness import DEADLINE_S
+from tests.services.updating.versions import Versions
+from tests.services.updating.world import MOVES, Move, World
+
+STEPS = [Move("step"), Move("turns", count=20)]
+
+
+@pytest.fixture(scope="module")
+def versions() -> Versions:
+    return Versions()
+
+
+def play(versions: Versions, transport: str, moves: list[Move], until: Callable[[World], bool] = lambda world: True) -> World:
+    """Play the moves, again and again until `until` holds, and then settle."""
+
+    async def main(directory: Path) -> World:
+        async with asyncio.timeout(3 * DEADLINE_S), World(transport, directory, versions).running() as world:
+            while True:
+                for move in moves:
+                    await world.play(move)
+                if until(world):
+                    break
+            await world.settle()
+        return world
+
+    with tempfile.TemporaryDirectory() as directory:
+        return asyncio.run(main(Path(directory)))
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+@example(transport="disk", moves=[*STEPS, *STEPS, Move("restart", "zombie", 2), *STEPS, Move("haunt"), *STEPS, Move("haunt"), *STEPS])
+@example(transport="shm", moves=[*STEPS, Move("poison"), *STEPS, Move("step", "corrupt"), Move("step", "truncate"), *STEPS])
+@given(transport=st.sampled_from(["shm", "disk", "nccl"]), moves=st.lists(MOVES, max_size=20))
+def test_tokens_are_of_the_versions_that_they_name_whatever_happens(versions: Versions, transport: str, moves: list[Move]) -> None:
+    play(versions, transport, moves)
+
+
+@pytest.mark.parametrize("transport", ["shm", "disk", "nccl"])
+def test_updates_in_the_middle_of_requests_are_seen(versions: Versions, transport: str) -> None:
+    """So that the histories above are known to hold what they are to check."""
+    world = play(versions, transport, STEPS, until=lambda world: world.accepted > 0 and world.spans > world.checked)
+    assert world.poisoned == 0
+
+
+def test_commit_that_breaks_poisons_the_engine(versions: Versions) -> None:
+    play(versions, "shm", [*STEPS, Move("poison"), *STEPS], until=lambda world: world.poisoned > 0)
