@@ -8,6 +8,6 @@ venv=${2:?usage: deploy/setup_sglang.sh VENV SGLANG_VENV}
 here=$(cd "$(dirname "$0")/.." && pwd)
 packages='import sysconfig; print(sysconfig.get_path("purelib"))'
 "$base/bin/python" -m venv --without-pip --clear "$venv"
-"$base/bin/python" -m pip --python "$venv/bin/python" install --quiet --disable-pip-version-check --no-compile --no-deps \
+"$base/bin/python" -m pip --python "$venv/bin/python" install --quiet --disable-pip-version-check --no-deps \
   -r "$here/deploy/locks/sglang-cpu.txt"
 "$base/bin/python" -c "$packages" >"$("$venv/bin/python" -c "$packages")/tether-base.pth"

@@ -3,6 +3,7 @@
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 STAND_INS = Path(__file__).with_name("sglang_cpu")
 
@@ -12,6 +13,6 @@ def sglang_python() -> str:
     return os.environ.get("SGLANG_PYTHON") or str(Path(sys.prefix).with_name(f"{Path(sys.prefix).name}-sglang") / "bin" / "python")
 
 
-def sglang_settings() -> dict[str, object]:
-    """Fields of `EngineConfig`."""
-    return {"python": sglang_python(), "environment": {"PYTHONPATH": str(STAND_INS)}}
+def sglang_settings() -> dict[str, Any]:
+    """Fields of `EngineConfig`. Three processes import SGLang at each start: 20 s on two idle cores, and minutes on busy ones."""
+    return {"python": sglang_python(), "environment": {"PYTHONPATH": str(STAND_INS)}, "start_timeout_s": 600.0}

@@ -34,6 +34,7 @@ class Setup:
 
 PARTIAL = LoraConfig(rank=8, target_modules=("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"))
 """Fused layers of which a part has no adapter."""
+SGLANG = [pytest.mark.engine, pytest.mark.timeout(900)]  # its start counts as part of the first test
 SETUPS = [
     pytest.param(Setup("scripted", KvPolicy.KEEP), id="scripted"),
     pytest.param(Setup("hf", KvPolicy.RECOMPUTE), id="hf-recompute"),
@@ -43,8 +44,8 @@ SETUPS = [
     pytest.param(Setup("hf", KvPolicy.KEEP, lora=LoraConfig(rank=4)), id="hf-lora"),
     pytest.param(Setup("vllm", KvPolicy.RECOMPUTE, lora=LoraConfig(rank=8)), id="vllm-lora", marks=pytest.mark.engine),
     pytest.param(Setup("vllm", KvPolicy.KEEP, ranks=2, lora=PARTIAL), id="vllm-lora-tp2", marks=[pytest.mark.engine, pytest.mark.slow]),
-    pytest.param(Setup("sglang", KvPolicy.RECOMPUTE), id="sglang-recompute", marks=pytest.mark.engine),
-    pytest.param(Setup("sglang", KvPolicy.KEEP), id="sglang-keep", marks=pytest.mark.engine),
+    pytest.param(Setup("sglang", KvPolicy.RECOMPUTE), id="sglang-recompute", marks=SGLANG),
+    pytest.param(Setup("sglang", KvPolicy.KEEP), id="sglang-keep", marks=SGLANG),
 ]
 
 

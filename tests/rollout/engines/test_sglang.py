@@ -96,7 +96,7 @@ async def test_an_interpreter_without_sglang_is_an_error_that_says_so(tmp_path: 
 @pytest.mark.timeout(900)
 async def test_a_killed_scheduler_fails_what_runs_and_leaves_nothing(tmp_path: Path) -> None:
     tiny_model(1).save_pretrained(tmp_path / "model")
-    engine = make_engine(EngineConfig(name="sglang", start_timeout_s=600, **sglang_settings()), tmp_path / "model", "sglang.test")
+    engine = make_engine(EngineConfig(name="sglang", **sglang_settings()), tmp_path / "model", "sglang.test")
     await engine.start()
     processes = psutil.Process().children(recursive=True)
     scheduler = next(process for process in processes if "scheduler" in " ".join(process.cmdline()))
