@@ -109,6 +109,7 @@ def test_a_run_goes_on_when_its_ledger_falls_back_and_when_it_is_emptied(tmp_pat
     assert len({step["epoch"] for step in read_steps(run_dir / "metrics.jsonl")}) == 3
 
 
+@pytest.mark.slow
 def test_a_run_is_continued_on_an_empty_server(tmp_path: Path, server: Server) -> None:
     run_dir, output = tmp_path / "run", tmp_path / "up.log"
     for steps in (7, 13):
@@ -116,16 +117,3 @@ def test_a_run_is_continued_on_an_empty_server(tmp_path: Path, server: Server) -
             assert up.wait(180) == 0, output.read_text()
         server.command("FLUSHALL")
     check(run_dir, 13, 1, output)
-
-
-def test_a_restart_without_a_synced_file_counts_as_a_loss(tmp_path: Path, server: Server) -> None:
-    run_dir, output = tmp_path / "run", tmp_path / "up.log"
-    server.command("CONFIG", "SET", "appendfsync", "everysec")
-    with tether_up(*arguments(run_dir, 16), output=output, TETHER_REDIS_URL=server.url) as up:
-        reaches(run_dir, 5, up)
-        server.kill()
-        conf = server.directory / "server.conf"
-        server.restart()
-        assert "appendfsync always" in conf.read_text()
-        assert up.wait(180) == 0, output.read_text()
-    check(run_dir, 16, 0, output)
