@@ -186,28 +186,32 @@ def trace(parents: dict[Any, Any], state: Any, *last: str) -> list[str]:
 
 
 STRICT = (Policy.WAIT, Policy.DROP)
+MASK = Policy.MASK
 CHANGES = ((0, 1), (0, 2), (1, 1), (0, 3))
 SMALL = [(0, 1), (0, 2), (1, 1)]
 slow = pytest.mark.slow
 
 
-def cases(strict: list[tuple[int, int]], mask: list[tuple[int, int]], late: list[tuple[int, int]]) -> list[Any]:
+def cases(strict: list[tuple[int, int]], mask: list[tuple[int, int]], late: list[tuple[int, int, Policy]]) -> list[Any]:
     """(E, B, policy): the first under wait and drop, the others under mask, which has many more states; `late` ones are slow."""
     quick = [(E, B, policy) for policy in STRICT for E, B in strict] + [(E, B, Policy.MASK) for E, B in mask]
-    return [*quick, *(pytest.param(E, B, Policy.MASK, marks=slow) for E, B in late)]
+    return [*quick, *(pytest.param(*case, marks=slow) for case in late)]
 
 
-@pytest.mark.parametrize(("E", "B", "policy"), cases([*SMALL, (2, 1), (1, 2)], SMALL, [(2, 1), (1, 2)]))
+@pytest.mark.parametrize(
+    ("E", "B", "policy"),
+    cases([*SMALL, (2, 1), (1, 2), (1, 3)], SMALL, [(2, 1, MASK), (1, 2, MASK), (2, 2, Policy.WAIT), (2, 2, Policy.DROP)]),
+)
 def test_undisturbed_runs_keep_the_bound_and_never_stick(E: int, B: int, policy: Policy) -> None:
     assert search(start(E, B, policy), 0) > 5
 
 
-@pytest.mark.parametrize(("E", "B", "policy"), cases([*SMALL, (2, 1)], SMALL, [(2, 1)]))
+@pytest.mark.parametrize(("E", "B", "policy"), cases([*SMALL, (2, 1)], SMALL, [(2, 1, MASK)]))
 def test_expiries_filters_and_crashes_neither_break_the_bound_nor_stick(E: int, B: int, policy: Policy) -> None:
     assert search(start(E, B, policy), 2) > 20
 
 
-@pytest.mark.parametrize(("E", "B", "policy"), cases(SMALL, [], SMALL))
+@pytest.mark.parametrize(("E", "B", "policy"), cases(SMALL, [], [(E, B, MASK) for E, B in SMALL]))
 def test_changes_of_the_bound_neither_break_it_nor_stick(E: int, B: int, policy: Policy) -> None:
     assert search(start(E, B, policy), 2, CHANGES) > 20
 
