@@ -1,11 +1,16 @@
 """The small HTTP server that every service has: `/health` and `/metrics`, and what the monitor adds."""
 
+import logging
 from collections.abc import Callable, Mapping
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from protocol.errors import SettingsError
+
+_log = logging.getLogger("tether.http")
+_log.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))  # else noise fills the disk
 
 Health = Callable[[], Mapping[str, object]]
 """Facts about the service; `{"ok": False, ...}` makes /health answer 503."""
@@ -24,7 +29,7 @@ class HttpServer:
         self._app.router.add_get("/metrics", self._serve_metrics)
         for path, handler in (routes or {}).items():
             self._app.router.add_get(path, handler)  # type: ignore[arg-type]
-        self._runner = web.AppRunner(self._app, access_log=None, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(self._app, access_log=None, logger=_log, shutdown_timeout=1.0)
 
     async def start(self, host: str, port: int) -> int:
         """Bind and serve; returns the port.

@@ -90,6 +90,7 @@ def test_a_run_over_tls_shows_its_password_nowhere(server: TlsServer, tmp_path: 
     assert not [line for line in lookout.told if "reward.worker" in line or "reward/confine.py" in line]
 
 
+@pytest.mark.slow
 def test_the_password_may_come_from_a_file(server: TlsServer, tmp_path: Path) -> None:
     path = private(tmp_path / "password", PASSWORD + "\n")
     options = (f'ledger.ca_file="{server.ca}"', f'ledger.password_file="{path}"')

@@ -1,5 +1,6 @@
 """/health and /metrics of a service, over a real port."""
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 
 import aiohttp
@@ -98,3 +99,16 @@ async def test_a_taken_port_is_named(served: Served) -> None:
     second = HttpServer(served.metrics.registry, dict)
     with pytest.raises(SettingsError, match=f"127.0.0.1:{served.port}.*choose another port"):
         await second.start("127.0.0.1", served.port)
+
+
+async def test_requests_that_are_no_http_leave_no_lines(caplog: pytest.LogCaptureFixture) -> None:
+    server = HttpServer(Metrics("reward").registry, lambda: {})
+    port = await server.start("127.0.0.1", 0)
+    for noise in (b"\x00\xff junk\r\n\r\n", b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 5000 + b"\r\n"):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(noise)
+        async with asyncio.timeout(60):
+            assert (await reader.read(64)).startswith(b"HTTP/1.0 400")
+        writer.close()
+    await server.close()
+    assert caplog.records == []
