@@ -11,7 +11,7 @@ from typing import Any, Protocol, TextIO
 from protocol.errors import TetherError
 from protocol.topics import Role
 from services.ledger.interface import Ledger, LedgerStatus
-from services.observability.steps import read_steps
+from services.observability.steps import read_lines
 
 POLL_S = 0.5
 NUMBER = re.compile(r"\d+")
@@ -31,7 +31,7 @@ class Progress:
 
     def __init__(self, run_dir: Path, steps: int, out: TextIO = sys.stdout) -> None:
         self._run_dir, self._steps, self._out = run_dir, steps, out
-        self._printed = max((line["step"] for line in read_steps(run_dir / "metrics.jsonl")), default=-1)
+        self._printed = len(list(read_lines(run_dir / "metrics.jsonl")))
         self._last = time.monotonic()
         self._began = time.monotonic()
 
@@ -63,9 +63,8 @@ class Progress:
         )
 
     def _print_steps(self, restarts: int) -> None:
-        for line in read_steps(self._run_dir / "metrics.jsonl"):
-            if line["step"] <= self._printed:
-                continue
+        lines = list(read_lines(self._run_dir / "metrics.jsonl"))
+        for line in lines[self._printed :]:  # after a rewind steps come again
             seconds = line["wait_s"] + line["train_s"] + line["publish_s"]
             self.note(
                 f"step {line['version']:>4}/{self._steps}  reward {line['reward_mean']:6.3f}  "
@@ -73,7 +72,8 @@ class Progress:
                 f"{line['trained_tokens'] / max(seconds, 1e-9):8.0f} tokens/s  wait {line['wait_s']:.2f} s  train {line['train_s']:.2f} s  "
                 f"publish {line['publish_s']:.2f} s" + (f"  restarts {restarts}" if restarts else "")
             )
-            self._printed, self._last = line["step"], time.monotonic()
+            self._last = time.monotonic()
+        self._printed = len(lines)
 
 
 async def page_of(ledger: Ledger) -> str:

@@ -119,6 +119,18 @@ async def test_progress_prints_every_step_once_and_how_it_ended(tmp_path: Path, 
     assert lines[2].endswith("0 groups trained, 0 dropped, 3 in flight")
 
 
+def test_progress_prints_steps_that_a_rewind_made_again(tmp_path: Path) -> None:
+    log = StepLog(tmp_path / "metrics.jsonl")
+    log.append(StepReport(step=0, version=1, epoch="e1", reward_mean=0.0))
+    out = io.StringIO()
+    progress = Progress(tmp_path, 9, out)
+    for step, epoch in ((1, "e1"), (0, "e2"), (1, "e2")):
+        log.append(StepReport(step=step, version=step + 1, epoch=epoch, reward_mean=0.0))
+        progress._print_steps(restarts=0)
+    progress._print_steps(restarts=0)
+    assert [line.split("/")[0] for line in out.getvalue().splitlines()] == ["step    2", "step    1", "step    2"]
+
+
 async def test_progress_is_quiet_about_nothing(tmp_path: Path) -> None:
     out = io.StringIO()
     Progress(tmp_path, 1, out).note("")
