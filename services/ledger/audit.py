@@ -34,9 +34,14 @@ Digests are decimal strings (JSON numbers end at 53 bits). `verify` (see `servic
 """
 
 import asyncio
+import contextlib
+import fcntl
 import json
 import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from protocol.errors import TetherError
 from services.ledger.chain import append
@@ -48,6 +53,8 @@ __all__ = ["FILE", "Archiver", "AuditResult", "last_sequence", "verify"]
 
 FILE = "audit.jsonl"
 """Name of the archive in a run's directory."""
+HELD_S = 5.0
+"""How long another archiver of the run is waited for."""
 _TAIL = 1 << 16
 
 
@@ -63,34 +70,31 @@ class Archiver:
         self.path = Path(directory) / FILE
         self._ledger = ledger
         self._batch = batch
-        self._last: int | None = None
 
     async def archive(self) -> int:
-        """Copy what is new, at most one batch, and return the number of events copied.
+        """Copy what is new, at most one batch, and return the number of events copied, by this or another archiver of the run.
 
         Cancelled, it may leave whole lines that the ledger still holds too; the next call does not copy them again.
 
         Raises:
             LostWrites: if the ledger's log ends before the file does.
             TetherError: if the ledger's log does not go on where the file ends: the file has lost events.
-            OSError: if the file cannot be written; the ledger keeps the events.
+            OSError: if the file cannot be written, or another archiver holds it for long; the ledger keeps the events.
         """
-        if self._last is None:
-            self._last = await asyncio.to_thread(last_sequence, self.path)
-        events = await self._ledger.events(self._last, self._batch)
+        last = await asyncio.to_thread(last_sequence, self.path)
+        events = await self._ledger.events(last, self._batch)
         if events:
-            if events[0]["seq"] != self._last + 1 and events[0].get("after") != self._last:  # the latter is a `rebuild`
-                raise TetherError(f"{self.path} ends at event {self._last}, the ledger goes on at {events[0]['seq']}: events are missing")
-            self._last = None  # until the lines are known to be on disk
-            await asyncio.to_thread(append, self.path, events)
-            self._last = int(events[-1]["seq"])
-        if self._last:
+            follows = events[0]["seq"] == last + 1 or events[0].get("after") == last  # the latter is a `rebuild`
+            if not follows and await asyncio.to_thread(last_sequence, self.path) == last:
+                raise TetherError(f"{self.path} ends at event {last}, the ledger goes on at {events[0]['seq']}: events are missing")
+            if not follows or not await asyncio.to_thread(_add, self.path, events, last):
+                return len(events)
+            last = int(events[-1]["seq"])
+        if last:
             head = await self._ledger.head()
-            if head.sequence < self._last:
-                raise LostWrites(
-                    f"the ledger is at event {head.sequence}, {self.path} at {self._last}: the ledger lost acknowledged writes"
-                )
-            await self._ledger.archived(self._last)
+            if head.sequence < last:
+                raise LostWrites(f"the ledger is at event {head.sequence}, {self.path} at {last}: the ledger lost acknowledged writes")
+            await self._ledger.archived(last)
         return len(events)
 
     async def archive_all(self) -> None:
@@ -104,7 +108,44 @@ def last_sequence(path: Path) -> int:
 
     Raises:
         TetherError: if the last whole line is not an event.
+        OSError: if an archiver holds the file for long.
     """
+    if not path.is_file():
+        return 0
+    with _held(path):
+        return _last_sequence(path)
+
+
+def _add(path: Path, events: Sequence[Mapping[str, Any]], last: int) -> bool:
+    """Write events after event `last`, durably. False if the file does not end there any more: another archiver of the run was quicker."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _held(path):
+        if _last_sequence(path) != last:
+            return False
+        append(path, events)
+    return True
+
+
+@contextlib.contextmanager
+def _held(path: Path) -> Iterator[None]:
+    """Hold the directory of a log: an ingest that is ending, or was stopped for a while, and its successor do not write at once."""
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        end = time.monotonic() + HELD_S
+        while True:
+            try:
+                fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() > end:
+                    raise BlockingIOError(f"{path} is being written by another process, which does not end") from error
+            time.sleep(0.01)
+        yield
+    finally:
+        os.close(directory)
+
+
+def _last_sequence(path: Path) -> int:
     try:
         file = open(path, "r+b")  # noqa: SIM115
     except FileNotFoundError:

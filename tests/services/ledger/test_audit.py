@@ -1,3 +1,4 @@
+import asyncio
 import copy
 import json
 from collections.abc import Callable
@@ -201,3 +202,25 @@ async def test_archive_all_empties_the_log(driver: Driver, tmp_path: Path) -> No
     assert list(await driver.ledger.events(0, 10)) == []
     assert verify(tmp_path / FILE).trained == 1
     await driver.refused(Reason.WRONG_STATE, driver.ledger.archived(10_000))
+
+
+async def test_two_archivers_of_a_run_double_nothing(tmp_path: Path) -> None:
+    """As when an ingest that is ending, or was stopped for a while, meets its successor."""
+    driver = await Driver(MemoryRig()).begin(E=1, B=1)
+    archivers = [Archiver(driver.ledger, tmp_path, batch=3) for _ in range(2)]
+    for _ in range(40):
+        await driver.step(1)
+        async with asyncio.TaskGroup() as tasks:
+            for archiver in archivers:
+                tasks.create_task(archiver.archive_all())
+    assert last_sequence(tmp_path / FILE) == (await driver.ledger.status()).sequence
+    assert verify(tmp_path / FILE).violations == []
+
+
+async def test_an_archiver_goes_on_where_another_has_ended(tmp_path: Path) -> None:
+    driver = await Driver(MemoryRig()).begin(E=1, B=1)
+    first, second = (Archiver(driver.ledger, tmp_path) for _ in range(2))
+    for archiver in (first, second, first):
+        await driver.step(1)
+        await archiver.archive_all()
+    assert verify(tmp_path / FILE).violations == []
