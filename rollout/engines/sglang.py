@@ -64,7 +64,9 @@ class SglangEngine(Engine):
     async def start(self) -> None:
         # no limits: the engine bounds what runs, and a request takes as long as it takes
         self._http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None), trust_env=False
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=None),
+            headers={"Authorization": f"Bearer {self._server.key}"},
         )
         ready = False
         try:

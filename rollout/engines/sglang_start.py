@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -44,14 +45,18 @@ class SglangServer:
         self._process: asyncio.subprocess.Process | None = None
         self.directory = Path()
         self.url = ""
+        self.key = secrets.token_hex(16)
+        """What requests must show: others on this host could load other weights."""
 
     async def start(self, session: aiohttp.ClientSession) -> None:
         """Returns when it answers. Raises EngineError, with its last words, if it ends before."""
         self.directory = Path(tempfile.mkdtemp(prefix="tether-sglang-"))
         _write_entry_point(self.directory)
+        secret = self.directory / "server.yaml"  # a command line can be read by everybody
+        secret.write_text(f"api-key: {self.key}\n")
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
-        command = server_command(self._config, self._model_dir, self._incarnation, port)
+        command = [*server_command(self._config, self._model_dir, self._incarnation, port), "--config", str(secret)]
         try:
             with (self.directory / "log").open("wb") as log:
                 self._process = await asyncio.create_subprocess_exec(

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from protocol.errors import EngineError
 from rollout.engines.rank_calls import MAX_FRAME, Answer, Call, CallServer, RankCalls, frame, socket_path
@@ -103,6 +104,19 @@ async def test_a_frame_that_is_too_long_ends_the_connection(tmp_path: Path) -> N
 async def test_a_rank_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"rank0\.sock"):
         await connected(tmp_path, 1)
+
+
+def test_calls_work_on_the_services_event_loop(tmp_path: Path) -> None:
+    serve(tmp_path, 0, lambda call: Answer(call.number, call.method))
+
+    async def ask() -> list[object]:
+        calls = await connected(tmp_path, 1)
+        try:
+            return await calls.call("ask")
+        finally:
+            calls.close()
+
+    assert uvloop.run(ask()) == ["ask"]
 
 
 def test_a_frame_is_its_length_and_an_array() -> None:

@@ -2,9 +2,11 @@ import os
 import signal
 from pathlib import Path
 
+import aiohttp
 import psutil
 import pytest
 import torch
+import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -84,21 +86,24 @@ def test_a_cache_that_cannot_hold_one_request_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("python", "words"), [("", "No module named 'sglang'"), ("/nowhere/python", r"engine\.python: /nowhere/python")])
-async def test_an_interpreter_without_sglang_is_an_error_that_says_so(tmp_path: Path, python: str, words: str) -> None:
+def test_an_interpreter_without_sglang_is_an_error_that_says_so(tmp_path: Path, python: str, words: str) -> None:
     tiny_model(1).save_pretrained(tmp_path)
     engine = make_engine(EngineConfig(name="sglang", python=python), tmp_path, "sglang.test")
     with pytest.raises(EngineError, match=words):
-        await engine.start()
+        uvloop.run(engine.start())  # the event loop of the services
 
 
 @pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-async def test_a_killed_scheduler_fails_what_runs_and_leaves_nothing(tmp_path: Path) -> None:
+async def test_a_server_answers_its_owner_alone_and_a_killed_scheduler_ends_all_of_it(tmp_path: Path) -> None:
     tiny_model(1).save_pretrained(tmp_path / "model")
     engine = make_engine(EngineConfig(name="sglang", **sglang_settings()), tmp_path / "model", "sglang.test")
     await engine.start()
     processes = psutil.Process().children(recursive=True)
+    port = next(word.partition("=")[2] for word in processes[0].cmdline() if word.startswith("--port="))
+    async with aiohttp.ClientSession() as stranger, stranger.post(f"http://127.0.0.1:{port}/generate", json={"input_ids": [1]}) as refused:
+        assert refused.status == 401
     scheduler = next(process for process in processes if "scheduler" in " ".join(process.cmdline()))
     scheduler.send_signal(signal.SIGKILL)
     with pytest.raises(EngineError):
