@@ -15,7 +15,7 @@ from protocol.topics import WEIGHTS, Role
 from services.bus.broadcast import Broadcaster
 from services.observability.steps import StepLog
 from services.parent import die_with_parent
-from services.process import EXIT_SETTINGS, Process, configure_logging, service_main
+from services.process import EXIT_FAILED, EXIT_SETTINGS, Process, configure_logging, service_main
 from services.rank_zero import RankZero
 from services.recovery import take_over
 from services.settings import Settings, load_settings
@@ -106,6 +106,19 @@ def torchrun(ranks: int, module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-m", *launcher, "-m", module, *arguments]
 
 
+def run_ranks(ranks: int) -> int:
+    """Run the trainer once a rank, until all have ended. Returns the exit code, which torchrun alone would not pass on."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as launch
+
+    try:
+        launch(torchrun(ranks, "services.trainer")[3:])
+    except ChildFailedError as failed:
+        codes = {failure.exitcode for failure in failed.failures.values()}
+        return EXIT_SETTINGS if EXIT_SETTINGS in codes else EXIT_FAILED
+    return 0
+
+
 def main() -> None:
     """Start torchrun if more than one rank is configured; else be the rank that the environment names."""
     rank = int(os.environ.get("RANK", "-1"))
@@ -127,7 +140,7 @@ def main() -> None:
             print(f"tether trainer: {error}", file=sys.stderr)
             sys.exit(EXIT_SETTINGS)
         if world > 1:
-            os.execv(sys.executable, torchrun(world, "services.trainer"))
+            sys.exit(run_ranks(world))
     service_main(Role.TRAINER, serve)
 
 
