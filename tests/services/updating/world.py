@@ -33,7 +33,7 @@ from tests.services.bus.middle import Fault
 from tests.services.updating.trainer import DAMAGE, Trainer
 from tests.services.updating.versions import VOCAB, Versions
 
-TOKENS = 100
+TOKENS = 48
 HOUR_MS = 3_600_000
 
 
