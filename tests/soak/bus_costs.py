@@ -94,7 +94,7 @@ async def version_micros(engines: int, versions: int) -> float:
     async with Broadcaster(WEIGHTS, run=RUN, incarnation="trainer", config=BusConfig()) as caster:
         crowd = Crowd(caster.endpoint, engines)
         try:
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(600):
                 while len(caster.peers) < engines:  # noqa: ASYNC110 (a plain property)
                     await asyncio.sleep(0.05)
             crowd.drain()
@@ -113,7 +113,7 @@ async def heartbeat_micros(senders: int, seconds: float) -> float:
     async with Receiver(SCORED, run=RUN, incarnation="ingest", config=BusConfig()) as receiver:
         crowd = Crowd(receiver.endpoint, senders)
         try:
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(600):
                 while len(receiver._peers.who()) < senders:  # noqa: ASYNC110 (a plain method)
                     await asyncio.sleep(0.05)
             crowd.drain()

@@ -32,7 +32,7 @@ async def least(live: LiveRun, version: int) -> dict[str, int]:
     """The smallest of some counts taken from `version` on: what is in flight comes and goes."""
     found = {"blocks": 1 << 60, "descriptors": 1 << 60, "tasks": 1 << 60}
     for target in range(version, version + 12, 3):
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(600):
             while (await live.ledger.head()).version < target:  # noqa: ASYNC110 (another process's counter)
                 await asyncio.sleep(0.01)
         now = census() | {"tasks": len(asyncio.all_tasks())}
@@ -58,17 +58,18 @@ async def ledger_is_trimmed(live: LiveRun) -> None:
     assert group_bytes < 2000 * (active + kept)
 
 
+@pytest.mark.timeout(900)  # seconds, on a machine that has nothing else to do
 async def test_nothing_grows_with_the_groups_that_are_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(receiver, "REMEMBERED", 32)  # a bound that is full from the start
     settings = settings_for(tmp_path / "run", "stragglers.toml", *FAST)
-    async with asyncio.timeout(280), running(settings, rollouts=4, rewards=2) as live:
+    async with asyncio.timeout(800), running(settings, rollouts=4, rewards=2) as live:
         before = await least(live, 20)
         await ledger_is_trimmed(live)
-        after = await least(live, 180)
+        after = await least(live, 110)
         await ledger_is_trimmed(live)
         labels = [metric_lines(process.metrics) for processes in live.processes.values() for process in processes]
         status = await live.ledger.status()
-    groups = 160 * B
+    groups = 90 * B
     for name, count in after.items():
         assert count - before[name] < BLOCKS * groups, (name, before, after)
     assert max(labels) < 200
