@@ -102,7 +102,7 @@ def _child(target: Target, place: Path, scratch: Path, log: Path, seconds: float
         str(place / "corpus"),
     ]  # fmt: skip
     try:
-        atheris.Setup(options, lambda data: target.check(bytes(data), scratch), custom_mutator=_mutator(target.form))
+        atheris.Setup(options, lambda data: target.check(bytes(data), scratch), custom_mutator=_mutator(target))
         atheris.Fuzz()
     except BaseException:
         with contextlib.suppress(Exception):
@@ -111,7 +111,7 @@ def _child(target: Target, place: Path, scratch: Path, log: Path, seconds: float
         os._exit(1)
 
 
-def _mutator(form: Form):  # type: ignore[no-untyped-def]
+def _mutator(target: Target):  # type: ignore[no-untyped-def]
     load, dump = {
         Form.BYTES: (_none, _none),
         Form.MSGPACK: (_unpack, msgpack.packb),
@@ -121,8 +121,9 @@ def _mutator(form: Form):  # type: ignore[no-untyped-def]
             lambda data: [json.loads(line) for line in data.splitlines() if line],
             lambda lines: b"".join(json.dumps(line).encode() + b"\n" for line in lines),
         ),
-    }[form]
-    return mutator(load, dump, lambda data, size: atheris.Mutate(data, size))  # Fuzz() puts another one in its place
+    }[target.form]
+    # Fuzz() puts another function in the place of atheris.Mutate
+    return mutator(load, dump, lambda data, size: atheris.Mutate(data, size), target.seeds)
 
 
 def _none(value: object) -> bytes:
