@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ class Past:
         groups = self.step(step).record.groups
         keys = [(group.group, group.token) for group in groups]
         try:
-            records = self._archive.get(step, keys) if self._archive.has(step) else self._spooled(keys)
+            records = self._records(step, keys)
         except MissingRecord as missing:
             held = self._archive.steps()
             raise SettingsError(
@@ -89,16 +90,13 @@ class Past:
             ) from None
         return train_command(self.settings, Taken(step, groups), records)
 
-    def _spooled(self, keys: list[tuple[int, str]]) -> list[bytes]:
-        """Records that no checkpoint covered when the trainer looked last."""
+    def _records(self, step: int, keys: list[tuple[int, str]]) -> list[bytes]:
+        """From the spool, else from the archive: in this order no step is missed that the trainer moves meanwhile."""
         path = self.settings.run_dir / "spool.sqlite"
-        if not path.is_file():
-            raise MissingRecord(*keys[0])
-        spool = Spool(path, read_only=True)
-        try:
-            return spool.get_many(keys)
-        finally:
-            spool.close()
+        if path.is_file():
+            with closing(Spool(path, read_only=True)) as spool, suppress(MissingRecord):
+                return spool.get_many(keys)
+        return self._archive.get(step, keys)
 
     def report(self, step: int) -> dict[str, Any]:
         """The step's line in metrics.jsonl; empty if there is none of this epoch."""

@@ -85,10 +85,6 @@ class Archive:
         except OSError as error:
             raise SpoolError(f"archive {self.directory}: {error.strerror or error}") from error
 
-    def has(self, step: int) -> bool:
-        """Whether the archive holds the step."""
-        return self._path(step).is_file()
-
     def get(self, step: int, keys: Sequence[tuple[int, str]]) -> list[bytes]:
         """Payloads of a step's groups in the order of `keys` (group, token).
 
