@@ -95,14 +95,15 @@ def check(run_dir: Path, steps: int, rebuilds: int, output: Path) -> None:
     assert processes_of(run_dir) == []
 
 
+@pytest.mark.timeout(600)
 def test_a_run_goes_on_when_its_ledger_falls_back_and_when_it_is_emptied(tmp_path: Path, server: Server) -> None:
-    run_dir, output, steps = tmp_path / "run", tmp_path / "up.log", 44
+    run_dir, output, steps = tmp_path / "run", tmp_path / "up.log", 28
     with tether_up(*arguments(run_dir, steps), output=output, TETHER_REDIS_URL=server.url) as up:
-        reaches(run_dir, 5, up)
+        reaches(run_dir, 4, up)
         server.save()
-        reaches(run_dir, 14, up)
+        reaches(run_dir, 10, up)
         server.lose()
-        reaches(run_dir, 28, up)
+        reaches(run_dir, 18, up)
         server.command("FLUSHALL")
         assert up.wait(180) == 0, output.read_text()
     check(run_dir, steps, 2, output)
