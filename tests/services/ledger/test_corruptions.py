@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from services.ledger.audit import FILE, verify
 from services.ledger.chain import HEAD, append
 from services.ledger.verify import verify_events
+from tests.services.ledger import forgeries
 from tests.services.ledger.corruptions import CORRUPTIONS, Corruption
 from tests.services.ledger.logs import renumbered, rough_log
 
@@ -24,7 +25,8 @@ def test_the_log_that_is_spoilt_is_sound_and_has_what_can_be_spoilt() -> None:
         "create", "applied", "lease", "expire", "release", "accept", "lost", "drop", "claim", "resume", "take", "commit", "publish",
         "bound_pending", "bound", "checkpoint",
     }  # fmt: skip
-    assert len(CORRUPTIONS) >= 20
+    assert len(CORRUPTIONS) >= 40
+    assert forgeries.an_unknown_event in CORRUPTIONS
 
 
 @pytest.mark.parametrize("corrupt", CORRUPTIONS, ids=lambda corrupt: corrupt.__name__)
