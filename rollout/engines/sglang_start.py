@@ -28,6 +28,8 @@ SPARE_TOKENS = 8
 """SGLang keeps a few positions of a context for itself, and shortens what would need them."""
 ENTRY_POINT = "[sglang.srt.plugins]\ntether = rollout.engines.sglang_plugin:load\n"
 METADATA = "Metadata-Version: 2.1\nName: tether-sglang-plugin\nVersion: 1\n"
+LONGEST_TMPDIR = 70
+"""Characters; a socket's path may have 107 on Linux, and SGLang makes some of its own in our directory."""
 POLL_S = 0.1
 EXIT_GRACE_S = 5.0
 """For the server's processes to be gone after they were killed."""
@@ -50,6 +52,10 @@ class SglangServer:
 
     async def start(self, session: aiohttp.ClientSession) -> None:
         """Returns when it answers. Raises EngineError, with its last words, if it ends before."""
+        if len(tempfile.gettempdir()) > LONGEST_TMPDIR:
+            raise EngineError(
+                f"TMPDIR {tempfile.gettempdir()} is too long for the names of sockets in it: at most {LONGEST_TMPDIR} characters"
+            )
         self.directory = Path(tempfile.mkdtemp(prefix="tether-sglang-"))
         _write_entry_point(self.directory)
         secret = self.directory / "server.yaml"  # a command line can be read by everybody

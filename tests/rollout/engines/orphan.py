@@ -1,4 +1,4 @@
-"""Starts vLLM, prints the pids of its processes, and generates until it is killed. Run by `test_orphans.py`."""
+"""Starts an engine, prints the pids of its processes, and generates until it is killed. Run by `test_orphans.py`."""
 
 import asyncio
 import sys
@@ -8,10 +8,12 @@ import psutil
 
 from rollout.engines.base import EngineConfig, Request, Sampling
 from rollout.engines.registry import make_engine
+from tests.contracts.sglang_environment import sglang_settings
 
 
-async def main(model_dir: Path) -> None:
-    engine = make_engine(EngineConfig(), model_dir, "orphan.1")
+async def main(name: str, model_dir: Path) -> None:
+    own = sglang_settings() if name == "sglang" else {}
+    engine = make_engine(EngineConfig(name=name, **own), model_dir, "orphan.1")
     await engine.start()
     print(*[child.pid for child in psutil.Process().children(recursive=True)], flush=True)
     while True:
@@ -19,4 +21,4 @@ async def main(model_dir: Path) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1])))
+    asyncio.run(main(sys.argv[1], Path(sys.argv[2])))

@@ -13,15 +13,24 @@ DEADLINE_S = 30.0
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_vllm_does_not_outlive_a_killed_owner(tmp_path: Path) -> None:
-    tiny_model(1).save_pretrained(tmp_path)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_an_engine_does_not_outlive_a_killed_owner(tmp_path: Path, name: str) -> None:
+    tiny_model(1).save_pretrained(tmp_path / "model")
+    (tmp_path / "t").mkdir()
     root = Path(__file__).parents[3]
-    command = [sys.executable, "-m", "tests.rollout.engines.orphan", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.rollout.engines.orphan", name, str(tmp_path / "model")]
     with (tmp_path / "log").open("wb") as log:
-        owner = subprocess.Popen(command, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, stdout=subprocess.PIPE, stderr=log)
+        owner = subprocess.Popen(
+            command,
+            cwd=root,
+            env={**os.environ, "PYTHONPATH": str(root), "TMPDIR": str(tmp_path / "t")},
+            stdout=subprocess.PIPE,
+            stderr=log,
+        )
     assert owner.stdout is not None
     try:
-        # vLLM logs to stdout too: ours is the one line of numbers
+        # engines log to stdout too: ours is the one line of numbers
         line = next((words for raw in owner.stdout if (words := raw.split()) and all(map(bytes.isdigit, words))), None)
         assert line, (tmp_path / "log").read_text()
         processes = [psutil.Process(int(pid)) for pid in line]
@@ -35,3 +44,4 @@ def test_vllm_does_not_outlive_a_killed_owner(tmp_path: Path) -> None:
     for process in alive:
         process.kill()
     assert not alive
+    assert not list((tmp_path / "t").glob("tether-*"))
