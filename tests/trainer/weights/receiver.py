@@ -1,0 +1,56 @@
+"""An engine's side of a transfer as a process: `python -m tests.trainer.weights.receiver`; a line in, a line of JSON out.
+
+stage HEX   fetch the version into the copy        {"staged": version}
+hang HEX    fetch until half of it has come        {"came": tensors}; then nothing more, until it is killed
+commit HEX  copy what is staged over the live      {"served": version}
+digest                                             {"digest": of the live tensors}
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+
+import msgspec
+import torch
+
+from protocol.messages import WeightManifest
+from rollout.engines.staging import Staging, digest_of, whole_source
+from rollout.weights.registry import make_receiver
+
+COUNT, SIZE = 16, 300_000
+DEADLINE_S = 60.0
+
+
+def main() -> None:
+    live = {f"t{i}": torch.zeros(SIZE) for i in range(COUNT)}
+    copy = {name: torch.zeros_like(tensor) for name, tensor in live.items()}
+    staging = Staging({name: whole_source(tensor) for name, tensor in copy.items()})
+
+    def stage(manifest: WeightManifest) -> dict[str, int]:
+        staging.fetch(manifest, DEADLINE_S)
+        return {"staged": manifest.version}
+
+    def hang(manifest: WeightManifest) -> dict[str, int]:
+        for came, _ in enumerate(make_receiver(manifest.transport).tensors(manifest, DEADLINE_S), 1):
+            if came == COUNT // 2:
+                print(json.dumps({"came": came}), flush=True)
+                time.sleep(DEADLINE_S)
+        return {"came": COUNT}
+
+    def commit(manifest: WeightManifest) -> dict[str, int]:
+        served = staging.take(manifest)
+        torch._foreach_copy_(list(live.values()), list(copy.values()))
+        return {"served": served.version}
+
+    commands: dict[str, Callable[[WeightManifest], dict[str, int]]] = {"stage": stage, "hang": hang, "commit": commit}
+    for line in sys.stdin:
+        command, _, text = line.strip().partition(" ")
+        if command == "digest":
+            print(json.dumps({"digest": digest_of(live)}), flush=True)
+        else:
+            print(json.dumps(commands[command](msgspec.msgpack.decode(bytes.fromhex(text), type=WeightManifest))), flush=True)
+
+
+if __name__ == "__main__":
+    main()
