@@ -97,7 +97,7 @@ class SglangEngine(Engine):
         except asyncio.CancelledError:
             with suppress(EngineError, TimeoutError):
                 async with asyncio.timeout(ABORT_S):
-                    await self._post("abort_request", {"rid": name})
+                    await self._call("abort", [name])
             raise
         finally:
             del self._running[request.id]
@@ -109,8 +109,7 @@ class SglangEngine(Engine):
         with suppress(TimeoutError):
             async with asyncio.timeout(ABORT_S):
                 while names:
-                    for name in names:
-                        await self._post("abort_request", {"rid": name})
+                    await self._call("abort", sorted(names))  # past the server's process, which may lag behind the scheduler
                     await asyncio.sleep(ABORT_AGAIN_S)
                     names &= set(self._running.values())
 

@@ -120,6 +120,13 @@ class Rank:
         """Tokens from the next step on count as of `version`."""
         self._scheduler.record_weight_version_change(str(version))
 
+    def abort(self, names: list[str]) -> None:
+        """End requests; SGLang's server answers them with what there is."""
+        from sglang.srt.managers.io_struct import AbortReq
+
+        for name in names:
+            self._scheduler.abort_request(AbortReq(rid=name))
+
     def pause(self) -> None:
         """Stop between two steps."""
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
@@ -162,6 +169,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "commit": Rank.commit,
     "rename": Rank.rename,
     "live_digest": lambda rank: rank.share.live_digest(),
+    "abort": Rank.abort,
     "pause": Rank.pause,
     "resume": Rank.resume,
 }

@@ -13,6 +13,10 @@ def sglang_python() -> str:
     return os.environ.get("SGLANG_PYTHON") or str(Path(sys.prefix).with_name(f"{Path(sys.prefix).name}-sglang") / "bin" / "python")
 
 
-def sglang_settings() -> dict[str, Any]:
+def sglang_settings(ranks: int = 1) -> dict[str, Any]:
     """Fields of `EngineConfig`. Three processes import SGLang at each start: 20 s on two idle cores, and minutes on busy ones."""
-    return {"python": sglang_python(), "environment": {"PYTHONPATH": str(STAND_INS)}, "start_timeout_s": 600.0}
+    cores = sorted(os.sched_getaffinity(0))
+    environment = {"PYTHONPATH": str(STAND_INS)}
+    if ranks > 1:  # by itself SGLang has at most one rank for each NUMA node
+        environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
+    return {"python": sglang_python(), "environment": environment, "start_timeout_s": 600.0}

@@ -46,6 +46,7 @@ SETUPS = [
     pytest.param(Setup("vllm", KvPolicy.KEEP, ranks=2, lora=PARTIAL), id="vllm-lora-tp2", marks=[pytest.mark.engine, pytest.mark.slow]),
     pytest.param(Setup("sglang", KvPolicy.RECOMPUTE), id="sglang-recompute", marks=SGLANG),
     pytest.param(Setup("sglang", KvPolicy.KEEP), id="sglang-keep", marks=SGLANG),
+    pytest.param(Setup("sglang", KvPolicy.KEEP, ranks=2), id="sglang-tp2", marks=[*SGLANG, pytest.mark.slow]),
 ]
 
 
@@ -60,7 +61,7 @@ async def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
         made = {name: adapted(models["A"], setup.lora, seed) for seed, name in enumerate(models)}
         models, published = {name: model for name, (model, _) in made.items()}, {name: adapter for name, (_, adapter) in made.items()}
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-    own = sglang_settings() if setup.name == "sglang" else {}
+    own = sglang_settings(setup.ranks) if setup.name == "sglang" else {}
     config = EngineConfig(name=setup.name, kv=setup.kv, tensor_parallel_size=setup.ranks, seconds_per_token=0.001, **own)
     engine = make_engine(config, directory / "model", f"{setup.name}.test", setup.lora)
     await engine.start()
