@@ -21,17 +21,18 @@ async def take_over(rank: RankZero) -> WeightManifest:
     """Claim the run for this trainer's epoch and bring the model to the version that the run goes on from. Returns its manifest.
 
     Raises:
-        SettingsError: if the newest checkpoint is ahead of the ledger (another Redis, or one that lost writes).
+        SettingsError: if all checkpoints are ahead of the ledger (another Redis, or one that lost writes).
     """
     ledger = rank.process.ledger
     status = await ledger.claim(rank.epoch)
-    found = rank.checkpoints.latest()
+    # A trainer that slept through a rewind may have left a newer one, of the branch that was abandoned.
+    found = rank.checkpoints.latest(at_most=status.version)
     start = found.version if found else 0
-    if start > status.version:
+    newest = rank.checkpoints.latest(verify=False)
+    if found is None and newest is not None:
         raise SettingsError(
-            f"the newest checkpoint is of version {start}, but the ledger stands at {status.version}: "
-            "this is not the ledger that the run was "
-            f"made with, or it lost writes; point TETHER_REDIS_URL at the right one, or start in a new run directory"
+            f"the newest checkpoint is of version {newest.version}, but the ledger stands at {status.version}: this is not the ledger that "
+            "the run was made with, or it lost writes; point TETHER_REDIS_URL at the right one, or start in a new run directory"
         )
     if rank.process.settings.algorithm.kl_coef > 0:
         await rank.on_compute(rank.keep_reference)

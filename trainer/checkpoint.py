@@ -137,13 +137,16 @@ class Checkpoints:
         checkpoints = [checkpoint for path in found if (checkpoint := _open(path)) is not None]
         return sorted(checkpoints, key=lambda checkpoint: checkpoint.version)
 
-    def latest(self, *, verify: bool = True) -> Checkpoint | None:
+    def latest(self, *, verify: bool = True, at_most: int | None = None) -> Checkpoint | None:
         """The newest complete checkpoint, or None.
+
+        Args:
+            at_most: newest version to look at.
 
         Raises:
             SettingsError: with `verify`, if a file of it is damaged.
         """
-        checkpoints = self.complete()
+        checkpoints = [found for found in self.complete() if at_most is None or found.version <= at_most]
         if not checkpoints:
             return None
         if verify:
@@ -154,11 +157,12 @@ class Checkpoints:
         return self.directory / f"step_{version:08d}"
 
     def _prune(self, newest: int) -> None:
-        """Remove torn checkpoints and all but the newest complete ones. After a rewind those of abandoned later versions go, too."""
-        complete = {c.version: c.directory for c in self.complete() if c.version <= newest}
-        kept = {complete[version] for version in sorted(complete)[-self._keep :]}
+        """Of what is not newer, remove torn checkpoints and all but the last complete ones. Newer ones are not this trainer's to touch: it
+        may have slept through its succession, and they are its successor's."""
+        kept = {c.directory for c in [c for c in self.complete() if c.version <= newest][-self._keep :]}
         for path in self.directory.iterdir():
-            if NAME.fullmatch(path.name) and path not in kept:
+            found = NAME.fullmatch(path.name)
+            if found and int(found[1]) <= newest and path not in kept:
                 _remove(path)
 
 

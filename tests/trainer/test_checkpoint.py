@@ -46,12 +46,17 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000010", "step_00000015"]
 
 
-def test_after_a_rewind_later_versions_go(tmp_path: Path) -> None:
+def test_a_trainer_that_comes_late_leaves_its_successors_checkpoints(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
-    for version in (5, 10):
+    for version in (5, 10, 12):
         write(checkpoints, version)
-    write(checkpoints, 7)
-    assert versions(checkpoints) == [5, 7]
+    (tmp_path / "step_00000014").mkdir()  # one that is being written
+    write(checkpoints, 11)
+    assert versions(checkpoints) == [10, 11, 12]
+    assert (tmp_path / "step_00000014").exists()
+    found = checkpoints.latest(at_most=11)
+    assert found is not None
+    assert found.version == 11
 
 
 def test_a_checkpoint_may_be_written_again(tmp_path: Path) -> None:
