@@ -108,6 +108,7 @@ class TrainLoop:
         rank, ledger = self._rank, self._process.ledger
         if taken.dropped:
             rank.caster.publish(Control(action=Action.ABORT, groups=taken.dropped), epoch=rank.epoch)
+            await self._forget(taken.dropped)
         before = await ledger.status()
         try:
             command = await asyncio.to_thread(rank.command_for, taken, mask_late=before.bound.policy is Policy.MASK)
@@ -182,13 +183,15 @@ class TrainLoop:
             log.error("archive.failed error=%s", error)
             return
         await self._process.ledger.checkpointed(oldest)
-        try:
-            groups = [(group.group, group.token) for record in covered for group in record.groups]
-            await asyncio.to_thread(rank.spool.forget, groups, kept.spool_position)
-        except TetherError as error:
-            log.warning("spool.forget_failed error=%s", error)
+        await self._forget([group.group for record in covered for group in record.groups], kept.spool_position)
         self._process.metrics.seconds.labels("checkpoint").observe(time.monotonic() - began)
         log.info("checkpoint.done version=%d seconds=%.2f", status.version, time.monotonic() - began)
+
+    async def _forget(self, groups: Sequence[int], journal_from: int = 0) -> None:
+        try:
+            await asyncio.to_thread(self._rank.spool.forget, groups, journal_from)
+        except TetherError as error:
+            log.warning("spool.forget_failed error=%s", error)
 
     def _archive(self, covered: Sequence[StepRecord]) -> None:
         """Move the records of steps to the archive, and their reports to the disk, before spool and ledger forget them."""

@@ -117,16 +117,16 @@ class Spool:
                 raise MissingRecord(*key)
         return [row[0] for row in found]
 
-    def forget(self, covered: Iterable[tuple[int, str]], journal_from: int = 0) -> int:
-        """Delete the records of groups (group, token) whose steps a durable checkpoint covers; returns how many were deleted.
+    def forget(self, groups: Iterable[int], journal_from: int = 0) -> int:
+        """Delete the records of groups that were dropped, or whose steps a durable checkpoint covers; returns how many were deleted.
 
-        Records of the same groups under other lease tokens go too: nobody will ask for them. So does the journal before
-        the position `journal_from`: the archive of the event log has it long since.
+        Records of all their lease tokens go: nobody will ask for them. So does the journal before the position `journal_from`: the
+        archive of the event log has it long since.
         """
-        groups = [(group,) for group in sorted({group for group, _ in covered})]
+        rows = [(group,) for group in sorted(set(groups))]
         with self._transaction("write") as connection:
             connection.execute("DELETE FROM journal WHERE seq < ?", (journal_from,))
-            return connection.executemany("DELETE FROM records WHERE grp = ?", groups).rowcount if groups else 0
+            return connection.executemany("DELETE FROM records WHERE grp = ?", rows).rowcount if rows else 0
 
     def append(self, entries: Iterable[JournalEntry]) -> int:
         """Add entries to the journal with one fsync; returns the new `position`."""
