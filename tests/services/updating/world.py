@@ -124,6 +124,8 @@ class World:
             try:
                 found = await engine.generate(Request(f"{lease.group}.{lease.token}/0", prompt, Sampling(TOKENS, temperature=0)))
             except EngineError:
+                if self.engine is engine:
+                    self.engine = None  # as in the service: whose engine is dead takes no more leases, and its process ends
                 with suppress(Refused):
                     await self.ledger.release(lease.group, lease.token, "engine")
                 continue
