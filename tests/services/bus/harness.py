@@ -143,7 +143,7 @@ async def holder(incarnation: str) -> AsyncIterator[tuple[asyncio.subprocess.Pro
     finally:
         if process.returncode is None:
             process.send_signal(signal.SIGKILL)
-        await process.wait()
+        await process.communicate()  # what is left in its pipe too: else the pipe may outlive the loop
 
 
 async def _hold(incarnation: str) -> None:

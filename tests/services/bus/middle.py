@@ -5,11 +5,13 @@ Greetings and ZeroMQ's own commands pass untouched.
 """
 
 import asyncio
+import socket
 import struct
 from collections import deque
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from enum import StrEnum
+from typing import Any
 
 GREETING = 64
 LONG, COMMAND = 2, 4
@@ -46,53 +48,60 @@ class Middle:
         """While it is not set, nothing is passed on and nothing is closed: a link that hangs."""
         self.flowing.set()
         self._open: set[asyncio.StreamWriter] = set()
+        self._relays: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator["Middle"]:
-        async with asyncio.TaskGroup() as tasks:
-            relays: set[asyncio.Task[None]] = set()
-            closed = False
+        loop = asyncio.get_running_loop()
+        with socket.create_server(("127.0.0.1", 0)) as listening, ExitStack() as accepted:
+            listening.setblocking(False)
+            self.endpoint = f"tcp://127.0.0.1:{listening.getsockname()[1]}"
+            async with asyncio.TaskGroup() as tasks:
 
-            def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                if closed:
-                    writer.transport.abort()
-                else:
-                    self._open.add(writer)
-                    relays.add(tasks.create_task(self._relay(reader, writer)))
+                def accept() -> None:
+                    with suppress(OSError):  # it is gone already
+                        connection, _ = listening.accept()
+                        accepted.enter_context(connection)  # a server of asyncio loses those that it is just accepting when the loop ends
+                        connection.setblocking(False)
+                        relay = tasks.create_task(self._relay(connection))
+                        self._relays.add(relay)
+                        relay.add_done_callback(self._relays.discard)
 
-            server = await asyncio.start_server(accept, "127.0.0.1", 0)
-            self.endpoint = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-            try:
-                yield self
-            finally:
-                closed = True
-                server.close()
-                self.cut()  # also those whose relay has not begun yet
-                for relay in relays:
-                    relay.cancel()
+                loop.add_reader(listening, accept)
+                try:
+                    yield self
+                finally:
+                    loop.remove_reader(listening)
+                    self.cut()
 
     def cut(self) -> None:
         """Break every connection."""
         for writer in self._open:
             writer.transport.abort()
+        for relay in self._relays:
+            relay.cancel()  # it may not have begun yet
 
-    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _relay(self, connection: socket.socket) -> None:
         host, _, port = self.target.removeprefix("tcp://").rpartition(":")
-        try:
-            with suppress(OSError):
-                back_reader, back_writer = await asyncio.open_connection(host, int(port))
+        with suppress(OSError):
+            async with self._opened(sock=connection) as (reader, writer), self._opened(host, int(port)) as (back_reader, back_writer):
                 self.connections += 1
-                self._open.add(back_writer)
-                try:
-                    async with asyncio.TaskGroup() as both:
-                        both.create_task(self._pass_on(reader, back_writer, writer))
-                        both.create_task(self._pass_on(back_reader, writer, back_writer))
-                finally:
-                    self._open.discard(back_writer)
-                    back_writer.transport.abort()
+                async with asyncio.TaskGroup() as both:
+                    both.create_task(self._pass_on(reader, back_writer, writer))
+                    both.create_task(self._pass_on(back_reader, writer, back_writer))
+
+    @asynccontextmanager
+    async def _opened(self, *where: Any, **how: Any) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+        """A connection, until the end of the block; then it is gone, not only about to be closed."""
+        reader, writer = await asyncio.open_connection(*where, **how)
+        self._open.add(writer)
+        try:
+            yield reader, writer
         finally:
             self._open.discard(writer)
             writer.transport.abort()
+            with suppress(OSError):
+                await writer.wait_closed()
 
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, other: asyncio.StreamWriter) -> None:
         kept = b""
