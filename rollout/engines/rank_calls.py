@@ -50,13 +50,18 @@ class CallServer:
         """`arrived` is called in the reading thread."""
         self._arrived = arrived
         self._connection: socket.socket | None = None
+        self._met = threading.Event()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(str(path))
         self._listener.listen(1)
         threading.Thread(target=self._run, name="tether-calls", daemon=True).start()
 
     def answer(self, answer: Answer) -> None:
-        """Send an answer; lost if nobody is connected any more."""
+        """Send an answer; lost if nobody is connected any more.
+
+        A call may come by rank 0 before this rank's thread has taken the connection that the answer goes over: wait for it.
+        """
+        self._met.wait(SEND_S)
         connection = self._connection
         if connection is not None:
             with suppress(OSError):
@@ -68,6 +73,7 @@ class CallServer:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_S, 0))
             with connection, suppress(OSError, msgspec.MsgspecError):
                 self._connection = connection
+                self._met.set()
                 while head := _exactly(connection, 4):
                     body = _exactly(connection, _length(head))
                     self._arrived(msgspec.msgpack.decode(body, type=Call))

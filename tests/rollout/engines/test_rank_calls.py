@@ -1,5 +1,6 @@
 import asyncio
 import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,6 +37,17 @@ async def test_every_rank_answers_a_call_that_rank_zero_gets(tmp_path: Path) -> 
     calls = await connected(tmp_path, 2)
     assert await calls.call("ask", b"bytes", 2.5) == [["ask", b"bytes", 2.5], "one"]
     calls.close()
+
+
+def test_an_answer_given_before_the_connection_is_taken_is_not_lost(tmp_path: Path) -> None:
+    server = CallServer(socket_path(tmp_path, 1), lambda call: None)
+    early = threading.Thread(target=server.answer, args=(Answer(7, "early"),))
+    early.start()
+    with socket.socket(socket.AF_UNIX) as engine:
+        engine.settimeout(DEADLINE_S)
+        engine.connect(str(socket_path(tmp_path, 1)))
+        assert engine.recv(100) == frame(Answer(7, "early"))
+    early.join()
 
 
 async def test_a_rank_that_refuses_is_an_error_with_its_words(tmp_path: Path) -> None:
