@@ -12,7 +12,7 @@ import torch
 import xxhash
 
 from protocol.errors import EngineError
-from protocol.lora import LoraConfig
+from protocol.lora import NO_ADAPTERS, LoraConfig
 from rollout.engines.base import EngineConfig, Sampling
 from rollout.engines.owner import OWNER
 from rollout.engines.requests import check_adapters, check_fits, read_config
@@ -93,7 +93,7 @@ def engine_arguments(config: EngineConfig, model_dir: Path, incarnation: str, lo
     }
 
 
-def check_model(config: EngineConfig, model_dir: Path, lora: LoraConfig) -> dict[str, Any]:
+def check_model(config: EngineConfig, model_dir: Path, lora: LoraConfig = NO_ADAPTERS) -> dict[str, Any]:
     """Find what would otherwise fail late or in another process. Returns the model's config.
 
     Raises:

@@ -19,6 +19,11 @@ from services.ledger.rules import Rules
 
 _S = GroupState
 MOST_VIOLATIONS = 1000
+INTEGERS = (
+    "time_ms", "group", "step", "version", "deadline", "bound", "attempt", "max_staleness", "groups_per_step", "issued", "trained",
+    "dropped", "active", "after", "wasted_tokens", "steps", "prompts",
+)  # fmt: skip
+"""Fields that are whole numbers wherever they stand."""
 
 
 def verify(path: Path) -> AuditResult:
@@ -90,6 +95,9 @@ class Verifier:
         handler: Callable[[Mapping[str, Any]], None] | None = getattr(self, f"on_{kind}", None)
         if handler is None and kind not in ("steps", "halt", "unhalt", "publish", "bound_pending", "drain"):
             return self.wrong("unknown event")
+        odd = [name for name in INTEGERS if name in event and type(event[name]) is not int]
+        if odd:
+            return self.wrong(f"malformed: {odd[0]} is {event[odd[0]]!r}, not a whole number")
         try:
             self.rules.before(kind, event)
             if handler is not None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import fcntl
 import json
 import os
 import sys
@@ -113,12 +114,10 @@ async def test_a_drained_run_ends_by_itself_and_goes_on_when_it_is_started_again
 async def test_leasing_stops_while_the_log_cannot_be_archived(tmp_path: Path) -> None:
     limit, most = 300, 64
     settings = dry(tmp_path / "run", f"ledger.archive_limit={limit}", f"rollout.groups_in_flight={most}")
-    blocker = settings.run_dir / FILE
     async with running(settings) as live:
         await more_steps(live, 1)
-        (tmp_path / "in the way").symlink_to(tmp_path)
-        os.link(blocker, tmp_path / "aside")  # what is written at this moment is not lost
-        (tmp_path / "in the way").replace(blocker)
+        held = os.open(settings.run_dir, os.O_RDONLY)
+        await asyncio.to_thread(fcntl.flock, held, fcntl.LOCK_EX)  # as an archiver does that hangs in a write
 
         async def stopped() -> bool:
             (rollout,) = await live.ledger.peers(Role.ROLLOUT)
@@ -131,11 +130,11 @@ async def test_leasing_stops_while_the_log_cannot_be_archived(tmp_path: Path) ->
         waiting = len(await live.ledger.events(0, 10**6))
         assert limit < waiting <= limit + 4 * most
         issued = (await live.ledger.status()).issued
-        (tmp_path / "aside").replace(blocker)
+        os.close(held)
         await reached(live.ledger, lambda status: status.issued > issued)
         await more_steps(live, 2)
         await drained(live)
-    assert verify(blocker).violations == []
+    assert verify(settings.run_dir / FILE).violations == []
 
 
 async def test_a_halted_run_goes_on_in_place_once_the_cause_is_mended(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from services.replay import render_replay, replay_step
 from services.settings import Settings, dump_settings, run_settings
 from tests.integration.loop import run_to_end, settings_for
 
+pytestmark = pytest.mark.xdist_group("replay")  # what the module sets up once, not one for each process
+
 STEPS = 12
 
 

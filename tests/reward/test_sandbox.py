@@ -22,8 +22,9 @@ WORKS = "assert f(2) == 4"
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
+def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """After each test there are no processes and no directories that were not there before."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = leftovers()
     yield
     assert leftovers() == before

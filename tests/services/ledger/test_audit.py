@@ -124,6 +124,11 @@ def nonsense(log: Log) -> None:
     find(log, "take", 0)["groups"] = 7
 
 
+def no_number(log: Log) -> None:
+    """A value that cannot even be compared or hashed where a number belongs."""
+    find(log, "commit", -1)["step"] = [1]
+
+
 @pytest.mark.parametrize(
     ("corrupt", "says"),
     [
@@ -139,6 +144,7 @@ def nonsense(log: Log) -> None:
         (stale_trainer, "epoch e1 acts"),
         (crowd, "rule F"),
         (nonsense, "malformed"),
+        (no_number, "step is [1], not a whole number"),
     ],
 )
 async def test_a_corrupted_log_is_found_out(corrupt: Callable[[Log], None], says: str) -> None:

@@ -12,6 +12,8 @@ from tests.trainer.megatron.launch import launch
 from tests.trainer.megatron.models import MODELS, PlainTrainer, make_batch, make_model, plain_logprobs, save_model
 from tests.trainer.megatron.ranks import ALGORITHM, LAYOUTS, STEPS, run
 
+pytestmark = pytest.mark.xdist_group("layouts")  # what the module sets up once, not one for each process
+
 FOUR_RANKS = [pytest.param(layout, marks=pytest.mark.slow) for layout in LAYOUTS if LAYOUTS[layout].world_size > 2]
 EACH_LAYOUT = pytest.mark.parametrize("layout", [*(layout for layout in LAYOUTS if LAYOUTS[layout].world_size <= 2), *FOUR_RANKS])
 EACH_MODEL = pytest.mark.parametrize("model", MODELS)
