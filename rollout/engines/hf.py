@@ -146,6 +146,7 @@ class HFEngine(Engine):
             except Exception as error:
                 self._refuse(done, error)
 
+        done.add_done_callback(lambda done: done.cancelled() or done.exception())  # a caller who was cancelled does not look at it
         self._hand_over(lambda: self._jobs.append(run))
         return await asyncio.shield(done)
 

@@ -1,8 +1,10 @@
 """What a cancelled staging leaves behind: nothing staged, and no thread that still writes to the copy of the next one."""
 
 import asyncio
+import gc
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -70,3 +72,22 @@ async def test_engine_that_ends_while_it_is_asked_refuses(tmp_path: Path) -> Non
         with pytest.raises(EngineError, match="closed"):
             async with asyncio.timeout(20):
                 await ask(engine)
+
+
+async def test_refusal_after_its_caller_was_cancelled_is_no_complaint_of_the_loop(tmp_path: Path) -> None:
+    complaints: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
+    tiny_model(1).config.save_pretrained(tmp_path)
+    engine = HFEngine(EngineConfig(name="hf"), tmp_path, "e")
+    await engine.start()
+    async with asyncio.TaskGroup() as tasks:
+        with engine._wake:  # the decoding thread waits
+            committing = tasks.create_task(engine.commit(write_shm(tmp_path / "v1", OLD, 1)))  # it was not staged
+            await asyncio.sleep(0)
+            committing.cancel()
+            await asyncio.wait([committing])
+    del committing  # with what it waited for
+    await engine.close()
+    await asyncio.sleep(0)
+    gc.collect()
+    assert complaints == []
