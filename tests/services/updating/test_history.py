@@ -40,7 +40,7 @@ def play(versions: Versions, transport: str, moves: list[Move], until: Callable[
         return asyncio.run(main(Path(directory)))
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
 @example(transport="disk", moves=[*STEPS, *STEPS, Move("restart", "zombie", 2), *STEPS, Move("haunt"), *STEPS, Move("haunt"), *STEPS])
 @example(transport="shm", moves=[*STEPS, Move("poison"), *STEPS, Move("step", "corrupt"), Move("step", "truncate"), *STEPS])
 @given(transport=st.sampled_from(["shm", "disk", "nccl"]), moves=st.lists(MOVES, max_size=20))
