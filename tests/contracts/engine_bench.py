@@ -17,7 +17,9 @@ from rollout.engines.base import Completion, Engine, KvPolicy, Request, Sampling
 from tests.contracts.engine_models import write_shm
 
 PROMPTS = ((5, 17, 200, 33, 9, 411), (7, 17, 200, 33), (8, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10))
-LONG = 900
+LONG = 1900
+"""Tokens: more than any engine here makes while a test looks at it; `MAX_MODEL_LEN` leaves room for them."""
+MAX_MODEL_LEN = 2048
 PILOT = 16
 
 

@@ -13,7 +13,7 @@ import torch
 from protocol.errors import EngineError, Unsupported, WeightError
 from rollout.engines.base import Completion, KvPolicy, Request, Sampling, Served
 from rollout.engines.sampling import sampled_distribution
-from tests.contracts.engine_bench import FAULTS, LONG, PROMPTS, Bench, ask, together
+from tests.contracts.engine_bench import FAULTS, LONG, MAX_MODEL_LEN, PROMPTS, Bench, ask, together
 from tests.contracts.engine_models import VOCAB, follows, logits_of
 
 
@@ -93,7 +93,7 @@ class EngineContract:
         [
             (ask("empty", (), 4), "empty"),
             (ask("none", (1, 2), 0), "max_tokens"),
-            (ask("long", (1,) * 1000, 25), "max_model_len"),
+            (ask("long", (1,) * (MAX_MODEL_LEN - 24), 25), "max_model_len"),
             (ask("range", (1, VOCAB), 4), f"token id {VOCAB}"),
             (ask("minus", (1, -1), 4), "token id -1"),
             (ask("stopper", (1,), 4, stop_token_ids=(VOCAB,)), "stop token"),
@@ -249,7 +249,7 @@ class EngineContract:
             assert bench.engine.served == Served("e2", 77, manifest.digest)
             await bench.pilot("after")
         for task in tasks:
-            assert [v for _, v in task.result().spans] == [manifest.version, 77]
+            assert [v for _, v in task.result().spans] == [manifest.version, 77], task.result().spans
         if bench.computes:
             assert_switched(bench, [task.result() for task in tasks], [["A", "A"]] * len(tasks), strict=False)
         assert await bench.engine.live_digest() == live

@@ -11,7 +11,7 @@ from protocol.errors import EngineError
 from protocol.lora import NO_ADAPTERS, LoraConfig
 from rollout.engines.base import EngineConfig, KvPolicy, Request, Sampling
 from rollout.engines.registry import make_engine
-from tests.contracts.engine_bench import Bench
+from tests.contracts.engine_bench import MAX_MODEL_LEN, Bench
 from tests.contracts.engine_models import adapted, tiny_model, weights
 from tests.contracts.engine_suite import EngineContract
 from tests.contracts.sglang_environment import sglang_settings
@@ -62,7 +62,9 @@ async def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
         models, published = {name: model for name, (model, _) in made.items()}, {name: adapter for name, (_, adapter) in made.items()}
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     own = sglang_settings(setup.ranks) if setup.name == "sglang" else {}
-    config = EngineConfig(name=setup.name, kv=setup.kv, tensor_parallel_size=setup.ranks, seconds_per_token=0.001, **own)
+    config = EngineConfig(
+        name=setup.name, max_model_len=MAX_MODEL_LEN, kv=setup.kv, tensor_parallel_size=setup.ranks, seconds_per_token=0.001, **own
+    )
     engine = make_engine(config, directory / "model", f"{setup.name}.test", setup.lora)
     await engine.start()
     try:
