@@ -29,8 +29,7 @@ demo: $(VENV)/.ready
 	$(BIN)/tether verify runs/demo
 
 test: setup check
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not slow and not gpu and not engine"
-	$(BIN)/python -m pytest -m "engine and not slow and not gpu"
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not slow and not gpu"
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow

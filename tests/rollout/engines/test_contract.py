@@ -2,6 +2,7 @@ import multiprocessing
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -34,19 +35,27 @@ class Setup:
 
 PARTIAL = LoraConfig(rank=8, target_modules=("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"))
 """Fused layers of which a part has no adapter."""
-SGLANG = [pytest.mark.engine, pytest.mark.timeout(900)]  # its start counts as part of the first test
+
+
+def engine_under_test(name: str, setup: Setup, *marks: pytest.MarkDecorator) -> Any:
+    """One start of the engine for all its tests: they stay in one process."""
+    return pytest.param(setup, id=name, marks=[*marks, pytest.mark.xdist_group(name)])
+
+
+ENGINE, SLOW = pytest.mark.engine, pytest.mark.slow
+LONG_START = pytest.mark.timeout(900)  # SGLang's start counts as part of the first test
 SETUPS = [
-    pytest.param(Setup("scripted", KvPolicy.KEEP), id="scripted"),
-    pytest.param(Setup("hf", KvPolicy.RECOMPUTE), id="hf-recompute"),
-    pytest.param(Setup("hf", KvPolicy.KEEP), id="hf-keep"),
-    pytest.param(Setup("vllm", KvPolicy.RECOMPUTE), id="vllm-recompute", marks=pytest.mark.engine),
-    pytest.param(Setup("vllm", KvPolicy.KEEP, ranks=2), id="vllm-keep-tp2", marks=pytest.mark.engine),
-    pytest.param(Setup("hf", KvPolicy.KEEP, lora=LoraConfig(rank=4)), id="hf-lora"),
-    pytest.param(Setup("vllm", KvPolicy.RECOMPUTE, lora=LoraConfig(rank=8)), id="vllm-lora", marks=pytest.mark.engine),
-    pytest.param(Setup("vllm", KvPolicy.KEEP, ranks=2, lora=PARTIAL), id="vllm-lora-tp2", marks=[pytest.mark.engine, pytest.mark.slow]),
-    pytest.param(Setup("sglang", KvPolicy.RECOMPUTE), id="sglang-recompute", marks=SGLANG),
-    pytest.param(Setup("sglang", KvPolicy.KEEP), id="sglang-keep", marks=SGLANG),
-    pytest.param(Setup("sglang", KvPolicy.KEEP, ranks=2), id="sglang-tp2", marks=[*SGLANG, pytest.mark.slow]),
+    engine_under_test("scripted", Setup("scripted", KvPolicy.KEEP)),
+    engine_under_test("hf-recompute", Setup("hf", KvPolicy.RECOMPUTE)),
+    engine_under_test("hf-keep", Setup("hf", KvPolicy.KEEP)),
+    engine_under_test("hf-lora", Setup("hf", KvPolicy.KEEP, lora=LoraConfig(rank=4))),
+    engine_under_test("vllm-recompute", Setup("vllm", KvPolicy.RECOMPUTE), ENGINE),
+    engine_under_test("vllm-keep-tp2", Setup("vllm", KvPolicy.KEEP, ranks=2), ENGINE),
+    engine_under_test("vllm-lora", Setup("vllm", KvPolicy.RECOMPUTE, lora=LoraConfig(rank=8)), ENGINE),
+    engine_under_test("vllm-lora-tp2", Setup("vllm", KvPolicy.KEEP, ranks=2, lora=PARTIAL), ENGINE, SLOW),
+    engine_under_test("sglang-recompute", Setup("sglang", KvPolicy.RECOMPUTE), ENGINE, LONG_START),
+    engine_under_test("sglang-keep", Setup("sglang", KvPolicy.KEEP), ENGINE, LONG_START, SLOW),
+    engine_under_test("sglang-tp2", Setup("sglang", KvPolicy.KEEP, ranks=2), ENGINE, LONG_START, SLOW),
 ]
 
 
