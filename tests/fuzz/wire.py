@@ -66,7 +66,7 @@ def rollout(data: bytes, _: Path) -> None:
     except ProtocolError:
         return
     if isinstance(found, Rollout):
-        result = _loop().run(score_rollout(found, ScorePool(RewardConfig()), "x"))
+        result = _loop().run(score_rollout(found, ScorePool(RewardConfig(verifiers=())), "x"))
         encode_payload(result)
         if isinstance(result, ScoredRollout):
             assert len(result.rewards.numpy()) == len(found.responses)
