@@ -152,6 +152,8 @@ def last_words(log_path: Path, limit: int = 300) -> str:
     """What a service said last: its own closing line (torchrun writes more after it), else the last line; at most `limit` characters."""
     lines: Sequence[str] = []
     with contextlib.suppress(OSError):
-        lines = [line.strip() for line in log_path.read_text(errors="replace")[-8192:].splitlines() if line.strip()]
+        with open(log_path, "rb") as file:
+            file.seek(max(0, log_path.stat().st_size - 8192))
+            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
     closing = [line for line in lines if line.startswith("tether ")]
     return next(iter((closing or lines)[-1:]), "")[:limit]

@@ -25,6 +25,7 @@ from services.process import configure_logging
 from services.rank_zero import train_command
 from services.settings import Settings, run_settings
 from services.trainer import build_backend, torchrun
+from trainer.adapter import as_published
 from trainer.algorithms.base import Algorithm
 from trainer.algorithms.registry import make_algorithm
 from trainer.archive import Archive
@@ -192,7 +193,7 @@ def _repeat(backend: Backend, algorithm: Algorithm, command: TrainCommand) -> St
 def _weights_digest(backend: Backend, settings: Settings) -> int:
     """The digest that a manifest of the present weights would have."""
     announce(ExportCommand())
-    tensors = in_dtype(backend.export(), settings.engine.dtype)
+    tensors = in_dtype(as_published(backend.export(), backend.targets, backend.lora), settings.engine.dtype)
     entries, _ = fill_buckets(tensors, settings.weights.bucket_mb << 20, lambda _, size: torch.empty(size, dtype=torch.uint8))
     return manifest_digest(entries)
 

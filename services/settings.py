@@ -222,8 +222,7 @@ def load_settings(path: str | None = None, overrides: Sequence[str] = (), enviro
 def run_settings(run_dir: Path, overrides: Sequence[str] = ()) -> Settings:
     """The settings that a run was last started with; of the environment only the ledger's URL counts.
 
-    Raises:
-        SettingsError: if there is no run in the directory.
+    Raises SettingsError if there is no run in the directory.
     """
     path = run_dir / "settings.json"
     if not path.is_file():
@@ -265,6 +264,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "optimizer.lr": (0, 1e3),
     "trainer.micro_batch_size": (1, 1e6),
     "trainer.checkpoint_every": (1, 1e9),
+    "trainer.keep_checkpoints": (1, 1e6),
     "trainer.archive_mb": (0, 1e9),
     "parallel.tensor_model_parallel_size": (1, 4096),
     "parallel.pipeline_model_parallel_size": (1, 4096),

@@ -75,12 +75,16 @@ class TrainLoop:
             began = time.monotonic()
             taken = await self._take()
             if taken is None:
-                if not self._process.stop.is_set() and status.version % self._process.settings.trainer.checkpoint_every:
+                if not self._process.stop.is_set() and not self._is_saved(status.version):
                     await self.checkpoint(status)  # the prompts have run out: this is the last model
                 break
             status = await self._step(taken, waited_s=time.monotonic() - began)
         if status.done:
             log.info("run.done version=%d", status.version)
+
+    def _is_saved(self, version: int) -> bool:
+        """Whether a checkpoint of exactly these weights is there: writing it again would put it at risk for nothing."""
+        return any((c.version, c.manifest.digest) == (version, self._manifest.digest) for c in self._rank.checkpoints.complete())
 
     async def _take(self) -> Taken | None:
         """The next batch; None if the process is to stop or no more groups can come."""
@@ -133,6 +137,8 @@ class TrainLoop:
             manifest=encode_payload(manifest),
         )
         status = await ledger.status()
+        if status.version < version:  # else its weights would be one step ahead of the ledger, and the step be made twice
+            raise TetherError(f"the ledger lost the commit of step {taken.step}: its server was replaced; the trainer starts again")
         entries = step_entries(
             rank.epoch, taken, built.trained_counts, status.sequence, digest=manifest.digest, report=encode_payload(report)
         )
@@ -182,16 +188,19 @@ class TrainLoop:
         except TetherError as error:  # ledger and spool keep the steps; the next checkpoint tries again
             log.error("archive.failed error=%s", error)
             return
+        if not await self._forget([group.group for record in covered for group in record.groups], kept.spool_position):
+            return  # the ledger still lists the steps, so the next checkpoint tries again
         await self._process.ledger.checkpointed(oldest)
-        await self._forget([group.group for record in covered for group in record.groups], kept.spool_position)
         self._process.metrics.seconds.labels("checkpoint").observe(time.monotonic() - began)
         log.info("checkpoint.done version=%d seconds=%.2f", status.version, time.monotonic() - began)
 
-    async def _forget(self, groups: Sequence[int], journal_from: int = 0) -> None:
+    async def _forget(self, groups: Sequence[int], journal_from: int = 0) -> bool:
         try:
             await asyncio.to_thread(self._rank.spool.forget, groups, journal_from)
         except TetherError as error:
             log.warning("spool.forget_failed error=%s", error)
+            return False
+        return True
 
     def _archive(self, covered: Sequence[StepRecord]) -> None:
         """Move the records of steps to the archive, and their reports to the disk, before spool and ledger forget them."""

@@ -26,7 +26,7 @@ class ArchivedRecord(msgspec.Struct, frozen=True):
     group: int
     token: str
     checksum: int
-    """xxh3-64 of the payload."""
+    """xxh3-64 of group, token and payload."""
     payload: bytes
     """The encoded `ScoredRollout`, as the spool held it."""
 
@@ -54,7 +54,7 @@ class Archive:
         """
         if not self._limit:
             return
-        kept = tuple(ArchivedRecord(group, token, xxhash.xxh3_64_intdigest(payload), payload) for group, token, payload in records)
+        kept = tuple(ArchivedRecord(group, token, _checksum(group, token, payload), payload) for group, token, payload in records)
         path = self._path(step)
         aside = path.with_suffix(".tmp")
         try:
@@ -101,12 +101,13 @@ class Archive:
             raise SpoolError(f"archive {path}: {error.strerror or error}") from error
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise SpoolError(f"archive {path} is damaged: {error}") from error
+        for record in archived.records:
+            if _checksum(record.group, record.token, record.payload) != record.checksum:
+                raise SpoolError(f"archive {path} is damaged: the record of group {record.group} does not match its checksum")
         found = {(record.group, record.token): record for record in archived.records}
         for key in keys:
             if key not in found:
                 raise MissingRecord(*key)
-            if xxhash.xxh3_64_intdigest(found[key].payload) != found[key].checksum:
-                raise SpoolError(f"archive {path} is damaged: the record of group {key[0]} does not match its checksum")
         return [found[key].payload for key in keys]
 
     def steps(self) -> list[int]:
@@ -117,3 +118,7 @@ class Archive:
 
     def _path(self, step: int) -> Path:
         return self.directory / f"step_{step:08d}.msgpack"
+
+
+def _checksum(group: int, token: str, payload: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(b"%d %b " % (group, token.encode()) + payload)

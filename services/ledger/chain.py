@@ -62,7 +62,10 @@ def append(path: Path, events: Iterable[Mapping[str, Any]]) -> None:
         file.flush()
         os.fsync(file.fileno())
     aside = path.with_name(f"{HEAD}.new")
-    aside.write_text(json.dumps({"seq": event.get("seq", 0), "chain": link.decode()}))
+    with open(aside, "w") as file:
+        json.dump({"seq": event.get("seq", 0), "chain": link.decode()}, file)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(aside, path.with_name(HEAD))
 
 

@@ -84,7 +84,7 @@ class Connection:
             except NoScriptError:
                 answer = await self._redis.eval(script.body, len(keys), *keys, *arguments)  # type: ignore[arg-type]
             if answer[0] == b"refused" and answer[1] == Reason.NO_RUN.value.encode() and self._guard.run_key and self._run_seen:
-                raise RedisConnectionError("the run is not on it any more; the ingest brings it back")
+                raise RedisConnectionError("it does not hold the run: was it prepared? The ingest brings a lost one back")
             return answer
 
         answer = await self.patiently(call, self.retry_s)

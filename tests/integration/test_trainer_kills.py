@@ -96,7 +96,7 @@ async def test_a_checkpoint_that_was_not_finished_is_passed_over(tmp_path: Path)
 async def test_a_trainer_that_was_only_asleep_is_fenced(tmp_path: Path) -> None:
     """Stopped before its commit while another one takes over, it changes nothing and serves nothing when it wakes up."""
     async with asyncio.timeout(300), place(tmp_path, "run.steps=12", f"trainer.checkpoint_every={EVERY}") as here:
-        zombie = await here.held(Spot("commit", When.BEFORE), after_step=3)
+        zombie = await here.held(Spot("commit", When.BEFORE, nth=4))
         zombie.send_signal(signal.SIGSTOP)
         version = (await here.ledger.head()).version
         other = await here.trainer(gated=False)

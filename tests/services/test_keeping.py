@@ -117,7 +117,7 @@ async def test_what_the_journal_has_is_told_to_an_emptied_server(tmp_path: Path)
         before = await ledger.status()
         here.spool.append([accept_entry("e1", [accepted], before.sequence)])
         here.command("FLUSHALL")
-        with pytest.raises(Unavailable, match="not on it any more"):
+        with pytest.raises(Unavailable, match="does not hold the run"):
             await here.guarded.status()
         await here.keeper.look()
         after = await here.guarded.status()
