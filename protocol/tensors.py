@@ -13,6 +13,8 @@ DTYPES: dict[str, np.dtype[Any]] = {
     name: np.dtype(name).newbyteorder("<") for name in ("uint8", "bool", "int32", "int64", "float16", "float32", "float64")
 }
 MAX_DIMS = 8
+MAX_ELEMENTS = 1 << 40
+"""More than any frame can hold."""
 
 
 class Array(msgspec.Struct, frozen=True, array_like=True):
@@ -41,7 +43,8 @@ class Array(msgspec.Struct, frozen=True, array_like=True):
         kind = DTYPES.get(self.dtype)
         if kind is None:
             raise ProtocolError(f"array dtype {self.dtype!r} is not one of {sorted(DTYPES)}")
-        if len(self.shape) > MAX_DIMS or any(n < 0 for n in self.shape):
+        # An array without elements may have no large dimension either: numpy multiplies them all.
+        if len(self.shape) > MAX_DIMS or any(n < 0 for n in self.shape) or math.prod(n for n in self.shape if n) > MAX_ELEMENTS:
             raise ProtocolError(f"array shape {self.shape} is not valid")
         expected = math.prod(self.shape) * kind.itemsize
         if expected != len(self.data):

@@ -198,7 +198,8 @@ class Spool:
     def _explained(self, doing: str) -> Iterator[None]:
         try:
             yield
-        except (sqlite3.Error, ValueError, TypeError, OverflowError, RecursionError) as error:  # the latter: what is in it, or is to be
+        # Beside sqlite's own errors those of what is in the file, or is to be; a damaged schema may even ask for endless memory.
+        except (sqlite3.Error, ValueError, TypeError, OverflowError, RecursionError, MemoryError) as error:
             raise SpoolError(f"spool {self.path}: cannot {doing}: {error}") from error
 
 

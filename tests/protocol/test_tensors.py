@@ -34,6 +34,8 @@ def test_view_is_read_only() -> None:
         Array("int32", (-1,), memoryview(b"")),
         Array("uint8", (1,) * (MAX_DIMS + 1), memoryview(b"\0")),
         Array("int32", (2**62, 2**62), memoryview(b"\0")),
+        Array("int32", (0, 2**63), memoryview(b"")),
+        Array("uint8", (2**40, 2**40, 0), memoryview(b"")),
     ],
 )
 def test_contradictions_are_refused(array: Array) -> None:
