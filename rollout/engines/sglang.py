@@ -14,52 +14,34 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from protocol.errors import EngineError, PoisonedError, Unsupported, WeightError
+from protocol.errors import EngineError, Unsupported
 from protocol.messages import WeightManifest
-from rollout.engines.base import Capabilities, Completion, Engine, EngineConfig, KvPolicy, Request, Sampling, Served
+from rollout.engines.base import Capabilities, Completion, EngineConfig, KvPolicy, Request, Sampling
 from rollout.engines.rank_calls import RankCalls, socket_path
-from rollout.engines.rank_updates import RankUpdates
+from rollout.engines.ranked import CALL_TIMEOUT_S, RankedEngine
 from rollout.engines.requests import check_request
 from rollout.engines.sglang_start import SglangServer, check_model
 from rollout.engines.shapes import checkpoint_shapes
 from rollout.weights.registry import RECEIVERS
 
-CALL_TIMEOUT_S = 60.0
-"""For one answer of all ranks; a step on a loaded CPU can take seconds."""
 ABORT_S = 5.0
 """How long an abort is repeated: one that overtakes its request in SGLang's own queues is lost."""
 ABORT_AGAIN_S = 0.05
 
 
-class SglangEngine(Engine):
+class SglangEngine(RankedEngine):
     """One server. TP ranks commit at the same step; pipeline and data parallelism are not used."""
 
     def __init__(self, config: EngineConfig, model_dir: Path, incarnation: str) -> None:
-        self._config = config
-        self._model_dir = model_dir
-        self._name = incarnation
+        super().__init__(config, model_dir, incarnation)
         self.capabilities = Capabilities(seeds=False, transports=frozenset(RECEIVERS))
-        self._served = Served()
         self._vocab = 0
+        # none of the ids that SGLang knows is the beginning of another: it aborts by prefix
         self._numbers = itertools.count()
-        self._running: dict[str, str] = {}
-        """Request id -> the id that SGLang knows. None of those is the beginning of another: SGLang aborts by prefix."""
-        self._changes = 0
-        """Commits and renames begun: a prefix cached before is not used after."""
-        self._open = asyncio.Event()
-        """Cleared while weights change: requests are not submitted then."""
-        self._open.set()
-        self._updating = asyncio.Lock()
         self._server = SglangServer(config, model_dir, incarnation)
         self._ranks = RankCalls(on_lost=self._server.kill)
-        self._updates = RankUpdates(self._call, stage_timeout_s=config.stage_timeout_s, call_timeout_s=CALL_TIMEOUT_S)
         self._http: aiohttp.ClientSession | None = None
-        self._poisoned = ""
         self._closed = False
-
-    @property
-    def served(self) -> Served:
-        return self._served
 
     async def start(self) -> None:
         # no limits: the engine bounds what runs, and a request takes as long as it takes
@@ -122,36 +104,6 @@ class SglangEngine(Engine):
         await self.check()
         async with self._updating:
             await self._call("resume")
-
-    async def stage(self, manifest: WeightManifest) -> None:
-        await self.check()
-        await self._updates.stage(manifest)
-
-    async def commit(self, manifest: WeightManifest) -> float:
-        await self.check()
-        async with self._updating:
-            self._open.clear()
-            try:
-                return await self._commit(manifest)
-            finally:
-                self._open.set()
-
-    async def adopt(self, epoch: str, version: int) -> None:
-        await self.check()
-        async with self._updating:
-            if self._served.version < 0:
-                raise WeightError(f"{self._name} serves no version yet that could be renamed")
-            self._open.clear()
-            try:
-                self._changes += 1
-                await self._call("rename", version)
-                self._served = Served(epoch, version, self._served.digest)
-            finally:
-                self._open.set()
-
-    async def live_digest(self) -> int:
-        """Digest of the live parameters, read between two steps; with one rank that of the manifest whose bytes they are."""
-        return await self._updates.live_digest()
 
     async def check(self) -> None:
         if self._poisoned:
@@ -224,19 +176,7 @@ class SglangEngine(Engine):
         return msgspec.json.decode(answer) if answer else None
 
     async def _commit(self, manifest: WeightManifest) -> float:
-        self._changes += 1
-        try:
-            ranks = await self._updates.commit(manifest)
-        except PoisonedError as error:
-            self._poisoned = str(error)
-            raise
-        except WeightError:  # untouched
-            raise
-        except BaseException as error:  # no answer: nobody knows what was applied
-            self._poisoned = f"the commit of version {manifest.version} did not end: {error!r}"
-            raise PoisonedError(self._poisoned) from error
-        self._served = Served(manifest.epoch, manifest.version, manifest.digest)
-        return float(max(rank["copy_ms"] for rank in ranks))
+        return float(max(rank["copy_ms"] for rank in await self._apply(manifest)))
 
 
 def completion_of(request: Request, answer: dict[str, Any]) -> Completion:

@@ -18,8 +18,8 @@ from typing import Any
 from protocol.errors import EngineError, PoisonedError, WeightError
 from protocol.lora import NO_ADAPTERS, LoraConfig, adapter_shapes, adapter_targets
 from protocol.messages import WeightManifest
-from rollout.engines.base import Capabilities, Completion, Engine, EngineConfig, KvPolicy, Request, Sampling, Served
-from rollout.engines.rank_updates import RankUpdates
+from rollout.engines.base import Capabilities, Completion, EngineConfig, KvPolicy, Request, Sampling
+from rollout.engines.ranked import CALL_TIMEOUT_S, RankedEngine
 from rollout.engines.requests import check_request, spans_from_marks
 from rollout.engines.shapes import checkpoint_shapes
 from rollout.engines.vllm_lora import first_adapter
@@ -34,44 +34,25 @@ from rollout.engines.vllm_start import (
 )
 from rollout.weights.registry import RECEIVERS
 
-CALL_TIMEOUT_S = 60.0
-"""For one answer of all ranks; a step on a loaded CPU can take seconds."""
 EXIT_GRACE_S = 1.0
 """For the engine's processes to end by themselves."""
 
 
-class VllmEngine(Engine):
+class VllmEngine(RankedEngine):
     """One AsyncLLM. TP ranks commit at the same step; pipeline and data parallelism are not used."""
 
     def __init__(self, config: EngineConfig, model_dir: Path, incarnation: str, lora: LoraConfig = NO_ADAPTERS) -> None:
-        self._config = config
+        super().__init__(config, model_dir, incarnation)
+        self.capabilities = Capabilities(transports=frozenset(RECEIVERS), lora=True)
         self._lora = lora
         self._adapter: Any = None
         """LoRARequest that every request carries, if adapters are served."""
-        self._model_dir = model_dir
-        self._name = incarnation
-        self.capabilities = Capabilities(transports=frozenset(RECEIVERS), lora=True)
-        self._served = Served()
         self._llm: Any = None
         self._pids: set[int] = set()
         self._vocab = 0
         self._numbers = itertools.count()
-        self._running: dict[str, str] = {}
-        """Request id -> the id that vLLM knows."""
-        self._changes = 0
-        """Commits and renames begun: a request that saw none has one version."""
-        self._open = asyncio.Event()
-        """Cleared while weights change: requests are not submitted then."""
-        self._open.set()
-        self._updating = asyncio.Lock()
-        self._updates = RankUpdates(self._call, stage_timeout_s=config.stage_timeout_s, call_timeout_s=CALL_TIMEOUT_S)
         self._paused = False
-        self._poisoned = ""
         self._closed = False
-
-    @property
-    def served(self) -> Served:
-        return self._served
 
     async def start(self) -> None:
         set_environment(self._config)
@@ -125,36 +106,6 @@ class VllmEngine(Engine):
         async with self._updating:
             await self._llm.engine_core.resume_scheduler_async()
             self._paused = False
-
-    async def stage(self, manifest: WeightManifest) -> None:
-        await self.check()
-        await self._updates.stage(manifest)
-
-    async def commit(self, manifest: WeightManifest) -> float:
-        await self.check()
-        async with self._updating:
-            self._open.clear()
-            try:
-                return await self._commit(manifest)
-            finally:
-                self._open.set()
-
-    async def adopt(self, epoch: str, version: int) -> None:
-        await self.check()
-        async with self._updating:
-            if self._served.version < 0:
-                raise WeightError(f"{self._name} serves no version yet that could be renamed")
-            self._open.clear()
-            try:
-                self._changes += 1
-                await self._call("rename", version)
-                self._served = Served(epoch, version, self._served.digest)
-            finally:
-                self._open.set()
-
-    async def live_digest(self) -> int:
-        """Digest of the live parameters, read between two steps; with one rank that of the manifest whose bytes they are."""
-        return await self._updates.live_digest()
 
     async def check(self) -> None:
         if self._poisoned:
@@ -242,22 +193,19 @@ class VllmEngine(Engine):
         start = time.perf_counter()
         if recompute and not self._paused:
             await core.pause_scheduler_async("keep", False)
-        self._changes += 1
-        try:
-            ranks = await self._updates.commit(manifest)
+
+        async def drop_kv() -> None:
             if recompute and not await self._llm.reset_prefix_cache(reset_running_requests=True):
                 raise PoisonedError(f"version {manifest.version} is live, but the KV cache of the old one could not be dropped")
-        except PoisonedError as error:
-            self._poisoned = str(error)
+
+        try:
+            ranks = await self._apply(manifest, drop_kv)
+        except PoisonedError:
             raise
         except WeightError:
             if recompute and not self._paused:
                 await core.resume_scheduler_async()
             raise
-        except BaseException as error:  # no answer: nobody knows what was applied
-            self._poisoned = f"the commit of version {manifest.version} did not end: {error!r}"
-            raise PoisonedError(self._poisoned) from error
-        self._served = Served(manifest.epoch, manifest.version, manifest.digest)
         if recompute and not self._paused:
             await core.resume_scheduler_async()
         return (time.perf_counter() - start) * 1e3 if recompute else float(max(rank["copy_ms"] for rank in ranks))
