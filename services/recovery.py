@@ -25,8 +25,9 @@ async def take_over(rank: RankZero) -> WeightManifest:
     """
     ledger = rank.process.ledger
     status = await ledger.claim(rank.epoch)
-    # A trainer that slept through a rewind may have left a newer one, of the branch that was abandoned.
-    found = rank.checkpoints.latest(at_most=status.version)
+    # A trainer that was still saving when it was succeeded may have left one of a branch that was abandoned, newer or of the same version.
+    digests = {record.step + 1: record.digest for record in await ledger.step_records(0)}
+    found = rank.checkpoints.latest(at_most=status.version, digests=digests)
     start = found.version if found else 0
     newest = rank.checkpoints.latest(verify=False)
     if found is None and newest is not None:

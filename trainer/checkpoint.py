@@ -137,16 +137,20 @@ class Checkpoints:
         checkpoints = [checkpoint for path in found if (checkpoint := _open(path)) is not None]
         return sorted(checkpoints, key=lambda checkpoint: checkpoint.version)
 
-    def latest(self, *, verify: bool = True, at_most: int | None = None) -> Checkpoint | None:
+    def latest(self, *, verify: bool = True, at_most: int | None = None, digests: Mapping[int, int] | None = None) -> Checkpoint | None:
         """The newest complete checkpoint, or None.
 
         Args:
             at_most: newest version to look at.
+            digests: version -> digest of the weights that the run's branch has there. One with other weights is of an abandoned branch,
+                and passed over if there is any other.
 
         Raises:
             SettingsError: with `verify`, if a file of it is damaged.
         """
         checkpoints = [found for found in self.complete() if at_most is None or found.version <= at_most]
+        known = digests or {}
+        checkpoints = [c for c in checkpoints if known.get(c.version, c.manifest.digest) == c.manifest.digest] or checkpoints
         if not checkpoints:
             return None
         if verify:

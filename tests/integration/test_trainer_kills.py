@@ -93,6 +93,18 @@ async def test_a_checkpoint_that_was_not_finished_is_passed_over(tmp_path: Path)
     check(tmp_path, 11, trainers=2)
 
 
+async def test_a_checkpoint_of_an_abandoned_branch_is_passed_over(tmp_path: Path) -> None:
+    """As one looks that a trainer finished after its successor had rewound: the ledger knows other weights for its version."""
+    async with asyncio.timeout(300), place(tmp_path, "run.steps=11", "trainer.checkpoint_every=3") as here:
+        await here.kill(await here.held(Spot("commit", When.BEFORE, nth=9)))
+        path = tmp_path / "checkpoints/step_00000006/manifest.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "digest": 1}))
+        await finish(here, 11)
+    replayed = [int(line.split("step=")[1]) for line in here.log(1).read_text().splitlines() if "replay.step" in line]
+    assert replayed == list(range(3, 1 + replayed[-1]))
+    check(tmp_path, 11, trainers=2)
+
+
 async def test_a_trainer_that_was_only_asleep_is_fenced(tmp_path: Path) -> None:
     """Stopped before its commit while another one takes over, it changes nothing and serves nothing when it wakes up."""
     async with asyncio.timeout(300), place(tmp_path, "run.steps=12", f"trainer.checkpoint_every={EVERY}") as here:

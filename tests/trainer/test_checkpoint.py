@@ -59,6 +59,22 @@ def test_a_trainer_that_comes_late_leaves_its_successors_checkpoints(tmp_path: P
     assert found.version == 11
 
 
+def test_a_checkpoint_with_other_weights_than_the_branch_is_passed_over(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    for version in (5, 10, 15):
+        write(checkpoints, version)
+    ours = (1 << 64) - 1
+    assert newest(checkpoints, {5: ours, 10: ours, 15: 7}) == 10
+    assert newest(checkpoints, {15: ours}) == 15
+    assert newest(checkpoints, {5: 7, 10: 7, 15: 7}) == 15  # none fits: the newest, and a rewind
+
+
+def newest(checkpoints: Checkpoints, digests: dict[int, int]) -> int:
+    found = checkpoints.latest(digests=digests)
+    assert found is not None
+    return found.version
+
+
 def test_a_checkpoint_may_be_written_again(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
     write(checkpoints, 5, "first")
