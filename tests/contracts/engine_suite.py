@@ -59,7 +59,8 @@ class EngineContract:
                 continue
             logits = logits_of(bench.models["A"], request.prompt, found.tokens)
             expected = [float(sampled_distribution(row, request.sampling)[t]) for row, t in zip(logits, found.tokens, strict=True)]
-            torch.testing.assert_close(torch.tensor(found.logprobs), torch.tensor(expected), atol=1e-4, rtol=0)
+            bound = 1e-3 if torch.cuda.is_available() else 1e-4  # the expected ones are always computed on the CPU, in another order
+            torch.testing.assert_close(torch.tensor(found.logprobs), torch.tensor(expected), atol=bound, rtol=0)
 
     async def test_a_seed_repeats_a_completion_or_is_refused(self, bench: Bench) -> None:
         request = ask("seeded", PROMPTS[0], 24, temperature=1.0, seed=7)
