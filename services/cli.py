@@ -135,14 +135,14 @@ def set_value(
         parsed = parse(value)
     except ValueError as error:
         raise SettingsError(f"{name} {value!r}: {error}") from None
-    pending = _with_ledger(run_dir, lambda ledger: ledger.set_bound(**{key: parsed}))
+    pending = _change_ledger(run_dir, lambda ledger: ledger.set_bound(**{key: parsed}))
     print(f"{name} {value}: {'pending until rule F holds with it' if pending else 'in force'}")
 
 
 @app.command()
 def drain(run_dir: RunDir, off: Annotated[bool, typer.Option("--off", help="grant leases again")] = False) -> None:
     """End a run early: no more leases, what is in flight is trained (the last step may be short), then the trainer is done."""
-    _with_ledger(run_dir, lambda ledger: ledger.drain(not off))
+    _change_ledger(run_dir, lambda ledger: ledger.drain(not off))
     print("leases are granted again" if off else "draining: no more leases are granted; the run ends with what is in flight")
 
 
@@ -203,6 +203,16 @@ def _with_ledger(run_dir: Path, call: Callable[[Any], Coroutine[Any, Any, T]]) -
         if refusal.reason is Reason.NO_RUN:
             raise SettingsError(f"the ledger knows no run {settings.run.name!r}: was it started?") from None
         raise
+
+
+def _change_ledger(run_dir: Path, call: Callable[[Any], Coroutine[Any, Any, T]]) -> T:
+    """As `_with_ledger`, but not on a server that may have lost writes and was not looked at yet."""
+
+    async def guarded(ledger: Any) -> T:
+        await ledger.guard()
+        return await call(ledger)
+
+    return _with_ledger(run_dir, guarded)
 
 
 def _at_least(smallest: int) -> Callable[[str], int]:

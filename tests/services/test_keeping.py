@@ -1,5 +1,6 @@
 """What the keeper does with a server that was started again, that lost writes, or that it does not know."""
 
+import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -12,13 +13,14 @@ import pytest
 import redis
 
 from protocol.errors import SettingsError, Unavailable
+from services.cli import drain, set_value
 from services.journal import accept_entry, step_entries
 from services.keeping import Keeper
 from services.ledger.audit import FILE
 from services.ledger.ledger import RedisLedger
 from services.ledger.server import EmbeddedServer
 from services.ledger.verify import verify
-from services.settings import Settings
+from services.settings import Settings, dump_settings
 from tests.contracts.ledger_rig import Driver, RedisRig, new_run
 from tests.integration.loop import settings_for
 from trainer.spool import Spool
@@ -90,6 +92,23 @@ async def test_nobody_uses_a_server_that_was_started_again_until_it_was_looked_a
         assert (await here.driver.ledger.status()).draining
         await here.archived()
         assert here.rebuilds() == 0
+
+
+async def test_commands_change_nothing_on_a_server_that_was_started_again_until_it_was_looked_at(tmp_path: Path) -> None:
+    async with kept(tmp_path) as here:
+        dump_settings(here.settings, tmp_path / "settings.json")
+        before = await here.archived()
+        await here.restart()
+        with pytest.raises(Unavailable, match="is the ingest running"):
+            await asyncio.to_thread(drain, tmp_path)
+        with pytest.raises(Unavailable, match="is the ingest running"):
+            await asyncio.to_thread(set_value, tmp_path, "groups-per-step", "3")
+        assert (await here.driver.ledger.status()).sequence == before
+        await here.keeper.look()
+        await asyncio.to_thread(set_value, tmp_path, "groups-per-step", "3")
+        await asyncio.to_thread(drain, tmp_path)
+        status = await here.driver.ledger.status()
+        assert (status.draining, status.bound.groups_per_step) == (True, 3)
 
 
 async def test_a_restart_of_a_server_that_does_not_sync_each_write_counts_as_a_loss(tmp_path: Path) -> None:
