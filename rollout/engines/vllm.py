@@ -126,11 +126,13 @@ class VllmEngine(RankedEngine):
                 group.create_task(asyncio.to_thread(end_processes, self._pids, EXIT_GRACE_S), name="vllm-end")
             end_context(llm)
 
+    def _arguments(self) -> dict[str, Any]:
+        """Of vLLM's AsyncEngineArgs."""
+        return engine_arguments(self._config, self._model_dir, self._name, self._lora)
+
     async def _launch(self) -> None:
         before = {child.pid for child in multiprocessing.active_children()}
-        launching = asyncio.get_running_loop().run_in_executor(
-            None, launch, engine_arguments(self._config, self._model_dir, self._name, self._lora)
-        )
+        launching = asyncio.get_running_loop().run_in_executor(None, launch, self._arguments())
         try:
             self._llm = await asyncio.shield(launching)
         except asyncio.CancelledError:
