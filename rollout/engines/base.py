@@ -40,6 +40,10 @@ class EngineConfig:
     max_running: int = 64
     """Requests decoded in one batch."""
     enforce_eager: bool = True
+    enable_sleep_mode: bool = False
+    """vllm only, on a GPU: be able to sleep; set by colocated runs."""
+    staging_mb: int = 0
+    """Memory that the staging copy of the weights may take on each rank, MiB; 0: as much as the parameters do."""
     threads: int = 1
     """CPU threads of the engine."""
     kv: KvPolicy = KvPolicy.RECOMPUTE
@@ -182,15 +186,25 @@ class Engine(ABC):
         """Rename the live weights: a new epoch continues the branch with the same digest. Copies nothing."""
 
     async def sleep(self) -> None:
-        """Give the accelerator's memory back until `wake`.
+        """Give the accelerator's memory back until `wake`: weights, staging copy and KV cache. Idempotent.
+
+        The engine then serves nothing (`served` is that of a fresh one) and refuses to stage, commit and adopt. Running requests stay, with
+        their tokens, and new ones wait; neither goes on before a version was committed after `wake`: who sends an engine to sleep bounds
+        that wait. `abort`, `pause` and `close` work as ever.
 
         Raises:
             Unsupported: if `capabilities.sleep` is false; nothing changed.
+            WeightError: while a version is being staged; nothing changed.
         """
         raise Unsupported(f"{type(self).__name__} cannot sleep: it keeps its memory until it is closed")
 
     async def wake(self) -> None:
-        """Take the memory again after `sleep`. Raises Unsupported as `sleep` does."""
+        """Take the memory again; the next version that is staged and committed makes requests go on. Nothing happens if it is awake.
+
+        Raises:
+            Unsupported: as `sleep`.
+            EngineError: there is no room; it sleeps on.
+        """
         raise Unsupported(f"{type(self).__name__} cannot sleep, so there is nothing to wake")
 
     @abstractmethod

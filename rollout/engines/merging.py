@@ -10,7 +10,7 @@ from rollout.engines.staging import Staging, whole_source
 
 
 class MergedStaging(Staging):
-    """`copy` holds, once a version is staged, W + B A for every weight that has an adapter."""
+    """`copy` holds, once a version is staged, W + B A for every weight that has an adapter; W is kept in `base`, A and B in `adapter`."""
 
     def __init__(self, live: Mapping[str, torch.Tensor], lora: LoraConfig, *, architecture: str) -> None:
         """`live`: the model's parameters, as they are without an adapter.
@@ -19,16 +19,16 @@ class MergedStaging(Staging):
             SettingsError: if the model lacks a target module.
         """
         self._targets = adapter_targets({name: tuple(tensor.shape) for name, tensor in live.items()}, lora)
-        self._base = {target.weight: live[target.weight].clone() for target in self._targets}
-        self.copy = {name: torch.empty_like(tensor) for name, tensor in self._base.items()}
-        like = next(iter(self._base.values()))
-        self._adapter = {name: like.new_empty(shape) for name, shape in adapter_shapes(self._targets, lora.rank).items()}
-        super().__init__({name: whole_source(tensor) for name, tensor in self._adapter.items()}, architecture=architecture)
+        self.base = {target.weight: live[target.weight].clone() for target in self._targets}
+        self.copy = {name: torch.empty_like(tensor) for name, tensor in self.base.items()}
+        like = next(iter(self.base.values()))
+        self.adapter = {name: like.new_empty(shape) for name, shape in adapter_shapes(self._targets, lora.rank).items()}
+        super().__init__({name: whole_source(tensor) for name, tensor in self.adapter.items()}, architecture=architecture)
 
     def fetch(self, manifest: WeightManifest, deadline_s: float) -> int:
         covered = super().fetch(manifest, deadline_s)
         with torch.no_grad():
             for target in self._targets:
-                change = self._adapter[target.b].float() @ self._adapter[target.a].float()
-                self.copy[target.weight].copy_(self._base[target.weight].float() + change)
+                change = self.adapter[target.b].float() @ self.adapter[target.a].float()
+                self.copy[target.weight].copy_(self.base[target.weight].float() + change)
         return covered

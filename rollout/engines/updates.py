@@ -14,6 +14,7 @@ class LocalUpdates:
         self.staging = staging
         self._timeout_s = timeout_s
         self._fetching: asyncio.Future[int] | None = None
+        self._asleep = False
 
     async def stage(self, manifest: WeightManifest) -> None:
         """Fetch and verify. A cancelled call returns when the thread has let go; then nothing is staged.
@@ -23,6 +24,8 @@ class LocalUpdates:
         Raises:
             WeightError: nothing is staged.
         """
+        if self._asleep:
+            raise WeightError(f"version {manifest.version}: the engine sleeps, there is no memory to stage in")
         if self._fetching is not None:
             raise WeightError(f"version {manifest.version}: another version is being staged")
         fetching = self._fetching = asyncio.get_running_loop().run_in_executor(None, self.staging.fetch, manifest, self._timeout_s)
@@ -42,3 +45,14 @@ class LocalUpdates:
             self.staging.cancel()
             await asyncio.wait([fetching])
             raise
+
+    def sleep(self) -> None:
+        """Forget what is staged; refuse to stage until `wake`. Raises WeightError while a version is being staged."""
+        if self._fetching is not None:
+            raise WeightError("a version is being staged: the engine cannot sleep now")
+        self._asleep = True
+        self.staging.discard()
+
+    def wake(self) -> None:
+        """The copy's memory is there again."""
+        self._asleep = False
