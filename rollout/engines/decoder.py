@@ -1,61 +1,42 @@
 """Batched decoding with a transformers model: one token for every running request and step, KV kept for each request."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers import DynamicCache
 
-from rollout.engines.base import Request
-from rollout.engines.sampling import sample
+from rollout.engines.rows import Row
 
 Layers = list[tuple[torch.Tensor, torch.Tensor]]
 """For each layer keys and values, [H, L, D]."""
 
 
-@dataclass(slots=True)
-class Row:
-    """One running request."""
-
-    request: Request
-    generator: torch.Generator
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    kv: Layers | None = None
-    """Of prompt and all tokens but the last; None before the prefill and after it was dropped."""
-
-    @property
-    def finish_reason(self) -> str:
-        """ "stop", "length", or "" while it runs."""
-        if self.tokens and self.tokens[-1] in self.request.sampling.stop_token_ids:
-            return "stop"
-        return "length" if len(self.tokens) >= self.request.sampling.max_tokens else ""
-
-
-class Decoder:
-    """Steps rows forward. Not thread-safe: one thread steps, and weights change only between two steps."""
+class PaddingDecoder:
+    """Keeps in `Row.kv` the layers of prompt and all tokens but the last, and pads them to one batch at every step."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model: Any = model
         self._device = next(model.parameters()).device
 
     @torch.no_grad()
-    def step(self, rows: list[Row], version: int) -> None:
-        """Sample one token for every row under the live weights, which are `version`."""
+    def step(self, rows: Sequence[Row], version: int) -> None:
+        """See `Decoder`."""
         fresh = [row for row in rows if row.kv is None]
         for batch, forward in ((fresh, self._prefill), ([row for row in rows if row.kv is not None], self._decode)):
             if not batch:
                 continue
             for row, logits in zip(batch, forward(batch), strict=True):
-                token, logprob = sample(logits, row.request.sampling, row.generator)
-                row.tokens.append(token)
-                row.logprobs.append(logprob)
-                row.versions.append(version)
+                row.take(logits, version)
+
+    def forget(self, rows: Sequence[Row]) -> None:
+        """See `Decoder`."""
+        for row in rows:
+            row.kv = None
 
     def _prefill(self, rows: list[Row]) -> torch.Tensor:
         """Right-padded, so that causality alone hides the padding. Returns logits [N, V]."""
-        ids = [[*row.request.prompt, *row.tokens] for row in rows]
+        ids = [row.ids for row in rows]
         longest = max(map(len, ids))
         padded = torch.tensor([i + [0] * (longest - len(i)) for i in ids], device=self._device)
         last = torch.tensor([len(i) - 1 for i in ids], device=self._device)
