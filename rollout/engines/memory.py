@@ -27,7 +27,7 @@ class Memory:
         """Nothing changes if it has been given back."""
         for key, storage in self._kept.items():
             if storage.nbytes():
-                self._saved[key] = torch.UntypedStorage(storage.nbytes())
+                self._saved[key] = torch.empty(storage.nbytes(), dtype=torch.uint8).untyped_storage()
                 self._saved[key].copy_(storage)
         for storage, _ in self._sizes.values():
             storage.resize_(0)
