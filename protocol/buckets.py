@@ -1,11 +1,10 @@
-"""How the tensors of a version are laid out in buckets, and the digests that prove it arrived."""
+"""How the tensors of a version are laid out in buckets, and the digest of the whole. Digests of single tensors: `digests.py`."""
 
 from collections.abc import Iterable, Sequence
 
 import msgspec
 import xxhash
 
-from protocol.codec import Buffer
 from protocol.errors import WeightError
 from protocol.messages.weights import TensorEntry, WeightManifest
 
@@ -59,11 +58,6 @@ def plan_buckets(sizes: Iterable[tuple[str, int]], bucket_bytes: int) -> tuple[l
         placements.append(Placement(name, len(buckets) - 1, start, nbytes))
         buckets[-1] = start + nbytes
     return placements, buckets
-
-
-def digest(data: Buffer) -> int:
-    """xxh3-64 of raw bytes."""
-    return xxhash.xxh3_64_intdigest(data)
 
 
 def manifest_digest(tensors: Sequence[TensorEntry]) -> int:

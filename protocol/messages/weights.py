@@ -19,7 +19,7 @@ class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
     """Byte offset within the bucket."""
     nbytes: int
     digest: int
-    """xxh3-64 of the tensor's bytes as sent."""
+    """`protocol.digests.digest` of the tensor's bytes as sent."""
 
 
 class WeightManifest(Message, tag="weight_manifest", frozen=True, kw_only=True):

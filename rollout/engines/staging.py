@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from protocol.buckets import digest, manifest_digest
+from protocol.buckets import manifest_digest
+from protocol.device_digests import collect, digest_tensor
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
 from rollout.engines.base import Served
 from rollout.weights.base import Receiver
-from rollout.weights.entries import raw_bytes
 from rollout.weights.registry import make_receiver
 
 
@@ -53,7 +53,9 @@ class Staging:
         self._architecture = architecture
         self._tied = tied
         self._staged: Served | None = None
+        self._transport = ""
         self._receiver: Receiver | None = None
+        self._fetching = False
         self._cancelled = threading.Event()
 
     @property
@@ -101,9 +103,10 @@ class Staging:
         places: dict[str, list[Source]] = {}
         for name, source in self._sources.items():
             places.setdefault(copies.get(name, name), []).append(source)
-        self._receiver = receiver = make_receiver(manifest.transport)
+        receiver = self._receiver_of(manifest.transport)
         covered = 0
         seen: set[str] = set()
+        self._fetching = True
         try:
             with torch.no_grad():
                 for entry, tensor in receiver.tensors(manifest, deadline_s):
@@ -114,10 +117,12 @@ class Staging:
                             part.fill(tensor)
                     seen.add(entry.name)
                     covered += entry.nbytes
-        finally:
-            self._receiver = None
-            self._cancelled.clear()
+        except BaseException:
             receiver.close()
+            raise
+        finally:
+            self._fetching = False
+            self._cancelled.clear()
         if len(seen) != len(manifest.tensors):
             raise WeightError(f"version {manifest.version}: {len(manifest.tensors) - len(seen)} tensors did not arrive")
         self._staged = Served(manifest.epoch, manifest.version, manifest.digest)
@@ -126,9 +131,20 @@ class Staging:
     def cancel(self) -> None:
         """Make a fetch that runs or is about to begin end soon, with WeightError; called from another thread."""
         self._cancelled.set()
-        receiver = self._receiver
-        if receiver is not None:
-            receiver.close()
+        if self._fetching and self._receiver is not None:
+            self._receiver.close()
+
+    def close(self) -> None:
+        """Release what the transport holds for the next version."""
+        if self._receiver is not None:
+            self._receiver.close()
+
+    def _receiver_of(self, transport: str) -> Receiver:
+        """The receiver of the last version, which may still be connected, or another."""
+        if self._receiver is None or self._transport != transport:
+            self.close()
+            self._receiver, self._transport = make_receiver(transport), transport
+        return self._receiver
 
     def take(self, manifest: WeightManifest) -> Served:
         """Claim the staged version for a commit; the copy counts as empty from then on.
@@ -183,8 +199,11 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def digest_of(named: Mapping[str, torch.Tensor]) -> int:
     """The digest that a manifest of exactly these tensors would have."""
-    entries = []
-    for name, tensor in named.items():
-        raw = raw_bytes(tensor)
-        entries.append(TensorEntry(name, dtype_name(tensor.dtype), tuple(tensor.shape), 0, 0, raw.nbytes, digest(raw)))
-    return manifest_digest(entries)
+    sizes = [tensor.nbytes for tensor in named.values()]
+    digests = collect([digest_tensor(tensor) for tensor in named.values()], sizes)
+    return manifest_digest(
+        [
+            TensorEntry(name, dtype_name(tensor.dtype), tuple(tensor.shape), 0, 0, nbytes, digest)
+            for (name, tensor), nbytes, digest in zip(named.items(), sizes, digests, strict=True)
+        ]
+    )

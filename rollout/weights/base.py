@@ -12,11 +12,14 @@ class Receiver(Protocol):
     """Fetches the tensors of a version. Lives in the process that holds the engine's parameters."""
 
     def tensors(self, manifest: WeightManifest, deadline_s: float) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-        """Yield every entry once with its bytes as a tensor, verified against its digest, valid until the next one is asked for.
+        """Yield every entry once with its bytes as a tensor, on any device, valid until the next one is asked for.
+
+        When the iterator has ended without an error every tensor was verified against its digest; on a GPU not before. Work on a tensor
+        must be queued on the stream that is current. What is connected stays so for the next version.
 
         Raises:
             WeightError: missing, truncated or wrong bytes, or not complete within `deadline_s`; names the tensor.
         """
 
     def close(self) -> None:
-        """Release what the receiver holds; idempotent."""
+        """Release what the receiver holds, and end a `tensors` that runs in another thread; idempotent. It may be used again."""

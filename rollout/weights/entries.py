@@ -1,13 +1,16 @@
 """From the bytes of a manifest's entries to verified tensors: what all receivers share."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from protocol.buckets import digest
+from protocol.device_digests import collect, digest_tensor
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
+
+POLL_S = 0.0005
+"""Between two looks at a stream."""
 
 
 class Deadline:
@@ -51,16 +54,57 @@ def view(entry: TensorEntry, bucket: torch.Tensor) -> torch.Tensor:
 
 
 def verify(entry: TensorEntry, tensor: torch.Tensor) -> None:
-    """Compare a tensor's bytes with the digest of its entry.
+    """Compare the bytes of a tensor on the host with the digest of its entry.
 
     Raises:
         WeightError: naming the tensor.
     """
-    found = digest(raw_bytes(tensor))
+    _compare(entry, collect([digest_tensor(tensor)], [entry.nbytes])[0])
+
+
+class Verification:
+    """Compares the tensors of a version with their digests: those on the host at once, those on a GPU all together at the end."""
+
+    def __init__(self, manifest: WeightManifest) -> None:
+        self._manifest = manifest
+        self._later: list[tuple[TensorEntry, torch.Tensor]] = []
+
+    def add(self, entry: TensorEntry, tensor: torch.Tensor) -> None:
+        """Take a tensor, which may be overwritten afterwards by work that is queued on the current stream.
+
+        Raises:
+            WeightError: naming the tensor, if its bytes are others.
+        """
+        found = digest_tensor(tensor)
+        if isinstance(found, torch.Tensor):
+            self._later.append((entry, found))
+        else:
+            _compare(entry, found)
+
+    def finish(self, deadline: Deadline, gone: Callable[[], bool] = lambda: False) -> None:
+        """Wait until all that is queued on the current stream is done, and compare what has not been compared.
+
+        Args:
+            deadline: of the version.
+            gone: whether the other side has died, so that what is queued will never be done.
+
+        Raises:
+            WeightError: naming the tensor; or it did not come.
+        """
+        if not self._later:
+            return
+        queued = torch.cuda.Event()
+        queued.record()
+        while not queued.query():  # not `synchronize`: no deadline reaches the driver
+            deadline.remaining("receiving")
+            if gone() and not queued.query():
+                raise WeightError(f"version {self._manifest.version}: the sender hung up in the middle")
+            time.sleep(POLL_S)
+        entries, totals = zip(*self._later, strict=True)
+        for entry, found in zip(entries, collect(totals, [entry.nbytes for entry in entries]), strict=True):
+            _compare(entry, found)
+
+
+def _compare(entry: TensorEntry, found: int) -> None:
     if found != entry.digest:
         raise WeightError(f"tensor {entry.name}: digest {found:016x} of the bytes that arrived, expected {entry.digest:016x}")
-
-
-def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """A tensor's bytes in row-major order, without a copy if it is dense and on the host."""
-    return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)

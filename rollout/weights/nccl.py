@@ -1,15 +1,16 @@
-"""Receives a version through a process group of two made for this update: `location` is "HOST:PORT/BACKEND".
+"""Receives versions through a process group of two with the sender: `location` is "HOST:PORT/BACKEND".
 
-    receiver -> sender   {"version": v, "epoch": e}            one line of JSON over TCP
-    sender -> receiver   {"store_port": p} or {"error": text}  one line
-    both                 TCPStore(HOST, p), group of rank 0 (sender) and rank 1, the buckets broadcast by rank 0 in order
+    receiver -> sender   {"version": v, "epoch": e}
+    sender -> receiver   {"store_port": p}, then both make a TCPStore(HOST, p) and a group of rank 0 (sender) and rank 1; or {"ready": true}
+    both                 the buckets, broadcast by rank 0 in order
+    receiver -> sender   {"done": v}
 
-Pairwise groups: an engine that hangs or dies cannot hold up the others, and a member that leaves needs no rebuild. The
-default process group of the engine is not touched. An aborted collective may return with partial buffers, so only digests count.
+The group stays for the next version, and is aborted when anything goes wrong. Pairwise groups: an engine that hangs or dies cannot hold
+up the others, a member that leaves needs no rebuild, and no order with the engine's own collectives is needed. A bucket comes while the
+one before it is looked at. On a GPU all of it is queued on the current stream, and the host waits once, at the end, with a deadline. An
+aborted collective may return with partial buffers, so only digests count.
 """
 
-import json
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -22,65 +23,98 @@ from torch._C._distributed_c10d import TCPStore
 
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
-from rollout.weights.entries import Deadline, in_buckets, verify, view
+from protocol.nccl_environment import unwatched
+from rollout.weights.entries import Deadline, Verification, in_buckets, view
+from rollout.weights.line import Line, parse_address
 
 BACKENDS = ("gloo", "nccl")
-MAX_LINE = 4096
-"""Bytes of the sender's answer."""
 
 
 class NcclReceiver:
-    """Rank 1 of a group of two; the group lives as long as one call of `tensors`."""
+    """Rank 1 of a group of two. Used by one thread at a time; `close` may come from another."""
 
     def __init__(self) -> None:
+        self._location = ""
+        self._line: Line | None = None
         self._group: Any = None
+        self._memory: list[torch.Tensor] = []
         self._lock = threading.Lock()
 
     def tensors(self, manifest: WeightManifest, deadline_s: float) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
         deadline = Deadline(manifest, deadline_s)
         host, port, backend = parse_location(manifest.location)
-        try:
-            with socket.create_connection((host, port), timeout=deadline.remaining("connecting")) as line:
-                store_port = _ask(line, manifest, deadline)
-                self._group = _join(host, store_port, backend, deadline)
-                for index, entries in in_buckets(manifest):
-                    bucket = self._receive(manifest.buckets[index], backend, deadline, index)
-                    for entry in entries:
-                        tensor = view(entry, bucket)
-                        verify(entry, tensor)
-                        yield entry, tensor
-        except (OSError, RuntimeError, ValueError) as error:
-            raise WeightError(f"version {manifest.version} from {manifest.location}: {error}") from error
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        """Abort the group if there is one; wakes a thread that waits in a collective."""
-        with self._lock:
-            group, self._group = self._group, None
-        if group is not None:
-            with suppress(RuntimeError, AttributeError):
-                group.abort()
-
-    def _receive(self, nbytes: int, backend: str, deadline: Deadline, index: int) -> torch.Tensor:
-        device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-        bucket = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
-        options.timeout = timedelta(seconds=deadline.remaining(f"receiving bucket {index}"))
-        work = self._group.broadcast([bucket], options)
-        # nccl's wait only orders streams; a watchdog aborts the communicator so that the synchronisation below always ends
-        watchdog = threading.Timer(deadline.remaining(f"receiving bucket {index}"), self.close)
+        complete = False
+        # What is stuck in a library or on the GPU is ended by aborting the communicator.
+        watchdog = threading.Timer(deadline.remaining("starting"), self.close)
         watchdog.daemon = True
         watchdog.start()
         try:
-            work.wait()
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()
+            line, answer = self._ask(host, port, manifest, deadline)
+            if "store_port" in answer:
+                self._group = _join(host, int(answer["store_port"]), backend, deadline)
+            check = Verification(manifest)
+            for entries, bucket in self._buckets(manifest, backend, deadline):
+                for entry in entries:
+                    tensor = view(entry, bucket)
+                    check.add(entry, tensor)
+                    yield entry, tensor
+            check.finish(deadline, line.hung_up)
+            line.done(manifest, deadline)
+            complete = True
+        except (OSError, RuntimeError, ValueError, KeyError) as error:
+            deadline.remaining("receiving")
+            raise WeightError(f"version {manifest.version} from {manifest.location}: {error}") from error
         finally:
             watchdog.cancel()
-        deadline.remaining(f"receiving bucket {index}")
-        return bucket
+            if not complete:
+                self.close()
+
+    def close(self) -> None:
+        """Hang up and abort the group; wakes a thread that waits in a collective."""
+        with self._lock:
+            group, self._group = self._group, None
+            line, self._line = self._line, None
+        if group is not None:
+            with suppress(RuntimeError, AttributeError):
+                group.abort()
+        if line is not None:
+            line.close()
+
+    def _ask(self, host: str, port: int, manifest: WeightManifest, deadline: Deadline) -> tuple[Line, dict[str, Any]]:
+        """Ask for a version, on the connection that there is; on a new one if the sender has closed it in the meantime."""
+        if self._line is not None and self._location == manifest.location:
+            with suppress(OSError, ValueError):
+                return self._line, self._line.ask(manifest, deadline)
+        self.close()
+        self._location = manifest.location
+        self._line = line = Line(host, port, deadline)
+        return line, line.ask(manifest, deadline)
+
+    def _buckets(self, manifest: WeightManifest, backend: str, deadline: Deadline) -> Iterator[tuple[list[TensorEntry], torch.Tensor]]:
+        """Every bucket with its entries; it is overwritten when the next but one is asked for."""
+        device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+        self._reserve(max(manifest.buckets, default=0), device)
+        order = list(in_buckets(manifest))
+        coming = self._begin(order[0][0], manifest, deadline) if order else None
+        for (index, entries), following in zip(order, [*order[1:], None], strict=True):
+            here, coming = coming, self._begin(following[0], manifest, deadline) if following else None
+            assert here is not None
+            here.wait()  # nccl: the stream waits, not the host
+            yield list(entries), self._memory[index % 2][: manifest.buckets[index]]
+
+    def _begin(self, index: int, manifest: WeightManifest, deadline: Deadline) -> Any:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        options.timeout = timedelta(seconds=deadline.remaining(f"receiving bucket {index}"))
+        group = self._group
+        if group is None:
+            raise RuntimeError("the receiver was closed")
+        return group.broadcast([self._memory[index % 2][: manifest.buckets[index]]], options)
+
+    def _reserve(self, nbytes: int, device: torch.device) -> None:
+        if not self._memory or self._memory[0].device != device or len(self._memory[0]) < nbytes:
+            self._memory = []
+            self._memory = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
 
 
 def parse_location(location: str) -> tuple[str, int, str]:
@@ -90,26 +124,9 @@ def parse_location(location: str) -> tuple[str, int, str]:
         WeightError: if it is not of that form or the backend is not known.
     """
     address, _, backend = location.partition("/")
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or backend not in BACKENDS:
+    if backend not in BACKENDS:
         raise WeightError(f"location {location!r} is not HOST:PORT/BACKEND with a backend of {', '.join(BACKENDS)}")
-    return host, int(port), backend
-
-
-def _ask(line: socket.socket, manifest: WeightManifest, deadline: Deadline) -> int:
-    line.sendall(json.dumps({"version": manifest.version, "epoch": manifest.epoch}).encode() + b"\n")
-    answer = b""
-    while not answer.endswith(b"\n"):
-        line.settimeout(deadline.remaining("waiting for the sender's answer"))
-        part = line.recv(MAX_LINE)
-        answer += part
-        if not part or len(answer) > MAX_LINE:
-            raise WeightError(f"the sender of version {manifest.version} hung up or does not speak our protocol")
-    found = json.loads(answer)
-    if not isinstance(found, dict) or not isinstance(found.get("store_port"), int):
-        detail = found.get("error") if isinstance(found, dict) else found
-        raise WeightError(f"the sender refused version {manifest.version}: {detail}")
-    return int(found["store_port"])
+    return *parse_address(address, location), backend
 
 
 def _join(host: str, port: int, backend: str, deadline: Deadline) -> Any:
@@ -117,6 +134,6 @@ def _join(host: str, port: int, backend: str, deadline: Deadline) -> Any:
     store = TCPStore(host, port, 2, False, timeout)
     if backend == "gloo":
         return dist.ProcessGroupGloo(store, 1, 2, timeout)
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, 1, 2, options)
+    store.set("receiver", "here")
+    with unwatched():
+        return dist.ProcessGroupNCCL(store, 1, 2, dist.ProcessGroupNCCL.Options())

@@ -8,7 +8,8 @@ import safetensors.torch
 import torch
 from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
-from protocol.buckets import digest, manifest_digest, plan_buckets
+from protocol.buckets import manifest_digest, plan_buckets
+from protocol.digests import digest
 from protocol.lora import LoraConfig, adapter_shapes, adapter_targets
 from protocol.messages import TensorEntry, WeightManifest
 

@@ -15,7 +15,8 @@ import msgspec
 import safetensors.torch
 import torch
 
-from protocol.buckets import DTYPE_BYTES, digest
+from protocol.buckets import DTYPE_BYTES
+from protocol.digests import digest
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
 from trainer.config import WeightConfig

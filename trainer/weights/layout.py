@@ -1,4 +1,4 @@
-"""Copying the tensors of a version into buckets as they come, one pass over the bytes; what all senders share.
+"""Copying the tensors of a version into buckets as they come, hashed where they lie; what all senders share.
 
 The layout is that of `protocol.buckets.plan_buckets`, found without knowing the later tensors.
 """
@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from protocol.buckets import ALIGNMENT, DTYPE_BYTES, digest, manifest_digest
+from protocol.buckets import ALIGNMENT, DTYPE_BYTES, manifest_digest
+from protocol.device_digests import collect, digest_tensor
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
 
@@ -52,8 +53,8 @@ def fill_buckets(
     Args:
         tensors: (name, tensor) in order, on any device, contiguous or not.
         bucket_bytes: size of a bucket; a larger tensor gets one of its own.
-        allocate: (index, bytes) -> uint8 tensor on the host of that size. It is called for one bucket after the other; a bucket is
-            complete when it is called for the next one.
+        allocate: (index, bytes) -> uint8 tensor of that size, on any device. It is called for one bucket after the other; a bucket is
+            complete when it is called for the next one, on a GPU when this function returns.
         reserve: (index, offset, bytes), called before a part of a bucket is written.
 
     Returns:
@@ -63,7 +64,8 @@ def fill_buckets(
         WeightError: no tensors, a name twice, or a dtype that cannot be sent.
     """
     layout = Layout(bucket_bytes)
-    entries: list[TensorEntry] = []
+    placed: list[tuple[str, str, tuple[int, ...], int, int, int]] = []
+    digests: list[int | torch.Tensor] = []
     memory = torch.empty(0, dtype=torch.uint8)
     for name, tensor in tensors:
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -78,10 +80,12 @@ def fill_buckets(
         if nbytes:
             reserve(bucket, offset, nbytes)
             target.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-        entries.append(TensorEntry(name, dtype, tuple(tensor.shape), bucket, offset, nbytes, digest(target.numpy().data)))
-    if not entries:
+        placed.append((name, dtype, tuple(tensor.shape), bucket, offset, nbytes))
+        digests.append(digest_tensor(target))
+    if not placed:
         raise WeightError("a version without tensors cannot be published")
-    return tuple(entries), tuple(layout.buckets)
+    numbers = collect(digests, [nbytes for *_, nbytes in placed])
+    return tuple(TensorEntry(*facts, number) for facts, number in zip(placed, numbers, strict=True)), tuple(layout.buckets)
 
 
 def make_manifest(

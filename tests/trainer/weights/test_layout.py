@@ -3,7 +3,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.buckets import digest, plan_buckets
+from protocol.buckets import plan_buckets
+from protocol.digests import digest
 from protocol.errors import WeightError
 from trainer.weights.layout import Layout, fill_buckets, in_dtype
 

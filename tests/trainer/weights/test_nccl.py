@@ -4,16 +4,18 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 
 import pytest
 import torch
 
 from protocol.errors import SettingsError, WeightError
+from protocol.messages import TensorEntry, WeightManifest
+from rollout.weights.nccl import NcclReceiver
 from rollout.weights.registry import make_receiver
 from trainer.config import WeightConfig
-from trainer.weights import nccl
 from trainer.weights.nccl import NcclSender
+from trainer.weights.serving import MAX_RECEIVERS
 
 
 def weights(value: float = 1.0) -> list[tuple[str, torch.Tensor]]:
@@ -25,6 +27,11 @@ def sender() -> Iterator[NcclSender]:
     made = NcclSender(WeightConfig(transport="nccl", bucket_mb=1, timeout_s=30))
     yield made
     made.close()
+
+
+def fetch(manifest: WeightManifest) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+    with closing(make_receiver("nccl")) as receiver:
+        yield from receiver.tensors(manifest, 30)
 
 
 def connect(sender: NcclSender) -> socket.socket:
@@ -58,7 +65,7 @@ def test_nonsense_is_hung_up_on(line: bytes, sender: NcclSender) -> None:
     manifest = sender.publish("e1", 1, weights())
     with suppress(ConnectionError):  # hung up before all of it was read
         assert ask(sender, line) == {}
-    assert len(list(make_receiver("nccl").tensors(manifest, 30))) == 4
+    assert len(list(fetch(manifest))) == 4
 
 
 def test_receivers_at_the_same_time_get_the_same_bytes(sender: NcclSender) -> None:
@@ -66,7 +73,7 @@ def test_receivers_at_the_same_time_get_the_same_bytes(sender: NcclSender) -> No
     found: list[list[float]] = []
 
     def work() -> None:
-        found.append([float(tensor[-1]) for _, tensor in make_receiver("nccl").tensors(manifest, 30)])
+        found.append([float(tensor[-1]) for _, tensor in fetch(manifest)])
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
@@ -82,16 +89,16 @@ def test_receivers_that_stall_or_leave_hold_up_nobody(sender: NcclSender) -> Non
     joined = connect(sender)  # asks, but never joins the group
     joined.sendall(request(1))
     assert "store_port" in json.loads(joined.recv(4096))
-    leaver = make_receiver("nccl").tensors(manifest, 30)
+    leaver = fetch(manifest)
     next(leaver)
     leaver.close()  # leaves in the middle
-    assert [float(t[0]) for _, t in make_receiver("nccl").tensors(manifest, 30)] == [1.0, 2.0, 3.0, 4.0]
+    assert [float(t[0]) for _, t in fetch(manifest)] == [1.0, 2.0, 3.0, 4.0]
     silent.close()
     joined.close()
 
 
 def test_a_version_that_is_being_sent_survives_its_successors(sender: NcclSender) -> None:
-    stream = make_receiver("nccl").tensors(sender.publish("e1", 1, weights(1.0)), 30)
+    stream = fetch(sender.publish("e1", 1, weights(1.0)))
     values = [float(next(stream)[1][0])]
     for version in (2, 3):
         sender.publish("e1", version, weights(100.0 * version))
@@ -101,10 +108,32 @@ def test_a_version_that_is_being_sent_survives_its_successors(sender: NcclSender
 
 def test_slots_are_given_back_after_failures(sender: NcclSender) -> None:
     manifest = sender.publish("e1", 1, weights())
-    for _ in range(2 * nccl.MAX_RECEIVERS):
+    for _ in range(2 * MAX_RECEIVERS):
         ask(sender, request(99))
         ask(sender, b"nonsense\n")
-    assert len(list(make_receiver("nccl").tensors(manifest, 30))) == 4
+    assert len(list(fetch(manifest))) == 4
+
+
+def test_the_connection_and_the_group_stay_for_the_next_version(sender: NcclSender) -> None:
+    with closing(NcclReceiver()) as receiver:
+        groups = set()
+        for version in range(1, 4):
+            got = [float(t[0]) for _, t in receiver.tensors(sender.publish("e1", version, weights(10.0 * version)), 30)]
+            assert got == [10.0 * version + i for i in range(4)]
+            groups.add(id(receiver._group))
+        assert len(groups) == 1
+
+
+def test_a_receiver_whose_sender_was_replaced_finds_the_new_one(sender: NcclSender) -> None:
+    with closing(NcclReceiver()) as receiver:
+        assert len(list(receiver.tensors(sender.publish("e1", 1, weights()), 30))) == 4
+        successor = NcclSender(WeightConfig(transport="nccl", bucket_mb=2, timeout_s=30))
+        sender.close()
+        try:
+            manifest = successor.publish("e2", 2, weights(7.0))
+            assert [float(t[0]) for _, t in receiver.tensors(manifest, 30)] == [7.0, 8.0, 9.0, 10.0]
+        finally:
+            successor.close()
 
 
 def test_a_receiver_that_never_joins_is_given_up_after_the_timeout() -> None:
@@ -121,7 +150,7 @@ def test_a_closed_sender_is_an_error_of_the_receiver(sender: NcclSender) -> None
     manifest = sender.publish("e1", 1, weights())
     sender.close()
     with pytest.raises(WeightError, match="Connection refused"):
-        list(make_receiver("nccl").tensors(manifest, 30))
+        list(fetch(manifest))
 
 
 def test_the_location_names_host_port_and_backend(sender: NcclSender) -> None:

@@ -1,0 +1,72 @@
+"""The receiving end of `trainer/weights/serving.py`: asks for a version, a line of JSON at a time, on a connection that stays."""
+
+import json
+import select
+import socket
+from typing import Any
+
+from protocol.errors import WeightError
+from protocol.messages import WeightManifest
+from rollout.weights.entries import Deadline
+
+MAX_LINE = 1 << 20
+"""Bytes of an answer: a handle for each bucket is a few hundred."""
+
+
+class Line:
+    """A connection to the sender."""
+
+    def __init__(self, host: str, port: int, deadline: Deadline) -> None:
+        """Connect. Raises OSError or WeightError."""
+        self._connection = socket.create_connection((host, port), timeout=deadline.remaining("connecting"))
+        self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+    def ask(self, manifest: WeightManifest, deadline: Deadline) -> dict[str, Any]:
+        """Ask for a version.
+
+        Raises:
+            WeightError: the sender refused; says why.
+            OSError, ValueError: it has hung up, or does not speak our protocol.
+        """
+        self._tell({"version": manifest.version, "epoch": manifest.epoch}, deadline)
+        answer = b""
+        while not answer.endswith(b"\n"):
+            self._connection.settimeout(deadline.remaining("waiting for the sender's answer"))
+            part = self._connection.recv(1 << 16)
+            answer += part
+            if not part or len(answer) > MAX_LINE:
+                raise ConnectionError(f"the sender of version {manifest.version} hung up or does not speak our protocol")
+        found = json.loads(answer)
+        if not isinstance(found, dict) or "error" in found:
+            detail = found.get("error") if isinstance(found, dict) else found
+            raise WeightError(f"the sender refused version {manifest.version}: {detail}")
+        return found
+
+    def done(self, manifest: WeightManifest, deadline: Deadline) -> None:
+        """Say that all bytes have come."""
+        self._tell({"done": manifest.version}, deadline)
+
+    def hung_up(self) -> bool:
+        """Whether the sender has hung up. It says nothing unasked."""
+        return bool(select.select([self._connection], [], [], 0)[0])
+
+    def close(self) -> None:
+        """Hang up."""
+        self._connection.close()
+
+    def _tell(self, words: dict[str, Any], deadline: Deadline) -> None:
+        self._connection.settimeout(deadline.remaining("talking to the sender"))
+        self._connection.sendall(json.dumps(words).encode() + b"\n")
+
+
+def parse_address(address: str, location: str) -> tuple[str, int]:
+    """Split "HOST:PORT", a part of `location`.
+
+    Raises:
+        WeightError: if it is not of that form.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise WeightError(f"location {location!r} does not begin with HOST:PORT")
+    return host, int(port)

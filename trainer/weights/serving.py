@@ -1,0 +1,206 @@
+"""Serves the version that is current to engines that ask for it over TCP; what nccl and ipc share.
+
+    receiver -> sender   {"version": v, "epoch": e}     one line of JSON; the connection stays for the next version
+    sender -> receiver   {"error": text}, or what the transport answers
+    ...                  the transport moves the bytes
+    receiver -> sender   {"done": v}
+
+Each connection has a thread of its own, so a receiver that hangs or dies costs nobody else anything.
+"""
+
+import json
+import logging
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from protocol.errors import WeightError
+from protocol.messages import WeightManifest
+from trainer.config import WeightConfig
+
+log = logging.getLogger("tether.weights")
+
+MAX_RECEIVERS = 8
+"""Served at a time; further ones wait, within their own deadlines."""
+MAX_CONNECTIONS = 1024
+"""Engine ranks; further ones are hung up on."""
+MAX_LINE = 4096
+"""Bytes of a request."""
+POLL_S = 1.0
+"""Between two looks whether an idle connection is to be closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A version in memory. Whoever sends it holds it, so it stays while it is sent, however many versions follow."""
+
+    manifest: WeightManifest
+    buckets: tuple[torch.Tensor, ...]
+    """uint8, each of its size in the manifest, complete."""
+
+
+class Line:
+    """One connection, a line of JSON at a time. A receiver speaks only when it is its turn."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+
+    def request(self, end: float) -> dict[str, Any] | None:
+        """The next line; None if the receiver has hung up before it began one.
+
+        Raises:
+            TimeoutError: not complete by `end`.
+            ValueError: not a line of JSON.
+        """
+        line = b""
+        while not line.endswith(b"\n"):
+            self.connection.settimeout(left(end))
+            part = self.connection.recv(MAX_LINE)
+            line += part
+            if not part and not line:
+                return None
+            if not part or len(line) > MAX_LINE:
+                raise ValueError("a receiver hung up, or does not speak our protocol")
+        found = json.loads(line)
+        return found if isinstance(found, dict) else {}
+
+    def answer(self, answer: dict[str, Any], end: float) -> None:
+        """Send a line."""
+        self.connection.settimeout(left(end))
+        self.connection.sendall(json.dumps(answer).encode() + b"\n")
+
+    def readable(self, seconds: float) -> bool:
+        """Whether there is something to read, or the receiver has hung up, within `seconds`."""
+        return bool(select.select([self.connection], [], [], seconds)[0])
+
+    def hung_up(self, seconds: float) -> bool:
+        """Whether the receiver has hung up, or does within `seconds`, with nothing left to read."""
+        return self.readable(seconds) and not self.connection.recv(1, socket.MSG_PEEK)
+
+
+class Channel(Protocol):
+    """How one connection gets its bytes; lives as long as the connection."""
+
+    def send(self, line: Line, published: Published, end: float) -> None:
+        """Answer the request and see that the receiver gets the bytes by `end`; OSError, RuntimeError or ValueError if it does not."""
+
+    def close(self) -> None:
+        """Release what the channel holds."""
+
+
+class VersionServer:
+    """Listens on a free port of `config.host` and serves `current`."""
+
+    def __init__(self, config: WeightConfig, channel: Callable[[], Channel]) -> None:
+        """`channel` is called for each connection. Raises WeightError if the address cannot be listened on."""
+        self._config = config
+        self._channel = channel
+        self.current: Published | None = None
+        self._closed = threading.Event()
+        self._slots = threading.BoundedSemaphore(MAX_RECEIVERS)
+        self._lock = threading.Lock()
+        self._connections: set[socket.socket] = set()
+        try:
+            self._listener = socket.create_server((config.host, 0))
+        except OSError as error:
+            raise WeightError(f"weights.host {config.host}: cannot listen: {error}") from error
+        self._thread = threading.Thread(target=self._listen, name="weights.listen", daemon=True)
+        self._thread.start()
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT."""
+        return f"{self._config.host}:{self._listener.getsockname()[1]}"
+
+    def close(self) -> None:
+        """Stop listening and hang up on every receiver."""
+        self._closed.set()
+        self.current = None
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept
+        self._listener.close()
+        with self._lock:
+            for connection in self._connections:
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+        self._thread.join(timeout=self._config.timeout_s)
+
+    def _listen(self) -> None:
+        while not self._closed.is_set():
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                if self._closed.wait(0.05):  # else out of file descriptors, or a peer that hung up at once
+                    return
+                continue
+            with self._lock:
+                full = len(self._connections) >= MAX_CONNECTIONS
+                if not full:
+                    self._connections.add(connection)
+            if full:
+                log.warning("weights.too_many_receivers limit=%d", MAX_CONNECTIONS)
+                connection.close()
+                continue
+            threading.Thread(target=self._serve, args=(connection,), name="weights.send", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        """Serve one receiver until it hangs up; whatever goes wrong ends this receiver's connection and nothing else."""
+        line, channel = Line(connection), self._channel()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        served = 0
+        try:
+            # A connection that has had a version may be silent until there is another; a new one has to ask.
+            first = time.monotonic() + self._config.timeout_s
+            while not self._closed.is_set():
+                if not line.readable(POLL_S):
+                    if not served:
+                        left(first)
+                    continue
+                end = time.monotonic() + self._config.timeout_s
+                request = line.request(end)
+                if request is None:
+                    return
+                served += self._answer(line, channel, request, end)
+        except (OSError, RuntimeError, ValueError) as error:
+            if not self._closed.is_set():
+                log.warning("weights.send_failed error=%s", error)
+        finally:
+            channel.close()
+            with self._lock:
+                self._connections.discard(connection)
+            connection.close()
+
+    def _answer(self, line: Line, channel: Channel, request: dict[str, Any], end: float) -> int:
+        """Serve one request. Returns the number of versions sent: 0 if it is not for the current one."""
+        published = self.current
+        if published is None:
+            line.answer({"error": "no version is published"}, end)
+            return 0
+        if (request.get("epoch"), request.get("version")) != (published.manifest.epoch, published.manifest.version):
+            line.answer({"error": f"the current version is {published.manifest.version} of epoch {published.manifest.epoch}"}, end)
+            return 0
+        if not self._slots.acquire(timeout=left(end)):
+            raise TimeoutError("no slot became free within weights.timeout_s")
+        try:
+            channel.send(line, published, end)
+            if line.request(end) != {"done": published.manifest.version}:
+                raise ValueError(f"a receiver left in the middle of version {published.manifest.version}")
+        finally:
+            self._slots.release()
+        return 1
+
+
+def left(end: float) -> float:
+    """Seconds until `end`. Raises TimeoutError if it has passed."""
+    seconds = end - time.monotonic()
+    if seconds <= 0:
+        raise TimeoutError("not complete within weights.timeout_s")
+    return seconds
