@@ -15,25 +15,21 @@ def accept_entry(epoch: str, accepted: Sequence[TakenGroup], sequence: int) -> J
     return JournalEntry("accept", epoch, -1, groups, sequence, details={"accepted": [_accept(group) for group in accepted]})
 
 
-def step_entries(
+def commit_entry(
     epoch: str, taken: Taken, trained: Mapping[int, Mapping[int, int]], sequence: int, *, digest: int, report: bytes
-) -> list[JournalEntry]:
-    """The take and the commit of a step; arguments as those of `Ledger.commit`."""
-    groups = tuple(group.group for group in taken.groups)
+) -> JournalEntry:
+    """The commit of a step; arguments as those of `Ledger.commit`."""
     details = {
         "digest": str(digest),
         "groups": {str(group): encode_counts(counts) for group, counts in trained.items()},
         "accepted": [_accept(group) for group in taken.groups],
         "report": base64.b64encode(report).decode(),
     }
-    return [
-        JournalEntry("take", epoch, taken.step, groups, sequence),
-        JournalEntry("commit", epoch, taken.step, groups, sequence, details=details),
-    ]
+    return JournalEntry("commit", epoch, taken.step, tuple(group.group for group in taken.groups), sequence, details=details)
 
 
 def told_events(entry: JournalEntry) -> Iterator[Mapping[str, Any]]:
-    """A journal entry as events for `Restorer.tell`; nothing for a take, or for an entry from before there were details."""
+    """A journal entry as events for `Restorer.tell`; nothing for an entry from before there were details."""
     if entry.event == "accept":
         yield from entry.details.get("accepted", ())
     elif entry.event == "commit" and "digest" in entry.details:

@@ -143,8 +143,14 @@ class Keeper:
                 f"the ledger lost writes, and {self._archiver.path} does not tell how the run began: "
                 "point TETHER_REDIS_URL at the server that has the run, or start in a new run directory"
             )
-        archived = restorer.sequence
-        for entry in self._spool.journal():
+        archived, journal = restorer.sequence, self._spool.journal()
+        known = min((entry.ledger_sequence for entry in journal), default=0)
+        if known > archived and journal[0].position > 1:  # of what was forgotten, the newest is still there
+            raise SettingsError(
+                f"the ledger lost writes, {self._archiver.path} ends at event {archived}, and the journal goes on after event {known}: "
+                "nobody knows what lies between; put the whole archive back, or start in a new run directory"
+            )
+        for entry in journal:
             if entry.ledger_sequence > archived:
                 for event in told_events(entry):
                     restorer.tell(event)

@@ -18,7 +18,8 @@ from protocol.ids import new_epoch
 from protocol.messages import Action, Control, StepReport, WeightApplied, WeightFailed, WeightManifest
 from protocol.staleness import Policy
 from protocol.topics import Role
-from services.journal import step_entries
+from services.journal import commit_entry
+from services.ledger.audit import FILE, last_sequence
 from services.ledger.interface import LedgerStatus, Peer, StepRecord, Taken
 from services.observability.busy import BusyShare
 from services.observability.steps import StepLog
@@ -139,10 +140,10 @@ class TrainLoop:
         status = await ledger.status()
         if status.version < version:  # else its weights would be one step ahead of the ledger, and the step be made twice
             raise TetherError(f"the ledger lost the commit of step {taken.step}: its server was replaced; the trainer starts again")
-        entries = step_entries(
+        entry = commit_entry(
             rank.epoch, taken, built.trained_counts, status.sequence, digest=manifest.digest, report=encode_payload(report)
         )
-        await asyncio.to_thread(rank.spool.append, entries)  # before anybody serves the version: a ledger that loses it is told again
+        await asyncio.to_thread(rank.spool.append, [entry])  # before anybody serves the version: a ledger that loses it is told again
         self._manifest = manifest
         rank.caster.publish(manifest, epoch=rank.epoch)
         await asyncio.to_thread(self._steps.append, report)
@@ -195,9 +196,13 @@ class TrainLoop:
         log.info("checkpoint.done version=%d seconds=%.2f", status.version, time.monotonic() - began)
 
     async def _forget(self, groups: Sequence[int], journal_from: int = 0) -> bool:
+        def forget() -> None:
+            archived = last_sequence(self._process.settings.run_dir / FILE) if journal_from else 0
+            self._rank.spool.forget(groups, journal_from, archived)
+
         try:
-            await asyncio.to_thread(self._rank.spool.forget, groups, journal_from)
-        except TetherError as error:
+            await asyncio.to_thread(forget)
+        except (TetherError, OSError) as error:
             log.warning("spool.forget_failed error=%s", error)
             return False
         return True

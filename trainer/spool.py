@@ -3,7 +3,7 @@
 One SQLite file (WAL, synchronous=FULL), written by the ingest and read by the trainer at the same time:
 
     records(grp, token, payload, accepted_ms)             payload: the encoded `ScoredRollout`, by group and lease token
-    journal(seq, event, epoch, step, groups, ledger_seq, details)  accepts, takes and commits in the order in which they were seen
+    journal(seq, event, epoch, step, groups, ledger_seq, details)  accepts and commits in the order in which they were seen
 
 What a method wrote is on disk when it returns. The file must lie on a local disk: WAL needs shared memory between its users.
 """
@@ -32,6 +32,9 @@ CREATE TABLE IF NOT EXISTS journal (
     ledger_seq INTEGER NOT NULL, details TEXT NOT NULL DEFAULT '{}'
 );
 """
+_PRUNE = """
+DELETE FROM journal WHERE seq < ? AND ledger_seq < (SELECT MAX(ledger_seq) FROM journal WHERE seq < ? AND ledger_seq <= ?)
+"""
 _ADD_DETAILS = "ALTER TABLE journal ADD COLUMN details TEXT NOT NULL DEFAULT '{}'"  # to a spool that is older than they are
 
 
@@ -46,10 +49,10 @@ class MissingRecord(LookupError):
 
 @dataclass(frozen=True, slots=True)
 class JournalEntry:
-    """One accept, take or commit."""
+    """Accepts, or a commit."""
 
     event: str
-    """accept, take or commit."""
+    """accept or commit."""
     epoch: str
     step: int
     """The step that it belongs to; -1 for an accept."""
@@ -82,10 +85,6 @@ class Spool:
         with self._explained("open"):
             self._connection = _connect(path, read_only)
 
-    def put(self, group: int, token: str, payload: bytes) -> None:
-        """Store one record; see `put_many`."""
-        self.put_many([(group, token, payload)])
-
     def put_many(self, records: Iterable[tuple[int, str, bytes]]) -> None:
         """Store records (group, token, payload) with one fsync: all of them are on disk when it returns, none if it raises.
 
@@ -99,17 +98,13 @@ class Spool:
         with self._transaction("write") as connection:
             connection.executemany("INSERT OR IGNORE INTO records VALUES (?, ?, ?, ?)", rows)
 
-    def get(self, group: int, token: str) -> bytes:
-        """The payload of a record.
+    def get_many(self, keys: Sequence[tuple[int, str]]) -> list[bytes]:
+        """Payloads in the order of `keys` (group, token), read from one snapshot.
 
         Raises:
-            MissingRecord: (a LookupError) names the group.
+            MissingRecord: (a LookupError) names the first group that is missing.
             SpoolError: if the file cannot be read.
         """
-        return self.get_many([(group, token)])[0]
-
-    def get_many(self, keys: Sequence[tuple[int, str]]) -> list[bytes]:
-        """Payloads in the order of `keys`, read from one snapshot; raises as `get` does, for the first that is missing."""
         with self._transaction("read", "BEGIN") as connection:
             found = [connection.execute("SELECT payload FROM records WHERE grp = ? AND token = ?", key).fetchone() for key in keys]
         for key, row in zip(keys, found, strict=True):
@@ -117,15 +112,16 @@ class Spool:
                 raise MissingRecord(*key)
         return [row[0] for row in found]
 
-    def forget(self, groups: Iterable[int], journal_from: int = 0) -> int:
+    def forget(self, groups: Iterable[int], journal_from: int = 0, archived: int = 0) -> int:
         """Delete the records of groups that were dropped, or whose steps a durable checkpoint covers; returns how many were deleted.
 
-        Records of all their lease tokens go: nobody will ask for them. So does the journal before the position `journal_from`: the
-        archive of the event log has it long since.
+        Records of all their lease tokens go: nobody will ask for them. So does the journal before the position `journal_from`, as far as
+        the archive of the event log has it, which ends at the ledger's event `archived`. The newest of what could go stays: that the
+        archive begins to lack it tells later that there is a hole between the two.
         """
         rows = [(group,) for group in sorted(set(groups))]
         with self._transaction("write") as connection:
-            connection.execute("DELETE FROM journal WHERE seq < ?", (journal_from,))
+            connection.execute(_PRUNE, (journal_from, journal_from, archived))
             return connection.executemany("DELETE FROM records WHERE grp = ?", rows).rowcount if rows else 0
 
     def append(self, entries: Iterable[JournalEntry]) -> int:
@@ -136,12 +132,10 @@ class Spool:
             connection.executemany(f"INSERT INTO journal ({columns}) VALUES (?, ?, ?, ?, ?, ?)", rows)
             return _position(connection)
 
-    def journal(self, after: int = 0) -> list[JournalEntry]:
-        """Entries with a position above `after`, in order."""
+    def journal(self) -> list[JournalEntry]:
+        """All entries that were not forgotten, in order."""
         with self._transaction("read", "BEGIN") as connection:
-            rows = connection.execute(
-                "SELECT event, epoch, step, groups, ledger_seq, seq, details FROM journal WHERE seq > ? ORDER BY seq", (after,)
-            ).fetchall()
+            rows = connection.execute("SELECT event, epoch, step, groups, ledger_seq, seq, details FROM journal ORDER BY seq").fetchall()
             return [
                 JournalEntry(event, epoch, step, _groups(groups), seen, position, json.loads(details))
                 for event, epoch, step, groups, seen, position, details in rows
@@ -156,17 +150,8 @@ class Spool:
     @property
     def ledger_sequence(self) -> int:
         """Highest ledger sequence in the journal; 0 if there is none. A ledger that stands below it has lost writes."""
-        return int(self._scalar("SELECT COALESCE(MAX(ledger_seq), 0) FROM journal"))
-
-    @property
-    def records(self) -> int:
-        """Records held."""
-        return int(self._scalar("SELECT COUNT(*) FROM records"))
-
-    @property
-    def payload_bytes(self) -> int:
-        """Bytes of all payloads held."""
-        return int(self._scalar("SELECT COALESCE(SUM(LENGTH(payload)), 0) FROM records"))
+        with self._transaction("read", "BEGIN") as connection:
+            return int(connection.execute("SELECT COALESCE(MAX(ledger_seq), 0) FROM journal").fetchone()[0])
 
     def close(self) -> None:
         """Close the file; idempotent. What was written stays."""
@@ -174,10 +159,6 @@ class Spool:
             connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
-
-    def _scalar(self, query: str) -> Any:
-        with self._transaction("read", "BEGIN") as connection:
-            return connection.execute(query).fetchone()[0]
 
     @contextmanager
     def _transaction(self, doing: str, begin: str = "BEGIN IMMEDIATE") -> Iterator[sqlite3.Connection]:

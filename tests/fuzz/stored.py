@@ -97,7 +97,7 @@ def _spool(path: Path) -> Spool:
     for old in path.parent.glob(path.name + "*"):
         old.unlink()
     spool = Spool(path)
-    spool.append([JournalEntry("take", "e1", 0, (1, 2), 7)])
+    spool.append([JournalEntry("commit", "e1", 0, (1, 2), 7)])
     return spool
 
 

@@ -1,6 +1,7 @@
 """A ledger whose server has lost acknowledged writes, or everything, is rebuilt from what is on disk, and the run goes on to its end."""
 
 import asyncio
+import fcntl
 import json
 import os
 import shutil
@@ -14,10 +15,12 @@ from typing import Any
 import pytest
 import redis
 
+from services.ledger import audit as log
 from services.ledger.server import EmbeddedServer
 from services.observability.steps import read_steps
 from tests.integration.command import audit, processes_of, tether_up, until
-from tests.integration.loop import ROOT
+from tests.integration.loop import ROOT, running, settings_for
+from trainer.spool import Spool
 
 OVERRIDES = ("engine.straggler_share=0", "engine.seconds_per_token=0.002", "trainer.checkpoint_every=6", "trainer.step_s=0.02")
 B = 8
@@ -108,6 +111,31 @@ def test_a_run_goes_on_when_its_ledger_falls_back_and_when_it_is_emptied(tmp_pat
         assert up.wait(180) == 0, output.read_text()
     check(run_dir, steps, 2, output)
     assert len({step["epoch"] for step in read_steps(run_dir / "metrics.jsonl")}) == 3
+
+
+async def test_the_journal_is_kept_while_the_archive_is_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints cover steps that the archive does not know yet: the journal alone can tell a new ledger of them."""
+    monkeypatch.setattr(log, "HELD_S", 0.05)
+    overrides = (*OVERRIDES, "run.steps=1000", "trainer.checkpoint_every=1", "trainer.keep_checkpoints=1")
+    async with asyncio.timeout(120), running(settings_for(tmp_path, "stragglers.toml", *overrides)) as live:
+
+        async def made(steps: int) -> None:
+            version = (await live.ledger.head()).version
+            while (await live.ledger.head()).version < version + steps:  # noqa: ASYNC110 (the ledger tells nobody)
+                await asyncio.sleep(0.01)
+
+        await made(3)
+        held = os.open(tmp_path, os.O_RDONLY)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            archived = json.loads((tmp_path / log.FILE).read_text().splitlines()[-1])["seq"]
+            await made(4)
+            spool = Spool(tmp_path / "spool.sqlite", read_only=True)
+            oldest = min(entry.ledger_sequence for entry in spool.journal())
+            spool.close()
+        finally:
+            os.close(held)
+    assert oldest <= archived
 
 
 @pytest.mark.slow

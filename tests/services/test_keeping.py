@@ -14,7 +14,7 @@ import redis
 
 from protocol.errors import SettingsError, Unavailable
 from services.cli import drain, set_value
-from services.journal import accept_entry, step_entries
+from services.journal import accept_entry, commit_entry
 from services.keeping import Keeper
 from services.ledger.audit import FILE
 from services.ledger.ledger import RedisLedger
@@ -130,7 +130,7 @@ async def test_what_the_journal_has_is_told_to_an_emptied_server(tmp_path: Path)
         taken = await ledger.take("e1")
         await driver.commit(taken)
         trained = {group.group: dict(group.counts) for group in taken.groups}
-        here.spool.append(step_entries("e1", taken, trained, (await ledger.head()).sequence, digest=101, report=b"report1"))
+        here.spool.append([commit_entry("e1", taken, trained, (await ledger.head()).sequence, digest=101, report=b"report1")])
         late = await driver.lease()
         accepted = await ledger.accept(late.group, late.token, {1: 6})
         before = await ledger.status()
@@ -171,3 +171,18 @@ async def test_a_ledger_without_its_archive_cannot_be_rebuilt_and_says_so(tmp_pa
         here.command("FLUSHALL")
         with pytest.raises(SettingsError, match=FILE):
             await Keeper(here.driver.ledger, here.settings, here.spool).look()
+
+
+async def test_a_hole_between_archive_and_journal_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    """As when somebody has put back an older archive."""
+    async with kept(tmp_path) as here:
+        old = (tmp_path / FILE).read_bytes()
+        await here.driver.step(1)
+        last = await here.archived()
+        here.spool.append(accept_entry("e1", [], seen) for seen in (1, last, last))
+        here.spool.forget([], 99, last)
+        (tmp_path / FILE).write_bytes(old)
+        here.command("FLUSHALL")
+        with pytest.raises(SettingsError, match=rf"{FILE} ends at event \d+, and the journal goes on after event \d+"):
+            await Keeper(here.driver.ledger, here.settings, here.spool).look()
+        assert here.command("DBSIZE") == 0
