@@ -6,6 +6,7 @@ Reads the settings as a service does, runs until SIGTERM, and leaves RUN_DIR/cen
 """
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -46,6 +47,8 @@ class Fleet:
                     await up.wait()  # one at a time: loading a tokenizer patches transformers for the whole process
                     if stop.is_set():
                         break
+            gc.collect()
+            gc.freeze()  # looking again and again through all that is loaded stops every worker here at once, for a second
             counting = tasks.create_task(self._census_loop())
             await stop.wait()
             counting.cancel()
