@@ -78,4 +78,19 @@ class Backend(ABC):
         """
 
     @abstractmethod
+    def offload(self) -> int:
+        """Move everything that training holds on the device to the host. Until `onload` nothing but `close` may follow.
+
+        Returns: the bytes.
+        """
+
+    @abstractmethod
+    def onload(self) -> None:
+        """The inverse, bit for bit. Nothing happens if nothing was moved.
+
+        Raises:
+            TetherError: if the device has no room for it; nothing changed.
+        """
+
+    @abstractmethod
     def close(self) -> None: ...

@@ -63,6 +63,14 @@ class KeepReferenceCommand(msgspec.Struct, frozen=True, tag="keep_reference"):
     """Keep the current weights as the reference model."""
 
 
+class OffloadCommand(msgspec.Struct, frozen=True, tag="offload"):
+    """Move everything on the device to the host."""
+
+
+class OnloadCommand(msgspec.Struct, frozen=True, tag="onload"):
+    """Take it back."""
+
+
 class IdleCommand(msgspec.Struct, frozen=True, tag="idle"):
     """Nothing to do yet; keeps the followers' wait bounded."""
 
@@ -71,7 +79,18 @@ class ExitCommand(msgspec.Struct, frozen=True, tag="exit"):
     """The run is over."""
 
 
-Command = TrainCommand | ExportCommand | ExportHfCommand | SaveCommand | RestoreCommand | KeepReferenceCommand | IdleCommand | ExitCommand
+Command = (
+    TrainCommand
+    | ExportCommand
+    | ExportHfCommand
+    | SaveCommand
+    | RestoreCommand
+    | KeepReferenceCommand
+    | OffloadCommand
+    | OnloadCommand
+    | IdleCommand
+    | ExitCommand
+)
 _decoder = msgspec.msgpack.Decoder(Command)
 
 
@@ -156,6 +175,8 @@ def follow(backend: Backend, algorithm: Algorithm) -> None:
         SaveCommand: lambda c: save_part(backend, Path(c.directory)),
         RestoreCommand: lambda c: backend.restore(Path(c.directory)),
         KeepReferenceCommand: lambda c: backend.keep_reference(),
+        OffloadCommand: lambda c: backend.offload(),
+        OnloadCommand: lambda c: backend.onload(),
         IdleCommand: lambda c: None,
     }
     while not isinstance(command := next_command(), ExitCommand):

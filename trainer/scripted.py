@@ -65,5 +65,11 @@ class ScriptedBackend(Backend):
         except (OSError, SafetensorError, KeyError) as error:
             raise SettingsError(f"checkpoint {directory}: not one of the scripted backend: {error}") from error
 
+    def offload(self) -> int:
+        return 0
+
+    def onload(self) -> None:
+        """Nothing was moved."""
+
     def close(self) -> None:
         """Nothing to let go of."""

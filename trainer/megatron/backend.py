@@ -22,6 +22,7 @@ from trainer.megatron.forward import Runner
 from trainer.megatron.model import DTYPES, build_model, mark_split, transformer_config
 from trainer.megatron.optimizer import Optimizer, wrap_model
 from trainer.megatron.reshard import TensorPlan, export_plan, plan_of, stage_rules
+from trainer.offload import HostShelf
 
 
 class MegatronBackend(Backend):
@@ -75,6 +76,8 @@ class MegatronBackend(Backend):
             self.close()
             raise
         self._reference: Runner | None = None
+        self._reference_model: GPTModel | None = None
+        self._shelf = HostShelf()
 
     def train_step(self, batch: Batch) -> StepStats:
         trained = int(batch.loss_mask.sum())
@@ -107,7 +110,8 @@ class MegatronBackend(Backend):
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(self._parameters[name])
-        self._reference = Runner(model.requires_grad_(False), self._model_spec, self._position, self._trainer.micro_batch_size)
+        self._reference_model = model.requires_grad_(False)
+        self._reference = Runner(model, self._model_spec, self._position, self._trainer.micro_batch_size)
 
     @torch.no_grad()
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -137,6 +141,20 @@ class MegatronBackend(Backend):
 
     def restore(self, directory: Path) -> None:
         restore_part(directory, self._trained, self._optimizer, self._position, self._layout())
+
+    def offload(self) -> int:
+        if self._shelf.in_use:
+            return self._shelf.nbytes
+        self._optimizer.zero_grad(self._model)
+        kept: list[torch.Tensor] = [*self._parameters.values(), *self._trained.values(), *self._optimizer.tensors()]
+        if self._reference_model is not None:
+            kept += self._reference_model.parameters()
+        buffers = [*self._model.buffers, *self._model.expert_parallel_buffers]
+        kept += [buffer.param_data for buffer in buffers if buffer.param_data is not None]
+        return self._shelf.put(self._position.device, kept, blank=[buffer.grad_data for buffer in buffers])
+
+    def onload(self) -> None:
+        self._shelf.fetch(self._position.device)
 
     def close(self) -> None:
         if not self._closed:

@@ -66,6 +66,12 @@ class Optimizer:
         """The optimizers underneath, which hold masters and moments of this rank's share."""
         return [inner.optimizer for inner in self._inner if inner.optimizer is not None]
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Masters and moments of this rank's share."""
+        found = [parameter for inner in self.torch_optimizers for group in inner.param_groups for parameter in group["params"]]
+        states = [state for inner in self.torch_optimizers for state in inner.state.values()]
+        return found + [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+
     def learning_rate(self) -> float:
         """Of the next step."""
         warmup = self.config.lr_warmup_steps

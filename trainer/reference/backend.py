@@ -21,6 +21,7 @@ from trainer.backend import Backend, StepStats
 from trainer.batch import Batch
 from trainer.config import OptimizerConfig, TrainerConfig
 from trainer.functional.logprobs import token_logprobs
+from trainer.offload import HostShelf
 from trainer.reference.lora import attach
 from trainer.reference.state import load_state, save_state
 from trainer.reference.tally import Tally
@@ -66,6 +67,7 @@ class ReferenceBackend(Backend):
             self._model.to(DTYPES[trainer.dtype])
         self._optimizer = _adamw(self._masters, optimizer)
         self._reference: torch.nn.Module | None = None
+        self._shelf = HostShelf()
 
     @property
     def model(self) -> torch.nn.Module:
@@ -110,6 +112,18 @@ class ReferenceBackend(Backend):
     def restore(self, directory: Path) -> None:
         load_state(directory, self._masters, self._optimizer, self._identity(), self._device)
         self._publish_masters()
+
+    def offload(self) -> int:
+        if self._shelf.in_use:
+            return self._shelf.nbytes
+        self._optimizer.zero_grad()
+        models = [model for model in (self._model, self._reference) if model is not None]
+        weights = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+        moments = [value for state in self._optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+        return self._shelf.put(self._device, [*weights, *self._masters.values(), *moments])
+
+    def onload(self) -> None:
+        self._shelf.fetch(self._device)
 
     def close(self) -> None:
         """Let go of the model."""

@@ -77,15 +77,21 @@ def _train_and_restore(name: str, layout: str, model_dir: Path, out: Path) -> No
         backend.close()
         backend = make_backend(model_dir, layout)
     backend.restore(checkpoint)
-    _write(out / "restored", _go_on(backend, name))
+    _write(out / "restored", _go_on(backend, name, by_turns=True))
     backend.close()
     if _is_writer():
         (out / "stats.json").write_text(json.dumps(stats))
 
 
-def _go_on(backend: Backend, name: str) -> Iterable[tuple[str, torch.Tensor]]:
+def _go_on(backend: MegatronBackend, name: str, *, by_turns: bool = False) -> Iterable[tuple[str, torch.Tensor]]:
+    """`by_turns`: the device is free between two steps."""
     for step in range(1, STEPS):
         backend.train_step(make_batch(name, step))
+        if by_turns:
+            backend.offload()
+            held = [*backend._parameters.values(), *backend._optimizer.tensors()]
+            assert [tuple(tensor.shape) for tensor in held if tensor.untyped_storage().nbytes()] == []
+            backend.onload()
     return backend.export()
 
 
@@ -98,7 +104,7 @@ def _bfloat16(layout: str, model_dir: Path, out: Path) -> None:
     checkpoint = _checkpoint(backend, out / "after-one")
     _write(out / "after", _go_on(backend, name))
     backend.restore(checkpoint)
-    _write(out / "restored", _go_on(backend, name))
+    _write(out / "restored", _go_on(backend, name, by_turns=True))
     backend.close()
 
 

@@ -258,3 +258,23 @@ def test_more_ranks_than_one_are_refused(model_dir: Path, monkeypatch: pytest.Mo
 def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"model\.path"):
         make(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_offloading_between_steps_frees_the_state_and_changes_no_bit(model_dir: Path, dtype: str) -> None:
+    alone, by_turns = make(model_dir, dtype=dtype), make(model_dir, dtype=dtype)
+    by_turns.keep_reference()
+    for step in range(3):
+        alone.train_step(batch(step, seed=step))
+        by_turns.train_step(batch(step, seed=step))
+        held = by_turns.offload()
+        assert by_turns.offload() == held
+        moments = [value for state in by_turns._optimizer.state.values() for value in state.values()]
+        assert all(tensor.untyped_storage().nbytes() == 0 for tensor in moments)
+        assert held >= sum(tensor.nbytes for tensor in moments)
+        if dtype == "bfloat16":  # those of a float32 model are mapped from its file
+            assert all(parameter.untyped_storage().nbytes() == 0 for parameter in by_turns.model.parameters())
+        by_turns.onload()
+        by_turns.onload()
+    assert_same_bits(exported(alone), exported(by_turns))
+    assert torch.equal(by_turns.reference_logprobs(batch()), make(model_dir, dtype=dtype).logprobs(batch()))

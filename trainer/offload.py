@@ -1,0 +1,83 @@
+"""The trainer's memory on its device, moved to the host while somebody else uses the device, and back, bit for bit."""
+
+from collections.abc import Iterable
+
+import torch
+
+from protocol.errors import TetherError
+
+MIB = 1 << 20
+
+
+class HostShelf:
+    """Holds what storages contained. The tensors stay the same objects, and so do their views; in between nobody may touch them.
+
+    The host's copies are kept for the next time: they are page-locked where the device is a GPU, and that takes long.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[int, torch.Tensor] = {}
+        self._away: dict[int, torch.UntypedStorage] = {}
+        self._blank: list[tuple[torch.Tensor, int]] = []
+
+    @property
+    def in_use(self) -> bool:
+        """Whether something is on the shelf."""
+        return bool(self._away or self._blank)
+
+    @property
+    def nbytes(self) -> int:
+        """What is on the shelf, and what was given back without a copy."""
+        return sum(self._copies[key].nbytes for key in self._away) + sum(nbytes for _, nbytes in self._blank)
+
+    def put(self, device: torch.device, tensors: Iterable[torch.Tensor], *, blank: Iterable[torch.Tensor] = ()) -> int:
+        """Move what lies on `device`. Returns `nbytes`.
+
+        Args:
+            blank: of these only the memory is given back; they are zero afterwards.
+        """
+        blanks = {tensor.untyped_storage()._cdata: tensor for tensor in blank}
+        for tensor in blanks.values():
+            storage = tensor.untyped_storage()
+            if storage.nbytes() and storage.resizable():
+                self._blank.append((tensor, storage.nbytes()))
+                storage.resize_(0)
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            # storages on a CPU can be mapped from a file: there is nothing to move
+            if storage.nbytes() and storage.resizable() and tensor.device.type == device.type and storage._cdata not in blanks:
+                self._shelve(storage, device)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        return self.nbytes
+
+    def fetch(self, device: torch.device) -> None:
+        """Put everything back. Nothing happens if nothing is on the shelf.
+
+        Raises:
+            TetherError: if there is no room for it; nothing changed.
+        """
+        needed = self.nbytes
+        if device.type == "cuda" and needed > (free := torch.cuda.mem_get_info(device)[0]):
+            raise TetherError(
+                f"the trainer's state takes {needed // MIB} MiB, {free // MIB} MiB are free on {device}: somebody else holds its memory, "
+                "an engine that did not sleep for one"
+            )
+        for key, storage in self._away.items():
+            copy = self._copies[key]
+            storage.resize_(copy.nbytes)
+            storage.copy_(copy.untyped_storage(), non_blocking=False)
+        self._away.clear()
+        for tensor, nbytes in self._blank:
+            tensor.untyped_storage().resize_(nbytes)
+            tensor.zero_()
+        self._blank.clear()
+
+    def _shelve(self, storage: torch.UntypedStorage, device: torch.device) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+        copy = self._copies.get(key)
+        if copy is None or copy.nbytes != nbytes:
+            copy = self._copies[key] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        copy.untyped_storage().copy_(storage, non_blocking=False)
+        storage.resize_(0)
+        self._away[key] = storage
