@@ -27,7 +27,7 @@ class EngineConfig:
     """Section `[engine]`. Engines refuse what they do not support, naming the field."""
 
     name: str = "vllm"
-    """Module in `rollout/engines/`: vllm, sglang, hf, scripted."""
+    """Module in `rollout/engines/`: vllm, sglang, megatron, hf, scripted."""
     dtype: str = "float32"
     """Of the engine's parameters, one of `DTYPES`; weights are published in it, whatever the trainer's own."""
     tensor_parallel_size: int = 1
@@ -53,6 +53,10 @@ class EngineConfig:
     """sglang only: the interpreter that has it; empty: this one."""
     environment: dict[str, str] = field(default_factory=dict)
     """sglang only: variables of its server, over those of this process."""
+    buffer_size_gb: float = 0.0
+    """megatron only: KV cache, GiB; fewer requests than `max_running` run at once if they do not fit. 0: as much as those need."""
+    max_batch_tokens: int = 0
+    """megatron only: tokens of one forward pass, padding included; 0: 8192, or more if `max_model_len` or `max_running` is more."""
     # scripted only: a deterministic engine for dry runs
     seconds_per_token: float = 0.0
     """Delay for each token."""

@@ -8,7 +8,13 @@ from protocol.errors import SettingsError
 from protocol.lora import NO_ADAPTERS, LoraConfig
 from rollout.engines.base import Engine, EngineConfig
 
-ENGINES: dict[str, str] = {"hf": "HFEngine", "scripted": "ScriptedEngine", "sglang": "SglangEngine", "vllm": "VllmEngine"}
+ENGINES: dict[str, str] = {
+    "hf": "HFEngine",
+    "megatron": "MegatronEngine",
+    "scripted": "ScriptedEngine",
+    "sglang": "SglangEngine",
+    "vllm": "VllmEngine",
+}
 """Module in `rollout/engines/` -> its class."""
 SERVE_ADAPTERS = ("hf", "vllm")
 

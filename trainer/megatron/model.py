@@ -45,17 +45,24 @@ class RMSNorm(torch.nn.Module):
 
 
 class CausalAttention(MegatronModule):
-    """Causal attention on torch's own kernels. Sequences are padded on the right, so the causal mask alone keeps padding out."""
+    """Attention on torch's own kernels. Sequences are padded on the right, so without a mask causality alone keeps padding out."""
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **unused: Any) -> None:
         super().__init__(config=config)
         self.softmax_scale = softmax_scale
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **unused: Any) -> torch.Tensor:
-        """[S, B, heads, head_dim] to [S, B, heads * head_dim]; heads of this tensor rank, fewer for key and value if they are grouped."""
+        """[S, B, heads, head_dim] to [S, B, heads * head_dim]; heads of this tensor rank, fewer for key and value if they are grouped.
+
+        Args:
+            attention_mask: None for causal attention, or bool [B, 1, S, keys]: true where a query attends to a key.
+        """
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         grouped = q.size(1) != k.size(1)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=grouped)
+        causal = attention_mask is None
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=attention_mask, is_causal=causal, scale=self.softmax_scale, enable_gqa=grouped
+        )
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
@@ -117,10 +124,16 @@ def transformer_config(architecture: Architecture, position: Position, dtype: to
         raise SettingsError(f"megatron-core refuses this model in this layout: {error}") from error
 
 
-def build_model(architecture: Architecture, config: TransformerConfig, position: Position) -> GPTModel:
-    """This rank's part of the model, with uninitialized weights. A collective: every rank calls it."""
+def build_model(
+    architecture: Architecture, config: TransformerConfig, position: Position, *, attention: type[Any] = SelfAttention
+) -> GPTModel:
+    """This rank's part of the model, with uninitialized weights. A collective: every rank calls it.
+
+    Args:
+        attention: the layers' SelfAttention; generation has one of its own.
+    """
     stages = architecture.layers // config.pipeline_model_parallel_size
-    block = TransformerBlockSubmodules(layer_specs=[_layer_spec(architecture.qk_norm)] * stages, layer_norm=RMSNorm)
+    block = TransformerBlockSubmodules(layer_specs=[_layer_spec(architecture.qk_norm, attention)] * stages, layer_norm=RMSNorm)
     model = GPTModel(
         config=config,
         transformer_layer_spec=block,
@@ -151,9 +164,9 @@ def mark_split(parameters: Mapping[str, torch.Tensor], rules: Iterable[Rule]) ->
             set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=rule.dim, stride=1)
 
 
-def _layer_spec(qk_norm: bool) -> ModuleSpec:
+def _layer_spec(qk_norm: bool, attention: type[Any]) -> ModuleSpec:
     head_norm = RMSNorm if qk_norm else IdentityOp
-    attention = SelfAttentionSubmodules(
+    projections = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
         core_attention=CausalAttention,
         linear_proj=RowParallelLinear,
@@ -165,7 +178,7 @@ def _layer_spec(qk_norm: bool) -> ModuleSpec:
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
-            self_attention=ModuleSpec(module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention),
+            self_attention=ModuleSpec(module=attention, params={"attn_mask_type": AttnMaskType.causal}, submodules=projections),
             self_attn_bda=_residual,
             pre_mlp_layernorm=RMSNorm,
             mlp=ModuleSpec(module=MLP, submodules=mlp),

@@ -1,0 +1,128 @@
+"""Generation with the training model: megatron-core's GPTModel and static KV cache in this process, on a CPU or a GPU.
+
+Log-probabilities are those of the very layers that training runs. A request that arrives while others run joins them at the next step. One
+rank, no CUDA graphs. Weights come like any engine's, through a transport: the trainer's own tensors are not shared.
+"""
+
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from protocol.errors import EngineError, SettingsError
+from rollout.engines.base import Capabilities, EngineConfig
+from rollout.engines.requests import check_fits, read_config
+from rollout.engines.rows import Row
+from rollout.engines.staging import Staging
+from rollout.engines.stepped import Model, SteppedEngine
+from rollout.engines.tracing import trace
+from rollout.weights.registry import RECEIVERS
+from trainer.megatron.inference import SlotModel
+
+DEFAULT_BATCH_TOKENS = 8192
+
+
+class MegatronEngine(SteppedEngine):
+    """Serves the families that the trainer backend `megatron` trains. A model directory without weights gives random ones."""
+
+    def __init__(self, config: EngineConfig, model_dir: Path, incarnation: str) -> None:
+        super().__init__(config, model_dir, incarnation)
+        self.capabilities = Capabilities(transports=frozenset(RECEIVERS))
+        self._slot_model: SlotModel | None = None
+
+    def _load(self) -> Model:
+        config, batch_tokens = self._config, _batch_tokens(self._config)
+        check_fits(config, read_config(self._model_dir), self._model_dir)
+        try:
+            model = self._slot_model = SlotModel(
+                self._model_dir,
+                dtype=config.dtype,
+                slots=config.max_running,
+                length=config.max_model_len,
+                buffer_bytes=int(config.buffer_size_gb * 2**30),
+            )
+        except SettingsError as error:
+            raise EngineError(f"engine megatron: {error}") from error
+        self._config = replace(config, max_running=model.slots)
+        if not torch.cuda.is_available():
+            torch.set_num_threads(config.threads)
+        plan = trace(model.load, model.parameters.items(), model.shapes, getattr(torch, config.dtype))
+        plan.calibrate()
+        staging = Staging(plan.sources(), architecture=model.architecture.name, tied=model.architecture.tied)
+        decoder = SlotDecoder(model, batch_tokens)
+        return Model(decoder, plan.live, plan.buffer, staging, lambda: {name: tensor for name, tensor, _ in plan.gathered()})
+
+    def _unload(self) -> None:
+        if self._slot_model is not None:
+            self._slot_model.close()
+
+
+class SlotDecoder:
+    """Keeps rows in the slots of a `SlotModel`: slot i holds the KV of the i-th of its rows, all tokens but the last."""
+
+    def __init__(self, model: SlotModel, batch_tokens: int) -> None:
+        """`batch_tokens`: in one prefill, padding included."""
+        self._model = model
+        self._batch_tokens = batch_tokens
+        self._held: list[Row] = []
+
+    def step(self, rows: Sequence[Row], version: int) -> None:
+        """See `Decoder`."""
+        self._drop_all_but(set(rows))
+        held = list(self._held)
+        if held:
+            logits = self._model.decode([row.tokens[-1] for row in held], [len(row.ids) - 1 for row in held])
+            for row, of_row in zip(held, logits, strict=True):
+                row.take(of_row, version)
+        for batch in self._batches(set(rows).difference(held)):
+            logits = self._model.prefill(len(self._held), [row.ids for row in batch])
+            self._held += batch
+            for row, of_row in zip(batch, logits, strict=True):
+                row.take(of_row, version)
+
+    def forget(self, rows: Sequence[Row]) -> None:
+        """See `Decoder`."""
+        self._drop_all_but(set(self._held).difference(rows))
+
+    def _drop_all_but(self, rows: Set[Row]) -> None:
+        """Free the slots of other rows; the last one in use moves into each gap."""
+        slot = 0
+        while slot < len(self._held):
+            if self._held[slot] in rows:
+                slot += 1
+                continue
+            last = self._held.pop()
+            if slot < len(self._held):
+                self._held[slot] = last
+                self._model.move(len(self._held), slot)
+
+    def _batches(self, rows: Set[Row]) -> Iterator[list[Row]]:
+        """Rows of about one length together, so that little is padded."""
+        batch: list[Row] = []
+        for row in sorted(rows, key=lambda row: len(row.ids)):
+            if (len(batch) + 1) * len(row.ids) > self._batch_tokens and batch:
+                yield batch
+                batch = []
+            batch.append(row)
+        if batch:
+            yield batch
+
+
+def _batch_tokens(config: EngineConfig) -> int:
+    """How many tokens a pass may have.
+
+    Raises:
+        EngineError: naming a setting that this engine does not do.
+    """
+    if config.tensor_parallel_size != 1:
+        raise EngineError(f"engine megatron: tensor_parallel_size is {config.tensor_parallel_size}, only 1 is supported")
+    if not config.enforce_eager:
+        raise EngineError("engine megatron: enforce_eager is false, but it has no CUDA graphs: set it to true")
+    least = max(config.max_model_len, config.max_running)
+    if 0 < config.max_batch_tokens < least:
+        raise EngineError(
+            f"engine megatron: max_batch_tokens is {config.max_batch_tokens}; a pass must hold max_model_len tokens of a prompt and one "
+            f"for each of max_running requests, so at least {least}"
+        )
+    return config.max_batch_tokens or max(DEFAULT_BATCH_TOKENS, least)

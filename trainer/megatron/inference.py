@@ -1,0 +1,173 @@
+"""The training model as a generator: a GPTModel with megatron-core's static KV cache, called for one step at a time.
+
+megatron-core's own static engine runs a batch to its end, with one length for all rows. Here each row of the cache, a slot, has its own
+length: requests come and go between two steps, and weights may change there.
+
+Shapes: B slots in use, which are 0 .. B - 1 without a gap; N sequences, S tokens of the longest; V vocabulary; D head size.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.inference.contexts import StaticInferenceContext
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+from megatron.core.transformer.attention import SelfAttention
+
+from protocol.errors import SettingsError
+from trainer.config import ParallelConfig
+from trainer.megatron import cpu, parallel
+from trainer.megatron.architecture import Architecture, read_architecture
+from trainer.megatron.convert.checkpoint import load_checkpoint
+from trainer.megatron.model import DTYPES, OutputRows, build_model, transformer_config
+from trainer.megatron.reshard import export_plan
+
+INITIAL_DEVIATION = 0.02
+"""Of the random weights of a model without a checkpoint."""
+
+
+class SlotCache(StaticInferenceContext):
+    """megatron-core's cache, [length, slots, kv heads, D] for each layer; keys lie in it as they are attended to, rotated."""
+
+    def __init__(self, slots: int, length: int) -> None:
+        super().__init__(slots, length)
+        self.materialize_only_last_token_logits = False
+        self.positions = torch.empty(0)
+        """int64, of this pass's tokens: [S, 1] in a prefill, [1, B] when every slot gets one token."""
+        self.first = 0
+        """The first slot of a prefill."""
+        self.width = 0
+        """Tokens of the longest slot, with this pass's."""
+
+    def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep this pass's keys and values, [S, N, kv heads, D] or [1, B, ...]; returns all that its queries attend to."""
+        memory = self.key_value_memory_dict
+        if layer not in memory:
+            shape = (self.max_sequence_length, self.max_batch_size, *key.shape[2:])
+            memory[layer] = key.new_empty(shape), value.new_empty(shape)
+        if self.is_decode_only():
+            slots = torch.arange(key.size(1), device=key.device)
+            for kept, new in zip(memory[layer], (key, value), strict=True):
+                kept[self.positions[0], slots] = new[0]
+            keys, values = memory[layer]
+            return keys[: self.width, : len(slots)], values[: self.width, : len(slots)]
+        for kept, new in zip(memory[layer], (key, value), strict=True):
+            part = kept[:, self.first : self.first + new.size(1)]
+            part[: len(new)] = new
+            part[len(new) :] = 0  # masked until it is written, but a NaN of an earlier request would come through the mask
+        return key, value
+
+    def move(self, source: int, target: int) -> None:
+        """Slot `target` gets what `source` holds."""
+        for memory in self.key_value_memory_dict.values():
+            for kept in memory:
+                kept[:, target] = kept[:, source]
+
+
+class SlotAttention(SelfAttention):
+    """Self-attention whose queries and keys are rotated for the positions that a `SlotCache` says, before they are kept."""
+
+    def _adjust_key_value_for_inference(
+        self, inference_context: SlotCache, query: Any, key: Any, value: Any, rotary_pos_emb: Any, *unused: Any, **also_unused: Any
+    ) -> tuple[Any, ...]:
+        angles = rotary_pos_emb[0][:, 0][inference_context.positions]
+        query, key = (apply_rotary_pos_emb(x, angles, config=self.config, cp_group=self.pg_collection.cp) for x in (query, key))
+        keys, values = inference_context.store(self.layer_number, key, value)
+        return query, keys, values, None, self.attn_mask_type, None
+
+
+class SlotModel:
+    """The whole model on one rank, in a process of its own or beside other users of megatron-core. Not thread-safe."""
+
+    def __init__(self, model_dir: Path, *, dtype: str, slots: int, length: int, buffer_bytes: int = 0) -> None:
+        """Load a checkpoint; a directory without one gives random weights.
+
+        Args:
+            dtype: one of `DTYPES`.
+            slots: sequences at a time.
+            length: tokens of the longest sequence.
+            buffer_bytes: what the KV cache may take: fewer slots are made if it is too small for all; 0 is no bound.
+
+        Raises:
+            SettingsError: if the model is not supported, or the buffer holds no sequence.
+        """
+        if dtype not in DTYPES:
+            raise SettingsError(f"dtype is {dtype!r}: use {' or '.join(DTYPES)}")
+        self.architecture = read_architecture(model_dir)
+        self.slots = _slots(self.architecture, DTYPES[dtype].itemsize, length, slots, buffer_bytes)
+        self._plan = {plan.name: plan for plan in export_plan(self.architecture, 1, 1)}
+        self.shapes = {name: plan.shape for name, plan in self._plan.items()}
+        """Checkpoint name -> shape."""
+        cpu.install()
+        position = parallel.initialize(ParallelConfig(), "auto", 0)
+        self._closed = False
+        try:
+            config = transformer_config(self.architecture, position, DTYPES[dtype])
+            self._model = build_model(self.architecture, config, position, attention=SlotAttention).eval().requires_grad_(False)
+            self.parameters: dict[str, torch.Tensor] = dict(self._model.named_parameters())
+            if any(model_dir.glob("*.safetensors")):
+                load_checkpoint(model_dir, self.architecture, self.parameters, tp=1, tp_rank=0, pp=1, pp_rank=0)
+            else:
+                for parameter in self.parameters.values():
+                    parameter.normal_(0, INITIAL_DEVIATION)
+        except BaseException:
+            self.close()
+            raise
+        self._rows = OutputRows(self._model)
+        self._cache = SlotCache(self.slots, length)
+        self._device = position.device
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy whole checkpoint tensors to where they belong: the plan of the trainer's export, read backwards."""
+        for name, tensor in tensors:
+            plan = self._plan[name]
+            for piece in plan.pieces:
+                rows = self.parameters[plan.parameter].narrow(plan.dim, piece.local_start, piece.length)
+                rows.copy_(tensor.narrow(plan.dim, piece.start, piece.length))
+
+    @torch.no_grad()
+    def prefill(self, first: int, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Fill the slots from `first` on, one for each sequence. Returns logits [N, V] after the last token of each."""
+        lengths = torch.tensor([len(sequence) for sequence in sequences], device=self._device)
+        longest = max(map(len, sequences))
+        tokens = torch.tensor([[*sequence, *[0] * (longest - len(sequence))] for sequence in sequences], device=self._device)
+        self._cache.enable_prefill_mode()
+        self._cache.first = first
+        self._cache.positions = torch.arange(longest, device=self._device)[:, None]
+        self._rows.index = (lengths - 1) * len(sequences) + torch.arange(len(sequences), device=self._device)
+        return self._logits(tokens, None)[0]
+
+    @torch.no_grad()
+    def decode(self, tokens: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+        """One more token in each of the B slots in use, which hold `lengths`. Returns logits [B, V] after it."""
+        positions = torch.tensor(lengths, device=self._device)
+        self._cache.enable_decode_mode()
+        self._cache.positions, self._cache.width = positions[None], max(lengths) + 1
+        self._rows.index = None
+        mask = torch.arange(self._cache.width, device=self._device) <= positions[:, None]
+        return self._logits(torch.tensor(tokens, device=self._device)[:, None], mask[:, None, None])[:, 0]
+
+    def move(self, source: int, target: int) -> None:
+        """Slot `target` gets what `source` holds."""
+        self._cache.move(source, target)
+
+    def close(self) -> None:
+        """Leave the process groups. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            parallel.finalize()
+
+    def _logits(self, tokens: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        found: torch.Tensor = self._model(tokens, None, mask, inference_context=self._cache, runtime_gather_output=True)
+        return found
+
+
+def _slots(architecture: Architecture, itemsize: int, length: int, wanted: int, buffer_bytes: int) -> int:
+    """How many sequences the KV cache holds."""
+    of_one = 2 * architecture.layers * architecture.kv_heads * architecture.head_dim * itemsize * length
+    if 0 < buffer_bytes < of_one:
+        raise SettingsError(
+            f"the KV cache of one sequence of {length} tokens takes {of_one / 2**30:.3g} GiB, the buffer has {buffer_bytes / 2**30:.3g}"
+        )
+    return min(wanted, buffer_bytes // of_one) if buffer_bytes else wanted
