@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 ALGORITHMS = ("dr_grpo", "grpo")
 BACKENDS = ("megatron", "reference", "scripted")
-TRANSPORTS = ("disk", "nccl", "shm")
+TRANSPORTS = ("shm", "disk", "nccl", "ipc")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +87,16 @@ class WeightConfig:
     """Section `[weights]`."""
 
     transport: str = "shm"
-    """Module in `trainer/weights/` and `rollout/weights/`: shm, disk, nccl."""
+    """Module in `trainer/weights/` and `rollout/weights/`: shm, disk, nccl, ipc."""
     directory: str = ""
     """shm and disk: where versions are written; by default /dev/shm/tether-RUN-NONCE and RUN_DIR/weights."""
     bucket_mb: int = 64
     keep: int = 2
     """Versions kept for engines that are late; the newest is always kept."""
     host: str = "127.0.0.1"
-    """nccl: address on which the trainer's rendezvous listens."""
-    backend: str = "gloo"
-    """nccl: process group backend; "gloo" on CPU, "nccl" on GPU."""
+    """nccl and ipc: address on which the trainer listens for engines."""
+    backend: str = ""
+    """nccl: process group backend, "gloo" (CPU) or "nccl" (GPU); empty: what the trainer's device takes."""
     timeout_s: float = 60.0
 
 

@@ -121,6 +121,7 @@ class ScriptedEngine(Engine):
         self._closed = True
         self._paused = False
         await self.abort(list(self._alive))
+        self._updates.staging.close()
 
     async def _token(self, request_id: str, delay_s: float) -> bool:
         """Wait as long as one token takes; false if the request was aborted."""

@@ -20,6 +20,7 @@ import torch
 from protocol.errors import EngineError, PoisonedError, WeightError
 from protocol.messages import WeightManifest
 from rollout.engines.base import Completion, Engine, EngineConfig, KvPolicy, Request, Served
+from rollout.engines.memory import Memory
 from rollout.engines.requests import check_request, read_config, spans_of
 from rollout.engines.rows import Decoder, Row
 from rollout.engines.staging import Staging, digest_of
@@ -40,6 +41,8 @@ class Model:
     staging: Staging
     checkpoint: Callable[[], Mapping[str, torch.Tensor]]
     """The live weights by the names that manifests give them."""
+    memory: Memory | None = None
+    """What sleep gives back; None: the engine cannot sleep."""
 
 
 class SteppedEngine(Engine):
@@ -60,6 +63,8 @@ class SteppedEngine(Engine):
         self._aborted: set[int] = set()
         self._jobs: deque[Callable[[], None]] = deque()
         self._paused = False
+        self._hollow = False
+        """It has slept, and no version was committed since: there are no weights to generate with."""
         self._closing = False
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -123,7 +128,21 @@ class SteppedEngine(Engine):
 
     async def live_digest(self) -> int:
         """Digest of the live parameters, read between two steps; that of the manifest whose bytes they are."""
-        return await self._between_steps(lambda: digest_of(self._model.checkpoint()))
+        return await self._between_steps(self._digest)
+
+    async def sleep(self) -> None:
+        await self.check()
+        if self._model.memory is None:
+            return await super().sleep()
+        self._updates.sleep()
+        await self._between_steps(self._give_back)
+
+    async def wake(self) -> None:
+        await self.check()
+        if self._model.memory is None:
+            return await super().wake()
+        await self._between_steps(self._model.memory.take_back)
+        self._updates.wake()
 
     async def check(self) -> None:
         if self._error is not None:
@@ -137,6 +156,7 @@ class SteppedEngine(Engine):
             self._wake.notify_all()
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
+            self._updates.staging.close()
         self._unload()
 
     @abstractmethod
@@ -206,7 +226,7 @@ class SteppedEngine(Engine):
 
     def _turn(self) -> bool:
         with self._wake:
-            self._wake.wait_for(lambda: self._closing or self._jobs or self._aborted or (self._rows and not self._paused))
+            self._wake.wait_for(lambda: self._closing or self._jobs or self._aborted or (self._rows and not self._frozen))
             jobs, self._jobs = self._jobs, deque()
             closing = self._closing
         for job in jobs:
@@ -217,7 +237,7 @@ class SteppedEngine(Engine):
             for number in self._aborted:
                 self._finish(number, "abort")
             self._aborted.clear()
-            rows = {} if self._paused else dict(itertools.islice(self._rows.items(), self._config.max_running))
+            rows = {} if self._frozen else dict(itertools.islice(self._rows.items(), self._config.max_running))
         if rows:
             self._model.decoder.step([row for row, _ in rows.values()], self._served.version)
             with self._wake:
@@ -225,6 +245,10 @@ class SteppedEngine(Engine):
                     if row.finish_reason:
                         self._finish(number, row.finish_reason)
         return True
+
+    @property
+    def _frozen(self) -> bool:
+        return self._paused or self._hollow
 
     def _finish(self, number: int, reason: str) -> None:
         if number in self._rows:
@@ -236,6 +260,18 @@ class SteppedEngine(Engine):
     def _set_served(self, served: Served) -> None:
         self._served = served
 
+    def _digest(self) -> int:
+        if self._hollow:
+            raise EngineError(f"engine {self._name} has slept: it holds no weights before the next commit")
+        return digest_of(self._model.checkpoint())
+
+    def _give_back(self) -> None:
+        assert self._model.memory is not None
+        self._served = Served()
+        self._hollow = True
+        self._model.decoder.forget([row for row, _ in self._rows.values()])
+        self._model.memory.give_back()
+
     def _apply(self, manifest: WeightManifest) -> float:
         start = time.perf_counter()
         served = self._updates.staging.take(manifest)
@@ -246,6 +282,7 @@ class SteppedEngine(Engine):
             self._error = PoisonedError(f"version {manifest.version}: {error}")
             raise self._error from error
         self._served = served
+        self._hollow = False
         if self._config.kv is KvPolicy.RECOMPUTE:
             self._model.decoder.forget([row for row, _ in self._rows.values()])
         return (time.perf_counter() - start) * 1e3

@@ -9,10 +9,11 @@ from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
 from rollout.weights.base import Receiver
 from rollout.weights.disk import DiskReceiver
+from rollout.weights.ipc import IpcReceiver
 from rollout.weights.nccl import NcclReceiver
 from rollout.weights.shm import ShmReceiver
 
-RECEIVERS: dict[str, Callable[[], Receiver]] = {"disk": DiskReceiver, "nccl": NcclReceiver, "shm": ShmReceiver}
+RECEIVERS: dict[str, Callable[[], Receiver]] = {"disk": DiskReceiver, "ipc": IpcReceiver, "nccl": NcclReceiver, "shm": ShmReceiver}
 
 
 class CheckedReceiver:

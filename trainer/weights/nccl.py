@@ -106,6 +106,7 @@ class _Pair:
                 self._send_on_stream(line, published, end)
             else:
                 self._broadcast(published, end)
+            line.done(published.manifest.version, end)
         except BaseException:
             self.close()
             raise

@@ -7,6 +7,7 @@ from protocol.names import checked_name
 from trainer.config import TRANSPORTS, WeightConfig
 from trainer.weights.base import Sender
 from trainer.weights.disk import DiskSender
+from trainer.weights.ipc import IpcSender
 from trainer.weights.nccl import NcclSender
 from trainer.weights.shm import ShmSender
 
@@ -25,4 +26,4 @@ def make_sender(config: WeightConfig, *, run: str, run_dir: Path) -> Sender:
         return ShmSender(config, run)
     if config.transport == "disk":
         return DiskSender(config, run_dir)
-    return NcclSender(config)
+    return IpcSender(config) if config.transport == "ipc" else NcclSender(config)

@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -43,7 +43,9 @@ class Published:
 
     manifest: WeightManifest
     buckets: tuple[torch.Tensor, ...]
-    """uint8, each of its size in the manifest, complete."""
+    """uint8, each of at least its size in the manifest, complete."""
+    sending: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Entered for as long as it is sent; ValueError if that cannot begin any more."""
 
 
 class Line:
@@ -76,6 +78,15 @@ class Line:
         self.connection.settimeout(left(end))
         self.connection.sendall(json.dumps(answer).encode() + b"\n")
 
+    def done(self, version: int, end: float) -> None:
+        """Wait until the receiver says that it has the whole version.
+
+        Raises:
+            ValueError: it has hung up instead.
+        """
+        if self.request(end) != {"done": version}:
+            raise ValueError(f"a receiver left in the middle of version {version}")
+
     def readable(self, seconds: float) -> bool:
         """Whether there is something to read, or the receiver has hung up, within `seconds`."""
         return bool(select.select([self.connection], [], [], seconds)[0])
@@ -89,7 +100,7 @@ class Channel(Protocol):
     """How one connection gets its bytes; lives as long as the connection."""
 
     def send(self, line: Line, published: Published, end: float) -> None:
-        """Answer the request and see that the receiver gets the bytes by `end`; OSError, RuntimeError or ValueError if it does not."""
+        """Answer the request, and return when the receiver has the bytes; OSError, RuntimeError or ValueError if it has not by `end`."""
 
     def close(self) -> None:
         """Release what the channel holds."""
@@ -190,9 +201,8 @@ class VersionServer:
         if not self._slots.acquire(timeout=left(end)):
             raise TimeoutError("no slot became free within weights.timeout_s")
         try:
-            channel.send(line, published, end)
-            if line.request(end) != {"done": published.manifest.version}:
-                raise ValueError(f"a receiver left in the middle of version {published.manifest.version}")
+            with published.sending():
+                channel.send(line, published, end)
         finally:
             self._slots.release()
         return 1

@@ -1,9 +1,10 @@
-"""An engine's side of a transfer as a process: `python -m tests.trainer.weights.receiver`; a line in, a line of JSON out.
+"""An engine's side of a transfer as a process: `python -m tests.trainer.weights.receiver DEVICE`; a line in, a line of JSON out.
 
-stage HEX   fetch the version into the copy        {"staged": version}
+stage HEX   fetch the version into the copy        {"staged": version}, or {"error": text}
 hang HEX    fetch until half of it has come        {"came": tensors}; then nothing more, until it is killed
 commit HEX  copy what is staged over the live      {"served": version}
-digest                                             {"digest": of the live tensors}
+digest      a product, too: it still computes      {"digest": of the live tensors}
+memory                                             {"free": bytes of the GPU}
 """
 
 import json
@@ -14,6 +15,7 @@ from collections.abc import Callable
 import msgspec
 import torch
 
+from protocol.errors import WeightError
 from protocol.messages import WeightManifest
 from rollout.engines.staging import Staging, digest_of, whole_source
 from rollout.weights.registry import make_receiver
@@ -23,33 +25,42 @@ DEADLINE_S = 60.0
 
 
 def main() -> None:
-    live = {f"t{i}": torch.zeros(SIZE) for i in range(COUNT)}
+    device = torch.device(sys.argv[1])
+    live = {f"t{i}": torch.zeros(SIZE, device=device) for i in range(COUNT)}
     copy = {name: torch.zeros_like(tensor) for name, tensor in live.items()}
     staging = Staging({name: whole_source(tensor) for name, tensor in copy.items()})
 
-    def stage(manifest: WeightManifest) -> dict[str, int]:
-        staging.fetch(manifest, DEADLINE_S)
+    def stage(manifest: WeightManifest) -> dict[str, object]:
+        try:
+            staging.fetch(manifest, DEADLINE_S)
+        except WeightError as error:
+            return {"error": str(error)}
         return {"staged": manifest.version}
 
-    def hang(manifest: WeightManifest) -> dict[str, int]:
+    def hang(manifest: WeightManifest) -> dict[str, object]:
         for came, _ in enumerate(make_receiver(manifest.transport).tensors(manifest, DEADLINE_S), 1):
             if came == COUNT // 2:
                 print(json.dumps({"came": came}), flush=True)
                 time.sleep(DEADLINE_S)
         return {"came": COUNT}
 
-    def commit(manifest: WeightManifest) -> dict[str, int]:
+    def commit(manifest: WeightManifest) -> dict[str, object]:
         served = staging.take(manifest)
         torch._foreach_copy_(list(live.values()), list(copy.values()))
         return {"served": served.version}
 
-    commands: dict[str, Callable[[WeightManifest], dict[str, int]]] = {"stage": stage, "hang": hang, "commit": commit}
+    commands: dict[str, Callable[[WeightManifest], dict[str, object]]] = {"stage": stage, "hang": hang, "commit": commit}
     for line in sys.stdin:
         command, _, text = line.strip().partition(" ")
         if command == "digest":
-            print(json.dumps({"digest": digest_of(live)}), flush=True)
+            assert torch.ones(8, 8, device=device).matmul(torch.ones(8, 8, device=device)).sum() == 512
+            answer: dict[str, object] = {"digest": digest_of(live)}
+        elif command == "memory":
+            torch.cuda.empty_cache()
+            answer = {"free": torch.cuda.mem_get_info()[0]}
         else:
-            print(json.dumps(commands[command](msgspec.msgpack.decode(bytes.fromhex(text), type=WeightManifest))), flush=True)
+            answer = commands[command](msgspec.msgpack.decode(bytes.fromhex(text), type=WeightManifest))
+        print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":

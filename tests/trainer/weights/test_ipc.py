@@ -1,0 +1,98 @@
+"""Versions in the trainer's GPU memory, copied by engines that see one GPU each: the trainer's own, and another."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import torch
+
+from protocol.errors import SettingsError, WeightError
+from protocol.messages import WeightManifest
+from tests.trainer.weights.engines import ROOT, publish, started
+from trainer.config import WeightConfig
+from trainer.weights.ipc import IpcSender
+from trainer.weights.turns import BucketSets
+
+GPUS = [pytest.param(0, marks=pytest.mark.gpu), pytest.param(1, marks=pytest.mark.gpu)]
+
+
+@pytest.fixture
+def sender() -> Iterator[IpcSender]:
+    made = IpcSender(WeightConfig(transport="ipc", bucket_mb=1, timeout_s=60))
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=GPUS)
+def gpu(request: pytest.FixtureRequest) -> int:
+    if request.param >= torch.cuda.device_count():
+        pytest.skip("needs two GPUs")
+    return int(request.param)
+
+
+def test_without_a_gpu_it_is_refused() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(SettingsError, match="no GPU here; use shm"):
+        IpcSender(WeightConfig(transport="ipc"))
+
+
+def test_no_set_is_written_to_while_it_is_read() -> None:
+    sets = BucketSets(torch.device("cpu"))
+    first = sets.take(1)
+    memory = first.bucket(0, 64)
+    with first.reading():
+        second = sets.take(1)
+        assert second.bucket(0, 64).data_ptr() != memory.data_ptr()
+        with pytest.raises(WeightError, match="1 engine ranks still copy the version before the last"):
+            sets.take(0.01)
+        with second.reading():
+            pass
+    third = sets.take(1)
+    assert third.bucket(0, 32).data_ptr() == memory.data_ptr()
+    assert len(third.bucket(0, 128)) == 128  # has grown
+    with pytest.raises(ValueError, match="replaced"), first.reading():
+        pass
+
+
+def test_updates_arrive_and_leak_nothing(gpu: int, sender: IpcSender) -> None:
+    with started(gpu) as engine:
+        for version in range(5):
+            engine.serve(publish(sender, version, "cuda"))
+        before = engine.ask("memory"), torch.cuda.memory_reserved()
+        for version in range(5, 105):
+            engine.serve(publish(sender, version, "cuda"))
+        assert (engine.ask("memory"), torch.cuda.memory_reserved()) == before
+
+
+def test_an_engine_that_dies_while_it_copies_holds_up_nobody(gpu: int, sender: IpcSender) -> None:
+    with started(gpu) as victim, started(gpu) as survivor:
+        manifest = publish(sender, 1, "cuda")
+        victim.ask("hang", manifest)
+        survivor.serve(manifest)
+        victim.process.kill()
+        for version in (2, 3, 4):
+            survivor.serve(publish(sender, version, "cuda"))
+
+
+def test_a_trainer_that_dies_while_an_engine_copies_costs_at_most_that_engine(gpu: int) -> None:
+    with (
+        started(gpu) as engine,
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.trainer.weights.publisher"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as trainer,
+    ):
+        assert trainer.stdout is not None
+        first, second = (msgspec.msgpack.decode(bytes.fromhex(trainer.stdout.readline()), type=WeightManifest) for _ in range(2))
+        assert "error" in engine.ask("stage", first)  # it is not current any more
+        engine.serve(second)
+        engine.tell("stage", second)
+        os.kill(trainer.pid, signal.SIGKILL)
+        staged = engine.answer()  # from before, an error, or nothing: the process died
+        if staged:
+            assert staged.get("staged") == 2 or "error" in staged
+            assert engine.ask("digest") == {"digest": second.digest}
