@@ -10,7 +10,7 @@ MINUTES ?= 2
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: setup demo test test-slow test-gpu check bench chaos soak test-compose clean
+.PHONY: setup demo test test-slow test-gpu check bench bench-gpu chaos soak test-compose clean
 
 setup: $(VENV)/.ready $(SGLANG)/.ready
 
@@ -48,6 +48,10 @@ soak: $(VENV)/.ready
 
 bench: $(VENV)/.ready
 	$(BIN)/python -m tests.benchmarks.run --out runs/bench.json
+
+# with the host's own Python, as test-gpu; FLAGS="--tiny" rehearses it
+bench-gpu:
+	python3 -m tests.benchmarks.gpu.run --out runs/bench-gpu.json $(FLAGS)
 
 test-compose: $(VENV)/.ready
 	bash deploy/docker/test_compose.sh

@@ -1,0 +1,130 @@
+"""The project's vLLM engine with a clock in its worker, and requests that keep it busy."""
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from rollout.engines.base import EngineConfig, KvPolicy, Request, Sampling
+from rollout.engines.vllm import VllmEngine
+from rollout.engines.vllm_start import sampling_parameters
+from tests.benchmarks.gpu.gaps import Step
+from tests.benchmarks.gpu.shapes import PROMPT, SIZES
+
+START_S = 300.0
+CALL_S = 120.0
+FULL_S = 60.0
+"""For all requests to be decoded at a time."""
+LOOK_S = 0.1
+WORKER = "tests.benchmarks.gpu.worker.MeasuredWorker"
+
+
+class MeasuredEngine(VllmEngine):
+    """`VllmEngine`, and what the benchmark asks of its worker and of vLLM itself."""
+
+    def _arguments(self) -> dict[str, Any]:
+        return super()._arguments() | {"worker_extension_cls": WORKER}
+
+    @property
+    def dtype(self) -> str:
+        """Of the parameters."""
+        return self._config.dtype
+
+    @property
+    def llm(self) -> Any:
+        """vLLM's AsyncLLM."""
+        return self._llm
+
+    async def worker(self, method: str, *args: Any) -> Any:
+        """What the worker answers to one of its `bench_` methods."""
+        async with asyncio.timeout(CALL_S):
+            return (await self._llm.collective_rpc(f"bench_{method}", args=args))[0]
+
+    async def steps(self) -> list[Step]:
+        """The steps since the last call."""
+        return [Step(*row) for row in await self.worker("steps")]
+
+
+def engine_config(model: str, memory_fraction: float, kv: str, eager: bool) -> EngineConfig:
+    """As a user would write it for this model."""
+    size = SIZES[model]
+    return EngineConfig(
+        name="vllm",
+        dtype=size.dtype,
+        memory_fraction=memory_fraction,
+        max_model_len=size.max_model_len,
+        max_running=size.requests,
+        enforce_eager=eager,
+        kv=KvPolicy(kv),
+        start_timeout_s=START_S,
+    )
+
+
+async def start_engine(config: EngineConfig, model_dir: Path) -> MeasuredEngine:
+    """An engine that is ready, its clock running."""
+    engine = MeasuredEngine(config, model_dir, "bench")
+    await engine.start()
+    await engine.worker("clock")
+    return engine
+
+
+class Load:
+    """Requests as long as the model allows, each followed by another. One of them is streamed, and its tokens are timed as they come."""
+
+    def __init__(self, engine: MeasuredEngine, model: str) -> None:
+        self._engine = engine
+        self._size = SIZES[model]
+        self._random = random.Random(0)
+        self._stopped = False
+        self._ids: dict[int, str] = {}
+        self.streams: list[list[float]] = [[]]
+        """For each streamed request the times of its tokens."""
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator["Load"]:
+        """Keeps the requests running inside the block; a request that fails ends it."""
+        async with asyncio.TaskGroup() as group:
+            for slot in range(self._size.requests - 1):
+                group.create_task(self._repeat(slot, self._whole), name=f"request-{slot}")
+            group.create_task(self._repeat(-1, self._streamed), name="streamed")
+            try:
+                await self._full()
+                yield self
+            finally:
+                self._stopped = True
+                await self._engine.abort(list(self._ids.values()))
+
+    async def _full(self) -> None:
+        async with asyncio.timeout(FULL_S):
+            while True:
+                if any(step.requests >= self._size.requests for step in await self._engine.steps()):
+                    return
+                await asyncio.sleep(LOOK_S)
+
+    async def _repeat(self, slot: int, one: Callable[[int, Request], Awaitable[None]]) -> None:
+        count = 0
+        while not self._stopped:
+            prompt = tuple(self._random.randrange(10, self._size.vocabulary) for _ in range(PROMPT))
+            sampling = Sampling(max_tokens=self._size.max_model_len - PROMPT)
+            await one(slot, Request(f"bench-{slot}-{count}", prompt, sampling))
+            count += 1
+
+    async def _whole(self, slot: int, request: Request) -> None:
+        self._ids[slot] = request.id
+        await self._engine.generate(request)
+
+    async def _streamed(self, slot: int, request: Request) -> None:
+        from vllm.sampling_params import RequestOutputKind
+
+        parameters = sampling_parameters(request.sampling)
+        parameters.output_kind = RequestOutputKind.DELTA
+        times: list[float] = []
+        self.streams.append(times)
+        prompt = {"prompt_token_ids": list(request.prompt)}
+        async for _ in self._engine.llm.generate(prompt, parameters, f"stream:{request.id}"):
+            times.append(time.monotonic())
+            if self._stopped:
+                break

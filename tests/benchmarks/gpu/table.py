@@ -1,0 +1,116 @@
+"""The table that `make bench-gpu` prints, in Markdown, from the JSON that it writes.
+
+python -m tests.benchmarks.gpu.table runs/bench-gpu.json
+"""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+STALL_MS = 12.0
+TRANSFER = 1.5
+DECODE = 0.9
+OURS = ("nccl", "ipc", "shm")
+"""Ways of the project: the aims are theirs."""
+
+
+def render(facts: Mapping[str, Any]) -> str:
+    """Limits, ways, phases and what failed."""
+    limits = facts["limits"].get("ms", {})
+    engine, machine = facts["engine"], facts["limits"].get("machine", {})
+    blocks = [f"Weight updates, model {facts['model']}, {engine.get('bytes', 0) / 1e9:.2f} GB in {engine.get('tensors', 0)} tensors"]
+    blocks.append(f"{machine} {facts['versions']}")
+    if limits:
+        blocks.append(_grid([["limit", "ms"]] + [[name, _number(ms)] for name, ms in limits.items()]))
+    parts: Mapping[str, Mapping[str, Any]] = facts["parts"]
+    if parts:
+        blocks.append(_grid([list(_HEAD), *([name, *_summary(name, part, limits)] for name, part in parts.items())]))
+        blocks += [f"{name}: {phases(part)}" for name, part in parts.items()]
+    blocks += [f"failed: {name}: {why}" for name, why in facts["failed"].items()]
+    return "\n\n".join(blocks)
+
+
+_HEAD = (
+    "way",
+    "updates",
+    "total ms",
+    "before commit ms",
+    "limit ms",
+    "x limit",
+    "pause ms",
+    "stall ms p50 / max",
+    "gap ms undisturbed p50 / p99",
+    "decode during",
+    "verified",
+)
+
+
+def limit_of(way: str, limits: Mapping[str, float]) -> float | None:
+    """The quickest that the same bytes can move between the places that a way moves them between."""
+    if way.endswith("@same"):
+        return limits.get("copy on one GPU")
+    if way.startswith("shm"):
+        both = [limits.get("to pinned host memory"), limits.get("from pinned host memory")]
+        return sum(ms for ms in both if ms) or None
+    if way.startswith("ipc"):
+        return limits.get("copy to a peer")
+    return min((ms for name, ms in limits.items() if name.startswith("broadcast")), default=None)
+
+
+def _summary(way: str, part: Mapping[str, Any], limits: Mapping[str, float]) -> list[str]:
+    ms, stall, decode = part["ms"], part["stall_ms"], part["decode"]
+    aims = way.partition("@")[0] in OURS
+    before = ms["total"] - ms.get("commit", 0.0)
+    limit = limit_of(way, limits)
+    quiet = part["gaps"].get("undisturbed", {})
+    return [
+        str(part["updates"]),
+        _number(ms["total"]),
+        _number(before),
+        _number(limit),
+        "" if limit is None else _aimed(before / limit, before / limit <= TRANSFER, aims),
+        _number(ms.get("pause_ms")),
+        f"{_number(stall['p50'])} / {_aimed(stall['max'], stall['max'] <= STALL_MS, aims)}",
+        f"{_number(quiet.get('p50'))} / {_number(quiet.get('p99'))}",
+        _aimed(100 * decode["share"], decode["share"] >= DECODE, aims) + " %",
+        {True: "yes", False: "NO", None: ""}.get(part.get("verified"), "?"),
+    ]
+
+
+def phases(part: Mapping[str, Any]) -> str:
+    """Milliseconds of each phase, and the gaps that requests saw in it."""
+    found = []
+    for name, ms in part["ms"].items():
+        gaps = part["gaps"].get(name, {"n": 0})
+        seen = f" (gaps p50 {_number(gaps['p50'])}, p99 {_number(gaps['p99'])}, max {_number(gaps['max'])})" if gaps["n"] else ""
+        found.append(f"{name} {_number(ms)}{seen}")
+    tokens = part["token_gaps"]
+    stream = "; ".join(
+        f"{name} {_number(gap['p50'])}/{_number(gap['p99'])}/{_number(gap['max'])}" for name, gap in tokens.items() if gap["n"]
+    )
+    decode = part["decode"]
+    return (
+        ", ".join(found)
+        + f"\n  tokens of a stream, gaps ms p50/p99/max: {stream}\n  decode tokens/s: {decode['undisturbed']:,.0f} undisturbed, "
+        + (f"{decode['during']:,.0f} during updates; memory {part.get('memory')}; verified {part.get('verified')}")
+    )
+
+
+def _aimed(value: float, reached: bool, aims: bool) -> str:
+    return _number(value) + ("" if not aims else " reached" if reached else " MISSED")
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _grid(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows]
+    return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
+
+
+if __name__ == "__main__":
+    print(render(json.loads(Path(sys.argv[1]).read_text())))
