@@ -10,6 +10,7 @@ from protocol.errors import EngineError
 from protocol.lora import NO_ADAPTERS, LoraConfig
 from rollout.engines.base import Capabilities, EngineConfig
 from rollout.engines.decoder import PaddingDecoder
+from rollout.engines.memory import Memory, check_room
 from rollout.engines.merging import MergedStaging
 from rollout.engines.requests import check_adapters
 from rollout.engines.staging import Staging, stored_once, whole_source
@@ -23,7 +24,7 @@ class HFEngine(SteppedEngine):
     def __init__(self, config: EngineConfig, model_dir: Path, incarnation: str, lora: LoraConfig = NO_ADAPTERS) -> None:
         super().__init__(config, model_dir, incarnation)
         self._lora = lora
-        self.capabilities = Capabilities(transports=frozenset(RECEIVERS), lora=True)
+        self.capabilities = Capabilities(transports=frozenset(RECEIVERS), lora=True, sleep=True)
 
     def _load(self) -> Model:
         if self._config.tensor_parallel_size != 1:
@@ -31,22 +32,25 @@ class HFEngine(SteppedEngine):
         check_adapters(self._lora, self._model_dir)
         model = _load(self._model_dir, self._config)
         live = stored_once(model.named_parameters())
-        updated, copy, staging = _staging(model, live, self._lora)
-        return Model(PaddingDecoder(model), updated, copy, staging, lambda: updated)
+        updated, copy, staging, memory = _staging(model, live, self._lora, self._config.staging_mb)
+        return Model(PaddingDecoder(model), updated, copy, staging, lambda: updated, memory)
 
 
 def _staging(
-    model: Any, live: dict[str, torch.Tensor], lora: LoraConfig
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], Staging]:
-    """The parameters that updates change, a copy of them, and what fills the copy."""
+    model: Any, live: dict[str, torch.Tensor], lora: LoraConfig, staging_mb: int
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], Staging, Memory]:
+    """The parameters that updates change, a copy of them, what fills the copy, and what sleep gives back."""
     architecture = type(model).__name__
     if lora.rank:
-        merging = MergedStaging(live, lora, architecture=architecture)
-        return {name: live[name] for name in merging.copy}, merging.copy, merging
+        merging = MergedStaging(live, lora, architecture=architecture, staging_mb=staging_mb)
+        updated = {name: live[name] for name in merging.copy}
+        lost = [*updated.values(), *merging.copy.values(), *merging.adapter.values()]
+        return updated, merging.copy, merging, Memory(lost, kept=[*live.values(), *merging.base.values()])
+    check_room(live.values(), staging_mb)
     copy = {name: torch.empty_like(tensor) for name, tensor in live.items()}
     tied = bool(getattr(model.config, "tie_word_embeddings", False))
     sources = {name: whole_source(tensor) for name, tensor in copy.items()}
-    return live, copy, Staging(sources, architecture=architecture, tied=tied)
+    return live, copy, Staging(sources, architecture=architecture, tied=tied), Memory([*live.values(), *copy.values()])
 
 
 def _load(model_dir: Path, config: EngineConfig) -> Any:
@@ -62,4 +66,8 @@ def _load(model_dir: Path, config: EngineConfig) -> Any:
         raise EngineError(f"engine hf cannot load {model_dir}: {error}") from error
     if not torch.cuda.is_available():
         torch.set_num_threads(config.threads)
-    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    for parameter in model.parameters():
+        if not parameter.untyped_storage().resizable():  # mapped from the file: it could not be given back
+            parameter.data = parameter.data.clone()
+    return model

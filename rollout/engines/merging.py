@@ -6,19 +6,22 @@ import torch
 
 from protocol.lora import LoraConfig, adapter_shapes, adapter_targets
 from protocol.messages import WeightManifest
+from rollout.engines.memory import check_room
 from rollout.engines.staging import Staging, whole_source
 
 
 class MergedStaging(Staging):
     """`copy` holds, once a version is staged, W + B A for every weight that has an adapter; W is kept in `base`, A and B in `adapter`."""
 
-    def __init__(self, live: Mapping[str, torch.Tensor], lora: LoraConfig, *, architecture: str) -> None:
+    def __init__(self, live: Mapping[str, torch.Tensor], lora: LoraConfig, *, architecture: str, staging_mb: int = 0) -> None:
         """`live`: the model's parameters, as they are without an adapter.
 
         Raises:
             SettingsError: if the model lacks a target module.
+            EngineError: if there is no room for a copy of those that have an adapter, or it may not take that much.
         """
         self._targets = adapter_targets({name: tuple(tensor.shape) for name, tensor in live.items()}, lora)
+        check_room([live[target.weight] for target in self._targets], staging_mb)
         self.base = {target.weight: live[target.weight].clone() for target in self._targets}
         self.copy = {name: torch.empty_like(tensor) for name, tensor in self.base.items()}
         like = next(iter(self.base.values()))

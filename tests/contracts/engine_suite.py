@@ -72,13 +72,6 @@ class EngineContract:
         first, again = await bench.engine.generate(request), await bench.engine.generate(request)
         assert again.tokens == first.tokens
 
-    async def test_sleep_that_is_not_supported_is_refused(self, bench: Bench) -> None:
-        assert not bench.engine.capabilities.sleep  # the day one can, this is where its test belongs
-        for method in (bench.engine.sleep, bench.engine.wake):
-            with pytest.raises(Unsupported):
-                await method()
-        await bench.pilot("awake")
-
     async def test_a_stop_token_ends_a_completion_and_is_its_last(self, bench: Bench) -> None:
         await bench.serve("A")
         whole = (await bench.engine.generate(ask("stop", PROMPTS[0], 40))).tokens
@@ -266,9 +259,14 @@ class EngineContract:
         await assert_refused(bench, fault)
 
 
-def assert_switched(bench: Bench, found: Sequence[Completion], names: Sequence[Sequence[str]], *, strict: bool = True) -> None:
-    """Tokens equal those of plain transformers switched at the recorded tokens, and with `strict` at no neighbouring ones."""
-    recompute = bench.kv is KvPolicy.RECOMPUTE
+def assert_switched(
+    bench: Bench, found: Sequence[Completion], names: Sequence[Sequence[str]], *, strict: bool = True, recompute: bool = False
+) -> None:
+    """Tokens equal those of plain transformers switched at the recorded tokens, and with `strict` at no neighbouring ones.
+
+    `recompute`: the KV cache was lost, whatever the policy.
+    """
+    recompute = recompute or bench.kv is KvPolicy.RECOMPUTE
     moved = {-1: False, 1: False}
     for prompt, completion, chain in zip(PROMPTS, found, names, strict=True):
         rows = [(end, bench.models[name]) for (end, _), name in zip(completion.spans, chain, strict=True)]

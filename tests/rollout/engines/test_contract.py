@@ -14,6 +14,7 @@ from rollout.engines.base import EngineConfig, KvPolicy, Request, Sampling
 from rollout.engines.registry import make_engine
 from tests.contracts.engine_bench import MAX_MODEL_LEN, Bench
 from tests.contracts.engine_models import adapted, tiny_model, weights
+from tests.contracts.engine_sleep import SleepContract, sleeper  # noqa: F401 (a fixture)
 from tests.contracts.engine_suite import EngineContract
 from tests.contracts.sglang_environment import sglang_settings
 
@@ -91,5 +92,5 @@ async def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     assert not multiprocessing.active_children()
 
 
-class TestEngine(EngineContract):
+class TestEngine(EngineContract, SleepContract):
     pass
