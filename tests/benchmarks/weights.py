@@ -1,18 +1,20 @@
 """From the trainer's tensors to the engine's live ones, by transport: publish, stage and commit against one plain copy in the same run.
 
-    python -m tests.benchmarks.weights [--mb 512] [--repeats 7] [--dtype bfloat16]
+    python -m tests.benchmarks.weights [--mb 512] [--repeats 7] [--dtype bfloat16] [--device cuda] [--transports nccl ipc]
 
-The engine's side is a process of its own that stages into a copy and commits it, with the code that the engines use. Shapes are those of
-a dense decoder with a hidden size of 2048 and as many layers as the size asks for.
+The engine's side is a process of its own that stages into a copy and commits it, with the code that the engines use; on GPUs it has the
+last one, the trainer's side the first. Shapes are those of a dense decoder with a hidden size of 2048 and as many layers as the size asks
+for.
 """
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -38,15 +40,24 @@ def shapes(megabytes: int, dtype: torch.dtype) -> dict[str, tuple[int, ...]]:
     return {f"layers.{i}.{name}": shape for i in range(layers) for name, shape in LAYER}
 
 
-def tensors(megabytes: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def tensors(megabytes: int, dtype: torch.dtype, device: str) -> dict[str, torch.Tensor]:
     """Random ones, so that nothing is compressed or shared by being zero."""
-    return {name: torch.randn(shape).to(dtype) for name, shape in shapes(megabytes, dtype).items()}
+    return {name: torch.randn(shape, device=device).to(dtype) for name, shape in shapes(megabytes, dtype).items()}
 
 
-def engine(megabytes: int, dtype: torch.dtype) -> None:
+def copy_all(target: dict[str, torch.Tensor], source: dict[str, torch.Tensor]) -> float:
+    """One copy of everything; the seconds that it takes."""
+    began = time.perf_counter()
+    torch._foreach_copy_(list(target.values()), list(source.values()))
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def engine(megabytes: int, dtype: torch.dtype, device: str) -> None:
     """Stage and commit every manifest that comes as a line of hex; answer {"stage_s", "commit_s"}."""
     torch.set_num_threads(1)
-    live = {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes(megabytes, dtype).items()}
+    live = {name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in shapes(megabytes, dtype).items()}
     copy = {name: torch.zeros_like(tensor) for name, tensor in live.items()}
     staging = Staging({name: whole_source(tensor) for name, tensor in copy.items()})
     print("ready", flush=True)
@@ -56,8 +67,7 @@ def engine(megabytes: int, dtype: torch.dtype) -> None:
         staging.fetch(manifest, TIMEOUT_S)
         staged = time.perf_counter()
         staging.take(manifest)
-        torch._foreach_copy_(list(live.values()), list(copy.values()))
-        print(json.dumps({"stage_s": staged - began, "commit_s": time.perf_counter() - staged}), flush=True)
+        print(json.dumps({"stage_s": staged - began, "commit_s": copy_all(live, copy)}), flush=True)
 
 
 def measure(transport: str, source: dict[str, torch.Tensor], arguments: list[str], directory: Path, repeats: int) -> Iterator[Run]:
@@ -66,7 +76,8 @@ def measure(transport: str, source: dict[str, torch.Tensor], arguments: list[str
     other = {name: torch.zeros_like(tensor) for name, tensor in source.items()}
     sender = make_sender(WeightConfig(transport=transport, timeout_s=TIMEOUT_S), run="bench", run_dir=directory)
     command = [sys.executable, "-m", "tests.benchmarks.weights", "--engine", *arguments]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    last = {"CUDA_VISIBLE_DEVICES": str(torch.cuda.device_count() - 1)} if torch.cuda.is_available() else {}
+    with subprocess.Popen(command, cwd=ROOT, env=os.environ | last, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
@@ -78,9 +89,7 @@ def measure(transport: str, source: dict[str, torch.Tensor], arguments: list[str
                 process.stdin.write(msgspec.msgpack.encode(manifest).hex() + "\n")
                 process.stdin.flush()
                 found = json.loads(process.stdout.readline())
-                copied = time.perf_counter()
-                torch._foreach_copy_(list(other.values()), list(source.values()))
-                plain = time.perf_counter() - copied
+                plain = copy_all(other, source)
                 sender.retire(frozenset())
                 seconds = {"publish": published - began, "stage": found["stage_s"], "commit": found["commit_s"], "copy": plain}
                 if version:
@@ -93,16 +102,24 @@ def measure(transport: str, source: dict[str, torch.Tensor], arguments: list[str
 
 
 def run(
-    directory: Path, *, quick: bool = False, megabytes: int = 512, repeats: int = 7, dtype: str = "float32"
+    directory: Path,
+    *,
+    quick: bool = False,
+    megabytes: int = 512,
+    repeats: int = 7,
+    dtype: str = "float32",
+    device: str = "cpu",
+    transports: Sequence[str] = TRANSPORTS,
 ) -> tuple[dict[str, Figure], list[str]]:
     """The section of `make bench`."""
     torch.set_num_threads(1)
     if quick:
         megabytes, repeats = 200, 1
-    source = tensors(megabytes, getattr(torch, dtype))
+    source = tensors(megabytes, getattr(torch, dtype), device)
     figures: dict[str, Figure] = {}
-    for transport in TRANSPORTS:
-        runs = list(measure(transport, source, ["--mb", str(megabytes), "--dtype", dtype], directory / transport, repeats))
+    for transport in transports:
+        arguments = ["--mb", str(megabytes), "--dtype", dtype, "--device", device]
+        runs = list(measure(transport, source, arguments, directory / transport, repeats))
         for phase in ("publish", "stage", "commit", "all"):
             figures[f"weights.{transport}.{phase}"] = figure(runs, phase, unit="MB/s", reference="copy")
     size = sum(tensor.nbytes for tensor in source.values()) / 1e6
@@ -115,13 +132,17 @@ def main() -> None:
     parser.add_argument("--mb", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--transports", nargs="+", default=TRANSPORTS)
     parser.add_argument("--engine", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.engine:
-        engine(arguments.mb, getattr(torch, arguments.dtype))
+        engine(arguments.mb, getattr(torch, arguments.dtype), arguments.device)
         return
     with tempfile.TemporaryDirectory() as directory:
-        found, notes = run(Path(directory), megabytes=arguments.mb, repeats=arguments.repeats, dtype=arguments.dtype)
+        options = vars(arguments)
+        del options["engine"]
+        found, notes = run(Path(directory), megabytes=options.pop("mb"), **options)
     print(render(found), *notes, sep="\n")
 
 
