@@ -119,6 +119,8 @@ def _batch_tokens(config: EngineConfig) -> int:
         raise EngineError(f"engine megatron: tensor_parallel_size is {config.tensor_parallel_size}, only 1 is supported")
     if not config.enforce_eager:
         raise EngineError("engine megatron: enforce_eager is false, but it has no CUDA graphs: set it to true")
+    if config.buffer_size_gb < 0:
+        raise EngineError(f"engine megatron: buffer_size_gb is {config.buffer_size_gb}, must be 0 or more")
     least = max(config.max_model_len, config.max_running)
     if 0 < config.max_batch_tokens < least:
         raise EngineError(
