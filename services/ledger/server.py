@@ -33,6 +33,8 @@ CHECK_S = 0.2
 """Seconds between two looks whether a server lives."""
 START_S = 60.0
 """Longest start; a large append-only file takes a while to load."""
+LOCK_S = 5.0
+"""How long a lock is waited for: a server that was killed may leave a child that writes its file anew, and holds the lock to its end."""
 STOP_S = 20.0
 """After this long a server that does not stop is killed; its file is complete either way."""
 _PORT_TRIES = 5
@@ -76,8 +78,8 @@ class EmbeddedServer:
         Cancelled, it leaves no process behind.
 
         Raises:
-            SettingsError: if there is no server binary, or another server uses the directory.
-            Unavailable: if it does not come up within `START_S`.
+            SettingsError: if there is no server binary.
+            Unavailable: if it does not come up within `START_S`, or another server uses the directory.
         """
         binary = self._binary or find_server()
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -86,7 +88,7 @@ class EmbeddedServer:
         for _ in range(_PORT_TRIES):
             port = before.port if before.port and _is_free(before.port) else _free_port()
             url = f"redis://:{password}@127.0.0.1:{port}/0"
-            self._launch(binary, port, password)
+            await self._launch(binary, port, password)
             try:
                 ready = await self._ready(url)
             except BaseException:
@@ -116,20 +118,15 @@ class EmbeddedServer:
         """Whether the process lives."""
         return self._process is not None and self._process.poll() is None
 
-    def _launch(self, binary: str, port: int, password: str) -> None:
-        config = self.directory / "server.conf"
-        with open(os.open(config, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            file.write(
-                f"bind 127.0.0.1\nport {port}\nrequirepass {password}\nappendonly yes\nappendfsync always\n"
-                'maxmemory-policy noeviction\nsave ""\ndaemonize no\ndir ./\n'
-            )
-        lock = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    async def _launch(self, binary: str, port: int, password: str) -> None:
+        lock = await self._lock()
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(lock)
-            raise SettingsError(f"another ledger server uses {self.directory}: connect to it, or stop it first") from error
-        try:
+            config = self.directory / "server.conf"
+            with open(os.open(config, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+                file.write(
+                    f"bind 127.0.0.1\nport {port}\nrequirepass {password}\nappendonly yes\nappendfsync always\n"
+                    'maxmemory-policy noeviction\nsave ""\ndaemonize no\ndir ./\n'
+                )
             with open(self.directory / "server.log", "ab") as log:
                 self._process = subprocess.Popen(
                     [binary, "server.conf"], cwd=self.directory, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=(lock,),
@@ -138,6 +135,23 @@ class EmbeddedServer:
         finally:
             os.close(lock)
         self.pid = self._process.pid
+
+    async def _lock(self) -> int:
+        """A descriptor that holds the lock on the directory."""
+        lock = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        deadline = time.monotonic() + LOCK_S
+        try:
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    return lock
+                except BlockingIOError as error:
+                    if time.monotonic() > deadline:
+                        raise Unavailable(f"another ledger server uses {self.directory}: connect to it, or stop it first") from error
+                await asyncio.sleep(_POLL_S)
+        except BaseException:
+            os.close(lock)
+            raise
 
     async def _ready(self, url: str) -> bool:
         """Wait until the server answers; False if it ended (its port was taken in between)."""

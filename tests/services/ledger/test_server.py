@@ -1,4 +1,5 @@
 import asyncio
+import fcntl
 import itertools
 import json
 import os
@@ -52,18 +53,36 @@ async def test_kill_9_loses_nothing_and_clients_go_on(binary: str, tmp_path: Pat
     assert not second.running()
 
 
-async def test_endpoint_is_noted_for_the_owner_only(tmp_path: Path) -> None:
+async def test_endpoint_is_noted_for_the_owner_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.ledger.server.LOCK_S", 0.1)
     server = EmbeddedServer(tmp_path)
     await server.start()
     note = json.loads((tmp_path / "endpoint.json").read_text())
     assert note == {"url": server.url, "pid": server.pid}
     assert read_endpoint(tmp_path) == server.url
     assert (tmp_path / "endpoint.json").stat().st_mode & 0o077 == 0
-    with pytest.raises(SettingsError, match="another ledger server uses"):
+    config = (tmp_path / "server.conf").read_bytes()
+    with pytest.raises(Unavailable, match="another ledger server uses"):
         await EmbeddedServer(tmp_path).start()
     assert server.running()
+    assert (tmp_path / "server.conf").read_bytes() == config
     await server.stop()
     assert read_endpoint(tmp_path / "nowhere") is None
+
+
+async def test_a_lock_that_is_held_for_a_moment_is_waited_for(tmp_path: Path) -> None:
+    """As by the child of a killed server that writes its file anew."""
+    server = EmbeddedServer(tmp_path)
+    lock = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    async with asyncio.TaskGroup() as tasks:
+        starting = tasks.create_task(server.start(), name="a start while the lock is held")
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not starting.done()
+        os.close(lock)
+    assert server.running()
+    await server.stop()
 
 
 async def test_another_user_without_the_password_is_refused(tmp_path: Path) -> None:
