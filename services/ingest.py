@@ -52,8 +52,8 @@ async def _serve(process: Process, spool: Spool, keeper: Keeper) -> None:
                 ingest = tasks.create_task(_ingest_loop(process, receiver, spool), name="ingest")
                 await _archive_loop(process, keeper)
                 ingest.cancel()
+        await keeper.archive_all()  # not after an error, which it might hide: the next ingest goes on where the archive ends
     finally:
-        await keeper.archive_all()
         await asyncio.to_thread(spool.close)
 
 
