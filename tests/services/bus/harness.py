@@ -146,6 +146,15 @@ async def holder(incarnation: str) -> AsyncIterator[tuple[asyncio.subprocess.Pro
         await process.communicate()  # what is left in its pipe too: else the pipe may outlive the loop
 
 
+async def outcome(call: Awaitable[object]) -> Exception | None:
+    """The error of a call, None if there is none."""
+    try:
+        await call
+    except Exception as error:
+        return error
+    return None
+
+
 async def _hold(incarnation: str) -> None:
     async with receiver(incarnation) as inbox:
         print(inbox.endpoint, flush=True)
