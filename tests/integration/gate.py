@@ -44,7 +44,8 @@ class Gate:
     _seen: int = 0
 
     def close_at(self, spot: Spot) -> None:
-        """Hold whoever comes to `spot` next."""
+        """Hold whoever comes to `spot` next, and let go of who is held now."""
+        self.opened.set()
         self.spot, self._seen = spot, 0
         self.reached, self.opened = asyncio.Event(), asyncio.Event()
 

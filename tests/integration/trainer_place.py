@@ -16,7 +16,7 @@ from services.prepare import prepare
 from services.process import connected, opened
 from services.settings import Settings, dump_settings
 from tests.integration.command import environment
-from tests.integration.gate import Gate, Spot, gate_to
+from tests.integration.gate import Gate, Spot, When, gate_to
 from tests.integration.loop import ROOT, settings_for
 
 SERVICES = {Role.INGEST: ingest.serve, Role.REWARD: reward.serve, Role.ROLLOUT: rollout.serve}
@@ -55,15 +55,25 @@ class Place:
         return self.run_dir / f"trainer.{number}.log"
 
     async def held(self, spot: Spot, *, after_step: int = 0) -> asyncio.subprocess.Process:
-        """Start a trainer, and wait until the gate holds it at `spot`, `after_step` or more steps of the run."""
-        process = await self.trainer()
-        if after_step:
-            await self.at_version(after_step)
+        """Start a trainer, and wait until the gate holds it at `spot`, when `after_step` steps of the run are made.
+
+        On the way it is held at the commit of that step, so that it cannot run past `spot` meanwhile.
+        """
+        process: asyncio.subprocess.Process | None = None
+        while (missing := after_step - (await self.ledger.head()).version) > 0:
+            self.gate.close_at(Spot("commit", When.AFTER, nth=missing))
+            process = process or await self.trainer()
+            await self._reached(process)
         self.gate.close_at(spot)
-        while not self.gate.reached.is_set():
-            assert process.returncode is None, f"the trainer ended before {spot}: {self.log(len(self.trainers) - 1).read_text()}"
-            await asyncio.sleep(0.01)
+        process = process or await self.trainer()
+        await self._reached(process)
         return process
+
+    async def _reached(self, process: asyncio.subprocess.Process) -> None:
+        """Wait until the gate holds a trainer."""
+        while not self.gate.reached.is_set():
+            assert process.returncode is None, f"it ended before {self.gate.spot}: {self.log(len(self.trainers) - 1).read_text()}"
+            await asyncio.sleep(0.01)
 
     async def at_version(self, version: int) -> None:
         """Wait until a version is committed."""
