@@ -3,6 +3,7 @@
 For the trainer and the engines; the one module of `protocol` that knows torch.
 """
 
+import importlib.util
 from collections.abc import Sequence
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from protocol.digests import ROW, digest, finish, fold, multipliers, rows_of
 
 ROWS = 512
-"""Taken at a time on a GPU: 32 MiB of words and 64 MiB of products."""
+"""Taken at a time where there is no Triton: 32 MiB of words and 64 MiB of products."""
 
 _tables: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -24,11 +25,16 @@ def digest_tensor(tensor: torch.Tensor) -> int | torch.Tensor:
 
 
 def fold_bytes(raw: torch.Tensor) -> torch.Tensor:
-    """`protocol.digests.fold` by torch: [n] uint8, n > 0, on any device -> 0-dim int64 there."""
+    """`protocol.digests.fold` of [n] uint8, n > 0, on any device -> 0-dim int64 there."""
     if len(raw) % 4:
         raw = torch.nn.functional.pad(raw, (0, -len(raw) % 4))
+    words = raw.view(torch.int32)
     inner, outer = _multipliers(raw.device, rows_of(len(raw)))
-    return fold(raw.view(torch.int32), inner, outer, torch.int32, _row_sums)  # type: ignore[no-any-return]
+    if raw.is_cuda and importlib.util.find_spec("triton"):
+        from protocol import triton_digests
+
+        return triton_digests.fold(words, inner, outer)
+    return fold(words, inner, outer, torch.int32, _row_sums)  # type: ignore[no-any-return]
 
 
 def collect(found: Sequence[int | torch.Tensor], sizes: Sequence[int]) -> list[int]:
