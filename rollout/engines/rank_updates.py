@@ -4,6 +4,7 @@ The ranks' side is `share.py`.
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
@@ -14,8 +15,10 @@ import xxhash
 from protocol.errors import EngineError, PoisonedError, WeightError
 from protocol.messages import WeightManifest
 
-POLL_S = (0.005, 0.1)
-"""First and longest wait between two looks at a staging."""
+POLL_S = (0.002, 0.1)
+"""Shortest and longest wait between two looks at a staging."""
+POLL_SHARE = 1 / 8
+"""Of the time since it began: the end of a staging is noticed so much later at most."""
 
 Call = Callable[..., Awaitable[list[Any]]]
 """Calls a method of every rank's `Share` and returns their answers; EngineError where one does not answer."""
@@ -68,6 +71,19 @@ class RankUpdates:
             raise PoisonedError(f"version {manifest.version}: {next(rank['error'] for rank in ranks if rank['error'])}")
         return ranks
 
+    @property
+    def is_staging(self) -> bool:
+        """Whether a version is being staged."""
+        return self._busy
+
+    async def sleep(self, *arguments: Any) -> None:
+        """Have all ranks give memory back. Raises EngineError: a rank has not, others may have."""
+        self._check_all(await self._call("sleep", *arguments))
+
+    async def wake(self) -> None:
+        """Have all ranks take their memory again. Raises EngineError if one cannot."""
+        self._check_all(await self._call("wake"))
+
     async def live_digest(self) -> int:
         """Digest of the live parameters; with one rank that of the manifest whose bytes they are."""
         ranks = await self._call("live_digest")
@@ -75,9 +91,16 @@ class RankUpdates:
             return int(ranks[0][1])
         return xxhash.xxh3_64_intdigest(msgspec.msgpack.encode([digest for _, digest in ranks]))
 
+    @staticmethod
+    def _check_all(ranks: list[Any]) -> None:
+        for number, rank in enumerate(ranks):
+            if rank["error"]:
+                raise EngineError(f"rank {number}: {rank['error']}")
+
     async def _settled(self, manifest: WeightManifest) -> list[Any]:
         """Every rank's status when none is staging any more, or one has failed."""
-        wait_s, longest_s = POLL_S
+        shortest_s, longest_s = POLL_S
+        began = time.monotonic()
         limit_s = self._stage_timeout_s + self._call_timeout_s
         try:
             async with asyncio.timeout(limit_s):
@@ -86,8 +109,7 @@ class RankUpdates:
                     states = {rank["state"] for rank in ranks}
                     if "staging" not in states or "failed" in states:
                         return ranks
-                    await asyncio.sleep(wait_s)
-                    wait_s = min(2 * wait_s, longest_s)
+                    await asyncio.sleep(min(max(shortest_s, POLL_SHARE * (time.monotonic() - began)), longest_s))
         except TimeoutError:
             raise WeightError(f"version {manifest.version}: not staged on all ranks within {limit_s:g} s") from None
 
