@@ -5,17 +5,20 @@ An engine says how its ranks are called (`_call`) and what happens around a comm
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from protocol.errors import PoisonedError, WeightError
+from protocol.errors import EngineError, PoisonedError, WeightError
 from protocol.messages import WeightManifest
-from rollout.engines.base import Engine, EngineConfig, Served
+from rollout.engines.base import Completion, Engine, EngineConfig, Served
 from rollout.engines.rank_updates import RankUpdates
 
 CALL_TIMEOUT_S = 60.0
 """For one answer of all ranks; a step on a loaded CPU can take seconds."""
+
+ABORTED = Completion((), (), (), "abort")
+"""Of a request that was never submitted."""
 
 
 class RankedEngine(Engine):
@@ -30,9 +33,14 @@ class RankedEngine(Engine):
         """Request id -> the id that the engine's own processes know."""
         self._changes = 0
         """Commits and renames begun: what was cached or submitted before one may be of other weights."""
-        self._open = asyncio.Event()
-        """Cleared while weights change: requests are not submitted then."""
-        self._open.set()
+        self._is_open = True
+        """False while weights change or are not there: requests are not submitted then, but wait."""
+        self._waiting: dict[str, asyncio.Future[None]] = {}
+        """Request id -> resolved when it may look again."""
+        self._aborted: set[str] = set()
+        """Of those that wait."""
+        self._hollow = False
+        """It has slept, and no version was committed since: there are no weights to generate with."""
         self._updating = asyncio.Lock()
         self._updates = RankUpdates(self._call, stage_timeout_s=config.stage_timeout_s, call_timeout_s=CALL_TIMEOUT_S)
         self._poisoned = ""
@@ -48,28 +56,56 @@ class RankedEngine(Engine):
     async def commit(self, manifest: WeightManifest) -> float:
         await self.check()
         async with self._updating:
-            self._open.clear()
+            self._is_open = False
             try:
                 return await self._commit(manifest)
             finally:
-                self._open.set()
+                self._let_in()
 
     async def adopt(self, epoch: str, version: int) -> None:
         await self.check()
         async with self._updating:
             if self._served.version < 0:
                 raise WeightError(f"{self._name} serves no version yet that could be renamed")
-            self._open.clear()
+            self._is_open = False
             try:
                 self._changes += 1
                 await self._call("rename", version)
                 self._served = Served(epoch, version, self._served.digest)
             finally:
-                self._open.set()
+                self._let_in()
 
     async def live_digest(self) -> int:
         """Digest of the live parameters, read between two steps; with one rank that of the manifest whose bytes they are."""
+        if self._hollow:
+            raise EngineError(f"engine {self._name} has slept: it holds no weights before the next commit")
         return await self._updates.live_digest()
+
+    async def _admitted(self, request_id: str) -> bool:
+        """Wait until requests may be submitted; false if this one was aborted meanwhile."""
+        try:
+            while not self._is_open and request_id not in self._aborted:
+                self._waiting[request_id] = asyncio.get_running_loop().create_future()
+                await self._waiting[request_id]
+                await self.check()
+            return request_id not in self._aborted
+        finally:
+            self._waiting.pop(request_id, None)
+            self._aborted.discard(request_id)
+
+    def _abort_waiting(self, request_ids: Iterable[str]) -> None:
+        self._aborted |= self._waiting.keys() & set(request_ids)
+        self._look()
+
+    def _let_in(self) -> None:
+        """The weights have changed, or stayed as they were: requests are submitted again, if there are weights."""
+        self._is_open = not self._hollow
+        self._look()
+
+    def _look(self) -> None:
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_result(None)
 
     @abstractmethod
     async def _call(self, method: str, *arguments: Any) -> list[Any]:
@@ -103,4 +139,5 @@ class RankedEngine(Engine):
             self._poisoned = f"the commit of version {manifest.version} did not end: {error!r}"
             raise PoisonedError(self._poisoned) from error
         self._served = Served(manifest.epoch, manifest.version, manifest.digest)
+        self._hollow = False
         return ranks

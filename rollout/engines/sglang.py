@@ -18,7 +18,7 @@ from protocol.errors import EngineError, Unsupported
 from protocol.messages import WeightManifest
 from rollout.engines.base import Capabilities, Completion, EngineConfig, KvPolicy, Request, Sampling
 from rollout.engines.rank_calls import RankCalls, socket_path
-from rollout.engines.ranked import CALL_TIMEOUT_S, RankedEngine
+from rollout.engines.ranked import ABORTED, CALL_TIMEOUT_S, RankedEngine
 from rollout.engines.requests import check_request
 from rollout.engines.sglang_start import SglangServer, check_model
 from rollout.engines.shapes import checkpoint_shapes
@@ -74,7 +74,8 @@ class SglangEngine(RankedEngine):
             raise Unsupported(f"request {request.id}: engine sglang has no seeds of single requests")
         self._running[request.id] = name = f"{next(self._numbers)}:{request.id}"
         try:
-            await self._open.wait()
+            if not await self._admitted(request.id):
+                return ABORTED
             answer = await self._complete(request, name)
         except asyncio.CancelledError:
             with suppress(EngineError, TimeoutError):
@@ -87,6 +88,7 @@ class SglangEngine(RankedEngine):
         return completion_of(request, answer)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
+        self._abort_waiting(request_ids)
         names = {self._running[i] for i in request_ids if i in self._running}
         with suppress(TimeoutError):
             async with asyncio.timeout(ABORT_S):
@@ -114,6 +116,7 @@ class SglangEngine(RankedEngine):
 
     async def close(self) -> None:
         self._closed = True
+        self._look()
         self._ranks.close()
         await self._server.stop()
         if self._http is not None:
@@ -128,7 +131,7 @@ class SglangEngine(RankedEngine):
         shapes = await asyncio.to_thread(checkpoint_shapes, self._model_dir)
         architecture = next(iter(model.get("architectures") or ()), "")
         try:
-            await self._call("install", shapes, architecture, self._config.kv is KvPolicy.RECOMPUTE)
+            await self._call("install", shapes, architecture, self._config.kv is KvPolicy.RECOMPUTE, self._config.staging_mb)
         except EngineError as error:
             raise EngineError(f"{self._model_dir} cannot be updated in place: {error}") from error
 

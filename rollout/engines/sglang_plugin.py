@@ -83,14 +83,14 @@ class Rank:
             answer = Answer(call.number, error=f"{call.method}: {type(error).__name__}: {error}")
         self._server.answer(answer)
 
-    def install(self, shapes: dict[str, list[int]], architecture: str, recompute: bool) -> dict[str, Any]:
+    def install(self, shapes: dict[str, list[int]], architecture: str, recompute: bool, staging_mb: int) -> dict[str, Any]:
         """Trace the loader and calibrate. Returns {"bytes"}."""
         missing = [target for target in HOOKS if not _is_hooked(target)]
         if missing:
             raise NotImplementedError(f"this SGLang has no {', '.join(missing)} as tether needs it; 0.5.23 has")
         runner = self._scheduler.tp_worker.model_runner
         named = runner.model.named_parameters(remove_duplicate=False)
-        plan = trace(runner.model.load_weights, named, {name: tuple(shape) for name, shape in shapes.items()}, runner.dtype)
+        plan = trace(runner.model.load_weights, named, {name: tuple(shape) for name, shape in shapes.items()}, runner.dtype, staging_mb)
         tied = bool(getattr(self._scheduler.model_config.hf_text_config, "tie_word_embeddings", False))
         self._share = Share(plan, architecture=architecture, tied=tied)
         self._recompute = recompute

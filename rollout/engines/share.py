@@ -1,6 +1,6 @@
 """One rank's share of the weights, in the process of the model: the plan, the staging copy and the thread that fills it.
 
-`stage` and `status` may be called at any time, `commit` and `live_digest` between two forward passes. Answers are plain values: the
+`stage` and `status` may be called at any time, the other methods between two forward passes. Answers are plain values: the
 engine's process gets them over whatever leads to its ranks (`rank_updates.py` is that side).
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from protocol.errors import WeightError
+from protocol.errors import EngineError, WeightError
 from protocol.messages import WeightManifest
 from rollout.engines.staging import Staging, digest_of
 from rollout.engines.tracing import Plan
@@ -35,8 +35,10 @@ class Share:
 
     def stage(self, manifest: WeightManifest, deadline_s: float) -> dict[str, Any]:
         """Begin to stage in the background; `status` tells how it goes. Returns {"error"}."""
-        if self._thread is not None and self._thread.is_alive():
+        if self._is_fetching():
             return {"error": "another version is being staged"}
+        if self._state == "asleep":
+            return {"error": "the engine sleeps, there is no memory to stage in"}
         self._state, self._error, self._covered = "staging", "", 0
         self._thread = threading.Thread(target=self._fetch, args=(manifest, deadline_s), name="tether-stage", daemon=True)
         self._thread.start()
@@ -79,6 +81,25 @@ class Share:
         self._poisoned = False
         return {"applied": True, "error": "", "poisoned": False, "copy_ms": (time.perf_counter() - start) * 1e3}
 
+    def sleep(self) -> dict[str, Any]:
+        """Forget what is staged and give the copy's memory back. Returns {"error"}."""
+        if self._is_fetching():
+            return {"error": "a version is being staged"}
+        self._staging.discard()
+        self._state = "asleep"
+        self._plan.release()
+        return {"error": ""}
+
+    def wake(self) -> dict[str, Any]:
+        """Take the copy's memory again; the live weights come with the next commit. Returns {"error"}."""
+        try:
+            self._plan.restore()
+        except EngineError as error:
+            return {"error": str(error)}
+        if self._state == "asleep":
+            self._state = "idle"
+        return {"error": ""}
+
     def live_digest(self) -> tuple[bool, int]:
         """Digest of the live weights by checkpoint name, or if this rank has only a part of them by parameter."""
         tensors = {}
@@ -87,6 +108,9 @@ class Share:
             tensors[name] = tensor
             whole = whole and complete
         return whole, digest_of(tensors if whole else self._plan.live)
+
+    def _is_fetching(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
 
     def _fetch(self, manifest: WeightManifest, deadline_s: float) -> None:
         try:

@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from protocol.errors import EngineError
+from rollout.engines.memory import Memory, check_room
 from rollout.engines.staging import Slice, Source, dtype_name, stored_once
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -52,7 +53,9 @@ class Copy:
 class Plan:
     """The copies from checkpoint tensors to parameters, and a staging buffer with the parameters' layout."""
 
-    def __init__(self, parameters: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]], recorder: "Recorder") -> None:
+    def __init__(
+        self, parameters: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]], recorder: "Recorder", staging_mb: int
+    ) -> None:
         self.live = dict(parameters)
         self._shapes = shapes
         self._copies: dict[str, list[Copy]] = {}
@@ -60,10 +63,14 @@ class Plan:
             self._copies.setdefault(copy.name, []).append(copy)
         self._fills = recorder.fills
         self._check_counts()
+        check_room(self.live.values(), staging_mb)
         self.buffer = {name: torch.empty_like(tensor) for name, tensor in self.live.items()}
         for name, tensor in self.buffer.items():
             if tensor.stride() != self.live[name].stride() or self.live[name].storage_offset():
                 raise EngineError(f"parameter {name} is not dense: it cannot be staged")
+        self._memory = Memory(self.buffer.values())
+        self._filled: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """While the buffer's memory is given back: its padding, which no version brings, and what it holds."""
 
     def sources(self) -> dict[str, Source]:
         """What the staging copy is filled from: the checkpoint tensors that the loader used."""
@@ -97,6 +104,20 @@ class Plan:
             for name, tensor in self.buffer.items():
                 if not torch.equal(_bits(tensor), _bits(self.live[name])):
                     raise EngineError(f"parameter {name}: staging the live weights does not reproduce them; it is repacked after loading")
+
+    def release(self) -> None:
+        """Give the buffer's memory back. What was staged is lost; `sources` stay valid. Nothing changes if it was given back."""
+        if not self._filled:
+            padding = [window.on(self.buffer[name]) for name, fills in self._fills.items() for window in fills]
+            self._filled = [(tensor, tensor.cpu().clone()) for tensor in padding]
+        self._memory.give_back()
+
+    def restore(self) -> None:
+        """Take the buffer's memory again. Raises EngineError if there is no room; nothing changes if it was not given back."""
+        self._memory.take_back()
+        for tensor, values in self._filled:
+            tensor.copy_(values)
+        self._filled.clear()
 
     def apply(self) -> None:
         """Copy the buffer over the live parameters: no allocation, no I/O, no communication."""
@@ -152,7 +173,13 @@ class Recorder(TorchDispatchMode):
         self.copies.append(Copy(name, Window.of(source), parameter, Window.of(target)))
 
 
-def trace(load: Load, parameters: Iterable[tuple[str, torch.Tensor]], shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> Plan:
+def trace(
+    load: Load,
+    parameters: Iterable[tuple[str, torch.Tensor]],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    staging_mb: int = 0,
+) -> Plan:
     """Run `load` on meta tensors of `shapes` and turn what it did into a plan.
 
     Args:
@@ -160,16 +187,17 @@ def trace(load: Load, parameters: Iterable[tuple[str, torch.Tensor]], shapes: Ma
         parameters: all of the model's, tied ones more than once.
         shapes: checkpoint name -> shape of the whole tensor.
         dtype: of the meta tensors.
+        staging_mb: what the staging buffer may take, MiB; 0: as much as the parameters.
 
     Raises:
-        EngineError: naming a parameter that the loader does not fill by plain copies.
+        EngineError: naming a parameter that the loader does not fill by plain copies; or there is no room for the buffer.
     """
     live = stored_once(parameters)
     sources = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
     recorder = Recorder(sources, live)
     with torch.no_grad(), recorder:
         load(iter(sources.items()))
-    return Plan(live, shapes, recorder)
+    return Plan(live, shapes, recorder, staging_mb)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

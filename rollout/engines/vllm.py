@@ -10,16 +10,16 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from protocol.errors import EngineError, PoisonedError, WeightError
+from protocol.errors import EngineError, PoisonedError, Unsupported, WeightError
 from protocol.lora import NO_ADAPTERS, LoraConfig, adapter_shapes, adapter_targets
 from protocol.messages import WeightManifest
-from rollout.engines.base import Capabilities, Completion, EngineConfig, KvPolicy, Request, Sampling
-from rollout.engines.ranked import CALL_TIMEOUT_S, RankedEngine
+from rollout.engines.base import Capabilities, Completion, EngineConfig, KvPolicy, Request, Sampling, Served
+from rollout.engines.ranked import ABORTED, CALL_TIMEOUT_S, RankedEngine
 from rollout.engines.requests import check_request, spans_from_marks
 from rollout.engines.shapes import checkpoint_shapes
 from rollout.engines.vllm_lora import first_adapter
@@ -43,7 +43,7 @@ class VllmEngine(RankedEngine):
 
     def __init__(self, config: EngineConfig, model_dir: Path, incarnation: str, lora: LoraConfig = NO_ADAPTERS) -> None:
         super().__init__(config, model_dir, incarnation)
-        self.capabilities = Capabilities(transports=frozenset(RECEIVERS), lora=True)
+        self.capabilities = Capabilities(transports=frozenset(RECEIVERS), lora=True, sleep=config.enable_sleep_mode)
         self._lora = lora
         self._adapter: Any = None
         """LoRARequest that every request carries, if adapters are served."""
@@ -52,6 +52,7 @@ class VllmEngine(RankedEngine):
         self._vocab = 0
         self._numbers = itertools.count()
         self._paused = False
+        self._asleep = False
         self._closed = False
 
     async def start(self) -> None:
@@ -77,7 +78,8 @@ class VllmEngine(RankedEngine):
         number = next(self._numbers)
         self._running[request.id] = name = f"{number}:{request.id}"
         try:
-            await self._open.wait()
+            if not await self._admitted(request.id):
+                return ABORTED
             changes, version = self._changes, self._served.version
             output = await self._complete(request, name)
         finally:
@@ -91,6 +93,7 @@ class VllmEngine(RankedEngine):
         return Completion(tokens, logprobs, spans_from_marks(marks, len(tokens)), str(output.finish_reason))
 
     async def abort(self, request_ids: Sequence[str]) -> None:
+        self._abort_waiting(request_ids)
         names = [self._running[i] for i in request_ids if i in self._running]
         if names and self._llm is not None:
             await self._llm.abort(names)
@@ -104,8 +107,32 @@ class VllmEngine(RankedEngine):
     async def resume(self) -> None:
         await self.check()
         async with self._updating:
-            await self._llm.engine_core.resume_scheduler_async()
+            if not self._hollow:  # else the next commit resumes
+                await self._llm.engine_core.resume_scheduler_async()
             self._paused = False
+
+    async def sleep(self) -> None:
+        await self.check()
+        if not self.capabilities.sleep:
+            raise Unsupported(f"engine {self._name} cannot sleep: it was started without engine.enable_sleep_mode")
+        async with self._updating:
+            if self._asleep:
+                return
+            if self._updates.is_staging:
+                raise WeightError("a version is being staged: the engine cannot sleep now")
+            self._asleep = self._hollow = True
+            self._is_open = False
+            self._served = Served()
+            await self._whole("sleep", self._give_back)
+
+    async def wake(self) -> None:
+        await self.check()
+        if not self.capabilities.sleep:
+            raise Unsupported(f"engine {self._name} cannot sleep, so there is nothing to wake")
+        async with self._updating:
+            if self._asleep:
+                await self._whole("wake", self._updates.wake)
+                self._asleep = False
 
     async def check(self) -> None:
         if self._poisoned:
@@ -117,6 +144,7 @@ class VllmEngine(RankedEngine):
 
     async def close(self) -> None:
         self._closed = True
+        self._look()
         llm, self._llm = self._llm, None
         if llm is not None:
             with suppress(Exception):  # a dead engine process has ended its requests already
@@ -129,6 +157,26 @@ class VllmEngine(RankedEngine):
     def _arguments(self) -> dict[str, Any]:
         """Of vLLM's AsyncEngineArgs."""
         return engine_arguments(self._config, self._model_dir, self._name, self._lora)
+
+    async def _give_back(self) -> None:
+        """Running requests are preempted, with their tokens; the scheduler stands still until the next commit."""
+        await self._llm.engine_core.pause_scheduler_async("keep", False)
+        if not await self._llm.reset_prefix_cache(reset_running_requests=True):
+            raise EngineError("the KV cache could not be dropped")
+        # of a model with an adapter no version brings the base weights back: they wait in host memory
+        await self._updates.sleep(1 if self._lora.rank else 2)
+
+    async def _whole(self, what: str, change: Callable[[], Awaitable[None]]) -> None:
+        """Something that leaves the engine useless unless it ends well."""
+        ended = False
+        try:
+            await change()
+            ended = True
+        except EngineError as error:
+            self._poisoned = f"{what}: {error}"
+            raise
+        finally:
+            self._poisoned = self._poisoned or ("" if ended else f"{what} did not end")
 
     async def _launch(self) -> None:
         before = {child.pid for child in multiprocessing.active_children()}
@@ -148,7 +196,7 @@ class VllmEngine(RankedEngine):
         if self._lora.rank:
             shapes = await self._load_adapter(shapes)
         architecture = next(iter(model.get("architectures") or ()), "")
-        for rank, found in enumerate(await self._call("install", shapes, architecture, bool(self._lora.rank))):
+        for rank, found in enumerate(await self._call("install", shapes, architecture, bool(self._lora.rank), self._config.staging_mb)):
             self._pids |= {found["pid"], found["parent"]} - {os.getpid()}
             if found["error"]:
                 raise EngineError(f"engine {self._name}, rank {rank}: {self._model_dir} cannot be updated in place: {found['error']}")
@@ -191,7 +239,8 @@ class VllmEngine(RankedEngine):
 
     async def _commit(self, manifest: WeightManifest) -> float:
         core = self._llm.engine_core
-        recompute = self._config.kv is KvPolicy.RECOMPUTE and bool(self._running)
+        slept = self._hollow  # its KV cache is gone, and its scheduler stands still
+        recompute = not slept and self._config.kv is KvPolicy.RECOMPUTE and bool(self._running)
         start = time.perf_counter()
         if recompute and not self._paused:
             await core.pause_scheduler_async("keep", False)
@@ -208,6 +257,6 @@ class VllmEngine(RankedEngine):
             if recompute and not self._paused:
                 await core.resume_scheduler_async()
             raise
-        if recompute and not self._paused:
+        if (recompute or slept) and not self._paused:
             await core.resume_scheduler_async()
         return (time.perf_counter() - start) * 1e3 if recompute else float(max(rank["copy_ms"] for rank in ranks))

@@ -54,7 +54,7 @@ def first_adapter(directory: Path, shapes: Mapping[str, tuple[int, ...]], lora: 
     return LoRARequest(NAME, NUMBER, str(directory))
 
 
-def trace_adapter(runner: Any, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> Plan:
+def trace_adapter(runner: Any, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, staging_mb: int = 0) -> Plan:
     """A plan for the tensors that the adapter's slot consists of, found by watching how vLLM fills it. Forbids vLLM to fill it again.
 
     Args:
@@ -85,7 +85,7 @@ def trace_adapter(runner: Any, shapes: Mapping[str, tuple[int, ...]], dtype: tor
             a, b = ([pair[side] for pair in pairs] for side in (0, 1))
             layer.set_lora(SLOT, *((a, b) if name in manager.packed_modules else (a[0], b[0])))
 
-    plan = trace(load, parameters.items(), shapes, dtype)
+    plan = trace(load, parameters.items(), shapes, dtype, staging_mb)
     for layer in manager.modules.values():
         layer.set_lora = layer.reset_lora = _refuse
     return plan

@@ -86,6 +86,7 @@ def engine_arguments(config: EngineConfig, model_dir: Path, incarnation: str, lo
         # with it a token may be in flight at a commit, sampled under weights that its step no longer shows
         "async_scheduling": False,
         "worker_extension_cls": "rollout.engines.vllm_worker.WorkerExtension",
+        "enable_sleep_mode": config.enable_sleep_mode,
         # engines with one seed would sample the same completions
         "seed": xxhash.xxh3_64_intdigest(incarnation.encode()) % 2**31,
         **memory,
@@ -99,6 +100,8 @@ def check_model(config: EngineConfig, model_dir: Path, lora: LoraConfig = NO_ADA
     Raises:
         EngineError: naming the culprit.
     """
+    if config.enable_sleep_mode and not torch.cuda.is_available():
+        raise EngineError("engine.enable_sleep_mode is true, but vLLM cannot sleep on a CPU: its sleep would do nothing and not say so")
     model = read_config(model_dir)
     check_adapters(lora, model_dir)
     heads = int(model.get("num_attention_heads") or 0)

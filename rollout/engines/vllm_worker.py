@@ -24,14 +24,15 @@ from rollout.engines.vllm_lora import trace_adapter
 class WorkerExtension:
     """Mixed into vLLM's worker class, next to `model_runner` and `vllm_config`. It keeps its share of the weights, and the marks."""
 
-    def tether_install(self, shapes: dict[str, list[int]], architecture: str, adapter: bool) -> dict[str, Any]:
+    def tether_install(self, shapes: dict[str, list[int]], architecture: str, adapter: bool, staging_mb: int) -> dict[str, Any]:
         """Trace the loader, calibrate, and watch the scheduler's steps from now on. Returns {"pid", "parent", "error"}.
 
         Args:
             shapes: of what is published: the model's tensors, or those of its `adapter`.
+            staging_mb: see `EngineConfig`.
         """
         try:
-            self._tether = _share(self, {name: tuple(shape) for name, shape in shapes.items()}, architecture, adapter)
+            self._tether = _share(self, {name: tuple(shape) for name, shape in shapes.items()}, architecture, adapter, staging_mb)
             self._tether_marks = Marks(-1)
             _watch(self.model_runner, self._tether_marks)  # type: ignore[attr-defined]
         except (EngineError, RuntimeError, KeyError, ValueError, AssertionError, NotImplementedError) as error:
@@ -66,20 +67,32 @@ class WorkerExtension:
         """Marks (first token, version) of a request."""
         return self._tether_marks.of(request_id)
 
+    def tether_sleep(self, level: int) -> dict[str, Any]:
+        """Give back the staging copy's memory and vLLM's own: level 2 discards the weights, level 1 keeps them in host memory."""
+        found = self._tether.sleep()
+        if not found["error"]:
+            self.sleep(level)  # type: ignore[attr-defined]
+        return found
+
+    def tether_wake(self) -> dict[str, Any]:
+        """Take it all again; the live weights come with the next commit."""
+        self.wake_up(None)  # type: ignore[attr-defined]
+        return self._tether.wake()
+
     def tether_live_digest(self) -> tuple[bool, int]:
         """Digest of the live weights by checkpoint name, or if this rank has only a part of them by parameter."""
         return self._tether.live_digest()
 
 
-def _share(worker: Any, shapes: dict[str, tuple[int, ...]], architecture: str, adapter: bool) -> Share:
+def _share(worker: Any, shapes: dict[str, tuple[int, ...]], architecture: str, adapter: bool, staging_mb: int) -> Share:
     from vllm.config import set_current_vllm_config
 
     model = worker.model_runner.get_model()
     config = worker.vllm_config.model_config
     if adapter:
-        return Share(trace_adapter(worker.model_runner, shapes, config.dtype), architecture=architecture, tied=False)
+        return Share(trace_adapter(worker.model_runner, shapes, config.dtype, staging_mb), architecture=architecture, tied=False)
     with set_current_vllm_config(worker.vllm_config):
-        plan = trace(model.load_weights, model.named_parameters(remove_duplicate=False), shapes, config.dtype)
+        plan = trace(model.load_weights, model.named_parameters(remove_duplicate=False), shapes, config.dtype, staging_mb)
     return Share(plan, architecture=architecture, tied=bool(getattr(config.hf_text_config, "tie_word_embeddings", False)))
 
 

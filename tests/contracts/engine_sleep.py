@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from protocol.errors import EngineError, Unsupported, WeightError
-from rollout.engines.base import Served
+from rollout.engines.base import Completion, Served
 from tests.contracts.engine_bench import LONG, PROMPTS, Bench, ask
 from tests.contracts.engine_models import follows
 from tests.contracts.engine_suite import assert_switched
@@ -89,11 +89,14 @@ class SleepContract:
             gone = group.create_task(sleeper.engine.generate(ask("gone", PROMPTS[1], LONG)), name="gone")
             async with sleeper.long(PROMPTS[0]) as (running,):
                 await sleeper.engine.sleep()
-                await sleeper.engine.abort(["long0/0"])
+                late = group.create_task(sleeper.engine.generate(ask("late", PROMPTS[1], 8)), name="late")
+                await _turns(sleeper)
+                await sleeper.engine.abort(["long0/0", "late/0"])
                 found = await running
                 gone.cancel()
         assert (found.finish_reason, found.spans) == ("abort", ((len(found.tokens), version),))
         assert gone.cancelled()
+        assert late.result() == Completion((), (), (), "abort")
         await sleeper.engine.wake()
         await sleeper.serve("A")
         assert len((await sleeper.engine.generate(ask("gone", PROMPTS[1], 8))).tokens) == 8

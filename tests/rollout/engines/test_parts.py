@@ -1,5 +1,6 @@
 import itertools
 import json
+import time
 from pathlib import Path
 
 import msgspec
@@ -15,6 +16,7 @@ from rollout.engines.registry import ENGINES, make_engine
 from rollout.engines.requests import read_config, spans_from_marks, spans_of
 from rollout.engines.sampling import sample, sampled_distribution
 from rollout.engines.shapes import checkpoint_shapes
+from rollout.engines.share import Share
 from rollout.engines.staging import Staging, digest_of, stored_once, whole_source
 from rollout.engines.tracing import Plan, trace
 from rollout.engines.vllm_start import check_model
@@ -137,6 +139,44 @@ def test_a_traced_loader_changes_nothing_and_its_plan_does_what_it_would_have_do
     assert torch.equal(model.embed[:5], other.embed[:5])
     assert torch.equal(model.embed[5:], padding)
     assert all(whole and torch.equal(tensor, new[name]) for name, tensor, whole in plan.gathered())
+
+
+def test_a_plan_gives_its_buffer_back_and_takes_it_again_with_its_padding(tmp_path: Path) -> None:
+    model = Fused()
+    with torch.no_grad():
+        model.embed[5:] = 7.0
+    plan = traced(model)
+    share = Share(plan, architecture="", tied=False)
+    assert share.sleep() == share.sleep() == {"error": ""}
+    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in plan.buffer.values())
+    new = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+    manifest = write_shm(tmp_path / "v1", new, 1)
+    assert "sleeps" in share.stage(manifest, 10)["error"]
+    assert share.commit(manifest) == {"applied": False, "error": "the rank is asleep", "poisoned": False}
+    assert share.wake() == share.wake() == {"error": ""}
+    assert share.stage(manifest, 10) == {"error": ""}
+    end = time.monotonic() + 10
+    while share.status()["state"] == "staging" and time.monotonic() < end:
+        time.sleep(0.001)
+    assert share.commit(manifest)["applied"]
+    assert torch.equal(model.qk, torch.cat([new["q"], new["k"]]))
+    assert torch.equal(model.embed[5:], torch.full((3, 4), 7.0))
+
+
+def test_a_buffer_that_may_not_be_so_large_is_not_allocated() -> None:
+    model = Wide()
+    with pytest.raises(EngineError, match=r"engine\.staging_mb is 1, a copy of the parameters takes 2 MiB"):
+        trace(model.load_weights, model.named_parameters(), {"wide": (1 << 19,)}, torch.float32, staging_mb=1)
+
+
+class Wide(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = torch.nn.Parameter(torch.zeros(1 << 19))
+
+    def load_weights(self, named: object) -> None:
+        for _, tensor in named:  # type: ignore[attr-defined]
+            self.wide.data.copy_(tensor)
 
 
 @pytest.mark.parametrize("missing", sorted(SHAPES))
