@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 
 from protocol.topics import Role
 from services.children import Child, ServiceSpec
+from services.placement import rollout_variables, trainer_variables
 from services.pool import pool_variables
 from services.settings import Settings
 
@@ -72,6 +73,14 @@ class Fleet:
 
     def _child(self, role: Role, index: int) -> Child:
         name = f"{role}.{index}" if role in SCALABLE else str(role)
-        own = pool_variables(self._settings.services.pool, index) if role is Role.ROLLOUT else {}
-        spec = ServiceSpec(name, f"services.{role}", {**self._environ, **own}, finishes=role is Role.TRAINER)
+        spec = ServiceSpec(name, f"services.{role}", {**self._environ, **self._own(role, index)}, finishes=role is Role.TRAINER)
         return Child(spec, self._settings.run_dir / "logs" / f"{name}.log", self._settings.services.restarts, self._is_over)
+
+    def _own(self, role: Role, index: int) -> dict[str, str]:
+        """Variables that this child has for itself."""
+        services = self._settings.services
+        if role is Role.TRAINER:
+            return trainer_variables(services)
+        if role is Role.ROLLOUT:
+            return pool_variables(services.pool, index) | rollout_variables(services, self._settings.engine.tensor_parallel_size, index)
+        return {}

@@ -27,7 +27,8 @@ from rollout.prompts.base import PromptConfig
 from rollout.render import RenderConfig
 from services.bus.config import BusConfig
 from services.ledger.limits import ARCHIVE_LIMIT
-from services.pool import PoolEntry, check_pool, pool_size
+from services.placement import ServicesConfig, check_gpus
+from services.pool import check_pool
 from services.setting_sources import assign, from_environ, parse, read_file, refuse_unknown
 from trainer.config import (
     ALGORITHMS,
@@ -107,23 +108,6 @@ class RolloutConfig:
     """How long a stopping worker finishes what it holds before it hands it back."""
     prompt_failures: int = 1
     """Attempts of a prompt that cannot be rendered or generated before its group is dropped."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServicesConfig:
-    """Section `[services]`: how many of each `tether up` starts, and how it treats those that die."""
-
-    rollouts: int = 1
-    """Workers on `[engine]`; with a pool, its own counts hold."""
-    pool: tuple[PoolEntry, ...] = ()
-    """Workers on different engines."""
-    rewards: int = 1
-    restarts: int = 5
-    """Restarts of one service within a minute after which the run is given up."""
-
-    @property
-    def rollout_workers(self) -> int:
-        return pool_size(self.pool) or self.rollouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,6 +276,7 @@ def _check(settings: Settings) -> None:
         if not low <= value <= high:
             raise SettingsError(f"setting {dotted}: {value} is not between {low:g} and {high:g}")
     check_pool(settings.services.pool, settings.engine)
+    check_gpus(settings.services, settings.parallel.world_size, settings.engine.tensor_parallel_size)
     if settings.services.pool and settings.services.rollouts != 1:
         raise SettingsError("settings services.pool and services.rollouts exclude each other: give one")
     if settings.model.path and settings.model.scratch:
