@@ -12,6 +12,7 @@ import torch
 
 from protocol.errors import EngineError, SettingsError
 from rollout.engines.base import Capabilities, EngineConfig
+from rollout.engines.memory import Memory
 from rollout.engines.requests import check_fits, read_config
 from rollout.engines.rows import Row
 from rollout.engines.staging import Staging
@@ -28,7 +29,7 @@ class MegatronEngine(SteppedEngine):
 
     def __init__(self, config: EngineConfig, model_dir: Path, incarnation: str) -> None:
         super().__init__(config, model_dir, incarnation)
-        self.capabilities = Capabilities(transports=frozenset(RECEIVERS))
+        self.capabilities = Capabilities(transports=frozenset(RECEIVERS), sleep=True)
         self._slot_model: SlotModel | None = None
 
     def _load(self) -> Model:
@@ -42,7 +43,7 @@ class MegatronEngine(SteppedEngine):
                 length=config.max_model_len,
                 buffer_bytes=int(config.buffer_size_gb * 2**30),
             )
-        except SettingsError as error:
+        except (SettingsError, torch.OutOfMemoryError) as error:
             raise EngineError(f"engine megatron: {error}") from error
         self._config = replace(config, max_running=model.slots)
         if not torch.cuda.is_available():
@@ -51,7 +52,8 @@ class MegatronEngine(SteppedEngine):
         plan.calibrate()
         staging = Staging(plan.sources(), architecture=model.architecture.name, tied=model.architecture.tied)
         decoder = SlotDecoder(model, batch_tokens)
-        return Model(decoder, plan.live, plan.buffer, staging, lambda: {name: tensor for name, tensor, _ in plan.gathered()})
+        memory = Memory([*plan.live.values(), *plan.buffer.values(), *model.cache.tensors])
+        return Model(decoder, plan.live, plan.buffer, staging, lambda: {name: tensor for name, tensor, _ in plan.gathered()}, memory)
 
     def _unload(self) -> None:
         if self._slot_model is not None:

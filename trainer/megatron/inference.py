@@ -30,9 +30,12 @@ INITIAL_DEVIATION = 0.02
 class SlotCache(StaticInferenceContext):
     """megatron-core's cache, [length, slots, kv heads, D] for each layer; keys lie in it as they are attended to, rotated."""
 
-    def __init__(self, slots: int, length: int) -> None:
+    def __init__(self, slots: int, length: int, architecture: Architecture, like: torch.Tensor) -> None:
+        """Allocated at once, in dtype and on the device of `like`."""
         super().__init__(slots, length)
         self.materialize_only_last_token_logits = False
+        shape = (length, slots, architecture.kv_heads, architecture.head_dim)
+        self.key_value_memory_dict = {layer + 1: (like.new_empty(shape), like.new_empty(shape)) for layer in range(architecture.layers)}
         self.positions = torch.empty(0)
         """int64, of this pass's tokens: [S, 1] in a prefill, [1, B] when every slot gets one token."""
         self.first = 0
@@ -42,27 +45,22 @@ class SlotCache(StaticInferenceContext):
 
     def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keep this pass's keys and values, [S, N, kv heads, D] or [1, B, ...]; returns all that its queries attend to."""
-        memory = self.key_value_memory_dict
-        if layer not in memory:
-            shape = (self.max_sequence_length, self.max_batch_size, *key.shape[2:])
-            memory[layer] = key.new_empty(shape), value.new_empty(shape)
+        keys, values = memory = self.key_value_memory_dict[layer]
         if self.is_decode_only():
             slots = torch.arange(key.size(1), device=key.device)
-            for kept, new in zip(memory[layer], (key, value), strict=True):
+            for kept, new in zip(memory, (key, value), strict=True):
                 kept[self.positions[0], slots] = new[0]
-            keys, values = memory[layer]
             return keys[: self.width, : len(slots)], values[: self.width, : len(slots)]
-        for kept, new in zip(memory[layer], (key, value), strict=True):
+        for kept, new in zip(memory, (key, value), strict=True):
             part = kept[:, self.first : self.first + new.size(1)]
             part[: len(new)] = new
             part[len(new) :] = 0  # masked until it is written, but a NaN of an earlier request would come through the mask
         return key, value
 
-    def move(self, source: int, target: int) -> None:
-        """Slot `target` gets what `source` holds."""
-        for memory in self.key_value_memory_dict.values():
-            for kept in memory:
-                kept[:, target] = kept[:, source]
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All of its memory."""
+        return [kept for memory in self.key_value_memory_dict.values() for kept in memory]
 
 
 class SlotAttention(SelfAttention):
@@ -91,6 +89,7 @@ class SlotModel:
 
         Raises:
             SettingsError: if the model is not supported, or the buffer holds no sequence.
+            RuntimeError: if there is no room for the parameters or the cache.
         """
         if dtype not in DTYPES:
             raise SettingsError(f"dtype is {dtype!r}: use {' or '.join(DTYPES)}")
@@ -111,11 +110,11 @@ class SlotModel:
             else:
                 for parameter in self.parameters.values():
                     parameter.normal_(0, INITIAL_DEVIATION)
+            self.cache = SlotCache(self.slots, length, self.architecture, next(iter(self.parameters.values())))
         except BaseException:
             self.close()
             raise
         self._rows = OutputRows(self._model)
-        self._cache = SlotCache(self.slots, length)
         self._device = position.device
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -132,9 +131,9 @@ class SlotModel:
         lengths = torch.tensor([len(sequence) for sequence in sequences], device=self._device)
         longest = max(map(len, sequences))
         tokens = torch.tensor([[*sequence, *[0] * (longest - len(sequence))] for sequence in sequences], device=self._device)
-        self._cache.enable_prefill_mode()
-        self._cache.first = first
-        self._cache.positions = torch.arange(longest, device=self._device)[:, None]
+        self.cache.enable_prefill_mode()
+        self.cache.first = first
+        self.cache.positions = torch.arange(longest, device=self._device)[:, None]
         self._rows.index = (lengths - 1) * len(sequences) + torch.arange(len(sequences), device=self._device)
         return self._logits(tokens, None)[0]
 
@@ -142,15 +141,16 @@ class SlotModel:
     def decode(self, tokens: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
         """One more token in each of the B slots in use, which hold `lengths`. Returns logits [B, V] after it."""
         positions = torch.tensor(lengths, device=self._device)
-        self._cache.enable_decode_mode()
-        self._cache.positions, self._cache.width = positions[None], max(lengths) + 1
+        self.cache.enable_decode_mode()
+        self.cache.positions, self.cache.width = positions[None], max(lengths) + 1
         self._rows.index = None
-        mask = torch.arange(self._cache.width, device=self._device) <= positions[:, None]
+        mask = torch.arange(self.cache.width, device=self._device) <= positions[:, None]
         return self._logits(torch.tensor(tokens, device=self._device)[:, None], mask[:, None, None])[:, 0]
 
     def move(self, source: int, target: int) -> None:
         """Slot `target` gets what `source` holds."""
-        self._cache.move(source, target)
+        for kept in self.cache.tensors:
+            kept[:, target] = kept[:, source]
 
     def close(self) -> None:
         """Leave the process groups. Idempotent."""
@@ -159,7 +159,7 @@ class SlotModel:
             parallel.finalize()
 
     def _logits(self, tokens: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        found: torch.Tensor = self._model(tokens, None, mask, inference_context=self._cache, runtime_gather_output=True)
+        found: torch.Tensor = self._model(tokens, None, mask, inference_context=self.cache, runtime_gather_output=True)
         return found
 
 
