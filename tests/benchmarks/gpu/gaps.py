@@ -40,12 +40,12 @@ def gaps_by_phase(times: Sequence[float], phases: Sequence[Phase], prefills: Seq
     Args:
         times: ascending.
         phases: in order of their beginning.
-        prefills: ascending; a gap that holds one of these times says nothing about updates and is left out.
+        prefills: ascending; a gap that begins, ends or lies at one of these times says nothing about updates and is left out.
     """
     found: list[list[float]] = [[] for _ in phases]
     begins = [phase.began for phase in phases]
     for start, end in pairwise(times):
-        if bisect_left(prefills, end) > bisect_left(prefills, start):
+        if bisect_right(prefills, end) > bisect_left(prefills, start):
             continue
         last = bisect_right(begins, end) - 1  # the last phase that began before the gap ended
         if last >= 0 and phases[last].ended >= start:

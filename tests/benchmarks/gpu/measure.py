@@ -61,7 +61,9 @@ async def measure(
         await asyncio.sleep(SETTLE_S)
         steps += await engine.steps()
         streams = [list(times) for times in load.streams]
-    found = summary(done, steps, streams)
+    # where the KV cache is computed again at an update, prefills are part of what it costs
+    prefills = [] if engine.recomputes else [step.at for step in steps if step.prefill]
+    found = summary(done, steps, streams, prefills)
     try:
         async with asyncio.timeout(VERIFY_S):
             found["verified"] = await way.verify()
@@ -70,7 +72,7 @@ async def measure(
     return found
 
 
-def summary(updates: list[Update], steps: list[Step], streams: list[list[float]]) -> dict[str, Any]:
+def summary(updates: list[Update], steps: list[Step], streams: list[list[float]], prefills: list[float]) -> dict[str, Any]:
     """Medians and spreads over the updates, and every update.
 
     Returns: "ms" by phase and "total"; "gaps" and "token_gaps" (milliseconds between steps, and between the tokens of a streamed
@@ -84,7 +86,6 @@ def summary(updates: list[Update], steps: list[Step], streams: list[list[float]]
     ]
     timeline = [phase for update in updates for phase in (update.quiet, *update.phases)]
     times = [step.at for step in steps]
-    prefills = [step.at for step in steps if step.prefill]
     by_step = gaps_by_phase(times, timeline, prefills)
     by_token: list[list[float]] = [[] for _ in timeline]
     for stream in streams:

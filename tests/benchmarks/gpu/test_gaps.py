@@ -25,7 +25,7 @@ def test_a_gap_belongs_to_the_last_phase_that_it_touches() -> None:
 
 
 def test_a_gap_with_a_prefill_is_left_out_and_so_is_one_outside_all_phases() -> None:
-    assert gaps_by_phase([0.2, 0.3, 0.4], [QUIET], prefills=[0.3]) == [[pytest.approx(100)]]
+    assert gaps_by_phase([0.2, 0.3, 0.4, 0.6], [QUIET], prefills=[0.3]) == [[pytest.approx(200)]]
     assert gaps_by_phase([7.0, 8.0], [QUIET, *PHASES]) == [[], [], [], []]
 
 
@@ -41,7 +41,7 @@ def test_spread_of_nothing_has_no_figures() -> None:
 
 
 def test_summary_finds_the_stall_and_the_table_says_whether_the_aims_are_reached() -> None:
-    found = summary([Update(QUIET, PHASES, {"pause_ms": 7.0})], steps(), [[]])
+    found = summary([Update(QUIET, PHASES, {"pause_ms": 7.0})], steps(), [[]], prefills=[])
     expected = {"publish": 1000, "stage": 1000, "commit": 500, "pause_ms": 7, "total": 2500}
     assert found["ms"] == {name: pytest.approx(ms) for name, ms in expected.items()}
     assert found["stall_ms"]["max"] == pytest.approx(400)

@@ -128,6 +128,7 @@ class Trainer:
         from torch.multiprocessing.reductions import reduce_tensor
         from vllm.distributed.weight_transfer import clients
 
+        torch.cuda.ipc_collect()  # of the update before
         where = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
         info = {
             "names": list(self._tensors),
