@@ -18,7 +18,7 @@ class HostShelf:
     def __init__(self) -> None:
         self._copies: dict[int, torch.Tensor] = {}
         self._away: dict[int, torch.UntypedStorage] = {}
-        self._blank: list[tuple[torch.Tensor, int]] = []
+        self._blank: list[tuple[torch.UntypedStorage, int]] = []
 
     @property
     def in_use(self) -> bool:
@@ -36,11 +36,10 @@ class HostShelf:
         Args:
             blank: of these only the memory is given back; they are zero afterwards.
         """
-        blanks = {tensor.untyped_storage()._cdata: tensor for tensor in blank}
-        for tensor in blanks.values():
-            storage = tensor.untyped_storage()
+        blanks = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in blank)}
+        for storage in blanks.values():
             if storage.nbytes() and storage.resizable():
-                self._blank.append((tensor, storage.nbytes()))
+                self._blank.append((storage, storage.nbytes()))
                 storage.resize_(0)
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -68,9 +67,9 @@ class HostShelf:
             storage.resize_(copy.nbytes)
             storage.copy_(copy.untyped_storage(), non_blocking=False)
         self._away.clear()
-        for tensor, nbytes in self._blank:
-            tensor.untyped_storage().resize_(nbytes)
-            tensor.zero_()
+        for storage, nbytes in self._blank:
+            storage.resize_(nbytes)
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
         self._blank.clear()
 
     def _shelve(self, storage: torch.UntypedStorage, device: torch.device) -> None:

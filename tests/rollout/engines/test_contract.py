@@ -32,6 +32,8 @@ class Setup:
     kv: KvPolicy
     ranks: int = 1
     lora: LoraConfig = NO_ADAPTERS
+    sleeps: bool = False
+    """vLLM: started so that it can."""
 
 
 PARTIAL = LoraConfig(rank=8, target_modules=("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"))
@@ -43,7 +45,7 @@ def engine_under_test(name: str, setup: Setup, *marks: pytest.MarkDecorator) -> 
     return pytest.param(setup, id=name, marks=[*marks, pytest.mark.xdist_group(name)])
 
 
-ENGINE, SLOW = pytest.mark.engine, pytest.mark.slow
+ENGINE, SLOW, GPU = pytest.mark.engine, pytest.mark.slow, pytest.mark.gpu
 LONG_START = pytest.mark.timeout(900)  # SGLang's start counts as part of the first test
 SETUPS = [
     engine_under_test("scripted", Setup("scripted", KvPolicy.KEEP)),
@@ -56,6 +58,8 @@ SETUPS = [
     engine_under_test("vllm-keep-tp2", Setup("vllm", KvPolicy.KEEP, ranks=2), ENGINE),
     engine_under_test("vllm-lora", Setup("vllm", KvPolicy.RECOMPUTE, lora=LoraConfig(rank=8)), ENGINE),
     engine_under_test("vllm-lora-tp2", Setup("vllm", KvPolicy.KEEP, ranks=2, lora=PARTIAL), ENGINE, SLOW),
+    engine_under_test("vllm-sleeps", Setup("vllm", KvPolicy.KEEP, sleeps=True), ENGINE, GPU),
+    engine_under_test("vllm-lora-sleeps", Setup("vllm", KvPolicy.RECOMPUTE, lora=LoraConfig(rank=8), sleeps=True), ENGINE, GPU),
     engine_under_test("sglang-recompute", Setup("sglang", KvPolicy.RECOMPUTE), ENGINE, LONG_START),
     engine_under_test("sglang-keep", Setup("sglang", KvPolicy.KEEP), ENGINE, LONG_START, SLOW),
     engine_under_test("sglang-tp2", Setup("sglang", KvPolicy.KEEP, ranks=2), ENGINE, LONG_START, SLOW),
@@ -75,7 +79,13 @@ async def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     own = sglang_settings(setup.ranks) if setup.name == "sglang" else {}
     config = EngineConfig(
-        name=setup.name, max_model_len=MAX_MODEL_LEN, kv=setup.kv, tensor_parallel_size=setup.ranks, seconds_per_token=0.001, **own
+        name=setup.name,
+        max_model_len=MAX_MODEL_LEN,
+        kv=setup.kv,
+        tensor_parallel_size=setup.ranks,
+        enable_sleep_mode=setup.sleeps,
+        seconds_per_token=0.001,
+        **own,
     )
     engine = make_engine(config, directory / "model", f"{setup.name}.test", setup.lora)
     await engine.start()

@@ -1,0 +1,79 @@
+"""That a sleeping engine holds no memory, and that what it serves after waking is what was committed then."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from protocol.errors import EngineError
+from protocol.lora import NO_ADAPTERS, LoraConfig
+from rollout.engines.base import EngineConfig
+from rollout.engines.hf import HFEngine
+from rollout.engines.registry import make_engine
+from tests.contracts.engine_bench import MAX_MODEL_LEN, PROMPTS, ask
+from tests.contracts.engine_models import adapted, tiny_model, weights, write_shm
+
+GIB = 1 << 30
+CONTEXT_BYTES = 3 * GIB
+"""What a CUDA context, its libraries and captured graphs may keep on the device."""
+
+
+@pytest.mark.parametrize("lora", [NO_ADAPTERS, LoraConfig(rank=4)], ids=["whole", "lora"])
+async def test_the_reference_engine_holds_no_weights_while_it_sleeps(tmp_path: Path, lora: LoraConfig) -> None:
+    model = tiny_model(1)
+    model.save_pretrained(tmp_path / "model")
+    tensors = adapted(model, lora, 1)[1] if lora.rank else weights(model)
+    engine = HFEngine(EngineConfig(name="hf", max_model_len=MAX_MODEL_LEN), tmp_path / "model", "e", lora)
+    await engine.start()
+    try:
+        for version in range(2):
+            manifest = write_shm(tmp_path / f"v{version}", tensors, version)
+            await engine.stage(manifest)
+            await engine.commit(manifest)
+            tokens = (await engine.generate(ask("before", PROMPTS[0], 16))).tokens
+            held = [*engine._model.live.values(), *engine._model.copy.values(), *engine._model.decoder._model.parameters()]  # type: ignore[attr-defined]
+            await engine.sleep()
+            assert [tuple(tensor.shape) for tensor in held if tensor.untyped_storage().nbytes()] == []
+            await engine.wake()
+            await engine.stage(manifest)
+            await engine.commit(manifest)
+            assert (await engine.generate(ask("after", PROMPTS[0], 16))).tokens == tokens
+    finally:
+        await engine.close()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM can sleep on a GPU")
+async def test_vllm_that_is_to_sleep_on_a_cpu_is_refused_by_name(tmp_path: Path) -> None:
+    tiny_model(1).save_pretrained(tmp_path)
+    engine = make_engine(EngineConfig(name="vllm", enable_sleep_mode=True), tmp_path, "e")
+    with pytest.raises(EngineError, match=r"engine\.enable_sleep_mode is true, but vLLM cannot sleep on a CPU"):
+        await engine.start()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["hf", pytest.param("vllm", marks=pytest.mark.engine)])
+async def test_a_sleeping_engine_leaves_the_gpu_to_others(tmp_path: Path, name: str) -> None:
+    model = tiny_model(1)
+    model.save_pretrained(tmp_path / "model")
+    free = torch.cuda.mem_get_info()[0]
+    config = EngineConfig(name=name, max_model_len=MAX_MODEL_LEN, memory_fraction=0.5, enable_sleep_mode=name == "vllm")
+    engine = make_engine(config, tmp_path / "model", "e")
+    await engine.start()
+    try:
+        for version in range(3):
+            manifest = write_shm(tmp_path / f"v{version}", weights(model), version)
+            await engine.stage(manifest)
+            await engine.commit(manifest)
+            assert await engine.live_digest() == manifest.digest  # type: ignore[attr-defined]
+            await engine.generate(ask("some", PROMPTS[0], 16))
+            if name == "vllm":
+                assert free - torch.cuda.mem_get_info()[0] > CONTEXT_BYTES
+            await engine.sleep()
+            taken = torch.empty(torch.cuda.mem_get_info()[0] - CONTEXT_BYTES // 3, dtype=torch.uint8, device="cuda")
+            assert taken.nbytes > free - CONTEXT_BYTES
+            taken.fill_(0xFF)  # what the engine mapped there before is overwritten
+            del taken
+            torch.cuda.empty_cache()
+            await engine.wake()
+    finally:
+        await engine.close()
