@@ -1,4 +1,4 @@
-"""At E = 0 engine and trainer agree: real vLLM and real Megatron-core, fp32, over six versions that the trainer makes.
+"""At E = 0 engine and trainer agree: real engines and real Megatron-core, fp32, over six versions that the trainer makes.
 
 The trainer's log-probabilities of an engine's tokens equal the engine's within 1e-4; those of the version before differ by more than
 1e-2, so the agreement could not come from an engine that missed an update.
@@ -66,12 +66,19 @@ def under(model: torch.nn.Module, weights: Mapping[str, torch.Tensor], batch: Ba
     return torch.nn.functional.pad(chosen, (1, 0))
 
 
-@pytest.mark.parametrize("lora", [NO_ADAPTERS, pytest.param(LoraConfig(rank=8), marks=pytest.mark.slow)], ids=["whole", "lora"])
-async def test_engine_and_trainer_agree_on_every_version(tmp_path: Path, lora: LoraConfig) -> None:
+@pytest.mark.parametrize(
+    ("name", "lora"),
+    [
+        pytest.param("vllm", NO_ADAPTERS, id="whole"),
+        pytest.param("vllm", LoraConfig(rank=8), id="lora", marks=pytest.mark.slow),
+        pytest.param("megatron", NO_ADAPTERS, id="megatron"),
+    ],
+)
+async def test_engine_and_trainer_agree_on_every_version(tmp_path: Path, name: str, lora: LoraConfig) -> None:
     model_dir = build_scratch(
         ScratchConfig(vocabulary="0123456789= ", initializer_range=0.1, max_position_embeddings=64), tmp_path / "model"
     )
-    engine = make_engine(EngineConfig(name="vllm", max_model_len=64), model_dir, "e", lora)
+    engine = make_engine(EngineConfig(name=name, max_model_len=64), model_dir, "e", lora)
     renderer = Renderer(model_dir, RenderConfig(stop_at_eos=False))
     algorithm = make_algorithm(AlgorithmConfig())
     sender = make_sender(WeightConfig(transport="disk"), run="on-policy", run_dir=tmp_path)
