@@ -37,6 +37,7 @@ NUMBER = re.compile(r"\d+")
 """Numbers are left out of metric labels, so that there are not more of them with every group."""
 EXIT_FAILED, EXIT_SETTINGS = 1, 2
 DESCRIPTORS = 65_536
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Process:
@@ -171,9 +172,9 @@ class _Ended(Exception):
 
 
 async def run_process(role: Role, settings: Settings, name: str, serve: Serve) -> None:
-    """Run a service until it is told to stop or fails."""
+    """Run a service until it is told to stop or fails. When it has ended well, signals to stop mean nothing to this process any more."""
+    loop = asyncio.get_running_loop()
     async with opened(role, settings, name) as process:
-        loop = asyncio.get_running_loop()
         main = asyncio.current_task()
         assert main is not None
 
@@ -182,7 +183,7 @@ async def run_process(role: Role, settings: Settings, name: str, serve: Serve) -
                 main.cancel()
             process.stop.set()
 
-        for signum in (signal.SIGTERM, signal.SIGINT):
+        for signum in STOP_SIGNALS:
             loop.add_signal_handler(signum, on_signal)
 
         async def body() -> None:
@@ -195,6 +196,9 @@ async def run_process(role: Role, settings: Settings, name: str, serve: Serve) -
                 tasks.create_task(body(), name=role)
         except* _Ended:
             pass
+    for signum in STOP_SIGNALS:
+        loop.remove_signal_handler(signum)
+        signal.signal(signum, signal.SIG_IGN)  # else one would kill it on its last way, which takes a moment where torch was loaded
 
 
 def configure_logging(name: str) -> None:

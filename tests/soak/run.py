@@ -21,7 +21,6 @@ from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen
 from typing import Any
 
-from protocol.lifecycle import GroupState
 from services.ledger.audit import FILE, Archiver, verify
 from services.ledger.ledger import RedisLedger
 from services.ledger.server import EmbeddedServer
@@ -108,22 +107,19 @@ class Soak:
             probe.close()
 
     async def drain(self) -> None:
-        """No more leases; wait until nothing is leased and no full batch is left, then stop everything in order."""
+        """No more leases; the trainer trains what is in flight and ends by itself, then everything else is stopped in order."""
         await self._ledger.drain()
-        async with asyncio.timeout(DRAIN_S):
-            while True:
-                status = await self._ledger.status()
-                held = status.states[GroupState.LEASED] + status.states[GroupState.TAKEN]
-                if not held and status.states[GroupState.SCORED] < status.bound.groups_per_step:
-                    break
-                await asyncio.sleep(0.2)
-        for names in (self._fleets(), ["trainer"], ["ingest"]):
+        await self._ended("trainer")
+        for names in (self._fleets(), ["ingest"]):
             for name in names:
                 self.processes[name].send_signal(signal.SIGTERM)
             for name in names:
-                code = await asyncio.to_thread(self.processes[name].wait, DRAIN_S)
-                if code:
-                    raise RuntimeError(f"{name} ended with {code} when it was to drain")
+                await self._ended(name)
+
+    async def _ended(self, name: str) -> None:
+        code = await asyncio.to_thread(self.processes[name].wait, DRAIN_S)
+        if code:
+            raise RuntimeError(f"{name} ended with {code} when it was to drain")
 
     def end(self) -> None:
         """End what still lives, with what it started."""
