@@ -55,15 +55,16 @@ class CausalAttention(MegatronModule):
         """[S, B, heads, head_dim] to [S, B, heads * head_dim]; heads of this tensor rank, fewer for key and value if they are grouped.
 
         Args:
-            attention_mask: None for causal attention, or bool [B, 1, S, keys]: true where a query attends to a key.
+            attention_mask: None for causal attention; with one query for each sequence bool [B, 1, 1, keys], true where it attends.
         """
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        grouped = q.size(1) != k.size(1)
-        causal = attention_mask is None
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=attention_mask, is_causal=causal, scale=self.softmax_scale, enable_gqa=grouped
-        )
-        return out.permute(2, 0, 1, 3).flatten(2)
+        if attention_mask is None:
+            grouped = q.size(1) != k.size(1)
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=grouped)
+            return out.permute(2, 0, 1, 3).flatten(2)
+        # The query heads of a group attend like tokens of a sequence, so that no key is copied for each of them.
+        of_group = q.reshape(*k.shape[:2], -1, q.size(3))
+        return F.scaled_dot_product_attention(of_group, k, v, attn_mask=attention_mask, scale=self.softmax_scale).flatten(1)[None]
 
 
 class OutputRows:

@@ -54,6 +54,7 @@ SETUPS = [
     engine_under_test("hf-lora", Setup("hf", KvPolicy.KEEP, lora=LoraConfig(rank=4))),
     engine_under_test("megatron-recompute", Setup("megatron", KvPolicy.RECOMPUTE)),
     engine_under_test("megatron-keep", Setup("megatron", KvPolicy.KEEP)),
+    engine_under_test("megatron-gpu", Setup("megatron", KvPolicy.RECOMPUTE), GPU),
     engine_under_test("vllm-recompute", Setup("vllm", KvPolicy.RECOMPUTE), ENGINE),
     engine_under_test("vllm-keep-tp2", Setup("vllm", KvPolicy.KEEP, ranks=2), ENGINE),
     engine_under_test("vllm-lora", Setup("vllm", KvPolicy.RECOMPUTE, lora=LoraConfig(rank=8)), ENGINE),
