@@ -117,9 +117,14 @@ def _merged(timeline: list[Phase], gaps: list[list[float]]) -> dict[str, Any]:
 
 
 def _decode(updates: list[Update], steps: list[Step], prefills: list[float]) -> dict[str, float]:
-    """Tokens per second over all stretches of a kind, without those in which prompts were computed if any other is left."""
+    """Tokens per second over all stretches of a kind, without those in which prompts were computed if any other is left.
+
+    "during" is from the beginning of an update to its end, "before_commit" to the beginning of its last phase.
+    """
     clean = [update for update in updates if not any(update.quiet.began <= at <= update.ended for at in prefills)] or updates
     quiet = [rate(steps, update.quiet.began, update.quiet.ended) for update in clean]
     during = [rate(steps, update.began, update.ended) for update in clean]
-    speeds = [sum(tokens for tokens, _ in kind) / max(1e-9, sum(seconds for _, seconds in kind)) for kind in (quiet, during)]
-    return {"undisturbed": speeds[0], "during": speeds[1], "share": speeds[1] / speeds[0] if speeds[0] else 0.0, "updates": len(clean)}
+    before = [rate(steps, update.began, update.phases[-1].began) for update in clean]
+    speeds = [sum(tokens for tokens, _ in kind) / max(1e-9, sum(seconds for _, seconds in kind)) for kind in (quiet, during, before)]
+    share = speeds[1] / speeds[0] if speeds[0] else 0.0
+    return {"undisturbed": speeds[0], "during": speeds[1], "before_commit": speeds[2], "share": share, "updates": len(clean)}

@@ -63,6 +63,7 @@ class Lines:
         self._process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, errors="replace", start_new_session=True
         )
+        self._hung = False
         self._lines: queue.Queue[str | None] = queue.Queue(maxsize=10_000)
         threading.Thread(target=self._read, name="events", daemon=True).start()
 
@@ -72,7 +73,7 @@ class Lines:
     def __exit__(self, *_: object) -> None:
         """End the process and everything that it started."""
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(GRACE_S)
+            self._process.wait(0 if self._hung else END_S)
         for number in (signal.SIGTERM, signal.SIGKILL):
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
@@ -86,6 +87,7 @@ class Lines:
             try:
                 line = self._lines.get(timeout=max(0.0, end - time.monotonic()))
             except queue.Empty:
+                self._hung = True
                 self._process.send_signal(signal.SIGUSR1)  # it prints where it stands
                 time.sleep(0.5)
                 return {"event": "hung"}

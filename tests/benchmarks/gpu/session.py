@@ -47,16 +47,17 @@ class Session:
         await asyncio.to_thread(write_model, arguments.model, self._model_dir)
         began = time.monotonic()
         try:
-            async with asyncio.TaskGroup() as group:  # the trainer of the first part starts beside the engine
+            async with asyncio.TaskGroup() as group:
                 starting = group.create_task(start_engine(self._config(), self._model_dir), name="engine")
-                group.create_task(self._trainer(arguments.parts[0]), name="trainer")
+                if self._devices(arguments.parts[0]) != arguments.same_devices:  # else it would disturb vLLM's look at its memory
+                    group.create_task(self._trainer(arguments.parts[0]), name="trainer")
+            partner = await self._trainer(arguments.parts[0])
         except Exception as error:
             say("fail", part="engine", error=reason(error))
             raise
         engine = starting.result()
         memory = await engine.worker("memory")
-        assert self._partner is not None
-        say("ready", start_s=time.monotonic() - began, bytes=self._partner.bytes, tensors=len(self._partner.shapes), memory=memory)
+        say("ready", start_s=time.monotonic() - began, bytes=partner.bytes, tensors=len(partner.shapes), memory=memory)
         try:
             for part in arguments.parts:
                 say("begin", part=part)
@@ -97,12 +98,14 @@ class Session:
 
     async def _trainer(self, part: str) -> Partner:
         """The trainer where this part wants it; one that runs there already stays."""
-        arguments = self._arguments
-        place = arguments.same_devices if part.endswith(SAME) else arguments.trainer_devices
+        place = self._devices(part)
         if self._partner is None or self._place != place:
             await self._drop_trainer()
-            self._partner, self._place = await Partner.start(arguments.model, self._model_dir, place, TRAINER_START_S), place
+            self._partner, self._place = await Partner.start(self._arguments.model, self._model_dir, place, TRAINER_START_S), place
         return self._partner
+
+    def _devices(self, part: str) -> str:
+        return str(self._arguments.same_devices if part.endswith(SAME) else self._arguments.trainer_devices)
 
     async def _drop_trainer(self) -> None:
         partner, self._partner = self._partner, None

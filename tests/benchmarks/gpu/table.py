@@ -91,10 +91,14 @@ def phases(part: Mapping[str, Any]) -> str:
         f"{name} {_number(gap['p50'])}/{_number(gap['p99'])}/{_number(gap['max'])}" for name, gap in tokens.items() if gap["n"]
     )
     decode = part["decode"]
-    return (
-        ", ".join(found)
-        + f"\n  tokens of a stream, gaps ms p50/p99/max: {stream}\n  decode tokens/s: {decode['undisturbed']:,.0f} undisturbed, "
-        + (f"{decode['during']:,.0f} during updates; memory {part.get('memory')}; verified {part.get('verified')}")
+    speeds = f"{_number(decode['undisturbed'])} undisturbed, {_number(decode['during'])} during updates"
+    return "\n  ".join(
+        (
+            ", ".join(found),
+            f"gaps of a streamed request, ms p50/p99/max: {stream}",
+            f"decode tokens/s: {speeds}, {_number(decode['before_commit'])} before their last phase",
+            f"memory: {part.get('memory')}; verified: {part.get('verified')}",
+        )
     )
 
 
