@@ -33,7 +33,12 @@ class HFEngine(SteppedEngine):
         model = _load(self._model_dir, self._config)
         live = stored_once(model.named_parameters())
         updated, copy, staging, memory = _staging(model, live, self._lora, self._config.staging_mb)
-        return Model(PaddingDecoder(model), updated, copy, staging, lambda: updated, memory)
+
+        def checkpoint() -> dict[str, torch.Tensor]:
+            # Copies: a digest is taken through numpy, and a storage that numpy has seen can never be given back again.
+            return {name: tensor.clone() for name, tensor in updated.items()}
+
+        return Model(PaddingDecoder(model), updated, copy, staging, checkpoint, memory)
 
 
 def _staging(

@@ -103,5 +103,5 @@ async def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     assert not multiprocessing.active_children()
 
 
-class TestEngine(EngineContract, SleepContract):
-    pass
+class TestEngine(SleepContract, EngineContract):
+    """pytest takes the last base first, and its first test wants a fresh engine."""
