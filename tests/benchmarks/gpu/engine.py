@@ -34,6 +34,11 @@ class MeasuredEngine(VllmEngine):
         return self._config.dtype
 
     @property
+    def vocabulary(self) -> int:
+        """Tokens there are."""
+        return self._vocab
+
+    @property
     def recomputes(self) -> bool:
         """Whether a commit of the project's own drops the KV cache of running requests."""
         return self._config.kv is KvPolicy.RECOMPUTE

@@ -9,6 +9,7 @@ import msgspec
 
 from protocol.messages import WeightManifest
 from tests.benchmarks.gpu.engine import MeasuredEngine
+from tests.benchmarks.gpu.flip import Flip
 from tests.benchmarks.gpu.gaps import Phase
 from tests.benchmarks.gpu.groups import HOST, free_port
 from tests.benchmarks.gpu.partner import Partner
@@ -173,6 +174,8 @@ PAUSED: dict[str, Callable[[MeasuredEngine, Partner], Way]] = {"vllm-nccl": Vllm
 
 def make_way(name: str, engine: MeasuredEngine, partner: Partner, bucket_mb: int) -> Way:
     """The way of that name; a name that is none of the others is a transport of the project's."""
+    if name == "flip":
+        return Flip(engine)
     if name in PAUSED:
         return PAUSED[name](engine, partner)
     return Ours(engine, partner, name, bucket_mb)

@@ -12,6 +12,7 @@ from rollout.engines.vllm_worker import WorkerExtension  # isort: skip - it want
 import torch
 
 from tests.benchmarks.gpu import stand_in
+from tests.benchmarks.gpu.flip import WeightSets
 from tests.benchmarks.gpu.groups import broadcast, join_pair
 from tests.benchmarks.gpu.shapes import device, settle
 
@@ -57,6 +58,18 @@ class MeasuredWorker(WorkerExtension):
             self.device,  # type: ignore[attr-defined]
             self.model_runner.get_model(),  # type: ignore[attr-defined]
         )
+
+    def bench_two_sets(self) -> list[int]:
+        """Make a second set of weights to swap with. Returns how many CUDA graphs there are over each."""
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(self.vllm_config), torch.no_grad():  # type: ignore[attr-defined]
+            self._bench_sets = WeightSets(self.model_runner)  # type: ignore[attr-defined]
+        return self._bench_sets.graphs
+
+    def bench_flip(self) -> float:
+        """Swap the sets. Returns the milliseconds that it took."""
+        return self._bench_sets.flip()
 
     def bench_join(self, port: int) -> None:
         """Join the trainer's group of two."""
