@@ -43,12 +43,17 @@ class MegatronEngine(SteppedEngine):
                 length=config.max_model_len,
                 buffer_bytes=int(config.buffer_size_gb * 2**30),
             )
-        except (SettingsError, torch.OutOfMemoryError) as error:
+        except SettingsError as error:
             raise EngineError(f"engine megatron: {error}") from error
+        except RuntimeError as error:
+            raise EngineError(
+                f"engine megatron cannot load {self._model_dir} and make a KV cache for {config.max_running} requests of "
+                f"{config.max_model_len} tokens; lower max_running or set buffer_size_gb: {error}"
+            ) from error
         self._config = replace(config, max_running=model.slots)
         if not torch.cuda.is_available():
             torch.set_num_threads(config.threads)
-        plan = trace(model.load, model.parameters.items(), model.shapes, getattr(torch, config.dtype))
+        plan = trace(model.load, model.parameters.items(), model.shapes, getattr(torch, config.dtype), config.staging_mb)
         plan.calibrate()
         staging = Staging(plan.sources(), architecture=model.architecture.name, tied=model.architecture.tied)
         decoder = SlotDecoder(model, batch_tokens)
@@ -124,7 +129,7 @@ def _batch_tokens(config: EngineConfig) -> int:
     if config.buffer_size_gb < 0:
         raise EngineError(f"engine megatron: buffer_size_gb is {config.buffer_size_gb}, must be 0 or more")
     least = max(config.max_model_len, config.max_running)
-    if 0 < config.max_batch_tokens < least:
+    if config.max_batch_tokens and config.max_batch_tokens < least:
         raise EngineError(
             f"engine megatron: max_batch_tokens is {config.max_batch_tokens}; a pass must hold max_model_len tokens of a prompt and one "
             f"for each of max_running requests, so at least {least}"

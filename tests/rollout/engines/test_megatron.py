@@ -76,9 +76,11 @@ async def test_a_buffer_bounds_the_requests_that_run_at_once(tmp_path: Path) -> 
         ({"enforce_eager": False}, "enforce_eager is false"),
         ({"dtype": "float16"}, "dtype is 'float16'"),
         ({"max_batch_tokens": LENGTH - 1}, f"max_batch_tokens is {LENGTH - 1}.* at least {LENGTH}"),
+        ({"max_batch_tokens": -1}, "max_batch_tokens is -1"),
         ({"max_running": 100, "max_batch_tokens": 99}, "max_batch_tokens is 99.* at least 100"),
         ({"max_model_len": 129}, "max_model_len 129 exceeds the 128 positions"),
         ({"buffer_size_gb": 1e-6}, "KV cache of one sequence of 64 tokens"),
+        ({"max_model_len": 128, "max_running": 2**40}, "lower max_running or set buffer_size_gb: .*memory"),
         ({"buffer_size_gb": -1.0}, "buffer_size_gb is -1.0"),
     ],
 )
