@@ -43,6 +43,9 @@ check: $(VENV)/.ready
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+chaos: $(VENV)/.ready
+	$(BIN)/python -m tests.chaos.run --seed $(SEED) --minutes $(MINUTES)
+
 soak: $(VENV)/.ready
 	$(BIN)/python -m tests.soak.run --minutes 15 --rollouts 200 --rewards 8 --out runs/soak.json
 
