@@ -20,6 +20,7 @@ from protocol.errors import TetherError
 from protocol.messages import Heartbeat, Hello
 from protocol.topics import Topic
 from services.bus.config import BusConfig
+from services.bus.context import make_context
 from services.bus.curve import ClientKeys
 from services.bus.pump import Pump
 from services.bus.stats import BusStats
@@ -28,8 +29,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Discover = Callable[[], Awaitable[Mapping[str, str]]]
-MAX_SOCKETS = 16_384
-"""Of one context; each link takes three. ZeroMQ's own limit of 1,023 would be 340 receivers."""
 LOST_EVENTS = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CLOSED
@@ -191,8 +190,7 @@ class Links(Generic[T]):
         """
         if self.config.curve_dir:
             self.keys = ClientKeys.load(self.config.curve_dir)
-        self._context = zmq.Context()
-        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+        self._context = make_context()
         await self._group.__aenter__()
         self._task = self._group.create_task(self._discover_loop(), name=f"bus.{self._topic.name}.discover")
         return self

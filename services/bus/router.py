@@ -9,6 +9,7 @@ import zmq
 from protocol.errors import SettingsError
 from protocol.topics import Topic
 from services.bus.config import BusConfig, bind_address, public_endpoint
+from services.bus.context import make_context
 from services.bus.curve import Authenticator, secure_server
 from services.bus.pump import Pump
 from services.bus.stats import BusStats
@@ -49,7 +50,7 @@ class Router:
             SettingsError: if the address must not or cannot be bound.
         """
         address = bind_address(self._topic, self._config)
-        self._context = zmq.Context()
+        self._context = make_context()
         try:
             if self._config.curve_dir:
                 self._authenticator = Authenticator(self._context, self._config.curve_dir, self._stats)
