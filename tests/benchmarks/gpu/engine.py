@@ -4,7 +4,7 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +134,8 @@ class Load:
         times: list[float] = []
         self.streams.append(times)
         prompt = {"prompt_token_ids": list(request.prompt)}
-        async for _ in self._engine.llm.generate(prompt, parameters, f"stream:{request.id}"):
-            times.append(time.monotonic())
-            if self._stopped:
-                break
+        async with aclosing(self._engine.llm.generate(prompt, parameters, f"stream:{request.id}")) as tokens:
+            async for _ in tokens:
+                times.append(time.monotonic())
+                if self._stopped:
+                    break

@@ -83,7 +83,7 @@ class Flip:
         took_ms = await self._engine.worker("flip")
         return [Phase("commit", began, monotonic())], {"pause_ms": took_ms, "graphs": float(self._graphs[1])}
 
-    async def verify(self) -> bool | None:
+    async def verify(self) -> bool:
         """Whether the first token moves by one with every swap, and both sets have as many graphs."""
         tokens = [await self._token()]
         for _ in range(2):

@@ -15,6 +15,8 @@ ROOT = Path(__file__).resolve().parents[3]
 MAX_ANSWER = 64 << 20
 """Bytes; a manifest of a thousand tensors has a fraction of a megabyte."""
 END_S = 10.0
+SAME = "@same"
+"""At the end of a part's name: the trainer is on the engine's GPU."""
 
 
 class Partner:

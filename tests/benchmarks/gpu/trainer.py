@@ -22,6 +22,7 @@ import msgspec
 import torch
 
 from rollout.engines.shapes import checkpoint_shapes
+from rollout.engines.staging import digest_of
 from tests.benchmarks.gpu import stand_in
 from tests.benchmarks.gpu.groups import HOST, broadcast, join_pair
 from tests.benchmarks.gpu.shapes import device, group_backend, settle
@@ -137,6 +138,10 @@ class Trainer:
             "ipc_handles": [{where: reduce_tensor(tensor)[1]} for tensor in self._tensors.values()],
         }
         return {"began": self._began, "ended": time.monotonic(), "info": clients._json_safe_update_info(info)}
+
+    def digest(self) -> dict[str, Any]:
+        """Of the weights as they are now."""
+        return {"digest": digest_of(self._tensors)}
 
     def memory(self) -> dict[str, Any]:
         """The most that this process has held on the device, in bytes."""

@@ -26,8 +26,8 @@ class Way(Protocol):
     async def update(self, version: int) -> tuple[list[Phase], dict[str, float]]:
         """Bring a version to the engine. Returns the phases in order, and other figures."""
 
-    async def verify(self) -> bool | None:
-        """Whether the live weights are those that were sent last; None if this way does not say."""
+    async def verify(self) -> bool:
+        """Whether the live weights are those that were sent last."""
 
 
 class Ours:
@@ -61,7 +61,7 @@ class Ours:
         ]
         return phases, {"pause_ms": pause_ms}
 
-    async def verify(self) -> bool | None:
+    async def verify(self) -> bool:
         return await self._engine.live_digest() == self._digest
 
 
@@ -85,8 +85,8 @@ class Paused:
         phases = [Phase("pause", began, paused), *moved, Phase("resume", moved[-1].ended, resumed)]
         return phases, {"pause_ms": (resumed - began) * 1e3}
 
-    async def verify(self) -> bool | None:
-        return None
+    async def verify(self) -> bool:
+        return bool(await self._engine.live_digest() == (await self._partner.ask("digest"))["digest"])
 
     async def _move(self, began: float) -> list[Phase]:
         raise NotImplementedError
