@@ -143,6 +143,18 @@ def test_a_slot_keeps_nothing_of_weights_that_were_not_finite(tmp_path: Path) ->
     model.close()
 
 
+async def test_asleep_it_holds_neither_weights_nor_cache(tmp_path: Path) -> None:
+    async with started(save_model("qwen2", tmp_path)) as engine:
+        await engine.generate(Request("a/0", (1,), Sampling(max_tokens=2)))
+        loaded, model = engine._model, engine._slot_model
+        assert model is not None
+        held = [*model.parameters.values(), *model.cache.tensors, *loaded.live.values(), *loaded.copy.values()]
+        await engine.sleep()
+        assert sum(tensor.untyped_storage().nbytes() for tensor in held) == 0
+        await engine.wake()
+        assert all(tensor.untyped_storage().nbytes() for tensor in held)
+
+
 async def test_closing_leaves_the_process_groups(tmp_path: Path) -> None:
     model_dir = save_model("qwen2", tmp_path)
     async with started(model_dir) as first:
