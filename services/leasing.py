@@ -58,7 +58,7 @@ class GroupRunner:
             await self._lease_loop(tasks)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._config.drain_s):
-                    while self._tasks:
+                    while self._tasks and self._serves():  # what an engine that sleeps has begun is handed back at once
                         await asyncio.wait(list(self._tasks.values()), return_when=asyncio.FIRST_COMPLETED)
             for task in self._tasks.values():
                 task.cancel()
@@ -108,6 +108,10 @@ class GroupRunner:
         began = time.monotonic()
         with self._process.waiting("a lease") as because:
             while not self._process.stop.is_set():
+                if not self._serves():
+                    because("the engine serves no version")
+                    await self._nudged_within(LOOK_S)
+                    continue
                 try:
                     lease = await self._process.ledger.lease(
                         request=request,
@@ -125,6 +129,10 @@ class GroupRunner:
                     self._process.metrics.seconds.labels("lease_wait").observe(time.monotonic() - began)
                     return lease
         return None
+
+    def _serves(self) -> bool:
+        """Not at the start, nor while the engine sleeps; leases that are held then are extended, and their work goes on afterwards."""
+        return self._engine.served.version >= 0
 
     async def _nudged_within(self, seconds: float) -> bool:
         try:

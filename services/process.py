@@ -52,6 +52,7 @@ class Process:
         self.metrics = Metrics(role)
         self.info: dict[str, Any] = {"name": name, "pid": os.getpid(), "host": socket.gethostname(), "started": time.time()}
         self._waits: dict[str, float] = {}
+        self._registering = asyncio.Lock()
         self.on_heartbeat: list[Callable[[], None]] = []
         """Called before each registration, to bring `info` up to date."""
 
@@ -80,7 +81,11 @@ class Process:
             self._waits.pop(shown, None)
 
     async def register(self) -> None:
-        """Tell the registry that this process lives, and what it waits for."""
+        """Tell the registry that this process lives, and what it waits for. What `info` held when this was called is there then."""
+        async with self._registering:  # else an older word could overtake a newer one
+            await self._register()
+
+    async def _register(self) -> None:
         for refresh in self.on_heartbeat:
             refresh()
         now = time.monotonic()

@@ -12,6 +12,7 @@ from services.bus.broadcast import Broadcaster
 from services.ledger.interface import Taken
 from services.process import Process
 from services.settings import Settings
+from services.turns import TrainerTurn
 from trainer.adapter import as_published, save_adapter
 from trainer.algorithms.base import Algorithm
 from trainer.archive import Archive
@@ -23,6 +24,8 @@ from trainer.ranks import (
     ExportCommand,
     ExportHfCommand,
     KeepReferenceCommand,
+    OffloadCommand,
+    OnloadCommand,
     RestoreCommand,
     SaveCommand,
     TrainCommand,
@@ -52,10 +55,28 @@ class RankZero:
     epoch: str
     compute: ThreadPoolExecutor
     """One thread: torch work never blocks the loop, and never runs twice at once."""
+    turn: TrainerTurn | None = None
+    """In a colocated run: when the device is the trainer's."""
 
     async def on_compute(self, function: Callable[..., T], *args: Any) -> T:
         """Run blocking work in the one compute thread."""
         return await asyncio.get_running_loop().run_in_executor(self.compute, function, *args)
+
+    async def take_device(self) -> None:
+        """In a colocated run: have the engines sleep, then bring the trainer's state back. Nothing happens if it is there.
+
+        Raises:
+            TetherError: they do not sleep, or there is no room.
+        """
+        if self.turn is not None and not self.turn.mine:
+            await self.turn.begin()
+            await self.on_compute(self._onload)
+
+    async def leave_device(self) -> None:
+        """The inverse: only when nothing of the trainer is on the device any more may the engines wake."""
+        if self.turn is not None and self.turn.mine:
+            await self.on_compute(self._offload)
+            await self.turn.end()
 
     def command_for(self, taken: Taken, *, mask_late: bool = True) -> TrainCommand:
         """The command that trains on a batch; reads its records from the spool.
@@ -99,6 +120,14 @@ class RankZero:
         """Go back to a checkpoint on every rank (compute thread)."""
         announce(RestoreCommand(str(directory)))
         self.backend.restore(directory)
+
+    def _onload(self) -> None:
+        announce(OnloadCommand())
+        self.backend.onload()
+
+    def _offload(self) -> None:
+        announce(OffloadCommand())
+        self.backend.offload()
 
     def keep_reference(self) -> None:
         """Keep the reference model on every rank (compute thread)."""

@@ -5,11 +5,13 @@ Waits for: the trainer's first weights, room under the bound, a reward worker, t
 """
 
 import asyncio
+import dataclasses
 import time
 from typing import Any
 
 from protocol.errors import SettingsError
 from protocol.topics import ROLLOUTS, WEIGHTS, Role
+from rollout.engines.base import EngineConfig
 from rollout.engines.registry import make_engine
 from rollout.environments.registry import make_environment
 from rollout.prompts.registry import make_source
@@ -18,6 +20,8 @@ from services.bus.broadcast import Listener
 from services.bus.sender import Sender
 from services.leasing import GroupRunner
 from services.process import Process, service_main
+from services.settings import Settings
+from services.turns import EngineTurn
 from services.updating import WeightUpdater
 
 
@@ -32,9 +36,12 @@ async def serve(process: Process) -> None:
     prompts = await asyncio.to_thread(make_source, settings.prompts)
     renderer = await asyncio.to_thread(Renderer, settings.model_dir, settings.render)
     environment = make_environment(settings.environment)
-    engine = make_engine(settings.engine, settings.model_dir, process.incarnation, settings.lora)
+    engine = make_engine(_engine_config(settings), settings.model_dir, process.incarnation, settings.lora)
     identity: dict[str, Any] = {"run": process.run, "incarnation": process.incarnation, "role": Role.ROLLOUT, "config": settings.bus}
     process.info["engine"] = settings.engine.name
+    turn = EngineTurn(process) if settings.colocated.enabled else None
+    if turn is not None and not await turn.take():
+        return
     try:
         with process.waiting("engine start"):
             began = time.monotonic()
@@ -47,18 +54,27 @@ async def serve(process: Process) -> None:
             process.metrics.watch("tether_bus_rollouts", "Bus counters, edge rollouts", sender.stats.as_dict)
             process.metrics.watch("tether_bus_weights", "Bus counters, edge weights", listener.stats.as_dict)
             runner = GroupRunner(process, engine, renderer, environment, prompts, sender)
-            updater = WeightUpdater(process, engine, listener, on_abort=runner.abort, on_applied=runner.nudge)
+            on_turn = turn.look if turn else None
+            updater = WeightUpdater(process, engine, listener, on_abort=runner.abort, on_applied=runner.nudge, on_turn=on_turn)
             async with asyncio.TaskGroup() as tasks:
                 updates = [
                     tasks.create_task(updater.listen_loop(), name="weights.listen"),
                     tasks.create_task(updater.poll_loop(), name="weights.poll"),
                     tasks.create_task(updater.apply_loop(), name="weights.apply"),
                 ]
+                if turn is not None:
+                    updates.append(tasks.create_task(turn.turns_loop(updater), name="turns"))
                 await runner.run()
                 for task in updates:
                     task.cancel()
     finally:
         await engine.close()
+
+
+def _engine_config(settings: Settings) -> EngineConfig:
+    """An engine that shares its device must be able to sleep, which vLLM has to know when it starts."""
+    sleeps = settings.colocated.enabled and settings.engine.name == "vllm"
+    return dataclasses.replace(settings.engine, enable_sleep_mode=True) if sleeps else settings.engine
 
 
 if __name__ == "__main__":

@@ -20,11 +20,12 @@ from protocol.names import checked_name
 from protocol.staleness import Bound, Policy
 from reward.config import RewardConfig
 from rollout.engines.base import DTYPES, EngineConfig
-from rollout.engines.registry import ENGINES, SERVE_ADAPTERS
+from rollout.engines.registry import CAN_SLEEP, ENGINES, SERVE_ADAPTERS
 from rollout.environments.base import EnvironmentConfig
 from rollout.generate import SamplingConfig
 from rollout.prompts.base import PromptConfig
 from rollout.render import RenderConfig
+from services.budget import ColocatedConfig
 from services.bus.config import BusConfig
 from services.ledger.limits import ARCHIVE_LIMIT
 from services.placement import ServicesConfig, check_gpus
@@ -154,6 +155,7 @@ class Settings:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     weights: WeightConfig = field(default_factory=WeightConfig)
+    colocated: ColocatedConfig = field(default_factory=ColocatedConfig)
     services: ServicesConfig = field(default_factory=ServicesConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
@@ -250,6 +252,9 @@ RANGES: dict[str, tuple[float, float]] = {
     "trainer.checkpoint_every": (1, 1e9),
     "trainer.keep_checkpoints": (1, 1e6),
     "trainer.archive_mb": (0, 1e9),
+    "trainer.memory_gb": (0, 1e6),
+    "engine.staging_mb": (0, 1e9),
+    "colocated.wait_s": (1, 1e6),
     "parallel.tensor_model_parallel_size": (1, 4096),
     "parallel.pipeline_model_parallel_size": (1, 4096),
     "parallel.data_parallel_size": (1, 4096),
@@ -269,6 +274,10 @@ def _check(settings: Settings) -> None:
         raise SettingsError(
             f"setting lora.rank: engine {settings.engine.name!r} does not serve adapters; use {' or '.join(SERVE_ADAPTERS)}"
         )
+    if settings.colocated.enabled and settings.engine.name not in CAN_SLEEP:
+        raise SettingsError(f"setting colocated.enabled: engine {settings.engine.name!r} cannot sleep; use {' or '.join(CAN_SLEEP)}")
+    if settings.colocated.enabled and settings.services.pool:
+        raise SettingsError("settings colocated.enabled and services.pool exclude each other: engines that share a GPU are of one kind")
     checked_name(settings.weights.transport, TRANSPORTS, "setting weights.transport:")
     for dotted, (low, high) in RANGES.items():
         section, key = dotted.split(".")

@@ -4,14 +4,19 @@ Consumes: scored groups, by `take`, from the spool. Produces: versions, their we
 """
 
 import asyncio
+import math
 import os
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import torch
+
 from protocol.errors import Reason, Refused, SettingsError, TetherError
 from protocol.ids import new_epoch
 from protocol.topics import WEIGHTS, Role
+from rollout.engines.shapes import checkpoint_shapes
+from services.budget import GIB, check_budget
 from services.bus.broadcast import Broadcaster
 from services.observability.steps import StepLog
 from services.parent import die_with_parent
@@ -20,6 +25,7 @@ from services.rank_zero import RankZero
 from services.recovery import take_over
 from services.settings import Settings, load_settings
 from services.training import TrainLoop
+from services.turns import TrainerTurn
 from trainer.algorithms.registry import make_algorithm
 from trainer.archive import Archive
 from trainer.backend import Backend
@@ -42,12 +48,36 @@ def build_backend(settings: Settings) -> Backend:
     )
 
 
+def check_memory(settings: Settings) -> None:
+    """Whether trainer and engines fit on the GPU that they share. Raises SettingsError if not; on a CPU nothing is checked."""
+    if not torch.cuda.is_available():
+        return
+    on_each = -(-settings.services.rollout_workers * settings.engine.tensor_parallel_size // settings.parallel.world_size)
+    shapes = checkpoint_shapes(settings.model_dir)
+    check_budget(
+        total_gb=torch.cuda.mem_get_info()[1] / GIB,
+        parameters=sum(math.prod(shape) for shape in shapes.values()),
+        workers=on_each,
+        engine=settings.engine,
+        trainer=settings.trainer,
+        parallel=settings.parallel,
+        algorithm=settings.algorithm,
+        weights=settings.weights,
+        adapters=bool(settings.lora.rank),
+    )
+
+
 async def serve(process: Process) -> None:
     """Rank 0: take the run over, then make steps until it is done or told to stop."""
     settings = process.settings
     run_dir = settings.run_dir
     if not run_dir.is_dir():
         raise SettingsError(f"no run directory {run_dir}: start the ingest first, or `tether up`")
+    turn = None
+    if settings.colocated.enabled:
+        await asyncio.to_thread(check_memory, settings)
+        turn = TrainerTurn(process, settings.colocated.wait_s)
+        await turn.begin()
     compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
     with process.waiting("model load"):
         backend = await asyncio.get_running_loop().run_in_executor(compute, build_backend, settings)
@@ -64,7 +94,10 @@ async def serve(process: Process) -> None:
             caster=caster,
             epoch=new_epoch(),
             compute=compute,
+            turn=turn,
         )
+        if turn is not None:
+            turn.caster = caster
         process.info["endpoints"] = {WEIGHTS.name: caster.endpoint}
         try:
             await _train(rank)

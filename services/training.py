@@ -75,11 +75,14 @@ class TrainLoop:
         while not status.done and not self._process.stop.is_set():
             began = time.monotonic()
             taken = await self._take()
-            if taken is None:
-                if not self._process.stop.is_set() and not self._is_saved(status.version):
-                    await self.checkpoint(status)  # the prompts have run out: this is the last model
+            if taken is None and (self._process.stop.is_set() or self._is_saved(status.version)):
                 break
-            status = await self._step(taken, waited_s=time.monotonic() - began)
+            waited_s = time.monotonic() - began
+            await self._rank.take_device()
+            if taken is None:
+                await self.checkpoint(status)  # the prompts have run out: this is the last model
+                break
+            status = await self._step(taken, waited_s)
         if status.done:
             log.info("run.done version=%d", status.version)
 
@@ -102,6 +105,7 @@ class TrainLoop:
                     if refusal.reason not in (Reason.NOT_ENOUGH, Reason.STRAGGLER):
                         raise
                     because(str(refusal))
+                await self._rank.leave_device()  # whoever shares it has to generate first
                 await self._process.stopped_within(delay)
                 delay = min(delay * 1.5, TAKE_POLL_S[1])
                 if time.monotonic() - last_idle > IDLE_S:

@@ -34,13 +34,19 @@ class WeightUpdater:
         listener: Listener,
         on_abort: Callable[[tuple[int, ...]], None],
         on_applied: Callable[[], None],
+        on_turn: Callable[[], None] | None = None,
     ) -> None:
-        """`on_abort` gets groups that were dropped; `on_applied` is called when the engine serves another version."""
+        """`on_abort` gets groups that were dropped; `on_applied` is called when the engine serves another version, `on_turn` when the
+        device that it shares may have changed hands."""
         self._process = process
         self._engine = engine
         self._listener = listener
         self._on_abort = on_abort
         self._on_applied = on_applied
+        self._on_turn = on_turn
+        self._awake = asyncio.Event()
+        self._awake.set()
+        self._applying = asyncio.Lock()
         self._wanted: WeightManifest | None = None
         self._changed = asyncio.Event()
         self._asked = asyncio.Event()  # the ledger is to be asked at once
@@ -53,6 +59,8 @@ class WeightUpdater:
                 self._want(message)
             elif isinstance(message, Control) and message.action is Action.ABORT:
                 self._on_abort(message.groups)
+            elif isinstance(message, Control) and message.action is Action.TURN and self._on_turn:
+                self._on_turn()
 
     async def poll_loop(self) -> None:
         """Ask the ledger for the current manifest: at the start, and in case a message was lost."""
@@ -76,12 +84,14 @@ class WeightUpdater:
                 if self._engine.served.version < 0:  # later there may be nothing new for long, and nobody waits for it
                     stack.enter_context(self._process.waiting("the first weights"))
                 await self._changed.wait()
+            await self._awake.wait()
             self._changed.clear()
             manifest = self._wanted
             if manifest is None or self._serves(manifest):
                 continue
             try:
-                await self._apply(manifest)
+                async with self._applying:
+                    await self._apply(manifest)
             except PoisonedError as error:
                 if self._process.stop.is_set():
                     return  # cancelled in the middle by the drain; the engine is closed next
@@ -93,6 +103,19 @@ class WeightUpdater:
                 self._answer_failure(manifest, error, poisoned=False)
                 await asyncio.sleep(RETRY_S)
                 self._changed.set()
+
+    async def sleep(self) -> None:
+        """Have the engine sleep, after the update that is under way; there is none until `wake`."""
+        self._awake.clear()
+        async with self._applying:
+            await self._engine.sleep()
+
+    async def wake(self) -> None:
+        """Have the engine wake and bring it to the current version."""
+        await self._engine.wake()
+        self._awake.set()
+        self._changed.set()
+        self._asked.set()
 
     def _want(self, manifest: WeightManifest, *, from_ledger: bool = False) -> None:
         known = self._wanted

@@ -56,6 +56,9 @@ class TrainerConfig:
     """Room for the records of steps that checkpoints cover, for `tether replay`; the oldest go first. 0 keeps none."""
     recompute_logprobs: bool = False
     """Compute the proximal log-probabilities with the trainer before each step (decoupled objective)."""
+    memory_gb: float = 0.0
+    """colocated only: GPU memory that training takes on each rank at its peak, GiB, for the check before the start; 0: reckoned from the
+    model's size, without activations."""
     seed: int = 0
     step_s: float = 0.0
     """scripted only: seconds that a step sleeps."""

@@ -45,6 +45,7 @@ class Action(StrEnum):
     """What the trainer asks of rollout workers."""
 
     ABORT = "abort"  # stop generating these groups: they were dropped
+    TURN = "turn"  # look into the registry whose turn it is on the device that trainer and engine share
 
 
 class Control(Message, tag="control", frozen=True, kw_only=True):

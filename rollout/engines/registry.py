@@ -17,6 +17,8 @@ ENGINES: dict[str, str] = {
 }
 """Module in `rollout/engines/` -> its class."""
 SERVE_ADAPTERS = ("hf", "vllm")
+CAN_SLEEP = ("hf", "vllm")
+"""vLLM on a GPU only, and if `enable_sleep_mode` is set."""
 
 
 def make_engine(config: EngineConfig, model_dir: Path, incarnation: str, lora: LoraConfig = NO_ADAPTERS) -> Engine:

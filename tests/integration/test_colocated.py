@@ -1,0 +1,126 @@
+"""Trainer and engine by turns on one device: never both, nothing is lost by it, and the results are those of a run without turns."""
+
+import asyncio
+import logging
+import os
+import signal
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.lifecycle import GroupState
+from protocol.topics import Role
+from services.ledger.ledger import RedisLedger
+from services.ledger.server import read_endpoint
+from services.observability.steps import read_steps
+from services.turns import HOLDS, TURN, Turn
+from tests.integration.command import audit, processes_of, tether_up, until
+from tests.integration.loop import ROOT, Finished, run_to_end
+from tests.integration.test_loop import SMALL, of, small
+
+STEPS = 4
+GREEDY = ("sampling.temperature=0", "algorithm.entropy_coef=0.1", "bound.max_staleness=0", f"run.steps={STEPS}")
+"""Tokens do not depend on chance, and the gradient, that of the entropy alone, not on log-probabilities."""
+
+
+def digests(run: Finished) -> list[object]:
+    """Of the weights after each step."""
+    return [event["digest"] for event in of(run, "commit")]
+
+
+def assert_by_turns(messages: list[str]) -> int:
+    """No engine holds the device in a turn of the trainer. Returns in how many of them a step was made."""
+    holders: set[str] = set()
+    trainers, steps = True, 0
+    for message in messages:
+        event, _, rest = message.partition(" ")
+        if event == "device.held":
+            assert not trainers, messages
+            holders.add(rest)
+        elif event == "device.left":
+            holders.discard(rest)
+        elif event == "turn.trainer":
+            assert not holders, messages
+            trainers = True
+        elif event == "turn.engines":
+            trainers = False
+        elif event == "step.done":
+            assert trainers, messages
+            steps += 1
+    return steps
+
+
+@pytest.mark.parametrize("backend", ["reference", "megatron"])
+async def test_the_engine_sleeps_in_every_step_and_the_weights_are_those_of_a_run_without_turns(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, backend: str
+) -> None:
+    alone = await run_to_end(small(tmp_path / "alone", *GREEDY, f"trainer.backend={backend}"))
+    with caplog.at_level(logging.INFO, "tether"):
+        run = await run_to_end(small(tmp_path / "turns", *GREEDY, f"trainer.backend={backend}", "colocated.enabled=true"))
+    assert (run.status.version, run.audit.violations, run.audit.max_lag) == (STEPS, [], 0)
+    assert assert_by_turns([record.getMessage() for record in caplog.records]) == STEPS
+    assert digests(run) == digests(alone)
+    assert len(set(digests(run))) == STEPS
+
+
+async def test_groups_in_flight_keep_their_leases_while_two_engines_sleep(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    settings = small(
+        tmp_path, "colocated.enabled=true", "bound.max_staleness=2", "sampling.max_tokens=12", f"run.steps={STEPS}",
+        "trainer.checkpoint_every=2",
+    )  # fmt: skip
+    with caplog.at_level(logging.INFO, "tether"):
+        run = await run_to_end(settings, rollouts=2)
+    assert (run.status.version, run.audit.violations) == (STEPS, [])
+    assert assert_by_turns([record.getMessage() for record in caplog.records]) == STEPS
+    assert set(Counter(event["group"] for event in of(run, "lease")).values()) == {1}
+
+
+def test_a_run_ends_although_the_engine_dies_asleep_and_the_trainer_in_its_turn(tmp_path: Path) -> None:
+    steps = 24
+    overrides = [
+        *SMALL, f"run.steps={steps}", "colocated.enabled=true", "eval.at_end=false", "rollout.lease_s=2", "sampling.max_tokens=24",
+    ]  # fmt: skip
+    arguments = [str(ROOT / "deploy/configs/demo.toml"), *(word for override in overrides for word in ("--set", override))]
+    with tether_up(*arguments, "--run-dir", str(tmp_path), output=tmp_path / "up.log") as up:
+        until(lambda: len(read_steps(tmp_path / "metrics.jsonl")) >= 1, seconds=180, what="the first step")
+        asyncio.run(kill_both(tmp_path))
+        assert up.wait(240) == 0, (tmp_path / "up.log").read_text()
+    found = read_steps(tmp_path / "metrics.jsonl")
+    assert [step["step"] for step in found] == list(range(steps))
+    assert len({step["epoch"] for step in found}) == 2
+    result = audit(tmp_path)
+    assert (result["code"], result["violations"], result["steps"]) == (0, [], steps)
+    assert processes_of(tmp_path) == []
+
+
+async def kill_both(run_dir: Path) -> None:
+    """The engine while it sleeps, then, when another has taken its place, the trainer while it makes a step."""
+    url = read_endpoint(run_dir / "ledger")
+    assert url is not None
+    ledger = await RedisLedger.connect(url, "demo")
+    try:
+        async with asyncio.timeout(120):
+            trainer, asleep = await stopped_in_its_turn(ledger)
+            os.kill(asleep["pid"], signal.SIGKILL)
+            os.kill(trainer["pid"], signal.SIGCONT)
+            trainer, successor = await stopped_in_its_turn(ledger, not_with=asleep["pid"])
+            os.kill(trainer["pid"], signal.SIGKILL)
+            assert successor["pid"] != asleep["pid"]
+    finally:
+        await ledger.close()
+
+
+async def stopped_in_its_turn(ledger: RedisLedger, not_with: int = 0) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """What the registry says of the trainer and of the engine; the trainer is stopped while it makes a step, and the engine sleeps."""
+    while True:
+        trainer = next(iter(await ledger.peers(Role.TRAINER))).info
+        os.kill(trainer["pid"], signal.SIGSTOP)
+        engines = [peer.info for peer in await ledger.peers(Role.ROLLOUT) if peer.info["pid"] != not_with]
+        taken = (await ledger.status()).states.get(GroupState.TAKEN, 0)
+        if trainer.get(TURN) == Turn.TRAINER and taken and [engine.get(HOLDS) for engine in engines] == [False]:
+            return trainer, engines[0]
+        os.kill(trainer["pid"], signal.SIGCONT)
+        await asyncio.sleep(0.005)
