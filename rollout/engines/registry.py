@@ -17,7 +17,7 @@ ENGINES: dict[str, str] = {
 }
 """Module in `rollout/engines/` -> its class."""
 SERVE_ADAPTERS = ("hf", "vllm")
-CAN_SLEEP = ("hf", "vllm")
+CAN_SLEEP = ("hf", "megatron", "vllm")
 """vLLM on a GPU only, and if `enable_sleep_mode` is set."""
 
 

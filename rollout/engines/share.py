@@ -86,6 +86,7 @@ class Share:
         if self._is_fetching():
             return {"error": "a version is being staged"}
         self._staging.discard()
+        self._staging.close()  # what it maps of the trainer's memory stays taken when the trainer ends
         self._state = "asleep"
         self._plan.release()
         return {"error": ""}

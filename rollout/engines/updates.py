@@ -52,6 +52,7 @@ class LocalUpdates:
             raise WeightError("a version is being staged: the engine cannot sleep now")
         self._asleep = True
         self.staging.discard()
+        self.staging.close()
 
     def wake(self) -> None:
         """The copy's memory is there again."""

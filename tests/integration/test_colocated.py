@@ -53,13 +53,14 @@ def assert_by_turns(messages: list[str]) -> int:
     return steps
 
 
-@pytest.mark.parametrize("backend", ["reference", "megatron"])
+@pytest.mark.parametrize(("engine", "backend"), [("hf", "reference"), ("hf", "megatron"), ("megatron", "reference")])
 async def test_the_engine_sleeps_in_every_step_and_the_weights_are_those_of_a_run_without_turns(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, backend: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, engine: str, backend: str
 ) -> None:
-    alone = await run_to_end(small(tmp_path / "alone", *GREEDY, f"trainer.backend={backend}"))
+    parts = (f"engine.name={engine}", f"trainer.backend={backend}")
+    alone = await run_to_end(small(tmp_path / "alone", *GREEDY, *parts))
     with caplog.at_level(logging.INFO, "tether"):
-        run = await run_to_end(small(tmp_path / "turns", *GREEDY, f"trainer.backend={backend}", "colocated.enabled=true"))
+        run = await run_to_end(small(tmp_path / "turns", *GREEDY, *parts, "colocated.enabled=true"))
     assert (run.status.version, run.audit.violations, run.audit.max_lag) == (STEPS, [], 0)
     assert assert_by_turns([record.getMessage() for record in caplog.records]) == STEPS
     assert digests(run) == digests(alone)
