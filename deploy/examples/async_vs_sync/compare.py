@@ -33,7 +33,7 @@ class Curve:
     samples: Sequence[int]
     """Samples trained up to each step."""
     seconds: Sequence[float]
-    """Since the first step began."""
+    """Since the first batch was complete: the start of the engine does not count."""
     lag_mean: float
     engine_busy: float
     tokens_per_s: float
@@ -47,7 +47,7 @@ class Curve:
 def read_curve(run_dir: Path, bound: int, seed: int, samples_per_group: int) -> Curve:
     """The run's metrics.jsonl as a curve."""
     steps: list[dict[str, Any]] = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    began = steps[0]["time"] - steps[0]["train_s"] - steps[0]["publish_s"] - steps[0]["wait_s"]
+    began = steps[0]["time"] - steps[0]["train_s"] - steps[0]["publish_s"]
     samples, trained, histogram = 0, [], {}
     for step in steps:
         samples += step["groups"] * samples_per_group
