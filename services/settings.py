@@ -254,6 +254,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "trainer.archive_mb": (0, 1e9),
     "trainer.memory_gb": (0, 1e6),
     "engine.staging_mb": (0, 1e9),
+    "engine.buffer_size_gb": (0, 1e6),
+    "engine.max_batch_tokens": (0, 1e9),
     "colocated.wait_s": (1, 1e6),
     "parallel.tensor_model_parallel_size": (1, 4096),
     "parallel.pipeline_model_parallel_size": (1, 4096),
