@@ -11,6 +11,9 @@ from protocol.messages.weights import TensorEntry, WeightManifest
 ALIGNMENT = 64
 """Bytes: every tensor starts on a cache line, so that a view of any dtype is aligned."""
 
+ALONE_BYTES = 1 << 20
+"""From this size on a tensor is sent by itself."""
+
 DTYPE_BYTES = {
     "float64": 8,
     "float32": 4,
@@ -58,6 +61,38 @@ def plan_buckets(sizes: Iterable[tuple[str, int]], bucket_bytes: int) -> tuple[l
         placements.append(Placement(name, len(buckets) - 1, start, nbytes))
         buckets[-1] = start + nbytes
     return placements, buckets
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """Bytes of one bucket that are sent at once."""
+
+    bucket: int
+    start: int
+    end: int
+    entries: tuple[TensorEntry, ...]
+
+
+def pieces(manifest: WeightManifest) -> list[Piece]:
+    """How the buckets of a version are cut for a receiver that can put large tensors straight where they belong.
+
+    A tensor of `ALONE_BYTES` or more is a piece, its smaller neighbours in a bucket are one together. Both ends cut alike.
+    """
+    found: list[Piece] = []
+    run: list[TensorEntry] = []
+
+    def end_run() -> None:
+        if run:
+            found.append(Piece(run[0].bucket, run[0].offset, run[-1].offset + run[-1].nbytes, tuple(run)))
+            run.clear()
+
+    for entry in sorted(manifest.tensors, key=lambda e: (e.bucket, e.offset, e.nbytes)):
+        if run and (run[0].bucket != entry.bucket or entry.nbytes >= ALONE_BYTES):
+            end_run()
+        run.append(entry)
+        if entry.nbytes >= ALONE_BYTES:
+            end_run()
+    end_run()
+    return found
 
 
 def manifest_digest(tensors: Sequence[TensorEntry]) -> int:

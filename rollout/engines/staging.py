@@ -109,12 +109,13 @@ class Staging:
         self._fetching = True
         try:
             with torch.no_grad():
-                for entry, tensor in receiver.tensors(manifest, deadline_s):
+                for entry, tensor in receiver.tensors(manifest, deadline_s, lambda entry: _whole_place(places[entry.name])):
                     if self._cancelled.is_set():
                         raise WeightError(f"staging of version {manifest.version} was cancelled")
                     for source in places[entry.name]:
                         for part in source.slices:
-                            part.fill(tensor)
+                            if part.target.data_ptr() != tensor.data_ptr():  # else it has come straight to its place
+                                part.fill(tensor)
                     seen.add(entry.name)
                     covered += entry.nbytes
         except BaseException:
@@ -162,6 +163,15 @@ class Staging:
         """Forget what is staged, and a `cancel` that came too late for its fetch."""
         self._staged = None
         self._cancelled.clear()
+
+
+def _whole_place(sources: Sequence[Source]) -> torch.Tensor | None:
+    """The part of the staging copy that a tensor fills as it is, if it is not cut up and goes nowhere else."""
+    if len(sources) != 1 or len(sources[0].slices) != 1:
+        return None
+    part = sources[0].slices[0]
+    whole = part.size == sources[0].shape and part.stride == contiguous_stride(part.size)
+    return part.target if whole and part.target.is_contiguous() else None
 
 
 def stored_once(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

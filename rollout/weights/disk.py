@@ -8,13 +8,14 @@ from safetensors import SafetensorError, safe_open
 
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
+from rollout.weights.base import Place, nowhere
 from rollout.weights.entries import Deadline, verify
 
 
 class DiskReceiver:
     """Reads tensors by name. The file's own header must agree with the manifest; its bytes are verified all the same."""
 
-    def tensors(self, manifest: WeightManifest, deadline_s: float) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+    def tensors(self, manifest: WeightManifest, deadline_s: float, place: Place = nowhere) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
         deadline = Deadline(manifest, deadline_s)
         path = Path(manifest.location) / "model.safetensors"
         try:

@@ -5,12 +5,16 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from protocol.buckets import Piece
 from protocol.device_digests import collect, digest_tensor
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
+from rollout.weights.base import Place
 
 POLL_S = 0.0005
 """Between two looks at a stream."""
+AHEAD = 4
+"""Pieces that are on their way at a time."""
 
 
 class Deadline:
@@ -41,14 +45,21 @@ def in_buckets(manifest: WeightManifest) -> Iterator[tuple[int, Sequence[TensorE
     yield from enumerate(entries)
 
 
-def view(entry: TensorEntry, bucket: torch.Tensor) -> torch.Tensor:
-    """The tensor of `entry` as a view of its bucket, a uint8 tensor whose storage is aligned.
+def target_of(piece: Piece, device: torch.device, place: Place) -> torch.Tensor | None:
+    """Where the bytes of a piece belong, [bytes] uint8: the place of its tensor, if it is one and has one on this device."""
+    target = place(piece.entries[0]) if len(piece.entries) == 1 else None
+    return target.view(-1).view(torch.uint8) if target is not None and target.device == device else None
+
+
+def view(entry: TensorEntry, bucket: torch.Tensor, start: int = 0) -> torch.Tensor:
+    """The tensor of `entry` as a view of its bucket from `start` on, a uint8 tensor whose storage is aligned.
 
     Raises:
         WeightError: if the entry's offset is not aligned for its dtype.
     """
     try:
-        return bucket[entry.offset : entry.offset + entry.nbytes].view(getattr(torch, entry.dtype)).view(entry.shape)
+        offset = entry.offset - start
+        return bucket[offset : offset + entry.nbytes].view(getattr(torch, entry.dtype)).view(entry.shape)
     except RuntimeError as error:
         raise WeightError(f"tensor {entry.name} at offset {entry.offset}: {error}") from error
 

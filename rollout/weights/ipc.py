@@ -4,21 +4,24 @@
     sender -> receiver   {"gpu": UUID, "buckets": [{"memory": n, "handle": [...]}, ...]}  a handle where `n` is new on this connection
     receiver -> sender   {"done": v}                                                      the memory may be written again
 
-Memory of the GPU that the engine uses is read where it lies. That of another, which need not be visible to this process, comes bucket by
-bucket over the link by the copy engines, into two buffers in turns, while the bucket before is looked at.
+Large tensors are copied straight to their place. Other memory of the GPU that the engine uses is read where it lies; that of another GPU,
+which need not be visible to this process, comes over the link by the copy engines, some pieces ahead of those that are looked at.
 """
 
 import base64
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
 import torch
 
+from protocol.buckets import Piece, pieces
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
-from rollout.weights.entries import Deadline, Verification, in_buckets, view
+from rollout.weights.base import Place, nowhere
+from rollout.weights.entries import AHEAD, Deadline, Verification, target_of, view
 from rollout.weights.line import Line, parse_address
 
 
@@ -29,10 +32,9 @@ class IpcReceiver:
         self._location = ""
         self._line: Line | None = None
         self._mapped: dict[int, torch.Tensor] = {}
-        self._buffers: list[torch.Tensor] = []
         self._lock = threading.Lock()
 
-    def tensors(self, manifest: WeightManifest, deadline_s: float) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+    def tensors(self, manifest: WeightManifest, deadline_s: float, place: Place = nowhere) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
         if not torch.cuda.is_available():
             raise WeightError(f"version {manifest.version}: transport ipc hands over GPU memory, and this engine has no GPU; use shm")
         deadline = Deadline(manifest, deadline_s)
@@ -44,9 +46,9 @@ class IpcReceiver:
                 raise WeightError(f"version {manifest.version}: {len(mapped)} buckets, the manifest has {len(manifest.buckets)}")
             here = answer["gpu"] == str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
             check = Verification(manifest)
-            for entries, bucket in self._local(manifest, mapped) if not here else self._in_place(manifest, mapped):
-                for entry in entries:
-                    tensor = view(entry, bucket)
+            for piece, memory in (_in_place if here else _over_the_link)(manifest, mapped, place):
+                for entry in piece.entries:
+                    tensor = view(entry, memory, piece.start)
                     check.add(entry, tensor)
                     yield entry, tensor
             check.finish(deadline, line.hung_up)
@@ -93,28 +95,34 @@ class IpcReceiver:
             self._mapped[number] = torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage)
         return self._mapped[number]
 
-    def _in_place(self, manifest: WeightManifest, mapped: list[torch.Tensor]) -> Iterator[tuple[list[TensorEntry], torch.Tensor]]:
-        for index, entries in in_buckets(manifest):
-            yield list(entries), mapped[index][: manifest.buckets[index]]
 
-    def _local(self, manifest: WeightManifest, mapped: list[torch.Tensor]) -> Iterator[tuple[list[TensorEntry], torch.Tensor]]:
-        """Every bucket in memory of our own; it is overwritten when the next but one is asked for."""
-        nbytes = max(manifest.buckets, default=0)
-        if not self._buffers or len(self._buffers[0]) < nbytes:
-            self._buffers = []
-            self._buffers = [torch.empty(nbytes, dtype=torch.uint8, device="cuda") for _ in range(2)]
-        looking, copying = torch.cuda.current_stream(), torch.cuda.Stream()
+def _in_place(manifest: WeightManifest, mapped: list[torch.Tensor], place: Place) -> Iterator[tuple[Piece, torch.Tensor]]:
+    """Pieces of memory of our own GPU: those that have a place are copied to it, the others are read where they lie."""
+    for piece in pieces(manifest):
+        source = mapped[piece.bucket][piece.start : piece.end]
+        target = target_of(piece, source.device, place)
+        yield piece, source if target is None else target.copy_(source)
 
-        def begin(index: int) -> torch.cuda.Event:
-            copying.wait_stream(looking)  # at the bucket that was in this buffer
-            with torch.cuda.stream(copying):
-                self._buffers[index % 2][: manifest.buckets[index]].copy_(mapped[index][: manifest.buckets[index]], non_blocking=True)
-                return copying.record_event()
 
-        order = list(in_buckets(manifest))
-        coming = begin(0) if order else None
-        for index, entries in order:
-            here, coming = coming, begin(index + 1) if index + 1 < len(order) else None
-            assert here is not None
-            looking.wait_event(here)
-            yield list(entries), self._buffers[index % 2][: manifest.buckets[index]]
+def _over_the_link(manifest: WeightManifest, mapped: list[torch.Tensor], place: Place) -> Iterator[tuple[Piece, torch.Tensor]]:
+    """Pieces of another GPU's memory, copied to their place or into memory of our own, some ahead."""
+    looking, copying = torch.cuda.current_stream(), torch.cuda.Stream()
+    coming: deque[tuple[Piece, torch.Tensor, torch.cuda.Event]] = deque()
+
+    def arrived() -> tuple[Piece, torch.Tensor]:
+        piece, memory, event = coming.popleft()
+        looking.wait_event(event)
+        return piece, memory
+
+    for piece in pieces(manifest):
+        source = mapped[piece.bucket][piece.start : piece.end]
+        target = target_of(piece, source.device, place)
+        memory = torch.empty_like(source) if target is None else target
+        copying.wait_stream(looking)  # memory that is used again may still be looked at
+        with torch.cuda.stream(copying):
+            memory.copy_(source, non_blocking=True)
+            coming.append((piece, memory, copying.record_event()))
+        if len(coming) == AHEAD:
+            yield arrived()
+    while coming:
+        yield arrived()

@@ -2,16 +2,17 @@
 
     receiver -> sender   {"version": v, "epoch": e}
     sender -> receiver   {"store_port": p}, then both make a TCPStore(HOST, p) and a group of rank 0 (sender) and rank 1; or {"ready": true}
-    both                 the buckets, broadcast by rank 0 in order
+    both                 the pieces of the buckets (`protocol.buckets.pieces`), broadcast by rank 0 in order
     receiver -> sender   {"done": v}
 
 The group stays for the next version, and is aborted when anything goes wrong. Pairwise groups: an engine that hangs or dies cannot hold
-up the others, a member that leaves needs no rebuild, and no order with the engine's own collectives is needed. A bucket comes while the
-one before it is looked at. On a GPU all of it is queued on the current stream, and the host waits once, at the end, with a deadline. An
-aborted collective may return with partial buffers, so only digests count.
+up the others, a member that leaves needs no rebuild, and no order with the engine's own collectives is needed. Large tensors come straight
+to their place; some pieces come while the ones before are looked at. On a GPU all of it is queued on the current stream, and the host waits
+once, at the end, with a deadline. An aborted collective may return with partial buffers, so only digests count.
 """
 
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
@@ -21,10 +22,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from protocol.buckets import Piece, pieces
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
 from protocol.nccl_environment import unwatched
-from rollout.weights.entries import Deadline, Verification, in_buckets, view
+from rollout.weights.base import Place, nowhere
+from rollout.weights.entries import AHEAD, Deadline, Verification, target_of, view
 from rollout.weights.line import Line, parse_address
 
 BACKENDS = ("gloo", "nccl")
@@ -37,10 +40,9 @@ class NcclReceiver:
         self._location = ""
         self._line: Line | None = None
         self._group: Any = None
-        self._memory: list[torch.Tensor] = []
         self._lock = threading.Lock()
 
-    def tensors(self, manifest: WeightManifest, deadline_s: float) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+    def tensors(self, manifest: WeightManifest, deadline_s: float, place: Place = nowhere) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
         deadline = Deadline(manifest, deadline_s)
         host, port, backend = parse_location(manifest.location)
         complete = False
@@ -53,9 +55,9 @@ class NcclReceiver:
             if "store_port" in answer:
                 self._group = _join(host, int(answer["store_port"]), backend, deadline)
             check = Verification(manifest)
-            for entries, bucket in self._buckets(manifest, backend, deadline):
-                for entry in entries:
-                    tensor = view(entry, bucket)
+            for piece, memory in self._pieces(manifest, backend, deadline, place):
+                for entry in piece.entries:
+                    tensor = view(entry, memory, piece.start)
                     check.add(entry, tensor)
                     yield entry, tensor
             check.finish(deadline, line.hung_up)
@@ -90,31 +92,31 @@ class NcclReceiver:
         self._line = line = Line(host, port, deadline)
         return line, line.ask(manifest, deadline)
 
-    def _buckets(self, manifest: WeightManifest, backend: str, deadline: Deadline) -> Iterator[tuple[list[TensorEntry], torch.Tensor]]:
-        """Every bucket with its entries; it is overwritten when the next but one is asked for."""
+    def _pieces(self, manifest: WeightManifest, backend: str, deadline: Deadline, place: Place) -> Iterator[tuple[Piece, torch.Tensor]]:
+        """Every piece with its bytes, uint8."""
         device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-        self._reserve(max(manifest.buckets, default=0), device)
-        order = list(in_buckets(manifest))
-        coming = self._begin(order[0][0], manifest, deadline) if order else None
-        for (index, entries), following in zip(order, [*order[1:], None], strict=True):
-            here, coming = coming, self._begin(following[0], manifest, deadline) if following else None
-            assert here is not None
-            here.wait()  # nccl: the stream waits, not the host
-            yield list(entries), self._memory[index % 2][: manifest.buckets[index]]
+        coming: deque[tuple[Piece, torch.Tensor, Any]] = deque()
+        for piece in pieces(manifest):
+            target = target_of(piece, device, place)
+            memory = torch.empty(piece.end - piece.start, dtype=torch.uint8, device=device) if target is None else target
+            coming.append((piece, memory, self._begin(memory, deadline)))
+            if len(coming) == AHEAD:
+                yield self._arrived(*coming.popleft())
+        while coming:
+            yield self._arrived(*coming.popleft())
 
-    def _begin(self, index: int, manifest: WeightManifest, deadline: Deadline) -> Any:
+    def _begin(self, memory: torch.Tensor, deadline: Deadline) -> Any:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        options.timeout = timedelta(seconds=deadline.remaining(f"receiving bucket {index}"))
+        options.timeout = timedelta(seconds=deadline.remaining("receiving"))
         group = self._group
         if group is None:
             raise RuntimeError("the receiver was closed")
-        return group.broadcast([self._memory[index % 2][: manifest.buckets[index]]], options)
+        return group.broadcast([memory], options)
 
-    def _reserve(self, nbytes: int, device: torch.device) -> None:
-        if not self._memory or self._memory[0].device != device or len(self._memory[0]) < nbytes:
-            self._memory = []
-            self._memory = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    def _arrived(self, piece: Piece, memory: torch.Tensor, work: Any) -> tuple[Piece, torch.Tensor]:
+        work.wait()  # nccl: the stream waits, not the host
+        return piece, memory
 
 
 def parse_location(location: str) -> tuple[str, int, str]:

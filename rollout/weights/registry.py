@@ -7,7 +7,7 @@ import torch
 from protocol.buckets import check_manifest
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
-from rollout.weights.base import Receiver
+from rollout.weights.base import Place, Receiver, nowhere
 from rollout.weights.disk import DiskReceiver
 from rollout.weights.ipc import IpcReceiver
 from rollout.weights.nccl import NcclReceiver
@@ -22,9 +22,9 @@ class CheckedReceiver:
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
 
-    def tensors(self, manifest: WeightManifest, deadline_s: float) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+    def tensors(self, manifest: WeightManifest, deadline_s: float, place: Place = nowhere) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
         check_manifest(manifest)
-        yield from self._receiver.tensors(manifest, deadline_s)
+        yield from self._receiver.tensors(manifest, deadline_s, place)
 
     def close(self) -> None:
         self._receiver.close()

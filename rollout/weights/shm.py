@@ -8,13 +8,14 @@ import torch
 
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
+from rollout.weights.base import Place, nowhere
 from rollout.weights.entries import Deadline, in_buckets, verify, view
 
 
 class ShmReceiver:
     """Maps `bucket_00000.bin` ... privately: nothing is copied, and a publisher that unlinks the files does not disturb a reader."""
 
-    def tensors(self, manifest: WeightManifest, deadline_s: float) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+    def tensors(self, manifest: WeightManifest, deadline_s: float, place: Place = nowhere) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
         deadline = Deadline(manifest, deadline_s)
         for index, entries in in_buckets(manifest):
             if not entries:

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.buckets import ALIGNMENT, check_manifest, manifest_digest, plan_buckets
+from protocol.buckets import ALIGNMENT, ALONE_BYTES, check_manifest, manifest_digest, pieces, plan_buckets
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
 
@@ -78,3 +78,18 @@ def test_digest_ignores_order_and_buckets_but_not_content() -> None:
     assert manifest_digest((A, B)) == manifest_digest((B, moved))
     for change in ({"digest": 9}, {"shape": (1, 2)}, {"name": "c"}, {"dtype": "int32"}):
         assert manifest_digest((msgspec.structs.replace(A, **change), B)) != manifest_digest((A, B))
+
+
+@given(st.lists(st.sampled_from([0, 4, 1000, ALONE_BYTES - 1, ALONE_BYTES, 2 * ALONE_BYTES]), min_size=1, max_size=20))
+def test_pieces_hold_every_tensor_once_and_the_large_ones_alone(sizes: list[int]) -> None:
+    placements, buckets = plan_buckets(((f"t{i}", n) for i, n in enumerate(sizes)), 3 * ALONE_BYTES)
+    entries = [TensorEntry(p.name, "uint8", (p.nbytes,), p.bucket, p.offset, p.nbytes, 0) for p in placements]
+    found = pieces(manifest(*entries, buckets=tuple(buckets)))
+    assert sorted(entry.name for piece in found for entry in piece.entries) == sorted(f"t{i}" for i in range(len(sizes)))
+    for piece in found:
+        assert len(piece.entries) == 1 or all(entry.nbytes < ALONE_BYTES for entry in piece.entries)
+        for entry in piece.entries:
+            assert entry.bucket == piece.bucket
+            assert piece.start <= entry.offset
+            assert entry.offset + entry.nbytes <= piece.end <= buckets[piece.bucket]
+    assert all(a.bucket < b.bucket or a.end <= b.start for a, b in zip(found, found[1:], strict=False))

@@ -4,7 +4,7 @@
     sender -> receiver   {"store_port": p}                     on the first request: both make a TCPStore(HOST, p) and a group of rank 0
                                                                (sender) and rank 1 of it, which stay for the next versions
                          {"ready": true}                       on later ones
-    both                 the buckets, broadcast by rank 0 in order
+    both                 the pieces of the buckets (`protocol.buckets.pieces`), broadcast by rank 0 in order
     receiver -> sender   {"done": v}
 
 Pairwise groups: a receiver that hangs or dies holds up no other, and no default process group is touched. The version lies in memory of
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from protocol.buckets import pieces
 from protocol.errors import SettingsError, WeightError
 from protocol.messages import WeightManifest
 from protocol.nccl_environment import unwatched
@@ -135,14 +136,14 @@ class _Pair:
             return dist.ProcessGroupNCCL(store, 0, 2, dist.ProcessGroupNCCL.Options())
 
     def _broadcast(self, published: Published, end: float) -> None:
-        for bucket in published.buckets:
+        for piece in pieces(published.manifest):
             options = dist.BroadcastOptions()
             options.rootRank, options.rootTensor = 0, 0
             options.timeout = timedelta(seconds=left(end))
-            self._group.broadcast([bucket], options).wait()
+            self._group.broadcast([published.buckets[piece.bucket][piece.start : piece.end]], options).wait()
 
     def _send_on_stream(self, line: Line, published: Published, end: float) -> None:
-        """Queue all buckets and wait until they are through, the receiver is gone, or the time is up."""
+        """Queue all pieces and wait until they are through, the receiver is gone, or the time is up."""
         stream = torch.cuda.Stream(self._device)  # not the one that trains
         with torch.cuda.stream(stream):
             self._broadcast(published, end)

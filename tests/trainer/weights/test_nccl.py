@@ -124,6 +124,19 @@ def test_the_connection_and_the_group_stay_for_the_next_version(sender: NcclSend
         assert len(groups) == 1
 
 
+def test_a_large_tensor_comes_straight_to_its_place_and_is_verified_there(sender: NcclSender) -> None:
+    sent = [("small", torch.ones(7)), ("large", torch.arange(300_000.0)), ("other", torch.full((300_000,), 3.0)), ("last", torch.zeros(2))]
+    manifest = sender.publish("e1", 1, sent)
+    target = torch.zeros(300_000)
+    with closing(NcclReceiver()) as receiver:
+        got = dict(
+            (entry.name, tensor) for entry, tensor in receiver.tensors(manifest, 30, lambda e: target if e.name == "large" else None)
+        )
+    assert got["large"].data_ptr() == target.data_ptr()
+    for name, tensor in sent:
+        assert torch.equal(got[name], tensor)
+
+
 def test_a_receiver_whose_sender_was_replaced_finds_the_new_one(sender: NcclSender) -> None:
     with closing(NcclReceiver()) as receiver:
         assert len(list(receiver.tensors(sender.publish("e1", 1, weights()), 30))) == 4
