@@ -23,7 +23,7 @@ class ColocatedConfig:
     """Section `[colocated]`: trainer and engines share their GPUs by turns."""
 
     enabled: bool = False
-    wait_s: float = 600.0
+    wait_s: float = 300.0
     """How long the trainer waits for engines to sleep (one that starts or stages ends that first) before it gives up."""
 
 

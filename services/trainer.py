@@ -52,6 +52,8 @@ def check_memory(settings: Settings) -> None:
     """Whether trainer and engines fit on the GPU that they share. Raises SettingsError if not; on a CPU nothing is checked."""
     if not torch.cuda.is_available():
         return
+    if settings.weights.transport == "nccl":
+        raise SettingsError("setting weights.transport: NCCL does not connect processes on one GPU; use ipc (or shm) in a colocated run")
     on_each = -(-settings.services.rollout_workers * settings.engine.tensor_parallel_size // settings.parallel.world_size)
     shapes = checkpoint_shapes(settings.model_dir)
     check_budget(

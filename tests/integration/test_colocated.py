@@ -22,6 +22,7 @@ from tests.integration.loop import ROOT, Finished, run_to_end
 from tests.integration.test_loop import SMALL, of, small
 
 STEPS = 4
+LEASE_MS = 2000
 GREEDY = ("sampling.temperature=0", "algorithm.entropy_coef=0.1", "bound.max_staleness=0", f"run.steps={STEPS}")
 """Tokens do not depend on chance, and the gradient, that of the entropy alone, not on log-probabilities."""
 
@@ -79,10 +80,12 @@ async def test_groups_in_flight_keep_their_leases_while_two_engines_sleep(tmp_pa
     assert set(Counter(event["group"] for event in of(run, "lease")).values()) == {1}
 
 
+@pytest.mark.timeout(600)
 def test_a_run_ends_although_the_engine_dies_asleep_and_the_trainer_in_its_turn(tmp_path: Path) -> None:
     steps = 24
     overrides = [
-        *SMALL, f"run.steps={steps}", "colocated.enabled=true", "eval.at_end=false", "rollout.lease_s=2", "sampling.max_tokens=24",
+        *SMALL, f"run.steps={steps}", "colocated.enabled=true", "eval.at_end=false", f"rollout.lease_s={LEASE_MS / 1000}",
+        "sampling.max_tokens=24",
     ]  # fmt: skip
     arguments = [str(ROOT / "deploy/configs/demo.toml"), *(word for override in overrides for word in ("--set", override))]
     with tether_up(*arguments, "--run-dir", str(tmp_path), output=tmp_path / "up.log") as up:
@@ -103,8 +106,11 @@ async def kill_both(run_dir: Path) -> None:
     assert url is not None
     ledger = await RedisLedger.connect(url, "demo")
     try:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(240):
             trainer, asleep = await stopped_in_its_turn(ledger)
+            while not await leases_outlive_their_time(ledger):
+                os.kill(trainer["pid"], signal.SIGCONT)
+                trainer, asleep = await stopped_in_its_turn(ledger)
             os.kill(asleep["pid"], signal.SIGKILL)
             os.kill(trainer["pid"], signal.SIGCONT)
             trainer, successor = await stopped_in_its_turn(ledger, not_with=asleep["pid"])
@@ -112,6 +118,23 @@ async def kill_both(run_dir: Path) -> None:
             assert successor["pid"] != asleep["pid"]
     finally:
         await ledger.close()
+
+
+async def leases_outlive_their_time(ledger: RedisLedger) -> bool:
+    """Wait until all leases are extended beyond what was left of them and once more; false if there is none."""
+    key = next(key for key in ledger.keys.all if key.endswith("leases"))
+    before = await expiries(ledger, key)
+    now = before
+    while now and any(now[group] < before[group] + LEASE_MS for group in now):
+        await asyncio.sleep(0.02)
+        now = {group: expiry for group, expiry in (await expiries(ledger, key)).items() if group in before}
+    return bool(now)
+
+
+async def expiries(ledger: RedisLedger, key: str) -> dict[bytes, float]:
+    """Group -> when its lease runs out, ms."""
+    found = await ledger._connection.command("ZRANGE", key, 0, -1, "WITHSCORES")
+    return {group: float(expiry) for group, expiry in found}
 
 
 async def stopped_in_its_turn(ledger: RedisLedger, not_with: int = 0) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
