@@ -100,6 +100,25 @@ def test_a_run_ends_although_the_engine_dies_asleep_and_the_trainer_in_its_turn(
     assert processes_of(tmp_path) == []
 
 
+@pytest.mark.gpu
+@pytest.mark.engine
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("transport", ["shm", "ipc"])
+@pytest.mark.parametrize("eager", ["true", "false"])
+def test_vllm_and_megatron_share_a_gpu(tmp_path: Path, transport: str, eager: str) -> None:
+    overrides = [
+        "run.steps=6", "colocated.enabled=true", f"weights.transport={transport}", f"engine.enforce_eager={eager}", "eval.at_end=false",
+        "engine.memory_fraction=0.8", "sampling.max_tokens=24", "trainer.checkpoint_every=3",
+        'services.trainer_gpus="0"', 'services.rollout_gpus="0"',
+    ]  # fmt: skip
+    arguments = [str(ROOT / "deploy/configs/demo.toml"), *(word for override in overrides for word in ("--set", override))]
+    with tether_up(*arguments, "--run-dir", str(tmp_path), output=tmp_path / "up.log") as up:
+        assert up.wait(800) == 0, (tmp_path / "up.log").read_text()
+    result = audit(tmp_path)
+    assert (result["code"], result["violations"], result["steps"]) == (0, [], 6)
+    assert all(step["logprob_error_max"] < 0.02 for step in read_steps(tmp_path / "metrics.jsonl"))
+
+
 async def kill_both(run_dir: Path) -> None:
     """The engine while it sleeps, then, when another has taken its place, the trainer while it makes a step."""
     url = read_endpoint(run_dir / "ledger")
