@@ -1,3 +1,5 @@
+import itertools
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -92,4 +94,4 @@ def test_pieces_hold_every_tensor_once_and_the_large_ones_alone(sizes: list[int]
             assert entry.bucket == piece.bucket
             assert piece.start <= entry.offset
             assert entry.offset + entry.nbytes <= piece.end <= buckets[piece.bucket]
-    assert all(a.bucket < b.bucket or a.end <= b.start for a, b in zip(found, found[1:], strict=False))
+    assert all(a.bucket < b.bucket or a.end <= b.start for a, b in itertools.pairwise(found))
