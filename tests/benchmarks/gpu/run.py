@@ -27,7 +27,7 @@ import torch
 
 from tests.benchmarks.gpu.partner import ROOT, SAME
 from tests.benchmarks.gpu.shapes import SIZES
-from tests.benchmarks.gpu.table import render
+from tests.benchmarks.gpu.table import phases, render
 
 WAYS = ("nccl", "vllm-nccl", "per-tensor", "ipc", "ipc@same", "vllm-ipc@same", "shm", "flip")
 """In the order in which they are wanted if the time does not suffice for all."""
@@ -53,7 +53,7 @@ def default_parts(one_gpu: bool) -> list[str]:
     """All ways that can be gone on this machine."""
     if one_gpu:
         return [f"{way}{SAME}" for way in ("ipc", "vllm-ipc", "shm", "flip")]
-    return [way for way in WAYS if "ipc" not in way or torch.cuda.is_available()]
+    return [way for way in WAYS if torch.cuda.is_available() or way.partition("@")[0] != "ipc"]
 
 
 class Lines:
@@ -182,6 +182,7 @@ def run_session(report: Report, arguments: argparse.Namespace, environment: dict
             if event["event"] == "end":
                 report.facts["parts"][part] = event["result"]
                 report.write()
+                print(f"bench-gpu: {part}: {phases(event['result'])}", file=sys.stderr, flush=True)
             else:
                 report.fail(part, event.get("error") or f"{event['event']}")
             over.append(part)

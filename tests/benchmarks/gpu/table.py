@@ -48,7 +48,9 @@ _HEAD = (
 
 
 def limit_of(way: str, limits: Mapping[str, float]) -> float | None:
-    """The quickest that the same bytes can move between the places that a way moves them between."""
+    """The quickest that the same bytes can move between the places that a way moves them between; None if it moves nothing."""
+    if way.startswith("flip"):
+        return None
     if way.endswith("@same"):
         return limits.get("copy on one GPU")
     if way.startswith("shm"):

@@ -65,7 +65,7 @@ class Trainer:
         config = WeightConfig(transport=transport, backend=group_backend(), keep=1, timeout_s=60.0)
         if bucket_mb:
             config = dataclasses.replace(config, bucket_mb=bucket_mb)
-        self._sender = make_sender(config, run=f"bench{os.getpid()}", run_dir=Path(self._directory.name))
+        self._sender = make_sender(config, run="bench-gpu", run_dir=Path(self._directory.name))
         return {}
 
     def publish(self, version: int) -> dict[str, Any]:
@@ -126,16 +126,17 @@ class Trainer:
 
     def export_vllm(self) -> dict[str, Any]:
         """IPC handles of all tensors, as vLLM's trainer side makes them for its IPC weight transfer."""
-        from torch.multiprocessing.reductions import reduce_tensor
+        from torch.multiprocessing import reductions
         from vllm.distributed.weight_transfer import clients
 
+        stand_in.install()
         torch.cuda.ipc_collect()  # of the update before
-        where = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+        where = str(torch.cuda.get_device_properties(device().index or 0).uuid)
         info = {
             "names": list(self._tensors),
             "dtype_names": [self._dtype] * len(self._tensors),
             "shapes": [list(tensor.shape) for tensor in self._tensors.values()],
-            "ipc_handles": [{where: reduce_tensor(tensor)[1]} for tensor in self._tensors.values()],
+            "ipc_handles": [{where: reductions.reduce_tensor(tensor)[1]} for tensor in self._tensors.values()],
         }
         return {"began": self._began, "ended": time.monotonic(), "info": clients._json_safe_update_info(info)}
 

@@ -14,8 +14,6 @@ from tests.benchmarks.gpu.gaps import Phase
 from tests.benchmarks.gpu.groups import HOST, free_port
 from tests.benchmarks.gpu.partner import Partner
 
-RESUME_S = 10.0
-
 
 class Way(Protocol):
     """One way of updating. The time before the first phase's beginning is not the update's: the optimizer's step."""
@@ -76,11 +74,8 @@ class Paused:
         began = (await self._partner.ask("step"))["began"]
         await self._engine.llm.pause_generation(mode="keep", clear_cache=False)
         paused = monotonic()
-        try:
-            moved = await self._move(paused)
-        finally:
-            async with asyncio.timeout(RESUME_S):
-                await self._engine.llm.resume_generation()
+        moved = await self._move(paused)  # if it fails nobody resumes: half of a version may lie in the model
+        await self._engine.llm.resume_generation()
         resumed = monotonic()
         phases = [Phase("pause", began, paused), *moved, Phase("resume", moved[-1].ended, resumed)]
         return phases, {"pause_ms": (resumed - began) * 1e3}
