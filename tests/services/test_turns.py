@@ -10,6 +10,7 @@ import pytest_asyncio
 
 from protocol.errors import TetherError
 from protocol.topics import Role
+from services.ledger.interface import Peer
 from services.ledger.server import EmbeddedServer
 from services.process import Process, opened
 from services.settings import Settings
@@ -59,6 +60,14 @@ async def test_a_trainer_waits_for_engines_and_gives_up_by_name(settings: Settin
         with pytest.raises(TetherError, match=rf"{worker.incarnation} still held the device after 0\.2 s \(colocated\.wait_s\)"):
             await mine.begin()
         assert not mine.mine
+
+
+async def test_a_trainer_does_not_wait_for_an_engine_that_has_died(settings: Settings) -> None:
+    async with opened(Role.TRAINER, settings, "trainer") as trainer:
+        await trainer.ledger.register(Peer(Role.ROLLOUT, "dead", {HOLDS: True}), ttl_ms=300)
+        assert await holders(trainer) == ["dead"]
+        await TrainerTurn(trainer, 30).begin()
+        assert await holders(trainer) == []
 
 
 async def test_a_worker_that_is_to_stop_does_not_wait_for_its_turn(settings: Settings) -> None:

@@ -43,6 +43,7 @@ def play(versions: Versions, transport: str, moves: list[Move], until: Callable[
 @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
 @example(transport="disk", moves=[*STEPS, *STEPS, Move("restart", "zombie", 2), *STEPS, Move("haunt"), *STEPS, Move("haunt"), *STEPS])
 @example(transport="shm", moves=[*STEPS, Move("poison"), *STEPS, Move("step", "corrupt"), Move("step", "truncate"), *STEPS])
+@example(transport="shm", moves=[*STEPS, Move("sleep"), *STEPS, Move("restart", "", 1), Move("wake"), *STEPS, Move("sleep"), Move("wake")])
 @given(transport=st.sampled_from(["shm", "disk", "nccl"]), moves=st.lists(MOVES, max_size=20))
 def test_tokens_are_of_the_versions_that_they_name_whatever_happens(versions: Versions, transport: str, moves: list[Move]) -> None:
     play(versions, transport, moves)
@@ -52,6 +53,12 @@ def test_tokens_are_of_the_versions_that_they_name_whatever_happens(versions: Ve
 def test_updates_in_the_middle_of_requests_are_seen(versions: Versions, transport: str) -> None:
     """So that the histories above are known to hold what they are to check."""
     world = play(versions, transport, STEPS, until=lambda world: world.accepted > 0 and world.spans > world.checked)
+    assert world.poisoned == 0
+
+
+def test_requests_live_through_the_sleep_of_their_engine(versions: Versions) -> None:
+    moves = [*STEPS, Move("sleep"), *STEPS, Move("wake"), *STEPS]
+    world = play(versions, "shm", moves, until=lambda world: world.accepted > 0 and world.spans > world.checked)
     assert world.poisoned == 0
 
 

@@ -55,6 +55,7 @@ MOVES = st.one_of(
     st.builds(Move, st.just("restart"), st.sampled_from(["", "zombie"]), st.integers(0, 2)),
     st.builds(Move, st.just("disturb"), faults=FAULTS),
     st.builds(Move, st.sampled_from(["haunt", "kill_engine", "poison", "no_time", "unstaged", "cut"])),
+    st.builds(Move, st.sampled_from(["sleep", "wake"])),
     st.builds(Move, st.just("turns"), count=st.integers(1, 20)),
 )
 
@@ -71,6 +72,7 @@ class World:
         self._stage_timeout_s = 30.0
         self._lives = 0
         self.engine: HFEngine | None = None
+        self._updater: WeightUpdater | None = None
         self._engine_task: asyncio.Task[None] | None = None
         self.poisoned = self.accepted = self.checked = 0
         self.spans = 0
@@ -87,7 +89,7 @@ class World:
             identity: dict[str, Any] = {"run": RUN, "incarnation": process.incarnation, "role": Role.ROLLOUT, "config": CONFIG}
             async with Listener(WEIGHTS, discover=self.registry, **identity) as listener:
                 updater = WeightUpdater(process, engine, listener, on_abort=lambda groups: None, on_applied=lambda: None)
-                self.engine, self._name = engine, process.incarnation
+                self.engine, self._updater, self._name = engine, updater, process.incarnation
                 async with asyncio.TaskGroup() as tasks:
                     for loop in (updater.listen_loop, updater.poll_loop, updater.apply_loop):
                         tasks.create_task(loop(), name=loop.__name__)
@@ -193,6 +195,11 @@ class World:
                 with pytest.raises((WeightError, EngineError)):
                     await engine.commit(msgspec.structs.replace(trainer.manifest, version=10_000))
                 assert engine.served == served or engine.served.version < 10_000
+            case "sleep" | "wake" if engine is not None and self._updater is not None:
+                try:
+                    await (self._updater.sleep() if move.name == "sleep" else self._updater.wake())
+                except (EngineError, WeightError):
+                    assert self.engine is not engine  # killed or poisoned meanwhile
             case "turns":
                 await asyncio.sleep(0.002 * move.count)
 
