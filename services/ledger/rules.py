@@ -233,7 +233,8 @@ class Rules:
         for told in event.get("told", ()):
             if told["event"] == "commit":
                 self.digests = {v: known for v, known in self.digests.items() if v <= told["step"]} | {told["step"] + 1: told["digest"]}
-        self.steps, self.lineage, self.resumed, self.stopped = None, set(), "", set()
+        self.steps, self.lineage, self.resumed = None, set(), ""
+        self.stopped.discard("pending")
         self.attempts, self.served = {}, {}
         self.epochs.add(event["epoch"])
 

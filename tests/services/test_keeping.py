@@ -151,6 +151,23 @@ async def test_what_the_journal_has_is_told_to_an_emptied_server(tmp_path: Path)
         assert (result.violations, result.trained) == ([], 2)
 
 
+async def test_a_run_that_was_drained_is_drained_after_a_rebuild_and_its_last_step_may_be_short(tmp_path: Path) -> None:
+    async with kept(tmp_path) as here:
+        ledger = here.driver.ledger
+        await ledger.set_bound(groups_per_step=3)
+        await here.driver.scored(2)
+        await ledger.drain()
+        await here.archived()
+        here.command("FLUSHALL")
+        await here.keeper.look()
+        assert (await here.guarded.status()).draining
+        await ledger.claim("e2")
+        assert await ledger.resume("e2", 1, 100)
+        assert len((await ledger.take("e2")).groups) == 2
+        await here.archived()
+        assert verify(tmp_path / FILE).violations == []
+
+
 async def test_a_change_that_was_pending_is_asked_for_again(tmp_path: Path) -> None:
     async with kept(tmp_path) as here:
         await here.driver.ledger.set_bound(groups_per_step=3)
