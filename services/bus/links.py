@@ -7,6 +7,7 @@ told, and the next look into the registry opens a new one.
 
 import asyncio
 import logging
+import zlib
 from collections.abc import Awaitable, Callable, Mapping
 from types import TracebackType
 from typing import Generic, Self, TypeVar
@@ -179,7 +180,7 @@ class Links(Generic[T]):
 
     @property
     def links(self) -> Mapping[str, Link[T]]:
-        """By incarnation of the receiver."""
+        """By incarnation of the receiver; those that are to be preferred, where all else is equal, come first."""
         return self._links
 
     async def __aenter__(self) -> Self:
@@ -246,7 +247,12 @@ class Links(Generic[T]):
                 log.warning("bus.bad_endpoint topic=%s receiver=%s endpoint=%s error=%s", self._topic.name, incarnation, endpoint, error)
                 continue
             self._links[incarnation] = link
+            self._links = dict(sorted(self._links.items(), key=self._rank))
             self._greet(link)
+
+    def _rank(self, item: tuple[str, Link[T]]) -> int:
+        """An order of receivers that is another one for each sender: of several that are as good, not all senders take the same."""
+        return zlib.crc32(f"{self._hello.sender} {item[0]}".encode())
 
     def _greet(self, link: Link[T]) -> None:
         """Say hello; on a link that waits for something, so that the receiver tells of what was lost even if nothing follows it."""

@@ -1,6 +1,8 @@
 """A receiver's window is never exceeded, and nobody starves."""
 
 import asyncio
+from contextlib import AsyncExitStack
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,7 +10,20 @@ from hypothesis import strategies as st
 from protocol.messages import Ack, Heartbeat
 from services.bus.credit import Account, top_up
 from services.bus.receiver import Delivery
-from tests.services.bus.harness import DEADLINE_S, Raw, Registry, eventually, frame, receiver, score, sender, windowed
+from services.bus.sender import Sender
+from tests.services.bus.harness import (
+    DEADLINE_S,
+    Raw,
+    Registry,
+    acknowledge,
+    background,
+    eventually,
+    frame,
+    receiver,
+    score,
+    sender,
+    windowed,
+)
 
 STEPS = st.lists(st.tuples(st.sampled_from(["join", "send", "finish", "leave"]), st.integers(0, 9)), max_size=200)
 
@@ -125,3 +140,23 @@ async def test_sender_waits_for_credit() -> None:
             for delivery in held:
                 inbox.ack(delivery)
         assert outbox.stats.resent == 0
+
+
+async def test_senders_share_idle_receivers_evenly() -> None:
+    """Each sender has credit at each receiver, and none is better than another: they must not all take the same."""
+    taken: dict[str, list[int]] = {f"reward.{index}": [] for index in range(4)}
+    async with AsyncExitStack() as stack:
+        inboxes = {name: await stack.enter_async_context(receiver(name)) for name in taken}
+        registry = Registry({name: inbox.endpoint for name, inbox in inboxes.items()})
+        outboxes = [await stack.enter_async_context(sender(registry, f"rollout.{index}")) for index in range(40)]
+        async with background(*(acknowledge(inboxes[name], groups) for name, groups in taken.items())):
+            await eventually(lambda: all(knows(outbox, len(taken)) for outbox in outboxes))
+            for outbox in outboxes:
+                await outbox.send(score(1))
+    assert min(len(groups) for groups in taken.values()) >= 5
+
+
+def knows(outbox: Sender, receivers: int) -> bool:
+    """Whether a sender has heard from so many receivers."""
+    links: dict[str, dict[str, Any]] = outbox.who()["receivers"]  # type: ignore[assignment]
+    return sum(link["ready"] for link in links.values()) == receivers
