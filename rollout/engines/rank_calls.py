@@ -1,10 +1,10 @@
-"""Calls from the engine's process to its ranks over Unix sockets, for engines that offer no such call of their own.
+"""Calls from the engine's process to its ranks over Unix sockets, for what the engine itself offers no such call.
 
-    engine -> rank 0   a call: (number, method, arguments)
-    rank -> engine     an answer: (number, value, error), one from every rank
+    engine -> rank   a call: (number, method, arguments)
+    rank -> engine   an answer: (number, value, error), one from every rank
 
-A frame is its length in 4 bytes, big endian, and one msgpack value. Only rank 0 is asked: it passes the call on to the others at a place
-where all of them stand between the same two steps.
+A frame is its length in 4 bytes, big endian, and one msgpack value. A call goes to rank 0 alone, which passes it on to the others at a
+place where all of them stand between the same two steps; or, where that does not matter, to every rank.
 """
 
 import asyncio
@@ -67,6 +67,14 @@ class CallServer:
             with suppress(OSError):
                 connection.sendall(frame(answer))
 
+    def carry_out(self, call: Call, method: Callable[..., Any]) -> None:
+        """Do what a call asks for and answer it."""
+        try:
+            answer = Answer(call.number, method(*call.arguments))
+        except Exception as error:  # whatever it is, the engine's process is told, and decides
+            answer = Answer(call.number, error=f"{call.method}: {type(error).__name__}: {error}")
+        self.answer(answer)
+
     def _run(self) -> None:
         while True:
             connection, _ = self._listener.accept()
@@ -100,17 +108,25 @@ class RankCalls:
             self._lines.append(line)
 
     async def call(self, method: str, *arguments: Any) -> list[Any]:
-        """The answers of all ranks. A cancelled call is carried out all the same.
+        """The answers of all ranks to a call that rank 0 passes on. A cancelled call is carried out all the same.
 
         Raises:
             EngineError: a rank could not do it, or is gone.
         """
-        if not self._lines:
+        return await self._answers(self._lines[:1], method, arguments)
+
+    async def call_each(self, method: str, *arguments: Any) -> list[Any]:
+        """The same of a call that goes to every rank."""
+        return await self._answers(self._lines, method, arguments)
+
+    async def _answers(self, asked: Sequence["_Line"], method: str, arguments: Sequence[Any]) -> list[Any]:
+        if not asked:
             raise EngineError("not connected")
         number = next(self._numbers)
         waiting = [line.expect(number) for line in self._lines]
         try:
-            self._lines[0].send(Call(number, method, list(arguments)))
+            for line in asked:
+                line.send(Call(number, method, list(arguments)))
             answers = [await future for future in waiting]
         finally:
             for line in self._lines:

@@ -27,8 +27,10 @@ Call = Callable[..., Awaitable[list[Any]]]
 class RankUpdates:
     """Stages on all ranks, one version at a time."""
 
-    def __init__(self, call: Call, *, stage_timeout_s: float, call_timeout_s: float) -> None:
+    def __init__(self, call: Call, ask: Call, *, stage_timeout_s: float, call_timeout_s: float) -> None:
+        """`call` reaches all ranks between the same two steps; `ask` at any time, for what concerns the staging copy alone."""
         self._call = call
+        self._ask = ask
         self._stage_timeout_s = stage_timeout_s
         self._call_timeout_s = call_timeout_s
         self._busy = False
@@ -44,7 +46,7 @@ class RankUpdates:
         self._busy = True
         staged = False
         try:
-            ranks = await self._call("stage", msgspec.msgpack.encode(manifest), self._stage_timeout_s)
+            ranks = await self._ask("stage", msgspec.msgpack.encode(manifest), self._stage_timeout_s)
             if not any(rank["error"] for rank in ranks):
                 ranks = await self._settled(manifest)
             for number, rank in enumerate(ranks):
@@ -105,7 +107,7 @@ class RankUpdates:
         try:
             async with asyncio.timeout(limit_s):
                 while True:
-                    ranks = await self._call("status")
+                    ranks = await self._ask("status")
                     states = {rank["state"] for rank in ranks}
                     if "staging" not in states or "failed" in states:
                         return ranks
@@ -117,10 +119,10 @@ class RankUpdates:
         """Forget what is staged, on all ranks; a fetch that runs is told to end and waited for."""
         with suppress(EngineError, TimeoutError):
             async with asyncio.timeout(self._call_timeout_s):
-                ranks = await self._call("cancel")
+                ranks = await self._ask("cancel")
                 while any(rank["state"] == "staging" for rank in ranks):
                     await asyncio.sleep(POLL_S[0])
-                    ranks = await self._call("cancel")
+                    ranks = await self._ask("cancel")
 
 
 def check_rank(rank: int, found: dict[str, Any], manifest: WeightManifest) -> None:

@@ -42,7 +42,7 @@ class RankedEngine(Engine):
         self._hollow = False
         """It has slept, and no version was committed since: there are no weights to generate with."""
         self._updating = asyncio.Lock()
-        self._updates = RankUpdates(self._call, stage_timeout_s=config.stage_timeout_s, call_timeout_s=CALL_TIMEOUT_S)
+        self._updates = RankUpdates(self._call, self._ask, stage_timeout_s=config.stage_timeout_s, call_timeout_s=CALL_TIMEOUT_S)
         self._poisoned = ""
 
     @property
@@ -110,6 +110,10 @@ class RankedEngine(Engine):
     @abstractmethod
     async def _call(self, method: str, *arguments: Any) -> list[Any]:
         """The answers of all ranks, given between two steps. Raises EngineError if one does not answer."""
+
+    async def _ask(self, method: str, *arguments: Any) -> list[Any]:
+        """The same for what a rank may be asked at any time: to stage, how that goes, to end it."""
+        return await self._call(method, *arguments)
 
     @abstractmethod
     async def _commit(self, manifest: WeightManifest) -> float:

@@ -25,7 +25,7 @@ import torch
 
 from protocol.messages import WeightManifest
 from rollout.engines.owner import follow_owner
-from rollout.engines.rank_calls import Answer, Call, CallServer, socket_path
+from rollout.engines.rank_calls import Call, CallServer, socket_path
 from rollout.engines.sampling import kept_tokens
 from rollout.engines.share import Share
 from rollout.engines.tracing import trace
@@ -77,11 +77,7 @@ class Rank:
 
     def run(self, call: Call) -> None:
         """Carry out a call and answer it."""
-        try:
-            answer = Answer(call.number, METHODS[call.method](self, *call.arguments))
-        except Exception as error:  # whatever it is, the engine's process is told, and decides
-            answer = Answer(call.number, error=f"{call.method}: {type(error).__name__}: {error}")
-        self._server.answer(answer)
+        self._server.carry_out(call, lambda *arguments: METHODS[call.method](self, *arguments))
 
     def install(self, shapes: dict[str, list[int]], architecture: str, recompute: bool, staging_mb: int) -> dict[str, Any]:
         """Trace the loader and calibrate. Returns {"bytes"}."""

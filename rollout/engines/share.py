@@ -1,7 +1,7 @@
 """One rank's share of the weights, in the process of the model: the plan, the staging copy and the thread that fills it.
 
-`stage` and `status` may be called at any time, the other methods between two forward passes. Answers are plain values: the
-engine's process gets them over whatever leads to its ranks (`rank_updates.py` is that side).
+`stage`, `status` and `cancel` may be called at any time and from any thread, the other methods between two forward passes. Answers are
+plain values: the engine's process gets them over whatever leads to its ranks (`rank_updates.py` is that side).
 """
 
 import threading
@@ -31,17 +31,20 @@ class Share:
         self._covered = 0
         self._poisoned = False
         self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        """Held while the copy changes hands: nothing is written into it while it is committed or given back."""
         self.bytes = sum(tensor.nbytes for tensor in plan.live.values())
 
     def stage(self, manifest: WeightManifest, deadline_s: float) -> dict[str, Any]:
         """Begin to stage in the background; `status` tells how it goes. Returns {"error"}."""
-        if self._is_fetching():
-            return {"error": "another version is being staged"}
-        if self._state == "asleep":
-            return {"error": "the engine sleeps, there is no memory to stage in"}
-        self._state, self._error, self._covered = "staging", "", 0
-        self._thread = threading.Thread(target=self._fetch, args=(manifest, deadline_s), name="tether-stage", daemon=True)
-        self._thread.start()
+        with self._lock:
+            if self._is_fetching():
+                return {"error": "another version is being staged"}
+            if self._state == "asleep":
+                return {"error": "the engine sleeps, there is no memory to stage in"}
+            self._state, self._error, self._covered = "staging", "", 0
+            self._thread = threading.Thread(target=self._fetch, args=(manifest, deadline_s), name="tether-stage", daemon=True)
+            self._thread.start()
         return {"error": ""}
 
     def status(self) -> dict[str, Any]:
@@ -54,15 +57,20 @@ class Share:
 
     def cancel(self) -> dict[str, Any]:
         """Make a running fetch end, or forget what is staged."""
-        if self._state == "staging":
-            self._staging.cancel()
-        elif self._state == "staged":
-            self._staging.discard()
-            self._state = "idle"
+        with self._lock:
+            if self._state == "staging":
+                self._staging.cancel()
+            elif self._state == "staged":
+                self._staging.discard()
+                self._state = "idle"
         return self.status()
 
     def commit(self, manifest: WeightManifest) -> dict[str, Any]:
         """Make what is staged live. Returns {"applied", "copy_ms", "error", "poisoned"}."""
+        with self._lock:
+            return self._commit(manifest)
+
+    def _commit(self, manifest: WeightManifest) -> dict[str, Any]:
         start = time.perf_counter()
         if self._poisoned or self._state != "staged":
             return {"applied": False, "error": f"the rank is {'poisoned' if self._poisoned else self._state}", "poisoned": self._poisoned}
@@ -83,12 +91,13 @@ class Share:
 
     def sleep(self) -> dict[str, Any]:
         """Forget what is staged and give the copy's memory back. Returns {"error"}."""
-        if self._is_fetching():
-            return {"error": "a version is being staged"}
-        self._staging.discard()
-        self._staging.close()  # what it maps of the trainer's memory stays taken when the trainer ends
-        self._state = "asleep"
-        self._plan.release()
+        with self._lock:
+            if self._is_fetching():
+                return {"error": "a version is being staged"}
+            self._staging.discard()
+            self._staging.close()  # what it maps of the trainer's memory stays taken when the trainer ends
+            self._state = "asleep"
+            self._plan.release()
         return {"error": ""}
 
     def wake(self) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from protocol.errors import EngineError, PoisonedError, Unsupported, WeightError
 from protocol.lora import NO_ADAPTERS, LoraConfig, adapter_shapes, adapter_targets
 from protocol.messages import WeightManifest
 from rollout.engines.base import Capabilities, Completion, EngineConfig, KvPolicy, Request, Sampling, Served
+from rollout.engines.rank_calls import RankCalls, socket_path
 from rollout.engines.ranked import ABORTED, CALL_TIMEOUT_S, RankedEngine
 from rollout.engines.requests import check_request, spans_from_marks
 from rollout.engines.shapes import checkpoint_shapes
@@ -48,6 +49,7 @@ class VllmEngine(RankedEngine):
         self._adapter: Any = None
         """LoRARequest that every request carries, if adapters are served."""
         self._llm: Any = None
+        self._ranks = RankCalls(lambda: None)  # vLLM itself says when a rank has died
         self._pids: set[int] = set()
         self._vocab = 0
         self._numbers = itertools.count()
@@ -145,6 +147,7 @@ class VllmEngine(RankedEngine):
     async def close(self) -> None:
         self._closed = True
         self._look()
+        self._ranks.close()
         llm, self._llm = self._llm, None
         if llm is not None:
             with suppress(Exception):  # a dead engine process has ended its requests already
@@ -196,10 +199,13 @@ class VllmEngine(RankedEngine):
         if self._lora.rank:
             shapes = await self._load_adapter(shapes)
         architecture = next(iter(model.get("architectures") or ()), "")
-        for rank, found in enumerate(await self._call("install", shapes, architecture, bool(self._lora.rank), self._config.staging_mb)):
-            self._pids |= {found["pid"], found["parent"]} - {os.getpid()}
-            if found["error"]:
-                raise EngineError(f"engine {self._name}, rank {rank}: {self._model_dir} cannot be updated in place: {found['error']}")
+        with tempfile.TemporaryDirectory(prefix="tether-ranks-") as directory:  # what is connected needs no name any more
+            ranks = await self._call("install", shapes, architecture, bool(self._lora.rank), self._config.staging_mb, directory)
+            for rank, found in enumerate(ranks):
+                self._pids |= {found["pid"], found["parent"]} - {os.getpid()}
+                if found["error"]:
+                    raise EngineError(f"engine {self._name}, rank {rank}: {self._model_dir} cannot be updated in place: {found['error']}")
+            await self._ranks.connect([socket_path(Path(directory), rank) for rank in range(len(ranks))])
 
     async def _load_adapter(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
         """Give vLLM an adapter to begin with. Returns the shapes of its tensors."""
@@ -222,6 +228,16 @@ class VllmEngine(RankedEngine):
             raise EngineError(f"engine {self._name}: no answer to {method} within {CALL_TIMEOUT_S:g} s") from None
         except Exception as error:
             raise EngineError(f"engine {self._name}: {method}: {error!r}") from error
+
+    async def _ask(self, method: str, *arguments: Any) -> list[Any]:
+        """The answers of all ranks, while they go on with their steps."""
+        try:
+            async with asyncio.timeout(CALL_TIMEOUT_S):
+                return await self._ranks.call_each(method, *arguments)
+        except TimeoutError:
+            raise EngineError(f"engine {self._name}: no answer to {method} within {CALL_TIMEOUT_S:g} s") from None
+        except EngineError as error:
+            raise EngineError(f"engine {self._name}: {error}") from error
 
     async def _complete(self, request: Request, name: str) -> Any:
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError

@@ -1,12 +1,15 @@
 """Our part inside vLLM's workers: trace, stage, commit, spans. Given to vLLM as `worker_extension_cls`, called by `collective_rpc`.
 
-A call runs between two steps, in the thread that runs the model, on all ranks at the same step. Staging has a thread of its own.
+A call runs between two steps, in the thread that runs the model, on all ranks at the same step. Staging has a thread of its own, and is
+asked for over a socket of each rank, so that neither it nor the steps wait for each other.
 Importing this module in a worker ties the worker's life to the process that started the engine, and on a CPU keeps vLLM from repacking
 linear layers: both must happen before the model is loaded, and vLLM imports this module first of all of ours.
 """
 
 import os
 import signal
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,6 +19,7 @@ from protocol.errors import EngineError
 from protocol.messages import WeightManifest
 from rollout.engines.marks import Marks
 from rollout.engines.owner import follow_owner
+from rollout.engines.rank_calls import Call, CallServer, socket_path
 from rollout.engines.share import Share
 from rollout.engines.tracing import trace
 from rollout.engines.vllm_lora import trace_adapter
@@ -24,32 +28,31 @@ from rollout.engines.vllm_lora import trace_adapter
 class WorkerExtension:
     """Mixed into vLLM's worker class, next to `model_runner` and `vllm_config`. It keeps its share of the weights, and the marks."""
 
-    def tether_install(self, shapes: dict[str, list[int]], architecture: str, adapter: bool, staging_mb: int) -> dict[str, Any]:
+    def tether_install(
+        self, shapes: dict[str, list[int]], architecture: str, adapter: bool, staging_mb: int, directory: str
+    ) -> dict[str, Any]:
         """Trace the loader, calibrate, and watch the scheduler's steps from now on. Returns {"pid", "parent", "error"}.
 
         Args:
             shapes: of what is published: the model's tensors, or those of its `adapter`.
             staging_mb: see `EngineConfig`.
+            directory: where this rank's socket is made, over which it is asked to stage.
         """
         try:
             self._tether = _share(self, {name: tuple(shape) for name, shape in shapes.items()}, architecture, adapter, staging_mb)
             self._tether_marks = Marks(-1)
             _watch(self.model_runner, self._tether_marks)  # type: ignore[attr-defined]
+            self._tether_server = CallServer(socket_path(Path(directory), self.rank), self._tether_asked)  # type: ignore[attr-defined]
         except (EngineError, RuntimeError, KeyError, ValueError, AssertionError, NotImplementedError) as error:
             return {"pid": os.getpid(), "parent": os.getppid(), "error": f"{type(error).__name__}: {error}"}
         return {"pid": os.getpid(), "parent": os.getppid(), "error": "", "bytes": self._tether.bytes}
 
-    def tether_stage(self, manifest: bytes, deadline_s: float) -> dict[str, Any]:
-        """Begin to stage in the background; `tether_status` tells how it goes."""
+    def _tether_asked(self, call: Call) -> None:
+        methods: dict[str, Callable[..., Any]] = {"stage": self._tether_stage, "status": self._tether.status, "cancel": self._tether.cancel}
+        self._tether_server.carry_out(call, methods[call.method])
+
+    def _tether_stage(self, manifest: bytes, deadline_s: float) -> dict[str, Any]:
         return self._tether.stage(msgspec.msgpack.decode(manifest, type=WeightManifest), deadline_s)
-
-    def tether_status(self) -> dict[str, Any]:
-        """What is staged or being staged."""
-        return self._tether.status()
-
-    def tether_cancel(self) -> dict[str, Any]:
-        """Make a running fetch end, or forget what is staged."""
-        return self._tether.cancel()
 
     def tether_commit(self, manifest: bytes) -> dict[str, Any]:
         """Make what is staged live. Tokens from the next step on count as of its version."""
