@@ -189,7 +189,7 @@ STRICT = (Policy.WAIT, Policy.DROP)
 MASK = Policy.MASK
 CHANGES = ((0, 1), (0, 2), (1, 1), (0, 3))
 SMALL = [(0, 1), (0, 2), (1, 1)]
-slow = pytest.mark.slow
+slow = (pytest.mark.slow, pytest.mark.timeout(3600))
 
 
 def cases(strict: list[tuple[int, int]], mask: list[tuple[int, int]], late: list[tuple[int, int, Policy]]) -> list[Any]:
