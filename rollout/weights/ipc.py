@@ -58,8 +58,9 @@ class IpcReceiver:
             raise WeightError(f"version {manifest.version} from {manifest.location}: {error}") from error
         finally:
             if not complete:
+                # Hanging up frees the trainer's memory to be written again, and the next version comes to the same places.
                 with suppress(RuntimeError):
-                    torch.cuda.current_stream().synchronize()  # hanging up frees the memory to be written again
+                    torch.cuda.synchronize()
                 self.close()
 
     def close(self) -> None:

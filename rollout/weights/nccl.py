@@ -73,14 +73,14 @@ class NcclReceiver:
 
     def close(self) -> None:
         """Hang up and abort the group; wakes a thread that waits in a collective."""
-        with self._lock:
+        with self._lock:  # also while it is aborted: when anybody's `close` has returned, nothing is written any more
             group, self._group = self._group, None
             line, self._line = self._line, None
-        if group is not None:
-            with suppress(RuntimeError, AttributeError):
-                group.abort()
-        if line is not None:
-            line.close()
+            if group is not None:
+                with suppress(RuntimeError, AttributeError):
+                    group.abort()
+            if line is not None:
+                line.close()
 
     def _ask(self, host: str, port: int, manifest: WeightManifest, deadline: Deadline) -> tuple[Line, dict[str, Any]]:
         """Ask for a version, on the connection that there is; on a new one if the sender has closed it in the meantime."""
