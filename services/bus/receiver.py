@@ -27,7 +27,7 @@ from services.bus.stats import BusStats
 log = logging.getLogger(__name__)
 
 REMEMBERED = 16_384
-"""Ids of finished messages that are remembered (4 MB); the oldest are forgotten first. A repeat of one that was forgotten is only work:
+"""Ids of finished messages that are remembered (8 MB); the oldest are forgotten first. A repeat of one that was forgotten is only work:
 what counts is the ledger's transition."""
 MAX_ID_CHARACTERS = 128
 
