@@ -39,6 +39,7 @@ class RankedEngine(Engine):
         """Request id -> resolved when it may look again."""
         self._aborted: set[str] = set()
         """Of those that wait."""
+        self._asleep = False
         self._hollow = False
         """It has slept, and no version was committed since: there are no weights to generate with."""
         self._updating = asyncio.Lock()
@@ -51,6 +52,8 @@ class RankedEngine(Engine):
 
     async def stage(self, manifest: WeightManifest) -> None:
         await self.check()
+        if self._asleep:
+            raise WeightError(f"version {manifest.version}: the engine sleeps, there is no memory to stage in")
         await self._updates.stage(manifest)
 
     async def commit(self, manifest: WeightManifest) -> float:

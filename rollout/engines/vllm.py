@@ -54,7 +54,6 @@ class VllmEngine(RankedEngine):
         self._vocab = 0
         self._numbers = itertools.count()
         self._paused = False
-        self._asleep = False
         self._closed = False
 
     async def start(self) -> None:
