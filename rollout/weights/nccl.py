@@ -134,8 +134,8 @@ def parse_location(location: str) -> tuple[str, int, str]:
 def _join(host: str, port: int, backend: str, deadline: Deadline) -> Any:
     timeout = timedelta(seconds=deadline.remaining("joining the group"))
     store = TCPStore(host, port, 2, False, timeout)
+    store.set("receiver", "here")
     if backend == "gloo":
         return dist.ProcessGroupGloo(store, 1, 2, timeout)
-    store.set("receiver", "here")
     with unwatched():
         return dist.ProcessGroupNCCL(store, 1, 2, dist.ProcessGroupNCCL.Options())

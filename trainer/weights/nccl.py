@@ -29,6 +29,8 @@ from trainer.weights.layout import Named, exhaust, fill_buckets, make_manifest
 from trainer.weights.serving import Line, Published, VersionServer, left
 
 BACKENDS = ("gloo", "nccl")
+JOIN_POLL_S = 0.005
+"""Between two looks whether a receiver has joined."""
 POLL_S = 0.0005
 """Between two looks whether the transfer is through: the host does not wait in the driver, which no deadline reaches."""
 
@@ -128,10 +130,14 @@ class _Pair:
             self._host, port, 2, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
         )
         line.answer({"store_port": port}, end)
+        # A group whose other side never comes cannot be given up while it is made, so it is not begun before the receiver is there.
+        while not store.check(["receiver"]):
+            if line.hung_up(JOIN_POLL_S):
+                raise ValueError("a receiver left before it had joined")
+            left(end)
         if self._backend == "gloo":
-            return dist.ProcessGroupGloo(store, 0, 2, timeout)
+            return dist.ProcessGroupGloo(store, 0, 2, timedelta(seconds=left(end)))
         torch.cuda.set_device(self._device)
-        store.wait(["receiver"], timeout)  # a communicator whose other side never comes cannot be given up
         with unwatched():
             return dist.ProcessGroupNCCL(store, 0, 2, dist.ProcessGroupNCCL.Options())
 

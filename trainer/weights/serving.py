@@ -35,6 +35,8 @@ MAX_LINE = 4096
 """Bytes of a request."""
 POLL_S = 1.0
 """Between two looks whether an idle connection is to be closed."""
+CLOSE_S = 5.0
+"""For all connections to end when they are hung up on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,7 @@ class VersionServer:
         self._closed = threading.Event()
         self._slots = threading.BoundedSemaphore(MAX_RECEIVERS)
         self._lock = threading.Lock()
-        self._connections: set[socket.socket] = set()
+        self._connections: dict[socket.socket, threading.Thread] = {}
         try:
             self._listener = socket.create_server((config.host, 0))
         except OSError as error:
@@ -138,10 +140,14 @@ class VersionServer:
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept
         self._listener.close()
         with self._lock:
+            threads = list(self._connections.values())
             for connection in self._connections:
                 with suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
-        self._thread.join(timeout=self._config.timeout_s)
+        # A thread that comes back from a library when the interpreter is gone would take the process with it.
+        end = time.monotonic() + CLOSE_S
+        for thread in [self._thread, *threads]:
+            thread.join(timeout=max(0.0, end - time.monotonic()))
 
     def _listen(self) -> None:
         while not self._closed.is_set():
@@ -151,15 +157,15 @@ class VersionServer:
                 if self._closed.wait(0.05):  # else out of file descriptors, or a peer that hung up at once
                     return
                 continue
+            thread = threading.Thread(target=self._serve, args=(connection,), name="weights.send", daemon=True)
             with self._lock:
                 full = len(self._connections) >= MAX_CONNECTIONS
                 if not full:
-                    self._connections.add(connection)
+                    self._connections[connection] = thread
+                    thread.start()
             if full:
                 log.warning("weights.too_many_receivers limit=%d", MAX_CONNECTIONS)
                 connection.close()
-                continue
-            threading.Thread(target=self._serve, args=(connection,), name="weights.send", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
         """Serve one receiver until it hangs up; whatever goes wrong ends this receiver's connection and nothing else."""
@@ -186,7 +192,7 @@ class VersionServer:
         finally:
             channel.close()
             with self._lock:
-                self._connections.discard(connection)
+                self._connections.pop(connection, None)
             connection.close()
 
     def _answer(self, line: Line, channel: Channel, request: dict[str, Any], end: float) -> int:
