@@ -14,8 +14,8 @@ from protocol.errors import SettingsError, WeightError
 from protocol.messages import WeightManifest
 from tests.trainer.weights.engines import ROOT, publish, started
 from trainer.config import WeightConfig
+from trainer.weights.bucket_sets import BucketSets
 from trainer.weights.ipc import IpcSender
-from trainer.weights.turns import BucketSets
 
 GPUS = [pytest.param(0, marks=pytest.mark.gpu), pytest.param(1, marks=pytest.mark.gpu)]
 
