@@ -71,7 +71,7 @@ def check_budget(
     ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     version = 0.0 if adapters else parameters * ITEM_BYTES[engine.dtype] / GIB
     copy = engine.staging_mb / 1024 or version / engine.tensor_parallel_size
-    live = 0.0 if engine.name == "vllm" else parameters * ITEM_BYTES[engine.dtype] / GIB
+    live = 0.0 if engine.name == "vllm" else parameters * ITEM_BYTES[engine.dtype] / GIB + engine.buffer_size_gb
     shares = Shares(
         engines=workers * (live or engine.memory_fraction * total_gb),
         staging=workers * copy,
