@@ -99,8 +99,9 @@ def test_an_interpreter_without_sglang_is_an_error_that_says_so(tmp_path: Path, 
 async def test_a_server_answers_its_owner_alone_and_a_killed_scheduler_ends_all_of_it(tmp_path: Path) -> None:
     tiny_model(1).save_pretrained(tmp_path / "model")
     engine = make_engine(EngineConfig(name="sglang", **sglang_settings()), tmp_path / "model", "sglang.test")
+    before = set(psutil.Process().children(recursive=True))  # other tests' engines leave a resource tracker
     await engine.start()
-    processes = psutil.Process().children(recursive=True)
+    processes = [process for process in psutil.Process().children(recursive=True) if process not in before]
     port = next(word.partition("=")[2] for word in processes[0].cmdline() if word.startswith("--port="))
     async with aiohttp.ClientSession() as stranger, stranger.post(f"http://127.0.0.1:{port}/generate", json={"input_ids": [1]}) as refused:
         assert refused.status == 401
