@@ -26,6 +26,8 @@ def digest_tensor(tensor: torch.Tensor) -> int | torch.Tensor:
 
 def fold_bytes(raw: torch.Tensor) -> torch.Tensor:
     """`protocol.digests.fold` of [n] uint8, n > 0, on any device -> 0-dim int64 there."""
+    if raw.data_ptr() % 4:
+        raw = raw.clone()
     if len(raw) % 4:
         raw = torch.nn.functional.pad(raw, (0, -len(raw) % 4))
     words = raw.view(torch.int32)

@@ -53,9 +53,11 @@ class RankUpdates:
                 check_rank(number, rank, manifest)
             staged = True
         finally:
-            if not staged:
-                await self._discard()
-            self._busy = False
+            try:
+                if not staged:
+                    await self._discard()
+            finally:
+                self._busy = False
 
     async def commit(self, manifest: WeightManifest) -> list[Any]:
         """Make the staged version live on all ranks. Returns their answers.
@@ -120,7 +122,7 @@ class RankUpdates:
         with suppress(EngineError, TimeoutError):
             async with asyncio.timeout(self._call_timeout_s):
                 ranks = await self._ask("cancel")
-                while any(rank["state"] == "staging" for rank in ranks):
+                while any(rank["state"] in ("staging", "staged") for rank in ranks):
                     await asyncio.sleep(POLL_S[0])
                     ranks = await self._ask("cancel")
 

@@ -43,6 +43,7 @@ class RankedEngine(Engine):
         self._hollow = False
         """It has slept, and no version was committed since: there are no weights to generate with."""
         self._updating = asyncio.Lock()
+        self._is_committing = False
         self._updates = RankUpdates(self._call, self._ask, stage_timeout_s=config.stage_timeout_s, call_timeout_s=CALL_TIMEOUT_S)
         self._poisoned = ""
 
@@ -54,16 +55,24 @@ class RankedEngine(Engine):
         await self.check()
         if self._asleep:
             raise WeightError(f"version {manifest.version}: the engine sleeps, there is no memory to stage in")
+        if self._is_committing:  # the ranks hear of both by different ways
+            raise WeightError(f"version {manifest.version}: another version is being committed")
         await self._updates.stage(manifest)
 
     async def commit(self, manifest: WeightManifest) -> float:
         await self.check()
-        async with self._updating:
-            self._is_open = False
-            try:
-                return await self._commit(manifest)
-            finally:
-                self._let_in()
+        if self._updates.is_staging:
+            raise WeightError(f"version {manifest.version} is not staged: one is being staged")
+        self._is_committing = True
+        try:
+            async with self._updating:
+                self._is_open = False
+                try:
+                    return await self._commit(manifest)
+                finally:
+                    self._let_in()
+        finally:
+            self._is_committing = False
 
     async def adopt(self, epoch: str, version: int) -> None:
         await self.check()

@@ -26,6 +26,8 @@ class Share:
         self._staging = Staging(plan.sources(), architecture=architecture, tied=tied)
         self._cuda = torch.cuda.is_available()
         self._device = torch.cuda.current_device() if self._cuda else -1
+        self._stream = torch.cuda.Stream() if self._cuda else None
+        """Of all fetches: what one has queued is done before what the next one does."""
         self._state = "idle"
         self._error = ""
         self._covered = 0
@@ -42,6 +44,7 @@ class Share:
                 return {"error": "another version is being staged"}
             if self._state == "asleep":
                 return {"error": "the engine sleeps, there is no memory to stage in"}
+            self._staging.discard()  # a cancel that came too late for the version before
             self._state, self._error, self._covered = "staging", "", 0
             self._thread = threading.Thread(target=self._fetch, args=(manifest, deadline_s), name="tether-stage", daemon=True)
             self._thread.start()
@@ -58,11 +61,12 @@ class Share:
     def cancel(self) -> dict[str, Any]:
         """Make a running fetch end, or forget what is staged."""
         with self._lock:
-            if self._state == "staging":
-                self._staging.cancel()
-            elif self._state == "staged":
+            fetching = self._state == "staging"
+            if self._state == "staged":
                 self._staging.discard()
                 self._state = "idle"
+        if fetching:  # without the lock: ending a collective may take a while, and a commit does not wait for it
+            self._staging.cancel()
         return self.status()
 
     def commit(self, manifest: WeightManifest) -> dict[str, Any]:
@@ -124,16 +128,19 @@ class Share:
 
     def _fetch(self, manifest: WeightManifest, deadline_s: float) -> None:
         try:
-            if self._cuda:
-                torch.cuda.set_device(self._device)
-                stream = torch.cuda.Stream()
-                with torch.cuda.stream(stream):
-                    self._covered = self._staging.fetch(manifest, deadline_s)
-                stream.synchronize()
+            if self._stream is None:
+                covered = self._staging.fetch(manifest, deadline_s)
             else:
-                self._covered = self._staging.fetch(manifest, deadline_s)
-        except (WeightError, RuntimeError) as error:
-            self._staging.discard()
-            self._error, self._state = str(error), "failed"
+                torch.cuda.set_device(self._device)
+                with torch.cuda.stream(self._stream):
+                    try:
+                        covered = self._staging.fetch(manifest, deadline_s)
+                    finally:
+                        self._stream.synchronize()
+        except Exception as error:  # whatever it is, the engine's process is told
+            with self._lock:
+                self._staging.discard()
+                self._error, self._state = str(error) or repr(error), "failed"
         else:
-            self._state = "staged"
+            with self._lock:
+                self._covered, self._state = covered, "staged"

@@ -28,6 +28,7 @@ class LocalUpdates:
             raise WeightError(f"version {manifest.version}: the engine sleeps, there is no memory to stage in")
         if self._fetching is not None:
             raise WeightError(f"version {manifest.version}: another version is being staged")
+        self.staging.discard()  # a cancel that came too late for the version before
         fetching = self._fetching = asyncio.get_running_loop().run_in_executor(None, self.staging.fetch, manifest, self._timeout_s)
         cancelled = False
 
@@ -44,6 +45,7 @@ class LocalUpdates:
             cancelled = True
             self.staging.cancel()
             await asyncio.wait([fetching])
+            self.staging.discard()
             raise
 
     def sleep(self) -> None:

@@ -103,17 +103,22 @@ class Verification:
             WeightError: naming the tensor; or it did not come.
         """
         if not self._later:
+            self._refuse_if(gone)
             return
         queued = torch.cuda.Event()
         queued.record()
         while not queued.query():  # not `synchronize`: no deadline reaches the driver
             deadline.remaining("receiving")
-            if gone() and not queued.query():
-                raise WeightError(f"version {self._manifest.version}: the sender hung up in the middle")
+            self._refuse_if(gone)
             time.sleep(POLL_S)
+        self._refuse_if(gone)  # who has hung up may have written over what was read
         entries, totals = zip(*self._later, strict=True)
         for entry, found in zip(entries, collect(totals, [entry.nbytes for entry in entries]), strict=True):
             _compare(entry, found)
+
+    def _refuse_if(self, gone: Callable[[], bool]) -> None:
+        if gone():
+            raise WeightError(f"version {self._manifest.version}: the sender hung up in the middle")
 
 
 def _compare(entry: TensorEntry, found: int) -> None:

@@ -33,10 +33,13 @@ class IpcReceiver:
         self._line: Line | None = None
         self._mapped: dict[int, torch.Tensor] = {}
         self._lock = threading.Lock()
+        self._ended = threading.Event()
+        """`close` was called since the last `tensors` began."""
 
     def tensors(self, manifest: WeightManifest, deadline_s: float, place: Place = nowhere) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
         if not torch.cuda.is_available():
             raise WeightError(f"version {manifest.version}: transport ipc hands over GPU memory, and this engine has no GPU; use shm")
+        self._ended.clear()
         deadline = Deadline(manifest, deadline_s)
         complete = False
         try:
@@ -64,7 +67,11 @@ class IpcReceiver:
                 self.close()
 
     def close(self) -> None:
-        """Hang up and unmap."""
+        """Hang up and unmap; wakes a thread that waits for an answer."""
+        self._ended.set()
+        self._drop()
+
+    def _drop(self) -> None:
         with self._lock:
             line, self._line = self._line, None
             self._mapped = {}
@@ -76,7 +83,9 @@ class IpcReceiver:
         if self._line is not None and self._location == manifest.location:
             with suppress(OSError, ValueError):
                 return self._line, self._line.ask(manifest, deadline)
-        self.close()
+        if self._ended.is_set():
+            raise ConnectionError("the receiver was closed")
+        self._drop()
         self._location = manifest.location
         self._line = line = Line(*parse_address(manifest.location, manifest.location), deadline)
         return line, line.ask(manifest, deadline)

@@ -3,6 +3,7 @@
 import json
 import select
 import socket
+from contextlib import suppress
 from typing import Any
 
 from protocol.errors import WeightError
@@ -49,10 +50,14 @@ class Line:
 
     def hung_up(self) -> bool:
         """Whether the sender has hung up. It says nothing unasked."""
-        return bool(select.select([self._connection], [], [], 0)[0])
+        ready = select.poll()  # `select` knows no descriptors over 1023
+        ready.register(self._connection, select.POLLIN)
+        return bool(ready.poll(0))
 
     def close(self) -> None:
-        """Hang up."""
+        """Hang up; wakes a thread that waits for an answer."""
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
     def _tell(self, words: dict[str, Any], deadline: Deadline) -> None:

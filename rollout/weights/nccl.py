@@ -41,8 +41,11 @@ class NcclReceiver:
         self._line: Line | None = None
         self._group: Any = None
         self._lock = threading.Lock()
+        self._ended = threading.Event()
+        """`close` was called since the last `tensors` began."""
 
     def tensors(self, manifest: WeightManifest, deadline_s: float, place: Place = nowhere) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+        self._ended.clear()
         deadline = Deadline(manifest, deadline_s)
         host, port, backend = parse_location(manifest.location)
         complete = False
@@ -63,7 +66,7 @@ class NcclReceiver:
             check.finish(deadline, line.hung_up)
             line.done(manifest, deadline)
             complete = True
-        except (OSError, RuntimeError, ValueError, KeyError) as error:
+        except (OSError, RuntimeError, ValueError, KeyError, TypeError, OverflowError) as error:
             deadline.remaining("receiving")
             raise WeightError(f"version {manifest.version} from {manifest.location}: {error}") from error
         finally:
@@ -72,7 +75,11 @@ class NcclReceiver:
                 self.close()
 
     def close(self) -> None:
-        """Hang up and abort the group; wakes a thread that waits in a collective."""
+        """Hang up and abort the group; wakes a thread that waits for an answer or in a collective."""
+        self._ended.set()
+        self._drop()
+
+    def _drop(self) -> None:
         with self._lock:  # also while it is aborted: when anybody's `close` has returned, nothing is written any more
             group, self._group = self._group, None
             line, self._line = self._line, None
@@ -87,7 +94,9 @@ class NcclReceiver:
         if self._line is not None and self._location == manifest.location:
             with suppress(OSError, ValueError):
                 return self._line, self._line.ask(manifest, deadline)
-        self.close()
+        if self._ended.is_set():
+            raise ConnectionError("the receiver was closed")
+        self._drop()
         self._location = manifest.location
         self._line = line = Line(host, port, deadline)
         return line, line.ask(manifest, deadline)

@@ -72,6 +72,10 @@ class BucketSets:
             held = self._sets[self._next]
             if not self._changed.wait_for(lambda: not held.readers, timeout_s):
                 raise WeightError(f"{held.readers} engine ranks still copy the version before the last after {timeout_s:g} s")
-            self._next = (self._next + 1) % SETS
             held.turn += 1
             return Turn(held, self._changed, self._device)
+
+    def published(self) -> None:
+        """What was taken last holds a version now: the next one goes to the other set. Else it is taken again."""
+        with self._changed:
+            self._next = (self._next + 1) % SETS

@@ -56,6 +56,7 @@ class IpcSender:
             raise WeightError(f"version {version}: {error}") from error
         manifest = make_manifest("ipc", self._server.address, epoch, version, layout, base_model=base_model, tied=tied)
         self._server.current = Published(manifest, tuple(memory), turn.reading)
+        self._sets.published()
         return manifest
 
     def retire(self, in_use: frozenset[int]) -> None:

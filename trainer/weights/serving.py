@@ -35,6 +35,13 @@ MAX_LINE = 4096
 """Bytes of a request."""
 POLL_S = 1.0
 """Between two looks whether an idle connection is to be closed."""
+SOCKET_OPTIONS = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),  # a host that vanished is noticed within a minute
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+)
 CLOSE_S = 5.0
 """For all connections to end when they are hung up on."""
 
@@ -89,9 +96,16 @@ class Line:
         if self.request(end) != {"done": version}:
             raise ValueError(f"a receiver left in the middle of version {version}")
 
+    def hang_up(self) -> None:
+        """At once, also for who waits on the connection."""
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
     def readable(self, seconds: float) -> bool:
         """Whether there is something to read, or the receiver has hung up, within `seconds`."""
-        return bool(select.select([self.connection], [], [], seconds)[0])
+        ready = select.poll()  # `select` knows no descriptors over 1023
+        ready.register(self.connection, select.POLLIN)
+        return bool(ready.poll(1e3 * seconds))
 
     def hung_up(self, seconds: float) -> bool:
         """Whether the receiver has hung up, or does within `seconds`, with nothing left to read."""
@@ -142,8 +156,7 @@ class VersionServer:
         with self._lock:
             threads = list(self._connections.values())
             for connection in self._connections:
-                with suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
+                Line(connection).hang_up()
         # A thread that comes back from a library when the interpreter is gone would take the process with it.
         end = time.monotonic() + CLOSE_S
         for thread in [self._thread, *threads]:
@@ -170,8 +183,8 @@ class VersionServer:
     def _serve(self, connection: socket.socket) -> None:
         """Serve one receiver until it hangs up; whatever goes wrong ends this receiver's connection and nothing else."""
         line, channel = Line(connection), self._channel()
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for level, option, value in SOCKET_OPTIONS:
+            connection.setsockopt(level, option, value)
         served = 0
         try:
             # A connection that has had a version may be silent until there is another; a new one has to ask.
@@ -208,7 +221,11 @@ class VersionServer:
             raise TimeoutError("no slot became free within weights.timeout_s")
         try:
             with published.sending():
-                channel.send(line, published, end)
+                try:
+                    channel.send(line, published, end)
+                except BaseException:
+                    line.hang_up()  # before the memory may be written again: who still reads it will see that
+                    raise
         finally:
             self._slots.release()
         return 1

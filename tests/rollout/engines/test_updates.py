@@ -12,6 +12,7 @@ import torch
 from protocol.errors import EngineError, WeightError
 from rollout.engines.base import EngineConfig, Request, Sampling
 from rollout.engines.hf import HFEngine
+from rollout.engines.rank_updates import RankUpdates
 from rollout.engines.staging import Staging, whole_source
 from rollout.engines.updates import LocalUpdates
 from tests.contracts.engine_models import tiny_model, write_shm
@@ -91,3 +92,31 @@ async def test_refusal_after_its_caller_was_cancelled_is_no_complaint_of_the_loo
     await asyncio.sleep(0)
     gc.collect()
     assert complaints == []
+
+
+async def test_a_staging_that_is_cancelled_twice_leaves_ranks_that_can_stage_again(tmp_path: Path) -> None:
+    good = write_shm(tmp_path / "v1", OLD, 1)
+    copy = staging()
+    staged = {"state": "staged", "error": "", "epoch": good.epoch, "version": 1, "digest": good.digest, "covered": 16}
+    silent, asked = asyncio.Event(), asyncio.Event()
+
+    async def ask(method: str, *arguments: Any) -> list[Any]:
+        if not silent.is_set():
+            asked.set()
+            await silent.wait()
+        if method == "stage":
+            copy.fetch(good, 10)
+        return [staged]
+
+    updates = RankUpdates(ask, ask, stage_timeout_s=20, call_timeout_s=20)
+    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        staging_now = tasks.create_task(updates.stage(good))
+        await asked.wait()
+        staging_now.cancel()
+        await asyncio.sleep(0)  # it asks the ranks to forget the version
+        staging_now.cancel()
+        await asyncio.wait([staging_now])
+        assert not updates.is_staging
+        silent.set()
+        await updates.stage(good)
+    assert copy.staged is not None

@@ -1,7 +1,10 @@
 import json
+import os
+import resource
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -11,13 +14,14 @@ import torch
 from protocol.buckets import manifest_digest
 from protocol.errors import WeightError
 from protocol.messages import WeightManifest
-from rollout.weights.nccl import parse_location
+from rollout.weights.nccl import NcclReceiver, parse_location
 from rollout.weights.registry import RECEIVERS, make_receiver
 from tests.contracts.engine_models import write_disk, write_shm
 from trainer.config import WeightConfig
 from trainer.weights.nccl import NcclSender
 
 DEADLINE_S = 20.0
+STRANGE_PORTS = [b'{"store_port": %s}\n' % port for port in (b'"x"', b"null", b"[]", b"70000", b"-1", b"99999999999")]
 
 Tensors = dict[str, torch.Tensor]
 
@@ -164,7 +168,7 @@ def test_nccl_gives_up_on_a_sender_that_is_gone(tensors: Tensors) -> None:
         received(manifest)
 
 
-@pytest.mark.parametrize("answer", [b"", b"hello\n", b"[]\n", b'{"store_port": "x"}\n', b"y" * 10_000])
+@pytest.mark.parametrize("answer", [b"", b"hello\n", b"[]\n", b"y" * 10_000, *STRANGE_PORTS])
 def test_nccl_refuses_an_answer_that_is_none(sender: NcclSender, tensors: Tensors, answer: bytes) -> None:
     manifest = sender.publish("e1", 1, tensors.items())
     asked: list[dict[str, object]] = []
@@ -182,6 +186,40 @@ def test_nccl_refuses_an_answer_that_is_none(sender: NcclSender, tensors: Tensor
             received(msgspec.structs.replace(manifest, location=f"127.0.0.1:{listener.getsockname()[1]}/gloo"))
         thread.join(DEADLINE_S)
     assert asked == [{"version": 1, "epoch": "e1"}]
+
+
+def test_closing_nccl_wakes_who_waits_for_an_answer(sender: NcclSender, tensors: Tensors) -> None:
+    manifest = sender.publish("e1", 1, tensors.items())
+    receiver = NcclReceiver()
+    errors: list[Exception] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        silent = msgspec.structs.replace(manifest, location=f"127.0.0.1:{listener.getsockname()[1]}/gloo")
+
+        def wait() -> None:
+            try:
+                list(receiver.tensors(silent, 600))
+            except WeightError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        connection, _ = listener.accept()
+        with connection:
+            connection.makefile().readline()  # it has asked
+            receiver.close()
+            thread.join(DEADLINE_S)
+    assert not thread.is_alive()
+    assert errors
+
+
+def test_nccl_works_with_more_descriptors_than_select_knows(sender: NcclSender, tensors: Tensors) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    with ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(1100):
+            stack.enter_context(open(os.devnull))
+        received(sender.publish("e1", 1, tensors.items()))
 
 
 def test_nccl_gives_up_on_a_sender_that_hangs_in_the_group(sender: NcclSender, tensors: Tensors) -> None:
