@@ -45,8 +45,11 @@ def test_no_set_is_written_to_while_it_is_read() -> None:
     sets = BucketSets(torch.device("cpu"))
     first = sets.take(1)
     memory = first.bucket(0, 64)
+    sets.published()
     with first.reading():
+        assert sets.take(1).bucket(0, 64).data_ptr() != memory.data_ptr()  # publishing it fails
         second = sets.take(1)
+        sets.published()
         assert second.bucket(0, 64).data_ptr() != memory.data_ptr()
         with pytest.raises(WeightError, match="1 engine ranks still copy the version before the last"):
             sets.take(0.01)
