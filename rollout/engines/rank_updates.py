@@ -49,7 +49,7 @@ class RankUpdates:
             ranks = await self._ask("stage", msgspec.msgpack.encode(manifest), self._stage_timeout_s)
             if not any(rank["error"] for rank in ranks):
                 ranks = await self._settled(manifest)
-            for number, rank in enumerate(ranks):
+            for number, rank in sorted(enumerate(ranks), key=lambda found: not found[1]["error"]):  # who says why comes first
                 check_rank(number, rank, manifest)
             staged = True
         finally:

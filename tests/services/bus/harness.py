@@ -122,6 +122,12 @@ class Raw:
             *address, last = await self.socket.recv_multipart()
         return address, decode(last)[1]
 
+    async def hear_news_from(self) -> AnyMessage:
+        """The next message that is no Hello: senders say again and again how much they have sent."""
+        while isinstance(message := (await self.hear_from())[1], Hello):
+            pass
+        return message
+
     async def hear_of(self, kind: type[AnyMessage]) -> AnyMessage:
         """The next message of a kind; others are skipped."""
         while not isinstance(message := await self.hear(), kind):

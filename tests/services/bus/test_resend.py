@@ -110,9 +110,9 @@ async def test_message_that_the_receiver_has_seen_and_does_not_hold_is_sent_agai
     async with Raw() as raw, sender(Registry({"raw.1": raw.endpoint})) as outbox, asyncio.TaskGroup() as group:
         peer = await _greet(raw)
         sending = group.create_task(outbox.send(score(1), id="m1"))
-        assert (await raw.hear_from())[1] == score(1)
+        assert await raw.hear_news_from() == score(1)
         await raw.say(peer, frame(Heartbeat(receiver="raw.1", sequence=2, seen=1)))
-        assert (await raw.hear_from())[1] == score(1)
+        assert await raw.hear_news_from() == score(1)
         assert not sending.done()
         assert outbox.stats.resent == 1
         await raw.say(peer, frame(Ack(messages=("m1",))))
@@ -123,7 +123,7 @@ async def test_message_that_was_lost_is_sent_again_even_if_none_follows_it() -> 
     async with Raw() as raw, sender(Registry({"raw.1": raw.endpoint})) as outbox, asyncio.TaskGroup() as group:
         peer = await _greet(raw)
         group.create_task(outbox.send(score(1), id="m1"))
-        await raw.hear_from()
+        assert await raw.hear_news_from() == score(1)
         assert (await raw.hear_from())[1] == Hello(sender="reward.1", role="reward", sent=1)
         await raw.say(peer, frame(Ack(messages=("m1",))))
     async with receiver() as inbox, Raw(inbox.endpoint) as raw, asyncio.timeout(DEADLINE_S):
@@ -174,7 +174,7 @@ async def test_acknowledgement_of_a_message_that_was_sent_elsewhere_since_counts
             await _greet(fast, "fast.1")
             await eventually(lambda: _ready(outbox) == {"slow.1", "fast.1"})
             await slow.say(peer, frame(Heartbeat(receiver="slow.1", sequence=2, seen=2, held=("m2",))))
-            assert (await fast.hear_from())[1] == score(1)
+            assert await fast.hear_news_from() == score(1)
             await slow.say(peer, frame(Ack(messages=("m1", "m2"))))
         assert (outbox.stats.acked, outbox.stats.resent) == (2, 1)
 
