@@ -58,10 +58,12 @@ class Published:
 
 
 class Line:
-    """One connection, a line of JSON at a time. A receiver speaks only when it is its turn."""
+    """One connection, a line of JSON at a time."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
+        self._rest = b""
+        """What came behind the last line: who says that it has one version may ask for the next at once."""
 
     def request(self, end: float) -> dict[str, Any] | None:
         """The next line; None if the receiver has hung up before it began one.
@@ -70,15 +72,15 @@ class Line:
             TimeoutError: not complete by `end`.
             ValueError: not a line of JSON.
         """
-        line = b""
-        while not line.endswith(b"\n"):
+        while b"\n" not in self._rest:
             self.connection.settimeout(left(end))
             part = self.connection.recv(MAX_LINE)
-            line += part
-            if not part and not line:
+            self._rest += part
+            if not self._rest:
                 return None
-            if not part or len(line) > MAX_LINE:
+            if not part or len(self._rest) > MAX_LINE:
                 raise ValueError("a receiver hung up, or does not speak our protocol")
+        line, _, self._rest = self._rest.partition(b"\n")
         found = json.loads(line)
         return found if isinstance(found, dict) else {}
 
@@ -103,13 +105,15 @@ class Line:
 
     def readable(self, seconds: float) -> bool:
         """Whether there is something to read, or the receiver has hung up, within `seconds`."""
+        if self._rest:
+            return True
         ready = select.poll()  # `select` knows no descriptors over 1023
         ready.register(self.connection, select.POLLIN)
         return bool(ready.poll(1e3 * seconds))
 
     def hung_up(self, seconds: float) -> bool:
         """Whether the receiver has hung up, or does within `seconds`, with nothing left to read."""
-        return self.readable(seconds) and not self.connection.recv(1, socket.MSG_PEEK)
+        return self.readable(seconds) and not self._rest and not self.connection.recv(1, socket.MSG_PEEK)
 
 
 class Channel(Protocol):

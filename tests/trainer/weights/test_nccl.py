@@ -60,6 +60,14 @@ def test_only_the_current_version_is_served(sender: NcclSender) -> None:
     assert ask(sender, b"[]\n") == {"error": "the current version is 2 of epoch e1"}
 
 
+def test_requests_that_come_at_once_are_answered_one_by_one(sender: NcclSender) -> None:
+    sender.publish("e1", 2, weights())
+    with connect(sender) as connection, connection.makefile("rwb") as file:
+        file.write(request(1) + request(3))
+        file.flush()
+        assert [json.loads(file.readline()) for _ in range(2)] == [{"error": "the current version is 2 of epoch e1"}] * 2
+
+
 @pytest.mark.parametrize("line", [b"not json\n", b"x" * 10_000, b"\xff\n"])
 def test_nonsense_is_hung_up_on(line: bytes, sender: NcclSender) -> None:
     manifest = sender.publish("e1", 1, weights())
