@@ -9,7 +9,6 @@ which need not be visible to this process, comes over the link by the copy engin
 """
 
 import base64
-import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
@@ -19,76 +18,41 @@ import torch
 
 from protocol.buckets import Piece, pieces
 from protocol.errors import WeightError
-from protocol.messages import TensorEntry, WeightManifest
-from rollout.weights.base import Place, nowhere
-from rollout.weights.entries import AHEAD, Deadline, Verification, target_of, view
-from rollout.weights.line import Line, parse_address
+from protocol.messages import WeightManifest
+from rollout.weights.base import Place
+from rollout.weights.entries import AHEAD, Deadline, target_of
+from rollout.weights.line import parse_address
+from rollout.weights.standing import StandingReceiver
 
 
-class IpcReceiver:
-    """Keeps the mappings for the next version. Used by one thread at a time; `close` may come from another."""
+class IpcReceiver(StandingReceiver):
+    """Keeps the mappings for the next version."""
 
     def __init__(self) -> None:
-        self._location = ""
-        self._line: Line | None = None
+        super().__init__()
         self._mapped: dict[int, torch.Tensor] = {}
-        self._lock = threading.Lock()
-        self._ended = threading.Event()
-        """`close` was called since the last `tensors` began."""
 
-    def tensors(self, manifest: WeightManifest, deadline_s: float, place: Place = nowhere) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+    def _address(self, manifest: WeightManifest) -> tuple[str, int]:
         if not torch.cuda.is_available():
             raise WeightError(f"version {manifest.version}: transport ipc hands over GPU memory, and this engine has no GPU; use shm")
-        self._ended.clear()
-        deadline = Deadline(manifest, deadline_s)
-        complete = False
-        try:
-            line, answer = self._ask(manifest, deadline)
-            mapped = [self._map(found) for found in answer["buckets"]]
-            if len(mapped) != len(manifest.buckets):
-                raise WeightError(f"version {manifest.version}: {len(mapped)} buckets, the manifest has {len(manifest.buckets)}")
-            here = answer["gpu"] == str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-            check = Verification(manifest)
-            for piece, memory in (_in_place if here else _over_the_link)(manifest, mapped, place):
-                for entry in piece.entries:
-                    tensor = view(entry, memory, piece.start)
-                    check.add(entry, tensor)
-                    yield entry, tensor
-            check.finish(deadline, line.hung_up)
-            line.done(manifest, deadline)
-            complete = True
-        except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
-            raise WeightError(f"version {manifest.version} from {manifest.location}: {error}") from error
-        finally:
-            if not complete:
-                # Hanging up frees the trainer's memory to be written again, and the next version comes to the same places.
-                with suppress(RuntimeError):
-                    torch.cuda.synchronize()
-                self.close()
+        return parse_address(manifest.location, manifest.location)
 
-    def close(self) -> None:
-        """Hang up and unmap; wakes a thread that waits for an answer."""
-        self._ended.set()
-        self._drop()
+    def _pieces(
+        self, answer: dict[str, Any], manifest: WeightManifest, deadline: Deadline, place: Place
+    ) -> Iterator[tuple[Piece, torch.Tensor]]:
+        mapped = [self._map(found) for found in answer["buckets"]]
+        if len(mapped) != len(manifest.buckets):
+            raise WeightError(f"version {manifest.version}: {len(mapped)} buckets, the manifest has {len(manifest.buckets)}")
+        here = answer["gpu"] == str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+        yield from (_in_place if here else _over_the_link)(manifest, mapped, place)
 
-    def _drop(self) -> None:
-        with self._lock:
-            line, self._line = self._line, None
-            self._mapped = {}
-        if line is not None:
-            line.close()
+    def _settle(self) -> None:
+        # Hanging up frees the trainer's memory to be written again, and the next version comes to the same places.
+        with suppress(RuntimeError):
+            torch.cuda.synchronize()
 
-    def _ask(self, manifest: WeightManifest, deadline: Deadline) -> tuple[Line, dict[str, Any]]:
-        """Ask for a version, on the connection that there is; on a new one if the sender has closed it in the meantime."""
-        if self._line is not None and self._location == manifest.location:
-            with suppress(OSError, ValueError):
-                return self._line, self._line.ask(manifest, deadline)
-        if self._ended.is_set():
-            raise ConnectionError("the receiver was closed")
-        self._drop()
-        self._location = manifest.location
-        self._line = line = Line(*parse_address(manifest.location, manifest.location), deadline)
-        return line, line.ask(manifest, deadline)
+    def _release(self) -> None:
+        self._mapped = {}
 
     def _map(self, found: dict[str, Any]) -> torch.Tensor:
         """The memory of a bucket in this process, [bytes] uint8."""

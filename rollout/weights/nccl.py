@@ -11,7 +11,6 @@ to their place; some pieces come while the ones before are looked at. On a GPU a
 once, at the end, with a deadline. An aborted collective may return with partial buffers, so only digests count.
 """
 
-import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
@@ -24,85 +23,42 @@ from torch._C._distributed_c10d import TCPStore
 
 from protocol.buckets import Piece, pieces
 from protocol.errors import WeightError
-from protocol.messages import TensorEntry, WeightManifest
+from protocol.messages import WeightManifest
 from protocol.nccl_environment import unwatched
-from rollout.weights.base import Place, nowhere
-from rollout.weights.entries import AHEAD, Deadline, Verification, target_of, view
-from rollout.weights.line import Line, parse_address
+from rollout.weights.base import Place
+from rollout.weights.entries import AHEAD, Deadline, target_of
+from rollout.weights.line import parse_address
+from rollout.weights.standing import StandingReceiver
 
 BACKENDS = ("gloo", "nccl")
 
 
-class NcclReceiver:
-    """Rank 1 of a group of two. Used by one thread at a time; `close` may come from another."""
+class NcclReceiver(StandingReceiver):
+    """Rank 1 of a group of two."""
 
     def __init__(self) -> None:
-        self._location = ""
-        self._line: Line | None = None
+        super().__init__()
         self._group: Any = None
-        self._lock = threading.Lock()
-        self._ended = threading.Event()
-        """`close` was called since the last `tensors` began."""
 
-    def tensors(self, manifest: WeightManifest, deadline_s: float, place: Place = nowhere) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-        self._ended.clear()
-        deadline = Deadline(manifest, deadline_s)
-        host, port, backend = parse_location(manifest.location)
-        complete = False
-        # What is stuck in a library or on the GPU is ended by aborting the communicator.
-        watchdog = threading.Timer(deadline.remaining("starting"), self.close)
-        watchdog.daemon = True
-        watchdog.start()
-        try:
-            line, answer = self._ask(host, port, manifest, deadline)
-            if "store_port" in answer:
-                self._group = _join(host, int(answer["store_port"]), backend, deadline)
-            check = Verification(manifest)
-            for piece, memory in self._pieces(manifest, backend, deadline, place):
-                for entry in piece.entries:
-                    tensor = view(entry, memory, piece.start)
-                    check.add(entry, tensor)
-                    yield entry, tensor
-            check.finish(deadline, line.hung_up)
-            line.done(manifest, deadline)
-            complete = True
-        except (OSError, RuntimeError, ValueError, KeyError, TypeError, OverflowError) as error:
-            deadline.remaining("receiving")
-            raise WeightError(f"version {manifest.version} from {manifest.location}: {error}") from error
-        finally:
-            watchdog.cancel()
-            if not complete:
-                self.close()
+    def _address(self, manifest: WeightManifest) -> tuple[str, int]:
+        host, port, _ = parse_location(manifest.location)
+        return host, port
 
-    def close(self) -> None:
-        """Hang up and abort the group; wakes a thread that waits for an answer or in a collective."""
-        self._ended.set()
-        self._drop()
+    def _settle(self) -> None:
+        """Aborting the group does that."""
 
-    def _drop(self) -> None:
-        with self._lock:  # also while it is aborted: when anybody's `close` has returned, nothing is written any more
-            group, self._group = self._group, None
-            line, self._line = self._line, None
-            if group is not None:
-                with suppress(RuntimeError, AttributeError):
-                    group.abort()
-            if line is not None:
-                line.close()
+    def _release(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            with suppress(RuntimeError, AttributeError):
+                group.abort()
 
-    def _ask(self, host: str, port: int, manifest: WeightManifest, deadline: Deadline) -> tuple[Line, dict[str, Any]]:
-        """Ask for a version, on the connection that there is; on a new one if the sender has closed it in the meantime."""
-        if self._line is not None and self._location == manifest.location:
-            with suppress(OSError, ValueError):
-                return self._line, self._line.ask(manifest, deadline)
-        if self._ended.is_set():
-            raise ConnectionError("the receiver was closed")
-        self._drop()
-        self._location = manifest.location
-        self._line = line = Line(host, port, deadline)
-        return line, line.ask(manifest, deadline)
-
-    def _pieces(self, manifest: WeightManifest, backend: str, deadline: Deadline, place: Place) -> Iterator[tuple[Piece, torch.Tensor]]:
-        """Every piece with its bytes, uint8."""
+    def _pieces(
+        self, answer: dict[str, Any], manifest: WeightManifest, deadline: Deadline, place: Place
+    ) -> Iterator[tuple[Piece, torch.Tensor]]:
+        host, _, backend = parse_location(manifest.location)
+        if "store_port" in answer:
+            self._group = _join(host, int(answer["store_port"]), backend, deadline)
         device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
         coming: deque[tuple[Piece, torch.Tensor, Any]] = deque()
         for piece in pieces(manifest):

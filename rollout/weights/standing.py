@@ -1,0 +1,102 @@
+"""What receivers share that keep their connection to the sender from one version to the next: nccl and ipc."""
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from protocol.buckets import Piece
+from protocol.errors import WeightError
+from protocol.messages import TensorEntry, WeightManifest
+from rollout.weights.base import Place, nowhere
+from rollout.weights.entries import Deadline, Verification, view
+from rollout.weights.line import Line
+
+
+class StandingReceiver(ABC):
+    """Asks, verifies what comes, says that it is done; hangs up when anything goes wrong.
+
+    Used by one thread at a time; `close` may come from another.
+    """
+
+    def __init__(self) -> None:
+        self._location = ""
+        self._line: Line | None = None
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        """`close` was called since the last `tensors` began."""
+
+    def tensors(self, manifest: WeightManifest, deadline_s: float, place: Place = nowhere) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+        """See `Receiver`."""
+        self._ended.clear()
+        deadline = Deadline(manifest, deadline_s)
+        host, port = self._address(manifest)
+        complete = False
+        # What is stuck in a library or on the GPU is ended by closing.
+        watchdog = threading.Timer(deadline.remaining("starting"), self.close)
+        watchdog.daemon = True
+        watchdog.start()
+        try:
+            line, answer = self._ask(host, port, manifest, deadline)
+            check = Verification(manifest)
+            for piece, memory in self._pieces(answer, manifest, deadline, place):
+                for entry in piece.entries:
+                    tensor = view(entry, memory, piece.start)
+                    check.add(entry, tensor)
+                    yield entry, tensor
+            check.finish(deadline, line.hung_up)
+            line.done(manifest, deadline)
+            complete = True
+        except (OSError, RuntimeError, ValueError, KeyError, TypeError, OverflowError) as error:
+            deadline.remaining("receiving")
+            raise WeightError(f"version {manifest.version} from {manifest.location}: {error}") from error
+        finally:
+            watchdog.cancel()
+            if not complete:
+                self._settle()
+                self.close()
+
+    def close(self) -> None:
+        """Hang up and release what the transport holds; wakes a thread that waits for an answer or for bytes."""
+        self._ended.set()
+        self._drop()
+
+    @abstractmethod
+    def _address(self, manifest: WeightManifest) -> tuple[str, int]:
+        """Host and port of the sender. Raises WeightError if the location names none, or this engine cannot use it."""
+
+    @abstractmethod
+    def _pieces(
+        self, answer: dict[str, Any], manifest: WeightManifest, deadline: Deadline, place: Place
+    ) -> Iterator[tuple[Piece, torch.Tensor]]:
+        """Every piece of the version with its bytes, uint8, valid until the next one is asked for."""
+
+    @abstractmethod
+    def _settle(self) -> None:
+        """Before hanging up in the middle: wait until nothing that was queued touches the sender's memory or a tensor's place."""
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Give up what belongs to the connection; called with the lock held, once or more often."""
+
+    def _drop(self) -> None:
+        with self._lock:  # also while it is released: when anybody's `close` has returned, nothing is written any more
+            line, self._line = self._line, None
+            self._release()
+            if line is not None:
+                line.close()
+
+    def _ask(self, host: str, port: int, manifest: WeightManifest, deadline: Deadline) -> tuple[Line, dict[str, Any]]:
+        """Ask for a version, on the connection that there is; on a new one if the sender has closed it in the meantime."""
+        if self._line is not None and self._location == manifest.location:
+            with suppress(OSError, ValueError):
+                return self._line, self._line.ask(manifest, deadline)
+        if self._ended.is_set():
+            raise ConnectionError("the receiver was closed")
+        self._drop()
+        self._location = manifest.location
+        self._line = line = Line(host, port, deadline)
+        return line, line.ask(manifest, deadline)
