@@ -219,7 +219,8 @@ def test_nccl_works_with_more_descriptors_than_select_knows(sender: NcclSender, 
         stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
         for _ in range(1100):
             stack.enter_context(open(os.devnull))
-        received(sender.publish("e1", 1, tensors.items()))
+        found = received(sender.publish("e1", 1, tensors.items()))
+    assert found.keys() == tensors.keys()
 
 
 def test_nccl_gives_up_on_a_sender_that_hangs_in_the_group(sender: NcclSender, tensors: Tensors) -> None:
