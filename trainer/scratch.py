@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from transformers.utils import logging as transformers_logging
 
 from protocol.errors import SettingsError
+from protocol.model_building import MODEL_BUILDING
 from protocol.names import checked_name
 from trainer.config import ScratchConfig
 
@@ -77,7 +78,7 @@ def _model(config: ScratchConfig) -> Any:
         eos_token_id=1,
         bos_token_id=None,
     )
-    with torch.random.fork_rng(devices=[]):
+    with MODEL_BUILDING, torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         return AutoModelForCausalLM.from_config(hf, dtype=torch.float32)
 

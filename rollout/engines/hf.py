@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from protocol.errors import EngineError
 from protocol.lora import NO_ADAPTERS, LoraConfig
+from protocol.model_building import MODEL_BUILDING
 from rollout.engines.base import Capabilities, EngineConfig
 from rollout.engines.decoder import PaddingDecoder
 from rollout.engines.memory import Memory, check_room
@@ -63,10 +64,11 @@ def _load(model_dir: Path, config: EngineConfig) -> Any:
     if not isinstance(dtype, torch.dtype):
         raise EngineError(f"engine hf: dtype {config.dtype!r} is not known")
     try:
-        if any(model_dir.glob("*.safetensors")):
-            model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype)
-        else:
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir), dtype=dtype)
+        with MODEL_BUILDING:
+            if any(model_dir.glob("*.safetensors")):
+                model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype)
+            else:
+                model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir), dtype=dtype)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise EngineError(f"engine hf cannot load {model_dir}: {error}") from error
     if not torch.cuda.is_available():

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from protocol.errors import EngineError
+from protocol.model_building import MODEL_BUILDING
 
 MAX_HEADER_BYTES = 100 << 20
 """Of a safetensors file, its own limit."""
@@ -36,7 +37,7 @@ def _architecture_shapes(model_dir: Path) -> dict[str, list[int]]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        with torch.device("meta"):
+        with MODEL_BUILDING, torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir))
     except (OSError, ValueError, KeyError) as error:
         raise EngineError(f"{model_dir} holds no weights, and its architecture is not known: {error}") from error

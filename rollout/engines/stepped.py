@@ -67,6 +67,7 @@ class SteppedEngine(Engine):
         """It has slept, and no version was committed since: there are no weights to generate with."""
         self._closing = False
         self._error: BaseException | None = None
+        self._loading: asyncio.Future[Model] | None = None
         self._thread: threading.Thread | None = None
 
     @property
@@ -78,7 +79,8 @@ class SteppedEngine(Engine):
         self._loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._config.start_timeout_s):
-                model = self._model = await asyncio.to_thread(self._load)
+                self._loading = self._loop.run_in_executor(None, self._load)
+                model = self._model = await asyncio.shield(self._loading)
         except TimeoutError:
             raise EngineError(
                 f"engine {self._config.name}: {self._model_dir} not loaded within {self._config.start_timeout_s:g} s"
@@ -157,6 +159,8 @@ class SteppedEngine(Engine):
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
             self._updates.staging.close()
+        elif self._loading is not None:  # a start that was given up: its thread goes on, and what it takes is given back
+            await asyncio.wait({self._loading}, timeout=self._config.start_timeout_s)
         self._unload()
 
     @abstractmethod

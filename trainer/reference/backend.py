@@ -14,6 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from protocol.errors import SettingsError
 from protocol.lora import NO_ADAPTERS, LoraConfig
+from protocol.model_building import MODEL_BUILDING
 from protocol.names import checked_name
 from trainer.adapter import merged
 from trainer.algorithms.base import Algorithm
@@ -211,7 +212,8 @@ def _device(name: str) -> torch.device:
 def _load(model_dir: Path) -> torch.nn.Module:
     transformers_logging.disable_progress_bar()
     try:
-        model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, local_files_only=True)
+        with MODEL_BUILDING:
+            model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, local_files_only=True)
     except (OSError, ValueError) as error:
         raise SettingsError(f"model.path {model_dir}: not a model that transformers can load: {error}") from error
     return model.eval()

@@ -1,0 +1,46 @@
+"""Models that are loaded at the same time, in one process."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedModel
+
+from rollout.engines.base import EngineConfig
+from rollout.engines.registry import make_engine
+from rollout.engines.shapes import checkpoint_shapes
+from tests.contracts.engine_models import tiny_model
+from trainer.scratch import ScratchConfig, build_scratch
+
+
+async def test_models_loaded_side_by_side_leave_transformers_as_it_was(tmp_path: Path) -> None:
+    ties = PreTrainedModel.tie_weights
+    tiny_model(1, tied=True).save_pretrained(tmp_path / "model")
+    tiny_model(1).config.save_pretrained(tmp_path / "bare")
+    engines = [make_engine(EngineConfig(name="hf"), tmp_path / "model", f"e{number}") for number in range(8)]
+    async with asyncio.TaskGroup() as group:
+        for number, engine in enumerate(engines):
+            group.create_task(engine.start())
+            group.create_task(asyncio.to_thread(checkpoint_shapes, tmp_path / "bare"))
+            group.create_task(asyncio.to_thread(build_scratch, ScratchConfig(), tmp_path / f"scratch{number}"))
+    for engine in engines:
+        await engine.close()
+    assert PreTrainedModel.tie_weights is ties
+
+
+async def test_a_start_that_is_given_up_has_ended_when_the_engine_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_model(1).save_pretrained(tmp_path / "model")
+    engine = make_engine(EngineConfig(name="hf"), tmp_path / "model", "e")
+    loaded, load = [], engine._load
+
+    def watched() -> object:
+        model = load()
+        loaded.append(model)
+        return model
+
+    monkeypatch.setattr(engine, "_load", watched)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0):
+            await engine.start()
+    await engine.close()
+    assert len(loaded) == 1
