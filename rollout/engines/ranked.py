@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from protocol.errors import EngineError, PoisonedError, WeightError
+from protocol.errors import EngineError, PoisonedError, Unsupported, WeightError
 from protocol.messages import WeightManifest
 from rollout.engines.base import Completion, Engine, EngineConfig, Served
 from rollout.engines.rank_updates import RankUpdates
@@ -22,7 +22,7 @@ ABORTED = Completion((), (), (), "abort")
 
 
 class RankedEngine(Engine):
-    """Stage, commit and adopt on all ranks; requests are not submitted while weights change."""
+    """Stage, commit, adopt, sleep and wake on all ranks; requests are not submitted while weights change or are not there."""
 
     def __init__(self, config: EngineConfig, model_dir: Path, incarnation: str) -> None:
         self._config = config
@@ -87,6 +87,29 @@ class RankedEngine(Engine):
             finally:
                 self._let_in()
 
+    async def sleep(self) -> None:
+        await self.check()
+        if not self.capabilities.sleep:
+            raise Unsupported(f"engine {self._name} cannot sleep: it was started without engine.enable_sleep_mode")
+        async with self._updating:
+            if self._asleep:
+                return
+            if self._updates.is_staging:
+                raise WeightError("a version is being staged: the engine cannot sleep now")
+            self._asleep = self._hollow = True
+            self._is_open = False
+            self._served = Served()
+            await self._whole("sleep", self._give_back)
+
+    async def wake(self) -> None:
+        await self.check()
+        if not self.capabilities.sleep:
+            raise Unsupported(f"engine {self._name} cannot sleep, so there is nothing to wake")
+        async with self._updating:
+            if self._asleep:
+                await self._whole("wake", self._updates.wake)
+                self._asleep = False
+
     async def live_digest(self) -> int:
         """Digest of the live parameters, read between two steps; with one rank that of the manifest whose bytes they are."""
         if self._hollow:
@@ -130,6 +153,22 @@ class RankedEngine(Engine):
     @abstractmethod
     async def _commit(self, manifest: WeightManifest) -> float:
         """See `commit`; by way of `_apply`."""
+
+    async def _give_back(self) -> None:
+        """Put running requests back, with their tokens, and give all memory back; no step is made before the next commit."""
+        await self._updates.sleep()
+
+    async def _whole(self, what: str, change: Callable[[], Awaitable[None]]) -> None:
+        """Something that leaves the engine useless unless it ends well."""
+        ended = False
+        try:
+            await change()
+            ended = True
+        except EngineError as error:
+            self._poisoned = f"{what}: {error}"
+            raise
+        finally:
+            self._poisoned = self._poisoned or ("" if ended else f"{what} did not end")
 
     async def _apply(self, manifest: WeightManifest, afterwards: Callable[[], Awaitable[None]] | None = None) -> list[Any]:
         """Commit on all ranks and serve the version from now on. Returns the ranks' answers.

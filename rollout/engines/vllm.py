@@ -10,15 +10,15 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from protocol.errors import EngineError, PoisonedError, Unsupported, WeightError
+from protocol.errors import EngineError, PoisonedError, WeightError
 from protocol.lora import NO_ADAPTERS, LoraConfig, adapter_shapes, adapter_targets
 from protocol.messages import WeightManifest
-from rollout.engines.base import Capabilities, Completion, EngineConfig, KvPolicy, Request, Sampling, Served
+from rollout.engines.base import Capabilities, Completion, EngineConfig, KvPolicy, Request, Sampling
 from rollout.engines.rank_calls import RankCalls, socket_path
 from rollout.engines.ranked import ABORTED, CALL_TIMEOUT_S, RankedEngine
 from rollout.engines.requests import check_request, spans_from_marks
@@ -112,29 +112,6 @@ class VllmEngine(RankedEngine):
                 await self._llm.engine_core.resume_scheduler_async()
             self._paused = False
 
-    async def sleep(self) -> None:
-        await self.check()
-        if not self.capabilities.sleep:
-            raise Unsupported(f"engine {self._name} cannot sleep: it was started without engine.enable_sleep_mode")
-        async with self._updating:
-            if self._asleep:
-                return
-            if self._updates.is_staging:
-                raise WeightError("a version is being staged: the engine cannot sleep now")
-            self._asleep = self._hollow = True
-            self._is_open = False
-            self._served = Served()
-            await self._whole("sleep", self._give_back)
-
-    async def wake(self) -> None:
-        await self.check()
-        if not self.capabilities.sleep:
-            raise Unsupported(f"engine {self._name} cannot sleep, so there is nothing to wake")
-        async with self._updating:
-            if self._asleep:
-                await self._whole("wake", self._updates.wake)
-                self._asleep = False
-
     async def check(self) -> None:
         if self._poisoned:
             raise EngineError(f"engine {self._name} is poisoned: {self._poisoned}")
@@ -167,18 +144,6 @@ class VllmEngine(RankedEngine):
             raise EngineError("the KV cache could not be dropped")
         # of a model with an adapter no version brings the base weights back: they wait in host memory
         await self._updates.sleep(1 if self._lora.rank else 2)
-
-    async def _whole(self, what: str, change: Callable[[], Awaitable[None]]) -> None:
-        """Something that leaves the engine useless unless it ends well."""
-        ended = False
-        try:
-            await change()
-            ended = True
-        except EngineError as error:
-            self._poisoned = f"{what}: {error}"
-            raise
-        finally:
-            self._poisoned = self._poisoned or ("" if ended else f"{what} did not end")
 
     async def _launch(self) -> None:
         before = {child.pid for child in multiprocessing.active_children()}
