@@ -11,13 +11,15 @@ from typing import Any
 
 from protocol.errors import SettingsError
 from protocol.topics import ROLLOUTS, WEIGHTS, Role
-from rollout.engines.base import EngineConfig
+from rollout.engines.base import Engine, EngineConfig
+from rollout.engines.ranked import RankedEngine
 from rollout.engines.registry import make_engine
 from rollout.environments.registry import make_environment
 from rollout.prompts.registry import make_source
 from rollout.render import Renderer
 from services.bus.broadcast import Listener
 from services.bus.sender import Sender
+from services.device import Device
 from services.leasing import GroupRunner
 from services.process import Process, service_main
 from services.settings import Settings
@@ -39,10 +41,11 @@ async def serve(process: Process) -> None:
     engine = make_engine(_engine_config(settings), settings.model_dir, process.incarnation, settings.lora)
     identity: dict[str, Any] = {"run": process.run, "incarnation": process.incarnation, "role": Role.ROLLOUT, "config": settings.bus}
     process.info["engine"] = settings.engine.name
-    turn = EngineTurn(process) if settings.colocated.enabled else None
-    if turn is not None and not await turn.take():
-        return
+    device = _device(settings, engine) if settings.colocated.enabled else None
+    turn = EngineTurn(process, device) if device else None
     try:
+        if turn is not None and not await turn.take():
+            return
         with process.waiting("engine start"):
             began = time.monotonic()
             await engine.start()
@@ -69,6 +72,16 @@ async def serve(process: Process) -> None:
                     task.cancel()
     finally:
         await engine.close()
+        if device is not None:
+            device.close()
+
+
+def _device(settings: Settings, engine: Engine) -> Device:
+    """The lock of the device; an engine's own processes hold it too, so they keep it when this one is killed and they are not gone yet."""
+    device = Device(settings.run_dir)
+    if isinstance(engine, RankedEngine):
+        device.give()
+    return device
 
 
 def _engine_config(settings: Settings) -> EngineConfig:

@@ -4,10 +4,12 @@ Consumes: scored groups, by `take`, from the spool. Produces: versions, their we
 """
 
 import asyncio
+import contextlib
 import math
 import os
 import signal
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -18,6 +20,7 @@ from protocol.topics import WEIGHTS, Role
 from rollout.engines.shapes import checkpoint_shapes
 from services.budget import GIB, check_budget
 from services.bus.broadcast import Broadcaster
+from services.device import Device, given_device
 from services.observability.steps import StepLog
 from services.parent import die_with_parent
 from services.process import EXIT_FAILED, EXIT_SETTINGS, Process, configure_logging, service_main
@@ -25,7 +28,7 @@ from services.rank_zero import RankZero
 from services.recovery import take_over
 from services.settings import Settings, load_settings
 from services.training import TrainLoop
-from services.turns import TrainerTurn
+from services.turns import POLL_S, TrainerTurn
 from trainer.algorithms.registry import make_algorithm
 from trainer.archive import Archive
 from trainer.backend import Backend
@@ -75,11 +78,19 @@ async def serve(process: Process) -> None:
     run_dir = settings.run_dir
     if not run_dir.is_dir():
         raise SettingsError(f"no run directory {run_dir}: start the ingest first, or `tether up`")
-    turn = None
-    if settings.colocated.enabled:
-        await asyncio.to_thread(check_memory, settings)
-        turn = TrainerTurn(process, settings.colocated.wait_s)
+    if not settings.colocated.enabled:
+        await _lead(process, None)
+        return
+    await asyncio.to_thread(check_memory, settings)
+    with contextlib.closing(given_device(run_dir) or Device(run_dir)) as device:
+        turn = TrainerTurn(process, device)
         await turn.begin()
+        await _lead(process, turn)
+
+
+async def _lead(process: Process, turn: TrainerTurn | None) -> None:
+    """The same from where a model may be loaded; `turn`: of a colocated run."""
+    settings, run_dir = process.settings, process.settings.run_dir
     compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
     with process.waiting("model load"):
         backend = await asyncio.get_running_loop().run_in_executor(compute, build_backend, settings)
@@ -141,17 +152,36 @@ def torchrun(ranks: int, module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-m", *launcher, "-m", module, *arguments]
 
 
-def run_ranks(ranks: int) -> int:
-    """Run the trainer once a rank, until all have ended. Returns the exit code, which torchrun alone would not pass on."""
+def run_ranks(settings: Settings) -> int:
+    """Run the trainer once a rank, until all have ended. Returns the exit code, which torchrun alone would not pass on.
+
+    In a colocated run all ranks hold the device together, so it is not free before the last of them has ended.
+    """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as launch
 
+    if settings.colocated.enabled:
+        Device(settings.run_dir).give()
     try:
-        launch(torchrun(ranks, "services.trainer")[3:])
+        launch(torchrun(settings.parallel.world_size, "services.trainer")[3:])
     except ChildFailedError as failed:
         codes = {failure.exitcode for failure in failed.failures.values()}
         return EXIT_SETTINGS if EXIT_SETTINGS in codes else EXIT_FAILED
     return 0
+
+
+def await_device(settings: Settings) -> None:
+    """A rank other than 0 of a colocated run: wait until the device is the ranks', as rank 0 does; nothing is allocated before.
+
+    Raises:
+        TetherError: engines have not left it within `colocated.wait_s`.
+    """
+    device = given_device(settings.run_dir) if settings.colocated.enabled else None
+    end = time.monotonic() + settings.colocated.wait_s
+    while device is not None and not device.take(alone=True):
+        if time.monotonic() > end:
+            raise TetherError(f"engines still held the device after {settings.colocated.wait_s:g} s (colocated.wait_s); rank 0 names them")
+        time.sleep(POLL_S)
 
 
 def main() -> None:
@@ -164,18 +194,19 @@ def main() -> None:
             signal.signal(signum, signal.SIG_IGN)  # rank 0 decides when the ranks end: in the middle of a step none of them may leave
         configure_logging(f"trainer.{rank}")
         settings = load_settings()
+        await_device(settings)
         backend = build_backend(settings)
         follow(backend, make_algorithm(settings.algorithm))
         backend.close()
         return
     if rank < 0:
         try:
-            world = load_settings().parallel.world_size
+            settings = load_settings()
+            if settings.parallel.world_size > 1:
+                sys.exit(run_ranks(settings))
         except SettingsError as error:
             print(f"tether trainer: {error}", file=sys.stderr)
             sys.exit(EXIT_SETTINGS)
-        if world > 1:
-            sys.exit(run_ranks(world))
     service_main(Role.TRAINER, serve)
 
 

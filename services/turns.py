@@ -1,16 +1,16 @@
-"""Trainer and engines that share a GPU use it by turns: who may, how the other is asked to leave, and how both know.
+"""Trainer and engines that share a GPU use it by turns: who is to have it, how the other is asked to leave, and how both know.
 
-The registry is the truth; a message on the bus only says that it is worth a look. The trainer writes down whose turn it is, an engine
-whether it holds memory on the device. Each writes first and reads then: the trainer begins when it reads that no engine holds the device
-after it has written that the turn is its own; an engine takes the device when it still reads that the turn is the engines' after it has
-written that it holds it. So both can never have it, whatever is late, and the trainer comes first.
+The registry says whose turn it is, and a message on the bus only that it is worth a look; neither keeps anybody out. That does the lock of
+the device (`device.py`), which whoever is on it holds: the trainer begins when all engines have left it, an engine takes it in the engines'
+turn when the trainer has. So both can never have it, whatever is late, lost or away.
 
-Where no trainer is registered, it has died: engines that sleep sleep on until its successor has made its first turn, those that
-generate go on. An engine that has died holds nothing once its registration has run out.
+Where no trainer is registered, it has died, or the ledger was away: engines that sleep sleep on until its successor has made its first
+turn, those that generate go on.
 """
 
 import asyncio
 import logging
+import time
 from contextlib import suppress
 from enum import StrEnum
 
@@ -18,15 +18,16 @@ from protocol.errors import TetherError
 from protocol.messages import Action, Control
 from protocol.topics import Role
 from services.bus.broadcast import Broadcaster
+from services.device import Device
 from services.process import Process
 from services.updating import WeightUpdater
 
 log = logging.getLogger("tether.turns")
 
 TURN, HOLDS = "turn", "holds_device"
-"""What trainer and engine write into the registry."""
+"""What trainer and engine write into the registry; HOLDS is for people, and for names in errors."""
 LOOK_S = 1.0
-"""How often an engine looks without being told to."""
+"""How often an engine looks without being told to, and the trainer who it waits for."""
 POLL_S = 0.01
 
 
@@ -40,11 +41,11 @@ class Turn(StrEnum):
 class TrainerTurn:
     """The trainer's side."""
 
-    def __init__(self, process: Process, wait_s: float) -> None:
+    def __init__(self, process: Process, device: Device) -> None:
         self.mine = False
         """Whether it has begun and not ended."""
         self._process = process
-        self._wait_s = wait_s
+        self._device = device
         self.caster: Broadcaster | None = None
         """Tells engines to look at once, when there is one."""
 
@@ -52,20 +53,24 @@ class TrainerTurn:
         """Take the device when all engines have left it.
 
         Raises:
-            TetherError: one has not within `wait_s`; to begin all the same would run the device out of memory.
+            TetherError: one has not within `colocated.wait_s`; to begin all the same would run the device out of memory.
         """
         await self._write(Turn.TRAINER)
-        holders: list[str] = []
+        wait_s = self._process.settings.colocated.wait_s
         with self._process.waiting("engines to sleep") as because:
             try:
-                async with asyncio.timeout(self._wait_s):
-                    while holders := await self._holders():
-                        because(", ".join(holders))
+                async with asyncio.timeout(wait_s):
+                    looked = time.monotonic()
+                    while not self._device.take(alone=True):
                         await asyncio.sleep(POLL_S)
+                        if time.monotonic() - looked > LOOK_S:
+                            because(await holders(self._process, self._device))
+                            looked = time.monotonic()
             except TimeoutError:
+                names = await holders(self._process, self._device)
                 raise TetherError(
-                    f"{', '.join(holders)} still held the device after {self._wait_s:g} s (colocated.wait_s): it does not sleep, or not "
-                    "that fast; end it, `tether up` starts another one"
+                    f"{names} still held the device after {wait_s:g} s (colocated.wait_s): it does not sleep, or not that fast; end it, "
+                    "`tether up` starts another one"
                 ) from None
         self.mine = True
         log.info("turn.trainer")
@@ -74,6 +79,7 @@ class TrainerTurn:
         """Leave the device to the engines. Nothing of the trainer may be on it any more."""
         log.info("turn.engines")
         self.mine = False
+        self._device.leave()
         await self._write(Turn.ENGINES)
 
     async def _write(self, turn: Turn) -> None:
@@ -82,15 +88,13 @@ class TrainerTurn:
         if self.caster is not None:
             self.caster.publish(Control(action=Action.TURN))
 
-    async def _holders(self) -> list[str]:
-        return [peer.incarnation for peer in await self._process.ledger.peers(Role.ROLLOUT) if peer.info.get(HOLDS)]
-
 
 class EngineTurn:
     """A rollout worker's side."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: Process, device: Device) -> None:
         self._process = process
+        self._device = device
         self._look = asyncio.Event()
 
     def look(self) -> None:
@@ -98,15 +102,23 @@ class EngineTurn:
         self._look.set()
 
     async def take(self) -> bool:
-        """Wait until the engines may use the device, and hold it; false if the process is to stop instead."""
+        """Wait until the engines may use the device, and hold it; false if the process is to stop instead.
+
+        Raises:
+            TetherError: it is the engines' turn, and for `colocated.wait_s` somebody held the device all the same.
+        """
+        barred: float | None = None
         with self._process.waiting("the trainer's turn to end"):
             while not self._process.stop.is_set():
-                if await self._turn() is Turn.ENGINES:
-                    await self._hold(True)
-                    if await self._turn() is Turn.ENGINES:
-                        log.info("device.held engine=%s", self._process.incarnation)
-                        return True
-                    await self._hold(False)
+                if await self._turn() is not Turn.ENGINES:
+                    barred = None
+                elif self._device.take(alone=False):
+                    log.info("device.held engine=%s", self._process.incarnation)
+                    await self._say(True)
+                    return True
+                else:
+                    barred = barred or time.monotonic()
+                    await self._bound(barred)
                 await self._looked()
         return False
 
@@ -116,11 +128,16 @@ class EngineTurn:
             while await self._turn() is not Turn.TRAINER:
                 await self._looked()
             await updater.sleep()
-            log.info("device.left engine=%s", self._process.incarnation)
-            await self._hold(False)
+            await self.leave()
             if not await self.take():
                 return
             await updater.wake()
+
+    async def leave(self) -> None:
+        """Hold the device no longer. Nothing of the engine may be on it any more."""
+        log.info("device.left engine=%s", self._process.incarnation)
+        self._device.leave()
+        await self._say(False)
 
     async def _turn(self) -> Turn | None:
         """None: there is no trainer."""
@@ -129,7 +146,13 @@ class EngineTurn:
             return None
         return Turn.ENGINES if written == {Turn.ENGINES} else Turn.TRAINER
 
-    async def _hold(self, holds: bool) -> None:
+    async def _bound(self, since: float) -> None:
+        wait_s = self._process.settings.colocated.wait_s
+        if time.monotonic() - since > wait_s:
+            names = await holders(self._process, self._device)
+            raise TetherError(f"{names} still held the device after {wait_s:g} s (colocated.wait_s), in the engines' turn: end it")
+
+    async def _say(self, holds: bool) -> None:
         self._process.info[HOLDS] = holds
         await self._process.register()
 
@@ -138,3 +161,17 @@ class EngineTurn:
             async with asyncio.timeout(LOOK_S):
                 await self._look.wait()
         self._look.clear()
+
+
+async def holders(process: Process, device: Device) -> str:
+    """Who holds the device, for people: what the registry says of it, and what else this host shows."""
+    seen = await asyncio.to_thread(device.holders)
+    known: dict[str, int] = {}
+    with suppress(TetherError, TimeoutError):  # the ledger may be away
+        async with asyncio.timeout(LOOK_S):
+            peers = [*await process.ledger.peers(Role.ROLLOUT), *await process.ledger.peers(Role.TRAINER)]
+        pids = {peer.incarnation: int(peer.info.get("pid", 0)) for peer in peers if peer.incarnation != process.incarnation}
+        known = {name: pids[name] for name in pids if pids[name] in seen}
+        known |= {peer.incarnation: pids[peer.incarnation] for peer in peers if peer.info.get(HOLDS)}
+    others = [f"{name} (pid {pid})" for pid, name in seen.items() if pid not in known.values()]
+    return ", ".join([*known, *others]) or "a process that cannot be seen from here"

@@ -1,10 +1,12 @@
-"""Engine processes end with the process whose engine they are, however that ends."""
+"""Engine processes end with the process whose engine they are, however that ends, and hold until then what it gives them to hold."""
 
 import os
 import select
 import threading
 import time
 from collections.abc import Callable
+
+from rollout.engines.heirs import receive
 
 OWNER = "TETHER_ENGINE_OWNER"
 """Environment: pid of the process whose engine this is."""
@@ -13,7 +15,12 @@ OWNER = "TETHER_ENGINE_OWNER"
 def follow_owner(end: Callable[[int], None]) -> bool:
     """If this process belongs to another one, watch that in a thread and call `end(its pid)` when it has ended.
 
+    To be called before anything is allocated on a device: the lock of the device, if there is one, is held from then on.
+
     Returns: whether it does.
+
+    Raises:
+        OSError: the owner lives, but does not answer.
     """
     owner = os.environ.get(OWNER, "")
     if not owner.isdecimal() or int(owner) == os.getpid():
@@ -24,6 +31,7 @@ def follow_owner(end: Callable[[int], None]) -> bool:
         end(int(owner))
 
     threading.Thread(target=watch, name="tether-owner", daemon=True).start()
+    receive(int(owner))
     return True
 
 
