@@ -12,6 +12,8 @@ from trainer.config import AlgorithmConfig, ParallelConfig, TrainerConfig, Weigh
 
 GIB = 1 << 30
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+SIZED_BY_FRACTION = ("sglang", "vllm")
+"""Engines that take `engine.memory_fraction` of the device, whatever the model needs."""
 CONTEXT_GB = 1.5
 """CUDA context, libraries, captured graphs and communicators of one process: they stay on the device while it sleeps."""
 IPC_VERSIONS = 2
@@ -71,7 +73,7 @@ def check_budget(
     ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     version = 0.0 if adapters else parameters * ITEM_BYTES[engine.dtype] / GIB
     copy = engine.staging_mb / 1024 or version / engine.tensor_parallel_size
-    live = 0.0 if engine.name == "vllm" else parameters * ITEM_BYTES[engine.dtype] / GIB + engine.buffer_size_gb
+    live = 0.0 if engine.name in SIZED_BY_FRACTION else parameters * ITEM_BYTES[engine.dtype] / GIB + engine.buffer_size_gb
     shares = Shares(
         engines=workers * (live or engine.memory_fraction * total_gb),
         staging=workers * copy,

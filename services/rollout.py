@@ -13,7 +13,7 @@ from protocol.errors import SettingsError
 from protocol.topics import ROLLOUTS, WEIGHTS, Role
 from rollout.engines.base import Engine, EngineConfig
 from rollout.engines.ranked import RankedEngine
-from rollout.engines.registry import make_engine
+from rollout.engines.registry import STARTED_TO_SLEEP, make_engine
 from rollout.environments.registry import make_environment
 from rollout.prompts.registry import make_source
 from rollout.render import Renderer
@@ -85,8 +85,8 @@ def _device(settings: Settings, engine: Engine) -> Device:
 
 
 def _engine_config(settings: Settings) -> EngineConfig:
-    """An engine that shares its device must be able to sleep, which vLLM has to know when it starts."""
-    sleeps = settings.colocated.enabled and settings.engine.name == "vllm"
+    """An engine that shares its device must be able to sleep, which some have to know when they start."""
+    sleeps = settings.colocated.enabled and settings.engine.name in STARTED_TO_SLEEP
     return dataclasses.replace(settings.engine, enable_sleep_mode=True) if sleeps else settings.engine
 
 

@@ -41,7 +41,7 @@ class EngineConfig:
     """Requests decoded in one batch."""
     enforce_eager: bool = True
     enable_sleep_mode: bool = False
-    """vllm only, on a GPU: be able to sleep; set by colocated runs."""
+    """vllm (on a GPU) and sglang: be able to sleep; set by colocated runs."""
     staging_mb: int = 0
     """Memory that the staging copy of the weights may take on each rank, MiB; 0: as much as the parameters do."""
     threads: int = 1

@@ -16,9 +16,10 @@ ENGINES: dict[str, str] = {
     "vllm": "VllmEngine",
 }
 """Module in `rollout/engines/` -> its class."""
-SERVE_ADAPTERS = ("hf", "vllm")
-CAN_SLEEP = ("hf", "megatron", "vllm")
-"""vLLM on a GPU only, and if `enable_sleep_mode` is set."""
+SERVE_ADAPTERS = ("hf", "sglang", "vllm")
+CAN_SLEEP = ("hf", "megatron", "sglang", "vllm")
+STARTED_TO_SLEEP = ("sglang", "vllm")
+"""Can only if `enable_sleep_mode` is set, vLLM on a GPU alone."""
 
 
 def make_engine(config: EngineConfig, model_dir: Path, incarnation: str, lora: LoraConfig = NO_ADAPTERS) -> Engine:

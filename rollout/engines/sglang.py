@@ -15,11 +15,14 @@ import aiohttp
 import msgspec
 
 from protocol.errors import EngineError, Unsupported
+from protocol.lora import NO_ADAPTERS, LoraConfig, adapter_shapes, adapter_targets
 from protocol.messages import WeightManifest
 from rollout.engines.base import Capabilities, Completion, EngineConfig, KvPolicy, Request, Sampling
 from rollout.engines.rank_calls import RankCalls, socket_path
 from rollout.engines.ranked import ABORTED, CALL_TIMEOUT_S, RankedEngine
 from rollout.engines.requests import check_request
+from rollout.engines.sglang_lora import NAME
+from rollout.engines.sglang_plugin import Terms
 from rollout.engines.sglang_start import SglangServer, check_model
 from rollout.engines.shapes import checkpoint_shapes
 from rollout.weights.registry import RECEIVERS
@@ -32,13 +35,14 @@ ABORT_AGAIN_S = 0.05
 class SglangEngine(RankedEngine):
     """One server. TP ranks commit at the same step; pipeline and data parallelism are not used."""
 
-    def __init__(self, config: EngineConfig, model_dir: Path, incarnation: str) -> None:
+    def __init__(self, config: EngineConfig, model_dir: Path, incarnation: str, lora: LoraConfig = NO_ADAPTERS) -> None:
         super().__init__(config, model_dir, incarnation)
-        self.capabilities = Capabilities(seeds=False, transports=frozenset(RECEIVERS))
+        self.capabilities = Capabilities(seeds=False, transports=frozenset(RECEIVERS), lora=True, sleep=config.enable_sleep_mode)
+        self._lora = lora
         self._vocab = 0
         # none of the ids that SGLang knows is the beginning of another: it aborts by prefix
         self._numbers = itertools.count()
-        self._server = SglangServer(config, model_dir, incarnation)
+        self._server = SglangServer(config, model_dir, incarnation, lora)
         self._ranks = RankCalls(on_lost=self._server.kill)
         self._http: aiohttp.ClientSession | None = None
         self._closed = False
@@ -53,7 +57,7 @@ class SglangEngine(RankedEngine):
         ready = False
         try:
             async with asyncio.timeout(self._config.start_timeout_s):
-                model = await asyncio.to_thread(check_model, self._config, self._model_dir)
+                model = await asyncio.to_thread(check_model, self._config, self._model_dir, self._lora)
                 await self._server.start(self._http)
                 await self._install(model)
                 # the first step allocates and compiles
@@ -129,9 +133,18 @@ class SglangEngine(RankedEngine):
             raise EngineError(f"engine {self._name}: SGLang did not load tether's plug-in: {self._server.last_words()}")
         await self._ranks.connect(paths)
         shapes = await asyncio.to_thread(checkpoint_shapes, self._model_dir)
-        architecture = next(iter(model.get("architectures") or ()), "")
+        if self._lora.rank:
+            whole = {name: tuple(shape) for name, shape in shapes.items()}
+            shapes = {name: list(shape) for name, shape in adapter_shapes(adapter_targets(whole, self._lora), self._lora.rank).items()}
+        terms = Terms(
+            architecture=next(iter(model.get("architectures") or ()), ""),
+            adapter=bool(self._lora.rank),
+            recompute=self._config.kv is KvPolicy.RECOMPUTE,
+            sleeps=self._config.enable_sleep_mode,
+            staging_mb=self._config.staging_mb,
+        )
         try:
-            await self._call("install", shapes, architecture, self._config.kv is KvPolicy.RECOMPUTE, self._config.staging_mb)
+            await self._call("install", shapes, msgspec.to_builtins(terms))
         except EngineError as error:
             raise EngineError(f"{self._model_dir} cannot be updated in place: {error}") from error
 
@@ -152,6 +165,7 @@ class SglangEngine(RankedEngine):
             "input_ids": list(request.prompt),
             "extra_key": f"{self._served.epoch}/{self._served.version}/{self._changes}",
             "return_logprob": True,
+            "lora_path": NAME if self._lora.rank else None,
             "sampling_params": {
                 "max_new_tokens": sampling.max_tokens,
                 "temperature": sampling.temperature,

@@ -1,4 +1,4 @@
-"""Our part inside SGLang's processes: stage, commit, spans, log-probabilities as sampled.
+"""Our part inside SGLang's processes: stage, commit, sleep, spans.
 
 SGLang loads `load` through the entry point group `sglang.srt.plugins` in each of its processes; `sglang_start.py` puts the entry point
 where it is found. Calls arrive on a socket of rank 0 and travel with the requests that SGLang gives all ranks at the top of their loops:
@@ -26,9 +26,11 @@ import torch
 from protocol.messages import WeightManifest
 from rollout.engines.owner import follow_owner
 from rollout.engines.rank_calls import Call, CallServer, socket_path
-from rollout.engines.sampling import kept_tokens
+from rollout.engines.sglang_lora import trace_adapter
+from rollout.engines.sglang_memory import RankMemory
+from rollout.engines.sglang_sampling import as_sampled
 from rollout.engines.share import Share
-from rollout.engines.tracing import trace
+from rollout.engines.tracing import Plan, trace
 
 DIRECTORY = "TETHER_ENGINE_DIR"
 """Environment: where the ranks' sockets are, a directory of this engine alone."""
@@ -50,13 +52,31 @@ def _end(owner: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Terms(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank has to know of the engine's settings."""
+
+    architecture: str
+    adapter: bool
+    """Versions bring an adapter, not the model's weights."""
+    recompute: bool
+    """The KV cache is dropped at a commit."""
+    sleeps: bool
+    staging_mb: int
+    """See `EngineConfig`."""
+
+
 class Rank:
     """One rank's scheduler, its share of the weights, and the calls it was given."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
         self._share: Share | None = None
+        self._memory: RankMemory | None = None
         self._recompute = False
+        self._is_held = False
+        """It was paused."""
+        self._is_hollow = False
+        """It has slept, and no version was committed since."""
         self._arrived: deque[Call] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         if scheduler.idle_sleeper is not None:
@@ -79,17 +99,22 @@ class Rank:
         """Carry out a call and answer it."""
         self._server.carry_out(call, lambda *arguments: METHODS[call.method](self, *arguments))
 
-    def install(self, shapes: dict[str, list[int]], architecture: str, recompute: bool, staging_mb: int) -> dict[str, Any]:
-        """Trace the loader and calibrate. Returns {"bytes"}."""
+    def install(self, shapes: dict[str, list[int]], terms: dict[str, Any]) -> dict[str, Any]:
+        """Trace the loader and calibrate. Returns {"bytes"}.
+
+        Args:
+            shapes: of the tensors that versions bring.
+            terms: `Terms` as plain values.
+        """
         missing = [target for target in HOOKS if not _is_hooked(target)]
         if missing:
             raise NotImplementedError(f"this SGLang has no {', '.join(missing)} as tether needs it; 0.5.23 has")
-        runner = self._scheduler.tp_worker.model_runner
-        named = runner.model.named_parameters(remove_duplicate=False)
-        plan = trace(runner.model.load_weights, named, {name: tuple(shape) for name, shape in shapes.items()}, runner.dtype, staging_mb)
-        tied = bool(getattr(self._scheduler.model_config.hf_text_config, "tie_word_embeddings", False))
-        self._share = Share(plan, architecture=architecture, tied=tied)
-        self._recompute = recompute
+        given = msgspec.convert(terms, Terms)
+        plan = self._trace({name: tuple(shape) for name, shape in shapes.items()}, given)
+        tied = not given.adapter and bool(getattr(self._scheduler.model_config.hf_text_config, "tie_word_embeddings", False))
+        self._share = Share(plan, architecture=given.architecture, tied=tied)
+        self._memory = RankMemory(self._scheduler, plan.live.values()) if given.sleeps else None
+        self._recompute = given.recompute
         with suppress(AttributeError, FileNotFoundError):  # both of its users hold it open; nobody would remove it
             os.unlink(self._scheduler.load_snapshot_writer.path)
         return {"bytes": self._share.bytes}
@@ -107,8 +132,10 @@ class Rank:
         found = self.share.commit(decoded)
         if found["applied"]:
             self._scheduler.record_weight_version_change(str(decoded.version))
-            if self._recompute and not self._drop_kv():
+            if self._recompute and not self._is_hollow and not self._drop_kv():
                 found |= {"poisoned": True, "error": "the new weights are live, but the KV cache of the old ones could not be dropped"}
+            self._is_hollow = False
+            self._go_on()
             found["copy_ms"] = (time.perf_counter() - start) * 1e3
         return found
 
@@ -116,10 +143,33 @@ class Rank:
         """Tokens from the next step on count as of `version`."""
         self._scheduler.record_weight_version_change(str(version))
 
+    def sleep(self) -> dict[str, Any]:
+        """Put running requests back with their tokens, and give all memory back. No step before the next commit. Returns {"error"}."""
+        assert self._memory is not None, "the engine was not started to sleep"
+        self._is_hollow = True
+        if not self._drop_kv():
+            return {"error": "the KV cache could not be dropped"}
+        found = self.share.sleep()
+        if not found["error"]:
+            self._memory.give_back()
+        return found
+
+    def wake(self) -> dict[str, Any]:
+        """Take the memory again; the live weights come with the next commit. Returns {"error"}."""
+        assert self._memory is not None, "the engine was not started to sleep"
+        self._memory.take_back()
+        return self.share.wake()
+
     def abort(self, names: list[str]) -> None:
         """End requests; SGLang's server answers them with what there is."""
         from sglang.srt.managers.io_struct import AbortReq
+        from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
+        # one that was put back into the queue would lose the tokens that it has
+        for request in [found for found in self._scheduler.waiting_queue if found.rid in names and found.output_ids]:
+            self._scheduler.waiting_queue.remove(request)
+            request.to_finish = FINISH_ABORT()
+            self._scheduler.retire_unadmitted_request(request)
         for name in names:
             self._scheduler.abort_request(AbortReq(rid=name))
 
@@ -127,13 +177,18 @@ class Rank:
         """Stop between two steps."""
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
+        self._is_held = True
         self._scheduler.pause_generation(PauseGenerationReqInput(mode="in_place"))
 
     def resume(self) -> None:
-        """Go on."""
-        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+        """Go on, or if there are no weights at the next commit."""
+        self._is_held = False
+        self._go_on()
 
-        self._scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+    def rest(self) -> None:
+        """Where a paused scheduler would look for requests all the time: wait until there is something, a second at most."""
+        if self._scheduler._engine_paused and self._scheduler.idle_sleeper is not None:
+            self._scheduler.idle_sleeper.maybe_sleep()
 
     @property
     def share(self) -> Share:
@@ -141,16 +196,28 @@ class Rank:
         assert self._share is not None, "install comes first"
         return self._share
 
+    def _trace(self, shapes: dict[str, tuple[int, ...]], terms: Terms) -> Plan:
+        runner = self._scheduler.tp_worker.model_runner
+        if terms.adapter:
+            return trace_adapter(runner.lora_manager, shapes, terms.staging_mb)
+        return trace(
+            runner.model.load_weights, runner.model.named_parameters(remove_duplicate=False), shapes, runner.dtype, terms.staging_mb
+        )
+
     def _drop_kv(self) -> bool:
         """Put running requests back into the queue, with their tokens, and empty the cache."""
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
-        paused = self._scheduler._engine_paused
         self._scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
         dropped = self._scheduler.flush_cache(empty_cache=False)
-        if not paused:
-            self.resume()
+        self._go_on()
         return bool(dropped)
+
+    def _go_on(self) -> None:
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        if not (self._is_held or self._is_hollow):
+            self._scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
 
     def _arrive(self, call: Call) -> None:
         self._arrived.append(call)
@@ -163,6 +230,8 @@ METHODS: dict[str, Callable[..., Any]] = {
     "status": lambda rank: rank.share.status(),
     "cancel": lambda rank: rank.share.cancel(),
     "commit": Rank.commit,
+    "sleep": Rank.sleep,
+    "wake": Rank.wake,
     "rename": Rank.rename,
     "live_digest": lambda rank: rank.share.live_digest(),
     "abort": Rank.abort,
@@ -193,36 +262,16 @@ def _carried_out(process: Callable[..., Any], scheduler: Any, requests: list[Any
     for request in requests:
         if isinstance(request, Call):
             _ranks[0].run(request)
+    if _ranks and not requests:
+        _ranks[0].rest()
     return found
-
-
-def _as_sampled(forward: Callable[..., Any], sampler: Any, output: Any, info: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around the sampler, where top-k or top-p is asked for: SGLang's log-probabilities would leave both out.
-
-    The tokens that cannot be sampled are taken out of the logits first, and what SGLang samples from and reports is the rest. Greedy rows
-    (top_k 1 in SGLang) keep the log-probabilities of the whole distribution.
-    """
-    if info.is_all_greedy or not (info.need_top_k_sampling or info.need_top_p_sampling):
-        return forward(sampler, output, info, *args, **kwargs)
-    logits = output.next_token_logits
-    greedy = (info.top_ks == 1).unsqueeze(-1)
-    kept = kept_tokens(logits.float() / info.temperatures, info.top_ks, info.top_ps)
-    kept = torch.where(greedy, torch.zeros_like(kept).scatter(-1, logits.argmax(-1, keepdim=True), True), kept)
-    output.next_token_logits = logits.masked_fill(~kept, -torch.inf)
-    wanted = torch.where(greedy, logits, output.next_token_logits)
-    asked = info.need_top_k_sampling, info.need_top_p_sampling
-    info.need_top_k_sampling = info.need_top_p_sampling = False
-    try:
-        return forward(sampler, output, info, *args, logprob_logits=wanted, **kwargs)
-    finally:
-        info.need_top_k_sampling, info.need_top_p_sampling = asked
 
 
 HOOKS: dict[str, tuple[str, Callable[..., Any]]] = {
     f"{SCHEDULER}.Scheduler.__init__": ("after", _began),
     f"{SCHEDULER}.Scheduler.process_input_requests": ("around", _carried_out),
     "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver._pull_raw_reqs": ("after", _with_calls),
-    "sglang.srt.layers.sampler.Sampler.forward": ("around", _as_sampled),
+    "sglang.srt.layers.sampler.Sampler.forward": ("around", as_sampled),
 }
 """What of SGLang is wrapped, and how."""
 NEEDED = {"sglang.srt.layers.sampler.Sampler.forward": "logprob_logits"}

@@ -19,10 +19,14 @@ import xxhash
 
 import rollout
 from protocol.errors import EngineError
+from protocol.lora import NO_ADAPTERS, LoraConfig
 from rollout.engines.base import EngineConfig
 from rollout.engines.owner import OWNER
-from rollout.engines.requests import check_fits, read_config
+from rollout.engines.requests import check_adapters, check_fits, read_config
+from rollout.engines.sglang_lora import NAME, first_adapter
+from rollout.engines.sglang_memory import check_memory_saver
 from rollout.engines.sglang_plugin import DIRECTORY
+from rollout.engines.shapes import checkpoint_shapes
 
 SPARE_TOKENS = 8
 """SGLang keeps a few positions of a context for itself, and shortens what would need them."""
@@ -40,8 +44,9 @@ LAST_WORDS = 600
 class SglangServer:
     """One server with its processes, in a session of their own, and their directory."""
 
-    def __init__(self, config: EngineConfig, model_dir: Path, incarnation: str) -> None:
+    def __init__(self, config: EngineConfig, model_dir: Path, incarnation: str, lora: LoraConfig = NO_ADAPTERS) -> None:
         self._config = config
+        self._lora = lora
         self._model_dir = model_dir
         self._incarnation = incarnation
         self._process: asyncio.subprocess.Process | None = None
@@ -63,7 +68,11 @@ class SglangServer:
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
         command = [*server_command(self._config, self._model_dir, self._incarnation, port), "--config", str(secret)]
+        if self._lora.rank:
+            command += adapter_options(await asyncio.to_thread(self._write_adapter))
         try:
+            if self._config.enable_sleep_mode and torch.cuda.is_available():
+                await check_memory_saver(command[0])
             with (self.directory / "log").open("wb") as log:
                 self._process = await asyncio.create_subprocess_exec(
                     *command,
@@ -113,6 +122,12 @@ class SglangServer:
         if self.url:
             await asyncio.to_thread(shutil.rmtree, self.directory, ignore_errors=True)
 
+    def _write_adapter(self) -> Path:
+        directory = self.directory / "adapter"
+        shapes = {name: tuple(shape) for name, shape in checkpoint_shapes(self._model_dir).items()}
+        first_adapter(directory, shapes, self._lora, self._config.dtype)
+        return directory
+
     def _group(self) -> list[psutil.Process]:
         if self._process is None:
             return []
@@ -150,8 +165,17 @@ def server_command(config: EngineConfig, model_dir: Path, incarnation: str, port
         values["max-total-tokens"] = kv_tokens(config, read_config(model_dir))
     if config.enforce_eager or not on_gpu:
         flags.append("disable-cuda-graph")
+    if config.enable_sleep_mode and on_gpu:
+        flags.append("enable-memory-saver")
     options = [f"--{name}={value}" for name, value in values.items()]
     return [config.python or sys.executable, "-m", "sglang.launch_server", *options, *(f"--{flag}" for flag in flags)]
+
+
+def adapter_options(directory: Path) -> list[str]:
+    """What the command has besides where an adapter is trained: it has the only slot."""
+    # the base weights come with no version, so SGLang keeps them in host memory while the engine sleeps
+    kernels = ["--enable-weights-cpu-backup"] if torch.cuda.is_available() else ["--lora-backend=torch_native"]
+    return ["--enable-lora", "--max-loras-per-batch=1", f"--lora-paths={NAME}={directory}", *kernels]
 
 
 def server_environment(config: EngineConfig, directory: Path) -> dict[str, str]:
@@ -194,13 +218,14 @@ def kv_tokens(config: EngineConfig, model: dict[str, Any]) -> int:
     return found
 
 
-def check_model(config: EngineConfig, model_dir: Path) -> dict[str, Any]:
+def check_model(config: EngineConfig, model_dir: Path, lora: LoraConfig = NO_ADAPTERS) -> dict[str, Any]:
     """Find what would otherwise fail late or in another process. Returns the model's config.
 
     Raises:
         EngineError: naming the culprit.
     """
     model = read_config(model_dir)
+    check_adapters(lora, model_dir)
     check_fits(config, model, model_dir)
     return model
 

@@ -215,8 +215,8 @@ def test_the_file_of_a_run_holds_no_url_and_no_password(tmp_path: Path) -> None:
 
 
 def test_engines_that_share_a_gpu_can_sleep_and_are_of_one_kind() -> None:
-    with pytest.raises(SettingsError, match=r"setting colocated\.enabled: engine 'sglang' cannot sleep; use hf or megatron or vllm"):
-        load(None, TETHER_COLOCATED__ENABLED="true", TETHER_ENGINE__NAME="sglang")
+    with pytest.raises(SettingsError, match=r"setting colocated\.enabled: engine 'scripted' cannot sleep; use hf or megatron or sglang or"):
+        load(None, TETHER_COLOCATED__ENABLED="true", TETHER_ENGINE__NAME="scripted")
     with pytest.raises(SettingsError, match=r"colocated\.enabled and services\.pool exclude each other"):
         load(None, TETHER_COLOCATED__ENABLED="true", TETHER_SERVICES__POOL='[{engine = {name = "hf"}}]')
 

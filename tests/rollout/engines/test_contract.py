@@ -33,7 +33,7 @@ class Setup:
     ranks: int = 1
     lora: LoraConfig = NO_ADAPTERS
     sleeps: bool = False
-    """vLLM: started so that it can."""
+    """vLLM and SGLang: started so that it can."""
 
 
 PARTIAL = LoraConfig(rank=8, target_modules=("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"))
@@ -61,7 +61,9 @@ SETUPS = [
     engine_under_test("vllm-lora-tp2", Setup("vllm", KvPolicy.KEEP, ranks=2, lora=PARTIAL), ENGINE, SLOW),
     engine_under_test("vllm-sleeps", Setup("vllm", KvPolicy.KEEP, sleeps=True), ENGINE, GPU),
     engine_under_test("vllm-lora-sleeps", Setup("vllm", KvPolicy.RECOMPUTE, lora=LoraConfig(rank=8), sleeps=True), ENGINE, GPU),
-    engine_under_test("sglang-recompute", Setup("sglang", KvPolicy.RECOMPUTE), ENGINE, LONG_START),
+    engine_under_test("sglang-recompute", Setup("sglang", KvPolicy.RECOMPUTE, sleeps=True), ENGINE, LONG_START),
+    engine_under_test("sglang-lora", Setup("sglang", KvPolicy.RECOMPUTE, lora=PARTIAL, sleeps=True), ENGINE, LONG_START),
+    engine_under_test("sglang-lora-tp2", Setup("sglang", KvPolicy.KEEP, ranks=2, lora=PARTIAL, sleeps=True), ENGINE, LONG_START, SLOW),
     engine_under_test("sglang-keep", Setup("sglang", KvPolicy.KEEP), ENGINE, LONG_START, SLOW),
     engine_under_test("sglang-tp2", Setup("sglang", KvPolicy.KEEP, ranks=2), ENGINE, LONG_START, SLOW),
 ]
