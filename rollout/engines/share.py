@@ -115,13 +115,13 @@ class Share:
         return {"error": ""}
 
     def live_digest(self) -> tuple[bool, int]:
-        """Digest of the live weights by checkpoint name, or if this rank has only a part of them by parameter."""
+        """Digest of the live weights by checkpoint name, and whether this rank has the whole of them; what it has not counts as zeros."""
         tensors = {}
         whole = True
         for name, tensor, complete in self._plan.gathered():
             tensors[name] = tensor
             whole = whole and complete
-        return whole, digest_of(tensors if whole else self._plan.live)
+        return whole, digest_of(tensors)
 
     def _is_fetching(self) -> bool:
         return self._thread is not None and self._thread.is_alive()

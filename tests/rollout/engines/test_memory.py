@@ -1,8 +1,12 @@
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from protocol.errors import EngineError
 from rollout.engines.memory import Memory, check_room
+from rollout.engines.share import Share
+from rollout.engines.tracing import trace
 
 
 def test_dropped_and_kept_tensors_are_the_same_objects_afterwards_and_kept_ones_have_their_values() -> None:
@@ -33,3 +37,19 @@ def test_a_copy_for_which_there_is_no_memory_is_refused_before_it_is_allocated()
     huge = torch.empty(1, dtype=torch.uint8).expand(1 << 50)
     with pytest.raises(EngineError, match=r"staging takes 1073741824 MiB .* MiB are free on cpu: lower engine.kv_cache_mb"):
         check_room([huge], 0)
+
+
+def test_a_part_of_the_weights_can_be_given_back_after_its_digest_was_taken() -> None:
+    live = torch.zeros(2, 3)
+
+    def load(named: Iterator[tuple[str, torch.Tensor]]) -> None:
+        for _, tensor in named:
+            live.copy_(tensor[2:])
+
+    share = Share(trace(load, [("w", live)], {"w": (4, 3)}, torch.float32), architecture="", tied=False)
+    whole, before = share.live_digest()
+    live.fill_(1)
+    assert not whole
+    assert share.live_digest()[1] != before
+    Memory([live]).give_back()
+    assert not live.untyped_storage().nbytes()
