@@ -65,7 +65,8 @@ class ReferenceBackend(Backend):
         self._masters = dict(self._trained)
         if trainer.dtype != "float32":
             self._masters = {name: torch.nn.Parameter(p.detach().clone()) for name, p in self._masters.items()}
-            self._model.to(DTYPES[trainer.dtype])
+        for parameter in self._model.parameters():  # rotary frequencies stay what they are: an engine's have fp32 as well
+            parameter.data = parameter.data.to(DTYPES[trainer.dtype])
         self._optimizer = _adamw(self._masters, optimizer)
         self._reference: torch.nn.Module | None = None
         self._shelf = HostShelf()

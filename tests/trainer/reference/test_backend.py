@@ -112,6 +112,13 @@ def test_a_step_equals_plain_adamw_on_the_sum_of_losses(tied_dir: Path) -> None:
         torch.testing.assert_close(exported(backend)[name], parameter.detach(), atol=2e-6, rtol=0)
 
 
+def test_rotary_frequencies_are_the_configs_in_every_dtype(model_dir: Path) -> None:
+    wanted = dict(AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16).named_buffers())
+    found = dict(make(model_dir, dtype="bfloat16").model.named_buffers())
+    assert found.keys() == wanted.keys() != set()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
 def test_the_step_does_not_depend_on_the_micro_batch_size(model_dir: Path) -> None:
     made = batch()
     results = []
