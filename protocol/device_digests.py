@@ -1,6 +1,6 @@
 """Digests of tensors where they lie: on the host at once, on a GPU on the current stream, so that the host waits once for all.
 
-For the trainer and the engines; the one module of `protocol` that knows torch.
+For the trainer and the engines.
 """
 
 import importlib.util

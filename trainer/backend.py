@@ -1,12 +1,13 @@
 """The interface of a training backend: megatron (`trainer/megatron`), reference (plain torch, the oracle) and scripted (dry runs)."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from protocol.errors import SettingsError
 from protocol.lora import NO_ADAPTERS, AdapterTarget, LoraConfig
 from trainer.batch import Batch
 
@@ -91,6 +92,28 @@ class Backend(ABC):
         Raises:
             TetherError: if the device has no room for it; nothing changed.
         """
+
+    def masters(self) -> Mapping[str, torch.Tensor]:
+        """fp32, in the order and under the names of `export`, which yields them. Transport `shared` brings them to memory that the engine
+        reads, so whoever owns them looks at them anew (`.data`) at each use.
+
+        Raises:
+            SettingsError: this backend computes with weights of its own alone.
+        """
+        raise SettingsError("setting weights.transport: with 'shared' the trainer is the reference backend (trainer.backend)")
+
+    def attach(self, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
+        """Compute with an engine's live weights from now on, and never write to them: a step leaves that to the engine.
+
+        Args:
+            parameters: by checkpoint name; their bytes are those that the masters make.
+            buffers: what the engine computes with beside them.
+
+        Raises:
+            SettingsError: the engine's tensors are not what this model computes with; names the tensor.
+            WeightError: they are of other weights; names the tensor. Either way nothing changed.
+        """
+        raise SettingsError("setting weights.transport: with 'shared' the trainer is the reference backend (trainer.backend)")
 
     @abstractmethod
     def close(self) -> None: ...

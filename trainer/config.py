@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 ALGORITHMS = ("dr_grpo", "grpo")
 BACKENDS = ("megatron", "reference", "scripted")
-TRANSPORTS = ("shm", "disk", "nccl", "ipc")
+TRANSPORTS = ("shm", "disk", "nccl", "ipc", "shared")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class WeightConfig:
     """Section `[weights]`."""
 
     transport: str = "shm"
-    """Module in `trainer/weights/` and `rollout/weights/`: shm, disk, nccl, ipc."""
+    """Module in `trainer/weights/` and `rollout/weights/`: shm, disk, nccl, ipc, shared."""
     directory: str = ""
     """shm and disk: where versions are written; by default /dev/shm/tether-RUN-NONCE and RUN_DIR/weights."""
     bucket_mb: int = 64
@@ -101,6 +101,7 @@ class WeightConfig:
     backend: str = ""
     """nccl: process group backend, "gloo" (CPU) or "nccl" (GPU); empty: what the trainer's device takes."""
     timeout_s: float = 60.0
+    """Also, with shared: how long the trainer waits for the engine to serve a version before it works on the next."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,11 @@ def make_backend(
     trainer: TrainerConfig,
     algorithm: Algorithm,
     adapters: LoraConfig = NO_ADAPTERS,
+    shared: bool = False,
 ) -> Backend:
     """This rank's part of the backend that `trainer.backend` names. Called on every rank.
 
-    A backend's libraries are imported only if it is asked for.
+    A backend's libraries are imported only if it is asked for. `shared`: it is to compute with an engine's live weights.
 
     Raises:
         SettingsError: if there is none of that name, or it cannot work with these settings.
@@ -35,7 +36,7 @@ def make_backend(
     if trainer.backend == "reference":
         from trainer.reference.backend import ReferenceBackend
 
-        return ReferenceBackend(model_dir, optimizer=optimizer, trainer=trainer, algorithm=algorithm, adapters=adapters)
+        return ReferenceBackend(model_dir, optimizer=optimizer, trainer=trainer, algorithm=algorithm, adapters=adapters, shared=shared)
     from trainer.scripted import ScriptedBackend
 
     return ScriptedBackend(trainer=trainer, algorithm=algorithm)

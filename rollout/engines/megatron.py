@@ -15,7 +15,6 @@ from rollout.engines.base import Capabilities, EngineConfig
 from rollout.engines.memory import Memory
 from rollout.engines.requests import check_fits, read_config
 from rollout.engines.rows import Row
-from rollout.engines.staging import Staging
 from rollout.engines.stepped import Model, SteppedEngine
 from rollout.engines.tracing import trace
 from rollout.weights.registry import RECEIVERS
@@ -55,10 +54,10 @@ class MegatronEngine(SteppedEngine):
             torch.set_num_threads(config.threads)
         plan = trace(model.load, model.parameters.items(), model.shapes, getattr(torch, config.dtype), config.staging_mb)
         plan.calibrate()
-        staging = Staging(plan.sources(), architecture=model.architecture.name, tied=model.architecture.tied)
+        staging = plan.staging(architecture=model.architecture.name, tied=model.architecture.tied)
         decoder = SlotDecoder(model, batch_tokens)
         memory = Memory([*plan.live.values(), *plan.buffer.values(), *model.cache.tensors])
-        return Model(decoder, plan.live, plan.buffer, staging, lambda: {name: tensor for name, tensor, _ in plan.gathered()}, memory)
+        return Model(decoder, plan, staging, lambda: {name: tensor for name, tensor, _ in plan.gathered()}, memory)
 
     def _unload(self) -> None:
         if self._slot_model is not None:

@@ -3,6 +3,7 @@
 import difflib
 import importlib
 from pathlib import Path
+from typing import Any
 
 from protocol.errors import SettingsError
 from protocol.lora import NO_ADAPTERS, LoraConfig
@@ -20,10 +21,17 @@ SERVE_ADAPTERS = ("hf", "sglang", "vllm")
 CAN_SLEEP = ("hf", "megatron", "sglang", "vllm")
 STARTED_TO_SLEEP = ("sglang", "vllm")
 """Can only if `enable_sleep_mode` is set, vLLM on a GPU alone."""
+CAN_SHARE = ("hf", "vllm")
+"""Their live weights can be those that the trainer computes with."""
 
 
-def make_engine(config: EngineConfig, model_dir: Path, incarnation: str, lora: LoraConfig = NO_ADAPTERS) -> Engine:
+def make_engine(
+    config: EngineConfig, model_dir: Path, incarnation: str, lora: LoraConfig = NO_ADAPTERS, *, shared: Path | None = None
+) -> Engine:
     """The engine that `config.name` says, not started yet.
+
+    Args:
+        shared: of an engine that can share: the trainer computes with its live weights, and finds them by this file.
 
     Raises:
         SettingsError: if there is none of that name, its library is not installed, or it is to serve adapters and cannot.
@@ -37,6 +45,8 @@ def make_engine(config: EngineConfig, model_dir: Path, incarnation: str, lora: L
         raise SettingsError(f"engine {config.name!r} cannot be imported: {error}") from error
     if lora.rank and config.name not in SERVE_ADAPTERS:
         raise SettingsError(f"setting lora.rank: engine {config.name!r} does not serve adapters; use one of {', '.join(SERVE_ADAPTERS)}")
-    options = {"lora": lora} if lora.rank else {}
+    options: dict[str, Any] = {"lora": lora} if lora.rank else {}
+    if shared is not None:
+        options["shared"] = shared
     found: Engine = getattr(module, ENGINES[config.name])(config, model_dir, incarnation, **options)
     return found

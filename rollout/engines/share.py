@@ -12,18 +12,19 @@ import torch
 
 from protocol.errors import EngineError, WeightError
 from protocol.messages import WeightManifest
-from rollout.engines.staging import Staging, digest_of
+from rollout.engines.direct import DirectPlan
+from rollout.engines.staging import digest_of
 from rollout.engines.tracing import Plan
 
 
 class Share:
     """What one rank holds of the weights, live and staged."""
 
-    def __init__(self, plan: Plan, *, architecture: str, tied: bool) -> None:
+    def __init__(self, plan: Plan | DirectPlan, *, architecture: str, tied: bool) -> None:
         """`tied`: input and output embeddings are one tensor. Raises EngineError if `plan` does not reproduce the live weights."""
         plan.calibrate()
         self._plan = plan
-        self._staging = Staging(plan.sources(), architecture=architecture, tied=tied)
+        self._staging = plan.staging(architecture=architecture, tied=tied)
         self._cuda = torch.cuda.is_available()
         self._device = torch.cuda.current_device() if self._cuda else -1
         self._stream = torch.cuda.Stream() if self._cuda else None
@@ -88,7 +89,7 @@ class Share:
             self._plan.apply()
             if self._cuda:
                 torch.cuda.current_stream().synchronize()
-        except RuntimeError as error:
+        except (RuntimeError, WeightError) as error:
             return {"applied": False, "error": str(error), "poisoned": True}
         self._poisoned = False
         return {"applied": True, "error": "", "poisoned": False, "copy_ms": (time.perf_counter() - start) * 1e3}

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -30,6 +31,26 @@ class Slice:
     def fill(self, source: torch.Tensor) -> None:
         """Copy the window out of the contiguous `source`."""
         self.target.copy_(source.as_strided(self.size, self.stride, int(source.storage_offset()) + self.offset))
+
+
+class Applicable(Protocol):
+    """Live weights that a staged version can be brought into."""
+
+    def apply(self) -> None:
+        """Do it, for the version that was taken from the staging last: no allocation on the device, no I/O, no communication."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Live parameters and the staging copy beside them, by the same names."""
+
+    live: dict[str, torch.Tensor]
+    copy: dict[str, torch.Tensor]
+
+    def apply(self) -> None:
+        """See `Applicable`."""
+        with torch.no_grad():
+            torch._foreach_copy_(list(self.live.values()), [self.copy[name] for name in self.live])
 
 
 @dataclass(frozen=True, slots=True)

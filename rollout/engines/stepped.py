@@ -23,7 +23,7 @@ from rollout.engines.base import Completion, Engine, EngineConfig, KvPolicy, Req
 from rollout.engines.memory import Memory
 from rollout.engines.requests import check_request, read_config, spans_of
 from rollout.engines.rows import Decoder, Row
-from rollout.engines.staging import Staging, digest_of
+from rollout.engines.staging import Applicable, Staging, digest_of
 from rollout.engines.updates import LocalUpdates
 
 T = TypeVar("T")
@@ -34,10 +34,8 @@ class Model:
     """What an engine has loaded."""
 
     decoder: Decoder
-    live: dict[str, torch.Tensor]
+    weights: Applicable
     """The parameters that updates change."""
-    copy: dict[str, torch.Tensor]
-    """The same once more, which staging fills."""
     staging: Staging
     checkpoint: Callable[[], Mapping[str, torch.Tensor]]
     """The live weights by the names that manifests give them."""
@@ -80,13 +78,12 @@ class SteppedEngine(Engine):
         try:
             async with asyncio.timeout(self._config.start_timeout_s):
                 self._loading = self._loop.run_in_executor(None, self._load)
-                model = self._model = await asyncio.shield(self._loading)
+                self._model = await asyncio.shield(self._loading)
         except TimeoutError:
             raise EngineError(
                 f"engine {self._config.name}: {self._model_dir} not loaded within {self._config.start_timeout_s:g} s"
             ) from None
-        self._live, self._copy = model.live, model.copy
-        self._updates = LocalUpdates(model.staging, self._config.stage_timeout_s)
+        self._updates = LocalUpdates(self._model.staging, self._config.stage_timeout_s)
         self._thread = threading.Thread(target=self._run, name=f"{self._config.name}-engine-{self._name}", daemon=True)
         self._thread.start()
 
@@ -280,8 +277,7 @@ class SteppedEngine(Engine):
         start = time.perf_counter()
         served = self._updates.staging.take(manifest)
         try:
-            with torch.no_grad():
-                torch._foreach_copy_(list(self._live.values()), [self._copy[name] for name in self._live])
+            self._model.weights.apply()
         except BaseException as error:
             self._error = PoisonedError(f"version {manifest.version}: {error}")
             raise self._error from error

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from protocol.errors import EngineError
 from rollout.engines.memory import Memory, check_room
-from rollout.engines.staging import Slice, Source, dtype_name, stored_once
+from rollout.engines.staging import Slice, Source, Staging, dtype_name, stored_once
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Item size -> a dtype to look at bits through."""
@@ -50,31 +50,26 @@ class Copy:
     target: Window
 
 
-class Plan:
-    """The copies from checkpoint tensors to parameters, and a staging buffer with the parameters' layout."""
+class Traced:
+    """The copies from checkpoint tensors to parameters that a loader would make."""
 
-    def __init__(
-        self, parameters: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]], recorder: "Recorder", staging_mb: int
-    ) -> None:
-        self.live = dict(parameters)
+    def __init__(self, live: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]], recorder: "Recorder") -> None:
+        """Raises EngineError where the loader does not fill a parameter."""
+        self.live = dict(live)
         self._shapes = shapes
         self._copies: dict[str, list[Copy]] = {}
         for copy in recorder.copies:
             self._copies.setdefault(copy.name, []).append(copy)
         self._fills = recorder.fills
         self._check_counts()
-        check_room(self.live.values(), staging_mb)
-        self.buffer = {name: torch.empty_like(tensor) for name, tensor in self.live.items()}
-        for name, tensor in self.buffer.items():
-            if tensor.stride() != self.live[name].stride() or self.live[name].storage_offset():
-                raise EngineError(f"parameter {name} is not dense: it cannot be staged")
-        self._memory = Memory(self.buffer.values())
-        self._filled: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """While the buffer's memory is given back: its padding, which no version brings, and what it holds."""
 
-    def sources(self) -> dict[str, Source]:
-        """What the staging copy is filled from: the checkpoint tensors that the loader used."""
-        return {name: self._source(name, copies) for name, copies in self._copies.items()}
+    def sources_in(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, Source]:
+        """The checkpoint tensors that the loader used, and the parts of `parameters`, laid out as the live ones, that they fill."""
+        found = {}
+        for name, copies in self._copies.items():
+            parts = tuple(Slice(c.source.offset, c.source.size, c.source.stride, c.target.on(parameters[c.parameter])) for c in copies)
+            found[name] = Source(dtype_name(self.live[copies[0].parameter].dtype), self._shapes[name], parts)
+        return found
 
     def gathered(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
         """The live weights as checkpoint tensors (the inverse of the plan), and whether this rank holds the whole of each."""
@@ -85,6 +80,42 @@ class Plan:
                 copy.source.on(tensor).copy_(copy.target.on(self.live[copy.parameter]))
             yield name, tensor, sum(_count(copy.source.size) for copy in copies) == tensor.numel()
 
+    def _check_counts(self) -> None:
+        counts = dict.fromkeys(self.live, 0)
+        for copies in self._copies.values():
+            for copy in copies:
+                counts[copy.parameter] += _count(copy.target.size)
+        for name, fills in self._fills.items():
+            counts[name] += sum(_count(window.size) for window in fills)
+        for name, tensor in self.live.items():
+            if counts[name] != tensor.numel() or not tensor.numel():
+                raise EngineError(f"parameter {name} has {tensor.numel()} elements, the loader wrote {counts[name]}: it cannot be staged")
+
+
+class Plan(Traced):
+    """With a staging buffer of the parameters' layout."""
+
+    def __init__(
+        self, live: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]], recorder: "Recorder", staging_mb: int = 0
+    ) -> None:
+        super().__init__(live, shapes, recorder)
+        check_room(self.live.values(), staging_mb)
+        self.buffer = {name: torch.empty_like(tensor) for name, tensor in self.live.items()}
+        for name, tensor in self.buffer.items():
+            if tensor.stride() != self.live[name].stride() or self.live[name].storage_offset():
+                raise EngineError(f"parameter {name} is not dense: it cannot be staged")
+        self._memory = Memory(self.buffer.values())
+        self._filled: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """While the buffer's memory is given back: its padding, which no version brings, and what it holds."""
+
+    def staging(self, *, architecture: str, tied: bool) -> Staging:
+        """What fills the buffer."""
+        return Staging(self.sources(), architecture=architecture, tied=tied)
+
+    def sources(self) -> dict[str, Source]:
+        """What the buffer is filled from: the checkpoint tensors that the loader used."""
+        return self.sources_in(self.buffer)
+
     def calibrate(self) -> None:
         """Send the live weights through the plan, over a buffer of inverted bits, and compare.
 
@@ -93,7 +124,7 @@ class Plan:
         """
         with torch.no_grad():
             for name, tensor in self.buffer.items():
-                _bits(tensor).copy_(_bits(self.live[name])).bitwise_not_()
+                bits_of(tensor).copy_(bits_of(self.live[name])).bitwise_not_()
             for name, fills in self._fills.items():
                 for window in fills:
                     window.on(self.buffer[name]).copy_(window.on(self.live[name]))
@@ -102,7 +133,7 @@ class Plan:
                 for part in sources[name].slices:
                     part.fill(tensor)
             for name, tensor in self.buffer.items():
-                if not torch.equal(_bits(tensor), _bits(self.live[name])):
+                if not torch.equal(bits_of(tensor), bits_of(self.live[name])):
                     raise EngineError(f"parameter {name}: staging the live weights does not reproduce them; it is repacked after loading")
 
     def release(self) -> None:
@@ -123,21 +154,6 @@ class Plan:
         """Copy the buffer over the live parameters: no allocation, no I/O, no communication."""
         with torch.no_grad():
             torch._foreach_copy_(list(self.live.values()), list(self.buffer.values()))
-
-    def _source(self, name: str, copies: list[Copy]) -> Source:
-        slices = tuple(Slice(c.source.offset, c.source.size, c.source.stride, c.target.on(self.buffer[c.parameter])) for c in copies)
-        return Source(dtype_name(self.live[copies[0].parameter].dtype), self._shapes[name], slices)
-
-    def _check_counts(self) -> None:
-        counts = dict.fromkeys(self.live, 0)
-        for copies in self._copies.values():
-            for copy in copies:
-                counts[copy.parameter] += _count(copy.target.size)
-        for name, fills in self._fills.items():
-            counts[name] += sum(_count(window.size) for window in fills)
-        for name, tensor in self.live.items():
-            if counts[name] != tensor.numel() or not tensor.numel():
-                raise EngineError(f"parameter {name} has {tensor.numel()} elements, the loader wrote {counts[name]}: it cannot be staged")
 
 
 class Recorder(TorchDispatchMode):
@@ -173,6 +189,29 @@ class Recorder(TorchDispatchMode):
         self.copies.append(Copy(name, Window.of(source), parameter, Window.of(target)))
 
 
+def record(
+    load: Load, parameters: Iterable[tuple[str, torch.Tensor]], shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+) -> tuple[dict[str, torch.Tensor], Mapping[str, tuple[int, ...]], Recorder]:
+    """Run `load` on meta tensors of `shapes`. Returns what a plan is made from: the live parameters, each once, `shapes`, and what
+    would have been done.
+
+    Args:
+        load: the model's loader, takes (name, tensor) pairs.
+        parameters: all of the model's, tied ones more than once.
+        shapes: checkpoint name -> shape of the whole tensor.
+        dtype: of the meta tensors.
+
+    Raises:
+        EngineError: naming a parameter that the loader does not fill by plain copies.
+    """
+    live = stored_once(parameters)
+    sources = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+    recorder = Recorder(sources, live)
+    with torch.no_grad(), recorder:
+        load(iter(sources.items()))
+    return live, shapes, recorder
+
+
 def trace(
     load: Load,
     parameters: Iterable[tuple[str, torch.Tensor]],
@@ -180,27 +219,16 @@ def trace(
     dtype: torch.dtype,
     staging_mb: int = 0,
 ) -> Plan:
-    """Run `load` on meta tensors of `shapes` and turn what it did into a plan.
-
-    Args:
-        load: the model's loader, takes (name, tensor) pairs.
-        parameters: all of the model's, tied ones more than once.
-        shapes: checkpoint name -> shape of the whole tensor.
-        dtype: of the meta tensors.
-        staging_mb: what the staging buffer may take, MiB; 0: as much as the parameters.
+    """What `record` found, as a plan with a buffer, which may take `staging_mb` MiB; 0: as much as the parameters.
 
     Raises:
-        EngineError: naming a parameter that the loader does not fill by plain copies; or there is no room for the buffer.
+        EngineError: as `record`; or there is no room for the buffer.
     """
-    live = stored_once(parameters)
-    sources = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
-    recorder = Recorder(sources, live)
-    with torch.no_grad(), recorder:
-        load(iter(sources.items()))
-    return Plan(live, shapes, recorder, staging_mb)
+    return Plan(*record(load, parameters, shapes, dtype), staging_mb)
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers, which compare bit by bit."""
     return tensor.view(INTEGERS[tensor.element_size()])
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from protocol.errors import EngineError, PoisonedError, WeightError
 from protocol.lora import NO_ADAPTERS, LoraConfig, adapter_shapes, adapter_targets
 from protocol.messages import WeightManifest
+from protocol.shared_weights import TRANSPORT
 from rollout.engines.base import Capabilities, Completion, EngineConfig, KvPolicy, Request, Sampling
 from rollout.engines.rank_calls import RankCalls, socket_path
 from rollout.engines.ranked import ABORTED, CALL_TIMEOUT_S, RankedEngine
@@ -42,10 +43,15 @@ EXIT_GRACE_S = 1.0
 class VllmEngine(RankedEngine):
     """One AsyncLLM. TP ranks commit at the same step; pipeline and data parallelism are not used."""
 
-    def __init__(self, config: EngineConfig, model_dir: Path, incarnation: str, lora: LoraConfig = NO_ADAPTERS) -> None:
+    def __init__(
+        self, config: EngineConfig, model_dir: Path, incarnation: str, lora: LoraConfig = NO_ADAPTERS, shared: Path | None = None
+    ) -> None:
+        """`shared`: the trainer computes with the live weights, and finds them by this file."""
         super().__init__(config, model_dir, incarnation)
-        self.capabilities = Capabilities(transports=frozenset(RECEIVERS), lora=True, sleep=config.enable_sleep_mode)
+        transports = frozenset(RECEIVERS) if shared is None else frozenset({TRANSPORT})
+        self.capabilities = Capabilities(transports=transports, lora=True, sleep=config.enable_sleep_mode)
         self._lora = lora
+        self._shared = shared
         self._adapter: Any = None
         """LoRARequest that every request carries, if adapters are served."""
         self._llm: Any = None
@@ -132,6 +138,8 @@ class VllmEngine(RankedEngine):
                 group.create_task(asyncio.to_thread(llm.shutdown), name="vllm-shutdown")
                 group.create_task(asyncio.to_thread(end_processes, self._pids, EXIT_GRACE_S), name="vllm-end")
             end_context(llm)
+            if self._shared is not None:
+                self._shared.unlink(missing_ok=True)
 
     def _arguments(self) -> dict[str, Any]:
         """Of vLLM's AsyncEngineArgs."""
@@ -164,7 +172,8 @@ class VllmEngine(RankedEngine):
             shapes = await self._load_adapter(shapes)
         architecture = next(iter(model.get("architectures") or ()), "")
         with tempfile.TemporaryDirectory(prefix="tether-ranks-") as directory:  # what is connected needs no name any more
-            ranks = await self._call("install", shapes, architecture, bool(self._lora.rank), self._config.staging_mb, directory)
+            shared = str(self._shared) if self._shared else ""
+            ranks = await self._call("install", shapes, architecture, bool(self._lora.rank), self._config.staging_mb, directory, shared)
             for rank, found in enumerate(ranks):
                 self._pids |= {found["pid"], found["parent"]} - {os.getpid()}
                 if found["error"]:

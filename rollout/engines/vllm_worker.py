@@ -17,11 +17,13 @@ import torch
 
 from protocol.errors import EngineError
 from protocol.messages import WeightManifest
+from protocol.shared_weights import ROTARY
+from rollout.engines.direct import DirectPlan, describe, share_parameters
 from rollout.engines.marks import Marks
 from rollout.engines.owner import follow_owner
 from rollout.engines.rank_calls import Call, CallServer, socket_path
 from rollout.engines.share import Share
-from rollout.engines.tracing import trace
+from rollout.engines.tracing import record, trace
 from rollout.engines.vllm_lora import trace_adapter
 
 
@@ -29,7 +31,7 @@ class WorkerExtension:
     """Mixed into vLLM's worker class, next to `model_runner` and `vllm_config`. It keeps its share of the weights, and the marks."""
 
     def tether_install(
-        self, shapes: dict[str, list[int]], architecture: str, adapter: bool, staging_mb: int, directory: str
+        self, shapes: dict[str, list[int]], architecture: str, adapter: bool, staging_mb: int, directory: str, shared: str
     ) -> dict[str, Any]:
         """Trace the loader, calibrate, and watch the scheduler's steps from now on. Returns {"pid", "parent", "error"}.
 
@@ -37,9 +39,14 @@ class WorkerExtension:
             shapes: of what is published: the model's tensors, or those of its `adapter`.
             staging_mb: see `EngineConfig`.
             directory: where this rank's socket is made, over which it is asked to stage.
+            shared: file that describes the live weights to a trainer that computes with them; empty: there is none.
         """
+        sizes = {name: tuple(shape) for name, shape in shapes.items()}
         try:
-            self._tether = _share(self, {name: tuple(shape) for name, shape in shapes.items()}, architecture, adapter, staging_mb)
+            if shared:
+                self._tether = _shared(self, sizes, architecture, Path(shared))
+            else:
+                self._tether = _share(self, sizes, architecture, adapter, staging_mb)
             self._tether_marks = Marks(-1)
             _watch(self.model_runner, self._tether_marks)  # type: ignore[attr-defined]
             self._tether_server = CallServer(socket_path(Path(directory), self.rank), self._tether_asked)  # type: ignore[attr-defined]
@@ -97,6 +104,20 @@ def _share(worker: Any, shapes: dict[str, tuple[int, ...]], architecture: str, a
     with set_current_vllm_config(worker.vllm_config):
         plan = trace(model.load_weights, model.named_parameters(remove_duplicate=False), shapes, config.dtype, staging_mb)
     return Share(plan, architecture=architecture, tied=bool(getattr(config.hf_text_config, "tie_word_embeddings", False)))
+
+
+def _shared(worker: Any, shapes: dict[str, tuple[int, ...]], architecture: str, path: Path) -> Share:
+    from vllm.config import set_current_vllm_config
+
+    model = worker.model_runner.get_model()
+    config = worker.vllm_config.model_config
+    room, buffers = share_parameters(model, {name: tensor for name, tensor in model.named_buffers() if name.endswith(ROTARY)})
+    worker._tether_room = room
+    with set_current_vllm_config(worker.vllm_config):
+        plan = DirectPlan(*record(model.load_weights, model.named_parameters(remove_duplicate=False), shapes, config.dtype))
+    share = Share(plan, architecture=architecture, tied=bool(getattr(config.hf_text_config, "tie_word_embeddings", False)))
+    describe(room, path, plan.views(), buffers)
+    return share
 
 
 def _watch(runner: Any, marks: Marks) -> None:

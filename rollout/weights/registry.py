@@ -11,9 +11,16 @@ from rollout.weights.base import Place, Receiver, nowhere
 from rollout.weights.disk import DiskReceiver
 from rollout.weights.ipc import IpcReceiver
 from rollout.weights.nccl import NcclReceiver
+from rollout.weights.shared import SharedReceiver
 from rollout.weights.shm import ShmReceiver
 
-RECEIVERS: dict[str, Callable[[], Receiver]] = {"disk": DiskReceiver, "ipc": IpcReceiver, "nccl": NcclReceiver, "shm": ShmReceiver}
+RECEIVERS: dict[str, Callable[[], Receiver]] = {
+    "disk": DiskReceiver,
+    "ipc": IpcReceiver,
+    "nccl": NcclReceiver,
+    "shared": SharedReceiver,
+    "shm": ShmReceiver,
+}
 
 
 class CheckedReceiver:

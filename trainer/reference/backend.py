@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from trainer.batch import Batch
 from trainer.config import OptimizerConfig, TrainerConfig
 from trainer.functional.logprobs import token_logprobs
 from trainer.offload import HostShelf
+from trainer.reference.attaching import check_buffers, check_parameters
 from trainer.reference.lora import attach
 from trainer.reference.state import load_state, save_state
 from trainer.reference.tally import Tally
@@ -44,8 +45,11 @@ class ReferenceBackend(Backend):
         trainer: TrainerConfig,
         algorithm: Algorithm,
         adapters: LoraConfig = NO_ADAPTERS,
+        shared: bool = False,
     ) -> None:
         """Load the model of a Hugging Face directory; with a rank in `adapters` only these are trained.
+
+        `shared`: masters are apart from the parameters in every dtype, and are what is published; `attach` may follow.
 
         Raises:
             SettingsError: more than one rank, an unknown dtype or device, or a directory that transformers cannot load.
@@ -63,7 +67,8 @@ class ReferenceBackend(Backend):
             self.lora = adapters
             self.targets, self._trained = attach(self._model, adapters, trainer.seed)
         self._masters = dict(self._trained)
-        if trainer.dtype != "float32":
+        self._shared, self._attached = shared, False
+        if shared or trainer.dtype != "float32":
             self._masters = {name: torch.nn.Parameter(p.detach().clone()) for name, p in self._masters.items()}
         for parameter in self._model.parameters():  # rotary frequencies stay what they are: an engine's have fp32 as well
             parameter.data = parameter.data.to(DTYPES[trainer.dtype])
@@ -97,12 +102,25 @@ class ReferenceBackend(Backend):
         if self._reference is None:
             self._reference = copy.deepcopy(self._model).requires_grad_(False)
 
-    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def masters(self) -> Mapping[str, torch.Tensor]:
+        return self._masters if self._shared else super().masters()
+
+    def attach(self, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
+        check_parameters(self._trained, self._masters, parameters)
+        check_buffers(self._model, buffers)
         for name, parameter in self._trained.items():
+            parameter.data = parameters[name]
+        self._attached = True
+
+    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in (self._masters if self._shared else self._trained).items():
             yield name, parameter.detach()
 
     @torch.no_grad()
     def export_model(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._shared:
+            yield from self.export()
+            return
         targets = {target.weight: target for target in self.targets}
         for name, parameter in self._model.named_parameters():
             if ".lora." not in name:
@@ -177,6 +195,8 @@ class ReferenceBackend(Backend):
 
     @torch.no_grad()
     def _publish_masters(self) -> None:
+        if self._attached:  # the engine does that, between two of its own steps
+            return
         for name, parameter in self._trained.items():
             if parameter is not self._masters[name]:
                 parameter.copy_(self._masters[name])

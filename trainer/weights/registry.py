@@ -1,6 +1,9 @@
 """Senders by the name of their transport."""
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
+
+import torch
 
 from protocol.errors import SettingsError
 from protocol.names import checked_name
@@ -9,11 +12,18 @@ from trainer.weights.base import Sender
 from trainer.weights.disk import DiskSender
 from trainer.weights.ipc import IpcSender
 from trainer.weights.nccl import NcclSender
+from trainer.weights.shared import SharedSender
 from trainer.weights.shm import ShmSender
 
 
-def make_sender(config: WeightConfig, *, run: str, run_dir: Path) -> Sender:
-    """The sender for `config.transport`. Made in trainer rank 0 only.
+def _no_masters() -> Mapping[str, torch.Tensor]:
+    raise SettingsError("setting weights.transport: 'shared' needs a trainer whose masters the engine can read")
+
+
+def make_sender(
+    config: WeightConfig, *, run: str, run_dir: Path, masters: Callable[[], Mapping[str, torch.Tensor]] = _no_masters
+) -> Sender:
+    """The sender for `config.transport`. Made in trainer rank 0 only. `masters`: of the backend, see there; asked for by `shared`.
 
     Raises:
         SettingsError: if there is none of that name, or a number is out of range.
@@ -26,4 +36,6 @@ def make_sender(config: WeightConfig, *, run: str, run_dir: Path) -> Sender:
         return ShmSender(config, run)
     if config.transport == "disk":
         return DiskSender(config, run_dir)
+    if config.transport == "shared":
+        return SharedSender(run_dir, masters())
     return IpcSender(config) if config.transport == "ipc" else NcclSender(config)

@@ -188,8 +188,8 @@ class World:
                 self._stage_timeout_s = 0.0 if move.name == "no_time" else 30.0
                 await self.new_engine()
             case "poison" if engine is not None:
-                last = next(reversed(engine._copy))
-                engine._copy[last] = torch.empty(1, 2, 3)  # the commit breaks when it has copied some
+                copy = engine._model.weights.copy
+                copy[next(reversed(copy))] = torch.empty(1, 2, 3)  # the commit breaks when it has copied some
             case "unstaged" if engine is not None and trainer.manifest is not None:
                 served = engine.served
                 with pytest.raises((WeightError, EngineError)):

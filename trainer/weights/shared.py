@@ -1,0 +1,90 @@
+"""Publishes where the trainer's fp32 masters lie: `location` is the file that describes their memory, and nothing is copied.
+
+The engine converts them into its live weights by itself. So the masters must not be written to between `publish` and the moment in which
+the engine serves the version; `withdraw` says that they will be.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from protocol.buckets import DTYPE_BYTES
+from protocol.device_digests import collect, digest_tensor
+from protocol.device_memory import Room
+from protocol.errors import WeightError
+from protocol.messages import TensorEntry, WeightManifest
+from protocol.shared_weights import HELD, MASTERS, TRANSPORT, VERSION, description_file
+from trainer.weights.layout import Layout, Named, exhaust, make_manifest
+
+NOT_HELD = -1
+
+
+class SharedSender:
+    """Brings the masters to memory that the engine can map, and says which version they are."""
+
+    def __init__(self, run_dir: Path, masters: Mapping[str, torch.Tensor]) -> None:
+        """`masters`: dense; they stay the same objects.
+
+        Raises:
+            WeightError: on a CPU, if there is no memory for them; nothing changed.
+        """
+        self._run_dir = run_dir
+        held = torch.tensor(NOT_HELD)
+        self._room = Room([held, *masters.values()])
+        self._held, *moved = self._room.tensors
+        self._masters = dict(zip(masters, moved, strict=True))
+        for name, master in masters.items():
+            master.data = self._masters[name]
+        self._path: Path | None = None
+
+    def publish(
+        self, epoch: str, version: int, tensors: Named, *, base_model: str = "", tied: tuple[tuple[str, str], ...] = ()
+    ) -> WeightManifest:
+        """`tensors`: what the masters make in the engine's dtype, each of which is looked at and let go."""
+        self.withdraw()
+        path = description_file(self._run_dir, f"trainer.{epoch}")
+        try:
+            if path != self._path:
+                self._room.write(path, {MASTERS: self._masters, HELD: {VERSION: self._held}})
+                self._path = path
+            layout = _digested(tensors, self._masters)
+        except WeightError as error:
+            exhaust(tensors)
+            raise WeightError(f"version {version}: {error}") from error
+        manifest = make_manifest(TRANSPORT, str(path), epoch, version, layout, base_model=base_model, tied=tied)
+        self._held.fill_(version)
+        return manifest
+
+    def withdraw(self) -> None:
+        """The masters are about to be written to: no engine may take what it finds in them for a version, until the next one."""
+        self._held.fill_(NOT_HELD)
+
+    def retire(self, in_use: frozenset[int]) -> None:
+        """Nothing to do: there is one version at a time."""
+
+    def close(self) -> None:
+        """Withdraw, and remove the description; the masters stay usable here."""
+        self.withdraw()
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+        self._room.close()
+
+
+def _digested(tensors: Named, masters: Mapping[str, torch.Tensor]) -> tuple[tuple[TensorEntry, ...], tuple[int, ...]]:
+    """Entries and the size of the one bucket in which, for the manifest alone, the tensors lie behind each other."""
+    layout = Layout(1 << 62)
+    placed: list[tuple[str, str, tuple[int, ...], int, int, int]] = []
+    digests: list[int | torch.Tensor] = []
+    for name, tensor in tensors:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in DTYPE_BYTES:
+            raise WeightError(f"tensor {name}: dtype {dtype!r} cannot be sent")
+        if name not in masters or tensor.shape != masters[name].shape:
+            raise WeightError(f"tensor {name} is not one of the masters")
+        placed.append((name, dtype, tuple(tensor.shape), *layout.place(name, tensor.nbytes), tensor.nbytes))
+        digests.append(digest_tensor(tensor))
+    if not placed:
+        raise WeightError("a version without tensors cannot be published")
+    numbers = collect(digests, [nbytes for *_, nbytes in placed])
+    return tuple(TensorEntry(*facts, number) for facts, number in zip(placed, numbers, strict=True)), tuple(layout.buckets)
