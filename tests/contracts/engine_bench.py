@@ -37,6 +37,8 @@ class Bench:
     """False: the engine has no model, its tokens mean nothing."""
     last: int = -1
     """Newest version that was published."""
+    pilots: int = 1
+    """After how many pilots in a row earlier requests certainly run: over HTTP one may overtake them."""
 
     def publish(self, name: str, epoch: str = "e1") -> WeightManifest:
         """Write the next version, with the weights of a model."""
@@ -65,7 +67,8 @@ class Bench:
         async with asyncio.TaskGroup() as group:
             requests = [Request(i, tuple(p), Sampling(max_tokens=LONG, temperature=0)) for i, p in zip(ids, prompts, strict=True)]
             tasks = [group.create_task(self.engine.generate(request), name=request.id) for request in requests]
-            await self.pilot("before")
+            for _ in range(self.pilots):
+                await self.pilot("before")
             yield tasks
             await self.engine.abort(ids)
 

@@ -93,7 +93,8 @@ async def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     engine = make_engine(config, directory / "model", f"{setup.name}.test", setup.lora)
     await engine.start()
     try:
-        yield Bench(engine, setup.kv, models, directory, published, computes=setup.name != "scripted")
+        pilots = 3 if setup.name == "sglang" else 1
+        yield Bench(engine, setup.kv, models, directory, published, computes=setup.name != "scripted", pilots=pilots)
     finally:
         await engine.close()
         await engine.close()

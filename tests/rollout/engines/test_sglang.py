@@ -1,22 +1,31 @@
+import json
 import os
 import signal
+import sys
+from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 import aiohttp
 import psutil
 import pytest
+import safetensors.torch
 import torch
 import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from protocol.errors import EngineError
+from protocol.lora import LoraConfig
 from rollout.engines.base import EngineConfig, Request, Sampling
 from rollout.engines.registry import make_engine
 from rollout.engines.sampling import kept_tokens, sampled_distribution
 from rollout.engines.sglang import completion_of
-from rollout.engines.sglang_start import kv_tokens, server_command, server_environment
-from tests.contracts.engine_models import tiny_model
+from rollout.engines.sglang_lora import Numbered, first_adapter
+from rollout.engines.sglang_memory import SAVER, check_memory_saver
+from rollout.engines.sglang_start import adapter_options, kv_tokens, server_command, server_environment
+from tests.contracts.engine_models import tiny_model, weights, write_shm
 from tests.contracts.sglang_environment import sglang_settings
 
 REQUEST = Request("r/0", (1, 2), Sampling(max_tokens=3))
@@ -85,6 +94,62 @@ def test_a_cache_that_cannot_hold_one_request_is_refused() -> None:
         kv_tokens(EngineConfig(kv_cache_mb=1, max_model_len=1024), model)
 
 
+@given(st.data())
+def test_numbers_that_went_through_a_loader_show_what_it_copies(data: st.DataObject) -> None:
+    columns = data.draw(st.integers(1, 5))
+    shapes = {f"t{i}": (data.draw(st.integers(1, 6)), columns) for i in range(data.draw(st.integers(1, 4)))}
+    left = data.draw(st.integers(0, columns - 1))
+    right = data.draw(st.integers(left + 1, columns))
+    pieces = []
+    for name in data.draw(st.lists(st.sampled_from([*shapes, ""]), min_size=1, max_size=6)):
+        begin, end = sorted(data.draw(st.tuples(st.integers(0, 6), st.integers(0, 6))))
+        pieces.append((name, begin, end + 1))
+
+    def load(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        nothing = torch.zeros(7, columns, dtype=next(iter(tensors.values())).dtype)
+        return torch.cat([tensors.get(name, nothing)[begin:end, left:right] for name, begin, end in pieces])
+
+    numbered = Numbered.of(shapes)
+    values = {name: torch.randn(shape) for name, shape in shapes.items()}
+    expected = load(values)
+    if not expected.numel():
+        return
+    copies, fills = numbered.found_in("p", load(numbered.tensors))
+    found = torch.full_like(expected, torch.nan)
+    for copy in copies:
+        copy.target.on(found).copy_(copy.source.on(values[copy.name]))
+    for fill in fills:
+        fill.on(found).zero_()
+    assert torch.equal(found, expected)
+
+
+def test_a_tensor_that_a_loader_turns_is_refused() -> None:
+    numbered = Numbered.of({"t": (2, 3), "u": (2, 1)})
+    for rearranged in (numbered.tensors["t"].T.contiguous(), torch.cat([*numbered.tensors.values()], 1)):
+        with pytest.raises(EngineError, match=r"rearranges the rows of adapter tensor o_proj\.0\.a"):
+            numbered.found_in("o_proj.0.a", rearranged)
+
+
+def test_the_first_adapter_changes_nothing_and_has_all_of_a_fused_layer(tmp_path: Path) -> None:
+    model = tiny_model(1)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    first_adapter(tmp_path / "adapter", shapes, LoraConfig(rank=4, target_modules=("v_proj", "up_proj", "o_proj")), "bfloat16")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["v_proj", "up_proj", "o_proj", "q_proj", "k_proj", "gate_proj"]
+    assert config["lora_alpha"] == config["r"] == 4
+    tensors = safetensors.torch.load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert len(tensors) == 2 * 6 * 2
+    assert not any(tensor.any() for tensor in tensors.values())
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    assert "--max-loras-per-batch=1" in adapter_options(tmp_path)
+
+
+@pytest.mark.skipif(find_spec(SAVER) is not None, reason="here it is there")
+async def test_sleep_on_a_gpu_without_the_memory_saver_is_refused_by_its_name() -> None:
+    with pytest.raises(EngineError, match=rf"enable_sleep_mode is true, but {sys.executable} has no {SAVER}"):
+        await check_memory_saver(sys.executable)
+
+
 @pytest.mark.parametrize(("python", "words"), [("", "No module named 'sglang'"), ("/nowhere/python", r"engine\.python: /nowhere/python")])
 def test_an_interpreter_without_sglang_is_an_error_that_says_so(tmp_path: Path, python: str, words: str) -> None:
     tiny_model(1).save_pretrained(tmp_path)
@@ -114,3 +179,27 @@ async def test_a_server_answers_its_owner_alone_and_a_killed_scheduler_ends_all_
     await engine.close()
     _, alive = psutil.wait_procs(processes, timeout=20)
     assert not alive
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_a_sleeping_server_holds_neither_weights_nor_their_copy(tmp_path: Path) -> None:
+    config = Qwen2Config(vocab_size=1 << 16, hidden_size=256, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)
+    model = Qwen2ForCausalLM(config)
+    model.save_pretrained(tmp_path / "model")
+    held = 2 * sum(parameter.nbytes for parameter in model.parameters())
+    engine = make_engine(EngineConfig(name="sglang", enable_sleep_mode=True, **sglang_settings()), tmp_path / "model", "sglang.test")
+    await engine.start()
+    try:
+        rank = next(child for child in psutil.Process().children(recursive=True) if "scheduler" in " ".join(child.cmdline()))
+        for version in range(2):
+            manifest = write_shm(tmp_path / f"v{version}", weights(model), version)
+            await engine.stage(manifest)
+            await engine.commit(manifest)
+            awake = rank.memory_info().rss
+            await engine.sleep()
+            assert awake - rank.memory_info().rss > 0.9 * held
+            await engine.wake()
+    finally:
+        await engine.close()
