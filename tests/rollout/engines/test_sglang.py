@@ -185,7 +185,8 @@ async def test_a_server_answers_its_owner_alone_and_a_killed_scheduler_ends_all_
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 async def test_a_sleeping_server_holds_neither_weights_nor_their_copy(tmp_path: Path) -> None:
-    config = Qwen2Config(vocab_size=1 << 16, hidden_size=256, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    config = Qwen2Config(vocab_size=1 << 16, hidden_size=256, intermediate_size=64, num_hidden_layers=1, **heads)
     model = Qwen2ForCausalLM(config)
     model.save_pretrained(tmp_path / "model")
     held = 2 * sum(parameter.nbytes for parameter in model.parameters())
