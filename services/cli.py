@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from protocol.errors import Reason, Refused, SettingsError, TetherError
+from protocol.topics import Role
 from services.process import configure_logging, connected, explain
 from services.settings import Settings, load_settings, run_settings
 
@@ -151,9 +152,12 @@ def scale(
     run_dir: RunDir, counts: Annotated[list[str], typer.Argument(metavar="rollouts=N|rewards=N ...", help="how many there are to be")]
 ) -> None:
     """Change how many rollout and reward workers a running `tether up` keeps. Workers that are too many hand back what they hold."""
-    from services.scaling import ask, parse_counts
+    from services.scaling import ask, is_up, parse_counts
+    from services.shared_settings import check_workers
 
     wanted = parse_counts(counts)
+    if is_up(run_dir):
+        check_workers(run_settings(run_dir).weights, wanted.get(Role.ROLLOUT, 0))
     ask(run_dir, wanted)
     print(", ".join(f"{role}s {count}" for role, count in wanted.items()))
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
+from protocol.shared_weights import TRANSPORT
 from protocol.topics import Role
 from services.children import Child, ServiceSpec
 from services.placement import rollout_variables, trainer_variables
@@ -10,6 +11,8 @@ from services.pool import pool_variables
 from services.settings import Settings
 
 STOP_ORDER = (Role.ROLLOUT, Role.REWARD, Role.TRAINER, Role.INGEST, Role.MONITOR)
+SHARED_STOP_ORDER = (Role.TRAINER, Role.ROLLOUT, Role.REWARD, Role.INGEST, Role.MONITOR)
+"""With transport `shared`: who computes with another's memory ends first."""
 DRAIN_S = {Role.ROLLOUT: 20.0, Role.REWARD: 15.0, Role.TRAINER: 60.0, Role.INGEST: 15.0, Role.MONITOR: 5.0}
 SCALABLE = (Role.ROLLOUT, Role.REWARD)
 
@@ -59,7 +62,8 @@ class Fleet:
     async def stop(self) -> None:
         """Drain everything, role by role; harmless to repeat."""
         self._stopping = True
-        for role in STOP_ORDER:
+        order = SHARED_STOP_ORDER if self._settings.weights.transport == TRANSPORT else STOP_ORDER
+        for role in order:
             async with asyncio.TaskGroup() as stops:
                 for child in self.children.get(role, []):
                     stops.create_task(child.stop(DRAIN_S[role]), name=f"stop-{child.spec.name}")

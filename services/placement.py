@@ -32,7 +32,7 @@ class ServicesConfig:
 
 def rollout_variables(config: ServicesConfig, tensor_parallel_size: int, index: int) -> dict[str, str]:
     """What makes rollout worker `index` see its own GPUs only."""
-    gpus = _listed(config.rollout_gpus)
+    gpus = listed(config.rollout_gpus)
     if not gpus:
         return {}
     turn = index % max(1, len(gpus) // tensor_parallel_size)
@@ -41,7 +41,7 @@ def rollout_variables(config: ServicesConfig, tensor_parallel_size: int, index: 
 
 def trainer_variables(config: ServicesConfig) -> dict[str, str]:
     """What makes the trainer see its own GPUs only."""
-    gpus = _listed(config.trainer_gpus)
+    gpus = listed(config.trainer_gpus)
     return {VISIBLE: ",".join(gpus)} if gpus else {}
 
 
@@ -55,12 +55,13 @@ def check_gpus(config: ServicesConfig, ranks: int, tensor_parallel_size: int) ->
         ("trainer_gpus", config.trainer_gpus, ranks, f"the trainer has {ranks} ranks"),
         ("rollout_gpus", config.rollout_gpus, tensor_parallel_size, f"engine.tensor_parallel_size is {tensor_parallel_size}"),
     ):
-        gpus = _listed(text)
+        gpus = listed(text)
         if gpus and len(gpus) < needed:
             raise SettingsError(f"setting services.{name}: {text!r} names {len(gpus)} GPUs, {why}")
         if len(set(gpus)) < len(gpus):
             raise SettingsError(f"setting services.{name}: {text!r} names a GPU twice")
 
 
-def _listed(text: str) -> list[str]:
+def listed(text: str) -> list[str]:
+    """The GPUs of a list."""
     return [part.strip() for part in text.split(",") if part.strip()]

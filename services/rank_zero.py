@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from protocol.device_memory import mapped
 from protocol.messages import WeightManifest
+from protocol.shared_weights import BUFFERS, PARAMETERS
 from services.bus.broadcast import Broadcaster
 from services.ledger.interface import Taken
 from services.process import Process
 from services.settings import Settings
+from services.sharing import EngineShare
 from services.turns import TrainerTurn
 from trainer.adapter import as_published, save_adapter
 from trainer.algorithms.base import Algorithm
@@ -57,6 +60,8 @@ class RankZero:
     """One thread: torch work never blocks the loop, and never runs twice at once."""
     turn: TrainerTurn | None = None
     """In a colocated run: when the device is the trainer's."""
+    sharing: EngineShare | None = None
+    """With transport `shared`: whose weights the backend computes with."""
 
     async def on_compute(self, function: Callable[..., T], *args: Any) -> T:
         """Run blocking work in the one compute thread."""
@@ -78,6 +83,14 @@ class RankZero:
             await self.on_compute(self._offload)
             await self.turn.end()
 
+    async def engine_ready(self, manifest: WeightManifest) -> bool:
+        """With transport `shared`: wait until the engine serves what was published last; false if the process is to stop instead.
+
+        Raises:
+            TetherError: it has gone, or does not.
+        """
+        return self.sharing is None or await self.sharing.ready(manifest, lambda path: self.on_compute(self._attach, path))
+
     def command_for(self, taken: Taken, *, mask_late: bool = True) -> TrainCommand:
         """The command that trains on a batch; reads its records from the spool.
 
@@ -89,6 +102,7 @@ class RankZero:
 
     def train(self, command: TrainCommand) -> tuple[BuiltBatch, StepStats]:
         """One optimizer step on every rank (compute thread)."""
+        self._withdraw()
         return lead_step(self.backend, self.algorithm, command)
 
     def publish(self, version: int) -> WeightManifest:
@@ -118,8 +132,17 @@ class RankZero:
 
     def restore(self, directory: Path) -> None:
         """Go back to a checkpoint on every rank (compute thread)."""
+        self._withdraw()
         announce(RestoreCommand(str(directory)))
         self.backend.restore(directory)
+
+    def _attach(self, path: Path) -> None:
+        found = mapped(path)
+        self.backend.attach(found.get(PARAMETERS, {}), found.get(BUFFERS, {}))
+
+    def _withdraw(self) -> None:
+        if self.sharing is not None:
+            self.sharing.withdraw()
 
     def _onload(self) -> None:
         announce(OnloadCommand())

@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 from protocol.errors import SettingsError
+from protocol.shared_weights import TRANSPORT, description_file
 from protocol.topics import ROLLOUTS, WEIGHTS, Role
 from rollout.engines.base import Engine, EngineConfig
 from rollout.engines.ranked import RankedEngine
@@ -23,6 +24,7 @@ from services.device import Device
 from services.leasing import GroupRunner
 from services.process import Process, service_main
 from services.settings import Settings
+from services.sharing import DESCRIBED
 from services.turns import EngineTurn
 from services.updating import WeightUpdater
 
@@ -38,7 +40,8 @@ async def serve(process: Process) -> None:
     prompts = await asyncio.to_thread(make_source, settings.prompts)
     renderer = await asyncio.to_thread(Renderer, settings.model_dir, settings.render)
     environment = make_environment(settings.environment)
-    engine = make_engine(_engine_config(settings), settings.model_dir, process.incarnation, settings.lora)
+    shared = description_file(settings.run_dir, process.incarnation) if settings.weights.transport == TRANSPORT else None
+    engine = make_engine(_engine_config(settings), settings.model_dir, process.incarnation, settings.lora, shared=shared)
     identity: dict[str, Any] = {"run": process.run, "incarnation": process.incarnation, "role": Role.ROLLOUT, "config": settings.bus}
     process.info["engine"] = settings.engine.name
     device = _device(settings, engine) if settings.colocated.enabled else None
@@ -50,6 +53,9 @@ async def serve(process: Process) -> None:
             began = time.monotonic()
             await engine.start()
             process.metrics.seconds.labels("engine_start").observe(time.monotonic() - began)
+        if shared is not None:
+            process.info[DESCRIBED] = str(shared)
+            await process.register()
         async with (
             Listener(WEIGHTS, discover=lambda: process.discover(WEIGHTS.name), **identity) as listener,
             Sender(ROLLOUTS, discover=lambda: process.discover(ROLLOUTS.name), **identity) as sender,

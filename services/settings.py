@@ -31,6 +31,7 @@ from services.ledger.limits import ARCHIVE_LIMIT
 from services.placement import ServicesConfig, check_gpus
 from services.pool import check_pool
 from services.setting_sources import assign, from_environ, parse, read_file, refuse_unknown
+from services.shared_settings import check_shared
 from trainer.config import (
     ALGORITHMS,
     BACKENDS,
@@ -288,6 +289,7 @@ def _check(settings: Settings) -> None:
             raise SettingsError(f"setting {dotted}: {value} is not between {low:g} and {high:g}")
     check_pool(settings.services.pool, settings.engine)
     check_gpus(settings.services, settings.parallel.world_size, settings.engine.tensor_parallel_size)
+    check_shared(settings)
     if settings.services.pool and settings.services.rollouts != 1:
         raise SettingsError("settings services.pool and services.rollouts exclude each other: give one")
     if settings.model.path and settings.model.scratch:

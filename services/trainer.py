@@ -11,11 +11,13 @@ import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 
 from protocol.errors import Reason, Refused, SettingsError, TetherError
 from protocol.ids import new_epoch
+from protocol.shared_weights import TRANSPORT
 from protocol.topics import WEIGHTS, Role
 from rollout.engines.shapes import checkpoint_shapes
 from services.budget import GIB, check_budget
@@ -27,6 +29,7 @@ from services.process import EXIT_FAILED, EXIT_SETTINGS, Process, configure_logg
 from services.rank_zero import RankZero
 from services.recovery import take_over
 from services.settings import Settings, load_settings
+from services.sharing import EngineShare
 from services.training import TrainLoop
 from services.turns import POLL_S, TrainerTurn
 from trainer.algorithms.registry import make_algorithm
@@ -37,6 +40,7 @@ from trainer.ranks import ExitCommand, announce, follow
 from trainer.registry import make_backend
 from trainer.spool import Spool
 from trainer.weights.registry import make_sender
+from trainer.weights.shared import SharedSender
 
 
 def build_backend(settings: Settings) -> Backend:
@@ -48,6 +52,7 @@ def build_backend(settings: Settings) -> Backend:
         trainer=settings.trainer,
         algorithm=make_algorithm(settings.algorithm),
         adapters=settings.lora,
+        shared=settings.weights.transport == TRANSPORT,
     )
 
 
@@ -94,6 +99,8 @@ async def _lead(process: Process, turn: TrainerTurn | None) -> None:
     compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
     with process.waiting("model load"):
         backend = await asyncio.get_running_loop().run_in_executor(compute, build_backend, settings)
+    make = partial(make_sender, settings.weights, run=process.run, run_dir=run_dir, masters=backend.masters)
+    sender = await asyncio.get_running_loop().run_in_executor(compute, make)
     async with Broadcaster(WEIGHTS, run=process.run, incarnation=process.incarnation, config=settings.bus) as caster:
         process.metrics.watch("tether_bus_weights", "Bus counters, edge weights", caster.stats.as_dict)
         rank = RankZero(
@@ -102,12 +109,13 @@ async def _lead(process: Process, turn: TrainerTurn | None) -> None:
             algorithm=make_algorithm(settings.algorithm),
             spool=Spool(run_dir / "spool.sqlite"),
             archive=Archive(run_dir / "archive", settings.trainer.archive_mb),
-            sender=make_sender(settings.weights, run=process.run, run_dir=run_dir),
+            sender=sender,
             checkpoints=Checkpoints(run_dir / "checkpoints", keep=settings.trainer.keep_checkpoints),
             caster=caster,
             epoch=new_epoch(),
             compute=compute,
             turn=turn,
+            sharing=EngineShare(process, sender, settings.weights.timeout_s) if isinstance(sender, SharedSender) else None,
         )
         if turn is not None:
             turn.caster = caster

@@ -72,6 +72,8 @@ class TrainLoop:
         """Step until done or stopped."""
         status = await self._process.ledger.status()
         self._dropped = (status.dropped, status.wasted_tokens)
+        if not status.done:
+            await self._rank.engine_ready(self._manifest)
         while not status.done and not self._process.stop.is_set():
             began = time.monotonic()
             taken = await self._take()
@@ -81,6 +83,8 @@ class TrainLoop:
             await self._rank.take_device()
             if taken is None:
                 await self.checkpoint(status)  # the prompts have run out: this is the last model
+                break
+            if not await self._rank.engine_ready(self._manifest):
                 break
             status = await self._step(taken, waited_s)
         if status.done:

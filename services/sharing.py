@@ -1,0 +1,89 @@
+"""Transport `shared`: the trainer computes with the engine's live weights, which the engine fills from the trainer's masters.
+
+So the two take turns with them. From the moment a version is published until the engine serves it, the trainer neither computes nor writes
+to its masters. From the beginning of a step until the next version is published, no engine can take the masters for a version; what it
+decodes and what the trainer computes meanwhile only reads the live weights. Trainer and engine are one failure unit: the trainer ends
+with its engine, and its successor waits for the next one.
+"""
+
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from protocol.errors import TetherError
+from protocol.messages import WeightManifest
+from protocol.topics import Role
+from services.process import Process
+from trainer.weights.shared import SharedSender
+
+log = logging.getLogger("tether.sharing")
+
+DESCRIBED = "described"
+"""What an engine writes into the registry: the file that describes its tensors."""
+POLL_S = (0.003, 0.05)
+
+Attach = Callable[[Path], Awaitable[object]]
+"""Has the backend compute with the tensors of a description."""
+
+
+class EngineShare:
+    """The engine that the trainer computes with."""
+
+    def __init__(self, process: Process, sender: SharedSender, timeout_s: float) -> None:
+        """`timeout_s`: how long an engine may take to serve a version."""
+        self._process = process
+        self._sender = sender
+        self._timeout_s = timeout_s
+        self._engine = ""
+        """Incarnation, once attached to."""
+
+    def withdraw(self) -> None:
+        """The masters are about to be written to."""
+        self._sender.withdraw()
+
+    async def ready(self, manifest: WeightManifest, attach: Attach) -> bool:
+        """Wait until the engine serves what was published last, and is attached to; false if the process is to stop instead.
+
+        For an engine to come it waits as long as it takes.
+
+        Raises:
+            TetherError: the engine has gone, or has not served the version in time; the trainer must not go on.
+        """
+        delay, since = POLL_S[0], time.monotonic()
+        with self._process.waiting("the engine to serve the weights") as because:
+            while not self._process.stop.is_set():
+                described = await self._described()
+                if self._engine and self._engine not in described:
+                    raise TetherError(f"engine {self._engine}, whose weights this trainer computes with, has gone: it ends with it")
+                serving = await self._serving(manifest, described)
+                if serving:
+                    if not self._engine:
+                        await attach(Path(described[serving]))
+                        self._engine = serving
+                        log.info("weights.attached engine=%s version=%d", serving, manifest.version)
+                    return True
+                if not described:
+                    because("no engine has started")
+                    since = time.monotonic()
+                elif time.monotonic() - since > self._timeout_s:
+                    raise TetherError(
+                        f"engine {', '.join(described)} did not serve version {manifest.version} within {self._timeout_s:g} s "
+                        "(weights.timeout_s); the trainer cannot compute with its weights before"
+                    )
+                await self._process.stopped_within(delay)
+                delay = min(delay * 1.5, POLL_S[1])
+        return False
+
+    async def _described(self) -> dict[str, str]:
+        """Live engines that have described their tensors -> the file."""
+        peers = await self._process.ledger.peers(Role.ROLLOUT)
+        return {peer.incarnation: str(peer.info[DESCRIBED]) for peer in peers if peer.info.get(DESCRIBED)}
+
+    async def _serving(self, manifest: WeightManifest, described: dict[str, str]) -> str:
+        """The engine that is attached to, or one to attach to, if it serves the version; else empty."""
+        served = (await self._process.ledger.status()).engines
+        for engine in described:
+            if self._engine in ("", engine) and served.get(engine) == (manifest.epoch, manifest.version):
+                return engine
+        return ""
