@@ -17,6 +17,7 @@ from services.ledger.ledger import RedisLedger
 from services.ledger.server import read_endpoint
 from services.observability.steps import read_steps
 from services.turns import HOLDS, TURN, Turn
+from tests.contracts.sglang_environment import STAND_INS, sglang_python
 from tests.integration.command import audit, processes_of, tether_up, until
 from tests.integration.loop import ROOT, Finished, run_to_end
 from tests.integration.test_loop import SMALL, of, small
@@ -66,6 +67,23 @@ async def test_the_engine_sleeps_in_every_step_and_the_weights_are_those_of_a_ru
     assert assert_by_turns([record.getMessage() for record in caplog.records]) == STEPS
     assert digests(run) == digests(alone)
     assert len(set(digests(run))) == STEPS
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(900)
+async def test_sglang_sleeps_in_every_step_and_the_weights_are_those_of_the_reference_engine(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    alone = await run_to_end(small(tmp_path / "alone", *GREEDY))
+    sglang = (
+        "engine.name=sglang", f'engine.python="{sglang_python()}"', f'engine.environment={{ PYTHONPATH = "{STAND_INS}" }}',
+        "engine.start_timeout_s=600",
+    )  # fmt: skip
+    with caplog.at_level(logging.INFO, "tether"):
+        run = await run_to_end(small(tmp_path / "turns", *GREEDY, *sglang, "colocated.enabled=true"))
+    assert (run.status.version, run.audit.violations, run.audit.max_lag) == (STEPS, [], 0)
+    assert assert_by_turns([record.getMessage() for record in caplog.records]) == STEPS
+    assert digests(run) == digests(alone)
 
 
 async def test_groups_in_flight_keep_their_leases_while_two_engines_sleep(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
