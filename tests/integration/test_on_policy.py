@@ -22,6 +22,7 @@ from rollout.environments.registry import make_environment
 from rollout.generate import generate_group
 from rollout.prompts.base import Prompt
 from rollout.render import RenderConfig, Renderer
+from tests.contracts.sglang_environment import sglang_settings
 from trainer.adapter import as_published
 from trainer.algorithms.registry import make_algorithm
 from trainer.batch import Batch
@@ -72,13 +73,15 @@ def under(model: torch.nn.Module, weights: Mapping[str, torch.Tensor], batch: Ba
         pytest.param("vllm", NO_ADAPTERS, id="whole"),
         pytest.param("vllm", LoraConfig(rank=8), id="lora", marks=pytest.mark.slow),
         pytest.param("megatron", NO_ADAPTERS, id="megatron"),
+        pytest.param("sglang", LoraConfig(rank=8), id="sglang-lora", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
     ],
 )
 async def test_engine_and_trainer_agree_on_every_version(tmp_path: Path, name: str, lora: LoraConfig) -> None:
     model_dir = build_scratch(
         ScratchConfig(vocabulary="0123456789= ", initializer_range=0.1, max_position_embeddings=64), tmp_path / "model"
     )
-    engine = make_engine(EngineConfig(name=name, max_model_len=64), model_dir, "e", lora)
+    own = sglang_settings() if name == "sglang" else {}
+    engine = make_engine(EngineConfig(name=name, max_model_len=64, **own), model_dir, "e", lora)
     renderer = Renderer(model_dir, RenderConfig(stop_at_eos=False))
     algorithm = make_algorithm(AlgorithmConfig())
     sender = make_sender(WeightConfig(transport="disk"), run="on-policy", run_dir=tmp_path)
