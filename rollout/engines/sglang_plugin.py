@@ -127,8 +127,7 @@ class Rank:
         """Make what is staged live; the KV cache of running requests is dropped if it is to be computed again."""
         decoded = msgspec.msgpack.decode(manifest, type=WeightManifest)
         start = time.perf_counter()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()  # the last step's kernels may still run, on SGLang's own streams
+        _end_kernels()
         found = self.share.commit(decoded)
         if found["applied"]:
             self._scheduler.record_weight_version_change(str(decoded.version))
@@ -146,6 +145,7 @@ class Rank:
     def sleep(self) -> dict[str, Any]:
         """Put running requests back with their tokens, and give all memory back. No step before the next commit. Returns {"error"}."""
         assert self._memory is not None, "the engine was not started to sleep"
+        _end_kernels()
         self._is_hollow = True
         if not self._drop_kv():
             return {"error": "the KV cache could not be dropped"}
@@ -186,7 +186,7 @@ class Rank:
         self._go_on()
 
     def rest(self) -> None:
-        """Where a paused scheduler would look for requests all the time: wait until there is something, a second at most."""
+        """Wait for requests and calls, a second at most: a paused scheduler would look for them all the time."""
         if self._scheduler._engine_paused and self._scheduler.idle_sleeper is not None:
             self._scheduler.idle_sleeper.maybe_sleep()
 
@@ -276,6 +276,12 @@ HOOKS: dict[str, tuple[str, Callable[..., Any]]] = {
 """What of SGLang is wrapped, and how."""
 NEEDED = {"sglang.srt.layers.sampler.Sampler.forward": "logprob_logits"}
 """Parameters that a wrapped function must have."""
+
+
+def _end_kernels() -> None:
+    """Those of the last step may still run, on SGLang's own streams."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def _is_hooked(target: str) -> bool:
