@@ -39,6 +39,7 @@ def test_the_turns_are_added_up_from_the_settings() -> None:
     assert (found.engines_turn, found.trainers_turn(1)) == (84 + CONTEXT_GB, 126 + CONTEXT_GB)
     assert shares(140, engine={"memory_fraction": 0.5, "staging_mb": 2048}, trainer={"memory_gb": 40}).staging == 2
     assert shares(140, engine={"memory_fraction": 0.5}, adapters=True).trainer == 14
+    assert shares(140, engine={"name": "sglang", "memory_fraction": 0.5}) == found
     assert shares(140, engine={"name": "megatron", "buffer_size_gb": 3}).engines == 14 + 3
 
 
