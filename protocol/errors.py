@@ -12,7 +12,7 @@
     ├── EngineError              the engine failed a request or died
     │   └── Unsupported          the engine cannot do this, and says so instead of pretending
     ├── WeightError              an update was not staged; the live weights are untouched
-    │   └── PoisonedError        a commit broke in the middle; the engine must reload or exit
+    │   └── PoisonedError        a commit broke in the middle, or the process is past receiving; it must exit
     ├── RewardError              a score could not be computed (never to be read as reward 0)
     └── BoundViolation           a trained token over the bound: a bug that stops the run
 
@@ -99,7 +99,7 @@ class WeightError(TetherError):
 
 
 class PoisonedError(WeightError):
-    """A commit failed half-way: this engine must load a complete snapshot or exit."""
+    """A commit failed half-way, or too much is stuck in this process to go on: it must exit, and a fresh one loads a complete snapshot."""
 
 
 class RewardError(TetherError):

@@ -174,6 +174,7 @@ class Engine(ABC):
 
         Raises:
             WeightError: the staged copy is discarded and the live weights are untouched.
+            PoisonedError: so it is, and this process cannot stage any more; the engine must be closed.
         """
 
     @abstractmethod

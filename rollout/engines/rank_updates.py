@@ -40,6 +40,7 @@ class RankUpdates:
 
         Raises:
             WeightError: with a rank's own reason.
+            PoisonedError: a rank will not stage any more.
         """
         if self._busy:
             raise WeightError(f"version {manifest.version}: another version is being staged")
@@ -132,9 +133,11 @@ def check_rank(rank: int, found: dict[str, Any], manifest: WeightManifest) -> No
 
     Raises:
         WeightError: with the rank's own reason, or what differs.
+        PoisonedError: with its reason for which it will not stage any more.
     """
     if found["error"] or found["state"] != "staged":
-        raise WeightError(found["error"] or f"rank {rank} is {found['state']}")
+        kind = PoisonedError if found.get("poisoned") else WeightError
+        raise kind(found["error"] or f"rank {rank} is {found['state']}")
     covered = sum(entry.nbytes for entry in manifest.tensors)
     expected = {"epoch": manifest.epoch, "version": manifest.version, "digest": manifest.digest, "covered": covered}
     for fact, value in expected.items():

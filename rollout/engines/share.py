@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from protocol.errors import EngineError, WeightError
+from protocol.errors import EngineError, PoisonedError, WeightError
 from protocol.messages import WeightManifest
 from rollout.engines.direct import DirectPlan
 from rollout.engines.staging import digest_of
@@ -142,6 +142,7 @@ class Share:
             with self._lock:
                 self._staging.discard()
                 self._error, self._state = str(error) or repr(error), "failed"
+                self._poisoned = self._poisoned or isinstance(error, PoisonedError)
         else:
             with self._lock:
                 self._covered, self._state = covered, "staged"

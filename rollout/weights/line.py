@@ -3,6 +3,8 @@
 import json
 import select
 import socket
+import threading
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -12,6 +14,8 @@ from rollout.weights.entries import Deadline
 
 MAX_LINE = 1 << 20
 """Bytes of an answer: a handle for each bucket is a few hundred."""
+HANG_UP = getattr(select, "POLLRDHUP", select.POLLHUP)
+"""What `poll` calls it when the other end has hung up; elsewhere than on Linux it may notice later."""
 
 
 class Line:
@@ -48,8 +52,15 @@ class Line:
         """Say that all bytes have come."""
         self._tell({"done": manifest.version}, deadline)
 
+    def watch(self, on_hang_up: Callable[[], None]) -> None:
+        """Call a function from a thread of its own, which lives until then: when the sender hangs up, or `close` does."""
+        connection = self._connection.dup()  # its number stays its own until the thread has ended
+        threading.Thread(target=_watch, args=(connection, on_hang_up), name="weights.watch", daemon=True).start()
+
     def hung_up(self) -> bool:
-        """Whether the sender has hung up. It says nothing unasked."""
+        """Whether the sender has hung up, or we have. It says nothing unasked."""
+        if self._connection.fileno() < 0:
+            return True
         ready = select.poll()  # `select` knows no descriptors over 1023
         ready.register(self._connection, select.POLLIN)
         return bool(ready.poll(0))
@@ -63,6 +74,14 @@ class Line:
     def _tell(self, words: dict[str, Any], deadline: Deadline) -> None:
         self._connection.settimeout(deadline.remaining("talking to the sender"))
         self._connection.sendall(json.dumps(words).encode() + b"\n")
+
+
+def _watch(connection: socket.socket, on_hang_up: Callable[[], None]) -> None:
+    with connection:
+        ready = select.poll()
+        ready.register(connection, HANG_UP)
+        ready.poll()
+    on_hang_up()
 
 
 def parse_address(address: str, location: str) -> tuple[str, int]:

@@ -2,6 +2,7 @@
 
     receiver -> sender   {"version": v, "epoch": e}
     sender -> receiver   {"store_port": p}, then both make a TCPStore(HOST, p) and a group of rank 0 (sender) and rank 1; or {"ready": true}
+    both                 a byte, broadcast by rank 0 when the group is new: only then a GPU's is complete
     both                 the pieces of the buckets (`protocol.buckets.pieces`), broadcast by rank 0 in order
     receiver -> sender   {"done": v}
 
@@ -13,8 +14,8 @@ once, at the end, with a deadline. An aborted collective may return with partial
 
 from collections import deque
 from collections.abc import Iterator
-from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +24,9 @@ from torch._C._distributed_c10d import TCPStore
 
 from protocol.buckets import Piece, pieces
 from protocol.errors import WeightError
+from protocol.group_making import make_group
 from protocol.messages import WeightManifest
-from protocol.nccl_environment import unwatched
+from protocol.pairs import RECEIVER, abort, make_pair
 from rollout.weights.base import Place
 from rollout.weights.entries import AHEAD, Deadline, target_of
 from rollout.weights.line import parse_address
@@ -50,16 +52,24 @@ class NcclReceiver(StandingReceiver):
     def _release(self) -> None:
         group, self._group = self._group, None
         if group is not None:
-            with suppress(RuntimeError, AttributeError):
-                group.abort()
+            abort(group)
+
+    def _interrupt(self) -> None:
+        """NCCL's collectives end at once. Gloo knows no abort: its end when the connection to the sender does, or at their deadline."""
+        if self._group is not None:
+            abort(self._group)
 
     def _pieces(
         self, answer: dict[str, Any], manifest: WeightManifest, deadline: Deadline, place: Place
     ) -> Iterator[tuple[Piece, torch.Tensor]]:
         host, _, backend = parse_location(manifest.location)
-        if "store_port" in answer:
-            self._group = _join(host, int(answer["store_port"]), backend, deadline)
         device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+        if "store_port" in answer:
+            seconds = deadline.remaining("joining the group")
+            join = partial(_join, host, int(answer["store_port"]), device, seconds)
+            self._group = make_group(join, abort, seconds, self._gone)
+            if self._gone():  # before the group was there to be aborted
+                raise ConnectionError("the connection was closed")
         coming: deque[tuple[Piece, torch.Tensor, Any]] = deque()
         for piece in pieces(manifest):
             target = target_of(piece, device, place)
@@ -75,8 +85,8 @@ class NcclReceiver(StandingReceiver):
         options.rootRank, options.rootTensor = 0, 0
         options.timeout = timedelta(seconds=deadline.remaining("receiving"))
         group = self._group
-        if group is None:
-            raise RuntimeError("the receiver was closed")
+        if group is None or self._gone():  # on one that was aborted another communicator would be made
+            raise RuntimeError("the connection was closed")
         return group.broadcast([memory], options)
 
     def _arrived(self, piece: Piece, memory: torch.Tensor, work: Any) -> tuple[Piece, torch.Tensor]:
@@ -96,11 +106,8 @@ def parse_location(location: str) -> tuple[str, int, str]:
     return *parse_address(address, location), backend
 
 
-def _join(host: str, port: int, backend: str, deadline: Deadline) -> Any:
-    timeout = timedelta(seconds=deadline.remaining("joining the group"))
-    store = TCPStore(host, port, 2, False, timeout)
+def _join(host: str, port: int, device: torch.device, seconds: float) -> Any:
+    """Blocks, for ever if the sender stands still."""
+    store = TCPStore(host, port, 2, False, timedelta(seconds=seconds))
     store.set("receiver", "here")
-    if backend == "gloo":
-        return dist.ProcessGroupGloo(store, 1, 2, timeout)
-    with unwatched():
-        return dist.ProcessGroupNCCL(store, 1, 2, dist.ProcessGroupNCCL.Options())
+    return make_pair(store, RECEIVER, device, seconds)

@@ -4,6 +4,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from rollout.weights.line import Line
 
 
 class StandingReceiver(ABC):
-    """Asks, verifies what comes, says that it is done; hangs up when anything goes wrong.
+    """Asks, verifies what comes, says that it is done; hangs up when anything goes wrong, and when the sender does.
 
     Used by one thread at a time; `close` may come from another.
     """
@@ -25,9 +26,12 @@ class StandingReceiver(ABC):
     def __init__(self) -> None:
         self._location = ""
         self._line: Line | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._ended = threading.Event()
         """`close` was called since the last `tensors` began."""
+        self._receiving = False
+        self._left = False
+        """The sender has hung up in the middle."""
 
     def tensors(self, manifest: WeightManifest, deadline_s: float, place: Place = nowhere) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
         """See `Receiver`."""
@@ -40,6 +44,7 @@ class StandingReceiver(ABC):
         watchdog.daemon = True
         watchdog.start()
         try:
+            self._receiving = True
             line, answer = self._ask(host, port, manifest, deadline)
             check = Verification(manifest)
             for piece, memory in self._pieces(answer, manifest, deadline, place):
@@ -52,12 +57,14 @@ class StandingReceiver(ABC):
             complete = True
         except (OSError, RuntimeError, ValueError, KeyError, TypeError, OverflowError) as error:
             deadline.remaining("receiving")
-            raise WeightError(f"version {manifest.version} from {manifest.location}: {error}") from error
+            why = "the sender hung up in the middle" if self._left else error
+            raise WeightError(f"version {manifest.version} from {manifest.location}: {why}") from error
         finally:
             watchdog.cancel()
             if not complete:
                 self._settle()
                 self.close()
+            self._end_receiving()
 
     def close(self) -> None:
         """Hang up and release what the transport holds; wakes a thread that waits for an answer or for bytes."""
@@ -79,24 +86,54 @@ class StandingReceiver(ABC):
         """Before hanging up in the middle: wait until nothing that was queued touches the sender's memory or a tensor's place."""
 
     @abstractmethod
+    def _interrupt(self) -> None:
+        """The sender has hung up in the middle: wake who waits for its bytes; called with the lock held."""
+
+    @abstractmethod
     def _release(self) -> None:
         """Give up what belongs to the connection; called with the lock held, once or more often."""
 
-    def _drop(self) -> None:
+    def _gone(self) -> bool:
+        """Whether there is nobody any more to receive from, or for."""
+        line = self._line
+        return self._ended.is_set() or line is None or line.hung_up()
+
+    def _drop(self, only: Line | None = None) -> None:
+        """Release what belongs to the connection; if `only` is given, if it is that one."""
         with self._lock:  # also while it is released: when anybody's `close` has returned, nothing is written any more
-            line, self._line = self._line, None
+            line = self._line
+            if only is not None and line is not only:
+                return
+            self._line = None
             self._release()
             if line is not None:
                 line.close()
+
+    def _on_hang_up(self, line: Line) -> None:
+        """A connection has ended: what it holds of a sender that is gone is released at once, but not beneath a copy that is under way."""
+        with self._lock:
+            if line is self._line and self._receiving:
+                self._left = True
+                self._interrupt()
+            else:
+                self._drop(line)
+
+    def _end_receiving(self) -> None:
+        with self._lock:
+            self._receiving = False
+            if self._line is not None and self._line.hung_up():  # meanwhile, so it was left to us
+                self._drop()
 
     def _ask(self, host: str, port: int, manifest: WeightManifest, deadline: Deadline) -> tuple[Line, dict[str, Any]]:
         """Ask for a version, on the connection that there is; on a new one if the sender has closed it in the meantime."""
         if self._line is not None and self._location == manifest.location:
             with suppress(OSError, ValueError):
                 return self._line, self._line.ask(manifest, deadline)
-        if self._ended.is_set():
-            raise ConnectionError("the receiver was closed")
         self._drop()
+        self._left = False
         self._location = manifest.location
         self._line = line = Line(host, port, deadline)
+        line.watch(partial(self._on_hang_up, line))
+        if self._ended.is_set():
+            raise ConnectionError("the receiver was closed")
         return line, line.ask(manifest, deadline)

@@ -4,6 +4,7 @@
     sender -> receiver   {"store_port": p}                     on the first request: both make a TCPStore(HOST, p) and a group of rank 0
                                                                (sender) and rank 1 of it, which stay for the next versions
                          {"ready": true}                       on later ones
+    both                 a byte, broadcast by rank 0 when the group is new: only then a GPU's is complete
     both                 the pieces of the buckets (`protocol.buckets.pieces`), broadcast by rank 0 in order
     receiver -> sender   {"done": v}
 
@@ -13,8 +14,8 @@ its own on the trainer's device, so the next training step does not wait for its
 
 import socket
 import threading
-from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +23,9 @@ import torch.distributed as dist
 
 from protocol.buckets import pieces
 from protocol.errors import SettingsError, WeightError
+from protocol.group_making import check_stuck, make_group
 from protocol.messages import WeightManifest
-from protocol.nccl_environment import unwatched
+from protocol.pairs import SENDER, abort, make_pair
 from trainer.config import WeightConfig
 from trainer.weights.layout import Named, exhaust, fill_buckets, make_manifest
 from trainer.weights.serving import Line, Published, VersionServer, left
@@ -70,6 +72,7 @@ class NcclSender:
             return memory[-1]
 
         try:
+            check_stuck()
             layout = fill_buckets(tensors, self._config.bucket_mb << 20, allocate)
         except (WeightError, torch.OutOfMemoryError) as error:
             exhaust(tensors)
@@ -130,16 +133,13 @@ class _Pair:
             self._host, port, 2, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
         )
         line.answer({"store_port": port}, end)
-        # A group whose other side never comes cannot be given up while it is made, so it is not begun before the receiver is there.
+        # Making a group whose other side does not come leaves a thread behind, so it is not begun before the receiver is there.
         while not store.check(["receiver"]):
             if line.hung_up(JOIN_POLL_S):
                 raise ValueError("a receiver left before it had joined")
             left(end)
-        if self._backend == "gloo":
-            return dist.ProcessGroupGloo(store, 0, 2, timedelta(seconds=left(end)))
-        torch.cuda.set_device(self._device)
-        with unwatched():
-            return dist.ProcessGroupNCCL(store, 0, 2, dist.ProcessGroupNCCL.Options())
+        seconds = left(end)
+        return make_group(partial(make_pair, store, SENDER, self._device, seconds), abort, seconds, lambda: line.hung_up(0))
 
     def _broadcast(self, published: Published, end: float) -> None:
         for piece in pieces(published.manifest):
@@ -159,9 +159,3 @@ class _Pair:
             if line.hung_up(POLL_S):
                 raise ValueError("a receiver died in the middle of a version")
             left(end)
-
-
-def abort(group: Any) -> None:
-    """End a group and whatever is stuck in it."""
-    with suppress(RuntimeError, AttributeError):
-        group.abort()

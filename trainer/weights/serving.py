@@ -120,7 +120,11 @@ class Channel(Protocol):
     """How one connection gets its bytes; lives as long as the connection."""
 
     def send(self, line: Line, published: Published, end: float) -> None:
-        """Answer the request, and return when the receiver has the bytes; OSError, RuntimeError or ValueError if it has not by `end`."""
+        """Answer the request, and return when the receiver has the bytes.
+
+        Raises:
+            OSError, RuntimeError, ValueError, WeightError: it has not by `end`.
+        """
 
     def close(self) -> None:
         """Release what the channel holds."""
@@ -203,7 +207,7 @@ class VersionServer:
                 if request is None:
                     return
                 served += self._answer(line, channel, request, end)
-        except (OSError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError, WeightError) as error:
             if not self._closed.is_set():
                 log.warning("weights.send_failed error=%s", error)
         finally:

@@ -3,19 +3,29 @@
 import asyncio
 import gc
 import os
+from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
-from protocol.errors import EngineError, WeightError
+from protocol.errors import EngineError, PoisonedError, WeightError
+from protocol.group_making import MAX_STUCK
+from protocol.messages import WeightManifest
 from rollout.engines.base import EngineConfig, Request, Sampling
 from rollout.engines.hf import HFEngine
 from rollout.engines.rank_updates import RankUpdates
+from rollout.engines.share import Share
 from rollout.engines.staging import Staging, whole_source
+from rollout.engines.tracing import trace
 from rollout.engines.updates import LocalUpdates
 from tests.contracts.engine_models import tiny_model, write_shm
+from tests.protocol.test_group_making import Library, stuck
+from trainer.config import WeightConfig
+from trainer.weights.nccl import NcclSender
 
 OLD, NEW = {"a": torch.ones(4)}, {"a": torch.full((4,), 2.0)}
 
@@ -120,3 +130,33 @@ async def test_a_staging_that_is_cancelled_twice_leaves_ranks_that_can_stage_aga
         silent.set()
         await updates.stage(good)
     assert copy.staged is not None
+
+
+class OneTensor(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = torch.nn.Parameter(torch.zeros(4), requires_grad=False)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _, tensor in weights:
+            self.a.copy_(tensor)
+
+
+async def test_a_rank_that_can_make_no_more_groups_is_poisoned_for_the_engine_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("protocol.group_making.GRACE_S", 0.0)
+    model = OneTensor()
+    share = Share(trace(model.load_weights, model.named_parameters(), {"a": (4,)}, torch.float32), architecture="", tied=False)
+
+    async def ask(method: str, *arguments: Any) -> list[Any]:
+        if method == "stage":
+            return [share.stage(msgspec.msgpack.decode(arguments[0], type=WeightManifest), arguments[1])]
+        return [getattr(share, method)()]
+
+    with closing(NcclSender(WeightConfig(transport="nccl", backend="gloo", timeout_s=20))) as sender:
+        manifest = sender.publish("e1", 1, OLD.items())
+        with stuck(Library(), MAX_STUCK):
+            with pytest.raises(PoisonedError, match="this process has to be started again"):
+                await RankUpdates(ask, ask, stage_timeout_s=20, call_timeout_s=20).stage(manifest)
+            with pytest.raises(WeightError, match="version 2: 4 threads are stuck"):  # nor does a trainer go on
+                sender.publish("e1", 2, NEW.items())
+        assert share.live_digest()[1] != manifest.digest

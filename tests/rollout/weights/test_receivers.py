@@ -1,10 +1,7 @@
 import json
-import os
-import resource
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -17,6 +14,7 @@ from protocol.messages import WeightManifest
 from rollout.weights.nccl import NcclReceiver, parse_location
 from rollout.weights.registry import RECEIVERS, make_receiver
 from tests.contracts.engine_models import write_disk, write_shm
+from tests.rollout.weights.test_standing import many_descriptors
 from trainer.config import WeightConfig
 from trainer.weights.nccl import NcclSender
 
@@ -213,12 +211,7 @@ def test_closing_nccl_wakes_who_waits_for_an_answer(sender: NcclSender, tensors:
 
 
 def test_nccl_works_with_more_descriptors_than_select_knows(sender: NcclSender, tensors: Tensors) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
-    with ExitStack() as stack:
-        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
-        for _ in range(1100):
-            stack.enter_context(open(os.devnull))
+    with many_descriptors():
         found = received(sender.publish("e1", 1, tensors.items()))
     assert found.keys() == tensors.keys()
 

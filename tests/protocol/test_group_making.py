@@ -1,0 +1,80 @@
+"""What may never return is given up at its deadline, is nobody's afterwards, and does not pile up."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from protocol import group_making
+from protocol.errors import PoisonedError
+from protocol.group_making import MAX_STUCK, check_stuck, make_group
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_making, "GRACE_S", 0.0)
+
+
+class Library:
+    """Makes groups, when it comes to it."""
+
+    def __init__(self) -> None:
+        self.may_return = threading.Event()
+        self.discarded: list[str] = []
+
+    def make(self) -> str:
+        self.may_return.wait()
+        return "group"
+
+    def give_up(self, *, hung_up: bool = False) -> None:
+        with pytest.raises(ConnectionError if hung_up else TimeoutError):
+            make_group(self.make, self.discarded.append, 600 if hung_up else 0, lambda: hung_up)
+
+
+@contextmanager
+def stuck(library: Library, count: int) -> Iterator[None]:
+    for number in range(count):
+        library.give_up(hung_up=number % 2 == 0)
+    try:
+        yield
+    finally:
+        library.may_return.set()
+        end = time.monotonic() + 30
+        while group_making._left or len(library.discarded) < count:
+            assert time.monotonic() < end
+            time.sleep(0.001)
+
+
+def test_what_is_made_in_time_is_returned_and_what_goes_wrong_is_raised() -> None:
+    assert make_group(lambda: "group", pytest.fail, 600, lambda: False) == "group"
+    with pytest.raises(RuntimeError, match="no such device"):
+        make_group(lambda: (_ for _ in ()).throw(RuntimeError("no such device")), pytest.fail, 600, lambda: False)
+
+
+def test_what_comes_too_late_is_discarded_by_its_own_thread() -> None:
+    library = Library()
+    with stuck(library, 2):
+        assert library.discarded == []
+    assert library.discarded == ["group", "group"]
+
+
+def test_a_process_bears_a_few_threads_that_are_stuck_and_recovers_when_they_return() -> None:
+    library = Library()
+    with stuck(library, MAX_STUCK - 1):
+        assert make_group(lambda: "other", pytest.fail, 600, lambda: False) == "other"
+        check_stuck()
+    with stuck(Library(), MAX_STUCK):
+        before = threading.active_count()
+        for refused in (check_stuck, lambda: make_group(pytest.fail, pytest.fail, 600, lambda: False)):
+            with pytest.raises(PoisonedError, match="4 threads are stuck where process groups are made: this process has to be started"):
+                refused()
+        assert threading.active_count() == before
+    check_stuck()
+
+
+def test_a_thread_that_may_still_come_back_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_making, "GRACE_S", 600.0)
+    with stuck(Library(), 2 * MAX_STUCK):
+        check_stuck()
