@@ -58,6 +58,19 @@ def started(gpu: int | None = None) -> Iterator[Engine]:
             process.kill()
 
 
+@contextmanager
+def trainer(transport: str, device: str) -> Iterator[tuple["subprocess.Popen[str]", list[WeightManifest]]]:
+    """A process that serves the second of two versions that it has published."""
+    command = [sys.executable, "-m", "tests.trainer.weights.publisher", transport, device]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            lines = [process.stdout.readline() for _ in range(2)]
+            yield process, [msgspec.msgpack.decode(bytes.fromhex(line), type=WeightManifest) for line in lines]
+        finally:
+            process.kill()
+
+
 def publish(sender: Sender, version: int, device: str = "cpu") -> WeightManifest:
     """A version of 16 tensors, other numbers in each."""
     return sender.publish("e1", version, [(f"t{i}", torch.full((SIZE,), float(100 * version + i), device=device)) for i in range(COUNT)])

@@ -1,20 +1,24 @@
-"""A trainer's side as a process: publishes two versions by ipc, a manifest in hex on a line each, and stays until it is killed."""
+"""A trainer's side as a process: `python -m tests.trainer.weights.publisher TRANSPORT DEVICE`.
+
+It publishes two versions, a manifest in hex on a line each, and stays until it is killed.
+"""
 
 import sys
+from pathlib import Path
 
 import msgspec
 
 from tests.trainer.weights.engines import publish
 from trainer.config import WeightConfig
-from trainer.weights.ipc import IpcSender
+from trainer.weights.registry import make_sender
 
 
-def main() -> None:
-    sender = IpcSender(WeightConfig(transport="ipc", bucket_mb=1, timeout_s=60))
+def main(transport: str, device: str) -> None:
+    sender = make_sender(WeightConfig(transport=transport, bucket_mb=1, timeout_s=60), run="publisher", run_dir=Path())
     for version in (1, 2):
-        print(msgspec.msgpack.encode(publish(sender, version, "cuda")).hex(), flush=True)
+        print(msgspec.msgpack.encode(publish(sender, version, device)).hex(), flush=True)
     sys.stdin.read()
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

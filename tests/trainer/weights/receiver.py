@@ -2,6 +2,7 @@
 
 stage HEX   fetch the version into the copy        {"staged": version}, or {"error": text}
 hang HEX    fetch until half of it has come        {"came": tensors}; then nothing more, until it is killed
+wait HEX    the same, but goes on at the next line         {"came": tensors}, then as `stage`
 commit HEX  copy what is staged over the live      {"served": version}
 digest      a product, too: it still computes      {"digest": of the live tensors}
 memory                                             {"free": bytes of the GPU}
@@ -37,19 +38,28 @@ def main() -> None:
             return {"error": str(error)}
         return {"staged": manifest.version}
 
+    def half(manifest: WeightManifest, then: Callable[[], object]) -> dict[str, object]:
+        try:
+            for came, _ in enumerate(make_receiver(manifest.transport).tensors(manifest, DEADLINE_S), 1):
+                if came == COUNT // 2:
+                    print(json.dumps({"came": came}), flush=True)
+                    then()
+        except WeightError as error:
+            return {"error": str(error)}
+        return {"staged": manifest.version}
+
     def hang(manifest: WeightManifest) -> dict[str, object]:
-        for came, _ in enumerate(make_receiver(manifest.transport).tensors(manifest, DEADLINE_S), 1):
-            if came == COUNT // 2:
-                print(json.dumps({"came": came}), flush=True)
-                time.sleep(DEADLINE_S)
-        return {"came": COUNT}
+        return half(manifest, lambda: time.sleep(DEADLINE_S))
+
+    def wait(manifest: WeightManifest) -> dict[str, object]:
+        return half(manifest, sys.stdin.readline)
 
     def commit(manifest: WeightManifest) -> dict[str, object]:
         served = staging.take(manifest)
         torch._foreach_copy_(list(live.values()), list(copy.values()))
         return {"served": served.version}
 
-    commands: dict[str, Callable[[WeightManifest], dict[str, object]]] = {"stage": stage, "hang": hang, "commit": commit}
+    commands: dict[str, Callable[[WeightManifest], dict[str, object]]] = {"stage": stage, "hang": hang, "wait": wait, "commit": commit}
     for line in sys.stdin:
         command, _, text = line.strip().partition(" ")
         if command == "digest":

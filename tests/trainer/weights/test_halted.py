@@ -3,16 +3,19 @@
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 
 import msgspec
 import pytest
+import torch
 
+from protocol import group_making
 from protocol.errors import WeightError
+from protocol.group_making import MAX_STUCK
 from protocol.messages import WeightManifest
 from rollout.weights.registry import make_receiver
-from tests.trainer.weights.engines import ROOT, publish
+from tests.trainer.weights.engines import ROOT, publish, started
 from tests.trainer.weights.receiver import COUNT
 from trainer.config import WeightConfig
 from trainer.weights.nccl import NcclSender
@@ -36,6 +39,13 @@ def receive(manifest: WeightManifest, deadline_s: float) -> int:
         return sum(1 for _ in receiver.tensors(manifest, deadline_s))
 
 
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def receive_at_last(manifest: WeightManifest) -> int:
     """Asks again where it is refused, as an engine does."""
     end = time.monotonic() + 60
@@ -46,18 +56,43 @@ def receive_at_last(manifest: WeightManifest) -> int:
             assert time.monotonic() < end
 
 
-def test_a_receiver_gives_up_a_sender_that_stands_still() -> None:
-    with closing(NcclSender(WeightConfig(transport="nccl", backend="gloo", bucket_mb=1, timeout_s=60))) as sender:
-        manifest = publish(sender, 1)
+@pytest.fixture(params=["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@contextmanager
+def sending(backend: str, timeout_s: float) -> Iterator[tuple[NcclSender, WeightManifest]]:
+    with closing(NcclSender(WeightConfig(transport="nccl", backend=backend, bucket_mb=1, timeout_s=timeout_s))) as sender:
+        yield sender, publish(sender, 1, "cpu" if backend == "gloo" else "cuda")
+
+
+def test_a_receiver_gives_up_a_sender_that_stands_still(backend: str) -> None:
+    with sending("gloo", 60) as (_, manifest):
         with halted("sender") as port, pytest.raises(WeightError, match="not complete within 2 s"):
-            receive(msgspec.structs.replace(manifest, location=f"127.0.0.1:{port}/gloo"), 2)
+            receive(msgspec.structs.replace(manifest, location=f"127.0.0.1:{port}/{backend}"), 2)
         assert receive(manifest, 60) == COUNT
 
 
 def test_a_sender_gives_up_receivers_that_stand_still_and_serves_the_next() -> None:
-    with closing(NcclSender(WeightConfig(transport="nccl", backend="gloo", bucket_mb=1, timeout_s=4))) as sender:
-        manifest = publish(sender, 1)
+    with sending("gloo", 4) as (sender, manifest):
         with halted("receiver", msgspec.msgpack.encode(manifest).hex(), str(MAX_RECEIVERS)) as said:
             assert said == "there"
             assert receive_at_last(manifest) == COUNT  # there is no slot before they are given up
             assert receive(publish(sender, 2), 60) == COUNT
+
+
+@pytest.mark.gpu
+def test_what_is_stuck_in_nccl_is_left_behind_and_when_it_is_too_much_the_trainer_says_so() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    with sending("nccl", 10) as (sender, manifest), started(1) as engine:
+        words = msgspec.msgpack.encode(manifest).hex()
+        with halted("receiver", words, str(MAX_STUCK - 1)) as said:
+            assert said == "there"
+            until(lambda: len(group_making._left) == MAX_STUCK - 1)
+            engine.serve(publish(sender, 2, "cuda"))
+            with halted("receiver", msgspec.msgpack.encode(publish(sender, 3, "cuda")).hex(), "1"):
+                until(lambda: len(group_making._left) == MAX_STUCK)
+                with pytest.raises(WeightError, match="4 threads are stuck where process groups are made"):
+                    until(lambda: publish(sender, 4, "cuda").version != 4)

@@ -1,18 +1,13 @@
 """Versions in the trainer's GPU memory, copied by engines that see one GPU each: the trainer's own, and another."""
 
-import os
-import signal
-import subprocess
-import sys
+import time
 from collections.abc import Iterator
 
-import msgspec
 import pytest
 import torch
 
 from protocol.errors import SettingsError, WeightError
-from protocol.messages import WeightManifest
-from tests.trainer.weights.engines import ROOT, publish, started
+from tests.trainer.weights.engines import publish, started, trainer
 from trainer.config import WeightConfig
 from trainer.weights.bucket_sets import BucketSets
 from trainer.weights.ipc import IpcSender
@@ -83,19 +78,25 @@ def test_an_engine_that_dies_while_it_copies_holds_up_nobody(gpu: int, sender: I
 
 
 def test_a_trainer_that_dies_while_an_engine_copies_costs_at_most_that_engine(gpu: int) -> None:
-    with (
-        started(gpu) as engine,
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.trainer.weights.publisher"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        ) as trainer,
-    ):
-        assert trainer.stdout is not None
-        first, second = (msgspec.msgpack.decode(bytes.fromhex(trainer.stdout.readline()), type=WeightManifest) for _ in range(2))
+    with started(gpu) as engine, trainer("ipc", "cuda") as (process, (first, second)):
         assert "error" in engine.ask("stage", first)  # it is not current any more
         engine.serve(second)
         engine.tell("stage", second)
-        os.kill(trainer.pid, signal.SIGKILL)
+        process.kill()
         staged = engine.answer()  # from before, an error, or nothing: the process died
         if staged:
             assert staged.get("staged") == 2 or "error" in staged
             assert engine.ask("digest") == {"digest": second.digest}
+
+
+def test_the_memory_of_a_trainer_that_died_is_released_by_an_engine_that_is_asked_nothing(gpu: int) -> None:
+    with started(gpu) as engine:
+        before = torch.cuda.mem_get_info(0)[0]
+        with trainer("ipc", "cuda") as (process, (_, second)):
+            engine.serve(second)
+            served = torch.cuda.mem_get_info(0)[0]
+            process.kill()
+        end = time.monotonic() + 60
+        while torch.cuda.mem_get_info(0)[0] < before:
+            assert time.monotonic() < end, (before, served, torch.cuda.mem_get_info(0)[0])
+            time.sleep(0.01)

@@ -1,11 +1,11 @@
-"""kill -9 of a receiver in the middle of a transfer: nobody else notices, and the next update succeeds. Once on gloo, once on two GPUs."""
+"""kill -9 of either end in the middle of a transfer: nobody else notices, and the next update succeeds. Once on gloo, once on two GPUs."""
 
 from contextlib import ExitStack
 
 import pytest
 import torch
 
-from tests.trainer.weights.engines import publish, started
+from tests.trainer.weights.engines import publish, started, trainer
 from tests.trainer.weights.receiver import COUNT
 from trainer.config import WeightConfig
 from trainer.weights.nccl import NcclSender
@@ -37,3 +37,22 @@ def test_a_receiver_killed_in_the_middle_hurts_neither_sender_nor_the_other(devi
         again = stack.enter_context(started(gpu))  # its successor
         for engine in (survivor, again):
             engine.serve(third)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_trainer_killed_in_the_middle_is_an_error_at_once_and_its_successor_serves_the_engine(device: str) -> None:
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    with ExitStack() as stack:
+        engine = stack.enter_context(started(1 if device == "cuda" else None))
+        process, (_, second) = stack.enter_context(trainer("nccl", device))
+        engine.serve(second)
+        engine.tell("wait", second)
+        assert engine.answer() == {"came": COUNT // 2}
+        process.kill()
+        process.wait()
+        engine.tell("go")
+        assert "not complete within" not in str(engine.answer()["error"])
+        sender = NcclSender(WeightConfig(transport="nccl", bucket_mb=1, timeout_s=60))
+        stack.callback(sender.close)
+        engine.serve(publish(sender, 3, device))

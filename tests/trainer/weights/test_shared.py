@@ -1,0 +1,114 @@
+"""The sender of `shared` with its receiver: masters are converted where they are read, and never while the trainer writes to them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from protocol.buckets import check_manifest
+from protocol.errors import SettingsError, WeightError
+from protocol.messages import WeightManifest
+from rollout.weights.registry import make_receiver
+from rollout.weights.shared import SharedReceiver
+from trainer.config import WeightConfig
+from trainer.weights.layout import in_dtype
+from trainer.weights.registry import make_sender
+from trainer.weights.shared import SharedSender
+
+CONFIG = WeightConfig(transport="shared")
+
+
+@pytest.fixture
+def masters() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in (("a", (30, 50)), ("b", (7,)))}
+
+
+@pytest.fixture
+def sender(masters: dict[str, torch.Tensor], tmp_path: Path) -> Iterator[SharedSender]:
+    made = make_sender(CONFIG, run="r", run_dir=tmp_path, masters=lambda: masters)
+    assert isinstance(made, SharedSender)
+    yield made
+    made.close()
+    made.close()
+
+
+def publish(sender: SharedSender, masters: dict[str, torch.Tensor], version: int, dtype: str = "bfloat16") -> WeightManifest:
+    return sender.publish("e1", version, in_dtype(masters.items(), dtype), base_model="M", tied=(("c", "a"),))
+
+
+def receive(manifest: WeightManifest) -> dict[str, torch.Tensor]:
+    return {entry.name: tensor.clone() for entry, tensor in make_receiver("shared").tensors(manifest, 30)}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_version_is_what_the_masters_make_and_has_the_digest_of_any_transport(
+    sender: SharedSender, masters: dict[str, torch.Tensor], tmp_path: Path, dtype: str
+) -> None:
+    manifest = publish(sender, masters, 3, dtype)
+    check_manifest(manifest)
+    assert (manifest.epoch, manifest.version, manifest.base_model, manifest.tied) == ("e1", 3, "M", (("c", "a"),))
+    found = receive(manifest)
+    assert list(found) == ["a", "b"]
+    assert all(torch.equal(found[name], master.detach().to(getattr(torch, dtype))) for name, master in masters.items())
+    other = make_sender(WeightConfig(transport="disk"), run="r", run_dir=tmp_path / "disk")
+    assert other.publish("e1", 3, in_dtype(masters.items(), dtype)).digest == manifest.digest
+
+
+def test_masters_stay_the_trainers_and_are_read_where_it_has_them(sender: SharedSender, masters: dict[str, torch.Tensor]) -> None:
+    publish(sender, masters, 1)
+    sender.withdraw()
+    with torch.no_grad():
+        masters["b"].add_(1)
+    assert torch.equal(receive(publish(sender, masters, 2, "float32"))["b"], masters["b"].detach())
+
+
+def test_masters_that_changed_since_are_no_version(sender: SharedSender, masters: dict[str, torch.Tensor]) -> None:
+    manifest = publish(sender, masters, 1)
+    with torch.no_grad():
+        masters["b"][3] += 1
+    with pytest.raises(WeightError, match="tensor b: digest"):
+        receive(manifest)
+
+
+def test_nothing_is_read_as_a_version_once_it_is_withdrawn(sender: SharedSender, masters: dict[str, torch.Tensor]) -> None:
+    receiver = SharedReceiver()
+    first = publish(sender, masters, 1)
+    assert len(list(receiver.tensors(first, 30))) == 2
+    assert receiver.masters(first).keys() == masters.keys()
+    sender.withdraw()
+    with pytest.raises(WeightError, match="version 1 is not held by the trainer any more"):
+        receiver.masters(first)
+    with pytest.raises(WeightError, match="version 1 is not held"):
+        receive(first)
+    second = publish(sender, masters, 2)
+    with pytest.raises(WeightError, match="version 1 is not held"):
+        receive(first)
+    assert receive(second)
+    receiver.close()
+    with pytest.raises(WeightError, match="version 2 is not held"):
+        receiver.masters(second)
+
+
+def test_what_is_not_a_master_is_not_published(sender: SharedSender, masters: dict[str, torch.Tensor]) -> None:
+    for wrong in ({"c": torch.zeros(3)}, {"b": torch.zeros(8)}, {"b": torch.zeros(7, dtype=torch.complex64)}, {}):
+        with pytest.raises(WeightError, match="version 1: "):
+            sender.publish("e1", 1, wrong.items())
+    assert receive(publish(sender, masters, 1))
+
+
+def test_a_closed_sender_leaves_no_file(masters: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    sender = SharedSender(tmp_path, masters)
+    manifest = publish(sender, masters, 1)
+    assert Path(manifest.location).is_file()
+    sender.close()
+    assert list((tmp_path / "shared").iterdir()) == []
+    with pytest.raises(WeightError):
+        receive(manifest)
+    masters["a"].data.zero_()
+
+
+def test_a_trainer_without_masters_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"weights\.transport"):
+        make_sender(CONFIG, run="r", run_dir=tmp_path)
