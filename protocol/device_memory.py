@@ -150,9 +150,9 @@ def mapped(path: Path) -> dict[str, dict[str, torch.Tensor]]:
         storages = [_map_host(found.pid, memory) if isinstance(memory, HostMemory) else _map_device(memory) for memory in found.memories]
         return {section: {name: _on(storages, view) for name, view in named.items()} for section, named in found.sections.items()}
     except FileNotFoundError as error:
-        raise WeightError(f"{path}: whose memory that was has ended") from error
+        raise WeightError(f"{path}: the process whose tensors it describes has ended") from error
     except (OSError, RuntimeError, ValueError, IndexError) as error:
-        raise WeightError(f"{path}: {error}") from error
+        raise WeightError(f"{path} does not describe tensors that can be mapped: {error}") from error
 
 
 def gpu_of(device: torch.device) -> str:

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,10 @@ import torch
 from transformers import Qwen2ForCausalLM
 
 from protocol.buckets import manifest_digest
+from protocol.device_memory import Room
 from protocol.messages import TensorEntry, WeightManifest
 from rollout.engines.base import Completion, Engine, KvPolicy, Request, Sampling
-from tests.contracts.engine_models import write_shm
+from tests.contracts.engine_models import write_shared, write_shm
 
 PROMPTS = ((5, 17, 200, 33, 9, 411), (7, 17, 200, 33), (8, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10))
 LONG = 1900
@@ -35,8 +36,14 @@ class Bench:
     """Model -> the tensors that make the engine serve it: all of the model's, or those of an adapter."""
     computes: bool = True
     """False: the engine has no model, its tokens mean nothing."""
+    shares: bool = False
+    """True: versions come by the transport `shared`."""
     last: int = -1
     """Newest version that was published."""
+    masters: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Of that version, where versions are shared."""
+    rooms: list[Room] = field(default_factory=list)
+    """In which masters are, to be closed at the end."""
     pilots: int = 1
     """After how many pilots in a row earlier requests certainly run: over HTTP one may overtake them."""
 
@@ -46,6 +53,10 @@ class Bench:
 
     def publish_tensors(self, tensors: Mapping[str, torch.Tensor], epoch: str = "e1") -> WeightManifest:
         self.last += 1
+        if self.shares:
+            manifest, self.masters, room = write_shared(self.directory / f"v{self.last}.msgpack", tensors, self.last, epoch=epoch)
+            self.rooms.append(room)
+            return manifest
         bucket_bytes = sum(tensor.nbytes for tensor in tensors.values()) // 6  # several buckets, several tensors in one
         return write_shm(self.directory / f"v{self.last}", tensors, self.last, epoch=epoch, bucket_bytes=bucket_bytes)
 
@@ -91,6 +102,9 @@ def _resealed(manifest: WeightManifest, entries: Sequence[TensorEntry]) -> Weigh
 def _corrupted(bench: Bench) -> WeightManifest:
     manifest = bench.publish("B")
     entry = manifest.tensors[-2]
+    if bench.shares:
+        bench.masters[entry.name].view(torch.int32).bitwise_xor_(1)
+        return manifest
     path = Path(manifest.location) / f"bucket_{entry.bucket:05d}.bin"
     data = bytearray(path.read_bytes())
     data[entry.offset + entry.nbytes // 2] ^= 1
@@ -100,14 +114,14 @@ def _corrupted(bench: Bench) -> WeightManifest:
 
 def _truncated(bench: Bench) -> WeightManifest:
     manifest = bench.publish("B")
-    path = Path(manifest.location) / "bucket_00001.bin"
+    path = Path(manifest.location) if bench.shares else Path(manifest.location) / "bucket_00001.bin"
     path.write_bytes(path.read_bytes()[:-1])
     return manifest
 
 
 def _file_missing(bench: Bench) -> WeightManifest:
     manifest = bench.publish("B")
-    (Path(manifest.location) / "bucket_00001.bin").unlink()
+    (Path(manifest.location) if bench.shares else Path(manifest.location) / "bucket_00001.bin").unlink()
     return manifest
 
 

@@ -9,9 +9,11 @@ import torch
 from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
 from protocol.buckets import manifest_digest, plan_buckets
+from protocol.device_memory import Room
 from protocol.digests import digest
 from protocol.lora import LoraConfig, adapter_shapes, adapter_targets
 from protocol.messages import TensorEntry, WeightManifest
+from protocol.shared_weights import HELD, MASTERS, VERSION
 
 VOCAB = 512
 
@@ -92,6 +94,21 @@ def write_shm(
     for index, data in enumerate(memory):
         (directory / f"bucket_{index:05d}.bin").write_bytes(data)
     return manifest("shm", str(directory), entries, buckets, version, epoch)
+
+
+def write_shared(
+    path: Path, tensors: Mapping[str, torch.Tensor], version: int, *, epoch: str = "e1", dtype: torch.dtype | None = None
+) -> tuple[WeightManifest, dict[str, torch.Tensor], Room]:
+    """Masters as a trainer holds them, and the file that describes them. Returns them, too, and the room in which they are.
+
+    `dtype`: of the version that they make; None: their own.
+    """
+    room = Room([torch.tensor(version), *tensors.values()])
+    held, *moved = room.tensors
+    masters = dict(zip(tensors, moved, strict=True))
+    room.write(path, {MASTERS: masters, HELD: {VERSION: held}})
+    entries, buckets = entries_of({name: tensor.to(dtype or tensor.dtype) for name, tensor in tensors.items()}, 1 << 30)
+    return manifest("shared", str(path), entries, buckets, version, epoch), masters, room
 
 
 def write_disk(directory: Path, tensors: Mapping[str, torch.Tensor], version: int, *, epoch: str = "e1") -> WeightManifest:

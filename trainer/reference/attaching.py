@@ -65,12 +65,12 @@ def _check_angles(model: Any, name: str, table: torch.Tensor) -> None:
     for start in range(0, len(table), ROWS):
         rows = table[start : start + ROWS].float()
         positions = torch.arange(start, start + len(rows), device=table.device)[None]
-        cos, sin = (values[0, :, :half] for values in rotary(like, positions))
-        if cos.shape != rows[:, :half].shape:
-            raise SettingsError(f"buffer {name} of the engine is for {2 * half} dimensions, the trainer's rotary embedding for others")
+        cos, sin = (values[0] for values in rotary(like, positions))
+        if cos.shape[1] != table.shape[1]:
+            raise SettingsError(f"buffer {name}: for {table.shape[1]} dimensions in the engine, for {cos.shape[1]} in the trainer")
         # one rounding of the table's dtype, and one of an angle of up to so many radians
         bound = 2 * torch.finfo(table.dtype).eps + (start + len(rows)) * torch.finfo(torch.float32).eps
-        difference = float((rows - torch.cat([cos, sin], dim=1)).abs().max())
+        difference = float((rows - torch.cat([cos[:, :half], sin[:, :half]], dim=1)).abs().max())
         if not difference <= bound:
             raise SettingsError(f"buffer {name}: the engine's rotary angles are {difference:g} from those that the model's config makes")
 

@@ -34,6 +34,8 @@ class Setup:
     lora: LoraConfig = NO_ADAPTERS
     sleeps: bool = False
     """vLLM and SGLang: started so that it can."""
+    shares: bool = False
+    """Its live weights can be mapped, and versions come out of masters."""
 
 
 PARTIAL = LoraConfig(rank=8, target_modules=("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"))
@@ -52,6 +54,7 @@ SETUPS = [
     engine_under_test("hf-recompute", Setup("hf", KvPolicy.RECOMPUTE)),
     engine_under_test("hf-keep", Setup("hf", KvPolicy.KEEP)),
     engine_under_test("hf-lora", Setup("hf", KvPolicy.KEEP, lora=LoraConfig(rank=4))),
+    engine_under_test("hf-shared", Setup("hf", KvPolicy.RECOMPUTE, shares=True)),
     engine_under_test("megatron-recompute", Setup("megatron", KvPolicy.RECOMPUTE)),
     engine_under_test("megatron-keep", Setup("megatron", KvPolicy.KEEP)),
     engine_under_test("megatron-gpu", Setup("megatron", KvPolicy.RECOMPUTE), GPU),
@@ -59,6 +62,7 @@ SETUPS = [
     engine_under_test("vllm-keep-tp2", Setup("vllm", KvPolicy.KEEP, ranks=2), ENGINE),
     engine_under_test("vllm-lora", Setup("vllm", KvPolicy.RECOMPUTE, lora=LoraConfig(rank=8)), ENGINE),
     engine_under_test("vllm-lora-tp2", Setup("vllm", KvPolicy.KEEP, ranks=2, lora=PARTIAL), ENGINE, SLOW),
+    engine_under_test("vllm-shared", Setup("vllm", KvPolicy.RECOMPUTE, shares=True), ENGINE),
     engine_under_test("vllm-sleeps", Setup("vllm", KvPolicy.KEEP, sleeps=True), ENGINE, GPU),
     engine_under_test("vllm-lora-sleeps", Setup("vllm", KvPolicy.RECOMPUTE, lora=LoraConfig(rank=8), sleeps=True), ENGINE, GPU),
     engine_under_test("sglang-recompute", Setup("sglang", KvPolicy.RECOMPUTE, sleeps=True), ENGINE, LONG_START),
@@ -90,14 +94,21 @@ async def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
         seconds_per_token=0.001,
         **own,
     )
-    engine = make_engine(config, directory / "model", f"{setup.name}.test", setup.lora)
+    shared = directory / "engine.msgpack" if setup.shares else None
+    engine = make_engine(config, directory / "model", f"{setup.name}.test", setup.lora, shared=shared)
     await engine.start()
+    pilots = 3 if setup.name == "sglang" else 1
+    made_bench = Bench(
+        engine, setup.kv, models, directory, published, computes=setup.name != "scripted", pilots=pilots, shares=setup.shares
+    )
     try:
-        pilots = 3 if setup.name == "sglang" else 1
-        yield Bench(engine, setup.kv, models, directory, published, computes=setup.name != "scripted", pilots=pilots)
+        yield made_bench
     finally:
         await engine.close()
         await engine.close()
+        for room in made_bench.rooms:
+            room.close()
+    assert shared is None or not shared.exists()
     with pytest.raises(EngineError):
         await engine.generate(Request("late/0", (1,), Sampling(max_tokens=1)))
     # multiprocessing's resource tracker belongs to the test's process, not to the engine

@@ -15,7 +15,12 @@ from trainer.scratch import build_scratch
 
 
 def make(
-    model_dir: Path, *, config: AlgorithmConfig | None = None, optimizer: OptimizerConfig | None = None, **trainer: object
+    model_dir: Path,
+    *,
+    config: AlgorithmConfig | None = None,
+    optimizer: OptimizerConfig | None = None,
+    shared: bool = False,
+    **trainer: object,
 ) -> ReferenceBackend:
     settings = TrainerConfig(backend="reference", **{"micro_batch_size": 2, **trainer})
     return ReferenceBackend(
@@ -23,6 +28,7 @@ def make(
         optimizer=optimizer or OptimizerConfig(lr=1e-3),
         trainer=settings,
         algorithm=make_algorithm(config or AlgorithmConfig()),
+        shared=shared,
     )
 
 

@@ -1,0 +1,91 @@
+"""Transport `shared`: trainer and engine compute with the same weights, through updates, restarts and deaths of either."""
+
+import asyncio
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.ledger.ledger import RedisLedger
+from services.ledger.server import read_endpoint
+from services.observability.steps import read_steps
+from tests.integration.command import audit, processes_of, tether, tether_up, until
+from tests.integration.loop import ROOT, Finished, run_to_end
+from tests.integration.test_loop import of, small
+
+STEPS = 8
+KILLED = (
+    "engine.name=hf", "trainer.backend=reference", "weights.transport=shared", "trainer.checkpoint_every=4", "bound.groups_per_step=8",
+    "bound.max_staleness=2", "eval.at_end=false", "rollout.lease_s=2", "rollout.groups_in_flight=8", "bus.peer_timeout_s=2",
+    "ledger.ttl_s=2", 'reward.verifiers=[{name="tests.integration.slow_verifier", options={seconds=0.02}}]',
+)  # fmt: skip
+
+
+def digests(run: Finished) -> list[object]:
+    """Of the versions that were committed, in order."""
+    return [event["digest"] for event in of(run, "commit")]
+
+
+async def test_weights_are_those_of_a_run_by_shm(tmp_path: Path) -> None:
+    greedy = ("bound.max_staleness=0", "sampling.temperature=0", "algorithm.entropy_coef=0.1")  # nothing is left to chance
+    runs = [await run_to_end(small(tmp_path / way, *greedy, f"weights.transport={way}")) for way in ("shm", "shared")]
+    assert digests(runs[0]) == digests(runs[1])
+    assert len(set(digests(runs[1]))) == 3
+    assert [step["reward_mean"] for step in runs[0].steps] == [step["reward_mean"] for step in runs[1].steps]
+    assert [event["version"] for event in of(runs[1], "applied")][:3] == [0, 1, 2]
+    assert all(step["logprob_error_max"] < 1e-4 for step in runs[1].steps)
+    assert list((tmp_path / "shared/shared").iterdir()) == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_versions_are_trained_while_the_engine_decodes(tmp_path: Path, dtype: str) -> None:
+    settings = small(
+        tmp_path, "bound.max_staleness=2", "weights.transport=shared", "run.steps=6", f"trainer.dtype={dtype}", f"engine.dtype={dtype}",
+        "algorithm.entropy_coef=0.1",
+    )  # fmt: skip
+    run = await run_to_end(settings)
+    assert (run.status.version, run.audit.violations) == (6, [])
+    assert run.audit.max_lag <= 2
+    assert len(set(digests(run))) == 6
+
+
+def test_a_run_survives_the_death_of_its_trainer_and_of_its_engine(tmp_path: Path) -> None:
+    arguments = [str(ROOT / "deploy/configs/demo.toml"), "--steps", str(STEPS), "--run-dir", str(tmp_path)]
+    arguments += [word for override in KILLED for word in ("--set", override)]
+    with tether_up(*arguments, output=tmp_path / "up.log") as up:
+        for step, name in ((1, "trainer"), (3, "rollout.0")):
+            until(lambda step=step: len(read_steps(tmp_path / "metrics.jsonl")) >= step, seconds=120, what=f"step {step}")  # type: ignore[misc]
+            os.kill(asyncio.run(pid_of(tmp_path, name)), signal.SIGKILL)
+        refused = tether("scale", str(tmp_path), "rollouts=2")
+        assert (refused.returncode, "there can be one rollout worker" in refused.stderr) == (2, True), refused.stderr
+        assert up.wait(240) == 0, (tmp_path / "up.log").read_text()
+    steps = read_steps(tmp_path / "metrics.jsonl")
+    assert [step["step"] for step in steps] == list(range(STEPS))
+    result = audit(tmp_path)
+    assert (result["code"], result["violations"], result["steps"], result["trained"]) == (0, [], STEPS, STEPS * 8)
+    assert all(event["continued"] for event in events(tmp_path) if event["event"] == "resume")  # no step was made again
+    assert len({step["epoch"] for step in steps}) == 3  # the trainer ended with its engine
+    assert "has gone: it ends with it" in (tmp_path / "logs/trainer.log").read_text()
+    assert processes_of(tmp_path) == []
+    assert list((tmp_path / "shared").iterdir()) == []
+
+
+async def pid_of(run_dir: Path, name: str) -> int:
+    """Of a service, once it is registered."""
+    url = read_endpoint(run_dir / "ledger")
+    assert url is not None
+    ledger = await RedisLedger.connect(url, "demo")
+    try:
+        async with asyncio.timeout(60):
+            while not (found := [peer for peer in await ledger.peers() if peer.info["name"] == name]):  # noqa: ASYNC110 (the ledger tells nobody)
+                await asyncio.sleep(0.01)
+    finally:
+        await ledger.close()
+    return int(found[0].info["pid"])
+
+
+def events(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "audit.jsonl").read_text().splitlines()]
