@@ -1,4 +1,7 @@
-"""Starts an engine, prints the pids of its processes, and generates until it is killed. Run by `test_orphans.py`."""
+"""Starts an engine, prints the pids of its processes, and generates until it is killed. Run by `test_orphans.py`.
+
+Beside the model lies the lock of its device, which it holds.
+"""
 
 import asyncio
 import sys
@@ -8,10 +11,14 @@ import psutil
 
 from rollout.engines.base import EngineConfig, Request, Sampling
 from rollout.engines.registry import make_engine
+from services.device import Device
 from tests.contracts.sglang_environment import sglang_settings
 
 
 async def main(name: str, model_dir: Path) -> None:
+    device = Device(model_dir.parent)
+    assert device.take(alone=False)
+    device.give()
     own = sglang_settings() if name == "sglang" else {}
     engine = make_engine(EngineConfig(name=name, **own), model_dir, "orphan.1")
     await engine.start()

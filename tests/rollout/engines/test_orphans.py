@@ -6,6 +6,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from services.device import Device
 from tests.contracts.engine_models import tiny_model
 
 DEADLINE_S = 30.0
@@ -15,9 +16,10 @@ DEADLINE_S = 30.0
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["vllm", "sglang"])
-def test_an_engine_does_not_outlive_a_killed_owner(tmp_path: Path, name: str) -> None:
+def test_an_engine_does_not_outlive_a_killed_owner_and_holds_the_device_until_it_has_ended(tmp_path: Path, name: str) -> None:
     tiny_model(1).save_pretrained(tmp_path / "model")
     (tmp_path / "t").mkdir()
+    device = Device(tmp_path)
     root = Path(__file__).parents[3]
     command = [sys.executable, "-m", "tests.rollout.engines.orphan", name, str(tmp_path / "model")]
     with (tmp_path / "log").open("wb") as log:
@@ -35,13 +37,26 @@ def test_an_engine_does_not_outlive_a_killed_owner(tmp_path: Path, name: str) ->
         assert line, (tmp_path / "log").read_text()
         processes = [psutil.Process(int(pid)) for pid in line]
         assert processes
+        holders = [psutil.Process(pid) for pid in device.holders() if pid != owner.pid]
+        assert holders
+        assert set(holders) <= set(processes)
+        for process in holders:
+            process.suspend()  # else they end with their owner, and end each other
     finally:
         owner.kill()
         owner.stdout.close()
         owner.wait(DEADLINE_S)
+    try:
+        assert not device.take(alone=True)
+        assert set(device.holders()) == {process.pid for process in holders}
+    finally:
+        for process in holders:
+            process.resume()
     _, alive = psutil.wait_procs(processes, timeout=DEADLINE_S)
     alive = [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
     for process in alive:
         process.kill()
     assert not alive
+    assert device.take(alone=True)
+    device.close()
     assert not list((tmp_path / "t").glob("tether-*"))
