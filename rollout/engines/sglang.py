@@ -48,12 +48,7 @@ class SglangEngine(RankedEngine):
         self._closed = False
 
     async def start(self) -> None:
-        # no limits: the engine bounds what runs, and a request takes as long as it takes
-        self._http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
-            timeout=aiohttp.ClientTimeout(total=None),
-            headers={"Authorization": f"Bearer {self._server.key}"},
-        )
+        self._http = new_session(self._server.key)
         ready = False
         try:
             async with asyncio.timeout(self._config.start_timeout_s):
@@ -194,6 +189,16 @@ class SglangEngine(RankedEngine):
 
     async def _commit(self, manifest: WeightManifest) -> float:
         return float(max(rank["copy_ms"] for rank in await self._apply(manifest)))
+
+
+def new_session(key: str) -> aiohttp.ClientSession:
+    """For requests to the server that has this key. No limits: the engine bounds what runs, and a request takes as long as it takes."""
+    return aiohttp.ClientSession(
+        # a connection that is kept may be closed by the server, which is idle for seconds at most, when the next request is on it
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),
+        timeout=aiohttp.ClientTimeout(total=None),
+        headers={"Authorization": f"Bearer {key}"},
+    )
 
 
 def completion_of(request: Request, answer: dict[str, Any]) -> Completion:

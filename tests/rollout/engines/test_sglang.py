@@ -12,6 +12,8 @@ import pytest
 import safetensors.torch
 import torch
 import uvloop
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -21,7 +23,7 @@ from protocol.lora import LoraConfig
 from rollout.engines.base import EngineConfig, Request, Sampling
 from rollout.engines.registry import make_engine
 from rollout.engines.sampling import kept_tokens, sampled_distribution
-from rollout.engines.sglang import completion_of
+from rollout.engines.sglang import completion_of, new_session
 from rollout.engines.sglang_lora import Numbered, first_adapter
 from rollout.engines.sglang_memory import SAVER, check_memory_saver
 from rollout.engines.sglang_start import adapter_options, kv_tokens, server_command, server_environment
@@ -92,6 +94,23 @@ def test_a_cache_that_cannot_hold_one_request_is_refused() -> None:
     assert kv_tokens(EngineConfig(kv_cache_mb=4), model) == 4096
     with pytest.raises(EngineError, match="kv_cache_mb 1 holds 1024 tokens"):
         kv_tokens(EngineConfig(kv_cache_mb=1, max_model_len=1024), model)
+
+
+async def test_a_request_does_not_go_where_the_server_may_be_about_to_hang_up() -> None:
+    known: set[object] = set()
+
+    async def answer_once(request: web.Request) -> web.Response:
+        if request.transport in known:
+            request.transport.abort()
+        known.add(request.transport)
+        return web.Response(text="ok")
+
+    application = web.Application()
+    application.router.add_post("/generate", answer_once)
+    async with TestServer(application) as server, new_session("key") as session:
+        for _ in range(3):
+            async with session.post(server.make_url("/generate"), json={}) as response:
+                assert await response.text() == "ok"
 
 
 @given(st.data())
