@@ -1,12 +1,15 @@
 """A run whose trainer has two ranks, started by torchrun as `tether up` does it, and the replay of one of its steps."""
 
 import json
+from contextlib import closing
 from pathlib import Path
 
+import psutil
 import pytest
 
+from services.device import Device
 from services.observability.steps import read_steps
-from tests.integration.command import audit, processes_of, tether
+from tests.integration.command import audit, processes_of, tether, tether_up, until
 from tests.integration.loop import ROOT
 
 LAYOUTS = [
@@ -29,4 +32,40 @@ def test_two_ranks_make_all_steps(tmp_path: Path, layout: str) -> None:
     assert replay.returncode == 0, replay.stdout + replay.stderr
     facts = json.loads(replay.stdout)
     assert (facts["equal"], facts["train"]["from_version"], facts["train"]["weights_equal"]) == (True, 2, True)
+    assert processes_of(tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_all_ranks_hold_the_device_of_a_colocated_run_until_the_last_has_ended(tmp_path: Path) -> None:
+    overrides = (
+        "parallel.tensor_model_parallel_size=2", "engine.name=hf", "eval.at_end=false", "colocated.enabled=true", "run.steps=8",
+        "sampling.max_tokens=24",
+    )  # fmt: skip
+    arguments = [str(ROOT / "deploy/configs/demo.toml"), *(word for override in overrides for word in ("--set", override))]
+    with tether_up(*arguments, "--run-dir", str(tmp_path), output=tmp_path / "up.log") as up:
+        until(lambda: len(read_steps(tmp_path / "metrics.jsonl")) >= 1, seconds=180, what="the first step")
+        with closing(Device(tmp_path)) as device:
+            ranks: list[psutil.Process] = []
+
+            def stopped_in_its_turn() -> bool:
+                found = [psutil.Process(pid) for pid in device.holders()]
+                ranks[:] = [process for process in found if "RANK" in process.environ()]
+                for process in ranks:
+                    process.suspend()
+                if len(ranks) == 2 and {process.pid for process in ranks} <= set(device.holders()):
+                    return True
+                for process in ranks:
+                    process.resume()
+                return False
+
+            until(stopped_in_its_turn, seconds=180, what="the trainer's turn")
+            zero, one = sorted(ranks, key=lambda process: process.environ()["RANK"])
+            zero.kill()
+            zero.wait(60)
+            assert one.pid in device.holders()
+            one.resume()
+        assert up.wait(240) == 0, (tmp_path / "up.log").read_text()
+    assert [step["step"] for step in read_steps(tmp_path / "metrics.jsonl")] == list(range(8))
+    assert audit(tmp_path)["violations"] == []
     assert processes_of(tmp_path) == []
