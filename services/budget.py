@@ -26,7 +26,8 @@ class ColocatedConfig:
 
     enabled: bool = False
     wait_s: float = 300.0
-    """How long the trainer waits for engines to sleep (one that starts or stages ends that first) before it gives up."""
+    """How long the trainer waits for engines to sleep (one that starts or stages ends that first), and an engine for others to leave the
+    device in the engines' turn, before it gives up."""
 
 
 @dataclass(frozen=True, slots=True)
