@@ -6,6 +6,7 @@ decodes and what the trainer computes meanwhile only reads the live weights. Tra
 with its engine, and its successor waits for the next one.
 """
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -22,6 +23,7 @@ log = logging.getLogger("tether.sharing")
 DESCRIBED = "described"
 """What an engine writes into the registry: the file that describes its tensors."""
 POLL_S = (0.003, 0.05)
+LOOK_S = 1.0
 
 Attach = Callable[[Path], Awaitable[object]]
 """Has the backend compute with the tensors of a description."""
@@ -54,8 +56,6 @@ class EngineShare:
         with self._process.waiting("the engine to serve the weights") as because:
             while not self._process.stop.is_set():
                 described = await self._described()
-                if self._engine and self._engine not in described:
-                    raise TetherError(f"engine {self._engine}, whose weights this trainer computes with, has gone: it ends with it")
                 serving = await self._serving(manifest, described)
                 if serving:
                     if not self._engine:
@@ -75,10 +75,23 @@ class EngineShare:
                 delay = min(delay * 1.5, POLL_S[1])
         return False
 
+    async def watch_loop(self) -> None:
+        """Look whether the engine lives, until cancelled; else only the next step would show that it does not.
+
+        Raises:
+            TetherError: it has gone.
+        """
+        while True:
+            await self._described()
+            await asyncio.sleep(LOOK_S)
+
     async def _described(self) -> dict[str, str]:
-        """Live engines that have described their tensors -> the file."""
+        """Live engines that have described their tensors -> the file. Raises TetherError if the one that is attached to has gone."""
         peers = await self._process.ledger.peers(Role.ROLLOUT)
-        return {peer.incarnation: str(peer.info[DESCRIBED]) for peer in peers if peer.info.get(DESCRIBED)}
+        found = {peer.incarnation: str(peer.info[DESCRIBED]) for peer in peers if peer.info.get(DESCRIBED)}
+        if self._engine and self._engine not in found:
+            raise TetherError(f"engine {self._engine}, whose weights this trainer computes with, has gone: it ends with it")
+        return found
 
     async def _serving(self, manifest: WeightManifest, described: dict[str, str]) -> str:
         """The engine that is attached to, or one to attach to, if it serves the version; else empty."""

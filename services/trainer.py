@@ -149,9 +149,12 @@ async def _take_over_and_step(rank: RankZero) -> None:
     await asyncio.to_thread(steps.backfill, await process.ledger.reports(0))
     loop = TrainLoop(rank, steps, manifest)
     async with asyncio.TaskGroup() as tasks:
-        answers = tasks.create_task(loop.answers_loop(), name="weights.answers")
+        beside = [tasks.create_task(loop.answers_loop(), name="weights.answers")]
+        if rank.sharing is not None:
+            beside.append(tasks.create_task(rank.sharing.watch_loop(), name="engine.watch"))
         await loop.run()
-        answers.cancel()
+        for task in beside:
+            task.cancel()
 
 
 def torchrun(ranks: int, module: str, *arguments: str) -> list[str]:

@@ -110,6 +110,18 @@ async def test_a_trainer_ends_with_its_engine_even_if_another_one_has_come(setti
                 await mine.ready()
 
 
+async def test_a_trainer_that_waits_for_groups_sees_its_engine_go(settings: Settings) -> None:
+    async with trainer(settings) as mine:
+        async with asyncio.TaskGroup() as tasks, engine(settings, "first"):
+            assert await mine.ready()
+            watching = tasks.create_task(mine.share.watch_loop())
+            await asyncio.sleep(0)
+            watching.cancel()
+        async with asyncio.timeout(20):
+            with pytest.raises(TetherError, match="has gone"):
+                await mine.share.watch_loop()
+
+
 async def test_a_trainer_that_is_to_stop_does_not_wait(settings: Settings) -> None:
     async with trainer(settings) as mine, asyncio.TaskGroup() as tasks:
         waiting = tasks.create_task(mine.ready())
