@@ -58,16 +58,20 @@ def make_group(make: Callable[[], T], discard: Callable[[T], None], seconds: flo
     thread = threading.Thread(target=run, name="weights.group", daemon=True)
     thread.start()
     end = time.monotonic() + seconds
-    while not ended.wait(POLL_S):
-        alone = gone()
-        if alone or time.monotonic() > end:
-            with _lock:
-                if ended.is_set():
-                    break
+    try:
+        while not ended.wait(POLL_S):
+            if gone():
+                raise ConnectionError("the other end left while the group was made")
+            if time.monotonic() > end:
+                raise TimeoutError("the group was not made in time")
+    except BaseException:
+        with _lock:
+            if not ended.is_set():
                 _left[thread] = time.monotonic()
-            raise (
-                ConnectionError("the other end left while the group was made") if alone else TimeoutError("the group was not made in time")
-            )
+                raise
+        for group in made:
+            discard(group)
+        raise
     if failed:
         raise failed[0]
     return made[0]

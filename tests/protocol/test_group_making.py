@@ -34,7 +34,8 @@ class Library:
 
 
 @contextmanager
-def stuck(library: Library, count: int) -> Iterator[None]:
+def stuck(library: Library, count: int, more: int = 0) -> Iterator[None]:
+    """So many threads are left behind, and at the end they and as many more as the block has added return."""
     for number in range(count):
         library.give_up(hung_up=number % 2 == 0)
     try:
@@ -42,7 +43,7 @@ def stuck(library: Library, count: int) -> Iterator[None]:
     finally:
         library.may_return.set()
         end = time.monotonic() + 30
-        while group_making._left or len(library.discarded) < count:
+        while group_making._left or len(library.discarded) < count + more:
             assert time.monotonic() < end
             time.sleep(0.001)
 
@@ -58,6 +59,19 @@ def test_what_comes_too_late_is_discarded_by_its_own_thread() -> None:
     with stuck(library, 2):
         assert library.discarded == []
     assert library.discarded == ["group", "group"]
+
+
+def test_a_look_that_fails_leaves_nothing_behind_that_is_not_known() -> None:
+    library = Library()
+
+    def reset() -> bool:
+        raise ConnectionResetError("reset by peer")
+
+    with stuck(library, 0, more=1):
+        with pytest.raises(ConnectionResetError):
+            make_group(library.make, library.discarded.append, 600, reset)
+        assert len(group_making._left) == 1
+    assert library.discarded == ["group"]
 
 
 def test_a_process_bears_a_few_threads_that_are_stuck_and_recovers_when_they_return() -> None:
