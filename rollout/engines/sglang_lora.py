@@ -104,12 +104,9 @@ class Numbered:
         """
         rows = numbers.reshape(-1, numbers.shape[-1])
         columns = rows.shape[-1]
-        first = rows[:, 0].contiguous()
+        first, owners = rows[:, 0], self._owners(rows[:, 0])
         expected = (first[:, None] + torch.arange(columns)).where(first[:, None] != NOTHING, NOTHING)
-        owners = torch.bucketize(first, self.starts, right=True) - 1
-        if not (
-            torch.equal(rows, expected) and torch.equal(owners, torch.bucketize(rows[:, -1].contiguous(), self.starts, right=True) - 1)
-        ):
+        if not torch.equal(rows, expected) or not torch.equal(owners, self._owners(rows[:, -1])):
             raise EngineError(f"SGLang rearranges the rows of adapter tensor {parameter}: it cannot be updated in place")
         copies, fills = [], []
         for begin, end, stride in _runs(first.tolist(), owners.tolist()):
@@ -121,6 +118,10 @@ class Numbered:
             source = Window(int(first[begin] - self.starts[owner]), target.size, (stride, 1))
             copies.append(Copy(self.names[owner], source, parameter, target))
         return copies, fills
+
+    def _owners(self, numbers: torch.Tensor) -> torch.Tensor:
+        """[R] indices of the tensors that have these numbers; -1 for `NOTHING`."""
+        return torch.bucketize(numbers.contiguous(), self.starts, right=True) - 1
 
 
 def _runs(numbers: Sequence[int], owners: Sequence[int]) -> list[tuple[int, int, int]]:
