@@ -55,7 +55,10 @@ class VllmEngine(RankedEngine):
         self._adapter: Any = None
         """LoRARequest that every request carries, if adapters are served."""
         self._llm: Any = None
-        self._ranks = RankCalls(lambda: None)  # vLLM itself says when a rank has died
+        self._ranks = RankCalls(self._lose)
+        self._calls: set[asyncio.Timeout] = set()
+        self._lost = False
+        """A rank's process is gone."""
         self._pids: set[int] = set()
         self._vocab = 0
         self._numbers = itertools.count()
@@ -193,14 +196,25 @@ class VllmEngine(RankedEngine):
         """The answers of all ranks to a method of their worker extension, given between two steps."""
         if self._llm is None:
             raise EngineError(f"engine {self._name} is closed")
+        limit = asyncio.timeout(0 if self._lost else CALL_TIMEOUT_S)
         try:
-            async with asyncio.timeout(CALL_TIMEOUT_S):
+            async with limit:
+                self._calls.add(limit)
                 found: list[Any] = await self._llm.collective_rpc(f"tether_{method}", args=args)
                 return found
         except TimeoutError:
-            raise EngineError(f"engine {self._name}: no answer to {method} within {CALL_TIMEOUT_S:g} s") from None
+            why = "a rank's process is gone" if self._lost else f"none within {CALL_TIMEOUT_S:g} s"
+            raise EngineError(f"engine {self._name}: no answer to {method}: {why}") from None
         except Exception as error:
             raise EngineError(f"engine {self._name}: {method}: {error!r}") from error
+        finally:
+            self._calls.discard(limit)
+
+    def _lose(self) -> None:
+        """vLLM says that a process has died to who waits for a request, and to nobody else."""
+        self._lost = True
+        for limit in self._calls:
+            limit.reschedule(0)
 
     async def _ask(self, method: str, *arguments: Any) -> list[Any]:
         """The answers of all ranks, while they go on with their steps."""
