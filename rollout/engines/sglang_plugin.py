@@ -106,6 +106,8 @@ class Rank:
             shapes: of the tensors that versions bring.
             terms: `Terms` as plain values.
         """
+        with suppress(AttributeError, FileNotFoundError):  # both of its users hold it open; nobody would remove it
+            os.unlink(self._scheduler.load_snapshot_writer.path)
         missing = [target for target in HOOKS if not _is_hooked(target)]
         if missing:
             raise NotImplementedError(f"this SGLang has no {', '.join(missing)} as tether needs it; 0.5.23 has")
@@ -115,8 +117,6 @@ class Rank:
         self._share = Share(plan, architecture=given.architecture, tied=tied)
         self._memory = RankMemory(self._scheduler, plan.live.values()) if given.sleeps else None
         self._recompute = given.recompute
-        with suppress(AttributeError, FileNotFoundError):  # both of its users hold it open; nobody would remove it
-            os.unlink(self._scheduler.load_snapshot_writer.path)
         return {"bytes": self._share.bytes}
 
     def stage(self, manifest: bytes, deadline_s: float) -> dict[str, Any]:

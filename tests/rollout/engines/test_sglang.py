@@ -3,6 +3,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -42,6 +43,15 @@ def answer(versions: list[tuple[int, int, str]], logprobs: int = 3) -> dict[str,
             "weight_versions": [{"start": start, "end": end, "version": version} for start, end, version in versions],
         },
     }
+
+
+def abandoned() -> set[str]:
+    """SGLang's shared memory that no process has mapped."""
+    maps = []
+    for pid in psutil.pids():
+        with suppress(OSError):
+            maps.append(Path(f"/proc/{pid}/maps").read_text())
+    return {name for name in os.listdir("/dev/shm") if name.startswith("sglang") and not any(name in text for text in maps)}
 
 
 def test_a_completion_has_a_version_for_every_token() -> None:
@@ -223,3 +233,16 @@ async def test_a_sleeping_server_holds_neither_weights_nor_their_copy(tmp_path: 
             await engine.wake()
     finally:
         await engine.close()
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_an_adapter_that_sglang_has_no_place_for_is_refused_by_its_name_and_leaves_nothing(tmp_path: Path) -> None:
+    tiny_model(1).save_pretrained(tmp_path / "model")
+    before = abandoned()
+    lora = LoraConfig(rank=4, target_modules=("lm_head", "q_proj"))
+    engine = make_engine(EngineConfig(name="sglang", **sglang_settings()), tmp_path / "model", "sglang.test", lora)
+    with pytest.raises(EngineError, match=r"no place for base_model\.model\.lm_head\.lora_A\.weight: leave its layer out"):
+        await engine.start()
+    assert not abandoned() - before
