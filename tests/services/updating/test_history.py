@@ -44,12 +44,14 @@ def play(versions: Versions, transport: str, moves: list[Move], until: Callable[
 @example(transport="disk", moves=[*STEPS, *STEPS, Move("restart", "zombie", 2), *STEPS, Move("haunt"), *STEPS, Move("haunt"), *STEPS])
 @example(transport="shm", moves=[*STEPS, Move("poison"), *STEPS, Move("step", "corrupt"), Move("step", "truncate"), *STEPS])
 @example(transport="shm", moves=[*STEPS, Move("sleep"), *STEPS, Move("restart", "", 1), Move("wake"), *STEPS, Move("sleep"), Move("wake")])
-@given(transport=st.sampled_from(["shm", "disk", "nccl"]), moves=st.lists(MOVES, max_size=20))
+@example(transport="shared", moves=[*STEPS, Move("step"), Move("step"), Move("kill_engine"), *STEPS, Move("restart", "zombie", 1), *STEPS])
+@example(transport="shared", moves=[*STEPS, Move("step", "corrupt"), *STEPS, Move("die", "written"), Move("poison"), *STEPS, *STEPS])
+@given(transport=st.sampled_from(["shm", "disk", "nccl", "shared"]), moves=st.lists(MOVES, max_size=20))
 def test_tokens_are_of_the_versions_that_they_name_whatever_happens(versions: Versions, transport: str, moves: list[Move]) -> None:
     play(versions, transport, moves)
 
 
-@pytest.mark.parametrize("transport", ["shm", "disk", "nccl"])
+@pytest.mark.parametrize("transport", ["shm", "disk", "nccl", "shared"])
 def test_updates_in_the_middle_of_requests_are_seen(versions: Versions, transport: str) -> None:
     """So that the histories above are known to hold what they are to check."""
     world = play(versions, transport, STEPS, until=lambda world: world.accepted > 0 and world.spans > world.checked)

@@ -23,6 +23,7 @@ from tests.services.updating.versions import Versions, Weights
 from trainer.config import WeightConfig
 from trainer.weights.base import Sender
 from trainer.weights.registry import make_sender
+from trainer.weights.shared import SharedSender
 
 TAKE_TRIES = 100
 DAMAGE = ("", "corrupt", "truncate", "remove")
@@ -64,7 +65,8 @@ class Trainer:
         self._lives += 1
         self.epoch = f"e{self._lives}"
         config = replace(self._config, directory=str(self._directory / self.epoch))
-        self._senders.append(make_sender(config, run=RUN, run_dir=self._directory))
+        self._masters = {name: torch.nn.Parameter(tensor.clone()) for name, tensor in self.branch[0].items()}
+        self._senders.append(make_sender(config, run=RUN, run_dir=self._directory / self.epoch, masters=lambda: self._masters))
         await self._bind()
         status = await self._ledger.claim(self.epoch)
         version = max(0, status.version - back)
@@ -88,6 +90,8 @@ class Trainer:
             return
         manifest = await self._publish(version, weights)
         _spoil(manifest, damage)
+        if damage == "corrupt" and manifest.transport == "shared":
+            _write(self._masters, self._versions.new())
         if dies == "written":
             await self.restart()
             return
@@ -149,8 +153,21 @@ class Trainer:
                     raise Dying
                 yield item
 
+        def publish() -> WeightManifest:
+            sender, masters = self._senders[-1], self._masters
+            if isinstance(sender, SharedSender):  # as a step does it, but for that this trainer waits for no engine
+                sender.withdraw()
+                _write(masters, weights)
+            return sender.publish(self.epoch, version, export(), base_model="Qwen2ForCausalLM")
+
         self.published.setdefault(version, []).append(weights)
-        return await asyncio.to_thread(self._senders[-1].publish, self.epoch, version, export(), base_model="Qwen2ForCausalLM")
+        return await asyncio.to_thread(publish)
+
+
+@torch.no_grad()
+def _write(masters: Weights, weights: Weights) -> None:
+    for name, tensor in weights.items():
+        masters[name].copy_(tensor)
 
 
 def _spoil(manifest: WeightManifest, damage: str) -> None:

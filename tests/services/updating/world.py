@@ -22,6 +22,7 @@ from protocol.lifecycle import GroupState
 from protocol.topics import WEIGHTS, Role
 from rollout.engines.base import Completion, EngineConfig, Request, Sampling
 from rollout.engines.hf import HFEngine
+from rollout.engines.staging import Beside
 from services.bus.broadcast import Listener
 from services.ledger.interface import Lease
 from services.ledger.memory import MemoryLedger
@@ -68,6 +69,7 @@ class World:
         self.ledger = MemoryLedger()
         self.registry = Registry()
         self.trainer = Trainer(transport, directory / "weights", self.ledger, self.registry, versions)
+        self._shared = directory / "weights/engine" if transport == "shared" else None
         self._model = versions.write_config(directory / "model")
         self._stage_timeout_s = 30.0
         self._lives = 0
@@ -83,7 +85,8 @@ class World:
         self._lives += 1
         config = EngineConfig(name="hf", max_model_len=128, stage_timeout_s=self._stage_timeout_s)
         process = Process(Role.ROLLOUT, cast(Any, None), cast(Any, self.ledger), f"rollout{self._lives}")
-        engine = HFEngine(config, self._model, process.incarnation)
+        shared = self._shared and self._shared / f"{process.incarnation}.msgpack"
+        engine = HFEngine(config, self._model, process.incarnation, shared=shared)
         await engine.start()
         try:
             identity: dict[str, Any] = {"run": RUN, "incarnation": process.incarnation, "role": Role.ROLLOUT, "config": CONFIG}
@@ -188,14 +191,13 @@ class World:
                 self._stage_timeout_s = 0.0 if move.name == "no_time" else 30.0
                 await self.new_engine()
             case "poison" if engine is not None:
-                copy = engine._model.weights.copy
-                copy[next(reversed(copy))] = torch.empty(1, 2, 3)  # the commit breaks when it has copied some
+                _break_commit(engine._model.weights)
             case "unstaged" if engine is not None and trainer.manifest is not None:
                 served = engine.served
                 with pytest.raises((WeightError, EngineError)):
                     await engine.commit(msgspec.structs.replace(trainer.manifest, version=10_000))
                 assert engine.served == served or engine.served.version < 10_000
-            case "sleep" | "wake" if engine is not None and self._updater is not None:
+            case "sleep" | "wake" if engine is not None and self._updater is not None and self._shared is None:
                 try:
                     await (self._updater.sleep() if move.name == "sleep" else self._updater.wake())
                 except (EngineError, WeightError):
@@ -244,3 +246,11 @@ async def _cancelled_is_fine(life: Awaitable[None]) -> None:
     """A killed engine ends its own task only."""
     with suppress(asyncio.CancelledError):
         await life
+
+
+def _break_commit(weights: Any) -> None:
+    """It fails when it has copied some."""
+    if isinstance(weights, Beside):
+        weights.copy[next(reversed(weights.copy))] = torch.empty(1, 2, 3)
+    else:
+        weights._live[next(reversed(weights._live))] = None
