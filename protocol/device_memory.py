@@ -95,15 +95,10 @@ class Room:
         """Describe tensors, each of which lies in the room, in a file that only this user reads; those of dead processes beside it go.
 
         Raises:
-            WeightError: the file cannot be written.
+            WeightError: the file cannot be written, or memory of the GPU cannot be shared.
         """
-        memories: list[HostMemory | DeviceMemory] = [HostMemory(self._file, os.fstat(self._file).st_ino, os.fstat(self._file).st_size)]
-        shared: dict[int, int] = {}
-        views = {
-            section: {name: self._view(tensor, memories, shared) for name, tensor in named.items()} for section, named in sections.items()
-        }
-        description = Description(os.getpid(), _started(os.getpid()), tuple(memories), views)
         try:
+            description = self._described(sections)
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             _remove_dead(path.parent)
             aside = path.with_suffix(f".{os.getpid()}.tmp")
@@ -111,7 +106,7 @@ class Room:
             with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 file.write(msgspec.msgpack.encode(description))
             aside.rename(path)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
             raise WeightError(f"{path}: {error}") from error
 
     def close(self) -> None:
@@ -119,6 +114,14 @@ class Room:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+    def _described(self, sections: Sections) -> Description:
+        memories: list[HostMemory | DeviceMemory] = [HostMemory(self._file, os.fstat(self._file).st_ino, os.fstat(self._file).st_size)]
+        shared: dict[int, int] = {}
+        views = {
+            section: {name: self._view(tensor, memories, shared) for name, tensor in named.items()} for section, named in sections.items()
+        }
+        return Description(os.getpid(), _started(os.getpid()), tuple(memories), views)
 
     def _copied(self, tensor: torch.Tensor, start: int) -> torch.Tensor:
         target = torch.empty(0, dtype=tensor.dtype)
