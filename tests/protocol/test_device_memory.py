@@ -1,6 +1,5 @@
 """What one process of the host can map of another's tensors, and when it cannot."""
 
-import os
 import stat
 import subprocess
 import sys
