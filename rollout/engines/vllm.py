@@ -10,10 +10,10 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from protocol.errors import EngineError, PoisonedError, WeightError
 from protocol.lora import NO_ADAPTERS, LoraConfig, adapter_shapes, adapter_targets
@@ -35,6 +35,8 @@ from rollout.engines.vllm_start import (
     set_environment,
 )
 from rollout.weights.registry import RECEIVERS
+
+T = TypeVar("T")
 
 EXIT_GRACE_S = 1.0
 """For the engine's processes to end by themselves."""
@@ -111,14 +113,14 @@ class VllmEngine(RankedEngine):
     async def pause(self) -> None:
         await self.check()
         async with self._updating:
-            await self._llm.engine_core.pause_scheduler_async("keep", False)
+            await self._hold()
             self._paused = True
 
     async def resume(self) -> None:
         await self.check()
         async with self._updating:
             if not self._hollow:  # else the next commit resumes
-                await self._llm.engine_core.resume_scheduler_async()
+                await self._go_on()
             self._paused = False
 
     async def check(self) -> None:
@@ -150,9 +152,8 @@ class VllmEngine(RankedEngine):
 
     async def _give_back(self) -> None:
         """Running requests are preempted, with their tokens; the scheduler stands still until the next commit."""
-        await self._llm.engine_core.pause_scheduler_async("keep", False)
-        if not await self._llm.reset_prefix_cache(reset_running_requests=True):
-            raise EngineError("the KV cache could not be dropped")
+        await self._hold()
+        await self._drop_kv()
         # of a model with an adapter no version brings the base weights back: they wait in host memory
         await self._updates.sleep(1 if self._lora.rank else 2)
 
@@ -196,19 +197,35 @@ class VllmEngine(RankedEngine):
         """The answers of all ranks to a method of their worker extension, given between two steps."""
         if self._llm is None:
             raise EngineError(f"engine {self._name} is closed")
+        found: list[Any] = await self._answer(self._llm.collective_rpc(f"tether_{method}", args=args), method)
+        return found
+
+    async def _answer(self, answer: Awaitable[T], what: str) -> T:
+        """What vLLM answers, within a limit that ends when one of its processes has died. Raises EngineError."""
         limit = asyncio.timeout(0 if self._lost else CALL_TIMEOUT_S)
         try:
             async with limit:
                 self._calls.add(limit)
-                found: list[Any] = await self._llm.collective_rpc(f"tether_{method}", args=args)
-                return found
+                return await answer
         except TimeoutError:
             why = "a rank's process is gone" if self._lost else f"none within {CALL_TIMEOUT_S:g} s"
-            raise EngineError(f"engine {self._name}: no answer to {method}: {why}") from None
+            raise EngineError(f"engine {self._name}: no answer to {what}: {why}") from None
         except Exception as error:
-            raise EngineError(f"engine {self._name}: {method}: {error!r}") from error
+            raise EngineError(f"engine {self._name}: {what}: {error!r}") from error
         finally:
             self._calls.discard(limit)
+
+    async def _hold(self) -> None:
+        """Have the scheduler stand still between two steps."""
+        await self._answer(self._llm.engine_core.pause_scheduler_async("keep", False), "pause")
+
+    async def _go_on(self) -> None:
+        await self._answer(self._llm.engine_core.resume_scheduler_async(), "resume")
+
+    async def _drop_kv(self) -> None:
+        """Preempt what runs, with its tokens. Raises EngineError: the cache may be there still."""
+        if not await self._answer(self._llm.reset_prefix_cache(reset_running_requests=True), "reset_prefix_cache"):
+            raise EngineError(f"engine {self._name}: the KV cache could not be dropped")
 
     def _lose(self) -> None:
         """vLLM says that a process has died to who waits for a request, and to nobody else."""
@@ -241,16 +258,20 @@ class VllmEngine(RankedEngine):
         return output
 
     async def _commit(self, manifest: WeightManifest) -> float:
-        core = self._llm.engine_core
         slept = self._hollow  # its KV cache is gone, and its scheduler stands still
         recompute = not slept and self._config.kv is KvPolicy.RECOMPUTE and bool(self._running)
         start = time.perf_counter()
         if recompute and not self._paused:
-            await core.pause_scheduler_async("keep", False)
+            await self._hold()
 
         async def drop_kv() -> None:
-            if recompute and not await self._llm.reset_prefix_cache(reset_running_requests=True):
-                raise PoisonedError(f"version {manifest.version} is live, but the KV cache of the old one could not be dropped")
+            try:
+                if recompute:
+                    await self._drop_kv()
+            except EngineError as error:
+                raise PoisonedError(
+                    f"version {manifest.version} is live, but the KV cache of the one before may be there still: {error}"
+                ) from error
 
         try:
             ranks = await self._apply(manifest, drop_kv)
@@ -258,8 +279,8 @@ class VllmEngine(RankedEngine):
             raise
         except WeightError:
             if recompute and not self._paused:
-                await core.resume_scheduler_async()
+                await self._go_on()
             raise
         if (recompute or slept) and not self._paused:
-            await core.resume_scheduler_async()
+            await self._go_on()
         return (time.perf_counter() - start) * 1e3 if recompute else float(max(rank["copy_ms"] for rank in ranks))
