@@ -23,6 +23,7 @@ from rollout.engines.ranked import ABORTED, CALL_TIMEOUT_S, RankedEngine
 from rollout.engines.requests import check_request
 from rollout.engines.sglang_lora import NAME
 from rollout.engines.sglang_plugin import Terms
+from rollout.engines.sglang_sampling import VERSIONS
 from rollout.engines.sglang_start import SglangServer, check_model
 from rollout.engines.shapes import checkpoint_shapes
 from rollout.weights.registry import RECEIVERS
@@ -209,14 +210,11 @@ def completion_of(request: Request, answer: dict[str, Any]) -> Completion:
     """
     tokens, meta = tuple(answer["output_ids"]), answer["meta_info"]
     logprobs = tuple(float(row[0]) for row in meta.get("output_token_logprobs") or ())
-    spans: list[tuple[int, int]] = []
-    for row in meta.get("weight_versions") or ():
-        if row["end"] > row["start"]:
-            if spans and spans[-1][1] == int(row["version"]):
-                spans.pop()
-            spans.append((row["end"], int(row["version"])))
-    if len(logprobs) != len(tokens) or (tokens and (not spans or spans[-1][0] != len(tokens))):
-        raise EngineError(f"request {request.id}: {len(tokens)} tokens, {len(logprobs)} log-probabilities, versions {spans}")
+    versions = meta.get(VERSIONS) or ()
+    if not len(tokens) == len(logprobs) == len(versions) or None in versions:
+        raise EngineError(f"request {request.id}: {len(tokens)} tokens, {len(logprobs)} log-probabilities, versions {versions}")
+    runs = [(version, len(list(same))) for version, same in itertools.groupby(versions)]
+    spans = tuple(zip(itertools.accumulate(count for _, count in runs), (version for version, _ in runs), strict=True))
     if request.sampling.temperature and request.sampling.top_k == 1:  # SGLang decodes it as greedy: the one token has probability 1
         logprobs = (0.0,) * len(tokens)
-    return Completion(tokens, logprobs, tuple(spans), str(meta["finish_reason"]["type"]))
+    return Completion(tokens, logprobs, spans, str(meta["finish_reason"]["type"]))

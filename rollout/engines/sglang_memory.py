@@ -5,7 +5,8 @@ the memory back, and takes it under the same addresses. On a CPU that saver does
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ class RankMemory:
         Raises:
             EngineError: on a GPU, if SGLang's memory saver is not at work.
         """
+        self._scheduler = scheduler
         self._updater = scheduler.weight_updater
         if torch.cuda.is_available():
             if not self._updater.memory_saver_adapter.enabled:
@@ -40,7 +42,8 @@ class RankMemory:
         """The KV cache must be empty and no request running."""
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
-        self._updater.release_memory_occupation(ReleaseMemoryOccupationReqInput())
+        with _queue_aside(self._scheduler):
+            self._updater.release_memory_occupation(ReleaseMemoryOccupationReqInput())
         self._storages.give_back()
 
     def take_back(self) -> None:
@@ -51,6 +54,12 @@ class RankMemory:
         self._updater.resume_memory_occupation(ResumeMemoryOccupationReqInput())
 
 
+def empty_cache(scheduler: Any) -> bool:
+    """Empty the KV cache, with no request running. Returns false if SGLang will not."""
+    with _queue_aside(scheduler):
+        return bool(scheduler.flush_cache(empty_cache=False))
+
+
 async def check_memory_saver(python: str) -> None:
     """Raises EngineError if SGLang's interpreter lacks what gives memory back on a GPU."""
     process = await asyncio.create_subprocess_exec(python, "-c", FIND, stdin=asyncio.subprocess.DEVNULL)
@@ -59,3 +68,13 @@ async def check_memory_saver(python: str) -> None:
             f"engine.enable_sleep_mode is true, but {python} has no {SAVER}, by which SGLang gives memory back: "
             f"install {SAVER.replace('_', '-')} there"
         )
+
+
+@contextmanager
+def _queue_aside(scheduler: Any) -> Iterator[None]:
+    """Of requests that wait nothing is in the KV cache, but SGLang 0.5.15 neither empties it nor gives memory back while some do."""
+    waiting, scheduler.waiting_queue = scheduler.waiting_queue, []
+    try:
+        yield
+    finally:
+        scheduler.waiting_queue = waiting

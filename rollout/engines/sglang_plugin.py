@@ -2,11 +2,9 @@
 
 SGLang loads `load` through the entry point group `sglang.srt.plugins` in each of its processes; `sglang_start.py` puts the entry point
 where it is found. Calls arrive on a socket of rank 0 and travel with the requests that SGLang gives all ranks at the top of their loops:
-there no forward pass is under way (the overlapping scheduler is off), and every rank stands between the same two steps. Which version
-sampled a token is SGLang's own record (`weight_versions`), which is exact at that place.
+there no forward pass is under way (the overlapping scheduler is off), and every rank stands between the same two steps.
 """
 
-import inspect
 import os
 import pkgutil
 import select
@@ -27,8 +25,8 @@ from protocol.messages import WeightManifest
 from rollout.engines.owner import follow_owner
 from rollout.engines.rank_calls import Call, CallServer, socket_path
 from rollout.engines.sglang_lora import trace_adapter
-from rollout.engines.sglang_memory import RankMemory
-from rollout.engines.sglang_sampling import as_sampled
+from rollout.engines.sglang_memory import RankMemory, empty_cache
+from rollout.engines.sglang_sampling import CARRIER, as_sampled, with_version
 from rollout.engines.share import Share
 from rollout.engines.tracing import Plan, trace
 
@@ -70,6 +68,8 @@ class Rank:
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
+        self.version = -1
+        """Of the live weights."""
         self._share: Share | None = None
         self._memory: RankMemory | None = None
         self._recompute = False
@@ -108,9 +108,9 @@ class Rank:
         """
         with suppress(AttributeError, FileNotFoundError):  # both of its users hold it open; nobody would remove it
             os.unlink(self._scheduler.load_snapshot_writer.path)
-        missing = [target for target in HOOKS if not _is_hooked(target)]
+        missing = [target for target in [CARRIER, *HOOKS] if not _is_there(target)]
         if missing:
-            raise NotImplementedError(f"this SGLang has no {', '.join(missing)} as tether needs it; 0.5.23 has")
+            raise NotImplementedError(f"this SGLang has no {', '.join(missing)} as tether needs it; 0.5.15 and 0.5.23 have")
         given = msgspec.convert(terms, Terms)
         plan = self._trace({name: tuple(shape) for name, shape in shapes.items()}, given)
         tied = not given.adapter and bool(getattr(self._scheduler.model_config.hf_text_config, "tie_word_embeddings", False))
@@ -130,7 +130,7 @@ class Rank:
         _end_kernels()
         found = self.share.commit(decoded)
         if found["applied"]:
-            self._scheduler.record_weight_version_change(str(decoded.version))
+            self.version = decoded.version
             if self._recompute and not self._is_hollow and not self._drop_kv():
                 found |= {"poisoned": True, "error": "the new weights are live, but the KV cache of the old ones could not be dropped"}
             self._is_hollow = False
@@ -140,7 +140,7 @@ class Rank:
 
     def rename(self, version: int) -> None:
         """Tokens from the next step on count as of `version`."""
-        self._scheduler.record_weight_version_change(str(version))
+        self.version = version
 
     def sleep(self) -> dict[str, Any]:
         """Put running requests back with their tokens, and give all memory back. No step before the next commit. Returns {"error"}."""
@@ -169,7 +169,8 @@ class Rank:
         for request in [found for found in self._scheduler.waiting_queue if found.rid in names and found.output_ids]:
             self._scheduler.waiting_queue.remove(request)
             request.to_finish = FINISH_ABORT()
-            self._scheduler.retire_unadmitted_request(request)
+            request.update_finish_state()
+            self._scheduler.output_streamer.stream_output([request], request.return_logprob)
         for name in names:
             self._scheduler.abort_request(AbortReq(rid=name))
 
@@ -209,9 +210,9 @@ class Rank:
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         self._scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
-        dropped = self._scheduler.flush_cache(empty_cache=False)
+        dropped = empty_cache(self._scheduler)
         self._go_on()
-        return bool(dropped)
+        return dropped
 
     def _go_on(self) -> None:
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
@@ -267,15 +268,21 @@ def _carried_out(process: Callable[..., Any], scheduler: Any, requests: list[Any
     return found
 
 
+def _sampled(forward: Callable[..., Any], sampler: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around the sampler, whose tokens are of the live version."""
+    tokens = as_sampled(forward, sampler, output, *args, **kwargs)
+    if _ranks:
+        with_version(output, _ranks[0].version)
+    return tokens
+
+
 HOOKS: dict[str, tuple[str, Callable[..., Any]]] = {
     f"{SCHEDULER}.Scheduler.__init__": ("after", _began),
     f"{SCHEDULER}.Scheduler.process_input_requests": ("around", _carried_out),
     "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver._pull_raw_reqs": ("after", _with_calls),
-    "sglang.srt.layers.sampler.Sampler.forward": ("around", as_sampled),
+    "sglang.srt.layers.sampler.Sampler.forward": ("around", _sampled),
 }
 """What of SGLang is wrapped, and how."""
-NEEDED = {"sglang.srt.layers.sampler.Sampler.forward": "logprob_logits"}
-"""Parameters that a wrapped function must have."""
 
 
 def _end_kernels() -> None:
@@ -284,7 +291,9 @@ def _end_kernels() -> None:
         torch.cuda.synchronize()
 
 
-def _is_hooked(target: str) -> bool:
-    function = pkgutil.resolve_name(target)
-    parameters = inspect.signature(function).parameters  # of what is wrapped
-    return hasattr(function, "__wrapped__") and NEEDED.get(target, "self") in parameters
+def _is_there(target: str) -> bool:
+    """Whether SGLang has it, and where it is to be wrapped has done so."""
+    with suppress(ImportError, AttributeError):
+        found = pkgutil.resolve_name(target)
+        return target not in HOOKS or hasattr(found, "__wrapped__")
+    return False

@@ -34,6 +34,9 @@ ENTRY_POINT = "[sglang.srt.plugins]\ntether = rollout.engines.sglang_plugin:load
 METADATA = "Metadata-Version: 2.1\nName: tether-sglang-plugin\nVersion: 1\n"
 LONGEST_TMPDIR = 70
 """Characters; a socket's path may have 107 on Linux, and SGLang makes some of its own in our directory."""
+HIGHEST_PORT = 55535
+"""SGLang 0.5.15 adds 10000 for a server that it does not start, and ends if that is no port."""
+PORT_TRIES = 100
 POLL_S = 0.1
 EXIT_GRACE_S = 5.0
 """For the server's processes to be gone after they were killed."""
@@ -65,7 +68,7 @@ class SglangServer:
         _write_entry_point(self.directory)
         secret = self.directory / "server.yaml"  # a command line can be read by everybody
         secret.write_text(f"api-key: {self.key}\n")
-        port = _free_port()
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         command = [*server_command(self._config, self._model_dir, self._incarnation, port), "--config", str(secret)]
         if self._lora.rank:
@@ -149,7 +152,6 @@ def server_command(config: EngineConfig, model_dir: Path, incarnation: str, port
         "tp-size": config.tensor_parallel_size,
         "context-length": config.max_model_len + SPARE_TOKENS,
         "max-running-requests": config.max_running,
-        "weight-version": -1,
         "host": "127.0.0.1",
         "port": port,
         "log-level": "warning",
@@ -238,10 +240,15 @@ def _write_entry_point(directory: Path) -> None:
     (info / "entry_points.txt").write_text(ENTRY_POINT)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_port() -> int:
+    """A port that is free now, and no higher than `HIGHEST_PORT` if the system has such."""
+    for _ in range(PORT_TRIES):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        if port <= HIGHEST_PORT:
+            break
+    return port
 
 
 async def _answers(session: aiohttp.ClientSession, url: str) -> bool:

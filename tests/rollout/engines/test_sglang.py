@@ -27,20 +27,21 @@ from rollout.engines.sampling import kept_tokens, sampled_distribution
 from rollout.engines.sglang import completion_of, new_session
 from rollout.engines.sglang_lora import Numbered, first_adapter
 from rollout.engines.sglang_memory import SAVER, check_memory_saver
-from rollout.engines.sglang_start import adapter_options, kv_tokens, server_command, server_environment
+from rollout.engines.sglang_sampling import VERSIONS
+from rollout.engines.sglang_start import HIGHEST_PORT, adapter_options, free_port, kv_tokens, server_command, server_environment
 from tests.contracts.engine_models import tiny_model, weights, write_shm
 from tests.contracts.sglang_environment import sglang_settings
 
 REQUEST = Request("r/0", (1, 2), Sampling(max_tokens=3))
 
 
-def answer(versions: list[tuple[int, int, str]], logprobs: int = 3) -> dict[str, object]:
+def answer(versions: list[int | None], logprobs: int = 3) -> dict[str, object]:
     return {
         "output_ids": [7, 8, 9],
         "meta_info": {
             "finish_reason": {"type": "length", "length": 3},
             "output_token_logprobs": [[-0.5, 7, None]] * logprobs,
-            "weight_versions": [{"start": start, "end": end, "version": version} for start, end, version in versions],
+            VERSIONS: versions,
         },
     }
 
@@ -55,12 +56,12 @@ def abandoned() -> set[str]:
 
 
 def test_a_completion_has_a_version_for_every_token() -> None:
-    found = completion_of(REQUEST, answer([(0, 0, "4"), (0, 1, "5"), (1, 2, "6"), (2, 3, "6")]))
+    found = completion_of(REQUEST, answer([5, 6, 6]))
     assert (found.tokens, found.logprobs, found.finish_reason) == ((7, 8, 9), (-0.5, -0.5, -0.5), "length")
     assert found.spans == ((1, 5), (3, 6))
 
 
-@pytest.mark.parametrize("wrong", [answer([]), answer([(0, 2, "4")]), answer([(0, 3, "4")], logprobs=2)])
+@pytest.mark.parametrize("wrong", [answer([]), answer([4, 4]), answer([4, None, 4]), answer([4, 4, 4], logprobs=2)])
 def test_an_answer_that_leaves_something_out_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(EngineError, match="r/0"):
         completion_of(REQUEST, wrong)
@@ -68,7 +69,7 @@ def test_an_answer_that_leaves_something_out_is_refused(wrong: dict[str, object]
 
 def test_the_only_token_that_can_be_sampled_has_probability_one() -> None:
     request = Request("r/0", (1,), Sampling(max_tokens=3, temperature=0.5, top_k=1))
-    assert completion_of(request, answer([(0, 3, "4")])).logprobs == (0.0, 0.0, 0.0)
+    assert completion_of(request, answer([4, 4, 4])).logprobs == (0.0, 0.0, 0.0)
 
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.floats(0.01, 1.0)), min_size=1, max_size=5), st.integers(0, 2**31))
@@ -97,6 +98,10 @@ def test_the_server_gets_no_setting_of_ours_and_what_it_is_given(tmp_path: Path,
     assert "redis://secret" not in environment.values()
     assert environment["PYTHONPATH"].split(os.pathsep) == [str(tmp_path), str(Path(__file__).parents[3]), "/given", "/inherited"]
     assert environment["OMP_NUM_THREADS"] == "3"
+
+
+def test_the_port_is_one_that_every_version_takes() -> None:
+    assert max(free_port() for _ in range(100)) <= HIGHEST_PORT
 
 
 def test_a_cache_that_cannot_hold_one_request_is_refused() -> None:
