@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from protocol.shared_weights import TRANSPORT
 from protocol.topics import Role
+from protocol.transfer.shared_weights import TRANSPORT
 from services.children import Child, ServiceSpec
 from services.placement import rollout_variables, trainer_variables
 from services.pool import pool_variables

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from protocol.device_memory import mapped
 from protocol.messages import WeightManifest
-from protocol.shared_weights import BUFFERS, PARAMETERS
+from protocol.transfer.device_memory import mapped
+from protocol.transfer.shared_weights import BUFFERS, PARAMETERS
 from services.bus.broadcast import Broadcaster
 from services.ledger.interface import Taken
 from services.process import Process

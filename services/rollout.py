@@ -10,8 +10,8 @@ import time
 from typing import Any
 
 from protocol.errors import SettingsError
-from protocol.shared_weights import TRANSPORT, description_file
 from protocol.topics import ROLLOUTS, WEIGHTS, Role
+from protocol.transfer.shared_weights import TRANSPORT, description_file
 from rollout.engines.base import Engine, EngineConfig
 from rollout.engines.ranked import RankedEngine
 from rollout.engines.registry import STARTED_TO_SLEEP, make_engine

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from protocol.errors import SettingsError
-from protocol.shared_weights import TRANSPORT
+from protocol.transfer.shared_weights import TRANSPORT
 from rollout.engines.registry import CAN_SHARE
 from services.placement import listed
 from trainer.config import WeightConfig

@@ -17,8 +17,8 @@ import torch
 
 from protocol.errors import Reason, Refused, SettingsError, TetherError
 from protocol.ids import new_epoch
-from protocol.shared_weights import TRANSPORT
 from protocol.topics import WEIGHTS, Role
+from protocol.transfer.shared_weights import TRANSPORT
 from rollout.engines.shapes import checkpoint_shapes
 from services.budget import GIB, check_budget
 from services.bus.broadcast import Broadcaster

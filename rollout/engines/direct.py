@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from protocol.device_memory import Room
 from protocol.errors import EngineError, WeightError
 from protocol.messages import WeightManifest
-from protocol.shared_weights import BUFFERS, PARAMETERS, TRANSPORT
+from protocol.transfer.device_memory import Room
+from protocol.transfer.shared_weights import BUFFERS, PARAMETERS, TRANSPORT
 from rollout.engines.base import Served
 from rollout.engines.staging import Source, Staging, contiguous_stride
 from rollout.engines.tracing import Recorder, Traced, Window, bits_of

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from protocol.device_memory import Room
 from protocol.errors import EngineError
 from protocol.lora import NO_ADAPTERS, LoraConfig
 from protocol.model_building import MODEL_BUILDING
-from protocol.shared_weights import TRANSPORT
+from protocol.transfer.device_memory import Room
+from protocol.transfer.shared_weights import TRANSPORT
 from rollout.engines.base import Capabilities, EngineConfig
 from rollout.engines.decoder import PaddingDecoder
 from rollout.engines.direct import DirectStaging, describe, share_parameters

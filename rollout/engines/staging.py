@@ -8,9 +8,9 @@ from typing import Protocol
 import torch
 
 from protocol.buckets import manifest_digest
-from protocol.device_digests import collect, digest_tensor
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
+from protocol.transfer.device_digests import collect, digest_tensor
 from rollout.engines.base import Served
 from rollout.weights.base import Receiver
 from rollout.weights.registry import make_receiver

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from protocol.errors import EngineError, PoisonedError, WeightError
 from protocol.lora import NO_ADAPTERS, LoraConfig, adapter_shapes, adapter_targets
 from protocol.messages import WeightManifest
-from protocol.shared_weights import TRANSPORT
+from protocol.transfer.shared_weights import TRANSPORT
 from rollout.engines.base import Capabilities, Completion, EngineConfig, KvPolicy, Request, Sampling
 from rollout.engines.rank_calls import RankCalls, socket_path
 from rollout.engines.ranked import ABORTED, CALL_TIMEOUT_S, RankedEngine

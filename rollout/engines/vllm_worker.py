@@ -17,7 +17,7 @@ import torch
 
 from protocol.errors import EngineError
 from protocol.messages import WeightManifest
-from protocol.shared_weights import ROTARY
+from protocol.transfer.shared_weights import ROTARY
 from rollout.engines.direct import DirectPlan, describe, share_parameters
 from rollout.engines.marks import Marks
 from rollout.engines.owner import follow_owner

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from protocol.buckets import Piece
-from protocol.device_digests import collect, digest_tensor
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
+from protocol.transfer.device_digests import collect, digest_tensor
 from rollout.weights.base import Place
 
 POLL_S = 0.0005

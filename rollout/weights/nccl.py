@@ -24,9 +24,9 @@ from torch._C._distributed_c10d import TCPStore
 
 from protocol.buckets import Piece, pieces
 from protocol.errors import WeightError
-from protocol.group_making import make_group
 from protocol.messages import WeightManifest
-from protocol.pairs import RECEIVER, abort, make_pair
+from protocol.transfer.group_making import make_group
+from protocol.transfer.pairs import RECEIVER, abort, make_pair
 from rollout.weights.base import Place
 from rollout.weights.entries import AHEAD, Deadline, target_of
 from rollout.weights.line import parse_address

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from protocol.device_memory import mapped
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
-from protocol.shared_weights import HELD, MASTERS, VERSION
+from protocol.transfer.device_memory import mapped
+from protocol.transfer.shared_weights import HELD, MASTERS, VERSION
 from rollout.weights.base import Place, nowhere
 from rollout.weights.entries import Deadline, Verification
 

@@ -12,8 +12,8 @@ import torch
 from transformers import Qwen2ForCausalLM
 
 from protocol.buckets import manifest_digest
-from protocol.device_memory import Room
 from protocol.messages import TensorEntry, WeightManifest
+from protocol.transfer.device_memory import Room
 from rollout.engines.base import Completion, Engine, KvPolicy, Request, Sampling
 from tests.contracts.engine_models import write_shared, write_shm
 

@@ -9,11 +9,11 @@ import torch
 from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
 from protocol.buckets import manifest_digest, plan_buckets
-from protocol.device_memory import Room
 from protocol.digests import digest
 from protocol.lora import LoraConfig, adapter_shapes, adapter_targets
 from protocol.messages import TensorEntry, WeightManifest
-from protocol.shared_weights import HELD, MASTERS, VERSION
+from protocol.transfer.device_memory import Room
+from protocol.transfer.shared_weights import HELD, MASTERS, VERSION
 
 VOCAB = 512
 

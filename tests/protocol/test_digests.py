@@ -3,8 +3,8 @@ import random
 import pytest
 import torch
 
-from protocol.device_digests import collect, digest_tensor, fold_bytes
 from protocol.digests import LENGTH, MASK, ROW, digest, finish, multipliers
+from protocol.transfer.device_digests import collect, digest_tensor, fold_bytes
 
 GOLDEN = ["9e3779b97f4a7c15", "d641fc5b64a8ae3a", "b10de5e917a45226"]
 SIZES = (1, 2, 3, 4, 5, 63, 64, 4 * ROW - 1, 4 * ROW, 4 * ROW + 1, 12 * ROW + 8)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from protocol.errors import SettingsError, WeightError
-from protocol.shared_weights import ROTARY
+from protocol.transfer.shared_weights import ROTARY
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Item size -> a dtype to look at bits through."""

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import torch
 
 from protocol.buckets import ALIGNMENT, DTYPE_BYTES, manifest_digest
-from protocol.device_digests import collect, digest_tensor
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
+from protocol.transfer.device_digests import collect, digest_tensor
 
 Named = Iterable[tuple[str, torch.Tensor]]
 

@@ -23,9 +23,9 @@ import torch.distributed as dist
 
 from protocol.buckets import pieces
 from protocol.errors import SettingsError, WeightError
-from protocol.group_making import check_stuck, make_group
 from protocol.messages import WeightManifest
-from protocol.pairs import SENDER, abort, make_pair
+from protocol.transfer.group_making import check_stuck, make_group
+from protocol.transfer.pairs import SENDER, abort, make_pair
 from trainer.config import WeightConfig
 from trainer.weights.layout import Named, exhaust, fill_buckets, make_manifest
 from trainer.weights.serving import Line, Published, VersionServer, left

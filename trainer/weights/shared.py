@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 
 from protocol.buckets import DTYPE_BYTES
-from protocol.device_digests import collect, digest_tensor
-from protocol.device_memory import Room
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
-from protocol.shared_weights import HELD, MASTERS, TRANSPORT, VERSION, description_file
+from protocol.transfer.device_digests import collect, digest_tensor
+from protocol.transfer.device_memory import Room
+from protocol.transfer.shared_weights import HELD, MASTERS, TRANSPORT, VERSION, description_file
 from trainer.weights.layout import Layout, Named, exhaust, make_manifest
 
 NOT_HELD = -1

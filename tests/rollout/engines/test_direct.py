@@ -7,10 +7,10 @@ import msgspec
 import pytest
 import torch
 
-from protocol.device_memory import mapped
 from protocol.errors import EngineError, WeightError
 from protocol.messages import WeightManifest
-from protocol.shared_weights import BUFFERS, PARAMETERS
+from protocol.transfer.device_memory import mapped
+from protocol.transfer.shared_weights import BUFFERS, PARAMETERS
 from rollout.engines.direct import DirectPlan, DirectStaging, describe, share_parameters
 from rollout.engines.share import Share
 from rollout.engines.staging import digest_of, whole_source

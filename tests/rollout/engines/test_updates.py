@@ -11,10 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from tests.protocol.test_group_making import Library, stuck
 
 from protocol.errors import EngineError, PoisonedError, WeightError
-from protocol.group_making import MAX_STUCK
 from protocol.messages import WeightManifest
+from protocol.transfer.group_making import MAX_STUCK
 from rollout.engines.base import EngineConfig, Request, Sampling
 from rollout.engines.hf import HFEngine
 from rollout.engines.rank_updates import RankUpdates
@@ -23,7 +24,6 @@ from rollout.engines.staging import Staging, whole_source
 from rollout.engines.tracing import trace
 from rollout.engines.updates import LocalUpdates
 from tests.contracts.engine_models import tiny_model, write_shm
-from tests.protocol.test_group_making import Library, stuck
 from trainer.config import WeightConfig
 from trainer.weights.nccl import NcclSender
 
@@ -143,7 +143,7 @@ class OneTensor(torch.nn.Module):
 
 
 async def test_a_rank_that_can_make_no_more_groups_is_poisoned_for_the_engine_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("protocol.group_making.GRACE_S", 0.0)
+    monkeypatch.setattr("protocol.transfer.group_making.GRACE_S", 0.0)
     model = OneTensor()
     share = Share(trace(model.load_weights, model.named_parameters(), {"a": (4,)}, torch.float32), architecture="", tied=False)
 

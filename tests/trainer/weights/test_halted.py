@@ -10,10 +10,10 @@ import msgspec
 import pytest
 import torch
 
-from protocol import group_making
 from protocol.errors import WeightError
-from protocol.group_making import MAX_STUCK
 from protocol.messages import WeightManifest
+from protocol.transfer import group_making
+from protocol.transfer.group_making import MAX_STUCK
 from rollout.weights.registry import make_receiver
 from tests.trainer.weights.engines import ROOT, publish, started
 from tests.trainer.weights.receiver import COUNT

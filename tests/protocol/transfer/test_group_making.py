@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from protocol import group_making
 from protocol.errors import PoisonedError
-from protocol.group_making import MAX_STUCK, check_stuck, make_group
+from protocol.transfer import group_making
+from protocol.transfer.group_making import MAX_STUCK, check_stuck, make_group
 
 
 @pytest.fixture(autouse=True)

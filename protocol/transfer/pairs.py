@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from protocol.nccl_environment import unwatched
+from protocol.transfer.nccl_environment import unwatched
 
 SENDER, RECEIVER = 0, 1
 """Ranks."""

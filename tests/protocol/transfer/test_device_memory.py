@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from protocol.device_memory import Room, mapped
 from protocol.errors import WeightError
+from protocol.transfer.device_memory import Room, mapped
 
 OWNER = """
 import sys, torch
 from pathlib import Path
-from protocol.device_memory import Room
+from protocol.transfer.device_memory import Room
 room = Room([torch.arange(5.0)])
 room.write(Path(sys.argv[1]), {"a": {"x": room.tensors[0]}})
 print(flush=True)

@@ -33,7 +33,7 @@ def fold_bytes(raw: torch.Tensor) -> torch.Tensor:
     words = raw.view(torch.int32)
     inner, outer = _multipliers(raw.device, rows_of(len(raw)))
     if raw.is_cuda and importlib.util.find_spec("triton"):
-        from protocol import triton_digests
+        from protocol.transfer import triton_digests
 
         return triton_digests.fold(words, inner, outer)
     return fold(words, inner, outer, torch.int32, _row_sums)  # type: ignore[no-any-return]

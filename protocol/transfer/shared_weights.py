@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from protocol.device_memory import SUFFIX
+from protocol.transfer.device_memory import SUFFIX
 
 TRANSPORT = "shared"
 
