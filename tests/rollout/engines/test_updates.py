@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from tests.protocol.test_group_making import Library, stuck
 
 from protocol.errors import EngineError, PoisonedError, WeightError
 from protocol.messages import WeightManifest
@@ -24,6 +23,7 @@ from rollout.engines.staging import Staging, whole_source
 from rollout.engines.tracing import trace
 from rollout.engines.updates import LocalUpdates
 from tests.contracts.engine_models import tiny_model, write_shm
+from tests.protocol.transfer.stuck import Library, stuck
 from trainer.config import WeightConfig
 from trainer.weights.nccl import NcclSender
 

@@ -1,0 +1,42 @@
+"""Threads that are stuck where a group is made, for as long as a test wants."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from protocol.transfer import group_making
+from protocol.transfer.group_making import make_group
+
+
+class Library:
+    """Makes groups, when it comes to it."""
+
+    def __init__(self) -> None:
+        self.may_return = threading.Event()
+        self.discarded: list[str] = []
+
+    def make(self) -> str:
+        self.may_return.wait()
+        return "group"
+
+    def give_up(self, *, hung_up: bool = False) -> None:
+        with pytest.raises(ConnectionError if hung_up else TimeoutError):
+            make_group(self.make, self.discarded.append, 600 if hung_up else 0, lambda: hung_up)
+
+
+@contextmanager
+def stuck(library: Library, count: int, more: int = 0) -> Iterator[None]:
+    """So many threads are left behind, and at the end they and as many more as the block has added return."""
+    for number in range(count):
+        library.give_up(hung_up=number % 2 == 0)
+    try:
+        yield
+    finally:
+        library.may_return.set()
+        end = time.monotonic() + 30
+        while group_making._left or len(library.discarded) < count + more:
+            assert time.monotonic() < end
+            time.sleep(0.001)
