@@ -73,6 +73,24 @@ def test_a_run_survives_the_death_of_its_trainer_and_of_its_engine(tmp_path: Pat
     assert list((tmp_path / "shared").iterdir()) == []
 
 
+@pytest.mark.gpu
+@pytest.mark.engine
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("eager", ["true", "false"])
+def test_vllm_and_the_reference_trainer_share_a_gpu(tmp_path: Path, eager: str) -> None:
+    overrides = [
+        "run.steps=6", "weights.transport=shared", "trainer.backend=reference", "trainer.dtype=bfloat16", "engine.dtype=bfloat16",
+        f"engine.enforce_eager={eager}", "engine.memory_fraction=0.3", "eval.at_end=false", 'services.trainer_gpus="0"',
+        'services.rollout_gpus="0"',
+    ]  # fmt: skip
+    arguments = [str(ROOT / "deploy/configs/demo.toml"), *(word for override in overrides for word in ("--set", override))]
+    with tether_up(*arguments, "--run-dir", str(tmp_path), output=tmp_path / "up.log") as up:
+        assert up.wait(500) == 0, (tmp_path / "up.log").read_text()
+    result = audit(tmp_path)
+    assert (result["code"], result["violations"], result["steps"]) == (0, [], 6)
+    assert list((tmp_path / "shared").iterdir()) == []
+
+
 async def pid_of(run_dir: Path, name: str) -> int:
     """Of a service, once it is registered."""
     url = read_endpoint(run_dir / "ledger")

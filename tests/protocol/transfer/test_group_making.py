@@ -1,5 +1,7 @@
 """What may never return is given up at its deadline, is nobody's afterwards, and does not pile up."""
 
+import threading
+
 import pytest
 
 from protocol.errors import PoisonedError
