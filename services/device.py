@@ -32,8 +32,15 @@ class Device:
             raise SettingsError(f"{self.path}: {error.strerror}; a colocated run keeps the lock of its device there") from error
 
     def give(self) -> None:
-        """Let processes that this one starts hold the lock with it, from now on."""
-        self._giver = self._giver or Giver(self._handle)
+        """Let processes that this one starts hold the lock with it, from now on.
+
+        Raises:
+            SettingsError: it gives another one already.
+        """
+        try:
+            self._giver = self._giver or Giver(self._handle)
+        except OSError as error:
+            raise SettingsError(f"{self.path}: this process cannot give its lock to those that it starts: {error}") from error
 
     def take(self, *, alone: bool) -> bool:
         """Take the lock if nobody is in the way. Nothing changes if it is held already, as it is asked for.

@@ -34,6 +34,7 @@ from trainer.ranks import (
     TrainCommand,
     announce,
     lead_step,
+    leave_device,
     save_part,
 )
 from trainer.spool import Spool
@@ -101,9 +102,12 @@ class RankZero:
         return train_command(self.process.settings, taken, records, mask_late=mask_late)
 
     def train(self, command: TrainCommand) -> tuple[BuiltBatch, StepStats]:
-        """One optimizer step on every rank (compute thread)."""
+        """One optimizer step on every rank (compute thread). Raises TetherError if the weights it was made with have gone meanwhile."""
         self._withdraw()
-        return lead_step(self.backend, self.algorithm, command)
+        done = lead_step(self.backend, self.algorithm, command)
+        if self.sharing is not None:
+            self.sharing.check()
+        return done
 
     def publish(self, version: int) -> WeightManifest:
         """Export on every rank and make the version available (compute thread)."""
@@ -150,7 +154,7 @@ class RankZero:
 
     def _offload(self) -> None:
         announce(OffloadCommand())
-        self.backend.offload()
+        leave_device(self.backend)
 
     def keep_reference(self) -> None:
         """Keep the reference model on every rank (compute thread)."""

@@ -12,9 +12,10 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from protocol.errors import TetherError
+from protocol.errors import TetherError, WeightError
 from protocol.messages import WeightManifest
 from protocol.topics import Role
+from protocol.transfer.device_memory import Owner, owner_of
 from services.process import Process
 from trainer.weights.shared import SharedSender
 
@@ -23,7 +24,7 @@ log = logging.getLogger("tether.sharing")
 DESCRIBED = "described"
 """What an engine writes into the registry: the file that describes its tensors."""
 POLL_S = (0.003, 0.05)
-LOOK_S = 1.0
+LOOK_S = 0.2
 
 Attach = Callable[[Path], Awaitable[object]]
 """Has the backend compute with the tensors of a description."""
@@ -39,6 +40,8 @@ class EngineShare:
         self._timeout_s = timeout_s
         self._engine = ""
         """Incarnation, once attached to."""
+        self._owner: Owner | None = None
+        """The process that its weights are memory of."""
 
     def withdraw(self) -> None:
         """The masters are about to be written to."""
@@ -55,25 +58,34 @@ class EngineShare:
         delay, since = POLL_S[0], time.monotonic()
         with self._process.waiting("the engine to serve the weights") as because:
             while not self._process.stop.is_set():
+                self.check()
                 described = await self._described()
                 serving = await self._serving(manifest, described)
                 if serving:
                     if not self._engine:
-                        await attach(Path(described[serving]))
-                        self._engine = serving
+                        path = Path(described[serving])
+                        owner = owner_of(path)
+                        await attach(path)
+                        self._engine, self._owner = serving, owner
                         log.info("weights.attached engine=%s version=%d", serving, manifest.version)
                     return True
-                if not described:
+                if not described and not self._engine:
                     because("no engine has started")
                     since = time.monotonic()
                 elif time.monotonic() - since > self._timeout_s:
+                    name = self._engine or ", ".join(described)
                     raise TetherError(
-                        f"engine {', '.join(described)} did not serve version {manifest.version} within {self._timeout_s:g} s "
+                        f"engine {name} did not serve version {manifest.version} within {self._timeout_s:g} s "
                         "(weights.timeout_s); the trainer cannot compute with its weights before"
                     )
                 await self._process.stopped_within(delay)
                 delay = min(delay * 1.5, POLL_S[1])
         return False
+
+    def check(self) -> None:
+        """Raises TetherError if the engine that is attached to has ended: what was computed with its memory since is worth nothing."""
+        if self._owner is not None and not self._owner.is_alive():
+            raise TetherError(f"engine {self._engine}, whose weights this trainer computes with, has gone: it ends with it")
 
     async def watch_loop(self) -> None:
         """Look whether the engine lives, until cancelled; else only the next step would show that it does not.
@@ -82,16 +94,13 @@ class EngineShare:
             TetherError: it has gone.
         """
         while True:
-            await self._described()
+            self.check()
             await asyncio.sleep(LOOK_S)
 
     async def _described(self) -> dict[str, str]:
-        """Live engines that have described their tensors -> the file. Raises TetherError if the one that is attached to has gone."""
+        """Engines that have described their tensors and live -> the file."""
         peers = await self._process.ledger.peers(Role.ROLLOUT)
-        found = {peer.incarnation: str(peer.info[DESCRIBED]) for peer in peers if peer.info.get(DESCRIBED)}
-        if self._engine and self._engine not in found:
-            raise TetherError(f"engine {self._engine}, whose weights this trainer computes with, has gone: it ends with it")
-        return found
+        return {peer.incarnation: str(peer.info[DESCRIBED]) for peer in peers if _lives(str(peer.info.get(DESCRIBED, "")))}
 
     async def _serving(self, manifest: WeightManifest, described: dict[str, str]) -> str:
         """The engine that is attached to, or one to attach to, if it serves the version; else empty."""
@@ -100,3 +109,11 @@ class EngineShare:
             if self._engine in ("", engine) and served.get(engine) == (manifest.epoch, manifest.version):
                 return engine
         return ""
+
+
+def _lives(description: str) -> bool:
+    """Whether the owner of a description does; a registration outlives it for a while."""
+    try:
+        return bool(description) and owner_of(Path(description)).is_alive()
+    except WeightError:
+        return False

@@ -161,6 +161,13 @@ def save_part(backend: Backend, directory: Path) -> None:
         dist.barrier()
 
 
+def leave_device(backend: Backend) -> None:
+    """Move what this rank holds on the device to the host, and wait until every rank has: the lock of the device is theirs together."""
+    backend.offload()
+    if is_distributed():
+        dist.barrier()
+
+
 def _exhaust(backend: Backend) -> None:
     for _ in backend.export():
         pass
@@ -175,7 +182,7 @@ def follow(backend: Backend, algorithm: Algorithm) -> None:
         SaveCommand: lambda c: save_part(backend, Path(c.directory)),
         RestoreCommand: lambda c: backend.restore(Path(c.directory)),
         KeepReferenceCommand: lambda c: backend.keep_reference(),
-        OffloadCommand: lambda c: backend.offload(),
+        OffloadCommand: lambda c: leave_device(backend),
         OnloadCommand: lambda c: backend.onload(),
         IdleCommand: lambda c: None,
     }

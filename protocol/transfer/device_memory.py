@@ -26,6 +26,27 @@ Sections = Mapping[str, Mapping[str, torch.Tensor]]
 """What the tensors are -> name -> tensor."""
 
 
+class Owner(msgspec.Struct, frozen=True):
+    """A process, not another one that came later under its number."""
+
+    pid: int
+    started: int
+    """Clock ticks since boot."""
+
+    @classmethod
+    def of(cls, pid: int) -> "Owner":
+        """Raises OSError if there is no such process."""
+        return cls(pid, int(_stat(pid)[19]))
+
+    def is_alive(self) -> bool:
+        """Whether it has its memory still: a zombie has none."""
+        try:
+            found = _stat(self.pid)
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+        return int(found[19]) == self.started and found[0] not in "ZX"
+
+
 class HostMemory(msgspec.Struct, frozen=True, tag="host"):
     """An anonymous file."""
 
@@ -64,9 +85,7 @@ class View(msgspec.Struct, frozen=True, array_like=True):
 class Description(msgspec.Struct, frozen=True):
     """The whole file."""
 
-    pid: int
-    started: int
-    """Clock ticks since boot, which no other process of that pid shares."""
+    owner: Owner
     memories: tuple[HostMemory | DeviceMemory, ...]
     sections: dict[str, dict[str, View]]
 
@@ -121,7 +140,7 @@ class Room:
         views = {
             section: {name: self._view(tensor, memories, shared) for name, tensor in named.items()} for section, named in sections.items()
         }
-        return Description(os.getpid(), _started(os.getpid()), tuple(memories), views)
+        return Description(Owner.of(os.getpid()), tuple(memories), views)
 
     def _copied(self, tensor: torch.Tensor, start: int) -> torch.Tensor:
         target = torch.empty(0, dtype=tensor.dtype)
@@ -150,12 +169,26 @@ def mapped(path: Path) -> dict[str, dict[str, torch.Tensor]]:
     """
     try:
         found = _read(path)
-        storages = [_map_host(found.pid, memory) if isinstance(memory, HostMemory) else _map_device(memory) for memory in found.memories]
+        storages = [
+            _map_host(found.owner.pid, memory) if isinstance(memory, HostMemory) else _map_device(memory) for memory in found.memories
+        ]
         return {section: {name: _on(storages, view) for name, view in named.items()} for section, named in found.sections.items()}
     except FileNotFoundError as error:
         raise WeightError(f"{path}: the process whose tensors it describes has ended") from error
     except (OSError, RuntimeError, ValueError, IndexError) as error:
         raise WeightError(f"{path} does not describe tensors that can be mapped: {error}") from error
+
+
+def owner_of(path: Path) -> Owner:
+    """Whose memory a file describes.
+
+    Raises:
+        WeightError: the file is not there, or not one of ours.
+    """
+    try:
+        return _read(path).owner
+    except (OSError, msgspec.DecodeError) as error:
+        raise WeightError(f"{path} does not say whose memory it describes: {error}") from error
 
 
 def gpu_of(device: torch.device) -> str:
@@ -221,19 +254,14 @@ def _extent(tensor: torch.Tensor) -> int:
     return (1 + steps) * tensor.element_size() if tensor.numel() else 0
 
 
-def _started(pid: int) -> int:
-    """When a process was started. Raises OSError if there is none."""
-    stat = Path(f"/proc/{pid}/stat").read_text()
-    return int(stat.rpartition(")")[2].split()[19])
+def _stat(pid: int) -> list[str]:
+    """What the kernel says of a process, from its state on."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def _remove_dead(directory: Path) -> None:
-    for path in directory.glob(f"*{SUFFIX}"):
-        with suppress(OSError, msgspec.DecodeError):
-            found = _read(path)
-            try:
-                alive = _started(found.pid) == found.started
-            except (FileNotFoundError, ProcessLookupError):
-                alive = False
-            if not alive:
+    for path in directory.iterdir():
+        with suppress(OSError, ValueError, LookupError):
+            aside = path.suffix == ".tmp"  # of a process that died while it wrote: its number is in the name
+            if not (Path(f"/proc/{int(path.suffixes[-2][1:])}").exists() if aside else _read(path).owner.is_alive()):
                 path.unlink()

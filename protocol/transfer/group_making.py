@@ -24,12 +24,12 @@ _left: dict[threading.Thread, float] = {}
 """Left behind, and when."""
 
 
-def make_group(make: Callable[[], T], discard: Callable[[T], None], seconds: float, gone: Callable[[], bool]) -> T:
+def make_group(make: Callable[[Callable[[T], None]], T], discard: Callable[[T], None], seconds: float, gone: Callable[[], bool]) -> T:
     """What `make` returns or raises, in a thread.
 
     Args:
-        make: may never return, and shares nothing with others.
-        discard: gives up what `make` returned when nobody wanted it any more.
+        make: may never return, and shares nothing with others. What it has to show already, although it goes on with it, it hands over.
+        discard: gives up what `make` returned or handed over when nobody wants it any more; called from either thread, also twice.
         seconds: to wait for it.
         gone: whether there is nobody any more to make it with.
 
@@ -39,19 +39,20 @@ def make_group(make: Callable[[], T], discard: Callable[[T], None], seconds: flo
         PoisonedError: too many threads are stuck; none was started.
     """
     check_stuck()
+    held: list[T] = []
     made: list[T] = []
     failed: list[BaseException] = []
 
     def run() -> None:
         try:
-            made.append(make())
+            made.append(make(held.append))
         except BaseException as error:
             failed.append(error)
         with _lock:
             late = _left.pop(threading.current_thread(), None) is not None
             ended.set()
         if late:
-            for group in made:
+            for group in held or made:
                 discard(group)
 
     ended = threading.Event()
@@ -66,10 +67,10 @@ def make_group(make: Callable[[], T], discard: Callable[[T], None], seconds: flo
                 raise TimeoutError("the group was not made in time")
     except BaseException:
         with _lock:
-            if not ended.is_set():
+            left = not ended.is_set()
+            if left:
                 _left[thread] = time.monotonic()
-                raise
-        for group in made:
+        for group in held if left else made:  # what the thread waits for in there ends, on a device too
             discard(group)
         raise
     if failed:

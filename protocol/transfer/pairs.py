@@ -1,5 +1,6 @@
 """A process group of two, the sender of weights and one receiver: how both of them make it."""
 
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -13,19 +14,21 @@ SENDER, RECEIVER = 0, 1
 """Ranks."""
 
 
-def make_pair(store: Any, rank: int, device: torch.device, seconds: float) -> Any:
+def make_pair(store: Any, rank: int, device: torch.device, seconds: float, hold: Callable[[Any], None]) -> Any:
     """A group on gloo (CPU) or NCCL whose two members have heard of each other: rank 0 has broadcast a byte.
 
-    It may block for ever, on a GPU, if the other one stands still: `make_group` bounds it.
+    It may block for ever, on a GPU, if the other one stands still: `make_group` bounds it, and aborts what `hold` was given.
     """
     group: Any
     if device.type == "cpu":
         group = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=seconds))
+        hold(group)
         group.broadcast([torch.zeros(1, dtype=torch.uint8)]).wait()
         return group
     torch.cuda.set_device(device)
     with unwatched():
         group = dist.ProcessGroupNCCL(store, rank, 2, dist.ProcessGroupNCCL.Options())
+    hold(group)
     stream = torch.cuda.Stream(device)  # not the one that trains
     with torch.cuda.stream(stream):  # the communicator is made by the first collective
         group.broadcast([torch.zeros(1, dtype=torch.uint8, device=device)]).wait()

@@ -9,6 +9,7 @@ import torch
 
 from protocol.errors import EngineError, WeightError
 from protocol.messages import WeightManifest
+from protocol.transfer.device_digests import collect, digest_tensor
 from protocol.transfer.device_memory import Room
 from protocol.transfer.shared_weights import BUFFERS, PARAMETERS, TRANSPORT
 from rollout.engines.base import Served
@@ -61,9 +62,19 @@ class DirectStaging(Staging):
                     part.fill(masters[name])
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
+            self.check_live(taken)  # nothing says what a GPU's memory holds when the process whose it was has ended
         self._shared.masters(taken)
         self._taken, self._masters = None, {}
         self._shared.close()
+
+    def check_live(self, manifest: WeightManifest) -> None:
+        """Compare the live parameters with the digests of a version. Raises WeightError, naming the first tensor that differs."""
+        copies = self.check(manifest)
+        wanted = {entry.name: entry.digest for entry in manifest.tensors}
+        tensors = [source.slices[0].target for source in self._live.values()]
+        for name, found in zip(self._live, collect([digest_tensor(t) for t in tensors], [t.nbytes for t in tensors]), strict=True):
+            if found != wanted[copies.get(name, name)]:
+                raise WeightError(f"version {manifest.version}: {name} is not what the trainer's masters made when they were verified")
 
     def discard(self) -> None:
         super().discard()

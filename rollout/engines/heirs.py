@@ -11,6 +11,7 @@ import threading
 from contextlib import suppress
 
 TIMEOUT_S = 10.0
+RETRY_S = 0.1
 CREDENTIALS = struct.Struct("3i")
 """Of who is at the other end: pid, uid, gid."""
 
@@ -21,6 +22,7 @@ class Giver:
     def __init__(self, handle: int) -> None:
         """Raises OSError if this process gives another one already."""
         self._handle = handle
+        self._closed = threading.Event()
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(_name(os.getpid()))
         self._listener.listen()
@@ -29,17 +31,19 @@ class Giver:
 
     def close(self) -> None:
         """Give no more; idempotent."""
+        self._closed.set()
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._thread.join()
         self._listener.close()
 
     def _give(self) -> None:
-        while True:
+        while not self._closed.is_set():
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return
+            except OSError:  # closed; or out of descriptors for now
+                self._closed.wait(RETRY_S)
+                continue
             with connection, suppress(OSError):
                 connection.settimeout(TIMEOUT_S)
                 if _peer(connection)[1] == os.getuid():

@@ -13,7 +13,7 @@ once, at the end, with a deadline. An aborted collective may return with partial
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -106,8 +106,8 @@ def parse_location(location: str) -> tuple[str, int, str]:
     return *parse_address(address, location), backend
 
 
-def _join(host: str, port: int, device: torch.device, seconds: float) -> Any:
+def _join(host: str, port: int, device: torch.device, seconds: float, hold: Callable[[Any], None]) -> Any:
     """Blocks, for ever if the sender stands still."""
     store = TCPStore(host, port, 2, False, timedelta(seconds=seconds))
     store.set("receiver", "here")
-    return make_pair(store, RECEIVER, device, seconds)
+    return make_pair(store, RECEIVER, device, seconds, hold)

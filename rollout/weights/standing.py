@@ -126,9 +126,10 @@ class StandingReceiver(ABC):
 
     def _ask(self, host: str, port: int, manifest: WeightManifest, deadline: Deadline) -> tuple[Line, dict[str, Any]]:
         """Ask for a version, on the connection that there is; on a new one if the sender has closed it in the meantime."""
-        if self._line is not None and self._location == manifest.location:
+        line = self._line  # read once: a connection that ends is given up by the thread that watches it
+        if line is not None and self._location == manifest.location:
             with suppress(OSError, ValueError):
-                return self._line, self._line.ask(manifest, deadline)
+                return line, line.ask(manifest, deadline)
         self._drop()
         self._left = False
         self._location = manifest.location

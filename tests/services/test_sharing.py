@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import pytest
 import pytest_asyncio
 import torch
@@ -15,6 +16,7 @@ from protocol.errors import SettingsError, TetherError
 from protocol.messages import WeightManifest
 from protocol.staleness import Bound, Policy
 from protocol.topics import Role
+from protocol.transfer.device_memory import Description, Owner
 from services.ledger.interface import RunSpec
 from services.ledger.server import EmbeddedServer
 from services.process import Process, opened
@@ -74,14 +76,22 @@ async def trainer(settings: Settings, timeout_s: float = 30) -> AsyncIterator[Tr
 
 @asynccontextmanager
 async def engine(settings: Settings, name: str, *, serves: bool = True) -> AsyncIterator[Process]:
+    """A worker, and the process that its weights are memory of, which is killed at the end."""
+    owner = await asyncio.create_subprocess_exec("sleep", "600")
+    path = settings.run_dir / f"{name}.msgpack"
+    path.write_bytes(msgspec.msgpack.encode(Description(Owner.of(owner.pid), (), {})))
     async with opened(Role.ROLLOUT, settings, name) as process, asyncio.TaskGroup() as tasks:
-        process.info[DESCRIBED] = f"/{name}.msgpack"
+        process.info[DESCRIBED] = str(path)
         await process.register()
         if serves:
             await process.ledger.applied(process.incarnation, EPOCH, 0)
         heartbeat = tasks.create_task(process.heartbeat_loop())
-        yield process
-        heartbeat.cancel()
+        try:
+            yield process
+        finally:
+            owner.kill()
+            await owner.wait()
+            heartbeat.cancel()
 
 
 async def test_a_trainer_attaches_once_to_the_engine_that_serves_its_version(settings: Settings) -> None:
@@ -89,7 +99,7 @@ async def test_a_trainer_attaches_once_to_the_engine_that_serves_its_version(set
         waiting = tasks.create_task(mine.ready())
         async with opened(Role.ROLLOUT, settings, "other"), engine(settings, "stale", serves=False), engine(settings, "fresh"):
             assert await waiting
-            assert mine.attached == [Path("/fresh.msgpack")]
+            assert mine.attached == [settings.run_dir / "fresh.msgpack"]
             assert await mine.ready()
             assert len(mine.attached) == 1
 
@@ -108,6 +118,33 @@ async def test_a_trainer_ends_with_its_engine_even_if_another_one_has_come(setti
         async with engine(settings, "second"):
             with pytest.raises(TetherError, match=rf"engine {first.incarnation}, whose weights .* has gone"):
                 await mine.ready()
+
+
+async def test_a_registration_that_ran_out_does_not_end_a_trainer_whose_engine_lives(settings: Settings) -> None:
+    async with trainer(settings) as mine, engine(settings, "rollout.0") as worker:
+        assert await mine.ready()
+        async with asyncio.timeout(20):
+            while found := await mine.process.ledger.peers(Role.ROLLOUT):
+                await mine.process.ledger.register(found[0], ttl_ms=1)
+        mine.share.check()
+        async with asyncio.TaskGroup() as tasks:
+            waiting = tasks.create_task(mine.ready())
+            await asyncio.sleep(0)
+            await worker.register()
+        assert waiting.result()
+
+
+async def test_the_next_trainer_does_not_attach_to_an_engine_that_is_gone_and_still_registered(settings: Settings) -> None:
+    async with trainer(settings) as mine:
+        async with engine(settings, "gone") as gone:
+            pass
+        async with opened(Role.ROLLOUT, settings, "other") as other:
+            other.info[DESCRIBED] = gone.info[DESCRIBED]
+            await other.register()
+            await other.ledger.applied(other.incarnation, EPOCH, 0)
+            async with engine(settings, "fresh"):
+                assert await mine.ready()
+        assert mine.attached == [settings.run_dir / "fresh.msgpack"]
 
 
 async def test_a_trainer_that_waits_for_groups_sees_its_engine_go(settings: Settings) -> None:

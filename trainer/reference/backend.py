@@ -111,6 +111,8 @@ class ReferenceBackend(Backend):
         for name, parameter in self._trained.items():
             parameter.data = parameters[name]
         self._attached = True
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # the model's own copy is the engine's to use
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in (self._masters if self._shared else self._trained).items():
@@ -119,7 +121,7 @@ class ReferenceBackend(Backend):
     @torch.no_grad()
     def export_model(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self._shared:
-            yield from self.export()
+            yield from ((name, master.detach().to(DTYPES[self._trainer.dtype])) for name, master in self._masters.items())
             return
         targets = {target.weight: target for target in self.targets}
         for name, parameter in self._model.named_parameters():

@@ -20,7 +20,8 @@ class Sender(Protocol):
         base_model: str = "",
         tied: tuple[tuple[str, str], ...] = (),
     ) -> WeightManifest:
-        """Make a version available and return its manifest. When it returns, the tensors may be written again.
+        """Make a version available and return its manifest. When it returns, the tensors may be written again; with `shared`, when
+        the engine serves it.
 
         Raises:
             WeightError: nothing was published; what was written is removed.

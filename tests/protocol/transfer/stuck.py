@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -18,7 +18,7 @@ class Library:
         self.may_return = threading.Event()
         self.discarded: list[str] = []
 
-    def make(self) -> str:
+    def make(self, hold: Callable[[str], None]) -> str:
         self.may_return.wait()
         return "group"
 
@@ -36,7 +36,13 @@ def stuck(library: Library, count: int, more: int = 0) -> Iterator[None]:
         yield
     finally:
         library.may_return.set()
-        end = time.monotonic() + 30
-        while group_making._left or len(library.discarded) < count + more:
-            assert time.monotonic() < end
-            time.sleep(0.001)
+        until_none_is_left()
+        assert len(library.discarded) == count + more
+
+
+def until_none_is_left() -> None:
+    """All threads that were left behind have come back."""
+    end = time.monotonic() + 30
+    while group_making._left or any(thread.name == "weights.group" for thread in threading.enumerate()):
+        assert time.monotonic() < end
+        time.sleep(0.001)

@@ -1,13 +1,14 @@
 """What may never return is given up at its deadline, is nobody's afterwards, and does not pile up."""
 
 import threading
+from collections.abc import Callable
 
 import pytest
 
 from protocol.errors import PoisonedError
 from protocol.transfer import group_making
 from protocol.transfer.group_making import MAX_STUCK, check_stuck, make_group
-from tests.protocol.transfer.stuck import Library, stuck
+from tests.protocol.transfer.stuck import Library, stuck, until_none_is_left
 
 
 @pytest.fixture(autouse=True)
@@ -16,9 +17,9 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_made_in_time_is_returned_and_what_goes_wrong_is_raised() -> None:
-    assert make_group(lambda: "group", pytest.fail, 600, lambda: False) == "group"
+    assert make_group(lambda hold: "group", pytest.fail, 600, lambda: False) == "group"
     with pytest.raises(RuntimeError, match="no such device"):
-        make_group(lambda: (_ for _ in ()).throw(RuntimeError("no such device")), pytest.fail, 600, lambda: False)
+        make_group(lambda hold: (_ for _ in ()).throw(RuntimeError("no such device")), pytest.fail, 600, lambda: False)
 
 
 def test_what_comes_too_late_is_discarded_by_its_own_thread() -> None:
@@ -26,6 +27,21 @@ def test_what_comes_too_late_is_discarded_by_its_own_thread() -> None:
     with stuck(library, 2):
         assert library.discarded == []
     assert library.discarded == ["group", "group"]
+
+
+def test_what_was_handed_over_is_discarded_at_once_so_that_its_thread_comes_back() -> None:
+    aborted = threading.Event()
+
+    def make(hold: Callable[[str], None]) -> str:
+        hold("group")
+        aborted.wait()  # a collective, which ends when its group is aborted
+        return "group"
+
+    discarded: list[str] = []
+    with pytest.raises(ConnectionError):
+        make_group(make, lambda group: (discarded.append(group), aborted.set()), 600, lambda: True)
+    until_none_is_left()
+    assert set(discarded) == {"group"}
 
 
 def test_a_look_that_fails_leaves_nothing_behind_that_is_not_known() -> None:
@@ -44,7 +60,7 @@ def test_a_look_that_fails_leaves_nothing_behind_that_is_not_known() -> None:
 def test_a_process_bears_a_few_threads_that_are_stuck_and_recovers_when_they_return() -> None:
     library = Library()
     with stuck(library, MAX_STUCK - 1):
-        assert make_group(lambda: "other", pytest.fail, 600, lambda: False) == "other"
+        assert make_group(lambda hold: "other", pytest.fail, 600, lambda: False) == "other"
         check_stuck()
     with stuck(Library(), MAX_STUCK):
         before = threading.active_count()

@@ -48,7 +48,7 @@ def test_steps_with_an_engines_weights_are_those_with_ones_own(model_dir: Path, 
         commit(attached, parameters)
     assert torch.equal(alone.logprobs(batch()), attached.logprobs(batch()))
     assert_same_bits(exported(alone), {name: tensor.to(DTYPES[dtype]) for name, tensor in exported(attached).items()})
-    assert all(tensor.dtype == torch.float32 for _, tensor in attached.export_model())
+    assert all(tensor.dtype == DTYPES[dtype] for _, tensor in attached.export_model())
     for backend, directory in ((alone, tmp_path / "alone"), (attached, tmp_path / "attached")):
         directory.mkdir()
         backend.save(directory)
