@@ -24,6 +24,7 @@ import torch
 from protocol.messages import WeightManifest
 from rollout.engines.owner import follow_owner
 from rollout.engines.rank_calls import Call, CallServer, socket_path
+from rollout.engines.sglang_abort import end_requests
 from rollout.engines.sglang_lora import trace_adapter
 from rollout.engines.sglang_memory import RankMemory, empty_cache
 from rollout.engines.sglang_sampling import CARRIER, as_sampled, with_version
@@ -67,7 +68,7 @@ class Rank:
     """One rank's scheduler, its share of the weights, and the calls it was given."""
 
     def __init__(self, scheduler: Any) -> None:
-        self._scheduler = scheduler
+        self.scheduler = scheduler
         self.version = -1
         """Of the live weights."""
         self._share: Share | None = None
@@ -107,15 +108,15 @@ class Rank:
             terms: `Terms` as plain values.
         """
         with suppress(AttributeError, FileNotFoundError):  # both of its users hold it open; nobody would remove it
-            os.unlink(self._scheduler.load_snapshot_writer.path)
+            os.unlink(self.scheduler.load_snapshot_writer.path)
         missing = [target for target in [CARRIER, *HOOKS] if not _is_there(target)]
         if missing:
             raise NotImplementedError(f"this SGLang has no {', '.join(missing)} as tether needs it; 0.5.15 and 0.5.23 have")
         given = msgspec.convert(terms, Terms)
         plan = self._trace({name: tuple(shape) for name, shape in shapes.items()}, given)
-        tied = not given.adapter and bool(getattr(self._scheduler.model_config.hf_text_config, "tie_word_embeddings", False))
+        tied = not given.adapter and bool(getattr(self.scheduler.model_config.hf_text_config, "tie_word_embeddings", False))
         self._share = Share(plan, architecture=given.architecture, tied=tied)
-        self._memory = RankMemory(self._scheduler, plan.live.values()) if given.sleeps else None
+        self._memory = RankMemory(self.scheduler, plan.live.values()) if given.sleeps else None
         self._recompute = given.recompute
         return {"bytes": self._share.bytes}
 
@@ -160,26 +161,12 @@ class Rank:
         self._memory.take_back()
         return self.share.wake()
 
-    def abort(self, names: list[str]) -> None:
-        """End requests; SGLang's server answers them with what there is."""
-        from sglang.srt.managers.io_struct import AbortReq
-        from sglang.srt.managers.schedule_batch import FINISH_ABORT
-
-        # one that was put back into the queue would lose the tokens that it has
-        for request in [found for found in self._scheduler.waiting_queue if found.rid in names and found.output_ids]:
-            self._scheduler.waiting_queue.remove(request)
-            request.to_finish = FINISH_ABORT()
-            request.update_finish_state()
-            self._scheduler.output_streamer.stream_output([request], request.return_logprob)
-        for name in names:
-            self._scheduler.abort_request(AbortReq(rid=name))
-
     def pause(self) -> None:
         """Stop between two steps."""
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         self._is_held = True
-        self._scheduler.pause_generation(PauseGenerationReqInput(mode="in_place"))
+        self.scheduler.pause_generation(PauseGenerationReqInput(mode="in_place"))
 
     def resume(self) -> None:
         """Go on, or if there are no weights at the next commit."""
@@ -188,8 +175,8 @@ class Rank:
 
     def rest(self) -> None:
         """Wait for requests and calls, a second at most: a paused scheduler would look for them all the time."""
-        if self._scheduler._engine_paused and self._scheduler.idle_sleeper is not None:
-            self._scheduler.idle_sleeper.maybe_sleep()
+        if self.scheduler._engine_paused and self.scheduler.idle_sleeper is not None:
+            self.scheduler.idle_sleeper.maybe_sleep()
 
     @property
     def share(self) -> Share:
@@ -198,7 +185,7 @@ class Rank:
         return self._share
 
     def _trace(self, shapes: dict[str, tuple[int, ...]], terms: Terms) -> Plan:
-        runner = self._scheduler.tp_worker.model_runner
+        runner = self.scheduler.tp_worker.model_runner
         if terms.adapter:
             return trace_adapter(runner.lora_manager, shapes, terms.staging_mb)
         return trace(
@@ -209,8 +196,8 @@ class Rank:
         """Put running requests back into the queue, with their tokens, and empty the cache."""
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
-        self._scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
-        dropped = empty_cache(self._scheduler)
+        self.scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
+        dropped = empty_cache(self.scheduler)
         self._go_on()
         return dropped
 
@@ -218,7 +205,7 @@ class Rank:
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
         if not (self._is_held or self._is_hollow):
-            self._scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+            self.scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
 
     def _arrive(self, call: Call) -> None:
         self._arrived.append(call)
@@ -235,7 +222,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "wake": Rank.wake,
     "rename": Rank.rename,
     "live_digest": lambda rank: rank.share.live_digest(),
-    "abort": Rank.abort,
+    "abort": lambda rank, names: end_requests(rank.scheduler, names),
     "pause": Rank.pause,
     "resume": Rank.resume,
 }

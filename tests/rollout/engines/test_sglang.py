@@ -1,3 +1,4 @@
+import asyncio
 import json
 import os
 import signal
@@ -251,3 +252,31 @@ async def test_an_adapter_that_sglang_has_no_place_for_is_refused_by_its_name_an
     with pytest.raises(EngineError, match=r"no place for base_model\.model\.lm_head\.lora_A\.weight: leave its layer out"):
         await engine.start()
     assert not abandoned() - before
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_a_request_that_is_aborted_while_it_is_computed_again_in_pieces_keeps_its_tokens(tmp_path: Path) -> None:
+    model = tiny_model(1)
+    model.config.max_position_embeddings = 8192
+    model.save_pretrained(tmp_path / "model")
+    prompt = tuple(i % 500 for i in range(6000))  # SGLang computes 4096 tokens at once
+    config = EngineConfig(name="sglang", max_model_len=8000, kv_cache_mb=64, **sglang_settings())
+    engine = make_engine(config, tmp_path / "model", "sglang.test")
+    await engine.start()
+    try:
+        async with asyncio.TaskGroup() as group:
+            request = Request("long/0", prompt, Sampling(max_tokens=1900, temperature=0))
+            cut = group.create_task(engine.generate(request), name="cut")
+            pilot = Request("pilot/0", prompt[::-1], Sampling(max_tokens=60, temperature=0))
+            await engine.generate(pilot)
+            manifest = write_shm(tmp_path / "v0", weights(model), 0)
+            await engine.stage(manifest)
+            await engine.commit(manifest)
+            await engine.abort(["long/0"])
+        found = cut.result()
+        assert found.finish_reason == "abort"
+        assert len(found.tokens) == len(found.logprobs) == found.spans[-1][0] > 0
+    finally:
+        await engine.close()
