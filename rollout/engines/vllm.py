@@ -33,6 +33,7 @@ from rollout.engines.vllm_start import (
     launch,
     sampling_parameters,
     set_environment,
+    shared_files,
 )
 from rollout.weights.registry import RECEIVERS
 
@@ -62,6 +63,8 @@ class VllmEngine(RankedEngine):
         self._lost = False
         """A rank's process is gone."""
         self._pids: set[int] = set()
+        self._files: set[Path] = set()
+        """What its processes share, which vLLM leaves behind."""
         self._vocab = 0
         self._numbers = itertools.count()
         self._paused = False
@@ -77,6 +80,7 @@ class VllmEngine(RankedEngine):
                 await self._install(model)
                 # the first step allocates and compiles, and fails where an attention kernel lacks this model's shape
                 await self._complete(Request("warm-up", (0,), Sampling(max_tokens=2)), "warm-up")
+                self._files = shared_files(self._pids)
             ready = True
         except TimeoutError:
             raise EngineError(f"engine {self._name}: vLLM not ready within {self._config.start_timeout_s:g} s") from None
@@ -142,6 +146,8 @@ class VllmEngine(RankedEngine):
             async with asyncio.TaskGroup() as group:  # vLLM waits for its workers, long; ours need no more than a moment
                 group.create_task(asyncio.to_thread(llm.shutdown), name="vllm-shutdown")
                 group.create_task(asyncio.to_thread(end_processes, self._pids, EXIT_GRACE_S), name="vllm-end")
+            for path in self._files:
+                path.unlink(missing_ok=True)
             end_context(llm)
             if self._shared is not None:
                 self._shared.unlink(missing_ok=True)

@@ -18,6 +18,7 @@ from rollout.engines.owner import OWNER
 from rollout.engines.requests import check_adapters, check_fits, read_config
 from rollout.engines.vllm_lora import lora_arguments
 
+SHARED_FILES = ("vllm_dist_", "psm_")
 MIN_BATCHED_TOKENS = 2048
 """Tokens that one step may prefill, where `max_model_len` is not more."""
 
@@ -165,6 +166,16 @@ def end_context(llm: Any) -> None:
         return
     if all(socket.closed for socket in [*shadow._sockets, *context._sockets]):  # with an open one `term` would block
         context.term()
+
+
+def shared_files(pids: set[int]) -> set[Path]:
+    """Files in /dev/shm by which processes of ours talk to each other."""
+    paths: set[Path] = set()
+    for pid in pids:
+        with suppress(OSError):  # it has ended
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+            paths |= {Path(line.split(maxsplit=5)[5]) for line in lines if "/dev/shm/" in line}
+    return {path for path in paths if path.name.startswith(SHARED_FILES)}
 
 
 def end_processes(pids: set[int], grace_s: float) -> None:

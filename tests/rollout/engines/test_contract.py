@@ -12,6 +12,7 @@ from protocol.errors import EngineError
 from protocol.lora import NO_ADAPTERS, LoraConfig
 from rollout.engines.base import EngineConfig, KvPolicy, Request, Sampling
 from rollout.engines.registry import make_engine
+from rollout.engines.vllm_start import shared_files
 from tests.contracts.engine_bench import MAX_MODEL_LEN, Bench
 from tests.contracts.engine_models import adapted, tiny_model, weights
 from tests.contracts.engine_sleep import SleepContract, sleeper  # noqa: F401 (a fixture)
@@ -97,6 +98,7 @@ async def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     shared = directory / "engine.msgpack" if setup.shares else None
     engine = make_engine(config, directory / "model", f"{setup.name}.test", setup.lora, shared=shared)
     await engine.start()
+    files = shared_files({child.pid for child in psutil.Process().children(recursive=True)})
     pilots = 3 if setup.name == "sglang" else 1
     made_bench = Bench(
         engine, setup.kv, models, directory, published, computes=setup.name != "scripted", pilots=pilots, shares=setup.shares
@@ -115,6 +117,7 @@ async def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     left = [c for c in psutil.Process().children(recursive=True) if c.pid not in before and "resource_tracker" not in " ".join(c.cmdline())]
     assert not left, left
     assert not multiprocessing.active_children()
+    assert not any(path.exists() for path in files)
 
 
 class TestEngine(SleepContract, EngineContract):
