@@ -156,6 +156,8 @@ class SteppedEngine(Engine):
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
             self._updates.staging.close()
+            if self._model.memory is not None and torch.cuda.is_available():  # this process lives on for a moment
+                self._model.memory.give_back()
         elif self._loading is not None:  # a start that was given up: its thread goes on, and what it takes is given back
             await asyncio.wait({self._loading}, timeout=self._config.start_timeout_s)
         self._unload()
