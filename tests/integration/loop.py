@@ -101,7 +101,7 @@ async def _served(settings: Settings) -> AsyncIterator[str]:
 
 
 async def _loaded(live: LiveRun) -> None:
-    """Wait until the trainer has its model. Loading patches transformers for the whole process: two threads must not load at once."""
+    """Wait until the trainer has its model: on one core two loads at once take as long, and neither is done early."""
     async with asyncio.timeout(120):
         while not any("endpoints" in process.info for process in live.processes[Role.TRAINER]):  # noqa: ASYNC110 (info is a plain dict)
             await asyncio.sleep(0.01)

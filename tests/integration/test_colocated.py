@@ -80,7 +80,7 @@ async def test_sglang_sleeps_in_every_step_and_the_weights_are_those_of_the_refe
         "engine.start_timeout_s=600",
     )  # fmt: skip
     with caplog.at_level(logging.INFO, "tether"):
-        run = await run_to_end(small(tmp_path / "turns", *GREEDY, *sglang, "colocated.enabled=true"))
+        run = await run_to_end(small(tmp_path / "turns", *GREEDY, *sglang, "colocated.enabled=true"), seconds=600)
     assert (run.status.version, run.audit.violations, run.audit.max_lag) == (STEPS, [], 0)
     assert assert_by_turns([record.getMessage() for record in caplog.records]) == STEPS
     assert digests(run) == digests(alone)

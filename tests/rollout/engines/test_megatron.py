@@ -148,7 +148,7 @@ async def test_asleep_it_holds_neither_weights_nor_cache(tmp_path: Path) -> None
         await engine.generate(Request("a/0", (1,), Sampling(max_tokens=2)))
         loaded, model = engine._model, engine._slot_model
         assert model is not None
-        held = [*model.parameters.values(), *model.cache.tensors, *loaded.live.values(), *loaded.copy.values()]
+        held = [*model.parameters.values(), *model.cache.tensors, *loaded.weights.live.values(), *loaded.weights.buffer.values()]
         await engine.sleep()
         assert sum(tensor.untyped_storage().nbytes() for tensor in held) == 0
         await engine.wake()

@@ -31,7 +31,7 @@ async def test_the_reference_engine_holds_no_weights_while_it_sleeps(tmp_path: P
             await engine.stage(manifest)
             await engine.commit(manifest)
             tokens = (await engine.generate(ask("before", PROMPTS[0], 16))).tokens
-            held = [*engine._model.live.values(), *engine._model.copy.values(), *engine._model.decoder._model.parameters()]  # type: ignore[attr-defined]
+            held = [*engine._model.weights.live.values(), *engine._model.weights.copy.values(), *engine._model.decoder._model.parameters()]  # type: ignore[attr-defined]
             await engine.sleep()
             assert [tuple(tensor.shape) for tensor in held if tensor.untyped_storage().nbytes()] == []
             await engine.wake()
