@@ -209,7 +209,7 @@ class VersionServer:
                 served += self._answer(line, channel, request, end)
         except (OSError, RuntimeError, ValueError, WeightError) as error:
             if not self._closed.is_set():
-                log.warning("weights.send_failed error=%s", error)
+                log.warning("weights.send_failed error=%s", str(error))  # its traceback would keep the channel open as long as the record
         finally:
             channel.close()
             with self._lock:

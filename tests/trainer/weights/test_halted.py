@@ -18,8 +18,8 @@ from rollout.weights.registry import make_receiver
 from tests.trainer.weights.engines import ROOT, publish, started
 from tests.trainer.weights.receiver import COUNT
 from trainer.config import WeightConfig
-from trainer.weights.nccl import NcclSender
-from trainer.weights.serving import MAX_RECEIVERS
+from trainer.weights.nccl import NcclSender, _Pair
+from trainer.weights.serving import MAX_RECEIVERS, Published
 
 
 @contextmanager
@@ -80,6 +80,22 @@ def test_a_sender_gives_up_receivers_that_stand_still_and_serves_the_next() -> N
             assert said == "there"
             assert receive_at_last(manifest) == COUNT  # there is no slot before they are given up
             assert receive(publish(sender, 2), 60) == COUNT
+
+
+def test_a_sender_that_gives_up_lets_go_of_the_group_though_its_error_is_kept(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broadcast = _Pair._broadcast
+
+    def too_late(pair: _Pair, published: Published, end: float) -> None:
+        while time.monotonic() <= end:
+            time.sleep(0.01)
+        broadcast(pair, published, end)
+
+    monkeypatch.setattr(_Pair, "_broadcast", too_late)
+    with sending("gloo", 1) as (_, manifest), pytest.raises(WeightError, match="the sender hung up in the middle"):
+        receive(manifest, 60)
+    assert [record.getMessage() for record in caplog.records] == ["weights.send_failed error=not complete within weights.timeout_s"]
 
 
 @pytest.mark.gpu
