@@ -48,7 +48,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 def receive_at_last(manifest: WeightManifest) -> int:
     """Asks again where it is refused, as an engine does."""
-    end = time.monotonic() + 60
+    end = time.monotonic() + 120
     while True:
         try:
             return receive(manifest, 60)
@@ -75,11 +75,11 @@ def test_a_receiver_gives_up_a_sender_that_stands_still(backend: str) -> None:
 
 
 def test_a_sender_gives_up_receivers_that_stand_still_and_serves_the_next() -> None:
-    with sending("gloo", 4) as (sender, manifest):
+    with sending("gloo", 12) as (sender, manifest):
         with halted("receiver", msgspec.msgpack.encode(manifest).hex(), str(MAX_RECEIVERS)) as said:
             assert said == "there"
             assert receive_at_last(manifest) == COUNT  # there is no slot before they are given up
-            assert receive(publish(sender, 2), 60) == COUNT
+            assert receive_at_last(publish(sender, 2)) == COUNT
 
 
 def test_a_sender_that_gives_up_lets_go_of_the_group_though_its_error_is_kept(
@@ -88,12 +88,10 @@ def test_a_sender_that_gives_up_lets_go_of_the_group_though_its_error_is_kept(
     broadcast = _Pair._broadcast
 
     def too_late(pair: _Pair, published: Published, end: float) -> None:
-        while time.monotonic() <= end:
-            time.sleep(0.01)
-        broadcast(pair, published, end)
+        broadcast(pair, published, 0.0)
 
     monkeypatch.setattr(_Pair, "_broadcast", too_late)
-    with sending("gloo", 1) as (_, manifest), pytest.raises(WeightError, match="the sender hung up in the middle"):
+    with sending("gloo", 60) as (_, manifest), pytest.raises(WeightError, match="the sender hung up in the middle"):
         receive(manifest, 60)
     assert [record.getMessage() for record in caplog.records] == ["weights.send_failed error=not complete within weights.timeout_s"]
 
