@@ -9,12 +9,13 @@ import torch
 
 from protocol.errors import EngineError, WeightError
 from protocol.messages import WeightManifest
+from protocol.transfer.bits import bits_of
 from protocol.transfer.device_digests import collect, digest_tensor
 from protocol.transfer.device_memory import Room
 from protocol.transfer.shared_weights import BUFFERS, PARAMETERS, TRANSPORT
 from rollout.engines.base import Served
 from rollout.engines.staging import Source, Staging, contiguous_stride
-from rollout.engines.tracing import Recorder, Traced, Window, bits_of
+from rollout.engines.tracing import Recorder, Traced, Window
 from rollout.weights.base import Receiver
 from rollout.weights.registry import CheckedReceiver
 from rollout.weights.shared import SharedReceiver

@@ -13,11 +13,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from protocol.errors import EngineError
+from protocol.transfer.bits import bits_of
 from rollout.engines.memory import Memory, check_room
 from rollout.engines.staging import Slice, Source, Staging, dtype_name, stored_once
-
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Item size -> a dtype to look at bits through."""
 
 Load = Callable[[Iterator[tuple[str, torch.Tensor]]], object]
 
@@ -225,11 +223,6 @@ def trace(
         EngineError: as `record`; or there is no room for the buffer.
     """
     return Plan(*record(load, parameters, shapes, dtype), staging_mb)
-
-
-def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers, which compare bit by bit."""
-    return tensor.view(INTEGERS[tensor.element_size()])
 
 
 def _count(size: Iterable[int]) -> int:

@@ -5,11 +5,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from services.ledger.ledger import RedisLedger
+from services.ledger.server import read_endpoint
 from tests.integration.loop import ROOT
 
 T = TypeVar("T")
@@ -67,6 +69,24 @@ def until(ready: Callable[[], T | None], *, seconds: float, what: str) -> T:
             return answer
         time.sleep(POLL_S)
     raise TimeoutError(f"{what} did not happen within {seconds:.0f} s")
+
+
+def pids(run_dir: Path) -> dict[str, int]:
+    """Live services of a run by name, as `tether status` says; empty while there is no answer."""
+    result = tether("status", str(run_dir), "--json")
+    return {item["name"]: item["pid"] for item in json.loads(result.stdout)["processes"]} if result.returncode == 0 else {}
+
+
+@asynccontextmanager
+async def ledger_of(run_dir: Path) -> AsyncIterator[RedisLedger]:
+    """The ledger of a run of the demo, beside the services."""
+    url = read_endpoint(run_dir / "ledger")
+    assert url is not None
+    ledger = await RedisLedger.connect(url, "demo")
+    try:
+        yield ledger
+    finally:
+        await ledger.close()
 
 
 def processes_of(run_dir: Path) -> list[int]:

@@ -71,8 +71,6 @@ async def running(settings: Settings, *, rollouts: int = 1, rewards: int = 1) ->
             async with asyncio.TaskGroup() as tasks:
                 started: dict[Role, list[asyncio.Task[None]]] = {}
                 for role, serve in services.items():
-                    if role is Role.ROLLOUT:
-                        await _loaded(live)
                     started[role] = [
                         tasks.create_task(_run(live, role, f"{role}.{i}", serve), name=f"{role}.{i}") for i in range(counts[role])
                     ]
@@ -98,13 +96,6 @@ async def _served(settings: Settings) -> AsyncIterator[str]:
         yield server.url
     finally:
         await server.stop()
-
-
-async def _loaded(live: LiveRun) -> None:
-    """Wait until the trainer has its model: on one core two loads at once take as long, and neither is done early."""
-    async with asyncio.timeout(120):
-        while not any("endpoints" in process.info for process in live.processes[Role.TRAINER]):  # noqa: ASYNC110 (info is a plain dict)
-            await asyncio.sleep(0.01)
 
 
 async def _run(live: LiveRun, role: Role, name: str, serve: Callable[[Process], Coroutine[Any, Any, None]]) -> None:

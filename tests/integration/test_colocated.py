@@ -14,11 +14,10 @@ import pytest
 from protocol.lifecycle import GroupState
 from protocol.topics import Role
 from services.ledger.ledger import RedisLedger
-from services.ledger.server import read_endpoint
 from services.observability.steps import read_steps
 from services.turns import HOLDS, TURN, Turn
 from tests.contracts.sglang_environment import STAND_INS, sglang_python
-from tests.integration.command import audit, processes_of, tether, tether_up, until
+from tests.integration.command import audit, ledger_of, processes_of, tether, tether_up, until
 from tests.integration.loop import ROOT, Finished, run_to_end
 from tests.integration.test_loop import SMALL, of, small
 
@@ -139,22 +138,16 @@ def test_vllm_and_megatron_share_a_gpu(tmp_path: Path, transport: str, eager: st
 
 async def kill_both(run_dir: Path) -> None:
     """The engine while it sleeps, then, when another has taken its place, the trainer while it makes a step."""
-    url = read_endpoint(run_dir / "ledger")
-    assert url is not None
-    ledger = await RedisLedger.connect(url, "demo")
-    try:
-        async with asyncio.timeout(240):
-            trainer, asleep = await stopped_in_its_turn(ledger)
-            while not await leases_outlive_their_time(ledger):
-                os.kill(trainer["pid"], signal.SIGCONT)
-                trainer, asleep = await stopped_in_its_turn(ledger)
-            os.kill(asleep["pid"], signal.SIGKILL)
+    async with ledger_of(run_dir) as ledger, asyncio.timeout(240):
+        trainer, asleep = await stopped_in_its_turn(ledger)
+        while not await leases_outlive_their_time(ledger):
             os.kill(trainer["pid"], signal.SIGCONT)
-            trainer, successor = await stopped_in_its_turn(ledger, not_with=asleep["pid"])
-            os.kill(trainer["pid"], signal.SIGKILL)
-            assert successor["pid"] != asleep["pid"]
-    finally:
-        await ledger.close()
+            trainer, asleep = await stopped_in_its_turn(ledger)
+        os.kill(asleep["pid"], signal.SIGKILL)
+        os.kill(trainer["pid"], signal.SIGCONT)
+        trainer, successor = await stopped_in_its_turn(ledger, not_with=asleep["pid"])
+        os.kill(trainer["pid"], signal.SIGKILL)
+        assert successor["pid"] != asleep["pid"]
 
 
 async def leases_outlive_their_time(ledger: RedisLedger) -> bool:

@@ -9,9 +9,8 @@ from typing import Any
 
 from protocol.lifecycle import GroupState
 from services.ledger.ledger import RedisLedger
-from services.ledger.server import read_endpoint
 from services.observability.steps import read_steps
-from tests.integration.command import audit, processes_of, tether, tether_up, until
+from tests.integration.command import audit, ledger_of, pids, processes_of, tether_up, until
 from tests.integration.loop import ROOT
 
 STEPS = 14
@@ -28,12 +27,6 @@ OVERRIDES = (
 )
 ARGUMENTS = [str(ROOT / "deploy/configs/demo.toml"), "--steps", str(STEPS), "--rollouts", "2", "--rewards", "2"]
 ARGUMENTS += [word for override in OVERRIDES for word in ("--set", override)]
-
-
-def pids(run_dir: Path) -> dict[str, int]:
-    """Live services of a run by name, as `tether status` says; empty while there is no answer."""
-    result = tether("status", str(run_dir), "--json")
-    return {item["name"]: item["pid"] for item in json.loads(result.stdout)["processes"]} if result.returncode == 0 else {}
 
 
 def test_a_run_survives_the_death_of_every_kind_of_worker(tmp_path: Path) -> None:
@@ -56,20 +49,14 @@ def test_a_run_survives_the_death_of_every_kind_of_worker(tmp_path: Path) -> Non
 
 async def kill_between_take_and_commit(run_dir: Path, trainer: int) -> None:
     """Stop the trainer until it is caught with TAKEN groups, then kill it."""
-    url = read_endpoint(run_dir / "ledger")
-    assert url is not None
-    ledger = await RedisLedger.connect(url, "demo")
-    try:
-        async with asyncio.timeout(120):
-            while True:
+    async with ledger_of(run_dir) as ledger, asyncio.timeout(120):
+        while True:
+            if await taken(ledger):
+                os.kill(trainer, signal.SIGSTOP)
                 if await taken(ledger):
-                    os.kill(trainer, signal.SIGSTOP)
-                    if await taken(ledger):
-                        break
-                    os.kill(trainer, signal.SIGCONT)
+                    break
+                os.kill(trainer, signal.SIGCONT)
         os.kill(trainer, signal.SIGKILL)
-    finally:
-        await ledger.close()
 
 
 async def taken(ledger: RedisLedger) -> Any:

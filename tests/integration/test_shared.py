@@ -1,6 +1,5 @@
 """Transport `shared`: trainer and engine compute with the same weights, through updates, restarts and deaths of either."""
 
-import asyncio
 import json
 import os
 import signal
@@ -9,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from services.ledger.ledger import RedisLedger
-from services.ledger.server import read_endpoint
 from services.observability.steps import read_steps
-from tests.integration.command import audit, processes_of, tether, tether_up, until
+from tests.integration.command import audit, pids, processes_of, tether, tether_up, until
 from tests.integration.loop import ROOT, Finished, run_to_end
 from tests.integration.test_loop import of, small
 
@@ -58,7 +55,7 @@ def test_a_run_survives_the_death_of_its_trainer_and_of_its_engine(tmp_path: Pat
     with tether_up(*arguments, output=tmp_path / "up.log") as up:
         for step, name in ((1, "trainer"), (3, "rollout.0")):
             until(lambda step=step: len(read_steps(tmp_path / "metrics.jsonl")) >= step, seconds=120, what=f"step {step}")  # type: ignore[misc]
-            os.kill(asyncio.run(pid_of(tmp_path, name)), signal.SIGKILL)
+            os.kill(until(lambda name=name: pids(tmp_path).get(name), seconds=60, what=f"{name} in the registry"), signal.SIGKILL)  # type: ignore[misc]
         refused = tether("scale", str(tmp_path), "rollouts=2")
         assert (refused.returncode, "there can be one rollout worker" in refused.stderr) == (2, True), refused.stderr
         assert up.wait(240) == 0, (tmp_path / "up.log").read_text()
@@ -89,20 +86,6 @@ def test_vllm_and_the_reference_trainer_share_a_gpu(tmp_path: Path, eager: str) 
     result = audit(tmp_path)
     assert (result["code"], result["violations"], result["steps"]) == (0, [], 6)
     assert list((tmp_path / "shared").iterdir()) == []
-
-
-async def pid_of(run_dir: Path, name: str) -> int:
-    """Of a service, once it is registered."""
-    url = read_endpoint(run_dir / "ledger")
-    assert url is not None
-    ledger = await RedisLedger.connect(url, "demo")
-    try:
-        async with asyncio.timeout(60):
-            while not (found := [peer for peer in await ledger.peers() if peer.info["name"] == name]):  # noqa: ASYNC110 (the ledger tells nobody)
-                await asyncio.sleep(0.01)
-    finally:
-        await ledger.close()
-    return int(found[0].info["pid"])
 
 
 def events(run_dir: Path) -> list[dict[str, Any]]:

@@ -6,10 +6,9 @@ from typing import Any
 import torch
 
 from protocol.errors import SettingsError, WeightError
+from protocol.transfer.bits import bits_of
 from protocol.transfer.shared_weights import ROTARY
 
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Item size -> a dtype to look at bits through."""
 ROWS = 4096
 """Positions whose angles are compared at a time."""
 
@@ -95,5 +94,4 @@ def _plain(fact: object) -> object:
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    integers = INTEGERS[a.element_size()]
-    return torch.equal(a.detach().view(integers), b.detach().view(integers))
+    return torch.equal(bits_of(a.detach()), bits_of(b.detach()))
