@@ -22,9 +22,11 @@ def check_shared(settings: "Settings") -> None:
         return
     trainer, engine, services = settings.trainer, settings.engine, settings.services
     gpus = (listed(services.trainer_gpus), listed(services.rollout_gpus))
+    wants = CAN_SHARE.get(engine.name)
     wrong = {
-        f"trainer.backend is {trainer.backend!r}; it has to be 'reference'": trainer.backend != "reference",
-        f"engine.name is {engine.name!r}; it has to be {' or '.join(CAN_SHARE)}": engine.name not in CAN_SHARE,
+        f"engine.name is {engine.name!r}; it has to be {' or '.join(CAN_SHARE)}": wants is None,
+        f"trainer.backend is {trainer.backend!r}; with engine.name {engine.name!r} it has to be {wants!r}": trainer.backend != wants,
+        f"[parallel] asks for {settings.parallel.world_size} ranks; the trainer has to be one": settings.parallel.world_size != 1,
         f"engine.tensor_parallel_size is {engine.tensor_parallel_size}; it has to be 1": engine.tensor_parallel_size != 1,
         "engine.enable_sleep_mode is true; the trainer computes with the engine's memory": engine.enable_sleep_mode,
         f"services.rollouts is {services.rollouts}; there can be one rollout worker": services.rollouts > 1,

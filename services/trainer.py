@@ -99,7 +99,7 @@ async def _lead(process: Process, turn: TrainerTurn | None) -> None:
     compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
     with process.waiting("model load"):
         backend = await asyncio.get_running_loop().run_in_executor(compute, build_backend, settings)
-    make = partial(make_sender, settings.weights, run=process.run, run_dir=run_dir, masters=backend.masters)
+    make = partial(make_sender, settings.weights, run=process.run, run_dir=run_dir, masters=backend.masters, parts=backend.master_parts)
     sender = await asyncio.get_running_loop().run_in_executor(compute, make)
     async with Broadcaster(WEIGHTS, run=process.run, incarnation=process.incarnation, config=settings.bus) as caster:
         process.metrics.watch("tether_bus_weights", "Bus counters, edge weights", caster.stats.as_dict)

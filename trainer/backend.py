@@ -83,6 +83,9 @@ class Backend(ABC):
         """Move everything that training holds on the device to the host. Until `onload` nothing but `close` may follow.
 
         Returns: the bytes.
+
+        Raises:
+            SettingsError: an engine reads its masters; nothing changed.
         """
 
     @abstractmethod
@@ -94,26 +97,30 @@ class Backend(ABC):
         """
 
     def masters(self) -> Mapping[str, torch.Tensor]:
-        """fp32, in the order and under the names of `export`, which yields them. Transport `shared` brings them to memory that the engine
-        reads, so whoever owns them looks at them anew (`.data`) at each use.
+        """fp32, dense, what the optimizer steps. Transport `shared` brings them to memory that the engine reads, so whoever owns them looks
+        at them anew (`.data`) at each use.
 
         Raises:
             SettingsError: this backend computes with weights of its own alone.
         """
-        raise SettingsError("setting weights.transport: with 'shared' the trainer is the reference backend (trainer.backend)")
+        raise SettingsError(f"setting weights.transport: {type(self).__name__} does not share weights with an engine (trainer.backend)")
+
+    def master_parts(self) -> Mapping[str, torch.Tensor]:
+        """The parts of the masters, where they are now, that are the tensors of `export`, in its order, laid as `is_laid_as` says."""
+        return self.masters()
 
     def attach(self, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
         """Compute with an engine's live weights from now on, and never write to them: a step leaves that to the engine.
 
         Args:
-            parameters: by checkpoint name; their bytes are those that the masters make.
+            parameters: by the names that this model has for its own; their bytes are those that the masters make.
             buffers: what the engine computes with beside them.
 
         Raises:
             SettingsError: the engine's tensors are not what this model computes with; names the tensor.
             WeightError: they are of other weights; names the tensor. Either way nothing changed.
         """
-        raise SettingsError("setting weights.transport: with 'shared' the trainer is the reference backend (trainer.backend)")
+        raise SettingsError(f"setting weights.transport: {type(self).__name__} does not share weights with an engine (trainer.backend)")
 
     @abstractmethod
     def close(self) -> None: ...

@@ -30,7 +30,9 @@ def make_backend(
     if checked_name(trainer.backend, BACKENDS, "setting trainer.backend:") == "megatron":
         from trainer.megatron.backend import MegatronBackend
 
-        return MegatronBackend(model_dir, parallel=parallel, optimizer=optimizer, trainer=trainer, algorithm=algorithm, adapters=adapters)
+        return MegatronBackend(
+            model_dir, parallel=parallel, optimizer=optimizer, trainer=trainer, algorithm=algorithm, adapters=adapters, shared=shared
+        )
     if parallel.world_size != 1:
         raise SettingsError(f"the {trainer.backend} backend runs on one rank, [parallel] asks for {parallel.world_size}: use megatron")
     if trainer.backend == "reference":

@@ -29,10 +29,10 @@ class DirectStaging(Staging):
     """
 
     def __init__(self, sources: Mapping[str, Source], *, architecture: str = "", tied: bool = False) -> None:
-        """`sources`: what goes where in the live parameters."""
+        """`sources`: what goes where in the live parameters, each tensor as a whole to one place."""
         unplaced = {name: Source(source.dtype, source.shape, ()) for name, source in sources.items()}
         super().__init__(unplaced, architecture=architecture, tied=tied)
-        self._live = dict(sources)
+        self._live = {name: source.slices[0].target for name, source in sources.items()}
         self._shared = SharedReceiver()
         self._taken: WeightManifest | None = None
         self._masters: dict[str, torch.Tensor] = {}
@@ -40,13 +40,17 @@ class DirectStaging(Staging):
     def fetch(self, manifest: WeightManifest, deadline_s: float) -> int:
         if manifest.transport != TRANSPORT:
             raise WeightError(f"version {manifest.version} comes by {manifest.transport}, this engine takes what is {TRANSPORT}")
-        return super().fetch(manifest, deadline_s)
+        covered = super().fetch(manifest, deadline_s)
+        try:
+            self._masters_of(manifest)
+        except WeightError:
+            self.discard()
+            raise
+        return covered
 
     def take(self, manifest: WeightManifest) -> Served:
         served = super().take(manifest)
-        copies = self.check(manifest)
-        masters = self._shared.masters(manifest)
-        self._taken, self._masters = manifest, {name: masters[copies.get(name, name)] for name in self._live}
+        self._taken, self._masters = manifest, self._masters_of(manifest)
         return served
 
     def apply(self) -> None:
@@ -58,9 +62,8 @@ class DirectStaging(Staging):
         taken, masters = self._taken, self._masters
         assert taken is not None
         with torch.no_grad():
-            for name, source in self._live.items():
-                for part in source.slices:
-                    part.fill(masters[name])
+            for name, target in self._live.items():
+                target.copy_(masters[name])
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
             self.check_live(taken)  # nothing says what a GPU's memory holds when the process whose it was has ended
@@ -72,7 +75,7 @@ class DirectStaging(Staging):
         """Compare the live parameters with the digests of a version. Raises WeightError, naming the first tensor that differs."""
         copies = self.check(manifest)
         wanted = {entry.name: entry.digest for entry in manifest.tensors}
-        tensors = [source.slices[0].target for source in self._live.values()]
+        tensors = list(self._live.values())
         for name, found in zip(self._live, collect([digest_tensor(t) for t in tensors], [t.nbytes for t in tensors]), strict=True):
             if found != wanted[copies.get(name, name)]:
                 raise WeightError(f"version {manifest.version}: {name} is not what the trainer's masters made when they were verified")
@@ -81,6 +84,21 @@ class DirectStaging(Staging):
         super().discard()
         self._taken, self._masters = None, {}
         self._shared.close()
+
+    def _masters_of(self, manifest: WeightManifest) -> dict[str, torch.Tensor]:
+        """What the trainer has for each live tensor, in its shape. Raises WeightError, naming one that lies otherwise there."""
+        copies, masters = self.check(manifest), self._shared.masters(manifest)
+        found: dict[str, torch.Tensor] = {}
+        for name, target in self._live.items():
+            master = masters[copies.get(name, name)]
+            try:
+                found[name] = master.view(target.shape)
+            except RuntimeError as error:
+                raise WeightError(
+                    f"tensor {name} lies between others in the trainer, {list(master.shape)} of strides {master.stride()}, and not in this "
+                    "engine: the two do not compute with one layout of the weights"
+                ) from error
+        return found
 
     def _receiver_of(self, transport: str) -> Receiver:
         self._receiver, self._transport = CheckedReceiver(self._shared), transport

@@ -1,7 +1,7 @@
 """Generation with the training model: megatron-core's GPTModel and static KV cache in this process, on a CPU or a GPU.
 
 Log-probabilities are those of the very layers that training runs. A request that arrives while others run joins them at the next step. One
-rank, no CUDA graphs. Weights come like any engine's, through a transport: the trainer's own tensors are not shared.
+rank, no CUDA graphs. Weights come through a transport, as to every engine, or the trainer computes with the live ones, too.
 """
 
 from collections.abc import Iterator, Sequence, Set
@@ -11,10 +11,14 @@ from pathlib import Path
 import torch
 
 from protocol.errors import EngineError, SettingsError
+from protocol.transfer.device_memory import Room
+from protocol.transfer.shared_weights import TRANSPORT
 from rollout.engines.base import Capabilities, EngineConfig
+from rollout.engines.direct import DirectStaging, describe, share_parameters
 from rollout.engines.memory import Memory
 from rollout.engines.requests import check_fits, read_config
 from rollout.engines.rows import Row
+from rollout.engines.staging import whole_source
 from rollout.engines.stepped import Model, SteppedEngine
 from rollout.engines.tracing import trace
 from rollout.weights.registry import RECEIVERS
@@ -26,9 +30,13 @@ DEFAULT_BATCH_TOKENS = 8192
 class MegatronEngine(SteppedEngine):
     """Serves the families that the trainer backend `megatron` trains. A model directory without weights gives random ones."""
 
-    def __init__(self, config: EngineConfig, model_dir: Path, incarnation: str) -> None:
+    def __init__(self, config: EngineConfig, model_dir: Path, incarnation: str, shared: Path | None = None) -> None:
+        """`shared`: the trainer computes with the live weights, and finds them by this file."""
         super().__init__(config, model_dir, incarnation)
-        self.capabilities = Capabilities(transports=frozenset(RECEIVERS), sleep=True)
+        self._shared = shared
+        self._room: Room | None = None
+        transports = frozenset(RECEIVERS) if shared is None else frozenset({TRANSPORT})
+        self.capabilities = Capabilities(transports=transports, sleep=shared is None)
         self._slot_model: SlotModel | None = None
 
     def _load(self) -> Model:
@@ -52,14 +60,27 @@ class MegatronEngine(SteppedEngine):
         self._config = replace(config, max_running=model.slots)
         if not torch.cuda.is_available():
             torch.set_num_threads(config.threads)
+        decoder = SlotDecoder(model, batch_tokens)
+        if self._shared is not None:
+            return self._share(model, decoder, self._shared)
         plan = trace(model.load, model.parameters.items(), model.shapes, getattr(torch, config.dtype), config.staging_mb)
         plan.calibrate()
         staging = plan.staging(architecture=model.architecture.name, tied=model.architecture.tied)
-        decoder = SlotDecoder(model, batch_tokens)
         memory = Memory([*plan.live.values(), *plan.buffer.values(), *model.cache.tensors])
         return Model(decoder, plan, staging, lambda: {name: tensor for name, tensor, _ in plan.gathered()}, memory)
 
+    def _share(self, model: SlotModel, decoder: "SlotDecoder", path: Path) -> Model:
+        self._room, buffers = share_parameters(model.module, model.buffers())
+        describe(self._room, path, model.parameters, buffers)
+        parts = model.parts()
+        sources = {name: replace(whole_source(part), shape=model.shapes[name]) for name, part in parts.items()}
+        staging = DirectStaging(sources, architecture=model.architecture.name, tied=model.architecture.tied)
+        return Model(decoder, staging, staging, lambda: {name: part.reshape(model.shapes[name]) for name, part in parts.items()})
+
     def _unload(self) -> None:
+        if self._room is not None and self._shared is not None:
+            self._shared.unlink(missing_ok=True)
+            self._room.close()
         if self._slot_model is not None:
             self._slot_model.close()
 

@@ -21,8 +21,8 @@ SERVE_ADAPTERS = ("hf", "sglang", "vllm")
 CAN_SLEEP = ("hf", "megatron", "sglang", "vllm")
 STARTED_TO_SLEEP = ("sglang", "vllm")
 """Can only if `enable_sleep_mode` is set, vLLM on a GPU alone."""
-CAN_SHARE = ("hf", "vllm")
-"""Their live weights can be those that the trainer computes with."""
+CAN_SHARE = {"hf": "reference", "megatron": "megatron", "vllm": "reference"}
+"""Engine -> the trainer's backend that can compute with its live weights."""
 
 
 def make_engine(

@@ -12,7 +12,7 @@ import torch
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
 from protocol.transfer.device_memory import mapped
-from protocol.transfer.shared_weights import HELD, MASTERS, VERSION
+from protocol.transfer.shared_weights import HELD, MASTERS, VERSION, is_laid_as
 from rollout.weights.base import Place, nowhere
 from rollout.weights.entries import Deadline, Verification
 
@@ -43,7 +43,7 @@ class SharedReceiver:
         self.masters(manifest)
 
     def masters(self, manifest: WeightManifest) -> dict[str, torch.Tensor]:
-        """The masters of the version that was verified last, by checkpoint name, where the trainer has them.
+        """The masters of the version that was verified last, by checkpoint name, where and as the trainer has them.
 
         Raises:
             WeightError: none was, or the trainer has begun to write to them.
@@ -59,7 +59,7 @@ class SharedReceiver:
 
 def _in_dtype(entry: TensorEntry, masters: dict[str, torch.Tensor], manifest: WeightManifest) -> torch.Tensor:
     master = masters.get(entry.name)
-    if master is None or tuple(master.shape) != entry.shape or not master.is_contiguous():
+    if master is None or not is_laid_as(master, entry.shape):
         there = "absent" if master is None else f"{list(master.shape)} of strides {master.stride()}"
         raise WeightError(f"tensor {entry.name} is {list(entry.shape)} in the manifest, {there} in {manifest.location}")
-    return master.to(getattr(torch, entry.dtype)) if master.is_floating_point() else master
+    return (master.to(getattr(torch, entry.dtype)) if master.is_floating_point() else master).reshape(entry.shape)

@@ -171,8 +171,10 @@ async def test_a_trainer_that_is_to_stop_does_not_wait(settings: Settings) -> No
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("trainer.backend=megatron", "trainer.backend is 'megatron'"),
-        ("engine.name=sglang", "engine.name is 'sglang'; it has to be hf or vllm"),
+        ("trainer.backend=megatron", "trainer.backend is 'megatron'; with engine.name 'hf' it has to be 'reference'"),
+        ("engine.name=megatron", "trainer.backend is 'reference'; with engine.name 'megatron' it has to be 'megatron'"),
+        ("engine.name=sglang", "engine.name is 'sglang'; it has to be hf or megatron or vllm"),
+        ("parallel.tensor_model_parallel_size=2", "[parallel] asks for 2 ranks; the trainer has to be one"),
         ("engine.tensor_parallel_size=2", "engine.tensor_parallel_size is 2"),
         ("engine.enable_sleep_mode=true", "engine.enable_sleep_mode is true"),
         ("services.rollouts=2", "services.rollouts is 2; there can be one"),
@@ -193,6 +195,7 @@ def test_settings_that_do_not_go_with_it_are_refused_by_name(tmp_path: Path, ove
 
 def test_settings_that_go_with_it_are_taken(tmp_path: Path) -> None:
     settings_for(tmp_path, "demo.toml", *SHARED, "engine.name=vllm", "services.trainer_gpus=1", "services.rollout_gpus='1,2'")
+    settings_for(tmp_path, "demo.toml", *SHARED, "engine.name=megatron", "trainer.backend=megatron")
     settings_for(tmp_path, "demo.toml", *SHARED, "trainer.dtype=bfloat16", "engine.dtype=bfloat16", "services.rollouts=0")
 
 

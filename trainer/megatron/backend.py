@@ -1,6 +1,6 @@
 """The megatron-core training backend."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -11,6 +11,7 @@ from protocol.errors import SettingsError
 from protocol.lora import NO_ADAPTERS, LoraConfig, adapter_targets
 from trainer.adapter import merged
 from trainer.algorithms.base import Algorithm
+from trainer.attaching import check_buffers, check_parameters, take_parameters
 from trainer.backend import Backend, StepStats
 from trainer.batch import Batch
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
@@ -22,6 +23,7 @@ from trainer.megatron.forward import Runner
 from trainer.megatron.model import DTYPES, build_model, mark_split, transformer_config
 from trainer.megatron.optimizer import Optimizer, wrap_model
 from trainer.megatron.reshard import TensorPlan, export_plan, plan_of, stage_rules
+from trainer.megatron.sharing import buffers_of, parts_of
 from trainer.offload import HostShelf
 
 
@@ -40,15 +42,19 @@ class MegatronBackend(Backend):
         trainer: TrainerConfig,
         algorithm: Algorithm,
         adapters: LoraConfig = NO_ADAPTERS,
+        shared: bool = False,
     ) -> None:
         """Load the model. A collective.
 
         Args:
             adapters: with a rank only these are trained.
+            shared: masters are apart from the parameters in every dtype, and are what is published; `attach` may follow.
 
         Raises:
-            SettingsError: if the model is not supported, or does not fit the layout.
+            SettingsError: if the model is not supported, or does not fit the layout, or several ranks are to share weights with an engine.
         """
+        if shared and parallel.world_size != 1:
+            raise SettingsError(f"[parallel] asks for {parallel.world_size} ranks: with weights.transport 'shared' the trainer is one")
         if trainer.dtype not in DTYPES:
             raise SettingsError(f"[trainer] dtype is {trainer.dtype!r}: use {' or '.join(DTYPES)}")
         self.algorithm = algorithm
@@ -69,9 +75,11 @@ class MegatronBackend(Backend):
             self._trained, self._published = self._parameters, self._plan
             if adapters.rank:
                 self._attach(model, adapters)
+            self._buffers = buffers_of(model)
             self._model = wrap_model(model, self._config, self._position)
             self._runner = Runner(self._model, self._model_spec, self._position, trainer.micro_batch_size)
-            self._optimizer = Optimizer(optimizer, self._model, self._position, DTYPES[trainer.dtype])
+            self._optimizer = Optimizer(optimizer, self._model, self._position, DTYPES[trainer.dtype], apart=shared)
+            self._masters = self._optimizer.masters
         except BaseException:
             self.close()
             raise
@@ -109,17 +117,39 @@ class MegatronBackend(Backend):
         model = build_model(self._model_spec, self._config, self._position)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                parameter.copy_(self._parameters[name])
+                parameter.copy_((self._masters or self._parameters)[name])
         self._reference_model = model.requires_grad_(False)
         self._reference = Runner(model, self._model_spec, self._position, self._trainer.micro_batch_size)
 
+    def masters(self) -> Mapping[str, torch.Tensor]:
+        return self._masters or super().masters()
+
+    def master_parts(self) -> Mapping[str, torch.Tensor]:
+        return parts_of(self._plan, self.masters())
+
+    def attach(self, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
+        check_parameters(self._parameters, self.masters(), parameters)
+        check_buffers(self._buffers, buffers)
+        self._optimizer.leave_parameters()
+        take_parameters(self._parameters, parameters)
+
     @torch.no_grad()
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See the interface. Tensors are copies, in the training dtype, on the training device; one is in flight at a time."""
-        yield from self._gathered(self._published)
+        """See the interface. Tensors are copies, in the training dtype, on the training device; one is in flight at a time.
+
+        What an engine shares is exported out of its masters instead, in fp32, as views of them where they are dense.
+        """
+        if not self._masters:
+            yield from self._gathered(self._published)
+        else:
+            parts = self.master_parts()
+            yield from ((plan.name, parts[plan.name].reshape(plan.shape)) for plan in self._plan)
 
     @torch.no_grad()
     def export_model(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._masters:
+            yield from ((name, tensor.to(DTYPES[self._trainer.dtype])) for name, tensor in self.export())
+            return
         adapter = dict(self._gathered(self._published)) if self.targets else {}
         targets = {target.weight: target for target in self.targets}
         for name, tensor in self._gathered(self._plan):
@@ -136,13 +166,20 @@ class MegatronBackend(Backend):
 
     def save(self, directory: Path) -> None:
         """See the interface. Returns when every rank's part is on disk."""
-        save_part(directory, self._trained, self._optimizer, self._position, self._layout())
+        weights = self._trained
+        if self._masters:  # an engine's may be those of the version before
+            weights = {name: master.to(DTYPES[self._trainer.dtype]) for name, master in self._masters.items()}
+        save_part(directory, weights, self._optimizer, self._position, self._layout())
         dist.barrier()
 
     def restore(self, directory: Path) -> None:
-        restore_part(directory, self._trained, self._optimizer, self._position, self._layout())
+        # Masters come last and exactly, so where they are apart the weights may go there first.
+        restore_part(directory, self._masters or self._trained, self._optimizer, self._position, self._layout())
+        self._optimizer.fill_parameters()
 
     def offload(self) -> int:
+        if self._masters:
+            raise SettingsError("setting weights.transport: with 'shared' the trainer's state stays where the engine reads it")
         if self._shelf.in_use:
             return self._shelf.nbytes
         self._optimizer.zero_grad(self._model)

@@ -22,6 +22,7 @@ from trainer.megatron.architecture import Architecture, read_architecture
 from trainer.megatron.convert.checkpoint import load_checkpoint
 from trainer.megatron.model import DTYPES, OutputRows, build_model, transformer_config
 from trainer.megatron.reshard import export_plan
+from trainer.megatron.sharing import buffers_of, parts_of
 
 INITIAL_DEVIATION = 0.02
 """Of the random weights of a model without a checkpoint."""
@@ -103,8 +104,8 @@ class SlotModel:
         self._closed = False
         try:
             config = transformer_config(self.architecture, position, DTYPES[dtype])
-            self._model = build_model(self.architecture, config, position, attention=SlotAttention).eval().requires_grad_(False)
-            self.parameters: dict[str, torch.Tensor] = dict(self._model.named_parameters())
+            self.module = build_model(self.architecture, config, position, attention=SlotAttention).eval().requires_grad_(False)
+            self.parameters: dict[str, torch.Tensor] = dict(self.module.named_parameters())
             if any(model_dir.glob("*.safetensors")):
                 load_checkpoint(model_dir, self.architecture, self.parameters, tp=1, tp_rank=0, pp=1, pp_rank=0)
             else:
@@ -114,7 +115,7 @@ class SlotModel:
         except BaseException:
             self.close()
             raise
-        self._rows = OutputRows(self._model)
+        self._rows = OutputRows(self.module)
         self._device = position.device
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -124,6 +125,14 @@ class SlotModel:
             for piece in plan.pieces:
                 rows = self.parameters[plan.parameter].narrow(plan.dim, piece.local_start, piece.length)
                 rows.copy_(tensor.narrow(plan.dim, piece.start, piece.length))
+
+    def parts(self) -> dict[str, torch.Tensor]:
+        """Checkpoint name -> the view of a parameter that is the tensor, laid as `is_laid_as` says."""
+        return parts_of(self._plan.values(), self.parameters)
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """What it computes with beside the parameters."""
+        return buffers_of(self.module)
 
     @torch.no_grad()
     def prefill(self, first: int, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
@@ -159,7 +168,7 @@ class SlotModel:
             parallel.finalize()
 
     def _logits(self, tokens: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        found: torch.Tensor = self._model(tokens, None, mask, inference_context=self.cache, runtime_gather_output=True)
+        found: torch.Tensor = self.module(tokens, None, mask, inference_context=self.cache, runtime_gather_output=True)
         return found
 
 

@@ -1,4 +1,7 @@
-"""megatron's optimizer: AdamW on float32 masters, its state spread over data-parallel ranks if asked for."""
+"""megatron's optimizer: AdamW on float32 masters, its state spread over data-parallel ranks if asked for.
+
+Of a parameter its master is `main_param`: in bfloat16 megatron sets it, in float32 it has none unless masters are to be apart.
+"""
 
 import math
 from typing import Any
@@ -9,6 +12,7 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.tensor_parallel import copy_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trainer.config import OptimizerConfig
@@ -32,8 +36,11 @@ def is_distributed(position: Position) -> bool:
 class Optimizer:
     """Clips, steps and warms up. The learning rate is constant after `lr_warmup_steps` of linear growth."""
 
-    def __init__(self, config: OptimizerConfig, model: Any, position: Position, dtype: torch.dtype) -> None:
-        """Build on the wrapped model. A collective. Weights must be loaded before: masters are copies of them."""
+    def __init__(self, config: OptimizerConfig, model: Any, position: Position, dtype: torch.dtype, *, apart: bool = False) -> None:
+        """Build on the wrapped model. A collective. Weights must be loaded before: masters are copies of them.
+
+        `apart`: in float32, too, where it else steps the parameters themselves.
+        """
         self.config = config
         settings = MegatronOptimizerConfig(
             optimizer="adam",
@@ -51,6 +58,13 @@ class Optimizer:
         with cuda_type_names():
             self.megatron = get_megatron_optimizer(settings, [model], use_gloo_process_groups=False)
         self.steps = 0
+        self._fills = True
+        self._parameters: dict[str, Any] = dict(model.module.named_parameters()) if apart else {}
+        if apart and dtype is torch.float32:
+            for optimizer in self.torch_optimizers:
+                _set_apart(optimizer)
+        self.masters: dict[str, torch.Tensor] = {name: parameter.main_param for name, parameter in self._parameters.items()}
+        """By parameter, if they are to be apart."""
         for group in self.megatron.param_groups:
             # megatron marks what should not decay, but only its own scheduler heeds the mark.
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
@@ -72,6 +86,16 @@ class Optimizer:
         states = [state for inner in self.torch_optimizers for state in inner.state.values()]
         return found + [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
 
+    def leave_parameters(self) -> None:
+        """From now on somebody else brings the masters, which are apart, to the parameters; here nothing writes to them."""
+        self._fills = False
+
+    @torch.no_grad()
+    def fill_parameters(self) -> None:
+        """Bring masters that are apart to the parameters, unless somebody else does that."""
+        for name, parameter in self._parameters.items() if self._fills else ():
+            parameter.copy_(self.masters[name])
+
     def learning_rate(self) -> float:
         """Of the next step."""
         warmup = self.config.lr_warmup_steps
@@ -92,7 +116,12 @@ class Optimizer:
             return norm, f"overflow: gradient norm {norm}"
         if self.config.clip_grad > 0:
             self._scale_gradients(self.config.clip_grad / (norm + 1e-6))
-        optimizer.step_with_ready_grads()
+        if self.masters:
+            for inner in self.torch_optimizers:
+                inner.step()
+            self.fill_parameters()
+        else:
+            optimizer.step_with_ready_grads()
         self.steps += 1
         return norm, ""
 
@@ -112,3 +141,15 @@ class Optimizer:
 def _finalize_gradients(model: list[Any], num_tokens: torch.Tensor | None, **groups: Any) -> None:
     """megatron's reduction of the gradients over ranks, without the division by tokens: the loss is a sum."""
     finalize_model_grads(model, None, **groups)
+
+
+def _set_apart(optimizer: torch.optim.Optimizer) -> None:
+    """Have it step copies of the parameters, with the parameters' gradients."""
+    for group in optimizer.param_groups:
+        for position, parameter in enumerate(group["params"]):
+            master = parameter.detach().clone()
+            copy_tensor_model_parallel_attributes(master, parameter)
+            if hasattr(parameter, "shared"):
+                master.shared = parameter.shared
+            master.main_grad = parameter.main_grad
+            group["params"][position] = parameter.main_param = master

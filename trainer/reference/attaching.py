@@ -1,54 +1,28 @@
-"""Whether an engine's tensors are those that a model computes with: looked at before the model's own are let go."""
+"""Whether an engine rotates as transformers' model does: by its frequencies, or by a table of the angles that they make."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from protocol.errors import SettingsError, WeightError
-from protocol.transfer.bits import bits_of
+from protocol.errors import SettingsError
 from protocol.transfer.shared_weights import ROTARY
+from trainer.attaching import check_buffers
 
 ROWS = 4096
 """Positions whose angles are compared at a time."""
 
 
-def check_parameters(own: Mapping[str, torch.Tensor], masters: Mapping[str, torch.Tensor], engine: Mapping[str, torch.Tensor]) -> None:
-    """Compare names, kinds and bits.
-
-    Args:
-        own: the model's parameters, dense.
-        masters: of the weights that the engine is to serve.
-        engine: its live weights.
-
-    Raises:
-        SettingsError: a name is not on both sides, or dtype, device, shape or strides differ.
-        WeightError: the bits are not those that the master makes.
-    """
-    _check_names("parameter", own, engine)
-    for name, parameter in own.items():
-        _check_kind(f"parameter {name}", parameter, engine[name])
-    for name, parameter in own.items():
-        if not _same_bits(masters[name].detach().to(parameter.dtype), engine[name]):
-            raise WeightError(f"parameter {name}: what the engine serves are other weights than the trainer's")
-
-
-def check_buffers(model: Any, engine: Mapping[str, torch.Tensor]) -> None:
-    """Compare what `model` has computed from its config with what the engine has: rotary frequencies, or the angles that they make.
+def check_model_buffers(model: Any, engine: Mapping[str, torch.Tensor]) -> None:
+    """Compare what `model` has computed from its config with what the engine has: where that has tables of angles, with those.
 
     Raises:
         SettingsError: a buffer is not on both sides, or differs.
     """
     own = dict(model.named_buffers())
     angles = {name: tensor for name, tensor in engine.items() if name.endswith(ROTARY)}
-    if not angles:
-        _check_names("buffer", own, engine)
-    for name in sorted(engine.keys() - angles.keys()):
-        if name not in own:
-            raise SettingsError(f"buffer {name} of the engine: the trainer's model has none of that name")
-        _check_kind(f"buffer {name}", own[name], engine[name])
-        if not _same_bits(own[name], engine[name]):
-            raise SettingsError(f"buffer {name}: the engine's values are not those that the model's config makes")
+    others = {name: tensor for name, tensor in engine.items() if name not in angles}
+    check_buffers({name: own[name] for name in own.keys() & others.keys()} if angles else own, others)
     for name, tensor in angles.items():
         _check_angles(model, name, tensor)
 
@@ -72,26 +46,3 @@ def _check_angles(model: Any, name: str, table: torch.Tensor) -> None:
         difference = float((rows - torch.cat([cos[:, :half], sin[:, :half]], dim=1)).abs().max())
         if not difference <= bound:
             raise SettingsError(f"buffer {name}: the engine's rotary angles are {difference:g} from those that the model's config makes")
-
-
-def _check_names(kind: str, own: Mapping[str, torch.Tensor], engine: Mapping[str, torch.Tensor]) -> None:
-    for name in sorted(own.keys() ^ engine.keys()):
-        has, lacks = ("the trainer's model", "the engine") if name in own else ("the engine", "the trainer's model")
-        raise SettingsError(f"{kind} {name}: {has} has it, {lacks} does not")
-
-
-def _check_kind(what: str, own: torch.Tensor, other: torch.Tensor) -> None:
-    for fact in ("dtype", "device", "shape"):
-        here, there = getattr(own, fact), getattr(other, fact)
-        if here != there:
-            raise SettingsError(f"{what}: {fact} {_plain(there)} in the engine, {_plain(here)} in the trainer")
-    if own.stride() != other.stride():
-        raise SettingsError(f"{what}: strides {other.stride()} in the engine, {own.stride()} in the trainer")
-
-
-def _plain(fact: object) -> object:
-    return list(fact) if isinstance(fact, torch.Size) else fact
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(bits_of(a.detach()), bits_of(b.detach()))

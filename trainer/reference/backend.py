@@ -18,12 +18,13 @@ from protocol.model_building import MODEL_BUILDING
 from protocol.names import checked_name
 from trainer.adapter import merged
 from trainer.algorithms.base import Algorithm
+from trainer.attaching import check_parameters, take_parameters
 from trainer.backend import Backend, StepStats
 from trainer.batch import Batch
 from trainer.config import OptimizerConfig, TrainerConfig
 from trainer.functional.logprobs import token_logprobs
 from trainer.offload import HostShelf
-from trainer.reference.attaching import check_buffers, check_parameters
+from trainer.reference.attaching import check_model_buffers
 from trainer.reference.lora import attach
 from trainer.reference.state import load_state, save_state
 from trainer.reference.tally import Tally
@@ -107,12 +108,9 @@ class ReferenceBackend(Backend):
 
     def attach(self, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
         check_parameters(self._trained, self._masters, parameters)
-        check_buffers(self._model, buffers)
-        for name, parameter in self._trained.items():
-            parameter.data = parameters[name]
+        check_model_buffers(self._model, buffers)
+        take_parameters(self._trained, parameters)
         self._attached = True
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # the model's own copy is the engine's to use
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in (self._masters if self._shared else self._trained).items():
@@ -136,6 +134,8 @@ class ReferenceBackend(Backend):
         self._publish_masters()
 
     def offload(self) -> int:
+        if self._shared:
+            raise SettingsError("setting weights.transport: with 'shared' the trainer's state stays where the engine reads it")
         if self._shelf.in_use:
             return self._shelf.nbytes
         self._optimizer.zero_grad()

@@ -15,15 +15,19 @@ from trainer.weights.nccl import NcclSender
 from trainer.weights.shared import SharedSender
 from trainer.weights.shm import ShmSender
 
+Masters = Callable[[], Mapping[str, torch.Tensor]]
+
 
 def _no_masters() -> Mapping[str, torch.Tensor]:
     raise SettingsError("setting weights.transport: 'shared' needs a trainer whose masters the engine can read")
 
 
-def make_sender(
-    config: WeightConfig, *, run: str, run_dir: Path, masters: Callable[[], Mapping[str, torch.Tensor]] = _no_masters
-) -> Sender:
-    """The sender for `config.transport`. Made in trainer rank 0 only. `masters`: of the backend, see there; asked for by `shared`.
+def make_sender(config: WeightConfig, *, run: str, run_dir: Path, masters: Masters = _no_masters, parts: Masters | None = None) -> Sender:
+    """The sender for `config.transport`. Made in trainer rank 0 only.
+
+    Args:
+        masters: of the backend, see there; asked for by `shared`.
+        parts: of them, see there; by default they are what is published.
 
     Raises:
         SettingsError: if there is none of that name, or a number is out of range.
@@ -37,5 +41,5 @@ def make_sender(
     if config.transport == "disk":
         return DiskSender(config, run_dir)
     if config.transport == "shared":
-        return SharedSender(run_dir, masters())
+        return SharedSender(run_dir, masters(), parts)
     return IpcSender(config) if config.transport == "ipc" else NcclSender(config)

@@ -4,7 +4,7 @@ The engine converts them into its live weights by itself. So the masters must no
 the engine serves the version; `withdraw` says that they will be.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
 from protocol.transfer.device_digests import collect, digest_tensor
 from protocol.transfer.device_memory import Room
-from protocol.transfer.shared_weights import HELD, MASTERS, TRANSPORT, VERSION, description_file
+from protocol.transfer.shared_weights import HELD, MASTERS, TRANSPORT, VERSION, description_file, is_laid_as
 from trainer.weights.layout import Layout, Named, exhaust, make_manifest
 
 NOT_HELD = -1
@@ -23,8 +23,14 @@ NOT_HELD = -1
 class SharedSender:
     """Brings the masters to memory that the engine can map, and says which version they are."""
 
-    def __init__(self, run_dir: Path, masters: Mapping[str, torch.Tensor]) -> None:
-        """`masters`: dense; they stay the same objects.
+    def __init__(
+        self, run_dir: Path, masters: Mapping[str, torch.Tensor], parts: Callable[[], Mapping[str, torch.Tensor]] | None = None
+    ) -> None:
+        """Bring the masters there.
+
+        Args:
+            masters: dense; they stay the same objects.
+            parts: what of them is which tensor, by checkpoint name, see `is_laid_as`; by default each is one.
 
         Raises:
             WeightError: on a CPU, if there is no memory for them; nothing changed.
@@ -33,9 +39,9 @@ class SharedSender:
         held = torch.tensor(NOT_HELD)
         self._room = Room([held, *masters.values()])
         self._held, *moved = self._room.tensors
-        self._masters = dict(zip(masters, moved, strict=True))
-        for name, master in masters.items():
-            master.data = self._masters[name]
+        for master, tensor in zip(masters.values(), moved, strict=True):
+            master.data = tensor
+        self._parts = dict(zip(masters, moved, strict=True)) if parts is None else {name: part.detach() for name, part in parts().items()}
         self._path: Path | None = None
 
     def publish(
@@ -46,9 +52,9 @@ class SharedSender:
         path = description_file(self._run_dir, f"trainer.{epoch}")
         try:
             if path != self._path:
-                self._room.write(path, {MASTERS: self._masters, HELD: {VERSION: self._held}})
+                self._room.write(path, {MASTERS: self._parts, HELD: {VERSION: self._held}})
                 self._path = path
-            layout = _digested(tensors, self._masters)
+            layout = _digested(tensors, self._parts)
         except WeightError as error:
             exhaust(tensors)
             raise WeightError(f"version {version}: {error}") from error
@@ -71,7 +77,7 @@ class SharedSender:
         self._room.close()
 
 
-def _digested(tensors: Named, masters: Mapping[str, torch.Tensor]) -> tuple[tuple[TensorEntry, ...], tuple[int, ...]]:
+def _digested(tensors: Named, parts: Mapping[str, torch.Tensor]) -> tuple[tuple[TensorEntry, ...], tuple[int, ...]]:
     """Entries and the size of the one bucket in which, for the manifest alone, the tensors lie behind each other."""
     layout = Layout(1 << 62)
     placed: list[tuple[str, str, tuple[int, ...], int, int, int]] = []
@@ -80,7 +86,7 @@ def _digested(tensors: Named, masters: Mapping[str, torch.Tensor]) -> tuple[tupl
         dtype = str(tensor.dtype).removeprefix("torch.")
         if dtype not in DTYPE_BYTES:
             raise WeightError(f"tensor {name}: dtype {dtype!r} cannot be sent")
-        if name not in masters or tensor.shape != masters[name].shape:
+        if name not in parts or not is_laid_as(parts[name], tuple(tensor.shape)):
             raise WeightError(f"tensor {name} is not one of the masters")
         placed.append((name, dtype, tuple(tensor.shape), *layout.place(name, tensor.nbytes), tensor.nbytes))
         digests.append(digest_tensor(tensor))

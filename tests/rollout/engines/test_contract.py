@@ -58,6 +58,7 @@ SETUPS = [
     engine_under_test("hf-shared", Setup("hf", KvPolicy.RECOMPUTE, shares=True)),
     engine_under_test("megatron-recompute", Setup("megatron", KvPolicy.RECOMPUTE)),
     engine_under_test("megatron-keep", Setup("megatron", KvPolicy.KEEP)),
+    engine_under_test("megatron-shared", Setup("megatron", KvPolicy.RECOMPUTE, shares=True)),
     engine_under_test("megatron-gpu", Setup("megatron", KvPolicy.RECOMPUTE), GPU),
     engine_under_test("vllm-recompute", Setup("vllm", KvPolicy.RECOMPUTE), ENGINE),
     engine_under_test("vllm-keep-tp2", Setup("vllm", KvPolicy.KEEP, ranks=2), ENGINE),

@@ -100,15 +100,14 @@ def test_a_version_that_was_withdrawn_is_refused_before_the_copy_and_poisons_aft
 
 
 class WithdrawnMeanwhile:
-    """A source in whose middle the trainer goes on."""
+    """A live tensor in the middle of whose copy the trainer goes on."""
 
-    def __init__(self, source: object, held: torch.Tensor) -> None:
-        self._source, self._held = source, held
+    def __init__(self, live: torch.Tensor, held: torch.Tensor) -> None:
+        self._live, self._held, self.shape = live, held, live.shape
 
-    @property
-    def slices(self) -> object:
+    def copy_(self, master: torch.Tensor) -> None:
         self._held.fill_(-1)
-        return self._source.slices  # type: ignore[attr-defined]
+        self._live.copy_(master)
 
 
 def test_a_tensor_that_is_cut_up_cannot_be_shared() -> None:

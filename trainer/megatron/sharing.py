@@ -1,0 +1,38 @@
+"""One model's memory as another of the same kind needs it to compute with it: which part is which tensor, and what beside the parameters
+it computes with. One rank."""
+
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+
+import torch
+from megatron.core.models.gpt import GPTModel
+
+from protocol.errors import SettingsError
+from trainer.megatron.reshard import TensorPlan
+
+FREQUENCIES = "rotary_pos_emb.inv_freq"
+
+
+def parts_of(plans: Iterable[TensorPlan], parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Views of whole parameters that are the tensors of a checkpoint, by name, laid as `is_laid_as` says.
+
+    Raises:
+        SettingsError: a tensor lies in a parameter in unequal pieces or distances.
+    """
+    return {plan.name: _part(plan, parameters[plan.parameter].detach()) for plan in plans}
+
+
+def buffers_of(model: GPTModel) -> dict[str, torch.Tensor]:
+    """The rotary frequencies; megatron-core keeps them in a plain attribute."""
+    return {**dict(model.named_buffers()), FREQUENCIES: model.rotary_pos_emb.inv_freq}
+
+
+def _part(plan: TensorPlan, parameter: torch.Tensor) -> torch.Tensor:
+    first, *others = plan.pieces
+    if not others:
+        return parameter.narrow(plan.dim, first.local_start, first.length)
+    distances = {after.local_start - before.local_start for before, after in pairwise(plan.pieces)}
+    if plan.dim or len(distances) > 1 or {piece.length for piece in others} != {first.length}:
+        raise SettingsError(f"weights.transport 'shared': tensor {plan.name} does not lie in equal turns in {plan.parameter}")
+    turns = parameter.view(-1, distances.pop(), *parameter.shape[1:])
+    return turns.narrow(1, first.local_start, first.length)
