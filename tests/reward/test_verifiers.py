@@ -228,7 +228,7 @@ GARBAGE = st.one_of(
 
 
 @pytest.mark.parametrize("name", sorted(set(VERIFIERS) - {"python_tests"}))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(response=GARBAGE)
 def test_no_response_makes_a_verifier_raise(name: str, response: str) -> None:
     value = score(name, response)
