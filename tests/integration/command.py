@@ -1,5 +1,6 @@
 """Runs of the real `tether` command, as a user starts it."""
 
+import asyncio
 import json
 import os
 import subprocess
@@ -72,9 +73,13 @@ def until(ready: Callable[[], T | None], *, seconds: float, what: str) -> T:
 
 
 def pids(run_dir: Path) -> dict[str, int]:
-    """Live services of a run by name, as `tether status` says; empty while there is no answer."""
-    result = tether("status", str(run_dir), "--json")
-    return {item["name"]: item["pid"] for item in json.loads(result.stdout)["processes"]} if result.returncode == 0 else {}
+    """Live services of a run of the demo by name, as its ledger says: at once, for whoever kills one before the run is over."""
+
+    async def look() -> dict[str, int]:
+        async with ledger_of(run_dir) as ledger:
+            return {peer.info["name"]: peer.info["pid"] for peer in await ledger.peers()}
+
+    return asyncio.run(look())
 
 
 @asynccontextmanager

@@ -25,6 +25,7 @@ OVERRIDES = (
     "bus.peer_timeout_s=2",
     'reward.verifiers=[{name="tests.integration.slow_verifier"}]',
 )
+WORKERS = {"rollout.0", "rollout.1", "reward.0", "reward.1"}
 ARGUMENTS = [str(ROOT / "deploy/configs/demo.toml"), "--steps", str(STEPS), "--rollouts", "2", "--rewards", "2"]
 ARGUMENTS += [word for override in OVERRIDES for word in ("--set", override)]
 
@@ -32,7 +33,7 @@ ARGUMENTS += [word for override in OVERRIDES for word in ("--set", override)]
 def test_a_run_survives_the_death_of_every_kind_of_worker(tmp_path: Path) -> None:
     with tether_up(*ARGUMENTS, "--run-dir", str(tmp_path), output=tmp_path / "up.log") as up:
         until(lambda: len(read_steps(tmp_path / "metrics.jsonl")) >= 2, seconds=180, what="step 2")
-        alive = pids(tmp_path)
+        alive = until(lambda: (found := pids(tmp_path)).keys() >= WORKERS and found, seconds=120, what="two workers of each kind")
         os.kill(alive["rollout.0"], signal.SIGKILL)
         os.kill(alive["reward.1"], signal.SIGKILL)
         asyncio.run(kill_between_take_and_commit(tmp_path, alive["trainer"]))
@@ -49,7 +50,7 @@ def test_a_run_survives_the_death_of_every_kind_of_worker(tmp_path: Path) -> Non
 
 async def kill_between_take_and_commit(run_dir: Path, trainer: int) -> None:
     """Stop the trainer until it is caught with TAKEN groups, then kill it."""
-    async with ledger_of(run_dir) as ledger, asyncio.timeout(120):
+    async with ledger_of(run_dir) as ledger, asyncio.timeout(240):
         while True:
             if await taken(ledger):
                 os.kill(trainer, signal.SIGSTOP)
