@@ -14,8 +14,13 @@ from tests.integration.loop import ROOT, Finished, run_to_end
 from tests.integration.test_loop import of, small
 
 STEPS = 8
+PAIRS = {
+    "hf": ("engine.name=hf", "trainer.backend=reference"),
+    "megatron": ("engine.name=megatron", "trainer.backend=megatron"),
+}
+EACH_PAIR = pytest.mark.parametrize("pair", PAIRS)
 KILLED = (
-    "engine.name=hf", "trainer.backend=reference", "weights.transport=shared", "trainer.checkpoint_every=4", "bound.groups_per_step=8",
+    "weights.transport=shared", "trainer.checkpoint_every=4", "bound.groups_per_step=8",
     "bound.max_staleness=2", "eval.at_end=false", "rollout.lease_s=2", "rollout.groups_in_flight=8", "bus.peer_timeout_s=2",
     "ledger.ttl_s=2", 'reward.verifiers=[{name="tests.integration.slow_verifier", options={seconds=0.02}}]',
 )  # fmt: skip
@@ -26,22 +31,28 @@ def digests(run: Finished) -> list[object]:
     return [event["digest"] for event in of(run, "commit")]
 
 
-async def test_weights_are_those_of_a_run_by_shm(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@EACH_PAIR
+async def test_weights_are_those_of_a_run_by_shm(tmp_path: Path, pair: str, dtype: str) -> None:
     greedy = ("bound.max_staleness=0", "sampling.temperature=0", "algorithm.entropy_coef=0.1")  # nothing is left to chance
-    runs = [await run_to_end(small(tmp_path / way, *greedy, f"weights.transport={way}")) for way in ("shm", "shared")]
+    same = (*PAIRS[pair], *greedy, f"trainer.dtype={dtype}", f"engine.dtype={dtype}")
+    runs = [await run_to_end(small(tmp_path / way, *same, f"weights.transport={way}")) for way in ("shm", "shared")]
     assert digests(runs[0]) == digests(runs[1])
     assert len(set(digests(runs[1]))) == 3
+    exports = [tmp_path / way / "exports/step_00000003/model.safetensors" for way in ("shm", "shared")]
+    assert exports[0].read_bytes() == exports[1].read_bytes()
     assert [step["reward_mean"] for step in runs[0].steps] == [step["reward_mean"] for step in runs[1].steps]
     assert [event["version"] for event in of(runs[1], "applied")][:3] == [0, 1, 2]
-    assert all(step["logprob_error_max"] < 1e-4 for step in runs[1].steps)
+    assert dtype == "bfloat16" or all(step["logprob_error_max"] < 1e-4 for step in runs[1].steps)
     assert list((tmp_path / "shared/shared").iterdir()) == []
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-async def test_versions_are_trained_while_the_engine_decodes(tmp_path: Path, dtype: str) -> None:
+@EACH_PAIR
+async def test_versions_are_trained_while_the_engine_decodes(tmp_path: Path, pair: str, dtype: str) -> None:
     settings = small(
-        tmp_path, "bound.max_staleness=2", "weights.transport=shared", "run.steps=6", f"trainer.dtype={dtype}", f"engine.dtype={dtype}",
-        "algorithm.entropy_coef=0.1",
+        tmp_path, *PAIRS[pair], "bound.max_staleness=2", "weights.transport=shared", "run.steps=6", f"trainer.dtype={dtype}",
+        f"engine.dtype={dtype}", "algorithm.entropy_coef=0.1",
     )  # fmt: skip
     run = await run_to_end(settings)
     assert (run.status.version, run.audit.violations) == (6, [])
@@ -49,9 +60,10 @@ async def test_versions_are_trained_while_the_engine_decodes(tmp_path: Path, dty
     assert len(set(digests(run))) == 6
 
 
-def test_a_run_survives_the_death_of_its_trainer_and_of_its_engine(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pair", ["hf", pytest.param("megatron", marks=pytest.mark.slow)])
+def test_a_run_survives_the_death_of_its_trainer_and_of_its_engine(tmp_path: Path, pair: str) -> None:
     arguments = [str(ROOT / "deploy/configs/demo.toml"), "--steps", str(STEPS), "--run-dir", str(tmp_path)]
-    arguments += [word for override in KILLED for word in ("--set", override)]
+    arguments += [word for override in (*PAIRS[pair], *KILLED) for word in ("--set", override)]
     with tether_up(*arguments, output=tmp_path / "up.log") as up:
         for number, name in ((1, "trainer"), (2, "rollout.0")):
             until(lambda number=number: len(epochs(tmp_path)) == number, seconds=180, what=f"a step of trainer {number}")  # type: ignore[misc]

@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import threading
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -15,6 +16,8 @@ from trainer.config import ParallelConfig
 
 TIMEOUT = timedelta(minutes=10)
 
+_initializing = threading.Lock()
+"""A process may have a trainer and an engine, which start in threads of their own."""
 _users = 0
 _owns_torch = False
 
@@ -68,19 +71,20 @@ def initialize(config: ParallelConfig, device: str, seed: int) -> Position:
             f"[parallel] asks for {config.world_size} processes (tensor {sizes[0]} x pipeline {sizes[1]} x data {sizes[2]}), but {world} "
             f"are running: start the trainer with torchrun --nproc-per-node {config.world_size}, or change the sizes"
         )
-    if not dist.is_initialized():
-        _owns_torch = _initialize_torch(place, world)
-    if mpu.model_parallel_is_initialized():
-        current = (mpu.get_tensor_model_parallel_world_size(), mpu.get_pipeline_model_parallel_world_size())
-        if current != sizes[:2]:
-            raise SettingsError(
-                f"this process already holds a layout (tensor, pipeline) = {current}, not {sizes[:2]}: close that backend first"
-            )
-    else:
-        mpu.initialize_model_parallel(*sizes[:2], create_gloo_process_groups=False)
-        if place.type == "cuda":
-            tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    _users += 1
+    with _initializing:
+        if not dist.is_initialized():
+            _owns_torch = _initialize_torch(place, world)
+        if mpu.model_parallel_is_initialized():
+            current = (mpu.get_tensor_model_parallel_world_size(), mpu.get_pipeline_model_parallel_world_size())
+            if current != sizes[:2]:
+                raise SettingsError(
+                    f"this process already holds a layout (tensor, pipeline) = {current}, not {sizes[:2]}: close that backend first"
+                )
+        else:
+            mpu.initialize_model_parallel(*sizes[:2], create_gloo_process_groups=False)
+            if place.type == "cuda":
+                tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        _users += 1
     return Position(
         config,
         place,
@@ -93,13 +97,14 @@ def initialize(config: ParallelConfig, device: str, seed: int) -> Position:
 def finalize() -> None:
     """Leave the process groups when the last backend of this process has closed."""
     global _users, _owns_torch
-    _users -= 1
-    if _users:
-        return
-    mpu.destroy_model_parallel()
-    if _owns_torch:
-        dist.destroy_process_group()
-        _owns_torch = False
+    with _initializing:
+        _users -= 1
+        if _users:
+            return
+        mpu.destroy_model_parallel()
+        if _owns_torch:
+            dist.destroy_process_group()
+            _owns_torch = False
 
 
 def _device(name: str) -> torch.device:

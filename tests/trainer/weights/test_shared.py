@@ -64,6 +64,23 @@ def test_masters_stay_the_trainers_and_are_read_where_it_has_them(sender: Shared
     assert torch.equal(receive(publish(sender, masters, 2, "float32"))["b"], masters["b"].detach())
 
 
+def test_tensors_that_lie_in_turns_in_a_master_are_read_out_of_it(tmp_path: Path) -> None:
+    master = torch.nn.Parameter(torch.randn(3 * 5, 7))
+
+    def parts() -> dict[str, torch.Tensor]:
+        turns = master.detach().view(3, 5, 7)
+        return {"q": turns[:, :4], "k": turns[:, 4:]}
+
+    wanted = {name: part.reshape(-1, 7).clone() for name, part in parts().items()}
+    sender = make_sender(CONFIG, run="r", run_dir=tmp_path, masters=lambda: {"qk": master}, parts=parts)
+    found = receive(sender.publish("e1", 1, in_dtype(wanted.items(), "bfloat16")))
+    assert all(torch.equal(found[name], tensor.bfloat16()) for name, tensor in wanted.items())
+    for wrong in ({"q": wanted["q"].T.contiguous()}, {"k": wanted["q"]}, {"qk": master.detach()}):
+        with pytest.raises(WeightError, match="is not one of the masters"):
+            sender.publish("e1", 2, wrong.items())
+    sender.close()
+
+
 def test_masters_that_changed_since_are_no_version(sender: SharedSender, masters: dict[str, torch.Tensor]) -> None:
     manifest = publish(sender, masters, 1)
     with torch.no_grad():
