@@ -20,7 +20,12 @@ FIELDS = {
     "pause_ms", "wait_s",
 }  # fmt: skip
 
-pytestmark = pytest.mark.xdist_group("command")  # one story, not one for each process
+SERVICES = 6
+
+pytestmark = [
+    pytest.mark.xdist_group("command"),  # one story, not one for each process
+    pytest.mark.timeout(900),  # the story counts as part of the first test
+]
 
 
 @dataclass
@@ -52,7 +57,7 @@ def status_of(run_dir: Path) -> dict[str, Any]:
 
 
 def fetch(url: str) -> tuple[int, str, str]:
-    with urllib.request.urlopen(url, timeout=20) as answer:
+    with urllib.request.urlopen(url, timeout=60) as answer:
         return answer.status, answer.headers["Content-Type"].split(";")[0], answer.read().decode()
 
 
@@ -86,23 +91,23 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     with tether_up(*options, "--steps", "100000", output=out) as up:
         until(lambda: len(read_steps(metrics)) >= 3, seconds=180, what="step 3")
         told.second_up = refused_second(run_dir)
-        told.status = until(lambda: whole(status_of(run_dir)), seconds=60, what="a whole status")
+        told.status = until(lambda: whole(status_of(run_dir)), seconds=180, what="a whole status")
         told.alive = {name: pid for pid in processes_of(run_dir) if (name := instance(pid))}
         told.text = tether("status", str(run_dir)).stdout
         told.pages = pages(told.status)
         told.set_said = tether("set", str(run_dir), "max-staleness", "2").stdout
-        until(lambda: status_of(run_dir)["bound"]["max_staleness"] == 2, seconds=60, what="the new bound")
+        until(lambda: status_of(run_dir)["bound"]["max_staleness"] == 2, seconds=180, what="the new bound")
         more = len(read_steps(metrics)) + 5
-        until(lambda: len(read_steps(metrics)) > more, seconds=60, what="steps under the new bound")
+        until(lambda: len(read_steps(metrics)) > more, seconds=180, what="steps under the new bound")
         up.send_signal(signal.SIGINT)
-        told.first_code = up.wait(120)
+        told.first_code = up.wait(240)
     told.first_log = out.read_text()
     told.first_steps = read_steps(metrics)
     told.left_over = left_over(run_dir, shm)
     told.after = tether("status", str(run_dir)).stderr
     out = run_dir.parent / "second.log"
     with tether_up(*options, "--steps", str(len(told.first_steps) + 5), output=out) as up:
-        told.second_code = up.wait(120)
+        told.second_code = up.wait(240)
     told.second_log = out.read_text()
     told.left_over += left_over(run_dir, shm)
     return told
@@ -114,8 +119,10 @@ def refused_second(run_dir: Path) -> tuple[int, str]:
 
 
 def whole(status: dict[str, Any]) -> dict[str, Any] | None:
-    """The status once both engines serve a version."""
-    return status if len(status["engines"]) == 2 and all(engine["version"] > 0 for engine in status["engines"]) else None
+    """The status once every service is registered, the monitor with its page, and both engines serve a version."""
+    engines, processes = status["engines"], status["processes"]
+    serve = len(engines) == 2 and all(engine["version"] > 0 for engine in engines)
+    return status if serve and len(processes) == SERVICES and any(item["page"] for item in processes) else None
 
 
 def instance(pid: int) -> str:
@@ -131,7 +138,7 @@ def pages(status: dict[str, Any]) -> dict[str, tuple[int, str, str]]:
         for path in ("/health", "/metrics"):
             found[f"{item['name']}{path}"] = fetch(f"http://127.0.0.1:{item['http']}{path}")
     page = next(item["page"] for item in status["processes"] if item["page"])
-    until(lambda: fetch(f"{page}status.json")[2] != "{}", seconds=30, what="the monitor's first look")
+    until(lambda: fetch(f"{page}status.json")[2] != "{}", seconds=120, what="the monitor's first look")
     return found | {f"/{path}": fetch(page + path) for path in ("", "status.json", "steps.json")}
 
 
