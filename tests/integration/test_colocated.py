@@ -170,11 +170,19 @@ async def expiries(ledger: RedisLedger, key: str) -> dict[bytes, float]:
 async def stopped_in_its_turn(ledger: RedisLedger, not_with: int = 0) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """What the registry says of the trainer and of the engine; the trainer is stopped while it makes a step, and the engine sleeps."""
     while True:
-        trainer = next(iter(await ledger.peers(Role.TRAINER))).info
-        os.kill(trainer["pid"], signal.SIGSTOP)
-        engines = [peer.info for peer in await ledger.peers(Role.ROLLOUT) if peer.info["pid"] != not_with]
-        taken = (await ledger.status()).states.get(GroupState.TAKEN, 0)
-        if trainer.get(TURN) == Turn.TRAINER and taken and [engine.get(HOLDS) for engine in engines] == [False]:
-            return trainer, engines[0]
-        os.kill(trainer["pid"], signal.SIGCONT)
+        if found := await in_its_turn(ledger, not_with):
+            os.kill(found[0]["pid"], signal.SIGSTOP)
+            if still := await in_its_turn(ledger, not_with):
+                return still
+            os.kill(found[0]["pid"], signal.SIGCONT)
         await asyncio.sleep(0.005)
+
+
+async def in_its_turn(ledger: RedisLedger, not_with: int) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
+    """The trainer and the engine, if there is one of each, the one makes a step and the other sleeps."""
+    trainers = [peer.info for peer in await ledger.peers(Role.TRAINER)]
+    engines = [peer.info for peer in await ledger.peers(Role.ROLLOUT) if peer.info["pid"] != not_with]
+    taken = (await ledger.status()).states.get(GroupState.TAKEN, 0)
+    asleep = [engine.get(HOLDS) for engine in engines] == [False]
+    begun = [trainer.get(TURN) for trainer in trainers] == [Turn.TRAINER]
+    return (trainers[0], engines[0]) if begun and asleep and taken else None
