@@ -120,8 +120,8 @@ async def test_leasing_stops_while_the_log_cannot_be_archived(tmp_path: Path) ->
         await asyncio.to_thread(fcntl.flock, held, fcntl.LOCK_EX)  # as an archiver does that hangs in a write
 
         async def stopped() -> bool:
-            (rollout,) = await live.ledger.peers(Role.ROLLOUT)
-            return any("archive_behind" in what for what in rollout.info["waits"])
+            rollouts = await live.ledger.peers(Role.ROLLOUT)
+            return any("archive_behind" in what for rollout in rollouts for what in rollout.info["waits"])
 
         async with asyncio.timeout(120):
             while not await stopped():  # noqa: ASYNC110 (the ledger is asked)

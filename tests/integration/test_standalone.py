@@ -134,7 +134,7 @@ async def test_services_alone_make_a_run(tmp_path: Path) -> None:
         joined = await reached(ledger, late_one_serves)
         assert joined.version >= middle.version >= 6
         await here.stop(first, "rollout.first")
-        assert [peer.info["name"] for peer in await ledger.peers("rollout")] == ["rollout.late"]
+        assert "rollout.first" not in [peer.info["name"] for peer in await ledger.peers("rollout")]
         await ledger.drain()
         assert await third.wait() == 0, here.log("trainer.third")
         assert not (await ledger.status()).done
