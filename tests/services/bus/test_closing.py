@@ -47,7 +47,8 @@ def test_cycles_leave_no_task_thread_or_descriptor(run_loop: Callable[[Coroutine
         for number in range(50):
             await cycle(number)
             assert len(asyncio.all_tasks()) == 1
-        assert (descriptors(), threads()) == before
+        # A thread that was waited for is in /proc for a moment still, and what other tests have left may end meanwhile.
+        await eventually(lambda: descriptors() <= before[0] and threads() <= before[1])
 
     run_loop(main())
 
