@@ -1,5 +1,6 @@
 """Transport `shared`: trainer and engine compute with the same weights, through updates, restarts and deaths of either."""
 
+import asyncio
 import json
 import os
 import signal
@@ -10,7 +11,7 @@ import pytest
 
 from services.observability.steps import read_steps
 from tests.integration.command import audit, pids, processes_of, tether, tether_up, until
-from tests.integration.loop import ROOT, Finished, run_to_end
+from tests.integration.loop import ROOT, Finished, run_to_end, running
 from tests.integration.test_loop import of, small
 
 STEPS = 8
@@ -18,7 +19,7 @@ PAIRS = {
     "hf": ("engine.name=hf", "trainer.backend=reference"),
     "megatron": ("engine.name=megatron", "trainer.backend=megatron"),
 }
-EACH_PAIR = pytest.mark.parametrize("pair", PAIRS)
+CASES = [("hf", "float32"), ("megatron", "float32"), ("megatron", "bfloat16")]
 KILLED = (
     "weights.transport=shared", "trainer.checkpoint_every=4", "bound.groups_per_step=8",
     "bound.max_staleness=2", "eval.at_end=false", "rollout.lease_s=2", "rollout.groups_in_flight=8", "bus.peer_timeout_s=2",
@@ -31,8 +32,7 @@ def digests(run: Finished) -> list[object]:
     return [event["digest"] for event in of(run, "commit")]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@EACH_PAIR
+@pytest.mark.parametrize(("pair", "dtype"), CASES)
 async def test_weights_are_those_of_a_run_by_shm(tmp_path: Path, pair: str, dtype: str) -> None:
     greedy = ("bound.max_staleness=0", "sampling.temperature=0", "algorithm.entropy_coef=0.1")  # nothing is left to chance
     same = (*PAIRS[pair], *greedy, f"trainer.dtype={dtype}", f"engine.dtype={dtype}")
@@ -47,8 +47,7 @@ async def test_weights_are_those_of_a_run_by_shm(tmp_path: Path, pair: str, dtyp
     assert list((tmp_path / "shared/shared").iterdir()) == []
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@EACH_PAIR
+@pytest.mark.parametrize(("pair", "dtype"), [*CASES, ("hf", "bfloat16")])
 async def test_versions_are_trained_while_the_engine_decodes(tmp_path: Path, pair: str, dtype: str) -> None:
     settings = small(
         tmp_path, *PAIRS[pair], "bound.max_staleness=2", "weights.transport=shared", "run.steps=6", f"trainer.dtype={dtype}",
@@ -58,6 +57,17 @@ async def test_versions_are_trained_while_the_engine_decodes(tmp_path: Path, pai
     assert (run.status.version, run.audit.violations) == (6, [])
     assert run.audit.max_lag <= 2
     assert len(set(digests(run))) == 6
+
+
+async def test_a_successor_replays_without_an_engine_whatever_the_transport_is_then(tmp_path: Path) -> None:
+    both = (*PAIRS["megatron"], "run.steps=6", "bound.max_staleness=0")
+    for version in (2, 4):
+        async with asyncio.timeout(120), running(small(tmp_path, *both, "weights.transport=shared")) as live:
+            while (await live.ledger.head()).version < version:  # noqa: ASYNC110 (the ledger tells nobody)
+                await asyncio.sleep(0.01)
+    run = await run_to_end(small(tmp_path, *both))
+    assert (run.status.version, run.audit.violations) == (6, [])
+    assert [event["continued"] for event in of(run, "resume")] == [True] * 3  # each came to the digest that was committed
 
 
 @pytest.mark.parametrize("pair", ["hf", pytest.param("megatron", marks=pytest.mark.slow)])
