@@ -15,6 +15,7 @@ from protocol.messages import (
     ScoredRollout,
     ScoreFailure,
     WeightApplied,
+    WeightDraft,
     WeightFailed,
     WeightManifest,
     WeightStaged,
@@ -79,7 +80,7 @@ WEIGHTS = Topic(
     Role.ROLLOUT,
     binds=Role.TRAINER,
     pattern=Pattern.BROADCAST,
-    carries=(WeightManifest, Control),
+    carries=(WeightManifest, WeightDraft, Control),
     answers=(WeightStaged, WeightApplied, WeightFailed),
 )
 

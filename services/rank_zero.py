@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from protocol.messages import WeightManifest
+from protocol.messages import WeightDraft, WeightManifest
 from protocol.transfer.device_memory import mapped
 from protocol.transfer.shared_weights import BUFFERS, PARAMETERS
 from services.bus.broadcast import Broadcaster
@@ -38,7 +38,7 @@ from trainer.ranks import (
     save_part,
 )
 from trainer.spool import Spool
-from trainer.weights.base import Sender
+from trainer.weights.base import DraftingSender, Sender
 from trainer.weights.layout import in_dtype
 
 T = TypeVar("T")
@@ -108,6 +108,10 @@ class RankZero:
         if self.sharing is not None:
             self.sharing.check()
         return done
+
+    def draft(self, version: int) -> WeightDraft | None:
+        """Have engines receive a version while `publish` makes it, if the transport can do that (compute thread)."""
+        return self.sender.draft(self.epoch, version) if isinstance(self.sender, DraftingSender) else None
 
     def publish(self, version: int) -> WeightManifest:
         """Export on every rank and make the version available (compute thread)."""

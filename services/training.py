@@ -131,6 +131,9 @@ class TrainLoop:
         train_began = time.monotonic()
         built, stats = await rank.on_compute(rank.train, command)
         publish_began = time.monotonic()
+        draft = await rank.on_compute(rank.draft, taken.step + 1)
+        if draft is not None:
+            rank.caster.publish(draft, epoch=rank.epoch)
         manifest = await rank.on_compute(rank.publish, taken.step + 1)
         done = time.monotonic()
         times = StepTimes(waited_s, publish_began - train_began, done - publish_began)

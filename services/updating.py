@@ -1,8 +1,9 @@
 """How a rollout worker keeps its engine on the current weights.
 
 Manifests arrive over the bus; the ledger's copy is the truth and is asked now and then, so a lost message costs a second, not an update.
-One update at a time; a newer manifest supersedes an older one that was not staged yet. An engine that cannot stage goes on serving what it
-serves. A poisoned engine ends the process: its supervisor starts a fresh one, which asks for the current version.
+One update at a time; a newer manifest supersedes an older one that was not staged yet. A version that the trainer is still making is staged
+as it comes, and committed if it is what its manifest says later. An engine that cannot stage goes on serving what it serves. A poisoned
+engine ends the process: its supervisor starts a fresh one, which asks for the current version.
 """
 
 import asyncio
@@ -12,8 +13,9 @@ import time
 from collections.abc import Callable
 
 from protocol.codec import decode_payload
-from protocol.errors import PoisonedError, ProtocolError, Reason, Refused, WeightError
-from protocol.messages import Action, Control, WeightApplied, WeightFailed, WeightManifest, WeightStaged
+from protocol.drafts import draft_of, is_draft
+from protocol.errors import PoisonedError, ProtocolError, Reason, Refused, TetherError, WeightError
+from protocol.messages import Action, Control, WeightApplied, WeightDraft, WeightFailed, WeightManifest, WeightStaged
 from rollout.engines.base import Engine
 from services.bus.broadcast import Listener
 from services.process import Process
@@ -48,6 +50,8 @@ class WeightUpdater:
         self._awake.set()
         self._applying = asyncio.Lock()
         self._wanted: WeightManifest | None = None
+        self._draft: WeightManifest | None = None
+        """Of a version that is being made."""
         self._changed = asyncio.Event()
         self._asked = asyncio.Event()  # the ledger is to be asked at once
 
@@ -57,6 +61,8 @@ class WeightUpdater:
             _, message = await self._listener.receive()
             if isinstance(message, WeightManifest):
                 self._want(message)
+            elif isinstance(message, WeightDraft):
+                self._expect(message)
             elif isinstance(message, Control) and message.action is Action.ABORT:
                 self._on_abort(message.groups)
             elif isinstance(message, Control) and message.action is Action.TURN and self._on_turn:
@@ -86,12 +92,12 @@ class WeightUpdater:
                 await self._changed.wait()
             await self._awake.wait()
             self._changed.clear()
-            manifest = self._wanted
-            if manifest is None or self._serves(manifest):
+            manifest = self._next()
+            if manifest is None:
                 continue
             try:
                 async with self._applying:
-                    await self._apply(manifest)
+                    await (self._stage_draft if is_draft(manifest) else self._apply)(manifest)
             except PoisonedError as error:
                 if self._process.stop.is_set():
                     return  # cancelled in the middle by the drain; the engine is closed next
@@ -107,6 +113,7 @@ class WeightUpdater:
     async def sleep(self) -> None:
         """Have the engine sleep, after the update that is under way; there is none until `wake`."""
         self._awake.clear()
+        self._changed.set()  # nothing is staged early any more
         async with self._applying:
             await self._engine.sleep()
 
@@ -116,6 +123,54 @@ class WeightUpdater:
         self._awake.set()
         self._changed.set()
         self._asked.set()
+
+    def _next(self) -> WeightManifest | None:
+        """What is to be staged: the version that is wanted, or else a draft of the next one."""
+        wanted, draft = self._wanted, self._draft
+        if wanted is not None and not self._serves(wanted):
+            return wanted
+        self._draft = None
+        served = self._engine.served
+        return draft if draft is not None and draft.epoch == served.epoch and draft.version > served.version else None
+
+    def _expect(self, coming: WeightDraft) -> None:
+        known = self._wanted
+        if known is not None and (known.epoch, known.version) == (coming.epoch, coming.like):
+            self._draft = draft_of(known, coming.version)
+            self._changed.set()
+
+    async def _stage_draft(self, draft: WeightManifest) -> None:
+        """Stage what comes of a version that is being made, until it is complete, or another one is wanted.
+
+        Raises:
+            TetherError: the engine is at its end. That the version did not come is no error: there may be no such version.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            staging = tasks.create_task(self._receive(draft), name="draft")
+            staging.add_done_callback(lambda _: self._changed.set())
+            while not staging.done():
+                await self._changed.wait()
+                self._changed.clear()
+                wanted = self._wanted
+                other = wanted is not None and (wanted.epoch != draft.epoch or wanted.version > draft.version)
+                if other or not self._awake.is_set():
+                    staging.cancel()
+        self._changed.set()  # by now its manifest may have come
+        if not staging.cancelled() and (error := staging.result()) is not None:
+            raise error
+
+    async def _receive(self, draft: WeightManifest) -> TetherError | None:
+        """Returns what ends the engine."""
+        try:
+            await self._engine.stage(draft)
+            self._process.metrics.count("weights.drafts")
+        except PoisonedError as error:
+            return error
+        except WeightError as error:
+            log.info("weights.draft_failed version=%d error=%s", draft.version, error)
+        except TetherError as error:
+            return error
+        return None
 
     def _want(self, manifest: WeightManifest, *, from_ledger: bool = False) -> None:
         known = self._wanted

@@ -4,7 +4,7 @@ from protocol.messages.base import Message
 from protocol.messages.control import Ack, Action, Control, Heartbeat, Hello
 from protocol.messages.step import StepReport
 from protocol.messages.trajectory import Rollout, ScoredRollout, ScoreFailure
-from protocol.messages.weights import TensorEntry, WeightApplied, WeightFailed, WeightManifest, WeightStaged
+from protocol.messages.weights import TensorEntry, WeightApplied, WeightDraft, WeightFailed, WeightManifest, WeightStaged
 
 AnyMessage = (
     Rollout
@@ -12,6 +12,7 @@ AnyMessage = (
     | ScoreFailure
     | StepReport
     | WeightManifest
+    | WeightDraft
     | WeightStaged
     | WeightApplied
     | WeightFailed
@@ -35,6 +36,7 @@ __all__ = [
     "StepReport",
     "TensorEntry",
     "WeightApplied",
+    "WeightDraft",
     "WeightFailed",
     "WeightManifest",
     "WeightStaged",

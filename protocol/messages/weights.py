@@ -42,6 +42,18 @@ class WeightManifest(Message, tag="weight_manifest", frozen=True, kw_only=True):
     """Architecture name in the model's config.json, checked by the engine."""
 
 
+class WeightDraft(Message, tag="weight_draft", frozen=True, kw_only=True):
+    """A version is being made: an engine may begin to receive it, and serves it only when its manifest has come.
+
+    Sent by the trainer, never kept. An engine that misses it loses nothing but time.
+    """
+
+    epoch: str
+    version: int
+    like: int
+    """The version of the same epoch whose manifest names the same tensors at the same places; only the digests are not known yet."""
+
+
 class WeightStaged(Message, tag="weight_staged", frozen=True, kw_only=True):
     """Sent by an engine when all its ranks hold a complete, verified copy beside the live weights."""
 

@@ -172,6 +172,9 @@ class Engine(ABC):
     async def stage(self, manifest: WeightManifest) -> None:
         """Bring a complete, verified copy of a version beside the live weights while generation goes on.
 
+        A draft (`protocol/drafts.py`) is staged as it comes; when the version's manifest is staged afterwards and its digest is that of
+        what has come, nothing is fetched again.
+
         Raises:
             WeightError: the staged copy is discarded and the live weights are untouched.
             PoisonedError: so it is, and this process cannot stage any more; the engine must be closed.

@@ -11,9 +11,12 @@ from typing import Any
 
 import msgspec
 import xxhash
+from msgspec.structs import replace
 
+from protocol.drafts import is_draft
 from protocol.errors import EngineError, PoisonedError, WeightError
 from protocol.messages import WeightManifest
+from rollout.engines.base import Served
 
 POLL_S = (0.002, 0.1)
 """Shortest and longest wait between two looks at a staging."""
@@ -34,9 +37,11 @@ class RankUpdates:
         self._stage_timeout_s = stage_timeout_s
         self._call_timeout_s = call_timeout_s
         self._busy = False
+        self._staged: Served | None = None
+        """What all ranks hold, if they have been left alone since."""
 
     async def stage(self, manifest: WeightManifest) -> None:
-        """Returns when every rank holds the whole version. Cancelled or failed, it leaves nothing staged anywhere.
+        """Returns when every rank holds the whole version, at once if it does. Cancelled or failed, it leaves nothing staged anywhere.
 
         Raises:
             WeightError: with a rank's own reason.
@@ -44,18 +49,22 @@ class RankUpdates:
         """
         if self._busy:
             raise WeightError(f"version {manifest.version}: another version is being staged")
-        self._busy = True
-        staged = False
+        if self._staged == Served(manifest.epoch, manifest.version, manifest.digest):
+            return
+        self._busy, self._staged = True, None
         try:
             ranks = await self._ask("stage", msgspec.msgpack.encode(manifest), self._stage_timeout_s)
             if not any(rank["error"] for rank in ranks):
                 ranks = await self._settled(manifest)
+            wanted = manifest
+            if is_draft(manifest) and ranks[0].get("digest"):  # what has come must be the same on all ranks, whatever it is
+                wanted = replace(manifest, digest=ranks[0]["digest"])
             for number, rank in sorted(enumerate(ranks), key=lambda found: not found[1]["error"]):  # who says why comes first
-                check_rank(number, rank, manifest)
-            staged = True
+                check_rank(number, rank, wanted)
+            self._staged = Served(wanted.epoch, wanted.version, wanted.digest)
         finally:
             try:
-                if not staged:
+                if self._staged is None:
                     await self._discard()
             finally:
                 self._busy = False
@@ -67,6 +76,7 @@ class RankUpdates:
             WeightError: no rank has applied it.
             PoisonedError: some have.
         """
+        self._staged = None
         ranks = await self._call("commit", msgspec.msgpack.encode(manifest))
         applied = [rank["applied"] for rank in ranks]
         poisoned = any(rank["poisoned"] for rank in ranks)
@@ -83,6 +93,7 @@ class RankUpdates:
 
     async def sleep(self, *arguments: Any) -> None:
         """Have all ranks give memory back. Raises EngineError: a rank has not, others may have."""
+        self._staged = None
         self._check_all(await self._call("sleep", *arguments))
 
     async def wake(self) -> None:

@@ -116,6 +116,8 @@ class Staging:
     def fetch(self, manifest: WeightManifest, deadline_s: float) -> int:
         """Fill the copy; blocks. Returns the bytes that were verified and placed.
 
+        Of a draft (`protocol/drafts.py`) what has come is staged, under the digest that it has.
+
         Raises:
             WeightError: the copy is empty again.
         """
@@ -147,7 +149,7 @@ class Staging:
             self._cancelled.clear()
         if len(seen) != len(manifest.tensors):
             raise WeightError(f"version {manifest.version}: {len(manifest.tensors) - len(seen)} tensors did not arrive")
-        self._staged = Served(manifest.epoch, manifest.version, manifest.digest)
+        self._staged = Served(manifest.epoch, manifest.version, receiver.digest)
         return covered
 
     def cancel(self) -> None:

@@ -4,6 +4,7 @@ import asyncio
 
 from protocol.errors import WeightError
 from protocol.messages import WeightManifest
+from rollout.engines.base import Served
 from rollout.engines.staging import Staging
 
 
@@ -17,7 +18,7 @@ class LocalUpdates:
         self._asleep = False
 
     async def stage(self, manifest: WeightManifest) -> None:
-        """Fetch and verify. A cancelled call returns when the thread has let go; then nothing is staged.
+        """Fetch and verify, unless the very version is staged. A cancelled call returns when the thread has let go; then nothing is staged.
 
         Cancelled once more it returns at once; until the thread has let go, further calls are refused.
 
@@ -28,6 +29,8 @@ class LocalUpdates:
             raise WeightError(f"version {manifest.version}: the engine sleeps, there is no memory to stage in")
         if self._fetching is not None:
             raise WeightError(f"version {manifest.version}: another version is being staged")
+        if self.staging.staged == Served(manifest.epoch, manifest.version, manifest.digest):
+            return
         self.staging.discard()  # a cancel that came too late for the version before
         fetching = self._fetching = asyncio.get_running_loop().run_in_executor(None, self.staging.fetch, manifest, self._timeout_s)
         cancelled = False

@@ -19,6 +19,10 @@ def nowhere(entry: TensorEntry) -> torch.Tensor | None:
 class Receiver(Protocol):
     """Fetches the tensors of a version. Lives in the process that holds the engine's parameters."""
 
+    @property
+    def digest(self) -> int:
+        """Of the version that came last (`manifest_digest`): that of its manifest, but for a draft, whose digests only the bytes tell."""
+
     def tensors(self, manifest: WeightManifest, deadline_s: float, place: Place = nowhere) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
         """Yield every entry once with its bytes as a tensor, on any device, valid until the next one is asked for.
 
@@ -31,7 +35,8 @@ class Receiver(Protocol):
             place: a receiver that would copy a tensor anyway may put it there, and yields that very memory then.
 
         Raises:
-            WeightError: missing, truncated or wrong bytes, or not complete within `deadline_s`; names the tensor.
+            WeightError: missing, truncated or wrong bytes, or not complete within `deadline_s`; names the tensor. Transports that
+                cannot send a version while it is made find the bytes of a draft wrong.
         """
 
     def close(self) -> None:

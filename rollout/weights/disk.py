@@ -15,6 +15,8 @@ from rollout.weights.entries import Deadline, verify
 class DiskReceiver:
     """Reads tensors by name. The file's own header must agree with the manifest; its bytes are verified all the same."""
 
+    digest = 0
+
     def tensors(self, manifest: WeightManifest, deadline_s: float, place: Place = nowhere) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
         deadline = Deadline(manifest, deadline_s)
         path = Path(manifest.location) / "model.safetensors"
@@ -31,6 +33,7 @@ class DiskReceiver:
                     yield entry, tensor
         except (OSError, SafetensorError) as error:
             raise WeightError(f"{path}: {error}") from error
+        self.digest = manifest.digest
 
     def close(self) -> None:
         """Nothing to release: the file is closed when the last tensor is read."""

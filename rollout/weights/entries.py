@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from protocol.buckets import Piece
+from protocol.buckets import Piece, manifest_digest
+from protocol.drafts import is_draft, with_digests
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
 from protocol.transfer.device_digests import collect, digest_tensor
@@ -74,10 +75,15 @@ def verify(entry: TensorEntry, tensor: torch.Tensor) -> None:
 
 
 class Verification:
-    """Compares the tensors of a version with their digests: those on the host at once, those on a GPU all together at the end."""
+    """Compares the tensors of a version with their digests: those on the host at once, those on a GPU all together at the end.
+
+    Of a draft it finds out the digests in the same way.
+    """
 
     def __init__(self, manifest: WeightManifest) -> None:
         self._manifest = manifest
+        self._found: dict[str, int] | None = {} if is_draft(manifest) else None
+        """Of a draft."""
         self._later: list[tuple[TensorEntry, torch.Tensor]] = []
 
     def add(self, entry: TensorEntry, tensor: torch.Tensor) -> None:
@@ -90,10 +96,12 @@ class Verification:
         if isinstance(found, torch.Tensor):
             self._later.append((entry, found))
         else:
-            _compare(entry, found)
+            self._note(entry, found)
 
-    def finish(self, deadline: Deadline, gone: Callable[[], bool] = lambda: False) -> None:
+    def finish(self, deadline: Deadline, gone: Callable[[], bool] = lambda: False) -> int:
         """Wait until all that is queued on the current stream is done, and compare what has not been compared.
+
+        Returns: the digest of the version.
 
         Args:
             deadline: of the version.
@@ -102,9 +110,15 @@ class Verification:
         Raises:
             WeightError: naming the tensor; or it did not come.
         """
-        if not self._later:
+        if self._later:
+            self._compare_later(deadline, gone)
+        else:
             self._refuse_if(gone)
-            return
+        if self._found is None:
+            return self._manifest.digest
+        return manifest_digest(with_digests(self._manifest, [self._found[entry.name] for entry in self._manifest.tensors]).tensors)
+
+    def _compare_later(self, deadline: Deadline, gone: Callable[[], bool]) -> None:
         queued = torch.cuda.Event()
         queued.record()
         while not queued.query():  # not `synchronize`: no deadline reaches the driver
@@ -114,7 +128,13 @@ class Verification:
         self._refuse_if(gone)  # who has hung up may have written over what was read
         entries, totals = zip(*self._later, strict=True)
         for entry, found in zip(entries, collect(totals, [entry.nbytes for entry in entries]), strict=True):
+            self._note(entry, found)
+
+    def _note(self, entry: TensorEntry, found: int) -> None:
+        if self._found is None:
             _compare(entry, found)
+        else:
+            self._found[entry.name] = found
 
     def _refuse_if(self, gone: Callable[[], bool]) -> None:
         if gone():

@@ -33,6 +33,10 @@ class CheckedReceiver:
         check_manifest(manifest)
         yield from self._receiver.tensors(manifest, deadline_s, place)
 
+    @property
+    def digest(self) -> int:
+        return self._receiver.digest
+
     def close(self) -> None:
         self._receiver.close()
 

@@ -21,6 +21,7 @@ class SharedReceiver:
     """Yields the masters in the manifest's dtypes, one converted at a time; nothing of the version is kept but the mapping."""
 
     def __init__(self) -> None:
+        self.digest = 0
         self._masters: dict[str, torch.Tensor] = {}
         self._held: torch.Tensor | None = None
 
@@ -38,7 +39,7 @@ class SharedReceiver:
             tensor = _in_dtype(entry, masters, manifest)
             check.add(entry, tensor)
             yield entry, tensor
-        check.finish(deadline)
+        self.digest = check.finish(deadline)
         self._masters, self._held = masters, held
         self.masters(manifest)
 

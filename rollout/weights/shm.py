@@ -15,6 +15,8 @@ from rollout.weights.entries import Deadline, in_buckets, verify, view
 class ShmReceiver:
     """Maps `bucket_00000.bin` ... privately: nothing is copied, and a publisher that unlinks the files does not disturb a reader."""
 
+    digest = 0
+
     def tensors(self, manifest: WeightManifest, deadline_s: float, place: Place = nowhere) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
         deadline = Deadline(manifest, deadline_s)
         for index, entries in in_buckets(manifest):
@@ -26,6 +28,7 @@ class ShmReceiver:
                 tensor = view(entry, bucket)
                 verify(entry, tensor)
                 yield entry, tensor
+        self.digest = manifest.digest
 
     def close(self) -> None:
         """Nothing to release: a mapping ends with the last tensor on it."""

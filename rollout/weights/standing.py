@@ -24,6 +24,7 @@ class StandingReceiver(ABC):
     """
 
     def __init__(self) -> None:
+        self.digest = 0
         self._location = ""
         self._line: Line | None = None
         self._lock = threading.RLock()
@@ -52,7 +53,7 @@ class StandingReceiver(ABC):
                     tensor = view(entry, memory, piece.start)
                     check.add(entry, tensor)
                     yield entry, tensor
-            check.finish(deadline, line.hung_up)
+            self.digest = check.finish(deadline, line.hung_up)
             line.done(manifest, deadline)
             complete = True
         except (OSError, RuntimeError, ValueError, KeyError, TypeError, OverflowError) as error:
@@ -105,9 +106,9 @@ class StandingReceiver(ABC):
             if only is not None and line is not only:
                 return
             self._line = None
-            self._release()
             if line is not None:
-                line.close()
+                line.close()  # first: a sender that waits for its own tensors ends when it sees that, and what we wait for with it
+            self._release()
 
     def _on_hang_up(self, line: Line) -> None:
         """A connection has ended: what it holds of a sender that is gone is released at once, but not beneath a copy that is under way."""

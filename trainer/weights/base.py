@@ -1,11 +1,11 @@
 """The sending side of a weight transport: one file for each transport, with the same name as in `rollout/weights/`."""
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
-from protocol.messages import WeightManifest
+from protocol.messages import WeightDraft, WeightManifest
 
 
 class Sender(Protocol):
@@ -32,3 +32,14 @@ class Sender(Protocol):
 
     def close(self) -> None:
         """Remove everything published that does not outlive the run; idempotent."""
+
+
+@runtime_checkable
+class DraftingSender(Sender, Protocol):
+    """Sends a version while it is made."""
+
+    def draft(self, epoch: str, version: int) -> WeightDraft | None:
+        """Be asked for a version from now on, which `publish` is about to make; None if that has to wait for its manifest.
+
+        Engines get what `publish` has made so far, and wait for the rest. If it fails, or makes another version, they are hung up on.
+        """

@@ -9,7 +9,8 @@
     receiver -> sender   {"done": v}
 
 Pairwise groups: a receiver that hangs or dies holds up no other, and no default process group is touched. The version lies in memory of
-its own on the trainer's device, so the next training step does not wait for its transfers.
+its own on the trainer's device, so the next training step does not wait for its transfers. A version that is laid out as the one before it
+is sent while it is made (`draft`), a bucket as soon as it is full.
 """
 
 import socket
@@ -22,17 +23,21 @@ import torch
 import torch.distributed as dist
 
 from protocol.buckets import pieces
+from protocol.drafts import draft_of
 from protocol.errors import SettingsError, WeightError
-from protocol.messages import WeightManifest
+from protocol.messages import WeightDraft, WeightManifest
 from protocol.transfer.group_making import check_stuck, make_group
 from protocol.transfer.pairs import SENDER, abort, make_pair
 from trainer.config import WeightConfig
+from trainer.weights.filling import Filling
 from trainer.weights.layout import Named, exhaust, fill_buckets, make_manifest
 from trainer.weights.serving import Line, Published, VersionServer, left
 
 BACKENDS = ("gloo", "nccl")
 JOIN_POLL_S = 0.005
 """Between two looks whether a receiver has joined."""
+FILL_POLL_S = 0.05
+"""Between two looks whether a receiver still waits for a bucket that is not full."""
 POLL_S = 0.0005
 """Between two looks whether the transfer is through: the host does not wait in the driver, which no deadline reaches."""
 
@@ -62,23 +67,41 @@ class NcclSender:
         """HOST:PORT/BACKEND, for the manifest."""
         return f"{self._server.address}/{self._backend}"
 
+    def draft(self, epoch: str, version: int) -> WeightDraft | None:
+        """See `DraftingSender`."""
+        before = self._server.current
+        if before is None or before.manifest.epoch != epoch:
+            return None
+        self._give_up()
+        self._server.coming = Published(draft_of(before.manifest, version), (), filling=Filling())
+        return WeightDraft(epoch=epoch, version=version, like=before.manifest.version)
+
     def publish(
         self, epoch: str, version: int, tensors: Named, *, base_model: str = "", tied: tuple[tuple[str, str], ...] = ()
     ) -> WeightManifest:
         memory: list[torch.Tensor] = []
+        filling = self._filling(epoch, version)
 
         def allocate(_: int, size: int) -> torch.Tensor:
+            if memory:
+                filling.add(memory[-1])
             memory.append(torch.empty(size, dtype=torch.uint8, device=self._device))
             return memory[-1]
 
         try:
             check_stuck()
             layout = fill_buckets(tensors, self._config.bucket_mb << 20, allocate)
+            filling.add(memory[-1])
         except (WeightError, torch.OutOfMemoryError) as error:
+            self._give_up()
             exhaust(tensors)
             raise WeightError(f"version {version}: {error}") from error
+        except BaseException:
+            self._give_up()
+            raise
         manifest = make_manifest("nccl", self.location, epoch, version, layout, base_model=base_model, tied=tied)
         self._server.current = Published(manifest, tuple(bucket[:n] for bucket, n in zip(memory, layout[1], strict=True)))
+        self._server.coming = None
         return manifest
 
     def retire(self, in_use: frozenset[int]) -> None:
@@ -86,7 +109,22 @@ class NcclSender:
 
     def close(self) -> None:
         """Stop listening and hang up on every receiver."""
+        self._give_up()
         self._server.close()
+
+    def _filling(self, epoch: str, version: int) -> Filling:
+        """Where the buckets of a version go: to the senders of its draft, if it has one."""
+        coming = self._server.coming
+        if coming is not None and coming.filling is not None and (coming.manifest.epoch, coming.manifest.version) == (epoch, version):
+            return coming.filling
+        self._give_up()
+        return Filling()
+
+    def _give_up(self) -> None:
+        """Whoever receives a draft is hung up on."""
+        coming, self._server.coming = self._server.coming, None
+        if coming is not None and coming.filling is not None:
+            coming.filling.fail()
 
 
 class _Pair:
@@ -111,7 +149,7 @@ class _Pair:
             if self._device.type == "cuda":
                 self._send_on_stream(line, published, end)
             else:
-                self._broadcast(published, end)
+                self._broadcast(line, published, end)
             line.done(published.manifest.version, end)
         except BaseException:
             self.close()
@@ -141,21 +179,34 @@ class _Pair:
         seconds = left(end)
         return make_group(partial(make_pair, store, SENDER, self._device, seconds), abort, seconds, lambda: line.hung_up(0))
 
-    def _broadcast(self, published: Published, end: float) -> None:
+    def _broadcast(self, line: Line, published: Published, end: float) -> None:
         for piece in pieces(published.manifest):
             options = dist.BroadcastOptions()
             options.rootRank, options.rootTensor = 0, 0
             options.timeout = timedelta(seconds=left(end))
-            self._group.broadcast([published.buckets[piece.bucket][piece.start : piece.end]], options).wait()
+            bucket = _bucket(line, published, piece.bucket, end)
+            self._group.broadcast([bucket[piece.start : piece.end]], options).wait()
 
     def _send_on_stream(self, line: Line, published: Published, end: float) -> None:
         """Queue all pieces and wait until they are through, the receiver is gone, or the time is up."""
         stream = torch.cuda.Stream(self._device)  # not the one that trains
         with torch.cuda.stream(stream):
-            self._broadcast(published, end)
+            self._broadcast(line, published, end)
             through = torch.cuda.Event()
             through.record(stream)
         while not through.query():
             if line.hung_up(POLL_S):
                 raise ValueError("a receiver died in the middle of a version")
             left(end)
+
+
+def _bucket(line: Line, published: Published, index: int, end: float) -> torch.Tensor:
+    """A bucket of the version, when it is full. Raises ValueError: the receiver has left, or the bucket will not come."""
+    if published.filling is None:
+        return published.buckets[index]
+    while (bucket := published.filling.bucket(index, min(FILL_POLL_S, left(end)))) is None:
+        if line.hung_up(0):
+            raise ValueError("a receiver left before the version was made")
+    if len(bucket) < published.manifest.buckets[index]:
+        raise ValueError("the version is laid out in another way than the one before it")
+    return bucket

@@ -24,6 +24,7 @@ import torch
 from protocol.errors import WeightError
 from protocol.messages import WeightManifest
 from trainer.config import WeightConfig
+from trainer.weights.filling import Filling
 
 log = logging.getLogger("tether.weights")
 
@@ -55,6 +56,8 @@ class Published:
     """uint8, each of at least its size in the manifest, complete."""
     sending: Callable[[], AbstractContextManager[None]] = nullcontext
     """Entered for as long as it is sent; ValueError if that cannot begin any more."""
+    filling: Filling | None = None
+    """Of a version that is being made: where its buckets come from instead."""
 
 
 class Line:
@@ -131,13 +134,15 @@ class Channel(Protocol):
 
 
 class VersionServer:
-    """Listens on a free port of `config.host` and serves `current`."""
+    """Listens on a free port of `config.host` and serves `current`, and `coming` to those who know of it."""
 
     def __init__(self, config: WeightConfig, channel: Callable[[], Channel]) -> None:
         """`channel` is called for each connection. Raises WeightError if the address cannot be listened on."""
         self._config = config
         self._channel = channel
         self.current: Published | None = None
+        self.coming: Published | None = None
+        """A version that is being made; its manifest is a draft."""
         self._closed = threading.Event()
         self._slots = threading.BoundedSemaphore(MAX_RECEIVERS)
         self._lock = threading.Lock()
@@ -157,7 +162,7 @@ class VersionServer:
     def close(self) -> None:
         """Stop listening and hang up on every receiver."""
         self._closed.set()
-        self.current = None
+        self.current = self.coming = None
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept
         self._listener.close()
@@ -218,13 +223,14 @@ class VersionServer:
 
     def _answer(self, line: Line, channel: Channel, request: dict[str, Any], end: float) -> int:
         """Serve one request. Returns the number of versions sent: 0 if it is not for the current one."""
-        published = self.current
-        if published is None:
-            line.answer({"error": "no version is published"}, end)
+        current, coming = self.current, self.coming
+        wanted = (request.get("epoch"), request.get("version"))
+        offered = [found for found in (current, coming) if found is not None and (found.manifest.epoch, found.manifest.version) == wanted]
+        if not offered:
+            served = f"the current version is {current.manifest.version} of epoch {current.manifest.epoch}" if current else ""
+            line.answer({"error": served or "no version is published"}, end)
             return 0
-        if (request.get("epoch"), request.get("version")) != (published.manifest.epoch, published.manifest.version):
-            line.answer({"error": f"the current version is {published.manifest.version} of epoch {published.manifest.epoch}"}, end)
-            return 0
+        published = offered[0]
         if not self._slots.acquire(timeout=left(end)):
             raise TimeoutError("no slot became free within weights.timeout_s")
         try:

@@ -30,6 +30,7 @@ class Library:
 @contextmanager
 def stuck(library: Library, count: int, more: int = 0) -> Iterator[None]:
     """So many threads are left behind, and at the end they and as many more as the block has added return."""
+    until_none_is_left()  # of what tests before have given up
     for number in range(count):
         library.give_up(hung_up=number % 2 == 0)
     try:
@@ -42,7 +43,7 @@ def stuck(library: Library, count: int, more: int = 0) -> Iterator[None]:
 
 def until_none_is_left() -> None:
     """All threads that were left behind have come back."""
-    end = time.monotonic() + 30
+    end = time.monotonic() + 60
     while group_making._left or any(thread.name == "weights.group" for thread in threading.enumerate()):
         assert time.monotonic() < end
         time.sleep(0.001)

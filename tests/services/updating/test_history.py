@@ -44,6 +44,10 @@ def play(versions: Versions, transport: str, moves: list[Move], until: Callable[
 @example(transport="disk", moves=[*STEPS, *STEPS, Move("restart", "zombie", 2), *STEPS, Move("haunt"), *STEPS, Move("haunt"), *STEPS])
 @example(transport="shm", moves=[*STEPS, Move("poison"), *STEPS, Move("step", "corrupt"), Move("step", "truncate"), *STEPS])
 @example(transport="shm", moves=[*STEPS, Move("sleep"), *STEPS, Move("restart", "", 1), Move("wake"), *STEPS, Move("sleep"), Move("wake")])
+@example(
+    transport="nccl",
+    moves=[*STEPS, Move("step", "swap"), *STEPS, Move("die", "writing"), Move("step", "swap"), Move("kill_engine"), *STEPS],
+)
 @example(transport="shared", moves=[*STEPS, Move("step"), Move("step"), Move("kill_engine"), *STEPS, Move("restart", "zombie", 1), *STEPS])
 @example(transport="shared", moves=[*STEPS, Move("step", "corrupt"), *STEPS, Move("die", "written"), Move("poison"), *STEPS, *STEPS])
 @given(transport=st.sampled_from(["shm", "disk", "nccl", "shared"]), moves=st.lists(MOVES, max_size=20))
@@ -56,6 +60,13 @@ def test_updates_in_the_middle_of_requests_are_seen(versions: Versions, transpor
     """So that the histories above are known to hold what they are to check."""
     world = play(versions, transport, STEPS, until=lambda world: world.accepted > 0 and world.spans > world.checked)
     assert world.poisoned == 0
+
+
+def test_versions_are_staged_while_they_are_made_and_what_has_another_digest_is_not_served(versions: Versions) -> None:
+    for damage in ("", "swap"):
+        moves = [Move("step", damage), Move("turns", count=20)]
+        world = play(versions, "nccl", moves, until=lambda world: world.drafts > 2 and world.accepted > 2 and world.spans > world.checked)
+        assert world.poisoned == 0
 
 
 def test_requests_live_through_the_sleep_of_their_engine(versions: Versions) -> None:

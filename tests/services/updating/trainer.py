@@ -21,12 +21,12 @@ from tests.services.bus.history import CONFIG
 from tests.services.bus.middle import Middle
 from tests.services.updating.versions import Versions, Weights
 from trainer.config import WeightConfig
-from trainer.weights.base import Sender
+from trainer.weights.base import DraftingSender, Sender
 from trainer.weights.registry import make_sender
 from trainer.weights.shared import SharedSender
 
 TAKE_TRIES = 100
-DAMAGE = ("", "corrupt", "truncate", "remove")
+DAMAGE = ("", "corrupt", "truncate", "remove", "swap")
 
 
 class Dying(Exception):
@@ -77,11 +77,19 @@ class Trainer:
         self._say(manifest)
 
     async def step(self, *, damage: str = "", dies: str = "") -> None:
-        """Commit a version, if a group is scored soon. `dies`: while it is "writing", or after it has "written" or "committed"."""
+        """Commit a version, if a group is scored soon.
+
+        Args:
+            damage: to what was published. "swap": something else is made first under the version's name.
+            dies: while it is "writing", or after it has "written" or "committed".
+        """
         taken = await self._take()
         if taken is None:
             return
         version, weights = taken.step + 1, self._versions.new()
+        await self._draft(version)
+        if damage == "swap":
+            await self._publish(version, self._versions.new(), known=False)
         if dies == "writing":
             try:
                 await self._publish(version, weights, until=len(weights) // 2)
@@ -146,7 +154,16 @@ class Trainer:
             self._casters.clear()
             await self._stack.aclose()
 
-    async def _publish(self, version: int, weights: Weights, until: int = 1000) -> WeightManifest:
+    async def _draft(self, version: int) -> None:
+        """Let engines receive the version while it is made, where the transport can."""
+        sender = self._senders[-1]
+        if isinstance(sender, DraftingSender):
+            coming = sender.draft(self.epoch, version)
+            assert coming is not None
+            self._casters[-1][1].publish(coming, epoch=self.epoch)
+            await asyncio.sleep(0.002)  # so that some are asked for it before it is complete, as in a run
+
+    async def _publish(self, version: int, weights: Weights, *, until: int = 1000, known: bool = True) -> WeightManifest:
         def export() -> Iterator[tuple[str, torch.Tensor]]:
             for number, item in enumerate(weights.items()):
                 if number == until:
@@ -160,7 +177,8 @@ class Trainer:
                 _write(masters, weights)
             return sender.publish(self.epoch, version, export(), base_model="Qwen2ForCausalLM")
 
-        self.published.setdefault(version, []).append(weights)
+        if known:
+            self.published.setdefault(version, []).append(weights)
         return await asyncio.to_thread(publish)
 
 

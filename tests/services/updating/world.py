@@ -78,6 +78,15 @@ class World:
         self._engine_task: asyncio.Task[None] | None = None
         self.poisoned = self.accepted = self.checked = 0
         self.spans = 0
+        self._processes: list[Process] = []
+
+    @property
+    def drafts(self) -> float:
+        """Versions that engines staged before their manifests had come."""
+        return sum(
+            process.metrics.registry.get_sample_value("tether_events_total", {"event": "weights.drafts"}) or 0
+            for process in self._processes
+        )
 
     # -- the engine ------------------------------------------------------------------------------------------------------
     async def _engine_life(self) -> None:
@@ -85,6 +94,7 @@ class World:
         self._lives += 1
         config = EngineConfig(name="hf", max_model_len=128, stage_timeout_s=self._stage_timeout_s)
         process = Process(Role.ROLLOUT, cast(Any, None), cast(Any, self.ledger), f"rollout{self._lives}")
+        self._processes.append(process)
         shared = self._shared and self._shared / f"{process.incarnation}.msgpack"
         engine = HFEngine(config, self._model, process.incarnation, shared=shared)
         await engine.start()
@@ -253,4 +263,5 @@ def _break_commit(weights: Any) -> None:
     if isinstance(weights, Beside):
         weights.copy[next(reversed(weights.copy))] = torch.empty(1, 2, 3)
     else:
-        weights._live[next(reversed(weights._live))] = None
+        name, target = list(weights._live.items())[-1]
+        weights._live[name] = torch.zeros(()).expand(target.shape)

@@ -19,7 +19,7 @@ from tests.trainer.weights.engines import ROOT, publish, started
 from tests.trainer.weights.receiver import COUNT
 from trainer.config import WeightConfig
 from trainer.weights.nccl import NcclSender, _Pair
-from trainer.weights.serving import MAX_RECEIVERS, Published
+from trainer.weights.serving import MAX_RECEIVERS, Line, Published
 
 
 @contextmanager
@@ -87,8 +87,8 @@ def test_a_sender_that_gives_up_lets_go_of_the_group_though_its_error_is_kept(
 ) -> None:
     broadcast = _Pair._broadcast
 
-    def too_late(pair: _Pair, published: Published, end: float) -> None:
-        broadcast(pair, published, 0.0)
+    def too_late(pair: _Pair, line: Line, published: Published, end: float) -> None:
+        broadcast(pair, line, published, 0.0)
 
     monkeypatch.setattr(_Pair, "_broadcast", too_late)
     with sending("gloo", 60) as (_, manifest), pytest.raises(WeightError, match=r"hung up|was closed"):

@@ -1,0 +1,187 @@
+"""Versions that are sent while they are made: what has come is what the manifest says later, or is not taken for it."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from protocol.drafts import draft_of
+from protocol.errors import WeightError
+from protocol.messages import TensorEntry, WeightManifest
+from rollout.engines.staging import Staging, whole_source
+from rollout.weights.nccl import NcclReceiver
+from rollout.weights.registry import make_receiver
+from trainer.config import WeightConfig
+from trainer.weights.base import DraftingSender
+from trainer.weights.nccl import NcclSender
+from trainer.weights.registry import make_sender
+
+COUNT = 4
+SIZE = 300_000
+"""Elements of a tensor, which fills a bucket."""
+WAIT_S = 30
+
+Tensors = list[tuple[str, torch.Tensor]]
+
+
+def weights(value: float, size: int = SIZE) -> Tensors:
+    return [(f"t{i}", torch.full((size,), value + i)) for i in range(COUNT)]
+
+
+@pytest.fixture
+def sender() -> Iterator[NcclSender]:
+    with closing(NcclSender(WeightConfig(transport="nccl", bucket_mb=1, timeout_s=WAIT_S))) as made:
+        yield made
+
+
+@pytest.fixture
+def workers() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor() as pool:
+        yield pool
+
+
+class Making:
+    """Tensors that come when they are let come."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self._tensors = tensors
+        self._allowed = threading.Semaphore(0)
+        self.stop = False
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for named in self._tensors:
+            assert self._allowed.acquire(timeout=WAIT_S)
+            if self.stop:
+                raise WeightError("it cannot be made")
+            yield named
+
+    def let(self, count: int) -> None:
+        self._allowed.release(count)
+
+
+def coming(sender: NcclSender, before: WeightManifest) -> WeightManifest:
+    """The draft of the next version, as an engine makes it from the manifest before."""
+    said = sender.draft(before.epoch, before.version + 1)
+    assert said is not None
+    assert (said.epoch, said.version, said.like) == (before.epoch, before.version + 1, before.version)
+    return draft_of(before, said.version)
+
+
+def receive(receiver: NcclReceiver, manifest: WeightManifest) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+    return receiver.tensors(manifest, WAIT_S)
+
+
+def staging(size: int = SIZE) -> Staging:
+    return Staging({f"t{i}": whole_source(torch.empty(size)) for i in range(COUNT)})
+
+
+def test_tensors_come_before_the_version_is_complete(sender: NcclSender, workers: ThreadPoolExecutor) -> None:
+    before = sender.publish("e1", 1, weights(1.0))
+    making = Making(weights(10.0))
+    with closing(NcclReceiver()) as receiver:
+        stream = receive(receiver, coming(sender, before))
+        published = workers.submit(sender.publish, "e1", 2, making)
+        values = []
+        for i in range(COUNT):
+            making.let(2 if i == 0 else 1)  # a bucket is full when the tensor behind it begins another
+            values.append(float(next(stream)[1][0]))
+            assert i + 2 >= COUNT or not published.done()
+        assert list(stream) == []
+        assert values == [10.0 + i for i in range(COUNT)]
+        assert receiver.digest == published.result(WAIT_S).digest
+
+
+def test_what_has_come_is_committed_as_the_version_that_its_manifest_says(sender: NcclSender, workers: ThreadPoolExecutor) -> None:
+    before = sender.publish("e1", 1, weights(1.0))
+    copy = staging()
+    draft = coming(sender, before)
+    fetched = workers.submit(copy.fetch, draft, WAIT_S)
+    manifest = sender.publish("e1", 2, weights(10.0))
+    assert fetched.result(WAIT_S) == sum(entry.nbytes for entry in manifest.tensors)
+    with pytest.raises(WeightError, match="not staged"):
+        copy.take(draft)
+    with pytest.raises(WeightError, match="not staged"):
+        copy.take(sender.publish("e1", 2, weights(11.0)))
+    assert copy.take(manifest).digest == manifest.digest
+    copy.close()
+
+
+def test_a_version_is_drafted_only_behind_another_of_its_epoch(sender: NcclSender) -> None:
+    assert sender.draft("e1", 0) is None
+    sender.publish("e1", 1, weights(1.0))
+    assert sender.draft("e2", 2) is None
+
+
+@pytest.mark.parametrize("end", ["it fails", "another is published", "another is drafted", "the sender is closed"])
+def test_who_receives_a_version_that_is_not_made_is_hung_up_on(sender: NcclSender, workers: ThreadPoolExecutor, end: str) -> None:
+    before = sender.publish("e1", 1, weights(1.0))
+    making = Making(weights(10.0))
+    with closing(NcclReceiver()) as receiver:
+        stream = receive(receiver, coming(sender, before))
+        if end == "it fails":
+            published = workers.submit(sender.publish, "e1", 2, making)
+            making.let(2)
+            next(stream)
+            making.stop = True
+            making.let(COUNT)
+            with pytest.raises(WeightError, match="cannot be made"):
+                published.result(WAIT_S)
+        received = workers.submit(list, stream)
+        if end == "another is published":
+            sender.publish("e1", 5, weights(3.0))
+        elif end == "another is drafted":
+            sender.draft("e1", 5)
+        elif end == "the sender is closed":
+            sender.close()
+        with pytest.raises(WeightError, match="version 2"):
+            received.result(WAIT_S)
+    if end != "the sender is closed":
+        with closing(make_receiver("nccl")) as receiver:
+            manifest = sender.publish("e1", 6, weights(7.0))
+            assert [float(tensor[0]) for _, tensor in receiver.tensors(manifest, WAIT_S)] == [7.0, 8.0, 9.0, 10.0]
+
+
+@pytest.mark.parametrize("size", [SIZE // 2, 2 * SIZE])
+def test_a_version_that_is_laid_out_in_another_way_is_not_taken_for_what_came(
+    sender: NcclSender, workers: ThreadPoolExecutor, size: int
+) -> None:
+    copy = staging()
+    draft = coming(sender, sender.publish("e1", 1, weights(1.0)))
+    fetched = workers.submit(copy.fetch, draft, WAIT_S)
+    manifest = sender.publish("e1", 2, weights(10.0, size))
+    fetched.exception(WAIT_S)  # whether it came to its end does not matter
+    with pytest.raises(WeightError, match="not staged"):
+        copy.take(manifest)
+    copy.close()
+
+
+def test_a_receiver_that_leaves_before_the_version_is_made_holds_up_nobody(sender: NcclSender, workers: ThreadPoolExecutor) -> None:
+    before = sender.publish("e1", 1, weights(1.0))
+    making = Making(weights(10.0))
+    draft = coming(sender, before)
+    leaver, stayer = NcclReceiver(), NcclReceiver()
+    published = workers.submit(sender.publish, "e1", 2, making)
+    making.let(2)
+    for receiver in (leaver, stayer):
+        stream = receive(receiver, draft)
+        next(stream)
+        if receiver is leaver:
+            stream.close()
+    making.let(COUNT)
+    assert [float(tensor[0]) for _, tensor in stream] == [11.0, 12.0, 13.0]
+    assert stayer.digest == published.result(WAIT_S).digest
+    stayer.close()
+
+
+@pytest.mark.parametrize("transport", ["shm", "disk"])
+def test_a_draft_of_a_transport_that_sends_none_is_refused(transport: str, tmp_path: Path) -> None:
+    config = WeightConfig(transport=transport, directory=str(tmp_path), bucket_mb=1)
+    with closing(make_sender(config, run="r", run_dir=tmp_path)) as sender, closing(make_receiver(transport)) as receiver:
+        assert not isinstance(sender, DraftingSender)
+        manifest = sender.publish("e1", 1, weights(1.0))
+        with pytest.raises(WeightError, match="tensor t0: digest"):
+            list(receiver.tensors(draft_of(manifest, 1), WAIT_S))
