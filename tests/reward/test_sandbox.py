@@ -27,12 +27,12 @@ def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = leftovers()
     yield
-    assert leftovers() == before
+    assert leftovers() <= before  # what other tests have left may end meanwhile
 
 
-def leftovers() -> tuple[set[int], set[str]]:
+def leftovers() -> set[int | str]:
     children = {child.pid for child in psutil.Process().children(recursive=True)}
-    return children, {name for name in os.listdir(tempfile.gettempdir()) if name.startswith("tether-sandbox-")}
+    return children | {name for name in os.listdir(tempfile.gettempdir()) if name.startswith("tether-sandbox-")}
 
 
 def run(code: str, *tests: str, limits: Limits = LIMITS) -> Verdict:

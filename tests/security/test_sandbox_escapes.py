@@ -22,7 +22,7 @@ HEAD = "import ctypes, os, signal, socket, subprocess, sys\nlibc = ctypes.CDLL(N
 def nothing_is_left() -> Iterator[None]:
     before = leftovers()
     yield
-    assert leftovers() == before
+    assert leftovers() <= before  # what other tests have left may end meanwhile
 
 
 @pytest.fixture(scope="module")
