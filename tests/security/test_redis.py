@@ -118,7 +118,7 @@ async def test_strangers_are_refused_and_told_without_the_password(server: TlsSe
     }
     for url, kind in wrong.items():
         with pytest.raises(kind) as caught:
-            await RedisLedger.connect(url, "run", timeout_s=2.0, retry_s=0)
+            await RedisLedger.connect(url, "run", timeout_s=30 if kind is SettingsError else 2, retry_s=0)
         assert CORE not in str(caught.value)
         assert f"***@127.0.0.1:{server.port}/0" in str(caught.value)
 
