@@ -65,7 +65,7 @@ async def kept(directory: Path) -> AsyncIterator[Kept]:
     server = EmbeddedServer(directory / "ledger")
     url = await server.start()
     rig = RedisRig(url, await RedisLedger.connect(url, run))
-    guarded = await RedisLedger.connect(url, run, retry_s=0.3)
+    guarded = await RedisLedger.connect(url, run, retry_s=1.0)
     spool = Spool(directory / "spool.sqlite")
     try:
         driver = await Driver(rig).begin(B=1)
