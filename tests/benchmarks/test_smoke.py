@@ -12,7 +12,7 @@ from tests.integration.loop import ROOT
 def test_quick_ledger_benchmark_writes_figures_and_machine(tmp_path: Path) -> None:
     out = tmp_path / "bench.json"
     command = [sys.executable, "-m", "tests.benchmarks.run", "--quick", "--only", "ledger", "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     facts = json.loads(out.read_text())
     assert {"date", "cpu", "versions", "load_average", "notes", "failed", "figures"} <= set(facts)

@@ -26,7 +26,7 @@ def environment(**extra: str) -> dict[str, str]:
     return {**kept, "HF_HUB_OFFLINE": "1", **extra}
 
 
-def tether(*arguments: str, seconds: float = 120, **variables: str) -> subprocess.CompletedProcess[str]:
+def tether(*arguments: str, seconds: float = 300, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a command to its end."""
     return subprocess.run(
         [sys.executable, "-m", "services.cli", *arguments],

@@ -107,7 +107,7 @@ async def _run(live: LiveRun, role: Role, name: str, serve: Callable[[Process], 
             heartbeat.cancel()
 
 
-async def run_to_end(settings: Settings, *, seconds: float = 120, rollouts: int = 1, rewards: int = 1) -> Finished:
+async def run_to_end(settings: Settings, *, seconds: float = 400, rollouts: int = 1, rewards: int = 1) -> Finished:
     """Run until all steps are made; fails if they are not within `seconds`."""
     async with asyncio.timeout(seconds):
         async with running(settings, rollouts=rollouts, rewards=rewards) as live:

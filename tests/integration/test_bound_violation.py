@@ -22,7 +22,7 @@ end
 
 async def spoilt(settings: Settings) -> None:
     """A run whose ledger lies; it ends only by an error."""
-    async with asyncio.timeout(200), running(settings) as live:
+    async with asyncio.timeout(400), running(settings) as live:
         keys = live.ledger.keys
         with redis.Redis.from_url(live.settings.ledger.url) as client:
             while True:

@@ -97,7 +97,6 @@ async def test_groups_in_flight_keep_their_leases_while_two_engines_sleep(tmp_pa
     assert set(Counter(event["group"] for event in of(run, "lease")).values()) == {1}
 
 
-@pytest.mark.timeout(600)
 def test_a_run_goes_on_although_the_engine_dies_asleep_and_the_trainer_in_its_turn(tmp_path: Path) -> None:
     overrides = [
         *SMALL, "run.steps=100000", "colocated.enabled=true", "eval.at_end=false", f"rollout.lease_s={LEASE_MS / 1000}",
@@ -109,7 +108,7 @@ def test_a_run_goes_on_although_the_engine_dies_asleep_and_the_trainer_in_its_tu
         asyncio.run(kill_both(tmp_path))
         until(lambda: len({step["epoch"] for step in read_steps(tmp_path / "metrics.jsonl")}) == 2, seconds=240, what="the next trainer")
         assert tether("drain", str(tmp_path)).returncode == 0
-        assert up.wait(240) == 0, (tmp_path / "up.log").read_text()
+        assert up.wait(400) == 0, (tmp_path / "up.log").read_text()
     found = read_steps(tmp_path / "metrics.jsonl")
     assert [step["step"] for step in found] == list(range(len(found)))
     result = audit(tmp_path)

@@ -38,7 +38,7 @@ def test_a_run_survives_the_death_of_every_kind_of_worker(tmp_path: Path) -> Non
         os.kill(alive["reward.1"], signal.SIGKILL)
         asyncio.run(kill_between_take_and_commit(tmp_path, alive["trainer"]))
         os.kill(json.loads((tmp_path / "ledger/endpoint.json").read_text())["pid"], signal.SIGKILL)
-        assert up.wait(240) == 0, (tmp_path / "up.log").read_text()
+        assert up.wait(400) == 0, (tmp_path / "up.log").read_text()
     steps = read_steps(tmp_path / "metrics.jsonl")
     assert [step["step"] for step in steps] == list(range(STEPS))
     result = audit(tmp_path)

@@ -39,7 +39,7 @@ def log_of(settings: Settings) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (settings.run_dir / FILE).read_text().splitlines()]
 
 
-async def reached(ledger: RedisLedger, ready: Callable[[LedgerStatus], bool], *, seconds: float = 120) -> LedgerStatus:
+async def reached(ledger: RedisLedger, ready: Callable[[LedgerStatus], bool], *, seconds: float = 400) -> LedgerStatus:
     """Ask the ledger until it says what is waited for."""
     async with asyncio.timeout(seconds):
         while not ready(status := await ledger.status()):  # noqa: ASYNC110 (the ledger is asked)
@@ -56,7 +56,7 @@ async def more_steps(live: LiveRun, number: int) -> LedgerStatus:
 async def drained(live: LiveRun) -> LedgerStatus:
     """End the run by draining it."""
     await live.ledger.drain()
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(400):
         await live.trained.wait()
     return await live.ledger.status()
 
@@ -123,7 +123,7 @@ async def test_leasing_stops_while_the_log_cannot_be_archived(tmp_path: Path) ->
             rollouts = await live.ledger.peers(Role.ROLLOUT)
             return any("archive_behind" in what for rollout in rollouts for what in rollout.info["waits"])
 
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(400):
             while not await stopped():  # noqa: ASYNC110 (the ledger is asked)
                 await asyncio.sleep(0.02)
         await reached(live.ledger, lambda status: status.active < settings.bound.groups_per_step)
@@ -157,7 +157,7 @@ async def test_a_halted_run_goes_on_in_place_once_the_cause_is_mended(tmp_path: 
 
 async def until_halted(settings: Settings) -> None:
     """Run until somebody says that the run has halted, which ends its process."""
-    async with running(settings) as live, asyncio.timeout(120):
+    async with running(settings) as live, asyncio.timeout(400):
         await live.trained.wait()
 
 

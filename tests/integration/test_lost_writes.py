@@ -47,7 +47,7 @@ class Server:
 
     def kill(self) -> None:
         os.kill(self._server.pid, signal.SIGKILL)
-        until(lambda: not self._server.running(), seconds=10, what="the end of the server")
+        until(lambda: not self._server.running(), seconds=60, what="the end of the server")
 
     def restart(self) -> None:
         self._server = EmbeddedServer(self.directory)
@@ -101,7 +101,6 @@ def check(run_dir: Path, steps: int, rebuilds: int, output: Path) -> None:
     assert processes_of(run_dir) == []
 
 
-@pytest.mark.timeout(600)
 def test_a_run_goes_on_when_its_ledger_falls_back_and_when_it_is_emptied(tmp_path: Path, server: Server) -> None:
     run_dir, output, steps = tmp_path / "run", tmp_path / "up.log", 28
     with tether_up(*arguments(run_dir, steps), output=output, TETHER_REDIS_URL=server.url) as up:
@@ -111,7 +110,7 @@ def test_a_run_goes_on_when_its_ledger_falls_back_and_when_it_is_emptied(tmp_pat
         server.lose()
         reaches(run_dir, 18, up)
         server.command("FLUSHALL")
-        assert up.wait(180) == 0, output.read_text()
+        assert up.wait(400) == 0, output.read_text()
     check(run_dir, steps, 2, output)
     assert len({step["epoch"] for step in read_steps(run_dir / "metrics.jsonl")}) == 3
 
@@ -120,7 +119,7 @@ async def test_the_journal_is_kept_while_the_archive_is_behind(tmp_path: Path, m
     """Checkpoints cover steps that the archive does not know yet: the journal alone can tell a new ledger of them."""
     monkeypatch.setattr(log, "HELD_S", 0.05)
     overrides = (*OVERRIDES, "run.steps=1000", "trainer.checkpoint_every=1", "trainer.keep_checkpoints=1")
-    async with asyncio.timeout(120), running(settings_for(tmp_path, "stragglers.toml", *overrides)) as live:
+    async with asyncio.timeout(400), running(settings_for(tmp_path, "stragglers.toml", *overrides)) as live:
 
         async def made(steps: int) -> None:
             version = (await live.ledger.head()).version
@@ -147,6 +146,6 @@ def test_a_run_is_continued_on_an_empty_server(tmp_path: Path, server: Server) -
     run_dir, output = tmp_path / "run", tmp_path / "up.log"
     for steps in (7, 13):
         with tether_up(*arguments(run_dir, steps), output=output, TETHER_REDIS_URL=server.url) as up:
-            assert up.wait(180) == 0, output.read_text()
+            assert up.wait(400) == 0, output.read_text()
         server.command("FLUSHALL")
     check(run_dir, 13, 1, output)

@@ -84,7 +84,7 @@ async def test_a_trainer_killed_at_every_point_loses_no_step(tmp_path: Path, par
 @pytest.mark.slow
 async def test_a_checkpoint_that_was_not_finished_is_passed_over(tmp_path: Path) -> None:
     """The trainer dies when all files are written and the manifest is not."""
-    async with asyncio.timeout(300), place(tmp_path, "run.steps=11", "trainer.checkpoint_every=3") as here:
+    async with asyncio.timeout(800), place(tmp_path, "run.steps=11", "trainer.checkpoint_every=3") as here:
         await here.kill(await here.held(Spot("checkpointed", When.BEFORE), after_step=4))
         version = (await here.ledger.head()).version
         (tmp_path / f"checkpoints/step_{version:08d}/manifest.json").unlink()
@@ -95,7 +95,7 @@ async def test_a_checkpoint_that_was_not_finished_is_passed_over(tmp_path: Path)
 
 async def test_a_checkpoint_of_an_abandoned_branch_is_passed_over(tmp_path: Path) -> None:
     """As one looks that a trainer finished after its successor had rewound: the ledger knows other weights for its version."""
-    async with asyncio.timeout(300), place(tmp_path, "run.steps=11", "trainer.checkpoint_every=3") as here:
+    async with asyncio.timeout(800), place(tmp_path, "run.steps=11", "trainer.checkpoint_every=3") as here:
         await here.kill(await here.held(Spot("commit", When.BEFORE, nth=9)))
         path = tmp_path / "checkpoints/step_00000006/manifest.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), "digest": 1}))
@@ -107,7 +107,7 @@ async def test_a_checkpoint_of_an_abandoned_branch_is_passed_over(tmp_path: Path
 
 async def test_a_trainer_that_was_only_asleep_is_fenced(tmp_path: Path) -> None:
     """Stopped before its commit while another one takes over, it changes nothing and serves nothing when it wakes up."""
-    async with asyncio.timeout(300), place(tmp_path, "run.steps=12", f"trainer.checkpoint_every={EVERY}") as here:
+    async with asyncio.timeout(800), place(tmp_path, "run.steps=12", f"trainer.checkpoint_every={EVERY}") as here:
         zombie = await here.held(Spot("commit", When.BEFORE, nth=4))
         zombie.send_signal(signal.SIGSTOP)
         version = (await here.ledger.head()).version

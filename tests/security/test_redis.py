@@ -67,7 +67,7 @@ def test_a_run_over_tls_shows_its_password_nowhere(server: TlsServer, tmp_path: 
     try:
         ended = tether(
             "up", str(ROOT / "deploy/configs/stragglers.toml"), "--steps", "3", "--run-dir", str(run_dir),
-            "--set", f'ledger.ca_file="{server.ca}"', seconds=280, TETHER_REDIS_URL=server.url, TETHER_LOG_LEVEL="DEBUG",
+            "--set", f'ledger.ca_file="{server.ca}"', seconds=600, TETHER_REDIS_URL=server.url, TETHER_LOG_LEVEL="DEBUG",
         )  # fmt: skip
     finally:
         lookout.stop.set()
@@ -97,7 +97,7 @@ def test_the_password_may_come_from_a_file(server: TlsServer, tmp_path: Path) ->
     run_dir = tmp_path / "run"
     ended = tether(
         "up", str(ROOT / "deploy/configs/stragglers.toml"), "--steps", "1", "--run-dir", str(run_dir), "--set", "run.name=filed",
-        *(word for option in options for word in ("--set", option)), seconds=280, TETHER_REDIS_URL=server.bare_url,
+        *(word for option in options for word in ("--set", option)), seconds=600, TETHER_REDIS_URL=server.bare_url,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr[-2000:]
     assert [file.name for file in run_dir.rglob("*") if file.is_file() and CORE.encode() in file.read_bytes()] == []

@@ -47,7 +47,7 @@ class Trainer:
         async def attach(path: Path) -> None:
             self.attached.append(path)
 
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             return await self.share.ready(manifest, attach)
 
 
@@ -123,7 +123,7 @@ async def test_a_trainer_ends_with_its_engine_even_if_another_one_has_come(setti
 async def test_a_registration_that_ran_out_does_not_end_a_trainer_whose_engine_lives(settings: Settings) -> None:
     async with trainer(settings) as mine, engine(settings, "rollout.0") as worker:
         assert await mine.ready()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while found := await mine.process.ledger.peers(Role.ROLLOUT):
                 await mine.process.ledger.register(found[0], ttl_ms=1)
         mine.share.check()
@@ -154,7 +154,7 @@ async def test_a_trainer_that_waits_for_groups_sees_its_engine_go(settings: Sett
             watching = tasks.create_task(mine.share.watch_loop())
             await asyncio.sleep(0)
             watching.cancel()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             with pytest.raises(TetherError, match="has gone"):
                 await mine.share.watch_loop()
 

@@ -68,7 +68,7 @@ async def test_an_engine_waits_until_a_trainer_has_ended_its_turn_and_then_holds
                     assert not taking.done()
                     await mine.end()
                     turn.look()
-                    async with asyncio.timeout(10):
+                    async with asyncio.timeout(60):
                         assert await taking
                     assert await holders(trainer) == [worker.incarnation]
 
@@ -136,7 +136,7 @@ async def test_only_one_of_two_that_take_the_device_at_once_gets_it(settings: Se
             for _ in range(20):
                 await mine.begin()
                 await mine.end()
-                async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+                async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
                     taking = tasks.create_task(turn.take(), name="take")
                     beginning = tasks.create_task(mine.begin(), name="begin")
                     await asyncio.wait([taking, beginning], return_when=asyncio.FIRST_COMPLETED)
@@ -197,7 +197,7 @@ class Sides:
 @pytest.mark.parametrize("seed", range(3))
 async def test_trainer_and_engines_are_never_on_the_device_together_whatever_is_forgotten_or_killed(settings: Settings, seed: int) -> None:
     chance, sides = random.Random(seed), Sides()
-    async with AsyncExitStack() as stack, asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+    async with AsyncExitStack() as stack, asyncio.timeout(400), asyncio.TaskGroup() as tasks:
         processes = [await stack.enter_async_context(opened(role, settings, str(role))) for role in (Role.TRAINER, *[Role.ROLLOUT] * 2)]
         bodies = [sides.train, sides.generate, sides.generate]
         lives = [tasks.create_task(body(process)) for body, process in zip(bodies, processes, strict=True)]

@@ -139,7 +139,7 @@ class Crowd:
 
 @pytest.mark.parametrize("policy", list(Policy))
 async def test_calls_that_race_leave_a_log_that_proves_the_run(valkey_url: str, policy: Policy) -> None:
-    async with asyncio.timeout(200):
+    async with asyncio.timeout(800):
         await Crowd(valkey_url, new_run(), policy, steps=25, seed=1).go()
 
 
@@ -158,7 +158,7 @@ async def test_calls_that_race_while_the_server_is_killed_are_lost_or_made_once(
             server = EmbeddedServer(tmp_path)
             assert await server.start() == crowd.url
 
-    async with asyncio.timeout(200), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(800), asyncio.TaskGroup() as tasks:
         tasks.create_task(kill(), name="kill")
         await crowd.go()
     await server.stop()
