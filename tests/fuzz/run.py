@@ -53,13 +53,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--target", choices=sorted(TARGETS), action="append", help="only this one; may be repeated")
     parser.add_argument("--out", type=Path, default=Path("runs/fuzz"))
+    parser.add_argument("--seed", type=int, default=0, help="0 draws one")
     arguments = parser.parse_args()
     names = arguments.target or list(TARGETS)
     began = time.monotonic()
     tallies = {}
     for i, name in enumerate(names):
         left = arguments.seconds - (time.monotonic() - began)
-        tallies[name] = fuzz(name, arguments.out / name, max(1.0, left / (len(names) - i)))
+        tallies[name] = fuzz(name, arguments.out / name, max(1.0, left / (len(names) - i)), arguments.seed)
     crashes = sum(tally.crashes for tally in tallies.values())
     executions = sum(tally.executions for tally in tallies.values())
     totals = {"seconds": round(time.monotonic() - began, 1), "executions": executions, "crashes": crashes}
@@ -67,7 +68,7 @@ def main() -> None:
     sys.exit(bool(crashes))
 
 
-def fuzz(name: str, place: Path, seconds: float) -> Tally:
+def fuzz(name: str, place: Path, seconds: float, seed: int) -> Tally:
     """Fuzz one target in a child process until its time is up or it has crashed."""
     target = TARGETS[name]
     corpus = place / "corpus"
@@ -79,7 +80,7 @@ def fuzz(name: str, place: Path, seconds: float) -> Tally:
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as scratch:
         pid = os.fork()
         if not pid:
-            _child(target, place, Path(scratch), log, seconds)
+            _child(target, place, Path(scratch), log, seconds, seed)
         _, status = os.waitpid(pid, 0)
     text = log.read_bytes()
     tally = Tally(executions=max(map(int, DONE.findall(text)), default=0), crashes=int(status != 0))
@@ -88,7 +89,7 @@ def fuzz(name: str, place: Path, seconds: float) -> Tally:
     return tally
 
 
-def _child(target: Target, place: Path, scratch: Path, log: Path, seconds: float) -> None:
+def _child(target: Target, place: Path, scratch: Path, log: Path, seconds: float, seed: int) -> None:
     """Never returns: libFuzzer ends the process."""
     die_with_parent(signal.SIGKILL)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -98,7 +99,7 @@ def _child(target: Target, place: Path, scratch: Path, log: Path, seconds: float
     words = [f"-dict={place / 'words'}"] if (place / "words").stat().st_size else []
     options = [
         "fuzz", f"-max_total_time={max(1, int(seconds))}", f"-timeout={HANG_S}", f"-rss_limit_mb={MEMORY_MB}",
-        f"-malloc_limit_mb={MEMORY_MB}", f"-max_len={MAX_BYTES}", f"-artifact_prefix={place}/", "-print_final_stats=1", *words,
+        f"-malloc_limit_mb={MEMORY_MB}", f"-max_len={MAX_BYTES}", f"-artifact_prefix={place}/", "-print_final_stats=1", f"-seed={seed}", *words,
         str(place / "corpus"),
     ]  # fmt: skip
     try:
