@@ -20,6 +20,8 @@ from trainer.config import ParallelConfig, TrainerConfig
 from trainer.megatron.backend import MegatronBackend
 from trainer.megatron.inference import SlotModel
 from trainer.megatron.model import DTYPES
+from trainer.megatron.reshard import Piece, TensorPlan
+from trainer.megatron.sharing import parts_of
 from trainer.weights.layout import in_dtype
 from trainer.weights.shared import SharedSender
 
@@ -118,6 +120,8 @@ def test_a_checkpoint_goes_on_with_and_without_an_engine(place: Place, dtype: st
     last = alone.train_step(make_batch(NAME, 2))
 
     successor, engine = place.trainer(dtype=dtype), place.engine(dtype=dtype)
+    successor.restore(place.directory / "at-two")
+    assert successor.train_step(make_batch(NAME, 2)) == last
     successor.restore(place.directory / "at-two")
     commit(successor, engine)
     successor.attach(engine.parameters, engine.buffers())
@@ -218,6 +222,15 @@ def test_tensors_that_differ_are_named_and_nothing_changes(
     assert {name: parameter.data_ptr() for name, parameter in backend._parameters.items()} == places
     assert backend.train_step(make_batch(NAME)) == alone.train_step(make_batch(NAME))
     assert torch.equal(backend.logprobs(make_batch(NAME)), alone.logprobs(make_batch(NAME)))
+
+
+def test_a_tensor_in_unequal_turns_cannot_be_shared() -> None:
+    equal = (Piece(0, 0, 1, 2), Piece(0, 2, 5, 2), Piece(0, 4, 9, 2))
+    parameter = torch.arange(12)
+    assert parts_of([TensorPlan("q", (6,), 0, 0, "p", equal)], {"p": parameter})["q"].tolist() == [[1, 2], [5, 6], [9, 10]]
+    for unequal in (Piece(0, 4, 10, 2), Piece(0, 4, 9, 1)):
+        with pytest.raises(SettingsError, match="tensor q does not lie in equal turns in p"):
+            parts_of([TensorPlan("q", (6,), 0, 0, "p", (*equal[:2], unequal))], {"p": parameter})
 
 
 def test_what_does_not_go_with_sharing_is_refused(place: Place) -> None:

@@ -150,3 +150,8 @@ def test_a_table_of_rotary_angles_is_compared_with_ones_own(model_dir: Path, dty
 def test_a_backend_that_was_not_made_for_it_refuses(model_dir: Path) -> None:
     with pytest.raises(SettingsError, match=r"weights\.transport"):
         make(model_dir).masters()
+
+
+def test_what_an_engine_reads_does_not_leave_the_device(model_dir: Path) -> None:
+    with pytest.raises(SettingsError, match="stays where the engine reads it"):
+        shared(model_dir).offload()
