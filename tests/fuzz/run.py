@@ -73,8 +73,8 @@ def fuzz(name: str, place: Path, seconds: float, seed: int) -> Tally:
     target = TARGETS[name]
     corpus = place / "corpus"
     corpus.mkdir(parents=True, exist_ok=True)
-    for number, seed in enumerate(target.seeds):
-        (corpus / f"seed-{number}").write_bytes(seed)
+    for number, content in enumerate(target.seeds):
+        (corpus / f"seed-{number}").write_bytes(content)
     (place / "words").write_bytes(b"".join(b'"%s"\n' % word for word in sorted(set(WORD.findall(b" ".join(target.seeds))))))
     log = place / "log"
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as scratch:
@@ -98,8 +98,8 @@ def _child(target: Target, place: Path, scratch: Path, log: Path, seconds: float
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     words = [f"-dict={place / 'words'}"] if (place / "words").stat().st_size else []
     options = [
-        "fuzz", f"-max_total_time={max(1, int(seconds))}", f"-timeout={HANG_S}", f"-rss_limit_mb={MEMORY_MB}",
-        f"-malloc_limit_mb={MEMORY_MB}", f"-max_len={MAX_BYTES}", f"-artifact_prefix={place}/", "-print_final_stats=1", f"-seed={seed}", *words,
+        "fuzz", f"-seed={seed}", f"-max_total_time={max(1, int(seconds))}", f"-timeout={HANG_S}", f"-rss_limit_mb={MEMORY_MB}",
+        f"-malloc_limit_mb={MEMORY_MB}", f"-max_len={MAX_BYTES}", f"-artifact_prefix={place}/", "-print_final_stats=1", *words,
         str(place / "corpus"),
     ]  # fmt: skip
     try:
