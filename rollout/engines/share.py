@@ -30,10 +30,10 @@ class Share:
         self._stream = torch.cuda.Stream() if self._cuda else None
         """Of all fetches: what one has queued is done before what the next one does."""
         self._state = "idle"
+        """It is "staging" until the thread that fetches has nothing left to do."""
         self._error = ""
         self._covered = 0
         self._poisoned = False
-        self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         """Held while the copy changes hands: nothing is written into it while it is committed or given back."""
         self.bytes = sum(tensor.nbytes for tensor in plan.live.values())
@@ -41,14 +41,13 @@ class Share:
     def stage(self, manifest: WeightManifest, deadline_s: float) -> dict[str, Any]:
         """Begin to stage in the background; `status` tells how it goes. Returns {"error"}."""
         with self._lock:
-            if self._is_fetching():
+            if self._state == "staging":
                 return {"error": "another version is being staged"}
             if self._state == "asleep":
                 return {"error": "the engine sleeps, there is no memory to stage in"}
             self._staging.discard()  # a cancel that came too late for the version before
             self._state, self._error, self._covered = "staging", "", 0
-            self._thread = threading.Thread(target=self._fetch, args=(manifest, deadline_s), name="tether-stage", daemon=True)
-            self._thread.start()
+            threading.Thread(target=self._fetch, args=(manifest, deadline_s), name="tether-stage", daemon=True).start()
         return {"error": ""}
 
     def status(self) -> dict[str, Any]:
@@ -97,7 +96,7 @@ class Share:
     def sleep(self) -> dict[str, Any]:
         """Forget what is staged and give the copy's memory back. Returns {"error"}."""
         with self._lock:
-            if self._is_fetching():
+            if self._state == "staging":
                 return {"error": "a version is being staged"}
             self._staging.discard()
             self._staging.close()  # what it maps of the trainer's memory stays taken when the trainer ends
@@ -123,9 +122,6 @@ class Share:
             tensors[name] = tensor
             whole = whole and complete
         return whole, digest_of(tensors)
-
-    def _is_fetching(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
 
     def _fetch(self, manifest: WeightManifest, deadline_s: float) -> None:
         try:

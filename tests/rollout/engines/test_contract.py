@@ -14,6 +14,7 @@ from rollout.engines.base import EngineConfig, KvPolicy, Request, Sampling
 from rollout.engines.registry import make_engine
 from rollout.engines.vllm_start import shared_files
 from tests.contracts.engine_bench import MAX_MODEL_LEN, Bench
+from tests.contracts.engine_drafts import DraftContract
 from tests.contracts.engine_models import adapted, tiny_model, weights
 from tests.contracts.engine_sleep import SleepContract, sleeper  # noqa: F401 (a fixture)
 from tests.contracts.engine_suite import EngineContract
@@ -121,5 +122,5 @@ async def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     assert not any(path.exists() for path in files)
 
 
-class TestEngine(SleepContract, EngineContract):
+class TestEngine(SleepContract, DraftContract, EngineContract):
     """pytest takes the last base first, and its first test wants a fresh engine."""

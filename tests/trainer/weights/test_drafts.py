@@ -1,6 +1,5 @@
 """Versions that are sent while they are made: what has come is what the manifest says later, or is not taken for it."""
 
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -15,6 +14,7 @@ from protocol.messages import TensorEntry, WeightManifest
 from rollout.engines.staging import Staging, whole_source
 from rollout.weights.nccl import NcclReceiver
 from rollout.weights.registry import make_receiver
+from tests.trainer.weights.making import WAIT_S, Making
 from trainer.config import WeightConfig
 from trainer.weights.base import DraftingSender
 from trainer.weights.nccl import NcclSender
@@ -23,7 +23,6 @@ from trainer.weights.registry import make_sender
 COUNT = 4
 SIZE = 300_000
 """Elements of a tensor, which fills a bucket."""
-WAIT_S = 30
 
 Tensors = list[tuple[str, torch.Tensor]]
 
@@ -42,25 +41,6 @@ def sender() -> Iterator[NcclSender]:
 def workers() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor() as pool:
         yield pool
-
-
-class Making:
-    """Tensors that come when they are let come."""
-
-    def __init__(self, tensors: Tensors) -> None:
-        self._tensors = tensors
-        self._allowed = threading.Semaphore(0)
-        self.stop = False
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for named in self._tensors:
-            assert self._allowed.acquire(timeout=WAIT_S)
-            if self.stop:
-                raise WeightError("it cannot be made")
-            yield named
-
-    def let(self, count: int) -> None:
-        self._allowed.release(count)
 
 
 def coming(sender: NcclSender, before: WeightManifest) -> WeightManifest:
@@ -126,8 +106,8 @@ def test_who_receives_a_version_that_is_not_made_is_hung_up_on(sender: NcclSende
             published = workers.submit(sender.publish, "e1", 2, making)
             making.let(2)
             next(stream)
-            making.stop = True
-            making.let(COUNT)
+            making.fails = True
+            making.let()
             with pytest.raises(WeightError, match="cannot be made"):
                 published.result(WAIT_S)
         received = workers.submit(list, stream)
@@ -171,7 +151,7 @@ def test_a_receiver_that_leaves_before_the_version_is_made_holds_up_nobody(sende
         next(stream)
         if receiver is leaver:
             stream.close()
-    making.let(COUNT)
+    making.let()
     assert [float(tensor[0]) for _, tensor in stream] == [11.0, 12.0, 13.0]
     assert stayer.digest == published.result(WAIT_S).digest
     stayer.close()

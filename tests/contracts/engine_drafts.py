@@ -1,0 +1,127 @@
+"""What every engine must do with a version that is still being made. Part of the contract; see `engine_suite.py`."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from protocol.drafts import draft_of
+from protocol.errors import WeightError
+from protocol.messages import WeightManifest
+from tests.contracts.engine_bench import PROMPTS, Bench
+from tests.contracts.engine_suite import assert_switched
+from tests.trainer.weights.making import WAIT_S, Making
+from trainer.config import WeightConfig
+from trainer.weights.nccl import NcclSender
+
+
+class DraftContract:
+    async def test_a_version_is_staged_while_it_is_made_and_committed_from_what_has_come(self, bench: Bench) -> None:
+        if bench.shares:
+            await assert_staged_as_it_comes(bench)
+            return
+        async with serving(bench) as (sender, before):
+            draft, making = next_of(bench, sender, before), Making(bench.published["B"].items())
+            async with bench.long(*PROMPTS) as tasks, asyncio.TaskGroup() as group:
+                staging = group.create_task(bench.engine.stage(draft), name="stage")
+                made = group.create_task(asyncio.to_thread(sender.publish, "e1", draft.version, making), name="publish")
+                making.let(1)
+                await bench.pilot("during")
+                assert not staging.done()
+                with pytest.raises(WeightError):
+                    await bench.engine.commit(draft)
+                making.let()
+                manifest = await made
+                await staging
+                with pytest.raises(WeightError):
+                    await bench.engine.commit(draft)
+                assert bench.engine.served.version == before.version
+                await bench.engine.stage(draft)
+                await asyncio.to_thread(sender.close)  # nobody is there any more to fetch it from
+                await bench.engine.stage(manifest)
+                await bench.engine.commit(manifest)
+                await bench.pilot("after")
+        assert bench.engine.served.digest == manifest.digest
+        found = [task.result() for task in tasks]
+        assert [[version for _, version in completion.spans] for completion in found] == [[before.version, manifest.version]] * len(found)
+        if bench.computes:
+            assert_switched(bench, found, [["A", "B"]] * len(found))
+
+    async def test_what_has_come_is_not_committed_as_what_it_is_not(self, bench: Bench) -> None:
+        if bench.shares:
+            pytest.skip("versions that are shared are not sent")
+        async with serving(bench) as (sender, before):
+            live = await bench.engine.live_digest()
+            draft = next_of(bench, sender, before)
+            async with asyncio.TaskGroup() as group:
+                staging = group.create_task(bench.engine.stage(draft), name="stage")
+                await asyncio.to_thread(sender.publish, "e1", draft.version, bench.published["A"].items())
+                await staging
+            manifest = await asyncio.to_thread(sender.publish, "e1", draft.version, bench.published["B"].items())
+            with pytest.raises(WeightError):
+                await bench.engine.commit(manifest)
+            assert (bench.engine.served.version, await bench.engine.live_digest()) == (before.version, live)
+            await bench.engine.stage(manifest)
+            await bench.engine.commit(manifest)
+            assert bench.engine.served.digest == manifest.digest
+            assert not bench.computes or await bench.engine.live_digest() != live
+
+    async def test_a_version_that_is_not_made_after_all_changes_nothing(self, bench: Bench) -> None:
+        if bench.shares:
+            pytest.skip("versions that are shared are not sent")
+        async with serving(bench) as (sender, before):
+            draft, making = next_of(bench, sender, before), Making(bench.published["B"].items())
+            making.fails = True
+            async with asyncio.TaskGroup() as group:
+                staging = group.create_task(_outcome(bench, draft), name="stage")
+                making.let()
+                with pytest.raises(WeightError, match="cannot be made"):
+                    await asyncio.to_thread(sender.publish, "e1", draft.version, making)
+            assert isinstance(staging.result(), WeightError)
+            assert bench.engine.served.version == before.version
+        await bench.serve("B")
+
+
+@asynccontextmanager
+async def serving(bench: Bench) -> AsyncIterator[tuple[NcclSender, WeightManifest]]:
+    """A sender, and its manifest that the engine serves: the weights of model A."""
+    sender = NcclSender(WeightConfig(transport="nccl", bucket_mb=1, timeout_s=WAIT_S))
+    try:
+        bench.last += 1
+        manifest = await asyncio.to_thread(sender.publish, "e1", bench.last, bench.published["A"].items())
+        await bench.engine.stage(manifest)
+        await bench.engine.commit(manifest)
+        yield sender, manifest
+    finally:
+        await asyncio.to_thread(sender.close)
+
+
+def next_of(bench: Bench, sender: NcclSender, before: WeightManifest) -> WeightManifest:
+    """The next version, which may be asked for from now on."""
+    bench.last += 1
+    said = sender.draft("e1", bench.last)
+    assert said is not None
+    assert said.like == before.version
+    return draft_of(before, said.version)
+
+
+async def assert_staged_as_it_comes(bench: Bench) -> None:
+    """The same where nothing is sent."""
+    await bench.serve("A")
+    manifest = bench.publish("B")
+    draft = draft_of(manifest, manifest.version)
+    await bench.engine.stage(draft)
+    with pytest.raises(WeightError):
+        await bench.engine.commit(draft)
+    await bench.engine.stage(manifest)
+    await bench.engine.commit(manifest)
+    assert bench.engine.served.digest == manifest.digest
+
+
+async def _outcome(bench: Bench, draft: WeightManifest) -> WeightError | None:
+    try:
+        await bench.engine.stage(draft)
+    except WeightError as error:
+        return error
+    return None
