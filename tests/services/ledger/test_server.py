@@ -105,6 +105,15 @@ async def test_a_busy_port_is_left_alone(tmp_path: Path) -> None:
     await second.stop()
 
 
+async def test_a_server_listens_where_the_system_sends_nobody(tmp_path: Path) -> None:
+    """Else its port could be given away while it is killed and started again."""
+    server = EmbeddedServer(tmp_path)
+    port = int((await server.start()).rpartition(":")[2].partition("/")[0])
+    await server.stop()
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert port < lowest or lowest <= 10_000  # there it gives away all of them
+
+
 def test_server_ends_with_its_parent(tmp_path: Path) -> None:
     code = (
         "import asyncio, os, pathlib, signal, sys\n"
