@@ -13,7 +13,7 @@ from services.settings import Settings
 STOP_ORDER = (Role.ROLLOUT, Role.REWARD, Role.TRAINER, Role.INGEST, Role.MONITOR)
 SHARED_STOP_ORDER = (Role.TRAINER, Role.ROLLOUT, Role.REWARD, Role.INGEST, Role.MONITOR)
 """With transport `shared`: who computes with another's memory ends first."""
-DRAIN_S = {Role.ROLLOUT: 20.0, Role.REWARD: 15.0, Role.TRAINER: 60.0, Role.INGEST: 15.0, Role.MONITOR: 5.0}
+DRAIN_S = {Role.ROLLOUT: 20.0, Role.REWARD: 15.0, Role.TRAINER: 60.0, Role.INGEST: 15.0, Role.MONITOR: 15.0}
 SCALABLE = (Role.ROLLOUT, Role.REWARD)
 
 
