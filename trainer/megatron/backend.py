@@ -74,7 +74,7 @@ class MegatronBackend(Backend):
             self._load(model_dir)
             self._trained, self._published = self._parameters, self._plan
             if adapters.rank:
-                self._attach(model, adapters)
+                self._add_adapters(model, adapters)
             self._buffers = buffers_of(model)
             self._model = wrap_model(model, self._config, self._position)
             self._runner = Runner(self._model, self._model_spec, self._position, trainer.micro_batch_size)
@@ -117,7 +117,7 @@ class MegatronBackend(Backend):
         model = build_model(self._model_spec, self._config, self._position)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                parameter.copy_((self._masters or self._parameters)[name])
+                parameter.copy_(self._parameters[name])
         self._reference_model = model.requires_grad_(False)
         self._reference = Runner(model, self._model_spec, self._position, self._trainer.micro_batch_size)
 
@@ -201,7 +201,7 @@ class MegatronBackend(Backend):
     def _layout(self) -> dict[str, object]:
         return layout(self._model_spec, self._position, self._trainer.dtype, self.lora)
 
-    def _attach(self, model: GPTModel, adapters: LoraConfig) -> None:
+    def _add_adapters(self, model: GPTModel, adapters: LoraConfig) -> None:
         """Train adapters in place of the model."""
         parallel = self._position.config
         pp = parallel.pipeline_model_parallel_size

@@ -12,7 +12,6 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
-from megatron.core.tensor_parallel import copy_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trainer.config import OptimizerConfig
@@ -39,7 +38,7 @@ class Optimizer:
     def __init__(self, config: OptimizerConfig, model: Any, position: Position, dtype: torch.dtype, *, apart: bool = False) -> None:
         """Build on the wrapped model. A collective. Weights must be loaded before: masters are copies of them.
 
-        `apart`: in float32, too, where it else steps the parameters themselves.
+        `apart`: in float32, too, where it else steps the parameters themselves; on one rank.
         """
         self.config = config
         settings = MegatronOptimizerConfig(
@@ -144,12 +143,12 @@ def _finalize_gradients(model: list[Any], num_tokens: torch.Tensor | None, **gro
 
 
 def _set_apart(optimizer: torch.optim.Optimizer) -> None:
-    """Have it step copies of the parameters, with the parameters' gradients."""
+    """Have it step copies of the parameters, with the parameters' gradients.
+
+    For one rank alone: megatron's marks of what several hold twice are not copied.
+    """
     for group in optimizer.param_groups:
         for position, parameter in enumerate(group["params"]):
             master = parameter.detach().clone()
-            copy_tensor_model_parallel_attributes(master, parameter)
-            if hasattr(parameter, "shared"):
-                master.shared = parameter.shared
             master.main_grad = parameter.main_grad
             group["params"][position] = parameter.main_param = master
