@@ -1,5 +1,6 @@
 """Whole runs with a real model: what happens to groups that cannot be scored or generated, how weights travel, how prompts run out."""
 
+import asyncio
 import json
 from collections import Counter
 from pathlib import Path
@@ -10,8 +11,11 @@ from safetensors.torch import load_file
 
 from protocol.codec import decode_payload
 from protocol.messages import ScoredRollout
+from protocol.topics import Role
+from services.ledger.verify import verify
+from services.observability.steps import read_steps
 from services.settings import Settings
-from tests.integration.loop import Finished, run_to_end, settings_for
+from tests.integration.loop import Finished, run_to_end, running, settings_for
 from trainer.spool import Spool
 
 SMALL = (
@@ -76,6 +80,21 @@ async def test_every_transport_brings_every_version(tmp_path: Path, transport: s
     run = await run_to_end(small(tmp_path, f"weights.transport={transport}", "bound.max_staleness=0"))
     assert (run.status.version, run.audit.violations, run.audit.max_lag) == (3, [], 0)
     assert [event["version"] for event in of(run, "applied")][:3] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+async def test_versions_are_received_while_they_are_made(tmp_path: Path, rank: int) -> None:
+    settings = small(tmp_path, "weights.transport=nccl", "bound.max_staleness=0", "run.steps=1000", f"lora.rank={rank}")
+    async with asyncio.timeout(400), running(settings) as live:
+
+        def counted() -> float:
+            name, event = "tether_events_total", {"event": "weights.drafts"}
+            return sum(process.metrics.registry.get_sample_value(name, event) or 0 for process in live.processes[Role.ROLLOUT])
+
+        while counted() < 2 or (await live.ledger.head()).version < 3:  # noqa: ASYNC110 (metrics tell nobody)
+            await asyncio.sleep(0.01)
+    assert verify(tmp_path / "audit.jsonl").violations == []
+    assert all(step["logprob_error_max"] < 1e-4 for step in read_steps(tmp_path / "metrics.jsonl"))
 
 
 async def test_adapters_alone_are_trained_published_and_served(tmp_path: Path) -> None:
