@@ -16,20 +16,25 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import IO
 
 import msgspec
 import torch
 
+from protocol.drafts import draft_of, is_draft
 from protocol.messages import WeightManifest
+from rollout.engines.base import Served
 from rollout.engines.staging import Staging, whole_source
 from tests.benchmarks.table import Figure, Run, figure, render
 from trainer.config import WeightConfig
+from trainer.weights.base import DraftingSender
 from trainer.weights.registry import make_sender
 
 ROOT = Path(__file__).parents[2]
 HIDDEN = 2048
 LAYER = (("attn", (4 * HIDDEN, HIDDEN)), ("up", (4 * HIDDEN, HIDDEN)), ("down", (HIDDEN, 4 * HIDDEN)), ("norm", (HIDDEN,)))
 TRANSPORTS = ("shm", "disk", "nccl")
+PHASES = ("publish", "stage", "commit", "all", "drafted")
 TIMEOUT_S = 300.0
 
 
@@ -55,7 +60,7 @@ def copy_all(target: dict[str, torch.Tensor], source: dict[str, torch.Tensor]) -
 
 
 def engine(megabytes: int, dtype: torch.dtype, device: str) -> None:
-    """Stage and commit every manifest that comes as a line of hex; answer {"stage_s", "commit_s"}."""
+    """Stage and commit every manifest that comes as a line of hex, but of a draft only stage it; answer {"stage_s", "commit_s"}."""
     torch.set_num_threads(1)
     live = {name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in shapes(megabytes, dtype).items()}
     copy = {name: torch.zeros_like(tensor) for name, tensor in live.items()}
@@ -64,14 +69,21 @@ def engine(megabytes: int, dtype: torch.dtype, device: str) -> None:
     for line in sys.stdin:
         manifest = msgspec.msgpack.decode(bytes.fromhex(line), type=WeightManifest)
         began = time.perf_counter()
-        staging.fetch(manifest, TIMEOUT_S)
+        if staging.staged != Served(manifest.epoch, manifest.version, manifest.digest):
+            staging.fetch(manifest, TIMEOUT_S)
+        if is_draft(manifest):
+            continue
         staged = time.perf_counter()
         staging.take(manifest)
         print(json.dumps({"stage_s": staged - began, "commit_s": copy_all(live, copy)}), flush=True)
 
 
 def measure(transport: str, source: dict[str, torch.Tensor], arguments: list[str], directory: Path, repeats: int) -> Iterator[Run]:
-    """MB/s of each phase, and of a plain copy, `repeats` times after a first that is not counted."""
+    """MB/s of each phase, and of a plain copy, `repeats` times after a first that is not counted.
+
+    "all" is from the beginning of publishing to the live weights, one phase after the other; "drafted" the same of a version that is
+    received while it is published, where the transport can do that.
+    """
     megabytes = sum(tensor.nbytes for tensor in source.values()) / 1e6
     other = {name: torch.zeros_like(tensor) for name, tensor in source.items()}
     sender = make_sender(WeightConfig(transport=transport, timeout_s=TIMEOUT_S), run="bench", run_dir=directory)
@@ -82,23 +94,33 @@ def measure(transport: str, source: dict[str, torch.Tensor], arguments: list[str
         assert process.stdout is not None
         try:
             process.stdout.readline()
-            for version in range(repeats + 1):
+            for version in range(0, 2 * repeats + 2, 2):
                 began = time.perf_counter()
                 manifest = sender.publish("bench", version, source.items())
                 published = time.perf_counter()
-                process.stdin.write(msgspec.msgpack.encode(manifest).hex() + "\n")
-                process.stdin.flush()
+                _tell(process.stdin, manifest)
                 found = json.loads(process.stdout.readline())
                 plain = copy_all(other, source)
                 sender.retire(frozenset())
                 seconds = {"publish": published - began, "stage": found["stage_s"], "commit": found["commit_s"], "copy": plain}
+                seconds["all"] = seconds["publish"] + seconds["stage"] + seconds["commit"]
+                if isinstance(sender, DraftingSender):
+                    began = time.perf_counter()
+                    assert sender.draft("bench", version + 1) is not None
+                    _tell(process.stdin, draft_of(manifest, version + 1))
+                    _tell(process.stdin, sender.publish("bench", version + 1, source.items()))
+                    process.stdout.readline()
+                    seconds["drafted"] = time.perf_counter() - began
                 if version:
-                    yield {"all": megabytes / sum(seconds[key] for key in ("publish", "stage", "commit"))} | {
-                        key: megabytes / value for key, value in seconds.items()
-                    }
+                    yield {key: megabytes / value for key, value in seconds.items()}
         finally:
             process.kill()
             sender.close()
+
+
+def _tell(engine: IO[str], manifest: WeightManifest) -> None:
+    engine.write(msgspec.msgpack.encode(manifest).hex() + "\n")
+    engine.flush()
 
 
 def run(
@@ -120,7 +142,7 @@ def run(
     for transport in transports:
         arguments = ["--mb", str(megabytes), "--dtype", dtype, "--device", device]
         runs = list(measure(transport, source, arguments, directory / transport, repeats))
-        for phase in ("publish", "stage", "commit", "all"):
+        for phase in (phase for phase in PHASES if phase in runs[0]):
             figures[f"weights.{transport}.{phase}"] = figure(runs, phase, unit="MB/s", reference="copy")
     size = sum(tensor.nbytes for tensor in source.values()) / 1e6
     return figures, [f"weights: {size:.0f} MB in {len(source)} {dtype} tensors; the reference is one copy in memory"]

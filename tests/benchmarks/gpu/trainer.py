@@ -27,7 +27,7 @@ from tests.benchmarks.gpu import stand_in
 from tests.benchmarks.gpu.groups import HOST, broadcast, join_pair
 from tests.benchmarks.gpu.shapes import device, group_backend, settle
 from trainer.config import WeightConfig
-from trainer.weights.base import Sender
+from trainer.weights.base import DraftingSender, Sender
 from trainer.weights.layout import in_dtype
 from trainer.weights.registry import make_sender
 
@@ -68,10 +68,13 @@ class Trainer:
         self._sender = make_sender(config, run="bench-gpu", run_dir=Path(self._directory.name))
         return {}
 
+    def draft(self, version: int) -> dict[str, Any]:
+        """Whether the version can be received while it is published."""
+        return {"drafted": isinstance(self._sender, DraftingSender) and self._sender.draft("bench", version) is not None}
+
     def publish(self, version: int) -> dict[str, Any]:
-        """A step, not measured, and then what the trainer does about it. Returns the manifest, in hex, and when it began and ended."""
+        """What the trainer does after a step. Returns the manifest, in hex, when the step had ended and when this has."""
         assert self._sender is not None
-        self.step()
         manifest = self._sender.publish("bench", version, in_dtype(self._tensors.items(), self._dtype))
         return {"began": self._began, "ended": time.monotonic(), "manifest": msgspec.msgpack.encode(manifest).hex()}
 

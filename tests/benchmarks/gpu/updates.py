@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from protocol.drafts import draft_of
 from protocol.messages import WeightManifest
 from tests.benchmarks.gpu.engine import MeasuredEngine
 from tests.benchmarks.gpu.flip import Flip
@@ -29,27 +30,35 @@ class Way(Protocol):
 
 
 class Ours:
-    """The project's own: publish, stage while decoding goes on, commit between two steps."""
+    """The project's own: publish, stage while decoding goes on, commit between two steps.
+
+    Where a version is received while it is published, the phase "stage" is what is left of that when it is published.
+    """
 
     def __init__(self, engine: MeasuredEngine, partner: Partner, transport: str, bucket_mb: int) -> None:
         self._engine = engine
         self._partner = partner
         self._transport = transport
         self._bucket_mb = bucket_mb
-        self._digest = 0
+        self._manifest: WeightManifest | None = None
 
     async def prepare(self) -> None:
         await self._partner.ask("open", transport=self._transport, bucket_mb=self._bucket_mb)
 
     async def update(self, version: int) -> tuple[list[Phase], dict[str, float]]:
-        sent = await self._partner.ask("publish", version=version)
-        began = monotonic()
+        await self._partner.ask("step")
+        drafted = (await self._partner.ask("draft", version=version))["drafted"]
+        async with asyncio.TaskGroup() as group:
+            if drafted and self._manifest is not None:
+                group.create_task(self._engine.stage(draft_of(self._manifest, version)), name="stage")
+            sent = await self._partner.ask("publish", version=version)
+            began = monotonic()
         manifest = msgspec.msgpack.decode(bytes.fromhex(sent["manifest"]), type=WeightManifest)
         await self._engine.stage(manifest)
         staged = monotonic()
         pause_ms = await self._engine.commit(manifest)
         ended = monotonic()
-        self._digest = manifest.digest
+        self._manifest = manifest
         await self._partner.ask("retire", version=version)
         phases = [
             Phase("publish", sent["began"], sent["ended"]),
@@ -60,7 +69,7 @@ class Ours:
         return phases, {"pause_ms": pause_ms}
 
     async def verify(self) -> bool:
-        return await self._engine.live_digest() == self._digest
+        return self._manifest is not None and await self._engine.live_digest() == self._manifest.digest
 
 
 class Paused:
