@@ -76,21 +76,21 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_shm_removes_what_a_dead_trainer_of_the_run_left(tmp_path: Path) -> None:
-    arguments = ["file-test", "", "file-test-b", "", "file-test", str(tmp_path)]
+    arguments = ["dead-test", "", "dead-test-b", "", "dead-test", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     killed = subprocess.run([sys.executable, "-c", DIE, *arguments], capture_output=True, text=True, env=environment, check=False)
     assert killed.returncode == -9, killed.stderr
     own, other, given = (Path(line) for line in killed.stdout.split())
     assert names(own) == names(other) == names(given) == ["owner.pid", "v00000007-e0"]
 
-    sender = ShmSender(WeightConfig(), "file-test")
+    sender = ShmSender(WeightConfig(), "dead-test")
     assert not own.exists()
     assert other.exists()
     sender.close()
-    ShmSender(WeightConfig(), "file-test-b").close()
+    ShmSender(WeightConfig(), "dead-test-b").close()
     assert not other.exists()
 
-    sender = shm(given)
+    sender = ShmSender(WeightConfig(directory=str(given), bucket_mb=1), "dead-test")
     assert names(given) == ["owner.pid"]
     sender.close()
 
