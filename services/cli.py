@@ -52,6 +52,7 @@ def up(
     )
     outcome = asyncio.run(run_up(settings, progress))
     if settings.eval.at_end and not outcome.interrupted:
+        progress.note("scoring the first model and the last on held-out prompts; the engine's own words are in logs/eval.log")
         _print_eval(settings, [])
     if not outcome.interrupted and outcome.version < outcome.steps:
         why = "the prompts ran out" if outcome.exhausted else "the run was drained"
@@ -188,9 +189,12 @@ def evaluate(
 
 
 def _print_eval(settings: Settings, checkpoints: list[Path], as_json: bool = False) -> None:
-    from services.evaluation import evaluate_run, render_scores
+    from services.observability.quiet import printing_to
 
-    scores = asyncio.run(evaluate_run(settings, checkpoints))
+    with printing_to(settings.run_dir / "logs/eval.log"):
+        from services.evaluation import evaluate_run, render_scores
+
+        scores = asyncio.run(evaluate_run(settings, checkpoints))
     print(json.dumps(scores, indent=2) if as_json else render_scores(scores), flush=True)
 
 

@@ -90,15 +90,13 @@ async def describe_waits(ledger: Ledger) -> str:
         peers = await ledger.peers()
     except TetherError as error:
         return f"waiting: the ledger does not answer ({error})"
-    longest: dict[tuple[str, str], tuple[int, float]] = {}
+    alike: dict[tuple[str, str], list[tuple[float, str]]] = {}
     for peer in peers:
         for what, seconds in peer.info.get("waits", {}).items():
-            key = (str(peer.info.get("name", peer.role)), NUMBER.sub("N", what))
-            count, most = longest.get(key, (0, 0.0))
-            longest[key] = (count + 1, max(most, seconds))
-    waits = [
-        f"{name} waits for {what} ({f'{count} times, ' if count > 1 else ''}{seconds:.0f} s)"
-        for (name, what), (count, seconds) in longest.items()
-        if seconds >= 1
-    ]
+            alike.setdefault((str(peer.info.get("name", peer.role)), NUMBER.sub("N", what)), []).append((seconds, what))
+    waits = []
+    for (name, kind), found in alike.items():
+        seconds, what = max(found)
+        if seconds >= 1:
+            waits.append(f"{name} waits for {f'{kind} ({len(found)} times, ' if len(found) > 1 else f'{what} ('}{seconds:.0f} s)")
     return "waiting: " + ("; ".join(waits[:8]) if waits else f"{len(peers)} processes are up, none of them waits")
