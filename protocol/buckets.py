@@ -102,6 +102,12 @@ def manifest_digest(tensors: Sequence[TensorEntry]) -> int:
     return xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(facts))
 
 
+def layout_digest(manifest: WeightManifest) -> int:
+    """One number for where the bytes of a version lie: both ends of a transfer have to cut it alike, whatever its bytes are."""
+    facts = [(entry.name, entry.dtype, entry.shape, entry.bucket, entry.offset) for entry in manifest.tensors]
+    return xxhash.xxh3_64_intdigest(msgspec.msgpack.encode((manifest.buckets, facts)))
+
+
 def check_manifest(manifest: WeightManifest) -> None:
     """Refuse a manifest whose entries overlap, leave their bucket, repeat a name or contradict its digest; a draft has none.
 

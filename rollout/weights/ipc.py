@@ -1,6 +1,6 @@
 """Copies versions out of the trainer's GPU memory by CUDA IPC handle, on the same host: `location` is "HOST:PORT".
 
-    receiver -> sender   {"version": v, "epoch": e}
+    receiver -> sender   {"version": v, "epoch": e, "layout": d}
     sender -> receiver   {"gpu": UUID, "buckets": [{"memory": n, "handle": [...]}, ...]}  a handle where `n` is new on this connection
     receiver -> sender   {"done": v}                                                      the memory may be written again
 

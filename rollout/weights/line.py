@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from protocol.buckets import layout_digest
 from protocol.errors import WeightError
 from protocol.messages import WeightManifest
 from rollout.weights.entries import Deadline
@@ -34,7 +35,7 @@ class Line:
             WeightError: the sender refused; says why.
             OSError, ValueError: it has hung up, or does not speak our protocol.
         """
-        self._tell({"version": manifest.version, "epoch": manifest.epoch}, deadline)
+        self._tell({"version": manifest.version, "epoch": manifest.epoch, "layout": layout_digest(manifest)}, deadline)
         answer = b""
         while not answer.endswith(b"\n"):
             self._connection.settimeout(deadline.remaining("waiting for the sender's answer"))

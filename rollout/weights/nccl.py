@@ -1,6 +1,6 @@
 """Receives versions through a process group of two with the sender: `location` is "HOST:PORT/BACKEND".
 
-    receiver -> sender   {"version": v, "epoch": e}
+    receiver -> sender   {"version": v, "epoch": e, "layout": d}
     sender -> receiver   {"store_port": p}, then both make a TCPStore(HOST, p) and a group of rank 0 (sender) and rank 1; or {"ready": true}
     both                 a byte, broadcast by rank 0 when the group is new: only then a GPU's is complete
     both                 the pieces of the buckets (`protocol.buckets.pieces`), broadcast by rank 0 in order

@@ -1,6 +1,6 @@
 """Lets engines on the same host copy a version out of the trainer's GPU memory by CUDA IPC handle: `location` is "HOST:PORT".
 
-    receiver -> sender   {"version": v, "epoch": e}                                       `serving.py`
+    receiver -> sender   {"version": v, "epoch": e, "layout": d}                                       `serving.py`
     sender -> receiver   {"gpu": UUID, "buckets": [{"memory": n, "handle": [...]}, ...]}  a handle where `n` is new on this connection
     receiver -> sender   {"done": v}                                                      it has copied all of it
 

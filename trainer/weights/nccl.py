@@ -1,6 +1,6 @@
 """Sends versions through process groups of two, one for each engine rank: `location` is "HOST:PORT/BACKEND".
 
-    receiver -> sender   {"version": v, "epoch": e}            `serving.py`
+    receiver -> sender   {"version": v, "epoch": e, "layout": d}            `serving.py`
     sender -> receiver   {"store_port": p}                     on the first request: both make a TCPStore(HOST, p) and a group of rank 0
                                                                (sender) and rank 1 of it, which stay for the next versions
                          {"ready": true}                       on later ones

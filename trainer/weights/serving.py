@@ -1,6 +1,6 @@
 """Serves the version that is current to engines that ask for it over TCP; what nccl and ipc share.
 
-    receiver -> sender   {"version": v, "epoch": e}     one line of JSON; the connection stays for the next version
+    receiver -> sender   {"version": v, "epoch": e, "layout": d}     one line of JSON; the connection stays for the next version
     sender -> receiver   {"error": text}, or what the transport answers
     ...                  the transport moves the bytes
     receiver -> sender   {"done": v}
@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
+from protocol.buckets import layout_digest
 from protocol.errors import WeightError
 from protocol.messages import WeightManifest
 from trainer.config import WeightConfig
@@ -221,16 +222,26 @@ class VersionServer:
                 self._connections.pop(connection, None)
             connection.close()
 
-    def _answer(self, line: Line, channel: Channel, request: dict[str, Any], end: float) -> int:
-        """Serve one request. Returns the number of versions sent: 0 if it is not for the current one."""
+    def _asked_for(self, request: dict[str, Any]) -> Published | str:
+        """The version of a request, or why it is not served."""
         current, coming = self.current, self.coming
         wanted = (request.get("epoch"), request.get("version"))
-        offered = [found for found in (current, coming) if found is not None and (found.manifest.epoch, found.manifest.version) == wanted]
-        if not offered:
-            served = f"the current version is {current.manifest.version} of epoch {current.manifest.epoch}" if current else ""
-            line.answer({"error": served or "no version is published"}, end)
+        for found in (current, coming):
+            if found is not None and (found.manifest.epoch, found.manifest.version) == wanted:
+                layout = layout_digest(found.manifest)
+                if request.get("layout", layout) != layout:  # gloo ends the process of a receiver to whom more comes than it has room for
+                    return f"version {found.manifest.version} is laid out in another way than is expected"
+                return found
+        if current is None:
+            return "no version is published"
+        return f"the current version is {current.manifest.version} of epoch {current.manifest.epoch}"
+
+    def _answer(self, line: Line, channel: Channel, request: dict[str, Any], end: float) -> int:
+        """Serve one request. Returns the number of versions sent: 0 if it is not for the current one."""
+        published = self._asked_for(request)
+        if isinstance(published, str):
+            line.answer({"error": published}, end)
             return 0
-        published = offered[0]
         if not self._slots.acquire(timeout=left(end)):
             raise TimeoutError("no slot became free within weights.timeout_s")
         try:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 
-from protocol.buckets import manifest_digest
+from protocol.buckets import layout_digest, manifest_digest
 from protocol.errors import WeightError
 from protocol.messages import WeightManifest
 from rollout.weights.nccl import NcclReceiver, parse_location
@@ -183,7 +183,7 @@ def test_nccl_refuses_an_answer_that_is_none(sender: NcclSender, tensors: Tensor
         with pytest.raises(WeightError):
             received(msgspec.structs.replace(manifest, location=f"127.0.0.1:{listener.getsockname()[1]}/gloo"))
         thread.join(DEADLINE_S)
-    assert asked == [{"version": 1, "epoch": "e1"}]
+    assert asked == [{"version": 1, "epoch": "e1", "layout": layout_digest(manifest)}]
 
 
 def test_closing_nccl_wakes_who_waits_for_an_answer(sender: NcclSender, tensors: Tensors) -> None:

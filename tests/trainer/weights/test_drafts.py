@@ -165,3 +165,10 @@ def test_a_draft_of_a_transport_that_sends_none_is_refused(transport: str, tmp_p
         manifest = sender.publish("e1", 1, weights(1.0))
         with pytest.raises(WeightError, match="tensor t0: digest"):
             list(receiver.tensors(draft_of(manifest, 1), WAIT_S))
+
+
+def test_who_expects_another_layout_than_a_version_has_is_refused(sender: NcclSender) -> None:
+    manifest = sender.publish("e1", 1, weights(1.0))
+    sender.publish("e1", 1, weights(1.0, 2 * SIZE))
+    with closing(NcclReceiver()) as receiver, pytest.raises(WeightError, match="laid out in another way"):
+        list(receive(receiver, manifest))
