@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from protocol.errors import Reason, Refused, SettingsError, TetherError
+from protocol.errors import EngineError, Reason, Refused, SettingsError, TetherError
 from protocol.topics import Role
 from services.process import configure_logging, connected, explain
 from services.settings import Settings, load_settings, run_settings
@@ -191,10 +191,15 @@ def evaluate(
 def _print_eval(settings: Settings, checkpoints: list[Path], as_json: bool = False) -> None:
     from services.observability.quiet import printing_to
 
-    with printing_to(settings.run_dir / "logs/eval.log"):
-        from services.evaluation import evaluate_run, render_scores
+    log = settings.run_dir / "logs/eval.log"
+    try:
+        with printing_to(log):
+            from services.evaluation import evaluate_run, render_scores
 
-        scores = asyncio.run(evaluate_run(settings, checkpoints))
+            scores = asyncio.run(evaluate_run(settings, checkpoints))
+    except EngineError:
+        print(f"tether: the engine's own words are in {log}", file=sys.stderr)
+        raise
     print(json.dumps(scores, indent=2) if as_json else render_scores(scores), flush=True)
 
 

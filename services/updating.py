@@ -174,6 +174,9 @@ class WeightUpdater:
 
     def _want(self, manifest: WeightManifest, *, from_ledger: bool = False) -> None:
         known = self._wanted
+        if is_draft(manifest):  # names no weights
+            log.error("weights.no_digests version=%d epoch=%s", manifest.version, manifest.epoch)
+            return
         if known is not None and manifest.epoch == known.epoch:
             newer = manifest.version > known.version
         else:

@@ -7,6 +7,9 @@ from protocol.messages import WeightManifest
 from rollout.engines.base import Served
 from rollout.engines.staging import Staging
 
+CANCEL_S = 0.05
+"""Between two attempts to end a fetch."""
+
 
 class LocalUpdates:
     """Runs one fetch at a time in a thread of its own."""
@@ -46,8 +49,9 @@ class LocalUpdates:
             await asyncio.shield(fetching)
         except asyncio.CancelledError:
             cancelled = True
-            self.staging.cancel()
-            await asyncio.wait([fetching])
+            while not fetching.done():  # again and again: the first may come before the fetch has begun
+                self.staging.cancel()
+                await asyncio.wait([fetching], timeout=CANCEL_S)
             self.staging.discard()
             raise
 

@@ -86,7 +86,7 @@ class DraftContract:
 @asynccontextmanager
 async def serving(bench: Bench) -> AsyncIterator[tuple[NcclSender, WeightManifest]]:
     """A sender, and its manifest that the engine serves: the weights of model A."""
-    sender = NcclSender(WeightConfig(transport="nccl", bucket_mb=1, timeout_s=WAIT_S))
+    sender = NcclSender(WeightConfig(transport="nccl", backend="gloo", bucket_mb=1, timeout_s=WAIT_S))
     try:
         bench.last += 1
         manifest = await asyncio.to_thread(sender.publish, "e1", bench.last, bench.published["A"].items())

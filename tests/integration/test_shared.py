@@ -62,7 +62,7 @@ async def test_versions_are_trained_while_the_engine_decodes(tmp_path: Path, pai
 async def test_a_successor_replays_without_an_engine_whatever_the_transport_is_then(tmp_path: Path) -> None:
     both = (*PAIRS["megatron"], "run.steps=6", "bound.max_staleness=0")
     for version in (2, 4):
-        async with asyncio.timeout(120), running(small(tmp_path, *both, "weights.transport=shared")) as live:
+        async with asyncio.timeout(400), running(small(tmp_path, *both, "weights.transport=shared")) as live:
             while (await live.ledger.head()).version < version:  # noqa: ASYNC110 (the ledger tells nobody)
                 await asyncio.sleep(0.01)
     run = await run_to_end(small(tmp_path, *both))

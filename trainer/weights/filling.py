@@ -24,7 +24,7 @@ class Filling:
             self._changed.notify_all()
 
     def fail(self) -> None:
-        """No more buckets will come. Nothing happens if all have."""
+        """No more buckets will come: those that have stay."""
         with self._changed:
             self._failed = True
             self._changed.notify_all()

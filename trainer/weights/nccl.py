@@ -31,7 +31,7 @@ from protocol.transfer.pairs import SENDER, abort, make_pair
 from trainer.config import WeightConfig
 from trainer.weights.filling import Filling
 from trainer.weights.layout import Named, exhaust, fill_buckets, make_manifest
-from trainer.weights.serving import Line, Published, VersionServer, left
+from trainer.weights.serving import CLOSE_S, Line, Published, VersionServer, left
 
 BACKENDS = ("gloo", "nccl")
 JOIN_POLL_S = 0.005
@@ -92,6 +92,7 @@ class NcclSender:
             check_stuck()
             layout = fill_buckets(tensors, self._config.bucket_mb << 20, allocate)
             filling.add(memory[-1])
+            filling.fail()  # who waits for more has asked for another layout
         except (WeightError, torch.OutOfMemoryError) as error:
             self._give_up()
             exhaust(tensors)
@@ -156,6 +157,7 @@ class _Pair:
             raise
         finally:
             watchdog.cancel()
+            watchdog.join(CLOSE_S)  # a group that it let go of last would end while the interpreter does, and take the process with it
 
     def close(self) -> None:
         group, self._group = self._group, None
@@ -181,10 +183,10 @@ class _Pair:
 
     def _broadcast(self, line: Line, published: Published, end: float) -> None:
         for piece in pieces(published.manifest):
+            bucket = _bucket(line, published, piece.bucket, end)
             options = dist.BroadcastOptions()
             options.rootRank, options.rootTensor = 0, 0
             options.timeout = timedelta(seconds=left(end))
-            bucket = _bucket(line, published, piece.bucket, end)
             self._group.broadcast([bucket[piece.start : piece.end]], options).wait()
 
     def _send_on_stream(self, line: Line, published: Published, end: float) -> None:

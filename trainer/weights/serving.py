@@ -224,7 +224,7 @@ class VersionServer:
 
     def _asked_for(self, request: dict[str, Any]) -> Published | str:
         """The version of a request, or why it is not served."""
-        current, coming = self.current, self.coming
+        coming, current = self.coming, self.current  # in this order: what is not coming any more is there
         wanted = (request.get("epoch"), request.get("version"))
         for found in (current, coming):
             if found is not None and (found.manifest.epoch, found.manifest.version) == wanted:

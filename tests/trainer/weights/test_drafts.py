@@ -1,5 +1,7 @@
 """Versions that are sent while they are made: what has come is what the manifest says later, or is not taken for it."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -14,6 +16,8 @@ from protocol.messages import TensorEntry, WeightManifest
 from rollout.engines.staging import Staging, whole_source
 from rollout.weights.nccl import NcclReceiver
 from rollout.weights.registry import make_receiver
+from tests.trainer.weights import receiver as process
+from tests.trainer.weights.engines import ROOT, publish, started
 from tests.trainer.weights.making import WAIT_S, Making
 from trainer.config import WeightConfig
 from trainer.weights.base import DraftingSender
@@ -125,15 +129,15 @@ def test_who_receives_a_version_that_is_not_made_is_hung_up_on(sender: NcclSende
             assert [float(tensor[0]) for _, tensor in receiver.tensors(manifest, WAIT_S)] == [7.0, 8.0, 9.0, 10.0]
 
 
-@pytest.mark.parametrize("size", [SIZE // 2, 2 * SIZE])
+@pytest.mark.parametrize(("size", "count"), [(SIZE // 2, COUNT), (2 * SIZE, COUNT), (SIZE, COUNT // 2)])
 def test_a_version_that_is_laid_out_in_another_way_is_not_taken_for_what_came(
-    sender: NcclSender, workers: ThreadPoolExecutor, size: int
+    sender: NcclSender, workers: ThreadPoolExecutor, size: int, count: int
 ) -> None:
     copy = staging()
     draft = coming(sender, sender.publish("e1", 1, weights(1.0)))
     fetched = workers.submit(copy.fetch, draft, WAIT_S)
-    manifest = sender.publish("e1", 2, weights(10.0, size))
-    fetched.exception(WAIT_S)  # whether it came to its end does not matter
+    manifest = sender.publish("e1", 2, weights(10.0, size)[:count])
+    fetched.exception(WAIT_S / 2)  # whether it came to its end does not matter
     with pytest.raises(WeightError, match="not staged"):
         copy.take(manifest)
     copy.close()
@@ -146,10 +150,10 @@ def test_a_receiver_that_leaves_before_the_version_is_made_holds_up_nobody(sende
     leaver, stayer = NcclReceiver(), NcclReceiver()
     published = workers.submit(sender.publish, "e1", 2, making)
     making.let(2)
-    for receiver in (leaver, stayer):
-        stream = receive(receiver, draft)
+    for engine in (leaver, stayer):
+        stream = receive(engine, draft)
         next(stream)
-        if receiver is leaver:
+        if engine is leaver:
             stream.close()
     making.let()
     assert [float(tensor[0]) for _, tensor in stream] == [11.0, 12.0, 13.0]
@@ -172,3 +176,67 @@ def test_who_expects_another_layout_than_a_version_has_is_refused(sender: NcclSe
     sender.publish("e1", 1, weights(1.0, 2 * SIZE))
     with closing(NcclReceiver()) as receiver, pytest.raises(WeightError, match="laid out in another way"):
         list(receive(receiver, manifest))
+
+
+@pytest.mark.parametrize("gpu", [None, pytest.param(1, marks=pytest.mark.gpu)])
+def test_an_engine_in_a_process_of_its_own_receives_what_is_made(workers: ThreadPoolExecutor, gpu: int | None) -> None:
+    if gpu is not None and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    backend, device = ("gloo", "cpu") if gpu is None else ("nccl", "cuda:0")
+    with (
+        closing(NcclSender(WeightConfig(transport="nccl", backend=backend, bucket_mb=1, timeout_s=WAIT_S))) as sender,
+        started(gpu) as engine,
+    ):
+        before = publish(sender, 1, device)
+        engine.serve(before)
+        for version in (2, 3):
+            engine.tell("stage", coming(sender, before))
+            making = Making((f"t{i}", torch.full((process.SIZE,), float(100 * version + i), device=device)) for i in range(process.COUNT))
+            published = workers.submit(sender.publish, "e1", version, making)
+            for _ in range(process.COUNT):
+                making.let(1)
+            before = published.result(WAIT_S)
+            assert engine.answer() == {"staged": version}
+            assert engine.ask("commit", before) == {"served": version}
+            assert engine.ask("digest") == {"digest": before.digest}
+
+
+CLOSED_IN_THE_MIDDLE = """
+import threading, torch
+from contextlib import suppress
+from protocol.drafts import draft_of
+from protocol.errors import WeightError
+from rollout.weights.nccl import NcclReceiver
+from trainer.config import WeightConfig
+from trainer.weights.nccl import NcclSender
+
+sender = NcclSender(WeightConfig(transport="nccl", bucket_mb=1, timeout_s=60))
+before = sender.publish("e1", 1, [(f"t{i}", torch.ones(300_000)) for i in range(4)])
+begun = threading.Event()
+
+def making():
+    for i in range(4):
+        yield f"t{i}", torch.zeros(300_000)
+        if i == 1:
+            begun.wait()
+            sender.close()
+
+def receive():
+    with suppress(WeightError):
+        for _ in NcclReceiver().tensors(draft_of(before, 2), 60):
+            begun.set()
+
+assert sender.draft("e1", 2) is not None
+receiving = threading.Thread(target=receive)
+receiving.start()
+with suppress(OSError):  # it does not listen any more
+    sender.publish("e1", 2, making())
+receiving.join()
+"""
+
+
+def test_a_trainer_that_ends_in_the_middle_ends_as_it_wants_to() -> None:
+    """No thread of a transfer is left that would let go of a group while the interpreter ends."""
+    for _ in range(2):
+        found = subprocess.run([sys.executable, "-c", CLOSED_IN_THE_MIDDLE], cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert found.returncode == 0, found.stderr
