@@ -14,6 +14,7 @@ from protocol.errors import SettingsError, WeightError
 from protocol.transfer.device_memory import mapped
 from rollout.engines.direct import DirectStaging, describe, share_parameters
 from rollout.engines.staging import digest_of, whole_source
+from tests.trainer.attached import Tensors, assert_lies_in_shared_memory, change
 from tests.trainer.megatron.models import MODELS, OPTIMIZER, make_batch, save_model
 from tests.trainer.megatron.ranks import ALGORITHM
 from trainer.config import ParallelConfig, TrainerConfig
@@ -25,7 +26,6 @@ from trainer.megatron.sharing import parts_of
 from trainer.weights.layout import in_dtype
 from trainer.weights.shared import SharedSender
 
-Tensors = dict[str, torch.Tensor]
 NAME = "qwen2"
 QKV = "decoder.layers.1.self_attention.linear_qkv.weight"
 FREQUENCIES = "rotary_pos_emb.inv_freq"
@@ -177,23 +177,9 @@ def test_an_attached_model_lies_where_the_engine_has_it_and_nowhere_else(place: 
     describe(room, place.directory / "e.msgpack", engine.parameters, buffers)
     found = mapped(place.directory / "e.msgpack")
     backend.attach(found["parameters"], found["buffers"])
-    places = [line.split()[0] for line in Path("/proc/self/maps").read_text().splitlines() if "/memfd:tether-shared" in line]
-    spans = [tuple(int(end, 16) for end in place.split("-")) for place in places]
-    for name, parameter in backend._model.module.named_parameters():
-        assert any(start <= parameter.data_ptr() < end for start, end in spans), name
+    assert_lies_in_shared_memory(backend._model.module)
     assert all(storage.expired() for storage in own)
     room.close()
-
-
-def change(which: int, name: str, changed: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[[tuple[Tensors, Tensors]], None]:
-    """A change of one tensor of (parameters, buffers); None takes it away."""
-
-    def apply(tensors: tuple[Tensors, Tensors]) -> None:
-        found = changed(tensors[which].pop(name, torch.zeros(3)))
-        if found is not None:
-            tensors[which][name] = found
-
-    return apply
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,9 @@ from transformers import AutoModelForCausalLM
 
 from protocol.errors import SettingsError, WeightError
 from protocol.transfer.device_memory import Room, mapped
+from tests.trainer.attached import Tensors, assert_lies_in_shared_memory, change
 from tests.trainer.reference.test_backend import assert_same_bits, batch, exported, make
 from trainer.reference.backend import DTYPES, ReferenceBackend
-
-Tensors = dict[str, torch.Tensor]
 
 
 def shared(model_dir: Path, dtype: str = "float32", **trainer: object) -> ReferenceBackend:
@@ -80,22 +79,8 @@ def test_an_attached_model_lies_where_the_engine_has_it(model_dir: Path, tmp_pat
     room = Room(list(parameters.values()))
     room.write(tmp_path / "e.msgpack", {"parameters": dict(zip(parameters, room.tensors, strict=True))})
     backend.attach(mapped(tmp_path / "e.msgpack")["parameters"], buffers)
-    places = [line.split()[0] for line in Path("/proc/self/maps").read_text().splitlines() if "/memfd:tether-shared" in line]
-    spans = [tuple(int(end, 16) for end in place.split("-")) for place in places]
-    for name, parameter in backend.model.named_parameters():
-        assert any(start <= parameter.data_ptr() < end for start, end in spans), name
+    assert_lies_in_shared_memory(backend.model)
     room.close()
-
-
-def change(which: int, name: str, changed: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[[tuple[Tensors, Tensors]], None]:
-    """A change of one tensor of (parameters, buffers); None takes it away."""
-
-    def apply(tensors: tuple[Tensors, Tensors]) -> None:
-        found = changed(tensors[which].pop(name, torch.zeros(3)))
-        if found is not None:
-            tensors[which][name] = found
-
-    return apply
 
 
 WEIGHT, FREQUENCIES = "model.layers.1.mlp.up_proj.weight", "model.rotary_emb.inv_freq"
