@@ -73,7 +73,7 @@ class NcclSender:
         if before is None or before.manifest.epoch != epoch:
             return None
         self._give_up()
-        self._server.coming = Published(draft_of(before.manifest, version), (), filling=Filling())
+        self._server.coming = Published(draft_of(before.manifest, version), filling=Filling())
         return WeightDraft(epoch=epoch, version=version, like=before.manifest.version)
 
     def publish(
@@ -101,7 +101,7 @@ class NcclSender:
             self._give_up()
             raise
         manifest = make_manifest("nccl", self.location, epoch, version, layout, base_model=base_model, tied=tied)
-        self._server.current = Published(manifest, tuple(bucket[:n] for bucket, n in zip(memory, layout[1], strict=True)))
+        self._server.current = Published(manifest, filling=filling)
         self._server.coming = None
         return manifest
 
@@ -116,7 +116,7 @@ class NcclSender:
     def _filling(self, epoch: str, version: int) -> Filling:
         """Where the buckets of a version go: to the senders of its draft, if it has one."""
         coming = self._server.coming
-        if coming is not None and coming.filling is not None and (coming.manifest.epoch, coming.manifest.version) == (epoch, version):
+        if coming is not None and (coming.manifest.epoch, coming.manifest.version) == (epoch, version):
             return coming.filling
         self._give_up()
         return Filling()
@@ -124,7 +124,7 @@ class NcclSender:
     def _give_up(self) -> None:
         """Whoever receives a draft is hung up on."""
         coming, self._server.coming = self._server.coming, None
-        if coming is not None and coming.filling is not None:
+        if coming is not None:
             coming.filling.fail()
 
 
@@ -204,8 +204,6 @@ class _Pair:
 
 def _bucket(line: Line, published: Published, index: int, end: float) -> torch.Tensor:
     """A bucket of the version, when it is full. Raises ValueError: the receiver has left, or the bucket will not come."""
-    if published.filling is None:
-        return published.buckets[index]
     while (bucket := published.filling.bucket(index, min(FILL_POLL_S, left(end)))) is None:
         if line.hung_up(0):
             raise ValueError("a receiver left before the version was made")

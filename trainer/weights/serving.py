@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -53,12 +53,12 @@ class Published:
     """A version in memory. Whoever sends it holds it, so it stays while it is sent, however many versions follow."""
 
     manifest: WeightManifest
-    buckets: tuple[torch.Tensor, ...]
-    """uint8, each of at least its size in the manifest, complete."""
+    buckets: tuple[torch.Tensor, ...] = ()
+    """Of a transport that hands them over: uint8, each of at least its size in the manifest, complete."""
     sending: Callable[[], AbstractContextManager[None]] = nullcontext
     """Entered for as long as it is sent; ValueError if that cannot begin any more."""
-    filling: Filling | None = None
-    """Of a version that is being made: where its buckets come from instead."""
+    filling: Filling = field(default_factory=Filling)
+    """Of a transport that sends them: where they come from, one after the other, while the version is made and after."""
 
 
 class Line:
