@@ -40,6 +40,8 @@ class EngineConfig:
     max_running: int = 64
     """Requests decoded in one batch."""
     enforce_eager: bool = True
+    attention_backend: str = ""
+    """vllm and sglang, on a GPU: the attention kernels, by the engine's own name for them; empty: its choice."""
     enable_sleep_mode: bool = False
     """vllm (on a GPU) and sglang: be able to sleep; set by colocated runs."""
     staging_mb: int = 0

@@ -155,6 +155,8 @@ def server_command(config: EngineConfig, model_dir: Path, incarnation: str, port
         "host": "127.0.0.1",
         "port": port,
         "log-level": "warning",
+        # what top-k and top-p drop is out of the logits before SGLang samples: the others have nothing to do better
+        "sampling-backend": "pytorch",
         # engines with one seed would sample the same completions
         "random-seed": xxhash.xxh3_64_intdigest(incarnation.encode()) % 2**31,
     }
@@ -162,8 +164,10 @@ def server_command(config: EngineConfig, model_dir: Path, incarnation: str, port
     flags = ["skip-tokenizer-init", "skip-server-warmup", "disable-overlap-schedule", "sleep-on-idle"]
     if on_gpu:
         values["mem-fraction-static"] = config.memory_fraction
+        if config.attention_backend:
+            values["attention-backend"] = config.attention_backend
     else:
-        values |= {"device": "cpu", "attention-backend": "torch_native", "sampling-backend": "pytorch"}
+        values |= {"device": "cpu", "attention-backend": "torch_native"}
         values["max-total-tokens"] = kv_tokens(config, read_config(model_dir))
     if config.enforce_eager or not on_gpu:
         flags.append("disable-cuda-graph")

@@ -70,6 +70,7 @@ def engine_arguments(config: EngineConfig, model_dir: Path, incarnation: str, lo
     """
     on_gpu = torch.cuda.is_available()
     memory = {"gpu_memory_utilization": config.memory_fraction} if on_gpu else {"kv_cache_memory_bytes": config.kv_cache_mb << 20}
+    kernels = {"attention_backend": config.attention_backend} if on_gpu and config.attention_backend else {}
     return {
         "model": str(model_dir),
         "load_format": "auto" if any(model_dir.glob("*.safetensors")) else "dummy",
@@ -91,6 +92,7 @@ def engine_arguments(config: EngineConfig, model_dir: Path, incarnation: str, lo
         # engines with one seed would sample the same completions
         "seed": xxhash.xxh3_64_intdigest(incarnation.encode()) % 2**31,
         **memory,
+        **kernels,
         **lora_arguments(lora),
     }
 

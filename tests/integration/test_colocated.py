@@ -119,13 +119,16 @@ def test_a_run_goes_on_although_the_engine_dies_asleep_and_the_trainer_in_its_tu
 @pytest.mark.gpu
 @pytest.mark.engine
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("transport", ["shm", "ipc"])
-@pytest.mark.parametrize("eager", ["true", "false"])
-def test_vllm_and_megatron_share_a_gpu(tmp_path: Path, transport: str, eager: str) -> None:
+@pytest.mark.parametrize(
+    ("engine", "transport", "eager"),
+    [("vllm", "shm", "true"), ("vllm", "ipc", "true"), ("vllm", "ipc", "false"), ("sglang", "ipc", "true")],
+)
+def test_an_engine_and_megatron_share_a_gpu(tmp_path: Path, engine: str, transport: str, eager: str) -> None:
+    sglang = [f'engine.python="{sglang_python()}"', "engine.attention_backend=triton"] if engine == "sglang" else []
     overrides = [
-        "run.steps=6", "colocated.enabled=true", f"weights.transport={transport}", f"engine.enforce_eager={eager}", "eval.at_end=false",
-        "engine.memory_fraction=0.8", "sampling.max_tokens=24", "trainer.checkpoint_every=3",
-        'services.trainer_gpus="0"', 'services.rollout_gpus="0"',
+        *sglang, f"engine.name={engine}", "run.steps=6", "colocated.enabled=true", f"weights.transport={transport}",
+        f"engine.enforce_eager={eager}", "eval.at_end=false", "engine.memory_fraction=0.8", "sampling.max_tokens=24",
+        "trainer.checkpoint_every=3", 'services.trainer_gpus="0"', 'services.rollout_gpus="0"',
     ]  # fmt: skip
     arguments = [str(ROOT / "deploy/configs/demo.toml"), *(word for override in overrides for word in ("--set", override))]
     with tether_up(*arguments, "--run-dir", str(tmp_path), output=tmp_path / "up.log") as up:

@@ -31,18 +31,25 @@ def trained_by(run_dir: Path) -> set[str]:
     return trained
 
 
+ON_CPU = f'environment = {{ PYTHONPATH = "{STAND_INS}" }}'
+ON_GPU = 'attention_backend = "triton"'
+
+
 @pytest.mark.engine
-@pytest.mark.slow
 @pytest.mark.timeout(2 * SECONDS)
-def test_a_vllm_and_an_sglang_engine_serve_one_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "own", [pytest.param(ON_CPU, marks=pytest.mark.slow, id="cpu"), pytest.param(ON_GPU, marks=pytest.mark.gpu, id="gpu")]
+)
+def test_a_vllm_and_an_sglang_engine_serve_one_run(tmp_path: Path, own: str) -> None:
     run_dir = tmp_path / "run"
-    sglang = f'{{ name = "sglang", python = "{sglang_python()}", environment = {{ PYTHONPATH = "{STAND_INS}" }} }}'
+    sglang = f'{{ name = "sglang", python = "{sglang_python()}", {own} }}'
     overrides = (
         "run.steps=1000000",
         "trainer.backend=reference",
         "bound.groups_per_step=16",
         "rollout.groups_in_flight=8",
         "engine.start_timeout_s=600",
+        "engine.memory_fraction=0.2",
         "eval.at_end=false",
         "services.restarts=0",
         f"services.pool=[{{ engine = {{ name = 'vllm' }} }}, {{ engine = {sglang} }}]",

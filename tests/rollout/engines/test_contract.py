@@ -36,6 +36,8 @@ class Setup:
     lora: LoraConfig = NO_ADAPTERS
     sleeps: bool = False
     """vLLM and SGLang: started so that it can."""
+    graphs: bool = False
+    """CUDA graphs are captured and replayed."""
     shares: bool = False
     """Its live weights can be mapped, and versions come out of masters."""
 
@@ -68,11 +70,15 @@ SETUPS = [
     engine_under_test("vllm-shared", Setup("vllm", KvPolicy.RECOMPUTE, shares=True), ENGINE),
     engine_under_test("vllm-sleeps", Setup("vllm", KvPolicy.KEEP, sleeps=True), ENGINE, GPU),
     engine_under_test("vllm-lora-sleeps", Setup("vllm", KvPolicy.RECOMPUTE, lora=LoraConfig(rank=8), sleeps=True), ENGINE, GPU),
+    engine_under_test("vllm-graphs", Setup("vllm", KvPolicy.RECOMPUTE, graphs=True), ENGINE, GPU),
     engine_under_test("sglang-recompute", Setup("sglang", KvPolicy.RECOMPUTE, sleeps=True), ENGINE, LONG_START),
     engine_under_test("sglang-lora", Setup("sglang", KvPolicy.RECOMPUTE, lora=PARTIAL, sleeps=True), ENGINE, LONG_START),
     engine_under_test("sglang-lora-tp2", Setup("sglang", KvPolicy.KEEP, ranks=2, lora=PARTIAL, sleeps=True), ENGINE, LONG_START, SLOW),
     engine_under_test("sglang-keep", Setup("sglang", KvPolicy.KEEP), ENGINE, LONG_START, SLOW),
     engine_under_test("sglang-tp2", Setup("sglang", KvPolicy.KEEP, ranks=2), ENGINE, LONG_START, SLOW),
+    engine_under_test("sglang-sleeps", Setup("sglang", KvPolicy.RECOMPUTE, sleeps=True), ENGINE, LONG_START, GPU),
+    engine_under_test("sglang-lora-sleeps", Setup("sglang", KvPolicy.KEEP, lora=PARTIAL, sleeps=True), ENGINE, LONG_START, GPU),
+    engine_under_test("sglang-graphs", Setup("sglang", KvPolicy.RECOMPUTE, graphs=True), ENGINE, LONG_START, GPU),
 ]
 
 
@@ -93,6 +99,8 @@ async def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
         max_model_len=MAX_MODEL_LEN,
         kv=setup.kv,
         tensor_parallel_size=setup.ranks,
+        memory_fraction=0.1,
+        enforce_eager=not setup.graphs,
         enable_sleep_mode=setup.sleeps,
         seconds_per_token=0.001,
         **own,

@@ -1,6 +1,7 @@
 """That a sleeping engine holds no memory, and that what it serves after waking is what was committed then."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,9 +10,10 @@ from protocol.errors import EngineError
 from protocol.lora import NO_ADAPTERS, LoraConfig
 from rollout.engines.base import EngineConfig
 from rollout.engines.hf import HFEngine
-from rollout.engines.registry import make_engine
+from rollout.engines.registry import STARTED_TO_SLEEP, make_engine
 from tests.contracts.engine_bench import MAX_MODEL_LEN, PROMPTS, ask
 from tests.contracts.engine_models import adapted, tiny_model, weights, write_shm
+from tests.contracts.sglang_environment import sglang_settings
 
 GIB = 1 << 30
 CONTEXT_BYTES = 3 * GIB
@@ -51,12 +53,14 @@ async def test_vllm_that_is_to_sleep_on_a_cpu_is_refused_by_name(tmp_path: Path)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["hf", pytest.param("vllm", marks=pytest.mark.engine)])
+@pytest.mark.parametrize("name", ["hf", *(pytest.param(name, marks=pytest.mark.engine) for name in STARTED_TO_SLEEP)])
+@pytest.mark.timeout(600)
 async def test_a_sleeping_engine_leaves_the_gpu_to_others(tmp_path: Path, name: str) -> None:
     model = tiny_model(1)
     model.save_pretrained(tmp_path / "model")
     free = torch.cuda.mem_get_info()[0]
-    config = EngineConfig(name=name, max_model_len=MAX_MODEL_LEN, memory_fraction=0.5, enable_sleep_mode=name == "vllm")
+    asked: dict[str, Any] = sglang_settings() if name == "sglang" else {}
+    config = EngineConfig(name=name, max_model_len=MAX_MODEL_LEN, memory_fraction=0.5, enable_sleep_mode=name in STARTED_TO_SLEEP, **asked)
     engine = make_engine(config, tmp_path / "model", "e")
     await engine.start()
     try:
@@ -66,7 +70,7 @@ async def test_a_sleeping_engine_leaves_the_gpu_to_others(tmp_path: Path, name: 
             await engine.commit(manifest)
             assert await engine.live_digest() == manifest.digest  # type: ignore[attr-defined]
             await engine.generate(ask("some", PROMPTS[0], 16))
-            if name == "vllm":
+            if name in STARTED_TO_SLEEP:
                 assert free - torch.cuda.mem_get_info()[0] > CONTEXT_BYTES
             await engine.sleep()
             taken = torch.empty(torch.cuda.mem_get_info()[0] - CONTEXT_BYTES // 3, dtype=torch.uint8, device="cuda")
