@@ -230,6 +230,8 @@ def check_model(config: EngineConfig, model_dir: Path, lora: LoraConfig = NO_ADA
     Raises:
         EngineError: naming the culprit.
     """
+    if torch.cuda.is_available() and config.dtype == "float32":
+        raise EngineError("setting engine.dtype: SGLang's CUDA kernels compute in bfloat16 and float16, not in float32")
     model = read_config(model_dir)
     check_adapters(lora, model_dir)
     check_fits(config, model, model_dir)

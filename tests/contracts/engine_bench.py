@@ -15,7 +15,7 @@ from protocol.buckets import manifest_digest
 from protocol.messages import TensorEntry, WeightManifest
 from protocol.transfer.device_memory import Room
 from rollout.engines.base import Completion, Engine, KvPolicy, Request, Sampling
-from tests.contracts.engine_models import write_shared, write_shm
+from tests.contracts.engine_models import follows, write_shared, write_shm
 
 PROMPTS = ((5, 17, 200, 33, 9, 411), (7, 17, 200, 33), (8, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10))
 LONG = 1900
@@ -34,6 +34,8 @@ class Bench:
     directory: Path
     published: Mapping[str, Mapping[str, torch.Tensor]]
     """Model -> the tensors that make the engine serve it: all of the model's, or those of an adapter."""
+    margin: float = 0.0
+    """By how much the logit of a greedy token may lie below the largest: more than 0 where the engine computes in half precision."""
     computes: bool = True
     """False: the engine has no model, its tokens mean nothing."""
     shares: bool = False
@@ -46,6 +48,11 @@ class Bench:
     """In which masters are, to be closed at the end."""
     pilots: int = 1
     """After how many pilots in a row earlier requests certainly run: over HTTP one may overtake them."""
+
+    def follows(self, rows: Sequence[tuple[int, str]], prompt: Sequence[int], tokens: Sequence[int], *, recompute: bool) -> bool:
+        """See `engine_models.follows`; rows (end, name of the model). True if the engine has none."""
+        models = [(end, self.models[name]) for end, name in rows]
+        return not self.computes or follows(models, prompt, tokens, recompute=recompute, margin=self.margin)
 
     def publish(self, name: str, epoch: str = "e1") -> WeightManifest:
         """Write the next version, with the weights of a model."""
@@ -161,7 +168,7 @@ FAULTS: dict[str, Callable[[Bench], WeightManifest]] = {
     "digest": lambda bench: msgspec.structs.replace(bench.publish("B"), digest=1),
     "tensor missing": _without_one,
     "shape": _changed(lambda t: t.T.contiguous()),
-    "dtype": _changed(lambda t: t.half()),
+    "dtype": _changed(lambda t: t.bfloat16() if t.dtype is torch.float16 else t.half()),
     "unknown": lambda bench: bench.publish_tensors({**bench.published["B"], "model.extra.weight": torch.zeros(3)}),
     "architecture": lambda bench: msgspec.structs.replace(bench.publish("B"), base_model="Qwen3ForCausalLM"),
 }

@@ -18,8 +18,11 @@ from protocol.transfer.shared_weights import HELD, MASTERS, VERSION
 VOCAB = 512
 
 
-def tiny_model(seed: int, *, tied: bool = False) -> Qwen2ForCausalLM:
-    """Qwen2 with 2 layers and weights large enough that two models agree on no token for long."""
+def tiny_model(seed: int, *, tied: bool = False, dtype: torch.dtype = torch.float32) -> Qwen2ForCausalLM:
+    """Qwen2 with 2 layers and weights large enough that two models agree on no token for long.
+
+    It computes in float32; its weights are rounded to `dtype`.
+    """
     config = Qwen2Config(
         vocab_size=VOCAB,
         hidden_size=128,
@@ -35,24 +38,28 @@ def tiny_model(seed: int, *, tied: bool = False) -> Qwen2ForCausalLM:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0, 0.15, generator=generator)
+            parameter.copy_(parameter.to(dtype))
     return model
 
 
-def weights(model: Qwen2ForCausalLM) -> dict[str, torch.Tensor]:
+def weights(model: Qwen2ForCausalLM, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """Checkpoint name -> a copy of the tensor; tied ones once."""
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return {name: parameter.detach().to(dtype, copy=True) for name, parameter in model.named_parameters()}
 
 
-def adapted(model: Qwen2ForCausalLM, lora: LoraConfig, seed: int) -> tuple[Qwen2ForCausalLM, dict[str, torch.Tensor]]:
+def adapted(
+    model: Qwen2ForCausalLM, lora: LoraConfig, seed: int, dtype: torch.dtype = torch.float32
+) -> tuple[Qwen2ForCausalLM, dict[str, torch.Tensor]]:
     """The model with a random adapter merged into it, and the adapter as it is published."""
     parameters = weights(model)
     targets = adapter_targets({name: tuple(tensor.shape) for name, tensor in parameters.items()}, lora)
     generator = torch.Generator().manual_seed(seed)
-    adapter = {name: torch.empty(shape).normal_(0, 0.15, generator=generator) for name, shape in adapter_shapes(targets, lora.rank).items()}
+    shapes = adapter_shapes(targets, lora.rank)
+    adapter = {name: torch.empty(shape).normal_(0, 0.15, generator=generator).to(dtype) for name, shape in shapes.items()}
     other = copy.deepcopy(model)
     with torch.no_grad():
         for target in targets:
-            other.get_parameter(target.weight).add_(adapter[target.b] @ adapter[target.a])
+            other.get_parameter(target.weight).add_(adapter[target.b].float() @ adapter[target.a].float())
     return other, adapter
 
 
@@ -120,10 +127,13 @@ def write_disk(directory: Path, tensors: Mapping[str, torch.Tensor], version: in
 
 
 @torch.no_grad()
-def follows(rows: Sequence[tuple[int, Qwen2ForCausalLM]], prompt: Sequence[int], tokens: Sequence[int], *, recompute: bool) -> bool:
+def follows(
+    rows: Sequence[tuple[int, Qwen2ForCausalLM]], prompt: Sequence[int], tokens: Sequence[int], *, recompute: bool, margin: float = 0.0
+) -> bool:
     """Whether `tokens` are greedy, where those before each `end` come from its model and KV is recomputed or kept at a switch.
 
     All tokens of a row are looked at in one forward pass: what was fed is known, so decoding again would give the same logits.
+    `margin`: by how much the logit of a token may lie below the largest.
     """
     ids = [*prompt, *tokens]
     first = len(prompt) - 1
@@ -132,7 +142,8 @@ def follows(rows: Sequence[tuple[int, Qwen2ForCausalLM]], prompt: Sequence[int],
         fed = 0 if recompute or start == 0 else first + start
         cache = cache if fed else DynamicCache()
         logits = model(torch.tensor([ids[fed : first + end]]), past_key_values=cache, use_cache=True).logits[0]
-        if logits[start - end :].argmax(-1).tolist() != ids[first + 1 + start : first + 1 + end]:
+        seen, chosen = logits[start - end :], torch.tensor(ids[first + 1 + start : first + 1 + end])
+        if bool((seen.gather(-1, chosen[:, None])[:, 0] < seen.max(-1).values - margin).any()):
             return False
         start = end
     return start == len(tokens)

@@ -7,7 +7,6 @@ import pytest
 from protocol.errors import EngineError, Unsupported, WeightError
 from rollout.engines.base import Completion, Served
 from tests.contracts.engine_bench import LONG, PROMPTS, Bench, ask
-from tests.contracts.engine_models import follows
 from tests.contracts.engine_suite import assert_switched
 
 TURNS = 50
@@ -56,7 +55,7 @@ class SleepContract:
                 assert not late.done()
                 version = (await sleeper.serve("B")).version
                 assert (await late).spans == ((8, version),)
-        assert follows([(8, sleeper.models["B"])], PROMPTS[1], late.result().tokens, recompute=True)
+        assert sleeper.follows([(8, "B")], PROMPTS[1], late.result().tokens, recompute=True)
 
     async def test_a_sleeping_engine_serves_nothing_and_takes_no_version(self, sleeper: Bench) -> None:
         await sleeper.serve("A")

@@ -6,6 +6,7 @@ have about as many; requests that must outlive an update are aborted when enough
 
 import asyncio
 from collections.abc import Sequence
+from math import isfinite
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from protocol.errors import EngineError, Unsupported, WeightError
 from rollout.engines.base import Completion, KvPolicy, Request, Sampling, Served
 from rollout.engines.sampling import sampled_distribution
 from tests.contracts.engine_bench import FAULTS, LONG, MAX_MODEL_LEN, PROMPTS, Bench, ask, together
-from tests.contracts.engine_models import VOCAB, follows, logits_of
+from tests.contracts.engine_models import VOCAB, logits_of
 
 
 class EngineContract:
@@ -31,13 +32,12 @@ class EngineContract:
         version = (await bench.serve("A")).version
         found = await together(bench.engine, [ask(f"greedy{i}", p, 40) for i, p in enumerate(PROMPTS)])
         again = await together(bench.engine, [ask(f"greedy{i}", p, 40) for i, p in enumerate(PROMPTS)])
-        assert [c.tokens for c in again] == [c.tokens for c in found]
+        assert bench.margin or [c.tokens for c in again] == [c.tokens for c in found]
         for prompt, completion in zip(PROMPTS, found, strict=True):
             assert completion.finish_reason == "length"
             assert completion.spans == ((40, version),)
             assert len(completion.logprobs) == len(completion.tokens) == 40
-            if bench.computes:
-                assert follows([(40, bench.models["A"])], prompt, completion.tokens, recompute=True)
+            assert bench.follows([(40, "A")], prompt, completion.tokens, recompute=True)
 
     async def test_logprobs_are_those_of_the_distribution_that_was_sampled_from(self, bench: Bench) -> None:
         await bench.serve("A")
@@ -59,8 +59,11 @@ class EngineContract:
                 continue
             logits = logits_of(bench.models["A"], request.prompt, found.tokens)
             expected = [float(sampled_distribution(row, request.sampling)[t]) for row, t in zip(logits, found.tokens, strict=True)]
-            bound = 1e-3 if torch.cuda.is_available() else 1e-4  # the expected ones are always computed on the CPU, in another order
-            torch.testing.assert_close(torch.tensor(found.logprobs), torch.tensor(expected), atol=bound, rtol=0)
+            # the expected ones are always computed on the CPU, in another order; with half precision, so is which token is the k-th
+            bound = max(2 * bench.margin, 1e-3 if torch.cuda.is_available() else 1e-4)
+            pairs = [pair for pair in zip(found.logprobs, expected, strict=True) if not bench.margin or isfinite(pair[1])]
+            assert len(pairs) >= 22
+            torch.testing.assert_close(*torch.tensor(pairs).unbind(1), atol=bound, rtol=0)
 
     async def test_a_seed_repeats_a_completion_or_is_refused(self, bench: Bench) -> None:
         request = ask("seeded", PROMPTS[0], 24, temperature=1.0, seed=7)
@@ -77,8 +80,8 @@ class EngineContract:
         whole = (await bench.engine.generate(ask("stop", PROMPTS[0], 40))).tokens
         found = await bench.engine.generate(ask("stop", PROMPTS[0], 40, stop_token_ids=(whole[9],)))
         if bench.computes:
-            assert found.tokens == whole[: whole.index(whole[9]) + 1]
-            assert found.finish_reason == "stop"
+            assert bench.margin or found.tokens == whole[: whole.index(whole[9]) + 1]
+            assert bench.margin or found.finish_reason == "stop"
         assert (found.tokens[-1] == whole[9]) == (found.finish_reason == "stop")
         assert found.spans[-1][0] == len(found.tokens) == len(found.logprobs)
 
@@ -114,8 +117,7 @@ class EngineContract:
         assert 0 < len(found.tokens) < LONG
         assert found.spans == ((len(found.tokens), bench.engine.served.version),)
         assert len(found.logprobs) == len(found.tokens)
-        if bench.computes:
-            assert follows([(len(found.tokens), bench.models["A"])], PROMPTS[0], found.tokens, recompute=True)
+        assert bench.follows([(len(found.tokens), "A")], PROMPTS[0], found.tokens, recompute=True)
 
     async def test_a_cancelled_generate_frees_its_id(self, bench: Bench) -> None:
         async with asyncio.TaskGroup() as group:
@@ -140,7 +142,7 @@ class EngineContract:
             assert not late.done()
             await bench.engine.resume()
             await bench.engine.resume()
-        assert held.result().tokens == alone
+        assert bench.margin or held.result().tokens == alone
         assert len(late.result().tokens) == 4
 
     async def test_an_update_while_generating_is_exact_at_the_recorded_token(self, bench: Bench) -> None:
@@ -191,8 +193,7 @@ class EngineContract:
         version = (await bench.serve("B")).version
         found = await bench.engine.generate(ask("cold", prompt, 16))
         assert found.spans == ((16, version),)
-        if bench.computes:
-            assert follows([(16, bench.models["B"])], prompt, found.tokens, recompute=True)
+        assert bench.follows([(16, "B")], prompt, found.tokens, recompute=True)
 
     async def test_committing_what_is_not_staged_is_refused(self, bench: Bench) -> None:
         await bench.serve("A")
@@ -269,11 +270,11 @@ def assert_switched(
     recompute = recompute or bench.kv is KvPolicy.RECOMPUTE
     moved = {-1: False, 1: False}
     for prompt, completion, chain in zip(PROMPTS, found, names, strict=True):
-        rows = [(end, bench.models[name]) for (end, _), name in zip(completion.spans, chain, strict=True)]
-        assert follows(rows, prompt, completion.tokens, recompute=recompute)
+        rows = [(end, name) for (end, _), name in zip(completion.spans, chain, strict=True)]
+        assert bench.follows(rows, prompt, completion.tokens, recompute=recompute)
         for shift in moved:
             shifted = [(rows[0][0] + shift, rows[0][1]), *rows[1:]]
-            moved[shift] |= not follows(shifted, prompt, completion.tokens, recompute=recompute)
+            moved[shift] |= not bench.follows(shifted, prompt, completion.tokens, recompute=recompute)
     assert not strict or all(moved.values())
 
 
@@ -294,6 +295,6 @@ async def assert_refused(bench: Bench, fault: str) -> None:
     found = task.result()
     assert found.spans == ((len(found.tokens), served),)
     if bench.computes:
-        assert follows([(len(found.tokens), bench.models["A"])], PROMPTS[0], found.tokens, recompute=True)
+        assert bench.follows([(len(found.tokens), "A")], PROMPTS[0], found.tokens, recompute=True)
     manifest = await bench.serve("B")
     assert bench.engine.served.digest == manifest.digest

@@ -124,9 +124,9 @@ def test_a_run_goes_on_although_the_engine_dies_asleep_and_the_trainer_in_its_tu
     [("vllm", "shm", "true"), ("vllm", "ipc", "true"), ("vllm", "ipc", "false"), ("sglang", "ipc", "true")],
 )
 def test_an_engine_and_megatron_share_a_gpu(tmp_path: Path, engine: str, transport: str, eager: str) -> None:
-    sglang = [f'engine.python="{sglang_python()}"', "engine.attention_backend=triton"] if engine == "sglang" else []
+    own = {"vllm": [], "sglang": [f'engine.python="{sglang_python()}"', "engine.attention_backend=triton", "engine.dtype=bfloat16"]}
     overrides = [
-        *sglang, f"engine.name={engine}", "run.steps=6", "colocated.enabled=true", f"weights.transport={transport}",
+        *own[engine], f"engine.name={engine}", "run.steps=6", "colocated.enabled=true", f"weights.transport={transport}",
         f"engine.enforce_eager={eager}", "eval.at_end=false", "engine.memory_fraction=0.8", "sampling.max_tokens=24",
         "trainer.checkpoint_every=3", 'services.trainer_gpus="0"', 'services.rollout_gpus="0"',
     ]  # fmt: skip
@@ -135,7 +135,8 @@ def test_an_engine_and_megatron_share_a_gpu(tmp_path: Path, engine: str, transpo
         assert up.wait(800) == 0, (tmp_path / "up.log").read_text()
     result = audit(tmp_path)
     assert (result["code"], result["violations"], result["steps"]) == (0, [], 6)
-    assert all(step["logprob_error_max"] < 0.02 for step in read_steps(tmp_path / "metrics.jsonl"))
+    bound = 0.1 if engine == "sglang" else 0.02
+    assert all(step["logprob_error_max"] < bound for step in read_steps(tmp_path / "metrics.jsonl"))
 
 
 async def kill_both(run_dir: Path) -> None:

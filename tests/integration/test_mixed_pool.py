@@ -33,6 +33,7 @@ def trained_by(run_dir: Path) -> set[str]:
 
 ON_CPU = f'environment = {{ PYTHONPATH = "{STAND_INS}" }}'
 ON_GPU = 'attention_backend = "triton"'
+DTYPES = {ON_CPU: "float32", ON_GPU: "bfloat16"}
 
 
 @pytest.mark.engine
@@ -50,6 +51,7 @@ def test_a_vllm_and_an_sglang_engine_serve_one_run(tmp_path: Path, own: str) -> 
         "rollout.groups_in_flight=8",
         "engine.start_timeout_s=600",
         "engine.memory_fraction=0.2",
+        f"engine.dtype={DTYPES[own]}",
         "eval.at_end=false",
         "services.restarts=0",
         f"services.pool=[{{ engine = {{ name = 'vllm' }} }}, {{ engine = {sglang} }}]",

@@ -70,8 +70,10 @@ def _trained(model_dir: Path, name: str, dtype: str, between: Callable[..., None
 
 
 def _leave(backend: "object") -> None:
+    parameters = sum(value.numel() for _, value in backend.export())  # type: ignore[attr-defined]
     before = torch.cuda.memory_allocated()
     held = backend.offload()  # type: ignore[attr-defined]
-    assert held > 0.9 * (before - torch.cuda.memory_allocated())
-    assert torch.cuda.memory_allocated() < 0.1 * before
+    freed = before - torch.cuda.memory_allocated()  # what is left are the libraries' own buffers
+    assert held >= 3 * 4 * parameters  # float32: the masters and both of Adam's moments
+    assert freed > 0.9 * held
     backend.onload()  # type: ignore[attr-defined]

@@ -7,6 +7,7 @@ from typing import Any
 import psutil
 import pytest
 import pytest_asyncio
+import torch
 
 from protocol.errors import EngineError
 from protocol.lora import NO_ADAPTERS, LoraConfig
@@ -36,6 +37,7 @@ class Setup:
     lora: LoraConfig = NO_ADAPTERS
     sleeps: bool = False
     """vLLM and SGLang: started so that it can."""
+    dtype: str = "float32"
     graphs: bool = False
     """CUDA graphs are captured and replayed."""
     shares: bool = False
@@ -44,6 +46,10 @@ class Setup:
 
 PARTIAL = LoraConfig(rank=8, target_modules=("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"))
 """Fused layers of which a part has no adapter."""
+
+
+MARGINS = {"float32": 0.0, "float16": 0.0025, "bfloat16": 0.02}
+"""Three times what rounding does to a logit of the tiny model."""
 
 
 def engine_under_test(name: str, setup: Setup, *marks: pytest.MarkDecorator) -> Any:
@@ -70,32 +76,36 @@ SETUPS = [
     engine_under_test("vllm-shared", Setup("vllm", KvPolicy.RECOMPUTE, shares=True), ENGINE),
     engine_under_test("vllm-sleeps", Setup("vllm", KvPolicy.KEEP, sleeps=True), ENGINE, GPU),
     engine_under_test("vllm-lora-sleeps", Setup("vllm", KvPolicy.RECOMPUTE, lora=LoraConfig(rank=8), sleeps=True), ENGINE, GPU),
-    engine_under_test("vllm-graphs", Setup("vllm", KvPolicy.RECOMPUTE, graphs=True), ENGINE, GPU),
+    engine_under_test("vllm-graphs", Setup("vllm", KvPolicy.RECOMPUTE, dtype="bfloat16", graphs=True), ENGINE, GPU),
     engine_under_test("sglang-recompute", Setup("sglang", KvPolicy.RECOMPUTE, sleeps=True), ENGINE, LONG_START),
     engine_under_test("sglang-lora", Setup("sglang", KvPolicy.RECOMPUTE, lora=PARTIAL, sleeps=True), ENGINE, LONG_START),
     engine_under_test("sglang-lora-tp2", Setup("sglang", KvPolicy.KEEP, ranks=2, lora=PARTIAL, sleeps=True), ENGINE, LONG_START, SLOW),
     engine_under_test("sglang-keep", Setup("sglang", KvPolicy.KEEP), ENGINE, LONG_START, SLOW),
     engine_under_test("sglang-tp2", Setup("sglang", KvPolicy.KEEP, ranks=2), ENGINE, LONG_START, SLOW),
-    engine_under_test("sglang-sleeps", Setup("sglang", KvPolicy.RECOMPUTE, sleeps=True), ENGINE, LONG_START, GPU),
-    engine_under_test("sglang-lora-sleeps", Setup("sglang", KvPolicy.KEEP, lora=PARTIAL, sleeps=True), ENGINE, LONG_START, GPU),
-    engine_under_test("sglang-graphs", Setup("sglang", KvPolicy.RECOMPUTE, graphs=True), ENGINE, LONG_START, GPU),
+    engine_under_test("sglang-sleeps", Setup("sglang", KvPolicy.RECOMPUTE, dtype="float16", sleeps=True), ENGINE, LONG_START, GPU),
+    engine_under_test(
+        "sglang-lora-sleeps", Setup("sglang", KvPolicy.KEEP, dtype="float16", lora=PARTIAL, sleeps=True), ENGINE, LONG_START, GPU
+    ),
+    engine_under_test("sglang-graphs", Setup("sglang", KvPolicy.RECOMPUTE, dtype="bfloat16", graphs=True), ENGINE, LONG_START, GPU),
 ]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=SETUPS)
 async def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench]:
     setup: Setup = request.param
-    models = {"A": tiny_model(1), "B": tiny_model(2)}
-    published = {name: weights(model) for name, model in models.items()}
+    dtype: torch.dtype = getattr(torch, setup.dtype)
+    models = {"A": tiny_model(1, dtype=dtype), "B": tiny_model(2, dtype=dtype)}
+    published = {name: weights(model, dtype) for name, model in models.items()}
     directory: Path = tmp_path_factory.mktemp(setup.name)
     models["A"].save_pretrained(directory / "model")
     if setup.lora.rank:
-        made = {name: adapted(models["A"], setup.lora, seed) for seed, name in enumerate(models)}
+        made = {name: adapted(models["A"], setup.lora, seed, dtype) for seed, name in enumerate(models)}
         models, published = {name: model for name, (model, _) in made.items()}, {name: adapter for name, (_, adapter) in made.items()}
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     own = sglang_settings(setup.ranks) if setup.name == "sglang" else {}
     config = EngineConfig(
         name=setup.name,
+        dtype=setup.dtype,
         max_model_len=MAX_MODEL_LEN,
         kv=setup.kv,
         tensor_parallel_size=setup.ranks,
@@ -111,7 +121,15 @@ async def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     files = shared_files({child.pid for child in psutil.Process().children(recursive=True)})
     pilots = 3 if setup.name == "sglang" else 1
     made_bench = Bench(
-        engine, setup.kv, models, directory, published, computes=setup.name != "scripted", pilots=pilots, shares=setup.shares
+        engine,
+        setup.kv,
+        models,
+        directory,
+        published,
+        margin=MARGINS[setup.dtype],
+        computes=setup.name != "scripted",
+        pilots=pilots,
+        shares=setup.shares,
     )
     try:
         yield made_bench

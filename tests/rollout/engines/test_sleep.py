@@ -56,16 +56,19 @@ async def test_vllm_that_is_to_sleep_on_a_cpu_is_refused_by_name(tmp_path: Path)
 @pytest.mark.parametrize("name", ["hf", *(pytest.param(name, marks=pytest.mark.engine) for name in STARTED_TO_SLEEP)])
 @pytest.mark.timeout(600)
 async def test_a_sleeping_engine_leaves_the_gpu_to_others(tmp_path: Path, name: str) -> None:
-    model = tiny_model(1)
+    half = torch.bfloat16
+    model = tiny_model(1, dtype=half)
     model.save_pretrained(tmp_path / "model")
     free = torch.cuda.mem_get_info()[0]
     asked: dict[str, Any] = sglang_settings() if name == "sglang" else {}
-    config = EngineConfig(name=name, max_model_len=MAX_MODEL_LEN, memory_fraction=0.5, enable_sleep_mode=name in STARTED_TO_SLEEP, **asked)
+    config = EngineConfig(
+        name=name, dtype="bfloat16", max_model_len=MAX_MODEL_LEN, memory_fraction=0.5, enable_sleep_mode=name in STARTED_TO_SLEEP, **asked
+    )
     engine = make_engine(config, tmp_path / "model", "e")
     await engine.start()
     try:
         for version in range(3):
-            manifest = write_shm(tmp_path / f"v{version}", weights(model), version)
+            manifest = write_shm(tmp_path / f"v{version}", weights(model, half), version)
             await engine.stage(manifest)
             await engine.commit(manifest)
             assert await engine.live_digest() == manifest.digest  # type: ignore[attr-defined]
