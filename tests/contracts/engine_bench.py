@@ -54,6 +54,16 @@ class Bench:
         models = [(end, self.models[name]) for end, name in rows]
         return not self.computes or follows(models, prompt, tokens, recompute=recompute, margin=self.margin)
 
+    def assert_logprobs(self, sampling: Sampling, found: Sequence[float], expected: Sequence[float]) -> None:
+        """Whether an engine's log-probabilities are those that were computed on the CPU, in another order."""
+        bound = 1e-3 if torch.cuda.is_available() else 1e-4
+        pairs = torch.tensor([found, expected])
+        if self.margin:  # which token is the last that top-k or top-p keeps, and whether one more is, is a matter of rounding
+            bound = 0.2 if sampling.top_k > 1 or sampling.top_p < 1 else 2 * self.margin
+            pairs = pairs[:, pairs[1].isfinite()]
+            assert pairs.shape[1] > 0.8 * len(found)
+        torch.testing.assert_close(pairs[0], pairs[1], atol=bound, rtol=0)
+
     def publish(self, name: str, epoch: str = "e1") -> WeightManifest:
         """Write the next version, with the weights of a model."""
         return self.publish_tensors(self.published[name], epoch)

@@ -17,7 +17,7 @@ from services.ledger.ledger import RedisLedger
 from services.observability.steps import read_steps
 from services.turns import HOLDS, TURN, Turn
 from tests.contracts.sglang_environment import STAND_INS, sglang_python
-from tests.integration.command import audit, ledger_of, processes_of, tether, tether_up, until
+from tests.integration.command import audit, ledger_of, processes_of, tether, tether_up, until, visible_gpus
 from tests.integration.loop import ROOT, Finished, run_to_end
 from tests.integration.test_loop import SMALL, of, small
 
@@ -128,7 +128,7 @@ def test_an_engine_and_megatron_share_a_gpu(tmp_path: Path, engine: str, transpo
     overrides = [
         *own[engine], f"engine.name={engine}", "run.steps=6", "colocated.enabled=true", f"weights.transport={transport}",
         f"engine.enforce_eager={eager}", "eval.at_end=false", "engine.memory_fraction=0.8", "sampling.max_tokens=24",
-        "trainer.checkpoint_every=3", 'services.trainer_gpus="0"', 'services.rollout_gpus="0"',
+        "trainer.checkpoint_every=3", f'services.trainer_gpus="{visible_gpus()[0]}"', f'services.rollout_gpus="{visible_gpus()[0]}"',
     ]  # fmt: skip
     arguments = [str(ROOT / "deploy/configs/demo.toml"), *(word for override in overrides for word in ("--set", override))]
     with tether_up(*arguments, "--run-dir", str(tmp_path), output=tmp_path / "up.log") as up:

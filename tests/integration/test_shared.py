@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from services.observability.steps import read_steps
-from tests.integration.command import audit, pids, processes_of, tether, tether_up, until
+from tests.integration.command import audit, pids, processes_of, tether, tether_up, until, visible_gpus
 from tests.integration.loop import ROOT, Finished, run_to_end, running
 from tests.integration.test_loop import of, small
 
@@ -99,8 +99,8 @@ def test_a_run_survives_the_death_of_its_trainer_and_of_its_engine(tmp_path: Pat
 def test_vllm_and_the_reference_trainer_share_a_gpu(tmp_path: Path, eager: str) -> None:
     overrides = [
         "run.steps=6", "weights.transport=shared", "trainer.backend=reference", "trainer.dtype=bfloat16", "engine.dtype=bfloat16",
-        f"engine.enforce_eager={eager}", "engine.memory_fraction=0.3", "eval.at_end=false", 'services.trainer_gpus="0"',
-        'services.rollout_gpus="0"',
+        f"engine.enforce_eager={eager}", "engine.memory_fraction=0.3", "eval.at_end=false", f'services.trainer_gpus="{visible_gpus()[0]}"',
+        f'services.rollout_gpus="{visible_gpus()[0]}"',
     ]  # fmt: skip
     arguments = [str(ROOT / "deploy/configs/demo.toml"), *(word for override in overrides for word in ("--set", override))]
     with tether_up(*arguments, "--run-dir", str(tmp_path), output=tmp_path / "up.log") as up:

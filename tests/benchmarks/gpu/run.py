@@ -29,7 +29,7 @@ from tests.benchmarks.gpu.partner import ROOT, SAME
 from tests.benchmarks.gpu.shapes import SIZES
 from tests.benchmarks.gpu.table import phases, render
 
-WAYS = ("nccl", "vllm-nccl", "per-tensor", "ipc", "ipc@same", "vllm-ipc@same", "shm", "flip")
+WAYS = ("nccl", "vllm-nccl", "per-tensor", "nccl:8", "ipc", "ipc@same", "vllm-ipc@same", "flip", "shm")
 """In the order in which they are wanted if the time does not suffice for all."""
 DEFAULTS = {
     "HF_HUB_OFFLINE": "1",
@@ -223,7 +223,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quiet-s", type=float, default=1.0, help="length of the undisturbed stretch before each update")
     parser.add_argument("--part-s", type=float, default=40.0, help="for the measured updates of one part")
     parser.add_argument("--bucket-mb", type=int, default=0, help="weights.bucket_mb, if not the default")
-    parser.add_argument("--memory-fraction", type=float, default=0.35)
+    parser.add_argument("--memory-fraction", type=float, default=0.25)
     parser.add_argument("--kv", choices=("keep", "recompute"), default="keep")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs: a quicker start")
     parser.add_argument("--no-limits", action="store_true")

@@ -3,7 +3,8 @@
     python -m tests.benchmarks.gpu.session --model 7b --parts nccl,vllm-nccl,per-tensor
 
 Says what happens by lines of JSON on stdout: {"event": "ready" | "begin" | "end" | "fail", ...}. A part of the project's own that fails
-is not the end if the engine is still well. "PART@same" is the part with the trainer on the engine's GPU.
+is not the end if the engine is still well. "PART@same" is the part with the trainer on the engine's GPU, "nccl:N" one with
+`weights.max_ctas` N.
 """
 
 import argparse
@@ -66,7 +67,7 @@ class Session:
                 except Exception as error:
                     traceback.print_exception(error)
                     say("fail", part=part, error=reason(error))
-                    if part.removesuffix(SAME) not in TRANSPORTS:
+                    if part.removesuffix(SAME).partition(":")[0] not in TRANSPORTS:
                         raise  # nobody knows what its half of an update has left behind
                     await self._drop_trainer()
                     await engine.check()
@@ -134,7 +135,7 @@ def main() -> None:
     parser.add_argument("--quiet-s", type=float, default=1.0)
     parser.add_argument("--part-s", type=float, default=40.0)
     parser.add_argument("--bucket-mb", type=int, default=0)
-    parser.add_argument("--memory-fraction", type=float, default=0.35)
+    parser.add_argument("--memory-fraction", type=float, default=0.25)
     parser.add_argument("--kv", choices=("keep", "recompute"), default="keep")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--trainer-devices", default="0")

@@ -62,7 +62,7 @@ async def test_a_sleeping_engine_leaves_the_gpu_to_others(tmp_path: Path, name: 
     free = torch.cuda.mem_get_info()[0]
     asked: dict[str, Any] = sglang_settings() if name == "sglang" else {}
     config = EngineConfig(
-        name=name, dtype="bfloat16", max_model_len=MAX_MODEL_LEN, memory_fraction=0.5, enable_sleep_mode=name in STARTED_TO_SLEEP, **asked
+        name=name, dtype="bfloat16", max_model_len=MAX_MODEL_LEN, memory_fraction=0.1, enable_sleep_mode=name in STARTED_TO_SLEEP, **asked
     )
     engine = make_engine(config, tmp_path / "model", "e")
     await engine.start()
