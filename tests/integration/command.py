@@ -11,8 +11,6 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
 from services.ledger.ledger import RedisLedger
 from services.ledger.server import read_endpoint
 from tests.integration.loop import ROOT
@@ -26,12 +24,6 @@ def environment(**extra: str) -> dict[str, str]:
     """The environment of a user who has set nothing of ours."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TETHER_")}
     return {**kept, "HF_HUB_OFFLINE": "1", **extra}
-
-
-def visible_gpus() -> list[str]:
-    """The GPUs that tests may use, as CUDA_VISIBLE_DEVICES names them."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return named.split(",") if named else [str(index) for index in range(torch.cuda.device_count())]
 
 
 def tether(*arguments: str, seconds: float = 300, **variables: str) -> subprocess.CompletedProcess[str]:

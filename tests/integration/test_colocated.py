@@ -17,7 +17,8 @@ from services.ledger.ledger import RedisLedger
 from services.observability.steps import read_steps
 from services.turns import HOLDS, TURN, Turn
 from tests.contracts.sglang_environment import STAND_INS, sglang_python
-from tests.integration.command import audit, ledger_of, processes_of, tether, tether_up, until, visible_gpus
+from tests.gpus import visible_gpus
+from tests.integration.command import audit, ledger_of, processes_of, tether, tether_up, until
 from tests.integration.loop import ROOT, Finished, run_to_end
 from tests.integration.test_loop import SMALL, of, small
 

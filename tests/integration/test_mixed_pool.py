@@ -8,7 +8,8 @@ import pytest
 
 from services.ledger.audit import FILE
 from tests.contracts.sglang_environment import STAND_INS, sglang_python
-from tests.integration.command import audit, processes_of, tether_up, until, visible_gpus
+from tests.gpus import visible_gpus
+from tests.integration.command import audit, processes_of, tether_up, until
 from tests.integration.loop import ROOT
 
 SECONDS = 1200.0

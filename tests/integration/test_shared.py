@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from services.observability.steps import read_steps
-from tests.integration.command import audit, pids, processes_of, tether, tether_up, until, visible_gpus
+from tests.gpus import visible_gpus
+from tests.integration.command import audit, pids, processes_of, tether, tether_up, until
 from tests.integration.loop import ROOT, Finished, run_to_end, running
 from tests.integration.test_loop import of, small
 

@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from protocol.messages import WeightManifest
+from tests.gpus import visible_gpus
 from tests.trainer.weights.receiver import COUNT, SIZE
 from trainer.weights.base import Sender
 
@@ -49,7 +50,7 @@ class Engine:
 @contextmanager
 def started(gpu: int | None = None) -> Iterator[Engine]:
     """On the CPU, or on the GPU of that number, the only one that it sees."""
-    environment = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)})
+    environment = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": visible_gpus()[gpu]})
     command = [sys.executable, "-m", "tests.trainer.weights.receiver", "cpu" if gpu is None else "cuda"]
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
