@@ -13,7 +13,9 @@ ALIGNMENT = 64
 """Bytes: every tensor starts on a cache line, so that a view of any dtype is aligned."""
 
 ALONE_BYTES = 1 << 20
-"""From this size on a tensor is sent by itself."""
+"""From this size on a tensor is sent by itself: what comes with others is copied once more."""
+ALONE_ON_GPU_BYTES = 32 << 20
+"""The same between GPUs, where a copy costs less than another call."""
 
 DTYPE_BYTES = {
     "float64": 8,
@@ -73,10 +75,10 @@ class Piece(msgspec.Struct, frozen=True):
     entries: tuple[TensorEntry, ...]
 
 
-def pieces(manifest: WeightManifest) -> list[Piece]:
+def pieces(manifest: WeightManifest, alone_bytes: int = ALONE_BYTES) -> list[Piece]:
     """How the buckets of a version are cut for a receiver that can put large tensors straight where they belong.
 
-    A tensor of `ALONE_BYTES` or more is a piece, its smaller neighbours in a bucket are one together. Both ends cut alike.
+    A tensor of `alone_bytes` or more is a piece, its smaller neighbours in a bucket are one together. Both ends cut alike.
     """
     found: list[Piece] = []
     run: list[TensorEntry] = []
@@ -87,10 +89,10 @@ def pieces(manifest: WeightManifest) -> list[Piece]:
             run.clear()
 
     for entry in sorted(manifest.tensors, key=lambda e: (e.bucket, e.offset, e.nbytes)):
-        if run and (run[0].bucket != entry.bucket or entry.nbytes >= ALONE_BYTES):
+        if run and (run[0].bucket != entry.bucket or entry.nbytes >= alone_bytes):
             end_run()
         run.append(entry)
-        if entry.nbytes >= ALONE_BYTES:
+        if entry.nbytes >= alone_bytes:
             end_run()
     end_run()
     return found

@@ -4,7 +4,8 @@ For the trainer and the engines.
 """
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import cache
 
 import torch
 
@@ -12,38 +13,75 @@ from protocol.digests import ROW, digest, finish, fold, multipliers, rows_of
 
 ROWS = 512
 """Taken at a time where there is no Triton: 32 MiB of words and 64 MiB of products."""
+TOGETHER_BYTES = 256 << 20
+"""Of tensors on a GPU that are hashed by one kernel: each launch costs Python's time, which an engine's steps need too."""
 
 _tables: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
 
-def digest_tensor(tensor: torch.Tensor) -> int | torch.Tensor:
-    """The digest of a dense tensor's bytes; of one on a GPU a number there, for `collect`."""
-    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    if not raw.is_cuda:
-        return digest(memoryview(raw.numpy().data))
-    return fold_bytes(raw) if len(raw) else 0
+class Digests:
+    """Of the bytes of dense tensors, in the order in which they are added. A tensor on a GPU is held until it has been read."""
+
+    def __init__(self) -> None:
+        self._sizes: list[int] = []
+        self._known: dict[int, int] = {}
+        """Number of a tensor -> its digest; of the others there are totals, or will be."""
+        self._words: list[torch.Tensor] = []
+        """Of tensors on a GPU that no kernel was launched for yet."""
+        self._totals: list[torch.Tensor] = []
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Until the next kernel is launched nothing that is queued may overwrite it."""
+        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        if not raw.is_cuda:
+            self._known[len(self._sizes)] = digest(memoryview(raw.numpy().data))
+        elif not len(raw):
+            self._known[len(self._sizes)] = 0
+        else:
+            self._words.append(words_of(raw))
+        self._sizes.append(len(raw))
+        if self._words and sum(words.nbytes for words in self._words) >= TOGETHER_BYTES:
+            self.launch()
+
+    def numbers(self) -> list[int]:
+        """Of all that was added; waits for the stream."""
+        self.launch()
+        totals = iter(torch.cat(self._totals).tolist() if self._totals else [])
+        return [self._known[i] if i in self._known else finish(next(totals), size) for i, size in enumerate(self._sizes)]
+
+    def launch(self) -> None:
+        """Queue what is not queued yet on the current stream."""
+        words, self._words = self._words, []
+        if words:
+            self._totals.append(fold_words(words))
 
 
-def fold_bytes(raw: torch.Tensor) -> torch.Tensor:
-    """`protocol.digests.fold` of [n] uint8, n > 0, on any device -> 0-dim int64 there."""
+def digests_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Of dense tensors anywhere."""
+    found = Digests()
+    for tensor in tensors:
+        found.add(tensor)
+    return found.numbers()
+
+
+def words_of(raw: torch.Tensor) -> torch.Tensor:
+    """[n] uint8 -> [(n + 3) / 4] int32, zeros behind them."""
     if raw.data_ptr() % 4:
         raw = raw.clone()
     if len(raw) % 4:
         raw = torch.nn.functional.pad(raw, (0, -len(raw) % 4))
-    words = raw.view(torch.int32)
-    inner, outer = _multipliers(raw.device, rows_of(len(raw)))
-    if raw.is_cuda and importlib.util.find_spec("triton"):
+    return raw.view(torch.int32)
+
+
+def fold_words(words: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`protocol.digests.fold` of tensors [any > 0] int32 on one device -> [n] int64 there."""
+    device = words[0].device
+    inner, outer = _multipliers(device, rows_of(max(tensor.nbytes for tensor in words)))
+    if device.type == "cuda" and _has_triton():
         from protocol.transfer import triton_digests
 
         return triton_digests.fold(words, inner, outer)
-    return fold(words, inner, outer, torch.int32, _row_sums)  # type: ignore[no-any-return]
-
-
-def collect(found: Sequence[int | torch.Tensor], sizes: Sequence[int]) -> list[int]:
-    """The numbers that `digest_tensor` returned for tensors of `sizes` bytes; waits for the stream."""
-    totals = [total for total in found if isinstance(total, torch.Tensor)]
-    numbers = iter(torch.stack(totals).tolist() if totals else [])
-    return [finish(next(numbers), size) if isinstance(total, torch.Tensor) else total for total, size in zip(found, sizes, strict=True)]
+    return torch.stack([fold(tensor, inner, outer, torch.int32, _row_sums) for tensor in words])
 
 
 def _row_sums(rows: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
@@ -56,3 +94,8 @@ def _multipliers(device: torch.device, rows: int) -> tuple[torch.Tensor, torch.T
         outer = multipliers(1, max(2 * rows, 1 << 16))
         known = _tables[device] = (torch.from_numpy(multipliers(0, ROW)).to(device), torch.from_numpy(outer).to(device))
     return known
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None

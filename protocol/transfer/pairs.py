@@ -8,10 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from protocol.buckets import ALONE_BYTES, ALONE_ON_GPU_BYTES
 from protocol.transfer.nccl_environment import unwatched
 
 SENDER, RECEIVER = 0, 1
 """Ranks."""
+ALONE = {"gloo": ALONE_BYTES, "nccl": ALONE_ON_GPU_BYTES}
+"""Backend -> from how many bytes on a tensor is a piece."""
 
 
 def make_pair(store: Any, rank: int, device: torch.device, seconds: float, max_ctas: int, hold: Callable[[Any], None]) -> Any:

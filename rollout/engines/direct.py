@@ -10,7 +10,7 @@ import torch
 from protocol.errors import EngineError, WeightError
 from protocol.messages import WeightManifest
 from protocol.transfer.bits import bits_of
-from protocol.transfer.device_digests import collect, digest_tensor
+from protocol.transfer.device_digests import digests_of
 from protocol.transfer.device_memory import Room
 from protocol.transfer.shared_weights import BUFFERS, PARAMETERS, TRANSPORT
 from rollout.engines.base import Served
@@ -75,8 +75,7 @@ class DirectStaging(Staging):
         """Compare the live parameters with the digests of a version. Raises WeightError, naming the first tensor that differs."""
         copies = self.check(manifest)
         wanted = {entry.name: entry.digest for entry in manifest.tensors}
-        tensors = list(self._live.values())
-        for name, found in zip(self._live, collect([digest_tensor(t) for t in tensors], [t.nbytes for t in tensors]), strict=True):
+        for name, found in zip(self._live, digests_of(self._live.values()), strict=True):
             if found != wanted[copies.get(name, name)]:
                 raise WeightError(f"version {manifest.version}: {name} is not what the trainer's masters made when they were verified")
 

@@ -10,7 +10,7 @@ import torch
 from protocol.buckets import manifest_digest
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
-from protocol.transfer.device_digests import collect, digest_tensor
+from protocol.transfer.device_digests import digests_of
 from rollout.engines.base import Served
 from rollout.weights.base import Receiver
 from rollout.weights.registry import make_receiver
@@ -232,11 +232,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def digest_of(named: Mapping[str, torch.Tensor]) -> int:
     """The digest that a manifest of exactly these tensors would have."""
-    sizes = [tensor.nbytes for tensor in named.values()]
-    digests = collect([digest_tensor(tensor) for tensor in named.values()], sizes)
     return manifest_digest(
         [
-            TensorEntry(name, dtype_name(tensor.dtype), tuple(tensor.shape), 0, 0, nbytes, digest)
-            for (name, tensor), nbytes, digest in zip(named.items(), sizes, digests, strict=True)
+            TensorEntry(name, dtype_name(tensor.dtype), tuple(tensor.shape), 0, 0, tensor.nbytes, digest)
+            for (name, tensor), digest in zip(named.items(), digests_of(named.values()), strict=True)
         ]
     )

@@ -105,6 +105,8 @@ def check_model(config: EngineConfig, model_dir: Path, lora: LoraConfig = NO_ADA
     """
     if config.enable_sleep_mode and not torch.cuda.is_available():
         raise EngineError("engine.enable_sleep_mode is true, but vLLM cannot sleep on a CPU: its sleep would do nothing and not say so")
+    if lora.rank and torch.cuda.is_available() and config.dtype == "float32":
+        raise EngineError("setting engine.dtype: vLLM's adapter kernels on a GPU compute in bfloat16 and float16, not in float32")
     model = read_config(model_dir)
     check_adapters(lora, model_dir)
     heads = int(model.get("num_attention_heads") or 0)

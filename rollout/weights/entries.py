@@ -9,7 +9,7 @@ from protocol.buckets import Piece, manifest_digest
 from protocol.drafts import is_draft, with_digests
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
-from protocol.transfer.device_digests import collect, digest_tensor
+from protocol.transfer.device_digests import Digests, digests_of
 from rollout.weights.base import Place
 
 POLL_S = 0.0005
@@ -71,7 +71,7 @@ def verify(entry: TensorEntry, tensor: torch.Tensor) -> None:
     Raises:
         WeightError: naming the tensor.
     """
-    _compare(entry, collect([digest_tensor(tensor)], [entry.nbytes])[0])
+    _compare(entry, digests_of([tensor])[0])
 
 
 class Verification:
@@ -84,19 +84,21 @@ class Verification:
         self._manifest = manifest
         self._found: dict[str, int] | None = {} if is_draft(manifest) else None
         """Of a draft."""
-        self._later: list[tuple[TensorEntry, torch.Tensor]] = []
+        self._later: list[TensorEntry] = []
+        self._digests = Digests()
+        """Of `_later`."""
 
     def add(self, entry: TensorEntry, tensor: torch.Tensor) -> None:
-        """Take a tensor, which may be overwritten afterwards by work that is queued on the current stream.
+        """Take a tensor. One on a GPU is held until it has been read; only its last holder may have work queued that overwrites it.
 
         Raises:
             WeightError: naming the tensor, if its bytes are others.
         """
-        found = digest_tensor(tensor)
-        if isinstance(found, torch.Tensor):
-            self._later.append((entry, found))
+        if tensor.is_cuda:
+            self._later.append(entry)
+            self._digests.add(tensor)
         else:
-            self._note(entry, found)
+            self._note(entry, digests_of([tensor])[0])
 
     def finish(self, deadline: Deadline, gone: Callable[[], bool] = lambda: False) -> int:
         """Wait until all that is queued on the current stream is done, and compare what has not been compared.
@@ -119,6 +121,7 @@ class Verification:
         return manifest_digest(with_digests(self._manifest, [self._found[entry.name] for entry in self._manifest.tensors]).tensors)
 
     def _compare_later(self, deadline: Deadline, gone: Callable[[], bool]) -> None:
+        self._digests.launch()
         queued = torch.cuda.Event()
         queued.record()
         while not queued.query():  # not `synchronize`: no deadline reaches the driver
@@ -126,8 +129,7 @@ class Verification:
             self._refuse_if(gone)
             time.sleep(POLL_S)
         self._refuse_if(gone)  # who has hung up may have written over what was read
-        entries, totals = zip(*self._later, strict=True)
-        for entry, found in zip(entries, collect(totals, [entry.nbytes for entry in entries]), strict=True):
+        for entry, found in zip(self._later, self._digests.numbers(), strict=True):
             self._note(entry, found)
 
     def _note(self, entry: TensorEntry, found: int) -> None:

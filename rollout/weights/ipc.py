@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from protocol.buckets import Piece, pieces
+from protocol.buckets import ALONE_ON_GPU_BYTES, Piece, pieces
 from protocol.errors import WeightError
 from protocol.messages import WeightManifest
 from rollout.weights.base import Place
@@ -75,7 +75,7 @@ class IpcReceiver(StandingReceiver):
 
 def _in_place(manifest: WeightManifest, mapped: list[torch.Tensor], place: Place) -> Iterator[tuple[Piece, torch.Tensor]]:
     """Pieces of memory of our own GPU: those that have a place are copied to it, the others are read where they lie."""
-    for piece in pieces(manifest):
+    for piece in pieces(manifest, ALONE_ON_GPU_BYTES):
         source = mapped[piece.bucket][piece.start : piece.end]
         target = target_of(piece, source.device, place)
         yield piece, source if target is None else target.copy_(source)
@@ -91,7 +91,7 @@ def _over_the_link(manifest: WeightManifest, mapped: list[torch.Tensor], place: 
         looking.wait_event(event)
         return piece, memory
 
-    for piece in pieces(manifest):
+    for piece in pieces(manifest, ALONE_ON_GPU_BYTES):
         source = mapped[piece.bucket][piece.start : piece.end]
         target = target_of(piece, source.device, place)
         memory = torch.empty_like(source) if target is None else target

@@ -27,7 +27,7 @@ from protocol.buckets import Piece, pieces
 from protocol.errors import WeightError
 from protocol.messages import WeightManifest
 from protocol.transfer.group_making import make_group
-from protocol.transfer.pairs import RECEIVER, abort, make_pair
+from protocol.transfer.pairs import ALONE, RECEIVER, abort, make_pair
 from rollout.weights.base import Place
 from rollout.weights.entries import AHEAD, Deadline, target_of
 from rollout.weights.line import parse_address
@@ -72,7 +72,7 @@ class NcclReceiver(StandingReceiver):
             if self._gone():  # before the group was there to be aborted
                 raise ConnectionError("the connection was closed")
         coming: deque[tuple[Piece, torch.Tensor, Any]] = deque()
-        for piece in pieces(manifest):
+        for piece in pieces(manifest, ALONE[backend]):
             target = target_of(piece, device, place)
             memory = torch.empty(piece.end - piece.start, dtype=torch.uint8, device=device) if target is None else target
             coming.append((piece, memory, self._begin(memory, deadline)))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from protocol.digests import LENGTH, MASK, ROW, digest, finish, multipliers
-from protocol.transfer.device_digests import collect, digest_tensor, fold_bytes
+from protocol.transfer.device_digests import TOGETHER_BYTES, digests_of, fold_words, words_of
 
 GOLDEN = ["9e3779b97f4a7c15", "d641fc5b64a8ae3a", "b10de5e917a45226"]
 SIZES = (1, 2, 3, 4, 5, 63, 64, 4 * ROW - 1, 4 * ROW, 4 * ROW + 1, 12 * ROW + 8)
@@ -31,7 +31,8 @@ def by_definition(data: bytes) -> int:
 def test_every_implementation_agrees_with_the_definition(size: int) -> None:
     data = random.Random(size).randbytes(size)
     assert digest(data) == by_definition(data)
-    assert finish(int(fold_bytes(torch.frombuffer(bytearray(data), dtype=torch.uint8))), size) == digest(data)
+    total = fold_words([words_of(torch.frombuffer(bytearray(data), dtype=torch.uint8))])
+    assert finish(int(total), size) == digest(data)
 
 
 def test_digests_are_fixed_for_good() -> None:
@@ -60,14 +61,22 @@ def test_what_goes_wrong_on_the_way_changes_the_digest() -> None:
 
 def test_tensors_are_hashed_as_their_bytes_in_order() -> None:
     columns = torch.arange(6, dtype=torch.bfloat16).view(2, 3).T
-    found = [digest_tensor(columns), digest_tensor(torch.zeros(0, 3)), digest_tensor(torch.tensor(True))]
-    assert collect(found, [12, 0, 1]) == [digest(columns.contiguous().view(torch.uint8).numpy().tobytes()), 0, digest(b"\1")]
+    found = digests_of([columns, torch.zeros(0, 3), torch.tensor(True)])
+    assert found == [
+        digest(columns.contiguous().view(torch.uint8).numpy().tobytes()),
+        0,
+        digest(b"\1"),
+    ]
 
 
 @pytest.mark.gpu
 def test_a_gpu_computes_the_same_digests() -> None:
     tensors = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in SIZES]
-    tensors += [torch.randn(4096, 8192).bfloat16(), torch.zeros(0, 3), torch.randn(300, 500).T]
-    sizes = [tensor.nbytes for tensor in tensors]
-    expected = collect([digest_tensor(tensor) for tensor in tensors], sizes)
-    assert collect([digest_tensor(tensor.cuda()) for tensor in tensors], sizes) == expected
+    tensors += [
+        torch.randn(4096, 8192).bfloat16(),
+        torch.zeros(0, 3),
+        torch.randn(300, 500).T,
+        torch.arange(200_000, dtype=torch.int32)[1:],
+    ]
+    tensors += [torch.randint(0, 256, (TOGETHER_BYTES // 3 + 1,), dtype=torch.uint8) for _ in range(7)]
+    assert digests_of(tensor.cuda() for tensor in tensors) == digests_of(tensors)

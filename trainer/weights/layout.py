@@ -11,7 +11,7 @@ import torch
 from protocol.buckets import ALIGNMENT, DTYPE_BYTES, manifest_digest
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
-from protocol.transfer.device_digests import collect, digest_tensor
+from protocol.transfer.device_digests import Digests
 
 Named = Iterable[tuple[str, torch.Tensor]]
 
@@ -65,7 +65,7 @@ def fill_buckets(
     """
     layout = Layout(bucket_bytes)
     placed: list[tuple[str, str, tuple[int, ...], int, int, int]] = []
-    digests: list[int | torch.Tensor] = []
+    digests = Digests()
     memory = torch.empty(0, dtype=torch.uint8)
     for name, tensor in tensors:
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -81,11 +81,10 @@ def fill_buckets(
             reserve(bucket, offset, nbytes)
             target.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
         placed.append((name, dtype, tuple(tensor.shape), bucket, offset, nbytes))
-        digests.append(digest_tensor(target))
+        digests.add(target)
     if not placed:
         raise WeightError("a version without tensors cannot be published")
-    numbers = collect(digests, [nbytes for *_, nbytes in placed])
-    return tuple(TensorEntry(*facts, number) for facts, number in zip(placed, numbers, strict=True)), tuple(layout.buckets)
+    return tuple(TensorEntry(*facts, number) for facts, number in zip(placed, digests.numbers(), strict=True)), tuple(layout.buckets)
 
 
 def make_manifest(

@@ -27,7 +27,7 @@ from protocol.drafts import draft_of
 from protocol.errors import SettingsError, WeightError
 from protocol.messages import WeightDraft, WeightManifest
 from protocol.transfer.group_making import check_stuck, make_group
-from protocol.transfer.pairs import SENDER, abort, make_pair
+from protocol.transfer.pairs import ALONE, SENDER, abort, make_pair
 from trainer.config import WeightConfig
 from trainer.weights.filling import Filling
 from trainer.weights.layout import Named, exhaust, fill_buckets, make_manifest
@@ -183,7 +183,7 @@ class _Pair:
         return make_group(make, abort, seconds, lambda: line.hung_up(0))
 
     def _broadcast(self, line: Line, published: Published, end: float) -> None:
-        for piece in pieces(published.manifest):
+        for piece in pieces(published.manifest, ALONE[self._backend]):
             bucket = _bucket(line, published, piece.bucket, end)
             options = dist.BroadcastOptions()
             options.rootRank, options.rootTensor = 0, 0

@@ -12,7 +12,7 @@ import torch
 from protocol.buckets import DTYPE_BYTES
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
-from protocol.transfer.device_digests import collect, digest_tensor
+from protocol.transfer.device_digests import Digests
 from protocol.transfer.device_memory import Room
 from protocol.transfer.shared_weights import HELD, MASTERS, TRANSPORT, VERSION, description_file, is_laid_as
 from trainer.weights.layout import Layout, Named, exhaust, make_manifest
@@ -81,7 +81,7 @@ def _digested(tensors: Named, parts: Mapping[str, torch.Tensor]) -> tuple[tuple[
     """Entries and the size of the one bucket in which, for the manifest alone, the tensors lie behind each other."""
     layout = Layout(1 << 62)
     placed: list[tuple[str, str, tuple[int, ...], int, int, int]] = []
-    digests: list[int | torch.Tensor] = []
+    digests = Digests()
     for name, tensor in tensors:
         dtype = str(tensor.dtype).removeprefix("torch.")
         if dtype not in DTYPE_BYTES:
@@ -89,8 +89,7 @@ def _digested(tensors: Named, parts: Mapping[str, torch.Tensor]) -> tuple[tuple[
         if name not in parts or not is_laid_as(parts[name], tuple(tensor.shape)):
             raise WeightError(f"tensor {name} is not one of the masters")
         placed.append((name, dtype, tuple(tensor.shape), *layout.place(name, tensor.nbytes), tensor.nbytes))
-        digests.append(digest_tensor(tensor))
+        digests.add(tensor)
     if not placed:
         raise WeightError("a version without tensors cannot be published")
-    numbers = collect(digests, [nbytes for *_, nbytes in placed])
-    return tuple(TensorEntry(*facts, number) for facts, number in zip(placed, numbers, strict=True)), tuple(layout.buckets)
+    return tuple(TensorEntry(*facts, number) for facts, number in zip(placed, digests.numbers(), strict=True)), tuple(layout.buckets)

@@ -75,7 +75,9 @@ SETUPS = [
     engine_under_test("vllm-lora-tp2", Setup("vllm", KvPolicy.KEEP, ranks=2, lora=PARTIAL), ENGINE, SLOW),
     engine_under_test("vllm-shared", Setup("vllm", KvPolicy.RECOMPUTE, shares=True), ENGINE),
     engine_under_test("vllm-sleeps", Setup("vllm", KvPolicy.KEEP, sleeps=True), ENGINE, GPU),
-    engine_under_test("vllm-lora-sleeps", Setup("vllm", KvPolicy.RECOMPUTE, lora=LoraConfig(rank=8), sleeps=True), ENGINE, GPU),
+    engine_under_test(
+        "vllm-lora-sleeps", Setup("vllm", KvPolicy.RECOMPUTE, dtype="float16", lora=LoraConfig(rank=8), sleeps=True), ENGINE, GPU
+    ),
     engine_under_test("vllm-graphs", Setup("vllm", KvPolicy.RECOMPUTE, dtype="bfloat16", graphs=True), ENGINE, GPU),
     engine_under_test("sglang-recompute", Setup("sglang", KvPolicy.RECOMPUTE, sleeps=True), ENGINE, LONG_START),
     engine_under_test("sglang-lora", Setup("sglang", KvPolicy.RECOMPUTE, lora=PARTIAL, sleeps=True), ENGINE, LONG_START),
