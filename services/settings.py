@@ -262,7 +262,6 @@ RANGES: dict[str, tuple[float, float]] = {
     "parallel.pipeline_model_parallel_size": (1, 4096),
     "parallel.data_parallel_size": (1, 4096),
     "weights.bucket_mb": (1, 1e5),
-    "weights.max_ctas": (0, 64),
     "lora.rank": (0, 1e5),
 }
 """Setting -> smallest and largest value."""

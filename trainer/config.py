@@ -100,8 +100,6 @@ class WeightConfig:
     """nccl and ipc: address on which the trainer listens for engines."""
     backend: str = ""
     """nccl: process group backend, "gloo" (CPU) or "nccl" (GPU); empty: what the trainer's device takes."""
-    max_ctas: int = 0
-    """nccl: thread blocks that a transfer takes of either GPU at most (NCCL_MAX_CTAS); 0: NCCL's choice. Fewer leave more to decoding."""
     timeout_s: float = 60.0
     """Also, with shared: how long the trainer waits for the engine to serve a version before it works on the next."""
 

@@ -27,7 +27,8 @@ class Digests:
         self._known: dict[int, int] = {}
         """Number of a tensor -> its digest; of the others there are totals, or will be."""
         self._words: list[torch.Tensor] = []
-        """Of tensors on a GPU that no kernel was launched for yet."""
+        """Of tensors on a GPU that no kernel was launched for yet, and how many bytes those are."""
+        self._bytes = 0
         self._totals: list[torch.Tensor] = []
 
     def add(self, tensor: torch.Tensor) -> None:
@@ -39,8 +40,9 @@ class Digests:
             self._known[len(self._sizes)] = 0
         else:
             self._words.append(words_of(raw))
+            self._bytes += len(raw)
         self._sizes.append(len(raw))
-        if self._words and sum(words.nbytes for words in self._words) >= TOGETHER_BYTES:
+        if self._bytes >= TOGETHER_BYTES:
             self.launch()
 
     def numbers(self) -> list[int]:
@@ -51,7 +53,7 @@ class Digests:
 
     def launch(self) -> None:
         """Queue what is not queued yet on the current stream."""
-        words, self._words = self._words, []
+        words, self._words, self._bytes = self._words, [], 0
         if words:
             self._totals.append(fold_words(words))
 

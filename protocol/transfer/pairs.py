@@ -17,11 +17,10 @@ ALONE = {"gloo": ALONE_BYTES, "nccl": ALONE_ON_GPU_BYTES}
 """Backend -> from how many bytes on a tensor is a piece."""
 
 
-def make_pair(store: Any, rank: int, device: torch.device, seconds: float, max_ctas: int, hold: Callable[[Any], None]) -> Any:
+def make_pair(store: Any, rank: int, device: torch.device, seconds: float, hold: Callable[[Any], None]) -> Any:
     """A group on gloo (CPU) or NCCL whose two members have heard of each other: rank 0 has broadcast a byte.
 
-    It may block for ever, on a GPU, if the other one stands still: `make_group` bounds it, and aborts what `hold` was given. `max_ctas` is
-    the same at both ends; 0 leaves it to NCCL.
+    It may block for ever, on a GPU, if the other one stands still: `make_group` bounds it, and aborts what `hold` was given.
     """
     group: Any
     if device.type == "cpu":
@@ -30,11 +29,8 @@ def make_pair(store: Any, rank: int, device: torch.device, seconds: float, max_c
         group.broadcast([torch.zeros(1, dtype=torch.uint8)]).wait()
         return group
     torch.cuda.set_device(device)
-    options = dist.ProcessGroupNCCL.Options()
-    if max_ctas:
-        options.config.max_ctas = max_ctas
     with unwatched():
-        group = dist.ProcessGroupNCCL(store, rank, 2, options)
+        group = dist.ProcessGroupNCCL(store, rank, 2, dist.ProcessGroupNCCL.Options())
     hold(group)
     stream = torch.cuda.Stream(device)  # not the one that trains
     with torch.cuda.stream(stream):  # the communicator is made by the first collective

@@ -89,7 +89,7 @@ class Verification:
         """Of `_later`."""
 
     def add(self, entry: TensorEntry, tensor: torch.Tensor) -> None:
-        """Take a tensor. One on a GPU is held until it has been read; only its last holder may have work queued that overwrites it.
+        """Take a tensor; one on a GPU is held, and nothing may overwrite it before `finish`.
 
         Raises:
             WeightError: naming the tensor, if its bytes are others.

@@ -1,8 +1,7 @@
 """Receives versions through a process group of two with the sender: `location` is "HOST:PORT/BACKEND".
 
     receiver -> sender   {"version": v, "epoch": e, "layout": d}
-    sender -> receiver   {"store_port": p, "max_ctas": n}, then both make a TCPStore(HOST, p) and a group of rank 0 (sender) and rank 1;
-                         or {"ready": true}
+    sender -> receiver   {"store_port": p}, then both make a TCPStore(HOST, p) and a group of rank 0 (sender) and rank 1; or {"ready": true}
     both                 a byte, broadcast by rank 0 when the group is new: only then a GPU's is complete
     both                 the pieces of the buckets (`protocol.buckets.pieces`), broadcast by rank 0 in order
     receiver -> sender   {"done": v}
@@ -67,7 +66,7 @@ class NcclReceiver(StandingReceiver):
         device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
         if "store_port" in answer:
             seconds = deadline.remaining("joining the group")
-            join = partial(_join, host, int(answer["store_port"]), device, seconds, int(answer.get("max_ctas", 0)))
+            join = partial(_join, host, int(answer["store_port"]), device, seconds)
             self._group = make_group(join, abort, seconds, self._gone)
             if self._gone():  # before the group was there to be aborted
                 raise ConnectionError("the connection was closed")
@@ -107,8 +106,8 @@ def parse_location(location: str) -> tuple[str, int, str]:
     return *parse_address(address, location), backend
 
 
-def _join(host: str, port: int, device: torch.device, seconds: float, max_ctas: int, hold: Callable[[Any], None]) -> Any:
+def _join(host: str, port: int, device: torch.device, seconds: float, hold: Callable[[Any], None]) -> Any:
     """Blocks, for ever if the sender stands still."""
     store = TCPStore(host, port, 2, False, timedelta(seconds=seconds))
     store.set("receiver", "here")
-    return make_pair(store, RECEIVER, device, seconds, max_ctas, hold)
+    return make_pair(store, RECEIVER, device, seconds, hold)

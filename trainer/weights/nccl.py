@@ -1,7 +1,7 @@
 """Sends versions through process groups of two, one for each engine rank: `location` is "HOST:PORT/BACKEND".
 
     receiver -> sender   {"version": v, "epoch": e, "layout": d}            `serving.py`
-    sender -> receiver   {"store_port": p, "max_ctas": n}      on the first request: both make a TCPStore(HOST, p) and a group of rank 0
+    sender -> receiver   {"store_port": p}                     on the first request: both make a TCPStore(HOST, p) and a group of rank 0
                                                                (sender) and rank 1 of it, which stay for the next versions
                          {"ready": true}                       on later ones
     both                 a byte, broadcast by rank 0 when the group is new: only then a GPU's is complete
@@ -60,7 +60,7 @@ class NcclSender:
         self._config = config
         self._backend = backend
         self._device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-        self._server = VersionServer(config, lambda: _Pair(config, backend, self._device))
+        self._server = VersionServer(config, lambda: _Pair(config.host, backend, self._device))
 
     @property
     def location(self) -> str:
@@ -131,8 +131,8 @@ class NcclSender:
 class _Pair:
     """Rank 0 of a group of two."""
 
-    def __init__(self, config: WeightConfig, backend: str, device: torch.device) -> None:
-        self._host, self._max_ctas = config.host, config.max_ctas
+    def __init__(self, host: str, backend: str, device: torch.device) -> None:
+        self._host = host
         self._backend = backend
         self._device = device
         self._group: Any = None
@@ -172,15 +172,14 @@ class _Pair:
         store = dist.TCPStore(  # type: ignore[attr-defined]
             self._host, port, 2, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        line.answer({"store_port": port, "max_ctas": self._max_ctas}, end)
+        line.answer({"store_port": port}, end)
         # Making a group whose other side does not come leaves a thread behind, so it is not begun before the receiver is there.
         while not store.check(["receiver"]):
             if line.hung_up(JOIN_POLL_S):
                 raise ValueError("a receiver left before it had joined")
             left(end)
         seconds = left(end)
-        make = partial(make_pair, store, SENDER, self._device, seconds, self._max_ctas)
-        return make_group(make, abort, seconds, lambda: line.hung_up(0))
+        return make_group(partial(make_pair, store, SENDER, self._device, seconds), abort, seconds, lambda: line.hung_up(0))
 
     def _broadcast(self, line: Line, published: Published, end: float) -> None:
         for piece in pieces(published.manifest, ALONE[self._backend]):

@@ -29,7 +29,7 @@ from tests.benchmarks.gpu.partner import ROOT, SAME
 from tests.benchmarks.gpu.shapes import SIZES
 from tests.benchmarks.gpu.table import phases, render
 
-WAYS = ("nccl", "vllm-nccl", "per-tensor", "nccl:8", "ipc", "ipc@same", "vllm-ipc@same", "flip", "shm")
+WAYS = ("nccl", "vllm-nccl", "per-tensor", "ipc", "ipc@same", "vllm-ipc@same", "flip", "shm")
 """In the order in which they are wanted if the time does not suffice for all."""
 DEFAULTS = {
     "HF_HUB_OFFLINE": "1",

@@ -3,8 +3,7 @@
     python -m tests.benchmarks.gpu.session --model 7b --parts nccl,vllm-nccl,per-tensor
 
 Says what happens by lines of JSON on stdout: {"event": "ready" | "begin" | "end" | "fail", ...}. A part of the project's own that fails
-is not the end if the engine is still well. "PART@same" is the part with the trainer on the engine's GPU, "nccl:N" one with
-`weights.max_ctas` N.
+is not the end if the engine is still well. "PART@same" is the part with the trainer on the engine's GPU.
 """
 
 import argparse
@@ -67,7 +66,7 @@ class Session:
                 except Exception as error:
                     traceback.print_exception(error)
                     say("fail", part=part, error=reason(error))
-                    if part.removesuffix(SAME).partition(":")[0] not in TRANSPORTS:
+                    if part.removesuffix(SAME) not in TRANSPORTS:
                         raise  # nobody knows what its half of an update has left behind
                     await self._drop_trainer()
                     await engine.check()

@@ -63,7 +63,7 @@ def limit_of(way: str, limits: Mapping[str, float]) -> float | None:
 
 def _summary(way: str, part: Mapping[str, Any], limits: Mapping[str, float]) -> list[str]:
     ms, stall, decode = part["ms"], part["stall_ms"], part["decode"]
-    aims = way.partition("@")[0].partition(":")[0] in OURS
+    aims = way.partition("@")[0] in OURS
     before = ms["total"] - ms.get("commit", 0.0)
     limit = limit_of(way, limits)
     quiet = part["gaps"].get("undisturbed", {})

@@ -59,10 +59,10 @@ class Trainer:
         nbytes = sum(tensor.nbytes for tensor in self._tensors.values())
         return {"bytes": nbytes, "shapes": [(name, list(tensor.shape)) for name, tensor in self._tensors.items()]}
 
-    def open(self, transport: str, bucket_mb: int, max_ctas: int) -> dict[str, Any]:
+    def open(self, transport: str, bucket_mb: int) -> dict[str, Any]:
         """Make the sender of a transport."""
         self.close()
-        config = WeightConfig(transport=transport, backend=group_backend(), keep=1, max_ctas=max_ctas, timeout_s=60.0)
+        config = WeightConfig(transport=transport, backend=group_backend(), keep=1, timeout_s=60.0)
         if bucket_mb:
             config = dataclasses.replace(config, bucket_mb=bucket_mb)
         self._sender = make_sender(config, run="bench-gpu", run_dir=Path(self._directory.name))

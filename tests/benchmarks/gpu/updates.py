@@ -35,17 +35,15 @@ class Ours:
     Where a version is received while it is published, the phase "stage" is what is left of that when it is published.
     """
 
-    def __init__(self, engine: MeasuredEngine, partner: Partner, way: str, bucket_mb: int) -> None:
-        """`way`: TRANSPORT, or TRANSPORT:N with `weights.max_ctas` N."""
+    def __init__(self, engine: MeasuredEngine, partner: Partner, transport: str, bucket_mb: int) -> None:
         self._engine = engine
         self._partner = partner
-        self._transport, _, max_ctas = way.partition(":")
-        self._max_ctas = int(max_ctas or 0)
+        self._transport = transport
         self._bucket_mb = bucket_mb
         self._manifest: WeightManifest | None = None
 
     async def prepare(self) -> None:
-        await self._partner.ask("open", transport=self._transport, bucket_mb=self._bucket_mb, max_ctas=self._max_ctas)
+        await self._partner.ask("open", transport=self._transport, bucket_mb=self._bucket_mb)
 
     async def update(self, version: int) -> tuple[list[Phase], dict[str, float]]:
         await self._partner.ask("step")

@@ -96,7 +96,7 @@ def test_receivers_that_stall_or_leave_hold_up_nobody(sender: NcclSender) -> Non
     silent = connect(sender)  # never asks
     joined = connect(sender)  # asks, but never joins the group
     joined.sendall(request(1))
-    assert set(json.loads(joined.recv(4096))) == {"store_port", "max_ctas"}
+    assert "store_port" in json.loads(joined.recv(4096))
     leaver = fetch(manifest)
     next(leaver)
     leaver.close()  # leaves in the middle
