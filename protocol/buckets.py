@@ -105,9 +105,9 @@ def manifest_digest(tensors: Sequence[TensorEntry]) -> int:
 
 
 def layout_digest(manifest: WeightManifest) -> int:
-    """One number for where the bytes of a version lie: both ends of a transfer have to cut it alike, whatever its bytes are."""
+    """One number for where the bytes of a version lie and how they are cut: both ends of a transfer have to do it alike."""
     facts = [(entry.name, entry.dtype, entry.shape, entry.bucket, entry.offset) for entry in manifest.tensors]
-    return xxhash.xxh3_64_intdigest(msgspec.msgpack.encode((manifest.buckets, facts)))
+    return xxhash.xxh3_64_intdigest(msgspec.msgpack.encode((manifest.buckets, facts, ALONE_BYTES, ALONE_ON_GPU_BYTES)))
 
 
 def check_manifest(manifest: WeightManifest) -> None:

@@ -15,24 +15,30 @@ ROWS = 512
 """Taken at a time where there is no Triton: 32 MiB of words and 64 MiB of products."""
 TOGETHER_BYTES = 256 << 20
 """Of tensors on a GPU that are hashed by one kernel: each launch costs Python's time, which an engine's steps need too."""
+TOGETHER = 1024
+"""Tensors, at most; a kernel's grid has no more than 65,535 in that direction."""
 
 _tables: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
 
 class Digests:
-    """Of the bytes of dense tensors, in the order in which they are added. A tensor on a GPU is held until it has been read."""
+    """Of the bytes of dense tensors, in the order in which they are added.
+
+    A tensor on a GPU is held until the kernel that reads it is queued. All is queued on one stream: that which is current at each call.
+    """
 
     def __init__(self) -> None:
         self._sizes: list[int] = []
         self._known: dict[int, int] = {}
         """Number of a tensor -> its digest; of the others there are totals, or will be."""
         self._words: list[torch.Tensor] = []
-        """Of tensors on a GPU that no kernel was launched for yet, and how many bytes those are."""
+        """Of tensors on a GPU that no kernel was queued for yet."""
         self._bytes = 0
+        """Of those."""
         self._totals: list[torch.Tensor] = []
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Until the next kernel is launched nothing that is queued may overwrite it."""
+        """What is queued after this must not overwrite it, or not before `launch` or `numbers`."""
         raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         if not raw.is_cuda:
             self._known[len(self._sizes)] = digest(memoryview(raw.numpy().data))
@@ -42,7 +48,7 @@ class Digests:
             self._words.append(words_of(raw))
             self._bytes += len(raw)
         self._sizes.append(len(raw))
-        if self._bytes >= TOGETHER_BYTES:
+        if self._bytes >= TOGETHER_BYTES or len(self._words) == TOGETHER:
             self.launch()
 
     def numbers(self) -> list[int]:

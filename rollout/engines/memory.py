@@ -8,6 +8,8 @@ import torch
 from protocol.errors import EngineError
 
 MIB = 1 << 20
+RECEIVING_BYTES = 512 * MIB
+"""On a GPU, what comes of a version takes so much beside the staging copy: pieces on their way, and those that are not hashed yet."""
 
 
 class Memory:
@@ -61,8 +63,10 @@ def check_room(tensors: Iterable[torch.Tensor], staging_mb: int) -> None:
         raise EngineError(f"engine.staging_mb is {staging_mb}, a copy of the parameters takes {_mib(needed)} MiB: set it to that, or to 0")
     device = tensors[0].device if tensors else torch.device("cpu")
     free = _free_bytes(device)
+    on_gpu = device.type == "cuda"
+    needed += RECEIVING_BYTES if on_gpu else 0
     if needed > free:
-        smaller = "engine.memory_fraction" if device.type == "cuda" else "engine.kv_cache_mb"
+        smaller = "engine.memory_fraction" if on_gpu else "engine.kv_cache_mb"
         raise EngineError(
             f"staging takes {_mib(needed)} MiB beside the live parameters, {free // MIB} MiB are free on {device}: lower {smaller}, "
             "or spread the engine over more devices (engine.tensor_parallel_size)"

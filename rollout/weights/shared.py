@@ -18,7 +18,7 @@ from rollout.weights.entries import Deadline, Verification
 
 
 class SharedReceiver:
-    """Yields the masters in the manifest's dtypes, one converted at a time; nothing of the version is kept but the mapping."""
+    """Yields the masters in the manifest's dtypes, converted one after the other; nothing of the version is kept but the mapping."""
 
     def __init__(self) -> None:
         self.digest = 0

@@ -80,7 +80,7 @@ class StandingReceiver(ABC):
     def _pieces(
         self, answer: dict[str, Any], manifest: WeightManifest, deadline: Deadline, place: Place
     ) -> Iterator[tuple[Piece, torch.Tensor]]:
-        """Every piece of the version with its bytes, uint8, valid until the next one is asked for."""
+        """Every piece of the version with its bytes, uint8; as long as somebody holds those nothing else is written there."""
 
     @abstractmethod
     def _settle(self) -> None:

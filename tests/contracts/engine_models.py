@@ -143,7 +143,7 @@ def follows(
         cache = cache if fed else DynamicCache()
         logits = model(torch.tensor([ids[fed : first + end]]), past_key_values=cache, use_cache=True).logits[0]
         seen, chosen = logits[start - end :], torch.tensor(ids[first + 1 + start : first + 1 + end])
-        if bool((seen.gather(-1, chosen[:, None])[:, 0] < seen.max(-1).values - margin).any()):
+        if start == end or not bool((seen.gather(-1, chosen[:, None])[:, 0] >= seen.max(-1).values - margin).all()):
             return False
         start = end
     return start == len(tokens)

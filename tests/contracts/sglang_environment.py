@@ -24,7 +24,7 @@ def sglang_settings(ranks: int = 1) -> dict[str, Any]:
     """Fields of `EngineConfig`. Three processes import SGLang at each start: 20 s on two idle cores, and minutes on busy ones."""
     started = {"python": sglang_python(), "start_timeout_s": 600.0}
     if torch.cuda.is_available():
-        return {**started, "attention_backend": "triton"}  # computes in float32, too
+        return {**started, "attention_backend": "triton"}  # is there with every build of SGLang
     cores = sorted(os.sched_getaffinity(0))
     environment = {"PYTHONPATH": str(STAND_INS)}
     if ranks > 1:  # by itself SGLang has at most one rank for each NUMA node

@@ -47,7 +47,7 @@ class SharedSender:
     def publish(
         self, epoch: str, version: int, tensors: Named, *, base_model: str = "", tied: tuple[tuple[str, str], ...] = ()
     ) -> WeightManifest:
-        """`tensors`: what the masters make in the engine's dtype, each of which is looked at and let go."""
+        """`tensors`: what the masters make in the engine's dtype; each is let go when it has been hashed."""
         self.withdraw()
         path = description_file(self._run_dir, f"trainer.{epoch}")
         try:

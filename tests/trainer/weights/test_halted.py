@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 
@@ -104,12 +105,24 @@ def test_what_is_stuck_in_nccl_is_left_behind_and_when_it_is_too_much_the_traine
         pytest.skip("needs two GPUs")
     process = multiprocessing.get_context("spawn").Process(target=stick)  # no other test could make a group in this one afterwards
     process.start()
-    process.join(240)
-    assert process.exitcode == 0
+    try:
+        process.join(240)
+        assert process.exitcode == 0
+    finally:
+        process.kill()
 
 
 def stick() -> None:
-    """Receivers stand still one after the other, until the process bears no more."""
+    """Receivers stand still one after the other, until the process bears no more. Ends the process, which its threads would keep."""
+    try:
+        _stick()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def _stick() -> None:
     with sending("nccl", 10) as (sender, manifest), started(1) as engine:
         words = msgspec.msgpack.encode(manifest).hex()
         with halted("receiver", words, str(MAX_STUCK - 1)) as said:
@@ -120,4 +133,3 @@ def stick() -> None:
                 until(lambda: len(group_making._left) == MAX_STUCK)
                 with pytest.raises(WeightError, match="4 threads are stuck where process groups are made"):
                     until(lambda: publish(sender, 4, "cuda").version != 4)
-    os._exit(0)  # the threads would keep it
