@@ -1,0 +1,41 @@
+"""What vLLM and SGLang are told, or refused, on a GPU alone. No GPU is needed: nothing is started."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from protocol.errors import EngineError
+from protocol.lora import NO_ADAPTERS, LoraConfig
+from rollout.engines import sglang_start, vllm_start
+from rollout.engines.base import EngineConfig
+from tests.contracts.engine_models import tiny_model
+
+
+@pytest.mark.parametrize(("check", "lora"), [(vllm_start.check_model, LoraConfig(rank=4)), (sglang_start.check_model, NO_ADAPTERS)])
+def test_float32_is_refused_where_the_kernels_lack_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: Callable[..., Any], lora: LoraConfig
+) -> None:
+    tiny_model(1).save_pretrained(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    check(EngineConfig(dtype="bfloat16"), tmp_path, lora)
+    with pytest.raises(EngineError, match=r"setting engine\.dtype: .*not in float32"):
+        check(EngineConfig(), tmp_path, lora)
+    monkeypatch.undo()
+    check(EngineConfig(), tmp_path, lora)
+
+
+def test_attention_kernels_are_named_to_both_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_model(1).save_pretrained(tmp_path)
+    config = EngineConfig(attention_backend="TRITON")
+
+    def named() -> tuple[bool, bool]:
+        vllm = vllm_start.engine_arguments(config, tmp_path, "e", NO_ADAPTERS)
+        sglang = sglang_start.server_command(config, tmp_path, "e", 4000)
+        return vllm.get("attention_backend") == "TRITON", "--attention-backend=TRITON" in sglang
+
+    assert named() == (False, False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert named() == (True, True)
