@@ -82,14 +82,17 @@ def test_digest_ignores_order_and_buckets_but_not_content() -> None:
         assert manifest_digest((msgspec.structs.replace(A, **change), B)) != manifest_digest((A, B))
 
 
-@given(st.lists(st.sampled_from([0, 4, 1000, ALONE_BYTES - 1, ALONE_BYTES, 2 * ALONE_BYTES]), min_size=1, max_size=20))
-def test_pieces_hold_every_tensor_once_and_the_large_ones_alone(sizes: list[int]) -> None:
+@given(
+    st.lists(st.sampled_from([0, 4, 1000, ALONE_BYTES - 1, ALONE_BYTES, 2 * ALONE_BYTES]), min_size=1, max_size=20),
+    st.sampled_from([ALONE_BYTES, 2 * ALONE_BYTES]),
+)
+def test_pieces_hold_every_tensor_once_and_the_large_ones_alone(sizes: list[int], alone: int) -> None:
     placements, buckets = plan_buckets(((f"t{i}", n) for i, n in enumerate(sizes)), 3 * ALONE_BYTES)
     entries = [TensorEntry(p.name, "uint8", (p.nbytes,), p.bucket, p.offset, p.nbytes, 0) for p in placements]
-    found = pieces(manifest(*entries, buckets=tuple(buckets)))
+    found = pieces(manifest(*entries, buckets=tuple(buckets)), alone)
     assert sorted(entry.name for piece in found for entry in piece.entries) == sorted(f"t{i}" for i in range(len(sizes)))
     for piece in found:
-        assert len(piece.entries) == 1 or all(entry.nbytes < ALONE_BYTES for entry in piece.entries)
+        assert len(piece.entries) == 1 or all(entry.nbytes < alone for entry in piece.entries)
         for entry in piece.entries:
             assert entry.bucket == piece.bucket
             assert piece.start <= entry.offset
