@@ -1,6 +1,8 @@
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -12,13 +14,21 @@ from tests.contracts.engine_models import tiny_model
 DEADLINE_S = 30.0
 
 
+@pytest.fixture
+def tmpdir_of_engine() -> Iterator[Path]:
+    """Its name is short enough for sockets in it, as pytest's own need not be."""
+    with tempfile.TemporaryDirectory() as directory:
+        yield Path(directory)
+
+
 @pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["vllm", "sglang"])
-def test_an_engine_does_not_outlive_a_killed_owner_and_holds_the_device_until_it_has_ended(tmp_path: Path, name: str) -> None:
+def test_an_engine_does_not_outlive_a_killed_owner_and_holds_the_device_until_it_has_ended(
+    tmp_path: Path, tmpdir_of_engine: Path, name: str
+) -> None:
     tiny_model(1).save_pretrained(tmp_path / "model")
-    (tmp_path / "t").mkdir()
     device = Device(tmp_path)
     root = Path(__file__).parents[3]
     command = [sys.executable, "-m", "tests.rollout.engines.orphan", name, str(tmp_path / "model")]
@@ -26,7 +36,7 @@ def test_an_engine_does_not_outlive_a_killed_owner_and_holds_the_device_until_it
         owner = subprocess.Popen(
             command,
             cwd=root,
-            env={**os.environ, "PYTHONPATH": str(root), "TMPDIR": str(tmp_path / "t")},
+            env={**os.environ, "PYTHONPATH": str(root), "TMPDIR": str(tmpdir_of_engine)},
             stdout=subprocess.PIPE,
             stderr=log,
         )
@@ -59,4 +69,4 @@ def test_an_engine_does_not_outlive_a_killed_owner_and_holds_the_device_until_it
     assert not alive
     assert device.take(alone=True)
     device.close()
-    assert not list((tmp_path / "t").glob("tether-*"))
+    assert not list(tmpdir_of_engine.glob("tether-*"))
