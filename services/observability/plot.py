@@ -24,7 +24,7 @@ def plot_run(run_dir: Path) -> Path | None:
     lag.step(x, [line["lag_max"] for line in steps], color="tab:red", alpha=0.6, where="mid", label="largest lag")
     lag.set_ylabel("versions")
     lag.set_xlabel("step")
-    lag.legend(loc="upper right", frameon=False)
+    lag.legend(loc="lower right", ncols=2)
     lag.grid(alpha=0.3)
     figure.tight_layout()
     path = run_dir / "progress.png"
