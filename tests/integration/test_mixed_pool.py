@@ -32,21 +32,17 @@ def trained_by(run_dir: Path) -> set[str]:
     return trained
 
 
-ON_CPU = f'environment = {{ PYTHONPATH = "{STAND_INS}" }}'
-ON_GPU = 'attention_backend = "triton"'
-DTYPES = {ON_CPU: "float32", ON_GPU: "bfloat16"}
-
-
 @pytest.mark.engine
 @pytest.mark.timeout(2 * SECONDS)
 @pytest.mark.parametrize(
-    "own", [pytest.param(ON_CPU, marks=pytest.mark.slow, id="cpu"), pytest.param(ON_GPU, marks=pytest.mark.gpu, id="gpu")]
+    "on_gpus", [pytest.param(False, marks=pytest.mark.slow, id="cpu"), pytest.param(True, marks=pytest.mark.gpu, id="gpu")]
 )
-def test_a_vllm_and_an_sglang_engine_serve_one_run(tmp_path: Path, own: str) -> None:
-    gpus = visible_gpus() if own == ON_GPU else []
-    if own == ON_GPU and len(gpus) < 2:
+def test_a_vllm_and_an_sglang_engine_serve_one_run(tmp_path: Path, on_gpus: bool) -> None:
+    gpus = visible_gpus()[:2] if on_gpus else []
+    if on_gpus and len(gpus) < 2:
         pytest.skip("needs two GPUs: an engine that starts looks at what is free on its own")
     run_dir = tmp_path / "run"
+    own = 'attention_backend = "triton"' if on_gpus else f'environment = {{ PYTHONPATH = "{STAND_INS}" }}'
     sglang = f'{{ name = "sglang", python = "{sglang_python()}", {own} }}'
     overrides = (
         "run.steps=1000000",
@@ -55,8 +51,8 @@ def test_a_vllm_and_an_sglang_engine_serve_one_run(tmp_path: Path, own: str) -> 
         "rollout.groups_in_flight=8",
         "engine.start_timeout_s=600",
         "engine.memory_fraction=0.2",
-        f"services.rollout_gpus={json.dumps(','.join(gpus[:2]))}",
-        f"engine.dtype={DTYPES[own]}",
+        f"services.rollout_gpus={json.dumps(','.join(gpus))}",
+        f"engine.dtype={'bfloat16' if on_gpus else 'float32'}",
         "eval.at_end=false",
         "services.restarts=0",
         f"services.pool=[{{ engine = {{ name = 'vllm' }} }}, {{ engine = {sglang} }}]",
