@@ -11,7 +11,7 @@ import xxhash
 
 from protocol.errors import ChecksumMismatch, FrameTooLarge, ProtocolError, UnsupportedSchema
 from protocol.messages import AnyMessage
-from protocol.shape import check_shape
+from protocol.msgpack_limits import check_shape
 
 SCHEMA = 2
 MAX_FRAME_BYTES = 256 << 20
@@ -52,7 +52,7 @@ def decode_payload(data: Buffer) -> AnyMessage:
     """The inverse of `encode_payload`.
 
     Raises:
-        ProtocolError: if `data` is not one of our messages, or unfolds to more than `protocol.shape` allows.
+        ProtocolError: if `data` is not one of our messages, or unfolds to more than `protocol.msgpack_limits` allows.
     """
     if len(data) > SMALL_BYTES:
         check_shape(data)

@@ -1,4 +1,4 @@
-"""The life of a prompt group, as one table. Each row is one Lua script in `services/ledger/lua/`.
+"""The life of a prompt group, as one table. Each row is one Lua script in `services/ledger/redis/lua/`.
 
     LEASED -accept-> SCORED -take-> TAKEN -commit-> TRAINED
 

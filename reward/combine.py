@@ -1,9 +1,18 @@
-"""Scores of several verifiers to one reward."""
+"""Combines the scores of several verifiers into one reward a sample; the error of a score that could not be computed."""
 
 import math
 from collections.abc import Mapping, Sequence
 
-from reward.failure import VerifierError
+from protocol.errors import RewardError
+
+
+class VerifierError(RewardError):
+    """A verifier raised, hung, crashed or returned no number."""
+
+    def __init__(self, verifier: str, error: str) -> None:
+        super().__init__(f"{verifier}: {error}")
+        self.verifier = verifier
+        self.error = error
 
 
 def combine(components: Mapping[str, Sequence[float]], weights: Mapping[str, float]) -> list[float]:

@@ -5,8 +5,8 @@ import time
 from protocol.errors import ProtocolError, RewardError
 from protocol.messages import Rollout, ScoredRollout, ScoreFailure
 from protocol.tensors import Array
-from reward.failure import VerifierError
-from reward.pool import ScorePool
+from reward.combine import VerifierError
+from reward.workers.pool import ScorePool
 
 MAX_ERROR = 500
 """Characters of an error that travel."""

@@ -12,8 +12,9 @@ import typer
 
 from protocol.errors import EngineError, Reason, Refused, SettingsError, TetherError
 from protocol.topics import Role
-from services.process import configure_logging, connected, explain
-from services.settings import Settings, load_settings, run_settings
+from services.runtime.process import configure_logging, connected, explain
+from services.settings.load import load_settings, run_settings
+from services.settings.sections import Settings
 
 T = TypeVar("T")
 app = typer.Typer(
@@ -36,8 +37,8 @@ def up(
     rewards: Annotated[int | None, typer.Option(help="reward workers")] = None,
 ) -> None:
     """Run all services on this machine until the steps are done or Ctrl-C."""
+    from services.launcher.supervisor import run_up
     from services.observability.progress import Progress
-    from services.supervisor import run_up
 
     overrides = list(set_ or [])
     for dotted, value in (("run.steps", steps), ("run.dir", run_dir), ("services.rollouts", rollouts), ("services.rewards", rewards)):
@@ -71,7 +72,7 @@ def status(run_dir: RunDir, as_json: AsJson = False) -> None:
 @app.command()
 def verify(run_dir: RunDir, as_json: AsJson = False) -> None:
     """Check a run's audit log against the lifecycle and the bound; exit code 1 if anything is wrong."""
-    from services.ledger.verify import verify as verify_log
+    from services.ledger.verify.verifier import verify as verify_log
 
     path = run_dir / "audit.jsonl"
     if not path.is_file():
@@ -96,7 +97,7 @@ def replay(
     as_json: AsJson = False,
 ) -> None:
     """Build the batch of a past step again, bit for bit, from log and archive; exit code 1 if it is not what was trained."""
-    from services.replay import render_replay, replay_step
+    from services.tools.replay import render_replay, replay_step
 
     facts = replay_step(run_settings(run_dir), step, train=train)
     print(json.dumps(facts, indent=2) if as_json else render_replay(facts))
@@ -107,10 +108,10 @@ def replay(
 @app.command()
 def trace(run_dir: RunDir, group: Annotated[int, typer.Argument(help="number of the group")], as_json: AsJson = False) -> None:
     """Show one group's life with times, from the event log alone."""
-    from services.ledger.audit import FILE
-    from services.ledger.history import read_events
-    from services.ledger.trace import render_trace
-    from services.ledger.trace import trace as trace_group
+    from services.ledger.event_log.archiver import FILE
+    from services.ledger.event_log.reader import read_events
+    from services.ledger.event_log.trace import render_trace
+    from services.ledger.event_log.trace import trace as trace_group
 
     moments = trace_group(read_events(run_dir / FILE), group)
     if not moments:
@@ -153,8 +154,8 @@ def scale(
     run_dir: RunDir, counts: Annotated[list[str], typer.Argument(metavar="rollouts=N|rewards=N ...", help="how many there are to be")]
 ) -> None:
     """Change how many rollout and reward workers a running `tether up` keeps. Workers that are too many hand back what they hold."""
-    from services.scaling import ask, is_up, parse_counts
-    from services.shared_settings import check_workers
+    from services.launcher.scaling import ask, is_up, parse_counts
+    from services.settings.checks import check_workers
 
     wanted = parse_counts(counts)
     if is_up(run_dir):
@@ -189,12 +190,12 @@ def evaluate(
 
 
 def _print_eval(settings: Settings, checkpoints: list[Path], as_json: bool = False) -> None:
-    from services.observability.quiet import printing_to
+    from services.observability.redirect_output import printing_to
 
     log = settings.run_dir / "logs/eval.log"
     try:
         with printing_to(log):
-            from services.evaluation import evaluate_run, render_scores
+            from services.tools.evaluate import evaluate_run, render_scores
 
             scores = asyncio.run(evaluate_run(settings, checkpoints))
     except EngineError:

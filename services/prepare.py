@@ -12,10 +12,11 @@ from reward.verifiers.registry import make_verifier
 from rollout.environments.registry import make_environment
 from rollout.prompts.registry import make_source
 from rollout.render import Renderer
-from services.keeping import settle
 from services.ledger.interface import RunSpec
-from services.process import configure_logging, connected, explain, ledger_url
-from services.settings import Settings, dump_settings, load_settings
+from services.ledger_recovery.reconcile import settle
+from services.runtime.process import configure_logging, connected, explain, ledger_url
+from services.settings.load import dump_settings, load_settings
+from services.settings.sections import Settings
 
 
 def prepare(settings: Settings) -> RunSpec:
@@ -28,7 +29,7 @@ def prepare(settings: Settings) -> RunSpec:
     for verifier in settings.reward.verifiers:
         make_verifier(verifier.name, verifier.options)
     if settings.model.scratch is not None:
-        from trainer.scratch import build_scratch  # imports torch, which nobody here needs otherwise
+        from trainer.random_model import build_scratch  # imports torch, which nobody here needs otherwise
 
         build_scratch(settings.model.scratch, settings.model_dir)
     if not (settings.model_dir / "config.json").is_file():

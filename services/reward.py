@@ -10,11 +10,11 @@ from typing import Any
 
 from protocol.messages import Rollout
 from protocol.topics import ROLLOUTS, SCORED, Role
-from reward.pool import ScorePool
 from reward.score import score_rollout
+from reward.workers.pool import ScorePool
 from services.bus.receiver import Delivery, Receiver
 from services.bus.sender import Declined, Sender
-from services.process import Process, service_main
+from services.runtime.process import Process, service_main
 
 log = logging.getLogger("tether.reward")
 

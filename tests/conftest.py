@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, settings
 # Two test processes share two cores: OpenMP's threads would spin against each other, a hundred times slower. Before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from services.process import take_descriptors
+from services.runtime.process import take_descriptors
 
 # A slow machine is no failure, and every run draws the same examples; others are found with `pytest --hypothesis-profile search`.
 settings.register_profile("tether", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])

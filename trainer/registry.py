@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
+from protocol.choices import checked_name
 from protocol.errors import SettingsError
-from protocol.lora import NO_ADAPTERS, LoraConfig
-from protocol.names import checked_name
+from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from trainer.algorithms.base import Algorithm
-from trainer.backend import Backend
+from trainer.backends.base import Backend
 from trainer.config import BACKENDS, OptimizerConfig, ParallelConfig, TrainerConfig
 
 
@@ -39,6 +39,6 @@ def make_backend(
         from trainer.reference.backend import ReferenceBackend
 
         return ReferenceBackend(model_dir, optimizer=optimizer, trainer=trainer, algorithm=algorithm, adapters=adapters, shared=shared)
-    from trainer.scripted import ScriptedBackend
+    from trainer.backends.scripted import ScriptedBackend
 
     return ScriptedBackend(trainer=trainer, algorithm=algorithm)

@@ -19,7 +19,7 @@ class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
     """Byte offset within the bucket."""
     nbytes: int
     digest: int
-    """`protocol.digests.digest` of the tensor's bytes as sent."""
+    """`protocol.weights.digests.digest` of the tensor's bytes as sent."""
 
 
 class WeightManifest(Message, tag="weight_manifest", frozen=True, kw_only=True):
@@ -37,7 +37,7 @@ class WeightManifest(Message, tag="weight_manifest", frozen=True, kw_only=True):
     tied: tuple[tuple[str, str], ...] = ()
     """Pairs (absent name, name that holds the bytes) of tied tensors."""
     digest: int = 0
-    """xxh3-64 over all entries (`protocol.buckets.manifest_digest`): two versions with equal digests are the same bits."""
+    """xxh3-64 over all entries (`protocol.weights.buckets.manifest_digest`): two versions with equal digests are the same bits."""
     base_model: str = ""
     """Architecture name in the model's config.json, checked by the engine."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from protocol.errors import RewardError
-from reward.sandbox import NEEDED, Limits, run_tests
+from reward.sandbox.runner import NEEDED, Limits, run_tests
 from reward.verifiers.registry import required
 
 FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)

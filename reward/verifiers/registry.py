@@ -4,8 +4,8 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from protocol.choices import checked_name, checked_options
 from protocol.errors import RewardError, SettingsError
-from protocol.names import checked_name, checked_options
 
 VERIFIERS = ("exact_match", "json_schema", "last_integer", "math", "positions", "python_tests", "reasoning_gym")
 """Modules in `reward/verifiers/`. Each is imported in the worker process that runs it."""

@@ -174,7 +174,7 @@ class Engine(ABC):
     async def stage(self, manifest: WeightManifest) -> None:
         """Bring a complete, verified copy of a version beside the live weights while generation goes on.
 
-        A draft (`protocol/drafts.py`) is staged as it comes; when the version's manifest is staged afterwards and its digest is that of
+        A draft (`protocol/weights/provisional.py`) is staged as it comes; when the version's manifest is staged afterwards and its digest is that of
         what has come, nothing is fetched again.
 
         Raises:

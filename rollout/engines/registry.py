@@ -6,17 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import SettingsError
-from protocol.lora import NO_ADAPTERS, LoraConfig
+from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from rollout.engines.base import Engine, EngineConfig
 
 ENGINES: dict[str, str] = {
-    "hf": "HFEngine",
-    "megatron": "MegatronEngine",
-    "scripted": "ScriptedEngine",
-    "sglang": "SglangEngine",
-    "vllm": "VllmEngine",
+    "hf": "rollout.engines.hf.engine.HFEngine",
+    "megatron": "rollout.engines.megatron.engine.MegatronEngine",
+    "scripted": "rollout.engines.scripted.ScriptedEngine",
+    "sglang": "rollout.engines.sglang.engine.SglangEngine",
+    "vllm": "rollout.engines.vllm.engine.VllmEngine",
 }
-"""Module in `rollout/engines/` -> its class."""
+"""Engine -> its class. The packages `vllm` and `sglang` keep an empty `__init__`: their plug-in modules are the first of ours that vLLM and
+SGLang import."""
 SERVE_ADAPTERS = ("hf", "sglang", "vllm")
 CAN_SLEEP = ("hf", "megatron", "sglang", "vllm")
 STARTED_TO_SLEEP = ("sglang", "vllm")
@@ -39,8 +40,9 @@ def make_engine(
     if config.name not in ENGINES:
         close = difflib.get_close_matches(config.name, ENGINES, n=1, cutoff=0.0)
         raise SettingsError(f"engine {config.name!r} is not known; there are {', '.join(sorted(ENGINES))}. Did you mean {close[0]}?")
+    module_name, class_name = ENGINES[config.name].rsplit(".", 1)
     try:
-        module = importlib.import_module(f"rollout.engines.{config.name}")
+        module = importlib.import_module(module_name)
     except ImportError as error:
         raise SettingsError(f"engine {config.name!r} cannot be imported: {error}") from error
     if lora.rank and config.name not in SERVE_ADAPTERS:
@@ -48,5 +50,5 @@ def make_engine(
     options: dict[str, Any] = {"lora": lora} if lora.rank else {}
     if shared is not None:
         options["shared"] = shared
-    found: Engine = getattr(module, ENGINES[config.name])(config, model_dir, incarnation, **options)
+    found: Engine = getattr(module, class_name)(config, model_dir, incarnation, **options)
     return found

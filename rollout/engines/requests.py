@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import EngineError
-from protocol.lora import LoraConfig
+from protocol.weights.lora import LoraConfig
 from rollout.engines.base import EngineConfig, Request
 
 

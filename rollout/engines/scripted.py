@@ -17,8 +17,8 @@ from protocol.errors import EngineError, WeightError
 from protocol.messages import WeightManifest
 from rollout.engines.base import Capabilities, Completion, Engine, EngineConfig, Request, Served
 from rollout.engines.requests import check_request, read_config, spans_of
-from rollout.engines.staging import Source, Staging
-from rollout.engines.updates import LocalUpdates
+from rollout.staging.in_process import LocalUpdates
+from rollout.staging.staging import Source, Staging
 from rollout.weights.registry import RECEIVERS
 
 VOCAB_SIZE = 64

@@ -2,7 +2,7 @@
 
 import importlib
 
-from protocol.names import checked_name, checked_options
+from protocol.choices import checked_name, checked_options
 from rollout.environments.base import Environment, EnvironmentConfig
 
 ENVIRONMENTS = ("guess_number", "single_turn")

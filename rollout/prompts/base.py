@@ -12,7 +12,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from protocol.errors import ProtocolError, SettingsError
-from protocol.shape import METADATA_DEPTH, check_shape
+from protocol.msgpack_limits import METADATA_DEPTH, check_shape
 
 
 @dataclass(frozen=True, slots=True)

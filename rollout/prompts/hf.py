@@ -4,8 +4,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from protocol.choices import checked_name
 from protocol.errors import SettingsError
-from protocol.names import checked_name
 from rollout.prompts.base import Prompt, PromptConfig, RowSource, prompt_of
 
 READERS = {".parquet": "from_parquet", ".json": "from_json", ".jsonl": "from_json"}

@@ -10,8 +10,8 @@ from functools import lru_cache
 from importlib.metadata import version
 from typing import Any
 
+from protocol.choices import checked_name
 from protocol.errors import SettingsError
-from protocol.names import checked_name
 from rollout.prompts.base import Order, Prompt, PromptConfig, check_numbers, fingerprint_of, unseen
 
 CHUNK = 500

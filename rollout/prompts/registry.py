@@ -2,7 +2,7 @@
 
 import importlib
 
-from protocol.names import checked_name
+from protocol.choices import checked_name
 from rollout.prompts.base import PromptConfig, PromptSource
 
 SOURCES = ("hf", "jsonl", "reasoning_gym")

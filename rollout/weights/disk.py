@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
 from rollout.weights.base import Place, nowhere
-from rollout.weights.entries import Deadline, verify
+from rollout.weights.verification import Deadline, verify
 
 
 class DiskReceiver:

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from protocol.buckets import ALONE_ON_GPU_BYTES, Piece, pieces
 from protocol.errors import WeightError
 from protocol.messages import WeightManifest
+from protocol.weights.buckets import ALONE_ON_GPU_BYTES, Piece, pieces
 from rollout.weights.base import Place
-from rollout.weights.entries import AHEAD, Deadline, target_of
-from rollout.weights.line import parse_address
-from rollout.weights.standing import StandingReceiver
+from rollout.weights.connected_receiver import StandingReceiver
+from rollout.weights.sender_connection import parse_address
+from rollout.weights.verification import AHEAD, Deadline, target_of
 
 
 class IpcReceiver(StandingReceiver):

@@ -3,7 +3,7 @@
     receiver -> sender   {"version": v, "epoch": e, "layout": d}
     sender -> receiver   {"store_port": p}, then both make a TCPStore(HOST, p) and a group of rank 0 (sender) and rank 1; or {"ready": true}
     both                 a byte, broadcast by rank 0 when the group is new: only then a GPU's is complete
-    both                 the pieces of the buckets (`protocol.buckets.pieces`), broadcast by rank 0 in order
+    both                 the pieces of the buckets (`protocol.weights.buckets.pieces`), broadcast by rank 0 in order
     receiver -> sender   {"done": v}
 
 The group stays for the next version, and is aborted when anything goes wrong. Pairwise groups: an engine that hangs or dies cannot hold
@@ -22,15 +22,15 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from protocol.buckets import Piece, pieces
+from protocol.device.bounded_init import make_group
+from protocol.device.pair_group import ALONE, RECEIVER, abort, make_pair
 from protocol.errors import WeightError
 from protocol.messages import WeightManifest
-from protocol.transfer.group_making import make_group
-from protocol.transfer.pairs import ALONE, RECEIVER, abort, make_pair
+from protocol.weights.buckets import Piece, pieces
 from rollout.weights.base import Place
-from rollout.weights.entries import AHEAD, Deadline, target_of
-from rollout.weights.line import parse_address
-from rollout.weights.standing import StandingReceiver
+from rollout.weights.connected_receiver import StandingReceiver
+from rollout.weights.sender_connection import parse_address
+from rollout.weights.verification import AHEAD, Deadline, target_of
 
 BACKENDS = ("gloo", "nccl")
 

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from protocol.buckets import check_manifest
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
+from protocol.weights.buckets import check_manifest
 from rollout.weights.base import Place, Receiver, nowhere
 from rollout.weights.disk import DiskReceiver
 from rollout.weights.ipc import IpcReceiver

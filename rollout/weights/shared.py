@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
+from protocol.device.shared_layout import HELD, MASTERS, VERSION, is_laid_as
+from protocol.device.shared_tensors import mapped
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
-from protocol.transfer.device_memory import mapped
-from protocol.transfer.shared_weights import HELD, MASTERS, VERSION, is_laid_as
 from rollout.weights.base import Place, nowhere
-from rollout.weights.entries import Deadline, Verification
+from rollout.weights.verification import Deadline, Verification
 
 
 class SharedReceiver:

@@ -9,7 +9,7 @@ import torch
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
 from rollout.weights.base import Place, nowhere
-from rollout.weights.entries import Deadline, in_buckets, verify, view
+from rollout.weights.verification import Deadline, in_buckets, verify, view
 
 
 class ShmReceiver:

@@ -4,7 +4,7 @@ from collections import deque
 from typing import Generic, TypeVar
 
 from protocol.errors import Unavailable
-from services.bus.turns import Turns
+from services.bus.wait_queue import Turns
 
 T = TypeVar("T")
 

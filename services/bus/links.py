@@ -21,9 +21,8 @@ from protocol.errors import TetherError
 from protocol.messages import Heartbeat, Hello
 from protocol.topics import Topic
 from services.bus.config import BusConfig
-from services.bus.context import make_context
 from services.bus.curve import ClientKeys
-from services.bus.pump import Pump
+from services.bus.pump import Pump, make_context
 from services.bus.stats import BusStats
 
 log = logging.getLogger(__name__)

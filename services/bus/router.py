@@ -9,9 +9,8 @@ import zmq
 from protocol.errors import SettingsError
 from protocol.topics import Topic
 from services.bus.config import BusConfig, bind_address, public_endpoint
-from services.bus.context import make_context
 from services.bus.curve import Authenticator, secure_server
-from services.bus.pump import Pump
+from services.bus.pump import Pump, make_context
 from services.bus.stats import BusStats
 
 log = logging.getLogger(__name__)

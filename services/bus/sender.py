@@ -14,15 +14,37 @@ from typing import Self
 import zmq
 
 from protocol.codec import decode, encode_payload, wrap
-from protocol.errors import FrameTooLarge, ProtocolError, Reason, Refused, Unavailable
+from protocol.errors import FrameTooLarge, ProtocolError, Reason, Refused, TetherError, Unavailable
 from protocol.ids import new_token
 from protocol.messages import Ack, AnyMessage, Heartbeat
 from protocol.topics import Pattern, Topic
 from services.bus.config import BusConfig
 from services.bus.links import Discover, Link, Links
-from services.bus.pending import Declined, Pending
 from services.bus.stats import BusStats
-from services.bus.turns import Turns
+from services.bus.wait_queue import Turns
+
+
+class Declined(TetherError):
+    """The receiver refused a message for good; `why` is what it gave to `Receiver.refuse`."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        self.why = why
+
+
+class Pending:
+    """A message that is not finished."""
+
+    __slots__ = ("done", "frame", "id", "link", "ordinal")
+
+    def __init__(self, id: str, frame: bytes) -> None:
+        self.id = id
+        self.frame = frame
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.link: Link[Pending] | None = None
+        self.ordinal = 0
+        """Number of the message on its link, from 1."""
+
 
 __all__ = ["Declined", "Sender"]
 

@@ -6,13 +6,11 @@ the second call returns what the first one did.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+from protocol.errors import SettingsError
 from protocol.lifecycle import GroupState
 from protocol.staleness import Bound, Policy
-
-if TYPE_CHECKING:
-    from services.ledger.snapshot import Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,13 +142,49 @@ class Head:
     """Number of the last event."""
 
 
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All of a run; `services/ledger_recovery/restore.py` makes it, `Ledger.rebuild` writes it."""
+
+    epoch: str
+    """A new one, nobody's: it fences whoever held the run."""
+    epochs: tuple[str, ...]
+    """Every one that ever claimed the run."""
+    found: int
+    """Number of the last event when the ledger was looked at; -1 if the run was not there."""
+    after: int
+    """Number of the last event in the archive; those up to `sequence` are lost."""
+    sequence: int
+    """Highest number that anybody noted; events go on above it."""
+    version: int
+    digest: int | None
+    checkpoint: int
+    issued: int
+    trained: int
+    dropped: int
+    wasted_tokens: int
+    reasons: Mapping[str, int]
+    halted: str
+    draining: bool
+    scored: tuple[TakenGroup, ...]
+    waiting: Mapping[int, int]
+    """Every other active group -> leases that it had."""
+    attempts: Mapping[int, int]
+    """The same for scored and trained groups, where it is not 1."""
+    steps: tuple[StepRecord, ...]
+    """Committed steps that no checkpoint covers."""
+    reports: Mapping[int, bytes]
+    told: tuple[Mapping[str, Any], ...] = ()
+    """Accepts and commits that only the journal knew, as events."""
+
+
 class Ledger(Protocol):
     """See the module docstring. Times are milliseconds of the ledger's own clock."""
 
     async def create(self, spec: RunSpec) -> None:
         """Refuses RUN_MISMATCH. `steps` of an existing run may be raised, never lowered below its version."""
 
-    async def rebuild(self, spec: RunSpec, snapshot: "Snapshot") -> None:
+    async def rebuild(self, spec: RunSpec, snapshot: Snapshot) -> None:
         """Hold what `snapshot` says, and nothing else: no lease, no running step, no engine that may lease.
         `spec.bound` is the bound in force.
 
@@ -260,9 +294,30 @@ class Ledger(Protocol):
 
     # -- the event log -----------------------------------------------------------------------------------------------
     async def events(self, after: int, limit: int) -> Sequence[Mapping[str, Any]]:
-        """Events with a sequence number > `after`, oldest first: {seq, time_ms, event, ...} (see `services/ledger/audit.py`)."""
+        """Events with a sequence number > `after`, oldest first: {seq, time_ms, event, ...} (see `services/ledger/event_log/archiver.py`)."""
 
     async def archived(self, sequence: int) -> None:
         """Events up to `sequence` are in the archive and may be forgotten here."""
 
     async def close(self) -> None: ...
+
+
+ARCHIVE_LIMIT = 200_000
+"""Events that may wait for the archive before leasing stops."""
+
+
+def check_bound(max_staleness: int | None, groups_per_step: int | None) -> None:
+    """Raise SettingsError for a bound that no run can have."""
+    if max_staleness is not None and max_staleness < 0:
+        raise SettingsError(f"max_staleness is {max_staleness}; it counts versions, 0 or more")
+    if groups_per_step is not None and groups_per_step < 1:
+        raise SettingsError(f"groups_per_step is {groups_per_step}; a step needs at least 1 group")
+
+
+def check_spec(spec: RunSpec) -> None:
+    """Raise SettingsError for a run that cannot be."""
+    check_bound(spec.bound.max_staleness, spec.bound.groups_per_step)
+    if spec.steps < 0 or spec.max_attempts < 1 or spec.drop_window < 1 or (spec.prompts is not None and spec.prompts < 0):
+        raise SettingsError(f"run {spec.run}: steps and prompts are 0 or more, max_attempts and drop_window 1 or more")
+    if not 0 < spec.drop_share <= 1:
+        raise SettingsError(f"drop_share is {spec.drop_share}; it is a share, above 0 and at most 1")

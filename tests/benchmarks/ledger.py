@@ -22,10 +22,10 @@ from protocol.ids import new_token
 from protocol.messages import StepReport
 from protocol.staleness import Bound, Policy
 from protocol.topics import Role
-from services.ledger.connection import _POOL as CONNECTIONS
+from services.ledger.embedded_server import EmbeddedServer
 from services.ledger.interface import Peer, RunSpec
-from services.ledger.ledger import RedisLedger
-from services.ledger.server import EmbeddedServer
+from services.ledger.redis.connection import _POOL as CONNECTIONS
+from services.ledger.redis.ledger import RedisLedger
 from tests.benchmarks.table import Figure, Run, figure
 
 REPEATS = 7
@@ -88,7 +88,7 @@ class Lifecycles:
             self._scored.release()
 
     async def _train_loop(self) -> None:
-        """The calls of `services/training.py`, and the engine's answer."""
+        """The calls of `services/trainer/train_loop.py`, and the engine's answer."""
         ledger = self._ledger
         for step in range(self._steps):
             for _ in range(GROUPS_PER_STEP):

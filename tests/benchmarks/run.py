@@ -22,7 +22,7 @@ from typing import Any
 
 import zmq
 
-from services.ledger.server import find_server
+from services.ledger.embedded_server import find_server
 from tests.benchmarks import bus, ledger, loop, weights
 from tests.benchmarks.table import Figure, render
 

@@ -21,10 +21,10 @@ from typing import IO
 import msgspec
 import torch
 
-from protocol.drafts import draft_of, is_draft
 from protocol.messages import WeightManifest
+from protocol.weights.provisional import draft_of, is_draft
 from rollout.engines.base import Served
-from rollout.engines.staging import Staging, whole_source
+from rollout.staging.staging import Staging, whole_source
 from tests.benchmarks.table import Figure, Run, figure, render
 from trainer.config import WeightConfig
 from trainer.weights.base import DraftingSender

@@ -20,10 +20,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from protocol.host.parent_death import die_with_parent
 from services.bus.curve import create_keys
-from services.ledger.ledger import RedisLedger
-from services.ledger.server import find_server
-from services.parent import die_with_parent
+from services.ledger.embedded_server import find_server
+from services.ledger.redis.ledger import RedisLedger
 from tests.chaos.checks import check_leftovers, check_run
 from tests.chaos.place import PRIVATE, Place, enter_private, make_place
 from tests.chaos.run import tell_last_step

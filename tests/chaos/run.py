@@ -19,9 +19,9 @@ from pathlib import Path
 
 from protocol.errors import Refused, TetherError
 from services.ledger.interface import LedgerStatus
-from services.ledger.ledger import RedisLedger
+from services.ledger.redis.ledger import RedisLedger
 from services.prepare import prepare
-from services.settings import load_settings
+from services.settings.load import load_settings
 from tests.chaos.checks import Report, check_leftovers, check_run
 from tests.chaos.faults import FAULTS, Missed
 from tests.chaos.place import Place, enter_private, make_place

@@ -15,9 +15,9 @@ from urllib.parse import urlsplit
 import psutil
 
 from protocol.errors import SettingsError, Unavailable
-from services.ledger.ledger import RedisLedger
-from services.ledger.server import EmbeddedServer, find_server
-from services.parent import die_with_parent
+from protocol.host.parent_death import die_with_parent
+from services.ledger.embedded_server import EmbeddedServer, find_server
+from services.ledger.redis.ledger import RedisLedger
 from tests.chaos.place import Place
 from tests.chaos.proxy import Proxy, Weather
 from tests.chaos.schedule import LINKS
@@ -63,7 +63,7 @@ class Scene:
         with contextlib.suppress(psutil.Error):
             for child in psutil.Process(self.up.pid).children(recursive=target == "scorer"):
                 with contextlib.suppress(psutil.Error):
-                    if target == "scorer" and "reward.worker" in child.cmdline():
+                    if target == "scorer" and "reward.workers.worker" in child.cmdline():
                         return int(child.pid)
                     if f"services.{target.partition('.')[0]}" in child.cmdline() and child.environ().get("TETHER_INSTANCE") == target:
                         return int(child.pid)

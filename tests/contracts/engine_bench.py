@@ -12,9 +12,9 @@ import msgspec
 import torch
 from transformers import Qwen2ForCausalLM
 
-from protocol.buckets import manifest_digest
+from protocol.device.shared_tensors import Room
 from protocol.messages import TensorEntry, WeightManifest
-from protocol.transfer.device_memory import Room
+from protocol.weights.buckets import manifest_digest
 from rollout.engines.base import Completion, Engine, KvPolicy, Request, Sampling
 from tests.contracts.engine_models import follows, write_shared, write_shm
 

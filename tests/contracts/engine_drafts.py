@@ -6,9 +6,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from protocol.drafts import draft_of
 from protocol.errors import WeightError
 from protocol.messages import WeightManifest
+from protocol.weights.provisional import draft_of
 from tests.contracts.engine_bench import PROMPTS, Bench
 from tests.contracts.engine_suite import assert_switched
 from tests.trainer.weights.making import WAIT_S, Making

@@ -8,12 +8,12 @@ import safetensors.torch
 import torch
 from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
-from protocol.buckets import manifest_digest, plan_buckets
-from protocol.digests import digest
-from protocol.lora import LoraConfig, adapter_shapes, adapter_targets
+from protocol.device.shared_layout import HELD, MASTERS, VERSION
+from protocol.device.shared_tensors import Room
 from protocol.messages import TensorEntry, WeightManifest
-from protocol.transfer.device_memory import Room
-from protocol.transfer.shared_weights import HELD, MASTERS, VERSION
+from protocol.weights.buckets import manifest_digest, plan_buckets
+from protocol.weights.digests import digest
+from protocol.weights.lora import LoraConfig, adapter_shapes, adapter_targets
 
 VOCAB = 512
 

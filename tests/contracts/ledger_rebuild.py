@@ -5,10 +5,9 @@ from typing import Any
 
 from protocol.errors import Reason
 from protocol.staleness import Bound
-from services.ledger.interface import RunSpec, TakenGroup
-from services.ledger.restore import Restorer
-from services.ledger.snapshot import Snapshot
-from services.ledger.verify import verify_events
+from services.ledger.interface import RunSpec, Snapshot, TakenGroup
+from services.ledger.verify.verifier import verify_events
+from services.ledger_recovery.restore import Restorer
 from tests.contracts.ledger_rig import Driver, MemoryRig, spec
 
 

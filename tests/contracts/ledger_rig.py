@@ -10,9 +10,9 @@ import redis as redis_sync
 from protocol.errors import Reason, Refused
 from protocol.staleness import Bound, Policy
 from services.ledger.interface import Lease, Ledger, RunSpec, Taken
-from services.ledger.keys import padded
-from services.ledger.ledger import RedisLedger
-from services.ledger.memory import MemoryLedger
+from services.ledger.memory.ledger import MemoryLedger
+from services.ledger.redis.keys import padded
+from services.ledger.redis.ledger import RedisLedger
 
 _runs = itertools.count()
 

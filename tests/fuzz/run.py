@@ -25,7 +25,7 @@ import msgpack
 with atheris.instrument_imports(include=["protocol", "services", "reward", "rollout", "trainer", "zmq.auth"]):
     from tests.fuzz import given, stored, wire
 from protocol.codec import wrap
-from services.parent import die_with_parent
+from protocol.host.parent_death import die_with_parent
 from tests.fuzz.mutate import mutator
 from tests.fuzz.target import Form, Target
 

@@ -10,23 +10,23 @@ from typing import Any
 import msgspec
 
 from protocol.errors import ProtocolError, SettingsError, SpoolError, TetherError
-from reward.sandbox import KINDS, parse_report
-from services.ledger import records
-from services.ledger.audit import last_sequence
-from services.ledger.server import read_endpoint
-from services.ledger.verify import verify
+from reward.sandbox.runner import KINDS, parse_report
+from services.ledger.embedded_server import read_endpoint
+from services.ledger.event_log.archiver import last_sequence
+from services.ledger.redis import json_codec
+from services.ledger.verify.verifier import verify
 from services.observability.steps import read_steps
 from tests.fuzz.target import Form, Target
-from trainer.checkpoint import Checkpoints
-from trainer.spool import JournalEntry, Spool
+from trainer.storage.checkpoints import Checkpoints
+from trainer.storage.spool import JournalEntry, Spool
 
 RECORDS: tuple[Callable[[bytes], Any], ...] = (
-    records.decode_lease,
-    records.decode_taken,
-    records.decode_step,
-    records.decode_status,
-    lambda data: records.decode_peer(b"x", data),
-    records.decode_event,
+    json_codec.decode_lease,
+    json_codec.decode_taken,
+    json_codec.decode_step,
+    json_codec.decode_status,
+    lambda data: json_codec.decode_peer(b"x", data),
+    json_codec.decode_event,
 )
 
 

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import msgspec
 
-from protocol.buckets import check_manifest, manifest_digest
 from protocol.codec import decode, decode_payload, encode, encode_payload
 from protocol.errors import ProtocolError, WeightError
 from protocol.messages import Rollout, ScoredRollout, TensorEntry, WeightManifest
-from protocol.shape import check_shape
+from protocol.msgpack_limits import check_shape
 from protocol.tensors import Array
+from protocol.weights.buckets import check_manifest, manifest_digest
 from reward.config import RewardConfig
-from reward.pool import ScorePool
 from reward.score import score_rollout
-from services.ingest import check_scored
+from reward.workers.pool import ScorePool
+from services.ingest.service import check_scored
 from tests.fuzz.target import Form, Target
 from tests.protocol.samples import GOLDEN, ROLLOUT, SAMPLES
 

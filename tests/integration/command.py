@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from services.ledger.ledger import RedisLedger
-from services.ledger.server import read_endpoint
+from services.ledger.embedded_server import read_endpoint
+from services.ledger.redis.ledger import RedisLedger
 from tests.integration.loop import ROOT
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from urllib.parse import urlsplit, urlunsplit
 
-from services.ledger.scripts import names, script
+from services.ledger.redis.scripts import names, script
 
 
 class When(StrEnum):

@@ -14,15 +14,16 @@ from typing import Any
 
 from protocol.topics import Role
 from services import ingest, reward, rollout, trainer
-from services.ledger.audit import Archiver
+from services.ledger.embedded_server import EmbeddedServer
+from services.ledger.event_log.archiver import Archiver
 from services.ledger.interface import LedgerStatus
-from services.ledger.ledger import RedisLedger
-from services.ledger.server import EmbeddedServer
-from services.ledger.verify import AuditResult, verify
+from services.ledger.redis.ledger import RedisLedger
+from services.ledger.verify.verifier import AuditResult, verify
 from services.observability.steps import read_steps
 from services.prepare import prepare
-from services.process import Process, connected, opened
-from services.settings import Settings, load_settings
+from services.runtime.process import Process, connected, opened
+from services.settings.load import load_settings
+from services.settings.sections import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 

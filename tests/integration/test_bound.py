@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from services.ledger.audit import FILE
-from services.ledger.verify import verify
+from services.ledger.event_log.archiver import FILE
+from services.ledger.verify.verifier import verify
 from services.observability.steps import read_steps
-from services.settings import Settings
+from services.settings.sections import Settings
 from tests.integration.loop import run_to_end, running, settings_for
 
 STRAGGLERS = {

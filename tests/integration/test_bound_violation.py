@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import redis
 
-from services.process import EXIT_FAILED, explain
-from services.settings import Settings
+from services.runtime.process import EXIT_FAILED, explain
+from services.settings.sections import Settings
 from tests.integration.loop import running, settings_for
 
 SPOIL = """

@@ -13,9 +13,9 @@ import pytest
 
 from protocol.lifecycle import GroupState
 from protocol.topics import Role
-from services.ledger.ledger import RedisLedger
+from services.gpu_sharing.turn import HOLDS, TURN, Turn
+from services.ledger.redis.ledger import RedisLedger
 from services.observability.steps import read_steps
-from services.turns import HOLDS, TURN, Turn
 from tests.contracts.sglang_environment import STAND_INS, sglang_python
 from tests.gpus import visible_gpus
 from tests.integration.command import audit, ledger_of, processes_of, tether, tether_up, until

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from services.ledger.audit import FILE
+from services.ledger.event_log.archiver import FILE
 from services.observability.steps import read_steps
 from tests.integration.command import audit, processes_of, tether, tether_up, until
 from tests.integration.loop import ROOT

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.lifecycle import GroupState
-from services.ledger.ledger import RedisLedger
+from services.ledger.redis.ledger import RedisLedger
 from services.observability.steps import read_steps
 from tests.integration.command import audit, ledger_of, pids, processes_of, tether_up, until
 from tests.integration.loop import ROOT

@@ -17,13 +17,13 @@ import redis.asyncio as aioredis
 from protocol.staleness import Policy
 from protocol.topics import Role
 from services import cli
-from services.ledger.audit import FILE
+from services.ledger.embedded_server import EmbeddedServer
+from services.ledger.event_log.archiver import FILE
 from services.ledger.interface import LedgerStatus
-from services.ledger.ledger import RedisLedger
-from services.ledger.server import EmbeddedServer
-from services.ledger.verify import verify
+from services.ledger.redis.ledger import RedisLedger
+from services.ledger.verify.verifier import verify
 from services.observability.steps import read_steps
-from services.settings import Settings
+from services.settings.sections import Settings
 from tests.integration.command import processes_of, tether_up, until
 from tests.integration.loop import ROOT, LiveRun, running, settings_for
 

@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 from protocol.codec import decode_payload
 from protocol.messages import ScoredRollout
 from protocol.topics import Role
-from services.ledger.verify import verify
+from services.ledger.verify.verifier import verify
 from services.observability.steps import read_steps
-from services.settings import Settings
+from services.settings.sections import Settings
 from tests.integration.loop import Finished, run_to_end, running, settings_for
-from trainer.spool import Spool
+from trainer.storage.spool import Spool
 
 SMALL = (
     "engine.name=hf", "trainer.backend=reference", "bound.groups_per_step=4", "sampling.samples_per_prompt=2", "rollout.groups_in_flight=8",

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import redis
 
-from services.ledger import audit as log
-from services.ledger.server import EmbeddedServer
+from services.ledger.embedded_server import EmbeddedServer
+from services.ledger.event_log import archiver as log
 from services.observability.steps import read_steps
 from tests.integration.command import audit, processes_of, tether_up, until
 from tests.integration.loop import ROOT, running, settings_for
-from trainer.spool import Spool
+from trainer.storage.spool import Spool
 
 OVERRIDES = ("engine.straggler_share=0", "engine.seconds_per_token=0.002", "trainer.checkpoint_every=6", "trainer.step_s=0.02")
 B = 8

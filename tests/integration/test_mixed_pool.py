@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.ledger.audit import FILE
+from services.ledger.event_log.archiver import FILE
 from tests.contracts.sglang_environment import STAND_INS, sglang_python
 from tests.gpus import visible_gpus
 from tests.integration.command import audit, processes_of, tether_up, until

@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from protocol.lora import NO_ADAPTERS, LoraConfig
 from protocol.messages import ScoredRollout
 from protocol.tensors import Array
+from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from rollout.engines.base import Engine, EngineConfig, Sampling
 from rollout.engines.registry import make_engine
 from rollout.environments.base import EnvironmentConfig
@@ -23,13 +23,13 @@ from rollout.generate import generate_group
 from rollout.prompts.base import Prompt
 from rollout.render import RenderConfig, Renderer
 from tests.contracts.sglang_environment import sglang_settings
-from trainer.adapter import as_published
 from trainer.algorithms.registry import make_algorithm
 from trainer.batch import Batch
 from trainer.config import AlgorithmConfig, OptimizerConfig, ParallelConfig, ScratchConfig, TrainerConfig, WeightConfig
+from trainer.data.batch_builder import build_batch
+from trainer.lora import as_published
 from trainer.megatron.backend import MegatronBackend
-from trainer.packing import build_batch
-from trainer.scratch import build_scratch
+from trainer.random_model import build_scratch
 from trainer.weights.registry import make_sender
 
 VERSIONS = 6

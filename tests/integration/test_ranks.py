@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.device import Device
+from services.gpu_sharing.device_lock import Device
 from services.observability.steps import read_steps
 from tests.integration.command import audit, processes_of, tether, tether_up, until
 from tests.integration.loop import ROOT

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from protocol.errors import SettingsError, TetherError
-from services.ledger.audit import FILE
-from services.ledger.history import committed_steps, read_events
-from services.ledger.trace import render_trace, trace
+from services.ledger.event_log.archiver import FILE
+from services.ledger.event_log.reader import committed_steps, read_events
+from services.ledger.event_log.trace import render_trace, trace
 from services.observability.steps import read_steps
-from services.replay import render_replay, replay_step
-from services.settings import Settings, dump_settings, run_settings
+from services.settings.load import dump_settings, run_settings
+from services.settings.sections import Settings
+from services.tools.replay import render_replay, replay_step
 from tests.integration.loop import run_to_end, settings_for
 
 pytestmark = pytest.mark.xdist_group("replay")  # what the module sets up once, not one for each process

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from protocol.lifecycle import GroupState
+from services.ledger.embedded_server import EmbeddedServer
 from services.ledger.interface import LedgerStatus
-from services.ledger.ledger import RedisLedger
-from services.ledger.server import EmbeddedServer
-from services.ledger.verify import verify
+from services.ledger.redis.ledger import RedisLedger
+from services.ledger.verify.verifier import verify
 from services.observability.steps import read_steps
 from tests.integration.command import environment, processes_of
 from tests.integration.loop import ROOT

@@ -10,11 +10,12 @@ from pathlib import Path
 
 from protocol.topics import Role
 from services import ingest, reward, rollout
-from services.ledger.ledger import RedisLedger
-from services.ledger.server import EmbeddedServer
+from services.ledger.embedded_server import EmbeddedServer
+from services.ledger.redis.ledger import RedisLedger
 from services.prepare import prepare
-from services.process import connected, opened
-from services.settings import Settings, dump_settings
+from services.runtime.process import connected, opened
+from services.settings.load import dump_settings
+from services.settings.sections import Settings
 from tests.integration.command import environment
 from tests.integration.gate import Gate, Spot, When, gate_to
 from tests.integration.loop import ROOT, settings_for

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reward.combine import combine
-from reward.failure import VerifierError
+from reward.combine import VerifierError, combine
 
 FINITE = st.floats(-1e6, 1e6)
 

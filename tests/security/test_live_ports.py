@@ -12,8 +12,8 @@ import pytest
 
 from protocol.topics import Role
 from services import monitor
-from services.ledger.verify import verify
-from services.process import Process, opened
+from services.ledger.verify.verifier import verify
+from services.runtime.process import Process, opened
 from tests.integration.loop import LiveRun, running, settings_for
 from tests.security.attack import Attack, crowd, garbage, messages
 

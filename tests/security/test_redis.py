@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import SettingsError, TetherError, Unavailable
-from services.ledger.ledger import RedisLedger
-from services.ledger.url import complete_url, redacted
+from services.ledger.redis.ledger import RedisLedger
+from services.ledger.redis.url import complete_url, redacted
 from tests.integration.command import tether
 from tests.integration.loop import ROOT
 from tests.security.tls_server import CORE, PASSWORD, USER, TlsServer, tls_server
@@ -87,7 +87,7 @@ def test_a_run_over_tls_shows_its_password_nowhere(server: TlsServer, tmp_path: 
     assert {"settings.json", "audit.jsonl", "trainer.log"} <= {path.name for path in files}
     assert [path.name for path in files if CORE.encode() in path.read_bytes()] == []
     assert {line.rpartition(" ")[2] for line in lookout.told} >= {"services.trainer", "services.ingest", "services.rollout"}
-    assert not [line for line in lookout.told if "reward.worker" in line or "reward/confine.py" in line]
+    assert not [line for line in lookout.told if "reward.workers.worker" in line or "reward/sandbox/child.py" in line]
 
 
 @pytest.mark.slow

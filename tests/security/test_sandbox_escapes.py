@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from reward.sandbox import NEEDED, Limits, Verdict, run_tests
+from reward.sandbox.runner import NEEDED, Limits, Verdict, run_tests
 from reward.verifiers import python_tests
-from tests.reward.test_sandbox import leftovers
+from tests.reward.sandbox.test_runner import leftovers
 
 pytestmark = pytest.mark.xdist_group("sandbox")
 

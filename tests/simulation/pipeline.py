@@ -6,7 +6,7 @@ from typing import Any
 import redis
 
 from protocol.errors import Reason, Refused
-from services.ledger.scripts import Script, names, script
+from services.ledger.redis.scripts import Script, names, script
 
 MOST = 256
 """Calls that wait for each other."""

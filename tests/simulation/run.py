@@ -14,7 +14,7 @@ from typing import Any
 import redis
 
 from protocol.staleness import Policy
-from services.ledger.server import EmbeddedServer, find_server
+from services.ledger.embedded_server import EmbeddedServer, find_server
 from tests.simulation.scenario import Scenario
 from tests.simulation.world import Outcome, World
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from protocol.errors import Refused
-from services.ledger.findings import AuditResult
-from services.ledger.keys import padded
-from services.ledger.ledger import RedisLedger
-from services.ledger.memory import MemoryLedger
-from services.ledger.verify import Verifier
+from services.ledger.memory.ledger import MemoryLedger
+from services.ledger.redis.keys import padded
+from services.ledger.redis.ledger import RedisLedger
+from services.ledger.verify.result import AuditResult
+from services.ledger.verify.verifier import Verifier
 from tests.simulation.pipeline import Pipeline
 
 DAY_MS = 86_400_000

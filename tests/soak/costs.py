@@ -13,9 +13,9 @@ from typing import Any
 import uvloop
 
 from reward.config import RewardConfig
-from reward.pool import ScorePool
 from reward.score import score_rollout
-from services.ledger.server import EmbeddedServer
+from reward.workers.pool import ScorePool
+from services.ledger.embedded_server import EmbeddedServer
 from tests.soak import bus_costs
 from tests.soak.ledger_costs import measure_ledger
 from tests.soak.projection import Costs, Load, cores, saturation

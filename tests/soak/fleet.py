@@ -19,8 +19,9 @@ import uvloop
 
 from protocol.topics import Role
 from services import reward, rollout
-from services.process import Process, configure_logging, opened
-from services.settings import Settings, load_settings
+from services.runtime.process import Process, configure_logging, opened
+from services.settings.load import load_settings
+from services.settings.sections import Settings
 from tests.soak.census import census
 
 CENSUS_S = 30.0

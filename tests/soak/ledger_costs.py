@@ -14,9 +14,9 @@ from protocol.errors import Refused
 from protocol.ids import new_token
 from protocol.staleness import Bound, Policy
 from protocol.topics import Role
-from services.ledger.audit import Archiver
+from services.ledger.event_log.archiver import Archiver
 from services.ledger.interface import Peer, RunSpec
-from services.ledger.ledger import RedisLedger
+from services.ledger.redis.ledger import RedisLedger
 
 EPOCH = "epoch-1"
 BATCH = 32

@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 import redis
 
-from services.ledger.keys import NAMES, Keys
+from services.ledger.redis.keys import NAMES, Keys
 
 IO_THREADS = ("ZMQbg/IO/", "ZMQbg/Reaper")
 GROUP_KEYS = ("groups", "waiting", "leases", "live", "expired", "scored", "fresh", "taken", "trained", "dropped", "requests")

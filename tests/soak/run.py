@@ -21,13 +21,14 @@ from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen
 from typing import Any
 
-from services.ledger.audit import FILE, Archiver, verify
-from services.ledger.ledger import RedisLedger
-from services.ledger.server import EmbeddedServer
-from services.parent import tied_to_this_process
+from protocol.host.parent_death import tied_to_this_process
+from services.ledger.embedded_server import EmbeddedServer
+from services.ledger.event_log.archiver import FILE, Archiver, verify
+from services.ledger.redis.ledger import RedisLedger
 from services.prepare import prepare
-from services.process import connected
-from services.settings import Settings, dump_settings
+from services.runtime.process import connected
+from services.settings.load import dump_settings
+from services.settings.sections import Settings
 from tests.integration.loop import ROOT, settings_for
 from tests.soak.costs import measured_costs
 from tests.soak.probe import Probe

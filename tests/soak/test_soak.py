@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from services.bus import receiver
-from services.ledger.audit import FILE, verify
-from services.ledger.keys import NAMES
+from services.ledger.event_log.archiver import FILE, verify
+from services.ledger.redis.keys import NAMES
 from tests.integration.loop import LiveRun, running, settings_for
 from tests.soak.census import census
 from tests.soak.probe import GROUP_KEYS, Probe

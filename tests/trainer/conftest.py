@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trainer.config import ScratchConfig
-from trainer.scratch import build_scratch
+from trainer.random_model import build_scratch
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,12 +8,12 @@ import torch
 from protocol.errors import SettingsError
 from tests.trainer.groups import GroupSpec, SampleSpec, scored
 from trainer.algorithms import AlgorithmConfig, make_algorithm
+from trainer.backends.scripted import ScriptedBackend
 from trainer.batch import Batch
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
-from trainer.packing import build_batch
+from trainer.data.batch_builder import build_batch
 from trainer.reference.backend import ReferenceBackend
 from trainer.registry import make_backend
-from trainer.scripted import ScriptedBackend
 
 ROOT = Path(__file__).resolve().parents[2]
 ALGORITHM = make_algorithm(AlgorithmConfig())
@@ -57,7 +57,7 @@ def test_what_cannot_be_made_is_refused(model_dir: Path) -> None:
 
 
 def test_megatron_is_not_imported_for_others() -> None:
-    code = "import sys, trainer.registry, trainer.packing, trainer.weights.registry; sys.exit('megatron' in sys.modules)"
+    code = "import sys, trainer.registry, trainer.data.batch_builder, trainer.weights.registry; sys.exit('megatron' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 

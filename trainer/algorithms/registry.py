@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
+from protocol.choices import checked_name
 from protocol.errors import SettingsError
-from protocol.names import checked_name
 from trainer.algorithms.base import Algorithm
 from trainer.algorithms.dr_grpo import DrGrpo
 from trainer.algorithms.grpo import Grpo

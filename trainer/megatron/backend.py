@@ -8,13 +8,14 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 
 from protocol.errors import SettingsError
-from protocol.lora import NO_ADAPTERS, LoraConfig, adapter_targets
-from trainer.adapter import merged
+from protocol.weights.lora import NO_ADAPTERS, LoraConfig, adapter_targets
 from trainer.algorithms.base import Algorithm
-from trainer.attaching import check_buffers, check_parameters, take_parameters
-from trainer.backend import Backend, StepStats
+from trainer.backends.base import Backend, StepStats
+from trainer.backends.engine_attach import check_buffers, check_parameters, take_parameters
+from trainer.backends.host_offload import HostShelf
 from trainer.batch import Batch
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
+from trainer.lora import merged
 from trainer.megatron import cpu, lora, parallel
 from trainer.megatron.architecture import read_architecture
 from trainer.megatron.checkpoint import layout, restore_part, save_part
@@ -24,7 +25,6 @@ from trainer.megatron.model import DTYPES, build_model, mark_split, transformer_
 from trainer.megatron.optimizer import Optimizer, wrap_model
 from trainer.megatron.reshard import TensorPlan, export_plan, plan_of, stage_rules
 from trainer.megatron.sharing import buffers_of, parts_of
-from trainer.offload import HostShelf
 
 
 class MegatronBackend(Backend):

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from protocol.errors import SettingsError
-from protocol.lora import LoraConfig
+from protocol.weights.lora import LoraConfig
 from trainer.megatron.architecture import Architecture
 from trainer.megatron.optimizer import Optimizer, is_distributed
 from trainer.megatron.parallel import Position

@@ -20,8 +20,8 @@ from megatron.core.tensor_parallel import (
 )
 
 from protocol.errors import SettingsError
-from protocol.lora import AdapterTarget, LoraConfig, adapter_targets
-from trainer.adapter import initial_adapter
+from protocol.weights.lora import AdapterTarget, LoraConfig, adapter_targets
+from trainer.lora import initial_adapter
 from trainer.megatron.convert.rules import Direct, FusedQKV, Rule, Split
 from trainer.megatron.model import mark_split
 from trainer.megatron.parallel import Position

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
+from protocol.device.shared_layout import ROTARY
 from protocol.errors import SettingsError
-from protocol.transfer.shared_weights import ROTARY
-from trainer.attaching import check_buffers
+from trainer.backends.engine_attach import check_buffers
 
 ROWS = 4096
 """Positions whose angles are compared at a time."""

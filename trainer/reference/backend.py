@@ -12,18 +12,18 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from protocol.choices import checked_name
+from protocol.device.hf_build_lock import MODEL_BUILDING
 from protocol.errors import SettingsError
-from protocol.lora import NO_ADAPTERS, LoraConfig
-from protocol.model_building import MODEL_BUILDING
-from protocol.names import checked_name
-from trainer.adapter import merged
+from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from trainer.algorithms.base import Algorithm
-from trainer.attaching import check_parameters, take_parameters
-from trainer.backend import Backend, StepStats
+from trainer.backends.base import Backend, StepStats
+from trainer.backends.engine_attach import check_parameters, take_parameters
+from trainer.backends.host_offload import HostShelf
 from trainer.batch import Batch
 from trainer.config import OptimizerConfig, TrainerConfig
 from trainer.functional.logprobs import token_logprobs
-from trainer.offload import HostShelf
+from trainer.lora import merged
 from trainer.reference.attaching import check_model_buffers
 from trainer.reference.lora import attach
 from trainer.reference.state import load_state, save_state

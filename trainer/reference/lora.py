@@ -5,8 +5,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from protocol.lora import AdapterTarget, LoraConfig, adapter_targets
-from trainer.adapter import initial_adapter
+from protocol.weights.lora import AdapterTarget, LoraConfig, adapter_targets
+from trainer.lora import initial_adapter
 
 
 class LowRank(torch.nn.Module):

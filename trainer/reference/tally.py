@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from trainer.algorithms.base import TokenLoss
-from trainer.backend import StepStats
+from trainer.backends.base import StepStats
 from trainer.batch import Batch
 
 

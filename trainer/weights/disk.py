@@ -15,13 +15,14 @@ import msgspec
 import safetensors.torch
 import torch
 
-from protocol.buckets import DTYPE_BYTES
-from protocol.digests import digest
 from protocol.errors import WeightError
+from protocol.host.atomic_file import sync
 from protocol.messages import TensorEntry, WeightManifest
+from protocol.weights.buckets import DTYPE_BYTES
+from protocol.weights.digests import digest
 from trainer.config import WeightConfig
-from trainer.weights.layout import Named, exhaust, make_manifest
-from trainer.weights.versions import VersionDirectories, remove, sync
+from trainer.weights.bucket_writer import Named, exhaust, make_manifest
+from trainer.weights.version_directories import VersionDirectories, remove
 
 FILE = "model.safetensors"
 MANIFEST = "manifest.json"

@@ -17,9 +17,9 @@ import torch
 from protocol.errors import SettingsError, WeightError
 from protocol.messages import WeightManifest
 from trainer.config import WeightConfig
-from trainer.weights.bucket_sets import BucketSets
-from trainer.weights.layout import Named, exhaust, fill_buckets, make_manifest
-from trainer.weights.serving import Line, Published, VersionServer
+from trainer.weights.bucket_writer import Named, exhaust, fill_buckets, make_manifest
+from trainer.weights.double_buffer import BucketSets
+from trainer.weights.version_server import Line, Published, VersionServer
 
 
 class IpcSender:

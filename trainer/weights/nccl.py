@@ -5,7 +5,7 @@
                                                                (sender) and rank 1 of it, which stay for the next versions
                          {"ready": true}                       on later ones
     both                 a byte, broadcast by rank 0 when the group is new: only then a GPU's is complete
-    both                 the pieces of the buckets (`protocol.buckets.pieces`), broadcast by rank 0 in order
+    both                 the pieces of the buckets (`protocol.weights.buckets.pieces`), broadcast by rank 0 in order
     receiver -> sender   {"done": v}
 
 Pairwise groups: a receiver that hangs or dies holds up no other, and no default process group is touched. The version lies in memory of
@@ -22,16 +22,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from protocol.buckets import pieces
-from protocol.drafts import draft_of
+from protocol.device.bounded_init import check_stuck, make_group
+from protocol.device.pair_group import ALONE, SENDER, abort, make_pair
 from protocol.errors import SettingsError, WeightError
 from protocol.messages import WeightDraft, WeightManifest
-from protocol.transfer.group_making import check_stuck, make_group
-from protocol.transfer.pairs import ALONE, SENDER, abort, make_pair
+from protocol.weights.buckets import pieces
+from protocol.weights.provisional import draft_of
 from trainer.config import WeightConfig
-from trainer.weights.filling import Filling
-from trainer.weights.layout import Named, exhaust, fill_buckets, make_manifest
-from trainer.weights.serving import CLOSE_S, Line, Published, VersionServer, left
+from trainer.weights.bucket_writer import Named, exhaust, fill_buckets, make_manifest
+from trainer.weights.streamed_buckets import Filling
+from trainer.weights.version_server import CLOSE_S, Line, Published, VersionServer, left
 
 BACKENDS = ("gloo", "nccl")
 JOIN_POLL_S = 0.005

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 
+from protocol.choices import checked_name
 from protocol.errors import SettingsError
-from protocol.names import checked_name
 from trainer.config import TRANSPORTS, WeightConfig
 from trainer.weights.base import Sender
 from trainer.weights.disk import DiskSender

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 
-from protocol.buckets import DTYPE_BYTES
+from protocol.device.digests import Digests
+from protocol.device.shared_layout import HELD, MASTERS, TRANSPORT, VERSION, description_file, is_laid_as
+from protocol.device.shared_tensors import Room
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
-from protocol.transfer.device_digests import Digests
-from protocol.transfer.device_memory import Room
-from protocol.transfer.shared_weights import HELD, MASTERS, TRANSPORT, VERSION, description_file, is_laid_as
-from trainer.weights.layout import Layout, Named, exhaust, make_manifest
+from protocol.weights.buckets import DTYPE_BYTES
+from trainer.weights.bucket_writer import Layout, Named, exhaust, make_manifest
 
 NOT_HELD = -1
 

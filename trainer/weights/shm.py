@@ -19,8 +19,8 @@ import torch
 from protocol.errors import WeightError
 from protocol.messages import WeightManifest
 from trainer.config import WeightConfig
-from trainer.weights.layout import Named, exhaust, fill_buckets, make_manifest
-from trainer.weights.versions import VersionDirectories, remove
+from trainer.weights.bucket_writer import Named, exhaust, fill_buckets, make_manifest
+from trainer.weights.version_directories import VersionDirectories, remove
 
 SHARED_MEMORY = Path("/dev/shm")
 OWNER = "owner.pid"

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from rollout.engines.base import EngineConfig, KvPolicy, Request, Sampling
-from rollout.engines.vllm import VllmEngine
-from rollout.engines.vllm_start import sampling_parameters
+from rollout.engines.vllm.engine import VllmEngine
+from rollout.engines.vllm.launch import sampling_parameters
 from tests.benchmarks.gpu.gaps import Step
 from tests.benchmarks.gpu.shapes import PROMPT, SIZES
 

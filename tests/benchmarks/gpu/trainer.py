@@ -21,14 +21,14 @@ from typing import Any
 import msgspec
 import torch
 
-from rollout.engines.shapes import checkpoint_shapes
-from rollout.engines.staging import digest_of
+from protocol.device.checkpoint_shapes import checkpoint_shapes
+from rollout.staging.staging import digest_of
 from tests.benchmarks.gpu import stand_in
 from tests.benchmarks.gpu.groups import HOST, broadcast, join_pair
 from tests.benchmarks.gpu.shapes import device, group_backend, settle
 from trainer.config import WeightConfig
 from trainer.weights.base import DraftingSender, Sender
-from trainer.weights.layout import in_dtype
+from trainer.weights.bucket_writer import in_dtype
 from trainer.weights.registry import make_sender
 
 STEP = 1.015625

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from protocol.drafts import draft_of
 from protocol.messages import WeightManifest
+from protocol.weights.provisional import draft_of
 from tests.benchmarks.gpu.engine import MeasuredEngine
 from tests.benchmarks.gpu.flip import Flip
 from tests.benchmarks.gpu.gaps import Phase

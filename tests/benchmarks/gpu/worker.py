@@ -7,7 +7,7 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-from rollout.engines.vllm_worker import WorkerExtension  # isort: skip - it wants to be the first of ours in vLLM's process
+from rollout.engines.vllm.worker import WorkerExtension  # isort: skip - it wants to be the first of ours in vLLM's process
 
 import torch
 

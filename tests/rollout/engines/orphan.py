@@ -11,7 +11,7 @@ import psutil
 
 from rollout.engines.base import EngineConfig, Request, Sampling
 from rollout.engines.registry import make_engine
-from services.device import Device
+from services.gpu_sharing.device_lock import Device
 from tests.contracts.sglang_environment import sglang_settings
 
 

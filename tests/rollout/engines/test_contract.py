@@ -10,10 +10,10 @@ import pytest_asyncio
 import torch
 
 from protocol.errors import EngineError
-from protocol.lora import NO_ADAPTERS, LoraConfig
+from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from rollout.engines.base import EngineConfig, KvPolicy, Request, Sampling
 from rollout.engines.registry import make_engine
-from rollout.engines.vllm_start import shared_files
+from rollout.engines.vllm.launch import shared_files
 from tests.contracts.engine_bench import MAX_MODEL_LEN, Bench
 from tests.contracts.engine_drafts import DraftContract
 from tests.contracts.engine_models import adapted, tiny_model, weights

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+import rollout.engines.sglang.launch as sglang_start
+import rollout.engines.vllm.launch as vllm_start
 from protocol.errors import EngineError
-from protocol.lora import NO_ADAPTERS, LoraConfig
-from rollout.engines import sglang_start, vllm_start
+from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from rollout.engines.base import EngineConfig
 from tests.contracts.engine_models import tiny_model
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedModel
 
+from protocol.device.checkpoint_shapes import checkpoint_shapes
 from rollout.engines.base import EngineConfig
 from rollout.engines.registry import make_engine
-from rollout.engines.shapes import checkpoint_shapes
 from tests.contracts.engine_models import tiny_model
-from trainer.scratch import ScratchConfig, build_scratch
+from trainer.random_model import ScratchConfig, build_scratch
 
 
 async def test_models_loaded_side_by_side_leave_transformers_as_it_was(tmp_path: Path) -> None:

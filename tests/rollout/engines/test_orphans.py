@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.device import Device
+from services.gpu_sharing.device_lock import Device
 from tests.contracts.engine_models import tiny_model
 
 DEADLINE_S = 30.0

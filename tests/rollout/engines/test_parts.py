@@ -9,17 +9,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from protocol.device.checkpoint_shapes import checkpoint_shapes
 from protocol.errors import EngineError, SettingsError, WeightError
 from rollout.engines.base import EngineConfig, Sampling
-from rollout.engines.marks import Marks
+from rollout.engines.multi_process.token_versions import Marks
 from rollout.engines.registry import ENGINES, make_engine
 from rollout.engines.requests import read_config, spans_from_marks, spans_of
 from rollout.engines.sampling import sample, sampled_distribution
-from rollout.engines.shapes import checkpoint_shapes
-from rollout.engines.share import Share
-from rollout.engines.staging import Staging, digest_of, stored_once, whole_source
-from rollout.engines.tracing import Plan, trace
-from rollout.engines.vllm_start import check_model
+from rollout.engines.vllm.launch import check_model
+from rollout.staging.loader_trace import Plan, trace
+from rollout.staging.rank import Share
+from rollout.staging.staging import Staging, digest_of, stored_once, whole_source
 from tests.contracts.engine_models import tiny_model, weights, write_shm
 
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from protocol.errors import EngineError
-from protocol.lora import NO_ADAPTERS, LoraConfig
+from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from rollout.engines.base import EngineConfig
-from rollout.engines.hf import HFEngine
+from rollout.engines.hf.engine import HFEngine
 from rollout.engines.registry import STARTED_TO_SLEEP, make_engine
 from tests.contracts.engine_bench import MAX_MODEL_LEN, PROMPTS, ask
 from tests.contracts.engine_models import adapted, tiny_model, weights, write_shm

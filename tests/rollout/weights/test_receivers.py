@@ -8,13 +8,13 @@ import msgspec
 import pytest
 import torch
 
-from protocol.buckets import layout_digest, manifest_digest
 from protocol.errors import WeightError
 from protocol.messages import WeightManifest
+from protocol.weights.buckets import layout_digest, manifest_digest
 from rollout.weights.nccl import NcclReceiver, parse_location
 from rollout.weights.registry import RECEIVERS, make_receiver
 from tests.contracts.engine_models import write_disk, write_shm
-from tests.rollout.weights.test_standing import many_descriptors
+from tests.rollout.weights.test_connected_receiver import many_descriptors
 from trainer.config import WeightConfig
 from trainer.weights.nccl import NcclSender
 

@@ -2,7 +2,7 @@
 
 import zmq
 
-from services.bus.context import make_context
+from services.bus.pump import make_context
 from tests.soak.census import census
 
 MESSAGES, BYTES = 500, 150

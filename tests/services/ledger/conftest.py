@@ -8,7 +8,7 @@ import pytest
 import redis
 
 from protocol.errors import SettingsError
-from services.ledger.server import EmbeddedServer, find_server
+from services.ledger.embedded_server import EmbeddedServer, find_server
 from tests.contracts.ledger_rig import Driver, MemoryRig, RedisRig, Rig
 
 

@@ -5,7 +5,7 @@ from hypothesis.stateful import initialize, invariant, rule
 
 from protocol.lifecycle import GroupState
 from protocol.staleness import Policy, holds
-from services.ledger.verify import verify_events
+from services.ledger.verify.verifier import verify_events
 from tests.contracts.ledger_rig import spec
 from tests.services.ledger.moves import ENGINES, Moves, Pick
 

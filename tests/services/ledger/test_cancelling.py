@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from services.ledger.interface import Peer
-from services.ledger.ledger import RedisLedger
+from services.ledger.redis.ledger import RedisLedger
 from tests.contracts.ledger_rig import new_run
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from protocol.errors import SettingsError
 from protocol.staleness import Policy
-from services.ledger.history import committed_steps
-from services.ledger.trace import render_trace, trace
+from services.ledger.event_log.reader import committed_steps
+from services.ledger.event_log.trace import render_trace, trace
 from tests.contracts.ledger_rig import Driver, MemoryRig
 
 Log = list[dict[str, Any]]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from redis.asyncio import Redis
 
-from services.ledger.server import EmbeddedServer, keep_running_loop
+from services.ledger.embedded_server import EmbeddedServer, keep_running_loop
 from tests.services.ledger.conftest import valkey_binary
 
 

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from protocol.staleness import Policy
-from services.ledger.server import EmbeddedServer
+from services.ledger.embedded_server import EmbeddedServer
 from tests.services.ledger.conftest import redis_binary, valkey_binary
 from tests.services.ledger.machine import DISTURB, PROGRESS, Machine
 

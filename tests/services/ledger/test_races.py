@@ -13,10 +13,10 @@ import redis as redis_sync
 
 from protocol.errors import Reason, Refused
 from protocol.staleness import Policy, trainable_counts
+from services.ledger.embedded_server import EmbeddedServer
 from services.ledger.interface import Lease
-from services.ledger.ledger import RedisLedger
-from services.ledger.server import EmbeddedServer
-from services.ledger.verify import verify_events
+from services.ledger.redis.ledger import RedisLedger
+from services.ledger.verify.verifier import verify_events
 from tests.contracts.ledger_rig import new_run, spec
 
 WORKERS = 12

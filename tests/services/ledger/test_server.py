@@ -12,11 +12,11 @@ import pytest
 import redis as redis_sync
 
 from protocol.errors import SettingsError, Unavailable
-from services.ledger import scripts
-from services.ledger.ledger import RedisLedger
-from services.ledger.scripts import names
-from services.ledger.server import EmbeddedServer, read_endpoint
-from services.ledger.url import redacted
+from services.ledger.embedded_server import EmbeddedServer, read_endpoint
+from services.ledger.redis import scripts
+from services.ledger.redis.ledger import RedisLedger
+from services.ledger.redis.scripts import names
+from services.ledger.redis.url import redacted
 from tests.contracts.ledger_rig import Driver, RedisRig
 from tests.services.ledger.conftest import redis_binary, valkey_binary
 
@@ -54,7 +54,7 @@ async def test_kill_9_loses_nothing_and_clients_go_on(binary: str, tmp_path: Pat
 
 
 async def test_endpoint_is_noted_for_the_owner_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.ledger.server.LOCK_S", 0.1)
+    monkeypatch.setattr("services.ledger.embedded_server.LOCK_S", 0.1)
     server = EmbeddedServer(tmp_path)
     await server.start()
     note = json.loads((tmp_path / "endpoint.json").read_text())
@@ -117,7 +117,7 @@ async def test_a_server_listens_where_the_system_sends_nobody(tmp_path: Path) ->
 def test_server_ends_with_its_parent(tmp_path: Path) -> None:
     code = (
         "import asyncio, os, pathlib, signal, sys\n"
-        "from services.ledger.server import EmbeddedServer\n"
+        "from services.ledger.embedded_server import EmbeddedServer\n"
         "asyncio.run(EmbeddedServer(pathlib.Path(sys.argv[1])).start())\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )

@@ -15,7 +15,7 @@ from protocol.errors import Reason, Refused
 from protocol.lifecycle import ACTIVE, GroupState
 from protocol.staleness import Policy, holds, trainable_counts
 from services.ledger.interface import Taken
-from services.ledger.memory import MemoryLedger
+from services.ledger.memory.ledger import MemoryLedger
 from tests.contracts.ledger_rig import spec
 
 MOST_E = 1

@@ -10,7 +10,7 @@ from protocol.errors import Reason, Refused, Unavailable
 from protocol.messages import StepReport
 from protocol.staleness import Policy
 from services.ledger.interface import Peer
-from services.ledger.memory import MemoryLedger
+from services.ledger.memory.ledger import MemoryLedger
 from services.observability.progress import Progress, describe_waits
 from services.observability.status import collect_status, render_status
 from services.observability.steps import StepLog

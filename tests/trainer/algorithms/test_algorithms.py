@@ -8,7 +8,7 @@ from protocol.errors import SettingsError
 from tests.trainer.groups import GroupSpec, SampleSpec, scored
 from trainer.algorithms import Algorithm, AlgorithmConfig, make_algorithm
 from trainer.batch import Batch
-from trainer.packing import build_batch
+from trainer.data.batch_builder import build_batch
 
 
 def algorithm(name: str = "grpo", **values: float) -> Algorithm:

@@ -3,11 +3,11 @@
 import torch
 from torch.func import functional_call
 
-from protocol.lora import AdapterTarget, LoraConfig, adapter_targets
+from protocol.weights.lora import AdapterTarget, LoraConfig, adapter_targets
 from tests.trainer.megatron.models import OPTIMIZER, make_batch, make_model
-from trainer.adapter import initial_adapter
 from trainer.algorithms.grpo import Grpo
 from trainer.config import AlgorithmConfig
+from trainer.lora import initial_adapter
 
 LORA = LoraConfig(rank=4, alpha=6.0)
 ALGORITHM = Grpo(AlgorithmConfig(entropy_coef=0.02))

@@ -13,8 +13,8 @@ from tests.trainer.lora.oracle import ALGORITHM, LORA, STEPS
 from tests.trainer.megatron.launch import DEADLINE_S
 from tests.trainer.megatron.models import OPTIMIZER, make_batch
 from tests.trainer.megatron.ranks import LAYOUTS
+from trainer.backends.hf_export import save_hf
 from trainer.config import TrainerConfig
-from trainer.export import save_hf
 from trainer.megatron.backend import MegatronBackend
 
 

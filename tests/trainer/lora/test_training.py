@@ -8,15 +8,15 @@ import torch
 from safetensors.torch import load_file
 
 from protocol.errors import SettingsError
-from protocol.lora import NO_ADAPTERS, LoraConfig, adapter_shapes, adapter_targets
+from protocol.weights.lora import NO_ADAPTERS, LoraConfig, adapter_shapes, adapter_targets
 from tests.trainer.lora.oracle import ALGORITHM, LORA, STEPS, targets_of, trained_by_hand
 from tests.trainer.lora.ranks import run
 from tests.trainer.megatron.launch import launch
 from tests.trainer.megatron.models import OPTIMIZER, make_batch, make_model, save_model
 from tests.trainer.megatron.ranks import LAYOUTS
-from trainer.adapter import merged, save_adapter
+from trainer.backends.hf_export import save_hf
 from trainer.config import TrainerConfig
-from trainer.export import save_hf
+from trainer.lora import merged, save_adapter
 from trainer.reference.backend import ReferenceBackend
 
 SLOW = [pytest.param(layout, marks=pytest.mark.slow) for layout in ("tp2", "pp2", "dp2", "tp2-pp2")]

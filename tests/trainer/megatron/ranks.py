@@ -15,9 +15,9 @@ from protocol.errors import SettingsError
 from tests.trainer.megatron.launch import DEADLINE_S
 from tests.trainer.megatron.models import MODELS, OPTIMIZER, make_batch
 from trainer.algorithms.grpo import Grpo
-from trainer.backend import Backend
+from trainer.backends.base import Backend
+from trainer.backends.hf_export import save_hf
 from trainer.config import AlgorithmConfig, ParallelConfig, TrainerConfig
-from trainer.export import save_hf
 from trainer.megatron.backend import MegatronBackend
 
 LAYOUTS = {

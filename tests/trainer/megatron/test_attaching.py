@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from protocol.device.shared_tensors import mapped
 from protocol.errors import SettingsError, WeightError
-from protocol.transfer.device_memory import mapped
-from rollout.engines.direct import DirectStaging, describe, share_parameters
-from rollout.engines.staging import digest_of, whole_source
+from rollout.staging.shared_weights import DirectStaging, describe, share_parameters
+from rollout.staging.staging import digest_of, whole_source
 from tests.trainer.attached import Tensors, assert_lies_in_shared_memory, change
 from tests.trainer.megatron.models import MODELS, OPTIMIZER, make_batch, save_model
 from tests.trainer.megatron.ranks import ALGORITHM
@@ -23,7 +23,7 @@ from trainer.megatron.inference import SlotModel
 from trainer.megatron.model import DTYPES
 from trainer.megatron.reshard import Piece, TensorPlan
 from trainer.megatron.sharing import parts_of
-from trainer.weights.layout import in_dtype
+from trainer.weights.bucket_writer import in_dtype
 from trainer.weights.shared import SharedSender
 
 NAME = "qwen2"

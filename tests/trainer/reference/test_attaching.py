@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from protocol.device.shared_tensors import Room, mapped
 from protocol.errors import SettingsError, WeightError
-from protocol.transfer.device_memory import Room, mapped
 from tests.trainer.attached import Tensors, assert_lies_in_shared_memory, change
 from tests.trainer.reference.test_backend import assert_same_bits, batch, exported, make
 from trainer.reference.backend import DTYPES, ReferenceBackend

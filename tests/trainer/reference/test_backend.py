@@ -9,9 +9,9 @@ from tests.trainer.groups import GroupSpec, SampleSpec, scored
 from trainer.algorithms import AlgorithmConfig, make_algorithm
 from trainer.batch import Batch
 from trainer.config import OptimizerConfig, ScratchConfig, TrainerConfig
-from trainer.packing import build_batch
+from trainer.data.batch_builder import build_batch
+from trainer.random_model import build_scratch
 from trainer.reference.backend import ReferenceBackend
-from trainer.scratch import build_scratch
 
 
 def make(

@@ -9,8 +9,8 @@ from protocol.messages import ScoredRollout
 from tests.trainer.groups import GroupSpec, SampleSpec, scored
 from trainer.algorithms import AlgorithmConfig, make_algorithm
 from trainer.config import OptimizerConfig, TrainerConfig
+from trainer.data.batch_builder import build_batch
 from trainer.functional.logprobs import token_logprobs
-from trainer.packing import build_batch
 from trainer.reference.backend import ReferenceBackend
 
 DIGIT, EQUALS = 2, 12

@@ -15,9 +15,9 @@ import msgspec
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from protocol.messages import WeightManifest
-from rollout.weights.entries import Deadline
-from rollout.weights.line import Line
 from rollout.weights.nccl import parse_location
+from rollout.weights.sender_connection import Line
+from rollout.weights.verification import Deadline
 
 TIMEOUT = timedelta(seconds=60)
 

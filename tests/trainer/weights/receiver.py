@@ -18,7 +18,7 @@ import torch
 
 from protocol.errors import WeightError
 from protocol.messages import WeightManifest
-from rollout.engines.staging import Staging, digest_of, whole_source
+from rollout.staging.staging import Staging, digest_of, whole_source
 from rollout.weights.registry import make_receiver
 
 COUNT, SIZE = 16, 300_000

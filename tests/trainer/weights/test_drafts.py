@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from protocol.drafts import draft_of
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
-from rollout.engines.staging import Staging, whole_source
+from protocol.weights.provisional import draft_of
+from rollout.staging.staging import Staging, whole_source
 from rollout.weights.nccl import NcclReceiver
 from rollout.weights.registry import make_receiver
 from tests.trainer.weights import receiver as process
@@ -204,7 +204,7 @@ def test_an_engine_in_a_process_of_its_own_receives_what_is_made(workers: Thread
 CLOSED_IN_THE_MIDDLE = """
 import threading, torch
 from contextlib import suppress
-from protocol.drafts import draft_of
+from protocol.weights.provisional import draft_of
 from protocol.errors import WeightError
 from rollout.weights.nccl import NcclReceiver
 from trainer.config import WeightConfig

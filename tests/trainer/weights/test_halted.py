@@ -13,16 +13,16 @@ import msgspec
 import pytest
 import torch
 
+from protocol.device import bounded_init
+from protocol.device.bounded_init import MAX_STUCK
 from protocol.errors import WeightError
 from protocol.messages import WeightManifest
-from protocol.transfer import group_making
-from protocol.transfer.group_making import MAX_STUCK
 from rollout.weights.registry import make_receiver
 from tests.trainer.weights.engines import ROOT, publish, started
 from tests.trainer.weights.receiver import COUNT
 from trainer.config import WeightConfig
 from trainer.weights.nccl import NcclSender, _Pair
-from trainer.weights.serving import MAX_RECEIVERS, Line, Published
+from trainer.weights.version_server import MAX_RECEIVERS, Line, Published
 
 
 @contextmanager
@@ -127,9 +127,9 @@ def _stick() -> None:
         words = msgspec.msgpack.encode(manifest).hex()
         with halted("receiver", words, str(MAX_STUCK - 1)) as said:
             assert said == "there"
-            until(lambda: len(group_making._left) == MAX_STUCK - 1)
+            until(lambda: len(bounded_init._left) == MAX_STUCK - 1)
             engine.serve(publish(sender, 2, "cuda"))
             with halted("receiver", msgspec.msgpack.encode(publish(sender, 3, "cuda")).hex(), "1"):
-                until(lambda: len(group_making._left) == MAX_STUCK)
+                until(lambda: len(bounded_init._left) == MAX_STUCK)
                 with pytest.raises(WeightError, match="4 threads are stuck where process groups are made"):
                     until(lambda: publish(sender, 4, "cuda").version != 4)

@@ -10,7 +10,7 @@ from protocol.errors import SettingsError, WeightError
 from tests.trainer.weights.engines import publish, started, trainer
 from tests.trainer.weights.receiver import COUNT, SIZE
 from trainer.config import WeightConfig
-from trainer.weights.bucket_sets import BucketSets
+from trainer.weights.double_buffer import BucketSets
 from trainer.weights.ipc import IpcSender
 
 GPUS = [pytest.param(0, marks=pytest.mark.gpu), pytest.param(1, marks=pytest.mark.gpu)]

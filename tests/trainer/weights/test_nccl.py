@@ -15,7 +15,7 @@ from rollout.weights.nccl import NcclReceiver
 from rollout.weights.registry import make_receiver
 from trainer.config import WeightConfig
 from trainer.weights.nccl import NcclSender
-from trainer.weights.serving import MAX_RECEIVERS
+from trainer.weights.version_server import MAX_RECEIVERS
 
 
 def weights(value: float = 1.0) -> list[tuple[str, torch.Tensor]]:

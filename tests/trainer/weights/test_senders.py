@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from protocol.buckets import check_manifest, manifest_digest
 from protocol.errors import SettingsError, WeightError
 from protocol.messages import WeightManifest
+from protocol.weights.buckets import check_manifest, manifest_digest
 from rollout.weights.registry import make_receiver
 from trainer.config import WeightConfig
 from trainer.weights.base import Sender

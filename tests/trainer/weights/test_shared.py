@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from protocol.buckets import check_manifest
 from protocol.errors import SettingsError, WeightError
 from protocol.messages import WeightManifest
+from protocol.weights.buckets import check_manifest
 from rollout.weights.registry import make_receiver
 from rollout.weights.shared import SharedReceiver
 from trainer.config import WeightConfig
-from trainer.weights.layout import in_dtype
+from trainer.weights.bucket_writer import in_dtype
 from trainer.weights.registry import make_sender
 from trainer.weights.shared import SharedSender
 

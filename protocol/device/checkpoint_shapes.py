@@ -1,0 +1,44 @@
+"""What is known of a checkpoint's tensors without loading them."""
+
+import json
+import struct
+from pathlib import Path
+
+import torch
+
+from protocol.device.hf_build_lock import MODEL_BUILDING
+from protocol.errors import EngineError
+
+MAX_HEADER_BYTES = 100 << 20
+"""Of a safetensors file, its own limit."""
+
+
+def checkpoint_shapes(model_dir: Path) -> dict[str, list[int]]:
+    """Names and shapes of the model's checkpoint tensors: from the files' headers, or without files from the architecture.
+
+    Raises:
+        EngineError: if a file cannot be read or the architecture is not known.
+    """
+    shapes: dict[str, list[int]] = {}
+    for path in sorted(model_dir.glob("*.safetensors")):
+        try:
+            with path.open("rb") as file:
+                (size,) = struct.unpack("<Q", file.read(8))
+                if size > MAX_HEADER_BYTES:
+                    raise ValueError(f"a header of {size} bytes")
+                header = json.loads(file.read(size))
+            shapes |= {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
+        except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+            raise EngineError(f"{path}: {error}") from error
+    return shapes or _architecture_shapes(model_dir)
+
+
+def _architecture_shapes(model_dir: Path) -> dict[str, list[int]]:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        with MODEL_BUILDING, torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir))
+    except (OSError, ValueError, KeyError) as error:
+        raise EngineError(f"{model_dir} holds no weights, and its architecture is not known: {error}") from error
+    return {name: list(parameter.shape) for name, parameter in model.named_parameters()}

@@ -1,0 +1,1 @@
+"""What the processes of one host do: files, locks, descriptors and process trees."""

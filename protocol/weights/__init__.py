@@ -1,0 +1,1 @@
+"""Layout, digests and provisional manifests of weight versions: pure functions."""

@@ -1,0 +1,1 @@
+"""Runs code that a model wrote in a confined child process."""

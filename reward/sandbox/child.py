@@ -1,0 +1,268 @@
+"""Run as a script by `reward/sandbox/runner.py`: confines itself, then runs the code. Imports nothing but the standard library.
+
+Three processes: this one; under it the first process of a new pid namespace, which waits; under that the one that runs the code. When the
+first process of a namespace ends, the kernel kills all others in it. Where there are no namespaces, this process adopts and kills what is
+left. The report goes to standard output, each line with a secret word, because the code can write there too.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import resource
+import signal
+import struct
+import sys
+from collections.abc import Callable
+from typing import Any
+
+NEWNS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x00020000, 0x08000000, 0x10000000, 0x20000000, 0x40000000
+PR_SET_PDEATHSIG, PR_SET_KEEPCAPS, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 8, 36, 38
+MS_REC, MS_PRIVATE, MS_NOSUID, MS_NODEV = 1 << 14, 1 << 18, 1 << 1, 1 << 2
+CAP_DAC_READ_SEARCH = 1 << 2
+LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
+LANDLOCK_VERSION, LANDLOCK_PATH_BENEATH = 1, 1
+READ = (1 << 2) | (1 << 3)
+WRITE = {1: 0x1FF2, 2: 0x3FF2, 3: 0x7FF2}
+"""Landlock ABI -> every right that changes files: write, remove, make, (2) refer, (3) truncate."""
+ON_FILES = (1 << 1) | (1 << 2) | (1 << 14)
+"""The rights that a rule on a file, not a directory, may name: write, read, truncate."""
+READABLE = (sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/dev/urandom", "/dev/zero")
+NOBODY = 65534
+PR_SET_SECCOMP, SECCOMP_FILTER = 22, 2
+AUDIT_X86_64, X32_BIT = 0xC000003E, 0x40000000
+DENIED = (
+    41, 101, 310, 311,  # socket; ptrace, process_vm_readv, process_vm_writev
+    272, 308, 155, 161, 165, 166, 304,  # unshare, setns; pivot_root, chroot, mount, umount2, open_by_handle_at
+    29, 64, 68, 319,  # shmget, semget, msgget, memfd_create: memory that no limit counts
+    248, 249, 250, 298, 321, 323, 425, 426, 427,  # keys; perf_event_open, bpf, userfaultfd, io_uring
+    167, 168, 169, 175, 176, 246, 313, 320,  # swapon, swapoff, reboot, modules, kexec
+)  # fmt: skip
+"""x86-64 system calls that no tested code needs."""
+CLONE, CLONE3, NEW_NAMESPACES = 56, 435, 0x7E020000
+
+libc = ctypes.CDLL(None, use_errno=True)
+libc.syscall.restype = ctypes.c_long
+
+
+def main() -> None:
+    """Confine, run, report."""
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    spec = json.load(sys.stdin.buffer)
+    limits, directory = spec["limits"], spec["directory"]
+    if os.getuid() == 0:
+        os.chown(directory, NOBODY, NOBODY)
+    isolation = namespaces(directory, limits["file_mb"])
+    report = reporter(spec["nonce"])
+    if "pid" not in isolation:
+        libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+    def play() -> None:
+        confine(limits, directory, isolation)
+        if limits["isolation"] == "required" and not {"pid", "net", "tmpfs", "landlock"} <= isolation:
+            raise OSError(f"reward isolation is required, but this machine offers only: {', '.join(sorted(isolation)) or 'nothing'}")
+        report("isolation " + " ".join(sorted(isolation)))
+        run(spec["code"], spec["tests"], report)
+
+    wait_for(fork(lambda: wait_for(fork(play)) if "pid" in isolation else play()))
+    end_orphans()
+    report("done")
+
+
+def fork(work: Callable[[], Any]) -> int:
+    """Run `work` in a child that dies with us; its pid."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        work()
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            os.write(2, f"{type(error).__name__}: {error}\n".encode())
+        os._exit(1)
+    os._exit(0)
+
+
+def wait_for(pid: int) -> None:
+    """Wait for a child; as the first process of a namespace, reap the orphans meanwhile."""
+    while os.waitpid(-1, 0)[0] != pid:
+        pass
+
+
+def end_orphans() -> None:
+    """Kill what outlived the code. In a namespace there is nothing left."""
+    while True:
+        with open(f"/proc/self/task/{os.getpid()}/children") as children:
+            pids = [int(pid) for pid in children.read().split()]
+        if not pids:
+            return
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def reporter(nonce: str) -> Callable[[str], None]:
+    """A function that writes lines to our standard output, whatever the code does to `sys.stdout` or descriptor 1."""
+    out = os.dup(1)
+
+    def report(text: str) -> None:
+        os.write(out, f"{nonce} {text}\n".encode())
+
+    return report
+
+
+def namespaces(directory: str, size_mb: int) -> set[str]:
+    """Enter as many namespaces as the kernel allows; says which."""
+    uid, gid = os.geteuid(), os.getegid()
+    user = NEWUSER if uid else 0
+    if libc.unshare(user | NEWPID | NEWNET | NEWIPC | NEWNS):
+        return set()
+    if user:
+        for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
+    entered = {"pid", "net"}
+    owner = f",uid={NOBODY},gid={NOBODY}" if not user else ""
+    options = f"size={size_mb}m,nr_inodes=4096,mode=700{owner}".encode()
+    private = libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None) == 0
+    if private and libc.mount(b"tmpfs", directory.encode(), b"tmpfs", MS_NOSUID | MS_NODEV, options) == 0:
+        entered.add("tmpfs")
+    return entered
+
+
+def confine(limits: dict[str, Any], directory: str, isolation: set[str]) -> None:
+    """Give up everything that the code does not need. What is in force is added to `isolation`."""
+    os.chdir(directory)
+    target = NOBODY if os.getuid() == 0 else os.getuid()
+    own = target == os.getuid()  # then we are among those that are counted
+    processes = tasks_of(target, within=own and "pid" in isolation) - own + limits["processes"]
+    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    if landlock(directory):
+        isolation.add("landlock")
+    if target == NOBODY:
+        libc.prctl(PR_SET_KEEPCAPS, 1, 0, 0, 0)
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+        isolation.add("nobody")
+    keep_capabilities(0 if readable() or "landlock" not in isolation else CAP_DAC_READ_SEARCH)
+    if not readable():
+        raise OSError(f"Python in {sys.base_prefix} is not readable for the user nobody; run reward workers as another user than root")
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # changing the user has cleared it
+    mb = 1 << 20
+    for kind, value in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_CPU, limits["cpu_s"]),
+        (resource.RLIMIT_FSIZE, limits["file_mb"] * mb),
+        (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_NPROC, processes),
+        (resource.RLIMIT_AS, limits["memory_mb"] * mb),
+    ):
+        resource.setrlimit(kind, (value, value))
+    if seccomp():
+        isolation.add("seccomp")
+
+
+def readable() -> bool:
+    """Whether we may read the standard library, which the code will import from."""
+    try:
+        with open(os.__file__):
+            return True
+    except OSError:
+        return False
+
+
+def landlock(directory: str) -> bool:
+    """Allow writing in `directory` only, and reading there and in `READABLE`. False if the kernel has no Landlock."""
+    abi = libc.syscall(LANDLOCK_CREATE, None, 0, LANDLOCK_VERSION)
+    if abi < 1:
+        return False
+    write = WRITE[min(abi, max(WRITE))]
+    attribute = ctypes.c_uint64(READ | write)
+    rules = libc.syscall(LANDLOCK_CREATE, ctypes.byref(attribute), ctypes.sizeof(attribute), 0)
+    if rules < 0:
+        return False
+    for path, rights in (*((path, READ) for path in READABLE), (directory, READ | write), ("/dev/null", READ | write)):
+        with contextlib.suppress(FileNotFoundError):
+            allow(rules, path, rights)
+    done: bool = libc.syscall(LANDLOCK_RESTRICT, rules, 0) == 0
+    os.close(rules)
+    return done
+
+
+def allow(rules: int, path: str, rights: int) -> None:
+    """Add a Landlock rule."""
+    beneath = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    rule = struct.pack("=Qi", rights if os.path.isdir(path) else rights & ON_FILES, beneath)
+    if libc.syscall(LANDLOCK_ADD, rules, LANDLOCK_PATH_BENEATH, rule, 0):
+        raise OSError(ctypes.get_errno(), "landlock_add_rule", path)
+    os.close(beneath)
+
+
+def seccomp() -> bool:
+    """Have the kernel refuse `DENIED` and new namespaces from now on. False where it has no such filters, and on others than x86-64."""
+    if os.uname().machine != "x86_64":
+        return False
+    load, equal, at_least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
+    kill, eperm, enosys, allow = 0x80000000, 0x00050001, 0x00050026, 0x7FFF0000
+    program = [
+        (load, 0, 0, 4),
+        (equal, 1, 0, AUDIT_X86_64),
+        (give, 0, 0, kill),
+        (load, 0, 0, 0),
+        (at_least, 0, 1, X32_BIT),
+        (give, 0, 0, enosys),
+    ]
+    for number in DENIED:
+        program += [(equal, 0, 1, number), (give, 0, 0, eperm)]
+    program += [(equal, 0, 1, CLONE3), (give, 0, 0, enosys)]  # its flags cannot be seen; the C library then uses clone
+    program += [(equal, 0, 3, CLONE), (load, 0, 0, 16), (any_bit, 0, 1, NEW_NAMESPACES), (give, 0, 0, eperm), (give, 0, 0, allow)]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in program))
+    head = ctypes.create_string_buffer(struct.pack("@HP", len(program), ctypes.addressof(code)))
+    return int(libc.prctl(PR_SET_SECCOMP, SECCOMP_FILTER, head, 0, 0)) == 0
+
+
+def keep_capabilities(mask: int) -> None:
+    """Drop all capabilities but those in `mask`."""
+    header = struct.pack("=Ii", 0x20080522, 0)
+    if libc.capset(header, struct.pack("=6I", mask, mask, 0, 0, 0, 0)):
+        raise OSError(ctypes.get_errno(), "capset")
+
+
+def tasks_of(uid: int, within: bool) -> int:
+    """The threads that the kernel holds against a limit on processes: all of the user's on this machine.
+
+    Within a user namespace of our own, kernels from 5.14 on count only those in it.
+    """
+    release = re.match(r"(\d+)\.(\d+)", os.uname().release)
+    within = within and release is not None and (int(release[1]), int(release[2])) >= (5, 14)
+    ours, count = os.readlink("/proc/self/ns/user"), 0
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if os.stat(f"/proc/{pid}").st_uid == uid and not (within and os.readlink(f"/proc/{pid}/ns/user") != ours):
+                count += len(os.listdir(f"/proc/{pid}/task"))
+    return count
+
+
+def run(code: str, tests: list[str], report: Callable[[str], None]) -> None:
+    """Run the code and then each test; report the tests that do not raise."""
+    null = os.open("/dev/null", os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(null, descriptor)
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    try:
+        exec(compile(code, "response.py", "exec"), namespace)
+    except BaseException:
+        return
+    for i, test in enumerate(tests):
+        try:
+            exec(compile(test, f"test_{i}.py", "exec"), namespace)
+        except BaseException:
+            continue
+        report(str(i))
+
+
+if __name__ == "__main__":
+    main()

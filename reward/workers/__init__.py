@@ -1,0 +1,1 @@
+"""Scores in worker processes with a time limit."""

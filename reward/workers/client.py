@@ -1,0 +1,136 @@
+"""One worker process as the pool sees it: started, asked, ended."""
+
+import asyncio
+import contextlib
+import os
+import struct
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from protocol.errors import RewardError, SettingsError
+from protocol.host.process_tree import end_tree
+from reward.combine import VerifierError
+from reward.config import RewardConfig
+
+LENGTH = struct.Struct("<I")
+MAX_FRAME = 1 << 16
+"""Bytes of a frame from a worker: a number or a short text."""
+EXIT_S = 2.0
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Scorer:
+    """A worker process. `score` is called for one group at a time; after an exception with `healthy` False it must be ended."""
+
+    def __init__(self, process: Process, config: RewardConfig) -> None:
+        self._process, self._config = process, config
+        self.healthy = True
+
+    @classmethod
+    async def start(cls, config: RewardConfig) -> "Scorer":
+        """Start a worker and wait until it has imported its verifiers. Cancelling it ends the process.
+
+        Raises:
+            SettingsError: if a verifier's name or options are wrong.
+            RewardError: if it does not get ready in `start_timeout_s`.
+        """
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        own = {name: value for name, value in os.environ.items() if not name.startswith("TETHER_")}  # verifiers need no password
+        environment = own | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-P", "-m", "reward.workers.worker", stdin=PIPE, stdout=PIPE, start_new_session=True, env=environment
+        )
+        scorer = cls(process, config)
+        try:
+            async with asyncio.timeout(config.start_timeout_s):
+                await scorer._send([config.memory_mb, [[v.name, v.options] for v in config.verifiers]])
+                kind, *rest = await scorer._receive()
+        except TimeoutError:
+            await scorer.end()
+            raise RewardError(f"a reward worker was not ready within reward.start_timeout_s {config.start_timeout_s}") from None
+        except (EOFError, OSError) as error:
+            code = await scorer._exit_code()
+            raise RewardError(f"a reward worker ended while starting, exit code {code}") from error
+        except BaseException:
+            await scorer.end()
+            raise
+        if kind == "settings":
+            await scorer.end()
+            raise SettingsError(rest[0])
+        return scorer
+
+    async def score(self, prompt_text: str, responses: Sequence[str], metadata: bytes) -> dict[str, list[float]]:
+        """Every verifier's score of every response.
+
+        Raises:
+            VerifierError: if a verifier raises (the worker stays healthy), exceeds `timeout_s` or crashes.
+        """
+        self.healthy = False  # until the whole answer has been read, also if we are cancelled
+        names = [verifier.name for verifier in self._config.verifiers]
+        scores: dict[str, list[float]] = {name: [] for name in names}
+        current = names[0] if names else ""
+        try:
+            async with asyncio.timeout(self._config.timeout_s):
+                await self._send([prompt_text, list(responses), metadata])
+            for current in names:
+                for _ in responses:
+                    async with asyncio.timeout(self._config.timeout_s):
+                        kind, value = await self._receive()
+                    if kind == "error":
+                        self.healthy = True
+                        raise VerifierError(current, value)
+                    scores[current].append(float(value))
+        except TimeoutError:
+            i = len(scores.get(current, ()))
+            raise VerifierError(current, f"no score for sample {i} within reward.timeout_s {self._config.timeout_s}") from None
+        except (EOFError, OSError, ValueError, msgspec.MsgspecError) as error:
+            code = await self._exit_code()
+            raise VerifierError(current, f"the worker process ended, exit code {code}") from error
+        self.healthy = True
+        return scores
+
+    def kill(self) -> None:
+        """Kill the process and what it started."""
+        self.healthy = False
+        if self._process.returncode is None:
+            end_tree(self._process.pid)
+
+    async def end(self) -> int:
+        """Kill the process and wait for it; not while `score` runs. Idempotent. Returns its exit code."""
+        self.kill()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        code = await self._process.wait()
+        await self._drain()
+        return code
+
+    async def _exit_code(self) -> int:
+        """Of a process that closed its pipe by itself; one that lives on nevertheless is killed."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(EXIT_S):
+                await self._process.wait()
+        return await self.end()
+
+    async def _drain(self) -> None:
+        """Read to the end, so that the transport closes."""
+        assert self._process.stdout is not None
+        while await self._process.stdout.read(MAX_FRAME):
+            pass
+
+    async def _send(self, frame: list[Any]) -> None:
+        assert self._process.stdin is not None
+        data = msgspec.msgpack.encode(frame)
+        self._process.stdin.write(LENGTH.pack(len(data)) + data)
+        await self._process.stdin.drain()
+
+    async def _receive(self) -> list[Any]:
+        assert self._process.stdout is not None
+        (length,) = LENGTH.unpack(await self._process.stdout.readexactly(LENGTH.size))
+        if length > MAX_FRAME:
+            raise ValueError(f"frame of {length} bytes from a reward worker")
+        return msgspec.msgpack.decode(await self._process.stdout.readexactly(length), type=list[Any])

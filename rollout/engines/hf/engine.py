@@ -1,0 +1,107 @@
+"""The reference engine: a transformers model in this process, on a CPU or a GPU. Clear rather than fast."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from protocol.device.hf_build_lock import MODEL_BUILDING
+from protocol.device.shared_layout import TRANSPORT
+from protocol.device.shared_tensors import Room
+from protocol.errors import EngineError
+from protocol.weights.lora import NO_ADAPTERS, LoraConfig
+from rollout.engines.base import Capabilities, EngineConfig
+from rollout.engines.hf.decoder import PaddingDecoder
+from rollout.engines.hf.lora_merge import MergedStaging
+from rollout.engines.in_process.engine import Model, SteppedEngine
+from rollout.engines.requests import check_adapters
+from rollout.staging.releasable_memory import Memory, check_room
+from rollout.staging.shared_weights import DirectStaging, describe, share_parameters
+from rollout.staging.staging import Beside, Staging, stored_once, whole_source
+from rollout.weights.registry import RECEIVERS
+
+
+class HFEngine(SteppedEngine):
+    """Serves what `AutoModelForCausalLM` loads. A model directory without weights gives a model with random ones."""
+
+    def __init__(
+        self, config: EngineConfig, model_dir: Path, incarnation: str, lora: LoraConfig = NO_ADAPTERS, shared: Path | None = None
+    ) -> None:
+        """`shared`: the trainer computes with the live weights, and finds them by this file."""
+        super().__init__(config, model_dir, incarnation)
+        self._lora = lora
+        self._shared = shared
+        self._room: Room | None = None
+        transports = frozenset(RECEIVERS) if shared is None else frozenset({TRANSPORT})
+        self.capabilities = Capabilities(transports=transports, lora=True, sleep=shared is None)
+
+    def _load(self) -> Model:
+        if self._config.tensor_parallel_size != 1:
+            raise EngineError(f"engine hf: tensor_parallel_size is {self._config.tensor_parallel_size}, only 1 is supported")
+        check_adapters(self._lora, self._model_dir)
+        model = _load(self._model_dir, self._config)
+        if self._shared is not None:
+            return self._share(model, self._shared)
+        live = stored_once(model.named_parameters())
+        weights, staging, memory = _staging(model, live, self._lora, self._config.staging_mb)
+
+        def checkpoint() -> dict[str, torch.Tensor]:
+            # Copies: a digest is taken through numpy, and a storage that numpy has seen can never be given back again.
+            return {name: tensor.clone() for name, tensor in weights.live.items()}
+
+        return Model(PaddingDecoder(model), weights, staging, checkpoint, memory)
+
+    def _share(self, model: Any, path: Path) -> Model:
+        self._room, buffers = share_parameters(model, dict(model.named_buffers()))
+        live = stored_once(model.named_parameters())
+        describe(self._room, path, live, buffers)
+        sources = {name: whole_source(tensor) for name, tensor in live.items()}
+        staging = DirectStaging(sources, architecture=type(model).__name__, tied=_is_tied(model))
+        return Model(PaddingDecoder(model), staging, staging, lambda: live)
+
+    def _unload(self) -> None:
+        if self._room is not None and self._shared is not None:
+            self._shared.unlink(missing_ok=True)
+            self._room.close()
+
+
+def _staging(model: Any, live: dict[str, torch.Tensor], lora: LoraConfig, staging_mb: int) -> tuple[Beside, Staging, Memory]:
+    """The parameters that updates change and a copy of them, what fills the copy, and what sleep gives back."""
+    architecture = type(model).__name__
+    if lora.rank:
+        merging = MergedStaging(live, lora, architecture=architecture, staging_mb=staging_mb)
+        updated = {name: live[name] for name in merging.copy}
+        lost = [*updated.values(), *merging.copy.values(), *merging.adapter.values()]
+        return Beside(updated, merging.copy), merging, Memory(lost, kept=[*live.values(), *merging.base.values()])
+    check_room(live.values(), staging_mb)
+    copy = {name: torch.empty_like(tensor) for name, tensor in live.items()}
+    sources = {name: whole_source(tensor) for name, tensor in copy.items()}
+    staging = Staging(sources, architecture=architecture, tied=_is_tied(model))
+    return Beside(live, copy), staging, Memory([*live.values(), *copy.values()])
+
+
+def _is_tied(model: Any) -> bool:
+    """Whether input and output embeddings are one tensor."""
+    return bool(getattr(model.config, "tie_word_embeddings", False))
+
+
+def _load(model_dir: Path, config: EngineConfig) -> Any:
+    dtype = getattr(torch, config.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise EngineError(f"engine hf: dtype {config.dtype!r} is not known")
+    try:
+        with MODEL_BUILDING:
+            if any(model_dir.glob("*.safetensors")):
+                model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype)
+            else:
+                model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir), dtype=dtype)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise EngineError(f"engine hf cannot load {model_dir}: {error}") from error
+    if not torch.cuda.is_available():
+        torch.set_num_threads(config.threads)
+    model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    for parameter in model.parameters():
+        if not parameter.untyped_storage().resizable():  # mapped from the file: it could not be given back
+            parameter.data = parameter.data.clone()
+    return model

@@ -1,0 +1,1 @@
+"""Engines whose ranks are processes of their own."""

@@ -1,0 +1,273 @@
+"""Starting SGLang's server: its command, its environment, the entry point of our plug-in, and its process."""
+
+import asyncio
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil  # type: ignore[import-untyped]
+import torch
+import xxhash
+
+import rollout
+from protocol.device.checkpoint_shapes import checkpoint_shapes
+from protocol.errors import EngineError
+from protocol.weights.lora import NO_ADAPTERS, LoraConfig
+from rollout.engines.base import EngineConfig
+from rollout.engines.multi_process.parent_watch import OWNER
+from rollout.engines.requests import check_adapters, check_fits, read_config
+from rollout.engines.sglang.lora import NAME, first_adapter
+from rollout.engines.sglang.memory import check_memory_saver
+from rollout.engines.sglang.plugin import DIRECTORY
+
+SPARE_TOKENS = 8
+"""SGLang keeps a few positions of a context for itself, and shortens what would need them."""
+ENTRY_POINT = "[sglang.srt.plugins]\ntether = rollout.engines.sglang.plugin:load\n"
+METADATA = "Metadata-Version: 2.1\nName: tether-sglang-plugin\nVersion: 1\n"
+LONGEST_TMPDIR = 70
+"""Characters; a socket's path may have 107 on Linux, and SGLang makes some of its own in our directory."""
+HIGHEST_PORT = 55535
+"""SGLang 0.5.15 adds 10000 for a server that it does not start, and ends if that is no port."""
+PORT_TRIES = 100
+POLL_S = 0.1
+EXIT_GRACE_S = 5.0
+"""For the server's processes to be gone after they were killed."""
+LAST_WORDS = 600
+"""Characters of the server's log that an error quotes."""
+
+
+class SglangServer:
+    """One server with its processes, in a session of their own, and their directory."""
+
+    def __init__(self, config: EngineConfig, model_dir: Path, incarnation: str, lora: LoraConfig = NO_ADAPTERS) -> None:
+        self._config = config
+        self._lora = lora
+        self._model_dir = model_dir
+        self._incarnation = incarnation
+        self._process: asyncio.subprocess.Process | None = None
+        self.directory = Path()
+        self.url = ""
+        self.key = secrets.token_hex(16)
+        """What requests must show: others on this host could load other weights."""
+
+    async def start(self, session: aiohttp.ClientSession) -> None:
+        """Returns when it answers. Raises EngineError, with its last words, if it ends before."""
+        if len(tempfile.gettempdir()) > LONGEST_TMPDIR:
+            raise EngineError(
+                f"TMPDIR {tempfile.gettempdir()} is too long for the names of sockets in it: at most {LONGEST_TMPDIR} characters"
+            )
+        self.directory = Path(tempfile.mkdtemp(prefix="tether-sglang-"))
+        _write_entry_point(self.directory)
+        secret = self.directory / "server.yaml"  # a command line can be read by everybody
+        secret.write_text(f"api-key: {self.key}\n")
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        command = [*server_command(self._config, self._model_dir, self._incarnation, port), "--config", str(secret)]
+        if self._lora.rank:
+            command += adapter_options(await asyncio.to_thread(self._write_adapter))
+        try:
+            if self._config.enable_sleep_mode and torch.cuda.is_available():
+                await check_memory_saver(command[0])
+            with (self.directory / "log").open("wb") as log:
+                self._process = await asyncio.create_subprocess_exec(
+                    *command,
+                    env=server_environment(self._config, self.directory),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise EngineError(f"setting engine.python: {command[0]}: {error.strerror}") from error
+        while not await _answers(session, self.url):
+            self.check()
+            await asyncio.sleep(POLL_S)
+
+    def check(self) -> None:
+        """Raises EngineError if the server has ended."""
+        code = self._process.returncode if self._process is not None else None
+        if code is not None:
+            raise EngineError(f"SGLang's server ended with code {code}: {self.last_words()}")
+
+    def last_words(self) -> str:
+        """The end of the server's log, in one line."""
+        with suppress(OSError):
+            lines = (self.directory / "log").read_text(errors="replace").splitlines()
+            return " / ".join(line.strip() for line in lines[-8:])[-LAST_WORDS:]
+        return "no log"
+
+    def kill(self) -> None:
+        """End all of its processes at once; Python's tracker of named semaphores then removes those and ends by itself."""
+        for process in self._group():
+            with suppress(psutil.Error):
+                if not any("resource_tracker" in word for word in process.cmdline()):
+                    process.kill()
+
+    async def stop(self) -> None:
+        """End all of its processes and remove what they left."""
+        self.kill()
+        if self._process is not None:
+            try:
+                async with asyncio.timeout(EXIT_GRACE_S):
+                    await self._process.wait()
+                    await _group_gone(self._process.pid)
+            except TimeoutError:
+                with suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
+        if self.url:
+            await asyncio.to_thread(shutil.rmtree, self.directory, ignore_errors=True)
+
+    def _write_adapter(self) -> Path:
+        directory = self.directory / "adapter"
+        shapes = {name: tuple(shape) for name, shape in checkpoint_shapes(self._model_dir).items()}
+        first_adapter(directory, shapes, self._lora, self._config.dtype)
+        return directory
+
+    def _group(self) -> list[psutil.Process]:
+        if self._process is None:
+            return []
+        found = []
+        for process in psutil.process_iter():
+            with suppress(ProcessLookupError):
+                if os.getpgid(process.pid) == self._process.pid:
+                    found.append(process)
+        return found
+
+
+def server_command(config: EngineConfig, model_dir: Path, incarnation: str, port: int) -> list[str]:
+    """The command line of SGLang's server."""
+    on_gpu = torch.cuda.is_available()
+    values: dict[str, Any] = {
+        "model-path": model_dir,
+        "load-format": "auto" if any(model_dir.glob("*.safetensors")) else "dummy",
+        "dtype": config.dtype,
+        "tp-size": config.tensor_parallel_size,
+        "context-length": config.max_model_len + SPARE_TOKENS,
+        "max-running-requests": config.max_running,
+        "host": "127.0.0.1",
+        "port": port,
+        "log-level": "warning",
+        # what top-k and top-p drop is out of the logits before SGLang samples: the others have nothing to do better
+        "sampling-backend": "pytorch",
+        # engines with one seed would sample the same completions
+        "random-seed": xxhash.xxh3_64_intdigest(incarnation.encode()) % 2**31,
+    }
+    # with the overlapping scheduler a token may be in flight at a commit, sampled under weights that its step no longer shows
+    flags = ["skip-tokenizer-init", "skip-server-warmup", "disable-overlap-schedule", "sleep-on-idle"]
+    if on_gpu:
+        values["mem-fraction-static"] = config.memory_fraction
+        if config.attention_backend:
+            values["attention-backend"] = config.attention_backend
+    else:
+        values |= {"device": "cpu", "attention-backend": "torch_native"}
+        values["max-total-tokens"] = kv_tokens(config, read_config(model_dir))
+    if config.enforce_eager or not on_gpu:
+        flags.append("disable-cuda-graph")
+    if config.enable_sleep_mode and on_gpu:
+        flags.append("enable-memory-saver")
+    options = [f"--{name}={value}" for name, value in values.items()]
+    return [config.python or sys.executable, "-m", "sglang.launch_server", *options, *(f"--{flag}" for flag in flags)]
+
+
+def adapter_options(directory: Path) -> list[str]:
+    """What the command has besides where an adapter is trained: it has the only slot."""
+    # the base weights come with no version, so SGLang keeps them in host memory while the engine sleeps
+    kernels = ["--enable-weights-cpu-backup"] if torch.cuda.is_available() else ["--lora-backend=torch_native"]
+    return ["--enable-lora", "--max-loras-per-batch=1", f"--lora-paths={NAME}={directory}", *kernels]
+
+
+def server_environment(config: EngineConfig, directory: Path) -> dict[str, str]:
+    """Ours, with what makes SGLang find our plug-in and leave nothing elsewhere; `engine.environment` comes last."""
+    given = dict(config.environment)
+    here = Path(rollout.__file__).parents[1]
+    path = [str(directory), str(here), given.pop("PYTHONPATH", ""), os.environ.get("PYTHONPATH", "")]
+    defaults = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("TETHER_")}
+    if not torch.cuda.is_available():
+        defaults["SGLANG_USE_CPU_ENGINE"] = "1"
+    return {
+        **defaults,
+        **kept,
+        OWNER: str(os.getpid()),
+        DIRECTORY: str(directory),
+        "TMPDIR": str(directory),
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": str(config.threads),
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+        **given,
+    }
+
+
+def kv_tokens(config: EngineConfig, model: dict[str, Any]) -> int:
+    """Tokens whose keys and values fit into `kv_cache_mb`.
+
+    Raises:
+        EngineError: if that is less than one request may have.
+    """
+    heads = int(model.get("num_attention_heads") or 1)
+    kv_heads = int(model.get("num_key_value_heads") or heads)
+    head_dim = int(model.get("head_dim") or int(model.get("hidden_size") or 0) // heads)
+    itemsize = getattr(torch, config.dtype).itemsize
+    each = 2 * int(model.get("num_hidden_layers") or 1) * kv_heads * head_dim * itemsize
+    found = (config.kv_cache_mb << 20) // max(each, 1)
+    if found < config.max_model_len + SPARE_TOKENS:
+        raise EngineError(f"kv_cache_mb {config.kv_cache_mb} holds {found} tokens, max_model_len is {config.max_model_len}")
+    return found
+
+
+def check_model(config: EngineConfig, model_dir: Path, lora: LoraConfig = NO_ADAPTERS) -> dict[str, Any]:
+    """Find what would otherwise fail late or in another process. Returns the model's config.
+
+    Raises:
+        EngineError: naming the culprit.
+    """
+    if torch.cuda.is_available() and config.dtype == "float32":
+        raise EngineError("setting engine.dtype: SGLang's CUDA kernels compute in bfloat16 and float16, not in float32")
+    model = read_config(model_dir)
+    check_adapters(lora, model_dir)
+    check_fits(config, model, model_dir)
+    return model
+
+
+def _write_entry_point(directory: Path) -> None:
+    """What pip would install: SGLang's interpreter need not have this project installed."""
+    info = directory / "tether_sglang_plugin-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(METADATA)
+    (info / "entry_points.txt").write_text(ENTRY_POINT)
+
+
+def free_port() -> int:
+    """A port that is free now, and no higher than `HIGHEST_PORT` if the system has such."""
+    for _ in range(PORT_TRIES):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        if port <= HIGHEST_PORT:
+            break
+    return port
+
+
+async def _answers(session: aiohttp.ClientSession, url: str) -> bool:
+    try:
+        async with session.get(f"{url}/health") as response:
+            return response.status == 200
+    except aiohttp.ClientError:
+        return False
+
+
+async def _group_gone(group: int) -> None:
+    """Returns when no process of the group is left."""
+    with suppress(ProcessLookupError):
+        while True:
+            os.killpg(group, 0)
+            await asyncio.sleep(POLL_S)

@@ -1,0 +1,181 @@
+"""Adapters in SGLang: one of them, in the one slot there is, trained on in place.
+
+SGLang loads an adapter once and copies it into tensors that its kernels read. An update stages and commits these tensors, as it does
+parameters without adapters; SGLang itself must never load or move the adapter again. Where each element ends up is found by sending
+numbers instead of weights through SGLang's own loader: it stacks, cuts and fills up what it loads, and differently for each layer.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+
+from protocol.device.checkpoint_shapes import checkpoint_shapes
+from protocol.errors import EngineError
+from protocol.weights.lora import LoraConfig, adapter_shapes, adapter_targets
+from rollout.staging.loader_trace import Copy, Plan, Recorder, Window
+
+NAME = "policy"
+SLOT = 0
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Layers that SGLang makes one of: it loads adapters of all of them or of none."""
+NOTHING = 0
+"""Number of an element that no tensor brings."""
+
+
+def first_adapter(directory: Path, shapes: Mapping[str, tuple[int, ...]], lora: LoraConfig, dtype: str) -> None:
+    """Write an adapter that changes nothing into a new directory. Its alpha is its rank: what is published later has the scaling in it.
+
+    Args:
+        shapes: of the model's tensors.
+    """
+    whole = LoraConfig(lora.rank, lora.alpha, _with_fused(lora.target_modules, shapes))
+    tensors = {
+        name: torch.zeros(shape, dtype=getattr(torch, dtype))
+        for name, shape in adapter_shapes(adapter_targets(shapes, whole), lora.rank).items()
+    }
+    directory.mkdir()
+    safetensors.torch.save_file(tensors, directory / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.rank, "target_modules": list(whole.target_modules), "bias": "none"}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+
+
+def trace_adapter(manager: Any, shapes: Mapping[str, tuple[int, ...]], staging_mb: int) -> Plan:
+    """A plan for the tensors that the adapter's slot consists of. Loads the first adapter, and forbids SGLang to do so again.
+
+    Args:
+        manager: SGLang's, of a model that has the first adapter.
+        shapes: of the adapter's tensors that versions bring.
+
+    Raises:
+        EngineError: if SGLang has no place for a tensor, or rearranges one in a way that cannot be followed.
+    """
+    (uid,) = manager.loras
+    manager.fetch_new_loras({uid})
+    pool = manager.memory_pool
+    if pool.buffer_id_to_uid[SLOT] != uid:
+        raise EngineError(f"SGLang holds adapter {pool.buffer_id_to_uid[SLOT]} where ours should be")
+    numbered = Numbered.of(shapes)
+    loaded = _load_numbers(manager, uid, numbered)
+    live = {name: tensor for name, tensor in _buffers(pool).items() if loaded[name].any()}
+    recorder = Recorder({}, live)
+    for name in live:
+        copies, recorder.fills[name] = numbered.found_in(name, loaded[name])
+        recorder.copies += copies
+    missing = sorted(set(shapes) - {copy.name for copy in recorder.copies})
+    if missing:
+        raise EngineError(f"SGLang has no place for {missing[0]}: leave its layer out of lora.target_modules")
+    pool.load_lora_weight_to_buffer = pool.remove_lora = _refuse
+    return Plan(live, shapes, recorder, staging_mb)
+
+
+@dataclass(frozen=True, slots=True)
+class Numbered:
+    """Tensors whose elements have numbers of their own, one after the other."""
+
+    names: Sequence[str]
+    starts: torch.Tensor
+    """[N] number of each tensor's first element."""
+    tensors: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, shapes: Mapping[str, tuple[int, ...]]) -> "Numbered":
+        """Numbers for tensors of these shapes."""
+        starts, tensors, number = [], {}, NOTHING + 1
+        for name, shape in shapes.items():
+            count = int(torch.Size(shape).numel())
+            starts.append(number)
+            tensors[name] = torch.arange(number, number + count).reshape(shape)
+            number += count
+        return cls(tuple(shapes), torch.tensor(starts), tensors)
+
+    def found_in(self, parameter: str, numbers: torch.Tensor) -> tuple[list[Copy], list[Window]]:
+        """The copies that make `numbers` of the tensors, and the rows that nothing is copied to.
+
+        Args:
+            numbers: [..., C], dense; what the parameter holds when the tensors were loaded into it.
+
+        Raises:
+            EngineError: if a row is not a piece of one tensor's row.
+        """
+        rows = numbers.reshape(-1, numbers.shape[-1])
+        columns = rows.shape[-1]
+        first, owners = rows[:, 0], self._owners(rows[:, 0])
+        expected = (first[:, None] + torch.arange(columns)).where(first[:, None] != NOTHING, NOTHING)
+        if not torch.equal(rows, expected) or not torch.equal(owners, self._owners(rows[:, -1])):
+            raise EngineError(f"SGLang rearranges the rows of adapter tensor {parameter}: it cannot be updated in place")
+        copies, fills = [], []
+        for begin, end, stride in _runs(first.tolist(), owners.tolist()):
+            target = Window(begin * columns, (end - begin, columns), (columns, 1))
+            owner = int(owners[begin])
+            if owner < 0:
+                fills.append(target)
+                continue
+            source = Window(int(first[begin] - self.starts[owner]), target.size, (stride, 1))
+            copies.append(Copy(self.names[owner], source, parameter, target))
+        return copies, fills
+
+    def _owners(self, numbers: torch.Tensor) -> torch.Tensor:
+        """[R] indices of the tensors that have these numbers; -1 for `NOTHING`."""
+        return torch.bucketize(numbers.contiguous(), self.starts, right=True) - 1
+
+
+def _runs(numbers: Sequence[int], owners: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Rows of one owner at one distance from each other: (begin, end, distance)."""
+    runs: list[tuple[int, int, int]] = []
+    begin = 0
+    for end in range(1, len(numbers) + 1):
+        distance = numbers[end - 1] - numbers[end - 2] if end - begin > 1 else 1
+        if end < len(numbers) and owners[end] == owners[begin]:
+            step = numbers[end] - numbers[end - 1]
+            if owners[begin] < 0 or (step > 0 and (end - begin == 1 or step == distance)):
+                continue
+        runs.append((begin, end, distance))
+        begin = end
+    return runs
+
+
+def _load_numbers(manager: Any, uid: str, numbered: Numbered) -> dict[str, torch.Tensor]:
+    """What the slot's tensors would hold if the adapter were one of numbers. They themselves are not written to."""
+    from sglang.srt.lora.lora import LoRAAdapter
+
+    pool = manager.memory_pool
+    whole = checkpoint_shapes(Path(manager.lora_refs[uid].lora_path))
+    tensors = {name: numbered.tensors.get(name, torch.full(shape, NOTHING)) for name, shape in whole.items()}
+    adapter = LoRAAdapter(
+        uid, manager.configs[uid], manager.base_hf_config, manager.load_config, manager.lora_backend, base_model=manager.base_model
+    )
+    adapter.initialize_weights_from_tensors(tensors)
+    real = pool.A_buffer, pool.B_buffer
+    pool.A_buffer, pool.B_buffer = (
+        {module: [torch.full(tensor.shape, NOTHING) for tensor in tensors] for module, tensors in buffers.items()} for buffers in real
+    )
+    try:
+        pool.load_lora_weight_to_buffer(uid, SLOT, adapter, manager.lora_modules, manager.embed_tokens_module, manager.lm_head_module)
+        return _buffers(pool)
+    finally:
+        pool.A_buffer, pool.B_buffer = real
+
+
+def _buffers(pool: Any) -> dict[str, torch.Tensor]:
+    return {
+        f"{module}.{layer}.{side}": tensor
+        for side, buffers in (("a", pool.A_buffer), ("b", pool.B_buffer))
+        for module, tensors in buffers.items()
+        for layer, tensor in enumerate(tensors)
+    }
+
+
+def _with_fused(modules: Sequence[str], shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
+    """The target modules, and those of the model that SGLang makes one layer with them."""
+    there = {name.removesuffix(".weight").rpartition(".")[2] for name in shapes}
+    more = [part for group in FUSED if set(group) & set(modules) for part in group if part in there]
+    return tuple(dict.fromkeys([*modules, *more]))
+
+
+def _refuse(*unused: Any) -> None:
+    raise EngineError("SGLang was about to load or drop an adapter: the one that is trained must stay where it is")

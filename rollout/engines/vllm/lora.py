@@ -1,0 +1,102 @@
+"""Adapters in vLLM: one of them, in the one slot there is, trained on in place.
+
+vLLM loads an adapter once and copies it into tensors that its kernels read. An update stages and commits these tensors, as it does
+parameters without adapters; vLLM itself must never load or move the adapter again.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import safetensors.torch
+import torch
+
+from protocol.errors import EngineError
+from protocol.weights.lora import LoraConfig, adapter_shapes, adapter_targets
+from rollout.staging.loader_trace import Plan, trace
+
+NAME = "policy"
+NUMBER = 1
+SLOT = 0
+
+
+def lora_arguments(lora: LoraConfig) -> dict[str, Any]:
+    """What AsyncEngineArgs needs; nothing without adapters.
+
+    Raises:
+        EngineError: if vLLM has no kernels for the rank.
+    """
+    if not lora.rank:
+        return {}
+    from vllm.config.lora import MaxLoRARanks
+
+    ranks = sorted(get_args(MaxLoRARanks))
+    if lora.rank not in ranks:
+        raise EngineError(f"setting lora.rank: {lora.rank} is not a rank that vLLM has: {', '.join(map(str, ranks))}")
+    return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": lora.rank}
+
+
+def first_adapter(directory: Path, shapes: Mapping[str, tuple[int, ...]], lora: LoraConfig, dtype: str) -> Any:
+    """Write an adapter that changes nothing, and return the LoRARequest that names it.
+
+    Its alpha is its rank: what is published later has the scaling in it.
+    """
+    from vllm.lora.request import LoRARequest
+
+    tensors = {
+        name: torch.zeros(shape, dtype=getattr(torch, dtype))
+        for name, shape in adapter_shapes(adapter_targets(shapes, lora), lora.rank).items()
+    }
+    safetensors.torch.save_file(tensors, directory / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.rank, "target_modules": list(lora.target_modules), "bias": "none"}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return LoRARequest(NAME, NUMBER, str(directory))
+
+
+def trace_adapter(runner: Any, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, staging_mb: int = 0) -> Plan:
+    """A plan for the tensors that the adapter's slot consists of, found by watching how vLLM fills it. Forbids vLLM to fill it again.
+
+    Args:
+        runner: of a worker that has loaded the first adapter.
+        shapes: of the adapter's tensors.
+
+    Raises:
+        EngineError: if vLLM keeps the adapter otherwise than it does in the versions we know.
+    """
+    manager = runner.lora_manager._adapter_manager
+    if manager.lora_index_to_id[SLOT] != NUMBER:
+        raise EngineError(f"vLLM holds adapter {manager.lora_index_to_id[SLOT]} where ours should be")
+    layers = {name: layer for name, layer in manager.modules.items() if _members(manager, name, shapes)}
+    parameters: dict[str, torch.Tensor] = {}
+    for name, layer in layers.items():
+        for part, member in enumerate(_members(manager, name, shapes)):
+            if member:
+                parameters |= {f"{name}.a.{part}": layer.lora_a_stacked[part], f"{name}.b.{part}": layer.lora_b_stacked[part]}
+
+    def load(named: Iterator[tuple[str, torch.Tensor]]) -> None:
+        tensors = dict(named)
+        for name, layer in layers.items():
+            pairs = [
+                (tensors[f"{m}.lora_A.weight"], tensors[f"{m}.lora_B.weight"]) if m else (None, None)
+                for m in _members(manager, name, shapes)
+            ]
+            layer.reset_lora = lambda index: None
+            a, b = ([pair[side] for pair in pairs] for side in (0, 1))
+            layer.set_lora(SLOT, *((a, b) if name in manager.packed_modules else (a[0], b[0])))
+
+    plan = trace(load, parameters.items(), shapes, dtype, staging_mb)
+    for layer in manager.modules.values():
+        layer.set_lora = layer.reset_lora = _refuse
+    return plan
+
+
+def _members(manager: Any, name: str, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """PEFT names of the weights that a layer holds, "" for those without an adapter; empty if none has one."""
+    members = [f"base_model.model.{member}" for member in manager.packed_modules.get(name, [name])]
+    found = [member if f"{member}.lora_A.weight" in shapes else "" for member in members]
+    return found if any(found) else []
+
+
+def _refuse(*unused: Any) -> None:
+    raise EngineError("vLLM was about to load or drop an adapter: the one that is trained must stay where it is")

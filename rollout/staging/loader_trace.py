@@ -1,0 +1,232 @@
+"""Where each checkpoint tensor ends up in an engine's parameters, found by watching the engine's own loader.
+
+The loader runs once on meta tensors with the checkpoint's names. A dispatch mode records every copy into a live parameter, and skips
+it: no live byte changes. That covers fused, sharded and padded parameters of any model. What the loader hides (a parameter repacked after
+loading) is found by `calibrate`, which sends the live weights through the plan and wants the same bits back.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from protocol.device.digests import bits_of
+from protocol.errors import EngineError
+from rollout.staging.releasable_memory import Memory, check_room
+from rollout.staging.staging import Slice, Source, Staging, dtype_name, stored_once
+
+Load = Callable[[Iterator[tuple[str, torch.Tensor]]], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A strided part of a storage, in elements."""
+
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "Window":
+        """Where `tensor` lies in its storage."""
+        return cls(int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
+
+    def on(self, base: torch.Tensor) -> torch.Tensor:
+        """The same part of the storage of `base`."""
+        return base.as_strided(self.size, self.stride, self.offset)
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One copy that the loader would have made."""
+
+    name: str
+    source: Window
+    parameter: str
+    target: Window
+
+
+class Traced:
+    """The copies from checkpoint tensors to parameters that a loader would make."""
+
+    def __init__(self, live: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]], recorder: "Recorder") -> None:
+        """Raises EngineError where the loader does not fill a parameter."""
+        self.live = dict(live)
+        self._shapes = shapes
+        self._copies: dict[str, list[Copy]] = {}
+        for copy in recorder.copies:
+            self._copies.setdefault(copy.name, []).append(copy)
+        self._fills = recorder.fills
+        self._check_counts()
+
+    def sources_in(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, Source]:
+        """The checkpoint tensors that the loader used, and the parts of `parameters`, laid out as the live ones, that they fill."""
+        found = {}
+        for name, copies in self._copies.items():
+            parts = tuple(Slice(c.source.offset, c.source.size, c.source.stride, c.target.on(parameters[c.parameter])) for c in copies)
+            found[name] = Source(dtype_name(self.live[copies[0].parameter].dtype), self._shapes[name], parts)
+        return found
+
+    def gathered(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
+        """The live weights as checkpoint tensors (the inverse of the plan), and whether this rank holds the whole of each."""
+        for name, copies in self._copies.items():
+            base = self.live[copies[0].parameter]
+            tensor = torch.zeros(self._shapes[name], dtype=base.dtype, device=base.device)
+            for copy in copies:
+                copy.source.on(tensor).copy_(copy.target.on(self.live[copy.parameter]))
+            yield name, tensor, sum(_count(copy.source.size) for copy in copies) == tensor.numel()
+
+    def _check_counts(self) -> None:
+        counts = dict.fromkeys(self.live, 0)
+        for copies in self._copies.values():
+            for copy in copies:
+                counts[copy.parameter] += _count(copy.target.size)
+        for name, fills in self._fills.items():
+            counts[name] += sum(_count(window.size) for window in fills)
+        for name, tensor in self.live.items():
+            if counts[name] != tensor.numel() or not tensor.numel():
+                raise EngineError(f"parameter {name} has {tensor.numel()} elements, the loader wrote {counts[name]}: it cannot be staged")
+
+
+class Plan(Traced):
+    """With a staging buffer of the parameters' layout."""
+
+    def __init__(
+        self, live: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]], recorder: "Recorder", staging_mb: int = 0
+    ) -> None:
+        super().__init__(live, shapes, recorder)
+        check_room(self.live.values(), staging_mb)
+        self.buffer = {name: torch.empty_like(tensor) for name, tensor in self.live.items()}
+        for name, tensor in self.buffer.items():
+            if tensor.stride() != self.live[name].stride() or self.live[name].storage_offset():
+                raise EngineError(f"parameter {name} is not dense: it cannot be staged")
+        self._memory = Memory(self.buffer.values())
+        self._filled: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """While the buffer's memory is given back: its padding, which no version brings, and what it holds."""
+
+    def staging(self, *, architecture: str, tied: bool) -> Staging:
+        """What fills the buffer."""
+        return Staging(self.sources(), architecture=architecture, tied=tied)
+
+    def sources(self) -> dict[str, Source]:
+        """What the buffer is filled from: the checkpoint tensors that the loader used."""
+        return self.sources_in(self.buffer)
+
+    def calibrate(self) -> None:
+        """Send the live weights through the plan, over a buffer of inverted bits, and compare.
+
+        Raises:
+            EngineError: naming the first parameter that comes out different: its layout is not what the loader wrote.
+        """
+        with torch.no_grad():
+            for name, tensor in self.buffer.items():
+                bits_of(tensor).copy_(bits_of(self.live[name])).bitwise_not_()
+            for name, fills in self._fills.items():
+                for window in fills:
+                    window.on(self.buffer[name]).copy_(window.on(self.live[name]))
+            sources = self.sources()
+            for name, tensor, _ in self.gathered():
+                for part in sources[name].slices:
+                    part.fill(tensor)
+            for name, tensor in self.buffer.items():
+                if not torch.equal(bits_of(tensor), bits_of(self.live[name])):
+                    raise EngineError(f"parameter {name}: staging the live weights does not reproduce them; it is repacked after loading")
+
+    def release(self) -> None:
+        """Give the buffer's memory back. What was staged is lost; `sources` stay valid. Nothing changes if it was given back."""
+        if not self._filled:
+            padding = [window.on(self.buffer[name]) for name, fills in self._fills.items() for window in fills]
+            self._filled = [(tensor, tensor.cpu().clone()) for tensor in padding]
+        self._memory.give_back()
+
+    def restore(self) -> None:
+        """Take the buffer's memory again. Raises EngineError if there is no room; nothing changes if it was not given back."""
+        self._memory.take_back()
+        for tensor, values in self._filled:
+            tensor.copy_(values)
+        self._filled.clear()
+
+    def apply(self) -> None:
+        """Copy the buffer over the live parameters: no allocation, no I/O, no communication."""
+        with torch.no_grad():
+            torch._foreach_copy_(list(self.live.values()), list(self.buffer.values()))
+
+
+class Recorder(TorchDispatchMode):
+    """Records copies from `sources` into `parameters` and fills of them with a constant; refuses any other write to a parameter."""
+
+    def __init__(self, sources: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self._sources = {tensor.untyped_storage()._cdata: name for name, tensor in sources.items()}
+        self._parameters = {tensor.untyped_storage().data_ptr(): name for name, tensor in parameters.items()}
+        if len(self._parameters) != len(parameters):
+            raise EngineError("two parameters share one storage: they cannot be staged")
+        self.copies: list[Copy] = []
+        self.fills: dict[str, list[Window]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        target = args[0] if args and isinstance(args[0], torch.Tensor) and not args[0].is_meta else None
+        parameter = self._parameters.get(target.untyped_storage().data_ptr()) if target is not None else None
+        if target is None or parameter is None or not func._schema.is_mutable:
+            return func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.copy_.default:
+            self._record_copy(parameter, target, args[1])
+        elif func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default):
+            if target.numel():
+                self.fills.setdefault(parameter, []).append(Window.of(target))
+        else:
+            raise EngineError(f"parameter {parameter}: its loader calls {func}, which cannot be traced")
+        return target
+
+    def _record_copy(self, parameter: str, target: torch.Tensor, source: torch.Tensor) -> None:
+        name = self._sources.get(source.untyped_storage()._cdata) if source.is_meta else None
+        if name is None or source.shape != target.shape:
+            raise EngineError(f"parameter {parameter}: its loader computes what it copies ({list(source.shape)}), which cannot be traced")
+        self.copies.append(Copy(name, Window.of(source), parameter, Window.of(target)))
+
+
+def record(
+    load: Load, parameters: Iterable[tuple[str, torch.Tensor]], shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+) -> tuple[dict[str, torch.Tensor], Mapping[str, tuple[int, ...]], Recorder]:
+    """Run `load` on meta tensors of `shapes`. Returns what a plan is made from: the live parameters, each once, `shapes`, and what
+    would have been done.
+
+    Args:
+        load: the model's loader, takes (name, tensor) pairs.
+        parameters: all of the model's, tied ones more than once.
+        shapes: checkpoint name -> shape of the whole tensor.
+        dtype: of the meta tensors.
+
+    Raises:
+        EngineError: naming a parameter that the loader does not fill by plain copies.
+    """
+    live = stored_once(parameters)
+    sources = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+    recorder = Recorder(sources, live)
+    with torch.no_grad(), recorder:
+        load(iter(sources.items()))
+    return live, shapes, recorder
+
+
+def trace(
+    load: Load,
+    parameters: Iterable[tuple[str, torch.Tensor]],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    staging_mb: int = 0,
+) -> Plan:
+    """What `record` found, as a plan with a buffer, which may take `staging_mb` MiB; 0: as much as the parameters.
+
+    Raises:
+        EngineError: as `record`; or there is no room for the buffer.
+    """
+    return Plan(*record(load, parameters, shapes, dtype), staging_mb)
+
+
+def _count(size: Iterable[int]) -> int:
+    count = 1
+    for n in size:
+        count *= n
+    return count

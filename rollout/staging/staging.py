@@ -1,0 +1,240 @@
+"""A staging copy: the live parameters' layout in memory of its own, filled from a manifest while the live ones are in use."""
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from protocol.device.digests import digests_of
+from protocol.errors import WeightError
+from protocol.messages import TensorEntry, WeightManifest
+from protocol.weights.buckets import manifest_digest
+from rollout.engines.base import Served
+from rollout.weights.base import Receiver
+from rollout.weights.registry import make_receiver
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A strided window of a source tensor (by checkpoint name) and the window of the staging buffer that it fills."""
+
+    offset: int
+    """Elements from the source's start."""
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    """Elements, in the source."""
+    target: torch.Tensor
+    """View of the staging buffer, shape `size`."""
+
+    def fill(self, source: torch.Tensor) -> None:
+        """Copy the window out of the contiguous `source`."""
+        self.target.copy_(source.as_strided(self.size, self.stride, int(source.storage_offset()) + self.offset))
+
+
+class Applicable(Protocol):
+    """Live weights that a staged version can be brought into."""
+
+    def apply(self) -> None:
+        """Do it, for the version that was taken from the staging last: no allocation on the device, no I/O, no communication."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Live parameters and the staging copy beside them, by the same names."""
+
+    live: dict[str, torch.Tensor]
+    copy: dict[str, torch.Tensor]
+
+    def apply(self) -> None:
+        """See `Applicable`."""
+        with torch.no_grad():
+            torch._foreach_copy_(list(self.live.values()), [self.copy[name] for name in self.live])
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What the engine expects of one tensor of a version."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    slices: tuple[Slice, ...]
+
+
+class Staging:
+    """Fetches versions into the staging copy. One at a time; what is staged is forgotten when the next one begins.
+
+    States: empty -> (fetch) -> staged -> (take) -> empty. A fetch that fails leaves it empty.
+    """
+
+    def __init__(self, sources: Mapping[str, Source], *, architecture: str = "", tied: bool = False) -> None:
+        """`tied`: input and output embeddings are one tensor in this engine."""
+        self._sources = sources
+        self._architecture = architecture
+        self._tied = tied
+        self._staged: Served | None = None
+        self._transport = ""
+        self._receiver: Receiver | None = None
+        self._fetching = False
+        self._cancelled = threading.Event()
+
+    @property
+    def staged(self) -> Served | None:
+        """The version that lies complete and verified in the copy."""
+        return self._staged
+
+    def check(self, manifest: WeightManifest) -> dict[str, str]:
+        """Compare a manifest with what this engine expects, before anything is fetched.
+
+        Returns: for each tied name that the engine holds apart, the name whose bytes it gets.
+
+        Raises:
+            WeightError: naming the first tensor that is missing, unknown or of another shape or dtype.
+        """
+        version = manifest.version
+        if manifest.base_model and self._architecture and manifest.base_model != self._architecture:
+            raise WeightError(f"version {version} is of a {manifest.base_model}, the engine runs a {self._architecture}")
+        entries = {entry.name: entry for entry in manifest.tensors}
+        if len(entries) != len(manifest.tensors):
+            raise WeightError(f"version {version}: a tensor comes twice in the manifest")
+        copies = {absent: holder for absent, holder in manifest.tied if absent in self._sources}
+        for name, source in self._sources.items():
+            entry = entries.get(copies.get(name, name))
+            if entry is None:
+                raise WeightError(f"version {version} lacks tensor {copies.get(name, name)}")
+            if entry.shape != source.shape or entry.dtype != source.dtype:
+                raise WeightError(
+                    f"tensor {entry.name} is {entry.dtype}{list(entry.shape)}, the engine's {name} is {source.dtype}{list(source.shape)}"
+                )
+        unknown = sorted(set(entries) - set(self._sources))
+        if unknown:
+            hint = " (its embeddings are tied)" if self._tied else ""
+            raise WeightError(f"version {version}: the engine has no place for tensor {unknown[0]}{hint}")
+        return copies
+
+    def fetch(self, manifest: WeightManifest, deadline_s: float) -> int:
+        """Fill the copy; blocks. Returns the bytes that were verified and placed.
+
+        Of a draft (`protocol/weights/provisional.py`) what has come is staged, under the digest that it has.
+
+        Raises:
+            WeightError: the copy is empty again.
+        """
+        self._staged = None
+        copies = self.check(manifest)
+        places: dict[str, list[Source]] = {}
+        for name, source in self._sources.items():
+            places.setdefault(copies.get(name, name), []).append(source)
+        receiver = self._receiver_of(manifest.transport)
+        covered = 0
+        seen: set[str] = set()
+        self._fetching = True
+        try:
+            with torch.no_grad():
+                for entry, tensor in receiver.tensors(manifest, deadline_s, lambda entry: _whole_place(places[entry.name])):
+                    if self._cancelled.is_set():
+                        raise WeightError(f"staging of version {manifest.version} was cancelled")
+                    for source in places[entry.name]:
+                        for part in source.slices:
+                            if part.target.data_ptr() != tensor.data_ptr():  # else it has come straight to its place
+                                part.fill(tensor)
+                    seen.add(entry.name)
+                    covered += entry.nbytes
+        except BaseException:
+            receiver.close()
+            raise
+        finally:
+            self._fetching = False
+            self._cancelled.clear()
+        if len(seen) != len(manifest.tensors):
+            raise WeightError(f"version {manifest.version}: {len(manifest.tensors) - len(seen)} tensors did not arrive")
+        self._staged = Served(manifest.epoch, manifest.version, receiver.digest)
+        return covered
+
+    def cancel(self) -> None:
+        """Make a fetch that runs or is about to begin end soon, with WeightError; called from another thread."""
+        self._cancelled.set()
+        if self._fetching and self._receiver is not None:
+            self._receiver.close()
+
+    def close(self) -> None:
+        """Release what the transport holds for the next version."""
+        if self._receiver is not None:
+            self._receiver.close()
+
+    def _receiver_of(self, transport: str) -> Receiver:
+        """The receiver of the last version, which may still be connected, or another."""
+        if self._receiver is None or self._transport != transport:
+            self.close()
+            self._receiver, self._transport = make_receiver(transport), transport
+        return self._receiver
+
+    def take(self, manifest: WeightManifest) -> Served:
+        """Claim the staged version for a commit; the copy counts as empty from then on.
+
+        Raises:
+            WeightError: if `manifest` is not what is staged.
+        """
+        if self._staged != Served(manifest.epoch, manifest.version, manifest.digest):
+            held = f"version {self._staged.version} of epoch {self._staged.epoch}" if self._staged else "nothing"
+            raise WeightError(f"version {manifest.version} of epoch {manifest.epoch} is not staged ({held} is)")
+        found, self._staged = self._staged, None
+        return found
+
+    def discard(self) -> None:
+        """Forget what is staged, and a `cancel` that came too late for its fetch."""
+        self._staged = None
+        self._cancelled.clear()
+
+
+def _whole_place(sources: Sequence[Source]) -> torch.Tensor | None:
+    """The part of the staging copy that a tensor fills as it is, if it is not cut up and goes nowhere else."""
+    if len(sources) != 1 or len(sources[0].slices) != 1:
+        return None
+    part = sources[0].slices[0]
+    whole = part.size == sources[0].shape and part.stride == contiguous_stride(part.size)
+    return part.target if whole and part.target.is_contiguous() else None
+
+
+def stored_once(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Parameters by name, each storage once: of tied ones the first name stays."""
+    found: dict[tuple[object, ...], str] = {}
+    kept: dict[str, torch.Tensor] = {}
+    for name, tensor in named:
+        key = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape))
+        if tensor.numel() and found.setdefault(key, name) != name:
+            continue
+        kept[name] = tensor.detach()
+    return kept
+
+
+def whole_source(target: torch.Tensor) -> Source:
+    """A tensor that goes as it is to `target`, which is dense."""
+    shape = tuple(target.shape)
+    return Source(dtype_name(target.dtype), shape, (Slice(0, shape, contiguous_stride(shape), target),))
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides, in elements, of a dense row-major tensor."""
+    strides: list[int] = []
+    step = 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= n
+    return tuple(reversed(strides))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As manifests spell it: "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def digest_of(named: Mapping[str, torch.Tensor]) -> int:
+    """The digest that a manifest of exactly these tensors would have."""
+    return manifest_digest(
+        [
+            TensorEntry(name, dtype_name(tensor.dtype), tuple(tensor.shape), 0, 0, tensor.nbytes, digest)
+            for (name, tensor), digest in zip(named.items(), digests_of(named.values()), strict=True)
+        ]
+    )

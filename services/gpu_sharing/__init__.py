@@ -1,0 +1,1 @@
+"""Time-slices GPUs between the trainer and the engines."""

@@ -1,0 +1,5 @@
+"""The ingest."""
+
+from services.ingest.service import serve
+
+__all__ = ["serve"]

@@ -1,0 +1,3 @@
+from services.ingest.service import main
+
+main()

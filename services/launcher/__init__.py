@@ -1,0 +1,1 @@
+"""Starts, restarts and scales the processes of a run on one machine."""

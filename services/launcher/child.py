@@ -1,0 +1,159 @@
+"""Child processes of `tether up`: started in sessions of their own, logged to files, restarted when they die, ended by their pid.
+
+A child dies with the supervisor (Linux parent-death signal). SIGTERM asks it to drain; SIGKILL to its session ends what is left.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from protocol.errors import SettingsError, TetherError
+from protocol.host.parent_death import tied_to_this_process
+from services.runtime.process import EXIT_SETTINGS
+
+log = logging.getLogger("tether.up")
+
+BACKOFF_S = (0.2, 5.0)
+RESTART_WINDOW_S = 60.0
+
+
+class ServiceFailed(TetherError):
+    """A service died more often than it may."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceSpec:
+    """One process to keep running."""
+
+    name: str
+    """rollout.0, trainer ...: the name of its log, and `TETHER_INSTANCE`."""
+    module: str
+    """Started as `python -m MODULE`."""
+    environ: Mapping[str, str]
+    finishes: bool = False
+    """True if exit code 0 means that its work is done, not that it is to be started again."""
+
+
+class Child:
+    """One service: at any time at most one process of it lives."""
+
+    def __init__(self, spec: ServiceSpec, log_path: Path, restarts: int, is_over: Callable[[], Awaitable[bool]] | None = None) -> None:
+        """`is_over` says whether the run is over: a finishing service that ends before, drained by somebody, is started again."""
+        self.spec = spec
+        self.log_path = log_path
+        self.restarts = 0
+        self.finished = asyncio.Event()
+        self._allowed = restarts
+        self._deaths: deque[float] = deque()
+        self._process: asyncio.subprocess.Process | None = None
+        self._stopping = False
+        self._is_over = is_over
+
+    @property
+    def pid(self) -> int | None:
+        """Process id while it lives."""
+        return self._process.pid if self._process is not None and self._process.returncode is None else None
+
+    async def keep_running(self) -> None:
+        """Start the service and restart it when it dies, until it finishes or is stopped.
+
+        Raises:
+            SettingsError: the service says that it is configured wrong.
+            ServiceFailed: it died more than the allowed number of times within a minute.
+        """
+        delay = BACKOFF_S[0]
+        while not self._stopping:
+            code = await self._run_once()
+            if self._stopping or (code == 0 and self.spec.finishes and (self._is_over is None or await self._is_over())):
+                break
+            last_line = last_words(self.log_path)
+            if code == EXIT_SETTINGS:
+                raise SettingsError(last_line or f"{self.spec.name}: wrong settings, see {self.log_path}")
+            now = time.monotonic()
+            self._deaths.append(now)
+            while self._deaths and now - self._deaths[0] > RESTART_WINDOW_S:
+                self._deaths.popleft()
+            if len(self._deaths) > self._allowed:
+                raise ServiceFailed(
+                    f"{self.spec.name} died {len(self._deaths)} times in a minute, "
+                    f"last with exit code {code}: {last_line} (see {self.log_path})"
+                )
+            self.restarts += 1
+            log.warning("service.died name=%s code=%s restarts=%d said=%s", self.spec.name, code, self.restarts, last_line)
+            await asyncio.sleep(delay)
+            delay = min(delay * 2, BACKOFF_S[1])
+        self.finished.set()
+
+    async def _run_once(self) -> int:
+        with self.log_path.open("ab") as output:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                self.spec.module,
+                env={**inherited_environment(), **self.spec.environ, "TETHER_INSTANCE": self.spec.name, "PYTHONUNBUFFERED": "1"},
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                preexec_fn=tied_to_this_process(),
+            )
+        if self._stopping:  # asked to stop while it was being started: it holds nothing yet
+            self._kill_session()
+        try:
+            return await self._process.wait()
+        finally:
+            self._kill_session()
+            await self._process.wait()
+
+    async def stop(self, drain_s: float) -> None:
+        """Ask the process to drain; end it after `drain_s`. What it started ends with it."""
+        self._stopping = True
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(drain_s):
+                await process.wait()
+        except TimeoutError:
+            log.warning("service.drain_timeout name=%s seconds=%.0f", self.spec.name, drain_s)
+        self._kill_session()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(5):
+                await process.wait()
+
+    def kill(self) -> None:
+        """End the process and what it started at once; it is not started again."""
+        self._stopping = True
+        self._kill_session()
+
+    def _kill_session(self) -> None:
+        """End whatever still lives in the session of the child."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def inherited_environment() -> dict[str, str]:
+    """The environment without our own settings: those are resolved once, and children read them from the file that says so."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("TETHER_") or name == "TETHER_LOG_LEVEL"}
+
+
+def last_words(log_path: Path, limit: int = 300) -> str:
+    """What a service said last: its own closing line (torchrun writes more after it), else the last line; at most `limit` characters."""
+    lines: Sequence[str] = []
+    with contextlib.suppress(OSError):
+        with open(log_path, "rb") as file:
+            file.seek(max(0, log_path.stat().st_size - 8192))
+            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    closing = [line for line in lines if line.startswith("tether ")]
+    return next(iter((closing or lines)[-1:]), "")[:limit]

@@ -1,0 +1,90 @@
+"""The processes of a run under `tether up`: started together, scaled while the run is on, stopped in order."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from protocol.device.shared_layout import TRANSPORT
+from protocol.topics import Role
+from services.launcher.child import Child, ServiceSpec
+from services.settings.engine_pool import pool_variables
+from services.settings.placement import rollout_variables, trainer_variables
+from services.settings.sections import Settings
+
+STOP_ORDER = (Role.ROLLOUT, Role.REWARD, Role.TRAINER, Role.INGEST, Role.MONITOR)
+SHARED_STOP_ORDER = (Role.TRAINER, Role.ROLLOUT, Role.REWARD, Role.INGEST, Role.MONITOR)
+"""With transport `shared`: who computes with another's memory ends first."""
+DRAIN_S = {Role.ROLLOUT: 20.0, Role.REWARD: 15.0, Role.TRAINER: 60.0, Role.INGEST: 15.0, Role.MONITOR: 15.0}
+SCALABLE = (Role.ROLLOUT, Role.REWARD)
+
+
+class Fleet:
+    """The children of a run, by role."""
+
+    def __init__(self, settings: Settings, url: str, is_over: Callable[[], Awaitable[bool]]) -> None:
+        """`url`: of the ledger; it reaches children by their environment. `is_over`: see `Child`. Nothing is started yet."""
+        self._settings = settings
+        self._environ = {"TETHER_REDIS_URL": url, "TETHER_CONFIG": str(settings.run_dir / "settings.json")}
+        self._is_over = is_over
+        self._tasks: asyncio.TaskGroup | None = None
+        self._stopping = False
+        counts = {Role.INGEST: 1, Role.REWARD: settings.services.rewards, Role.TRAINER: 1, Role.ROLLOUT: settings.services.rollout_workers}
+        if settings.monitor.enabled:
+            counts[Role.MONITOR] = 1
+        self.children: dict[Role, list[Child]] = {role: [self._child(role, i) for i in range(count)] for role, count in counts.items()}
+
+    @property
+    def trainer(self) -> Child:
+        return self.children[Role.TRAINER][0]
+
+    def start(self, tasks: asyncio.TaskGroup) -> None:
+        """Keep every child running by a task of `tasks`."""
+        self._tasks = tasks
+        for group in self.children.values():
+            for child in group:
+                tasks.create_task(child.keep_running(), name=child.spec.name)
+
+    async def scale(self, role: Role, count: int) -> None:
+        """Have `count` children of a role. New ones are started at once; those that are too many drain, the newest first.
+
+        Cancelled, it leaves children that still drain; `stop` ends them. Once the fleet stops this does nothing.
+        """
+        group = self.children[role]
+        while len(group) < count and self._tasks is not None and not self._stopping:
+            child = self._child(role, len(group))
+            group.append(child)
+            self._tasks.create_task(child.keep_running(), name=child.spec.name)
+        retired = group[count:]
+        async with asyncio.TaskGroup() as stops:
+            for child in retired:
+                stops.create_task(child.stop(DRAIN_S[role]), name=f"stop-{child.spec.name}")
+        del group[count:]
+
+    async def stop(self) -> None:
+        """Drain everything, role by role; harmless to repeat."""
+        self._stopping = True
+        order = SHARED_STOP_ORDER if self._settings.weights.transport == TRANSPORT else STOP_ORDER
+        for role in order:
+            async with asyncio.TaskGroup() as stops:
+                for child in self.children.get(role, []):
+                    stops.create_task(child.stop(DRAIN_S[role]), name=f"stop-{child.spec.name}")
+
+    def kill(self) -> None:
+        """End everything at once."""
+        self._stopping = True
+        for group in self.children.values():
+            for child in group:
+                child.kill()
+
+    def _child(self, role: Role, index: int) -> Child:
+        name = f"{role}.{index}" if role in SCALABLE else str(role)
+        spec = ServiceSpec(name, f"services.{role}", {**self._environ, **self._own(role, index)}, finishes=role is Role.TRAINER)
+        return Child(spec, self._settings.run_dir / "logs" / f"{name}.log", self._settings.services.restarts, self._is_over)
+
+    def _own(self, role: Role, index: int) -> dict[str, str]:
+        """Variables that this child has for itself."""
+        services = self._settings.services
+        if role is Role.TRAINER:
+            return trainer_variables(services)
+        if role is Role.ROLLOUT:
+            return pool_variables(services.pool, index) | rollout_variables(services, self._settings.engine.tensor_parallel_size, index)
+        return {}

@@ -1,0 +1,148 @@
+"""`tether up`: every service of a run on one machine, until its steps are done or Ctrl-C.
+
+Starting: check everything that can be checked without starting anything, then ledger, run, services. Ending: rollout workers hand back
+what they hold, then rewards, trainer, ingest, monitor, ledger. Nothing is left running, whatever ends it.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+
+from protocol.errors import TetherError
+from services.launcher.child import Child
+from services.launcher.fleet import Fleet
+from services.launcher.scaling import locked, obey_loop
+from services.ledger.embedded_server import EmbeddedServer, keep_running_loop
+from services.ledger.event_log.archiver import Archiver
+from services.ledger.redis.ledger import RedisLedger
+from services.ledger_recovery.reconcile import settle
+from services.observability.plot import plot_run
+from services.observability.progress import Progress
+from services.prepare import prepare
+from services.runtime.process import connected
+from services.settings.load import dump_settings
+from services.settings.sections import Settings
+
+log = logging.getLogger("tether.up")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended."""
+
+    version: int
+    steps: int
+    interrupted: bool
+    exhausted: bool
+    """The prompts have run out."""
+
+
+async def run_up(settings: Settings, progress: Progress) -> Outcome:
+    """Start all services of a run and keep them running until it is done.
+
+    Raises:
+        SettingsError: before anything was started, or as a service said; nothing is left running.
+        TetherError: a service died for good, or the run halted; nothing is left running.
+    """
+    run_dir = settings.run_dir
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    with locked(run_dir):
+        spec = await asyncio.to_thread(prepare, settings)
+        async with _ledger_server(settings) as server:
+            url = server.url if server else settings.ledger.url
+            dump_settings(settings, run_dir / "settings.json")
+            async with connected(replace(settings, ledger=replace(settings.ledger, url=url))) as ledger:
+                await settle(ledger, settings)
+                await ledger.create(spec)
+                await ledger.drain(False)
+                await ledger.guard()
+                progress.note(ledger.durability)
+                outcome = await _supervise(settings, url, ledger, server, progress, spec.prompts)
+                await Archiver(ledger, run_dir).archive_all()
+        await asyncio.to_thread(plot_run, run_dir)
+    return outcome
+
+
+async def _supervise(
+    settings: Settings, url: str, ledger: RedisLedger, server: EmbeddedServer | None, progress: Progress, prompts: int | None
+) -> Outcome:
+    """Keep the services running until the run is done, interrupted or failed; then stop them in order."""
+
+    async def is_over() -> bool:
+        status = await ledger.status()
+        return status.done or status.draining
+
+    fleet = Fleet(settings, url, is_over)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        """The first asks for a drain, the second ends everything."""
+        if stop.is_set():
+            fleet.kill()
+        stop.set()
+
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signum, on_signal)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            fleet.start(tasks)
+            watchers = [
+                tasks.create_task(progress.watch_loop(ledger, fleet.children), name="progress"),
+                tasks.create_task(obey_loop(settings.run_dir, fleet), name="scale"),
+            ]
+            if server is not None:
+                watchers.append(tasks.create_task(keep_running_loop(server), name="ledger"))
+            try:
+                await _until_over(ledger, fleet.trainer, stop)
+            finally:
+                await fleet.stop()
+            for watcher in watchers:
+                watcher.cancel()
+    except* TetherError as group:
+        raise group.exceptions[0] from None
+    finally:
+        await fleet.stop()
+    status = await ledger.status()
+    progress.finish(status)
+    return Outcome(
+        status.version,
+        status.steps,
+        interrupted=stop.is_set() and not status.done,
+        exhausted=prompts is not None and status.issued >= prompts,
+    )
+
+
+async def _until_over(ledger: RedisLedger, trainer: Child, stop: asyncio.Event) -> None:
+    """Return when the trainer has finished or a stop was asked for.
+
+    Raises:
+        TetherError: if the run halted.
+    """
+    while not stop.is_set() and not trainer.finished.is_set():
+        status = await ledger.status()
+        if status.halted:
+            raise TetherError(
+                f"the run halted: too many of the last groups were dropped for the reason {status.halted!r} "
+                "(see `tether status` and the logs); mend the cause and start again: the run goes on where it was"
+            )
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await stop.wait()
+
+
+@contextlib.asynccontextmanager
+async def _ledger_server(settings: Settings) -> AsyncIterator[EmbeddedServer | None]:
+    """An embedded server that lives as long as this, or None where the user has one."""
+    if settings.ledger.url:
+        yield None
+        return
+    server = EmbeddedServer(settings.run_dir / "ledger")
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop()

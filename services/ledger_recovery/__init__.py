@@ -1,0 +1,1 @@
+"""Archives ledger events and rebuilds a ledger that lost acknowledged writes."""

@@ -1,0 +1,5 @@
+"""The monitor."""
+
+from services.monitor.service import serve
+
+__all__ = ["serve"]

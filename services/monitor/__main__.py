@@ -1,0 +1,3 @@
+from services.monitor.service import main
+
+main()

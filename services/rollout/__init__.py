@@ -1,0 +1,5 @@
+"""The rollout worker."""
+
+from services.rollout.service import serve
+
+__all__ = ["serve"]

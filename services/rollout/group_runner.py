@@ -1,0 +1,222 @@
+"""How a rollout worker gets its groups and what becomes of them: lease, generate, send, hold until acknowledged, or hand back.
+
+Every group has a task of its own; at most `groups_in_flight` of them live at a time, and a finished one frees its place. While a task
+lives its lease is extended; when the ledger says that the lease is gone, the task is cancelled and its work is forgotten.
+"""
+
+import asyncio
+import contextlib
+import functools
+import logging
+import time
+
+from protocol.errors import EngineError, Reason, Refused, SettingsError
+from protocol.ids import new_token
+from rollout.engines.base import Engine, Sampling
+from rollout.environments.base import Environment
+from rollout.generate import generate_group
+from rollout.prompts.base import PromptSource
+from rollout.render import Renderer
+from services.bus.sender import Declined, Sender
+from services.ledger.interface import Lease
+from services.observability.busy import BusyMeter
+from services.runtime.process import Process
+
+log = logging.getLogger("tether.leasing")
+
+POLL_S = (0.02, 2.0)
+"""Shortest and longest wait between two attempts to lease. Most room comes with a version, which wakes a worker at once; thousands that ask
+in vain four times a second would be the ledger's largest load."""
+LOOK_S = 0.25
+"""How often a worker whose places are all taken looks whether it is to stop."""
+ENDS = frozenset({Reason.HALTED})
+
+
+class LeaseLost(Exception):
+    """The lease of a group went to somebody else, or the group was dropped."""
+
+
+class GroupRunner:
+    """Leases groups and runs one task for each."""
+
+    def __init__(
+        self, process: Process, engine: Engine, renderer: Renderer, environment: Environment, prompts: PromptSource, sender: Sender
+    ) -> None:
+        self._process, self._engine, self._renderer = process, engine, renderer
+        self._environment, self._prompts, self._sender = environment, prompts, sender
+        self._config = process.settings.rollout
+        self._places = asyncio.Semaphore(self._config.groups_in_flight)
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._nudged = asyncio.Event()
+        self._meter = BusyMeter()
+        process.on_heartbeat.append(lambda: process.info.update(busy_s=round(self._meter.seconds(), 3)))
+
+    async def run(self) -> None:
+        """Lease until the process is to stop, then drain: finish for `drain_s`, hand back the rest."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._nudge_at_stop(), name="lease.stop")
+            await self._lease_loop(tasks)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._config.drain_s):
+                    while self._tasks and self._serves():  # what an engine that sleeps has begun is handed back at once
+                        await asyncio.wait(list(self._tasks.values()), return_when=asyncio.FIRST_COMPLETED)
+            for task in self._tasks.values():
+                task.cancel()
+
+    def nudge(self) -> None:
+        """There may be room under the bound now: ask for a lease at once."""
+        self._nudged.set()
+
+    async def _nudge_at_stop(self) -> None:
+        await self._process.stop.wait()
+        self.nudge()
+
+    def abort(self, groups: tuple[int, ...]) -> None:
+        """Stop working on groups that the trainer dropped. Their tasks find their lease gone; nothing is handed back."""
+        self.nudge()
+        for group in groups:
+            if group in self._tasks:
+                self._process.metrics.count("group.aborted")
+                self._tasks[group].cancel()
+
+    async def _lease_loop(self, tasks: asyncio.TaskGroup) -> None:
+        while not self._process.stop.is_set():
+            try:
+                async with asyncio.timeout(LOOK_S):
+                    await self._places.acquire()
+            except TimeoutError:
+                continue  # every place is taken; look whether the process is to stop
+            lease = await self._next_lease()
+            if lease is None:
+                self._places.release()
+                return
+            if lease.group in self._tasks:  # our own expired lease, granted to us again: the old attempt is void
+                self._tasks[lease.group].cancel()
+            task = tasks.create_task(self._run_group(lease), name=f"group-{lease.group}")
+            self._tasks[lease.group] = task
+            task.add_done_callback(functools.partial(self._finished, lease.group))
+
+    def _finished(self, group: int, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(group) is task:
+            del self._tasks[group]
+        self._places.release()
+        self._process.metrics.busy.set(len(self._tasks))
+
+    async def _next_lease(self) -> Lease | None:
+        """The next lease, waiting for room under the bound; None if the process is to stop."""
+        delay, request = POLL_S[0], new_token()
+        began = time.monotonic()
+        with self._process.waiting("a lease") as because:
+            while not self._process.stop.is_set():
+                if not self._serves():
+                    because("the engine serves no version")
+                    await self._nudged_within(LOOK_S)
+                    continue
+                try:
+                    lease = await self._process.ledger.lease(
+                        request=request,
+                        engine=self._process.incarnation,
+                        holder=self._process.incarnation,
+                        lease_ms=int(self._config.lease_s * 1000),
+                    )
+                except Refused as refusal:
+                    if refusal.reason in ENDS:
+                        raise
+                    self._process.metrics.count(f"lease.refused.{refusal.reason}")
+                    because(refusal.reason)
+                    delay = POLL_S[0] if await self._nudged_within(delay) else min(delay * 2, POLL_S[1])
+                else:
+                    self._process.metrics.seconds.labels("lease_wait").observe(time.monotonic() - began)
+                    return lease
+        return None
+
+    def _serves(self) -> bool:
+        """Not at the start, nor while the engine sleeps; leases that are held then are extended, and their work goes on afterwards."""
+        return self._engine.served.version >= 0
+
+    async def _nudged_within(self, seconds: float) -> bool:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._nudged.wait()
+        except TimeoutError:
+            return False
+        self._nudged.clear()
+        return True
+
+    async def _run_group(self, lease: Lease) -> None:
+        try:
+            await self._hold(lease)
+        except asyncio.CancelledError:
+            await self._hand_back(lease, "drain")
+            raise
+
+    async def _hold(self, lease: Lease) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                keeper = tasks.create_task(self._extend_loop(lease), name=f"extend-{lease.group}")
+                await self._generate_and_send(lease)
+                keeper.cancel()
+        except* LeaseLost:
+            self._process.metrics.count("lease.lost")
+            log.info("lease.lost group=%d token=%s", lease.group, lease.token)
+
+    async def _generate_and_send(self, lease: Lease) -> None:
+        settings = self._process.settings.sampling
+        try:
+            with self._meter.working():
+                prompt = self._prompts.at(lease.group)
+                rollout = await generate_group(
+                    self._engine,
+                    self._renderer,
+                    self._environment,
+                    prompt,
+                    group=lease.group,
+                    token=lease.token,
+                    n=settings.samples_per_prompt,
+                    engine_name=self._process.incarnation,
+                    sampling=Sampling(
+                        max_tokens=settings.max_tokens,
+                        temperature=settings.temperature,
+                        top_p=settings.top_p,
+                        top_k=settings.top_k,
+                        stop_token_ids=self._renderer.stop_token_ids,
+                    ),
+                )
+        except (SettingsError, EngineError) as error:
+            await self._engine.check()  # a dead engine ends the process; a bad prompt ends the group
+            await self._give_up(lease, error)
+            return
+        self._process.metrics.seconds.labels("generate").observe(rollout.generate_s)
+        self._process.metrics.count("tokens.generated", int(rollout.loss_mask.numpy().sum()))
+        try:
+            with self._process.waiting(f"acknowledgement of group {lease.group}"):
+                await self._sender.send(rollout, epoch=lease.epoch, group=lease.group, token=lease.token)
+        except Declined as refusal:
+            self._process.metrics.count("group.declined")
+            log.info("group.declined group=%d why=%s", lease.group, refusal)
+        else:
+            self._process.metrics.count("group.delivered")
+
+    async def _extend_loop(self, lease: Lease) -> None:
+        lease_ms = int(self._config.lease_s * 1000)
+        while True:
+            await asyncio.sleep(self._config.lease_s / 3)
+            try:
+                await self._process.ledger.extend(lease.group, lease.token, lease_ms)
+            except Refused as refusal:
+                raise LeaseLost from refusal
+
+    async def _give_up(self, lease: Lease, error: Exception) -> None:
+        """A prompt that cannot be generated is handed back, and dropped once it has had its attempts."""
+        log.warning("group.failed group=%d attempt=%d error=%s", lease.group, lease.attempt, error)
+        self._process.metrics.count("group.failed")
+        with contextlib.suppress(Refused):
+            if lease.attempt >= self._config.prompt_failures:
+                await self._process.ledger.drop(lease.group, lease.token, "prompt")
+            else:
+                await self._process.ledger.release(lease.group, lease.token, "prompt")
+
+    async def _hand_back(self, lease: Lease, reason: str) -> None:
+        with contextlib.suppress(Refused, TimeoutError):
+            async with asyncio.timeout(2):
+                await self._process.ledger.release(lease.group, lease.token, reason)

@@ -1,0 +1,100 @@
+"""`python -m services.rollout`: leases prompt groups, generates them on one engine, sends them to be scored.
+
+Consumes: leases of the ledger, weight manifests of the trainer. Produces: `Rollout` messages on the edge `rollouts`.
+Waits for: the trainer's first weights, room under the bound, a reward worker, the ingest's acknowledgement.
+"""
+
+import asyncio
+import dataclasses
+import time
+from typing import Any
+
+from protocol.device.shared_layout import DESCRIBED, TRANSPORT, description_file
+from protocol.errors import SettingsError
+from protocol.topics import ROLLOUTS, WEIGHTS, Role
+from rollout.engines.base import Engine, EngineConfig
+from rollout.engines.multi_process.engine import RankedEngine
+from rollout.engines.registry import STARTED_TO_SLEEP, make_engine
+from rollout.environments.registry import make_environment
+from rollout.prompts.registry import make_source
+from rollout.render import Renderer
+from services.bus.broadcast import Listener
+from services.bus.sender import Sender
+from services.gpu_sharing.device_lock import Device
+from services.rollout.gpu_turn import EngineTurn
+from services.rollout.group_runner import GroupRunner
+from services.rollout.weight_updater import WeightUpdater
+from services.runtime.process import Process, service_main
+from services.settings.sections import Settings
+
+
+async def serve(process: Process) -> None:
+    """Run one rollout worker until it is stopped; drains by finishing or handing back what it holds."""
+    settings = process.settings
+    if not (settings.model_dir / "config.json").is_file():
+        raise SettingsError(
+            f"no model in {settings.model_dir}: `tether up` or `python -m services.prepare` makes it from [model.scratch]; "
+            "or set model.path to a Hugging Face directory"
+        )
+    prompts = await asyncio.to_thread(make_source, settings.prompts)
+    renderer = await asyncio.to_thread(Renderer, settings.model_dir, settings.render)
+    environment = make_environment(settings.environment)
+    shared = description_file(settings.run_dir, process.incarnation) if settings.weights.transport == TRANSPORT else None
+    engine = make_engine(_engine_config(settings), settings.model_dir, process.incarnation, settings.lora, shared=shared)
+    identity: dict[str, Any] = {"run": process.run, "incarnation": process.incarnation, "role": Role.ROLLOUT, "config": settings.bus}
+    process.info["engine"] = settings.engine.name
+    device = _device(settings, engine) if settings.colocated.enabled else None
+    turn = EngineTurn(process, device) if device else None
+    try:
+        if turn is not None and not await turn.take():
+            return
+        with process.waiting("engine start"):
+            began = time.monotonic()
+            await engine.start()
+            process.metrics.seconds.labels("engine_start").observe(time.monotonic() - began)
+        if shared is not None:
+            process.info[DESCRIBED] = str(shared)
+            await process.register()
+        async with (
+            Listener(WEIGHTS, discover=lambda: process.discover(WEIGHTS.name), **identity) as listener,
+            Sender(ROLLOUTS, discover=lambda: process.discover(ROLLOUTS.name), **identity) as sender,
+        ):
+            process.metrics.watch("tether_bus_rollouts", "Bus counters, edge rollouts", sender.stats.as_dict)
+            process.metrics.watch("tether_bus_weights", "Bus counters, edge weights", listener.stats.as_dict)
+            runner = GroupRunner(process, engine, renderer, environment, prompts, sender)
+            on_turn = turn.look if turn else None
+            updater = WeightUpdater(process, engine, listener, on_abort=runner.abort, on_applied=runner.nudge, on_turn=on_turn)
+            async with asyncio.TaskGroup() as tasks:
+                updates = [
+                    tasks.create_task(updater.listen_loop(), name="weights.listen"),
+                    tasks.create_task(updater.poll_loop(), name="weights.poll"),
+                    tasks.create_task(updater.apply_loop(), name="weights.apply"),
+                ]
+                if turn is not None:
+                    updates.append(tasks.create_task(turn.turns_loop(updater), name="turns"))
+                await runner.run()
+                for task in updates:
+                    task.cancel()
+    finally:
+        await engine.close()
+        if device is not None:
+            device.close()
+
+
+def _device(settings: Settings, engine: Engine) -> Device:
+    """The lock of the device; an engine's own processes hold it too, so they keep it when this one is killed and they are not gone yet."""
+    device = Device(settings.run_dir)
+    if isinstance(engine, RankedEngine):
+        device.give()
+    return device
+
+
+def _engine_config(settings: Settings) -> EngineConfig:
+    """An engine that shares its device must be able to sleep, which some have to know when they start."""
+    sleeps = settings.colocated.enabled and settings.engine.name in STARTED_TO_SLEEP
+    return dataclasses.replace(settings.engine, enable_sleep_mode=True) if sleeps else settings.engine
+
+
+def main() -> None:
+    """Run `python -m services.rollout`."""
+    service_main(Role.ROLLOUT, serve)

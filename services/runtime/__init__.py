@@ -1,0 +1,1 @@
+"""What every service process does: start, register, wait, drain, exit."""

@@ -1,0 +1,75 @@
+"""Loads the settings of a process: defaults < TOML or JSON file < `TETHER_*` variables < `--set a.b=c`."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from protocol.errors import SettingsError
+from services.settings.checks import check_settings
+from services.settings.sections import Settings
+from services.settings.sources import assign, from_environ, parse, read_file, refuse_unknown
+
+_adapter: TypeAdapter[Settings] = TypeAdapter(Settings)
+
+
+def load_settings(path: str | None = None, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Settings:
+    """Compose the settings of a process.
+
+    Args:
+        path: a TOML or JSON file; by default that of `TETHER_CONFIG`, or none.
+        overrides: `section.key=value` strings; values are TOML, or plain strings where they are not, or where a string is wanted.
+        environ: by default the process's environment.
+
+    Raises:
+        SettingsError: naming the setting, what is wrong and the nearest known name.
+    """
+    environ = os.environ if environ is None else environ
+    path = path or environ.get("TETHER_CONFIG") or None
+    values: dict[str, Any] = read_file(Path(path)) if path else {}
+    for dotted, text, source in from_environ(environ):
+        assign(values, dotted, parse(text, dotted, Settings), source)
+    for override in overrides:
+        dotted, separator, text = override.partition("=")
+        if not separator:
+            raise SettingsError(f"--set {override!r}: write section.key=value")
+        if dotted.strip() == "ledger.url" and "@" in text:
+            raise SettingsError("--set ledger.url: every user can read a command line; set TETHER_REDIS_URL, or ledger.password_file")
+        assign(values, dotted.strip(), parse(text.strip(), dotted.strip(), Settings), f"--set {dotted}")
+    refuse_unknown(values, Settings, "")
+    try:
+        settings = _adapter.validate_python(values)
+    except ValidationError as error:
+        raise SettingsError("; ".join(_explain(item) for item in error.errors())) from None
+    check_settings(settings)
+    return settings
+
+
+def run_settings(run_dir: Path, overrides: Sequence[str] = ()) -> Settings:
+    """The settings that a run was last started with; of the environment only the ledger's URL counts.
+
+    Raises SettingsError if there is no run in the directory.
+    """
+    path = run_dir / "settings.json"
+    if not path.is_file():
+        raise SettingsError(f"no run in {run_dir}: there is no settings.json; give the directory of a run, such as runs/demo")
+    environ = {name: value for name, value in os.environ.items() if name == "TETHER_REDIS_URL"}
+    return load_settings(str(path), [*overrides, f"run.dir={json.dumps(str(run_dir.absolute()))}"], environ)
+
+
+def dump_settings(settings: Settings, path: Path) -> None:
+    """Write the effective settings as JSON, for the processes of the run. The ledger's URL stays out: it may hold a password."""
+    values = _adapter.dump_python(settings, mode="json")
+    values["ledger"]["url"] = ""
+    values["run"]["dir"] = str(settings.run_dir)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(values, indent=2) + "\n")
+    temporary.replace(path)
+
+
+def _explain(error: Mapping[str, Any]) -> str:
+    where = ".".join(str(part) for part in error["loc"])
+    return f"setting {where}: {error['msg']}" + ("" if where.startswith("ledger") else f" (got {error['input']!r})")

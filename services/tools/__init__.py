@@ -1,0 +1,1 @@
+"""What people run on a finished or running run: replay, evaluation."""

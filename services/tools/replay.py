@@ -1,0 +1,270 @@
+"""`tether replay`: the batch of a past step, built again from event log and archive, without any running service.
+
+Under torchrun (`python -m services.tools.replay D K`) every rank of the trainer repeats the steps from the nearest checkpoint up to K.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from protocol.errors import SettingsError, TetherError
+from protocol.host.parent_death import die_with_parent
+from protocol.weights.buckets import manifest_digest
+from services.ledger.event_log.archiver import FILE
+from services.ledger.event_log.reader import LoggedStep, committed_steps, read_events
+from services.ledger.interface import Taken
+from services.observability.steps import read_steps
+from services.runtime.process import configure_logging
+from services.settings.load import run_settings
+from services.settings.sections import Settings
+from services.trainer.leader import build_backend, train_command
+from trainer.algorithms.base import Algorithm
+from trainer.algorithms.registry import make_algorithm
+from trainer.backends.base import Backend, StepStats
+from trainer.backends.launch import torchrun
+from trainer.backends.rank_commands import (
+    ExitCommand,
+    ExportCommand,
+    KeepReferenceCommand,
+    RestoreCommand,
+    TrainCommand,
+    announce,
+    follow,
+    lead_step,
+    open_batch,
+)
+from trainer.batch import batch_digest
+from trainer.lora import as_published
+from trainer.storage.archive import Archive
+from trainer.storage.checkpoints import Checkpoint, Checkpoints
+from trainer.storage.spool import MissingRecord, Spool
+from trainer.weights.bucket_writer import fill_buckets, in_dtype
+
+LOSS_TOLERANCE = 1e-4
+"""A repeated loss may differ by so much, relative to the larger of it and 1: sums on a GPU are not always made in one order."""
+
+
+class Past:
+    """The steps of a run that is on or over, as its directory tells them."""
+
+    def __init__(self, settings: Settings, wanted: range) -> None:
+        """Read the event log; `wanted` are the steps that will be asked for.
+
+        Raises:
+            SettingsError: no log, or one that is not whole.
+        """
+        self.settings = settings
+        self._steps = committed_steps(read_events(settings.run_dir / FILE), wanted)
+        self._archive = Archive(settings.run_dir / "archive")
+
+    def step(self, step: int) -> LoggedStep:
+        """What the log tells of a step.
+
+        Raises:
+            SettingsError: the step was never made, or a rewind abandoned it.
+        """
+        if step not in self._steps:
+            raise SettingsError(f"step {step} is not in the log of {self.settings.run_dir}: it was not made yet, or a rewind abandoned it")
+        return self._steps[step]
+
+    def command(self, step: int) -> TrainCommand:
+        """The command that the trainer ran for a step, with its records.
+
+        Raises:
+            SettingsError: a record is gone; says why that may be.
+        """
+        groups = self.step(step).record.groups
+        keys = [(group.group, group.token) for group in groups]
+        try:
+            records = self._records(step, keys)
+        except MissingRecord as missing:
+            held = self._archive.steps()
+            raise SettingsError(
+                f"step {step} cannot be built again: neither archive nor spool holds group {missing.group}. "
+                f"The archive holds {f'steps {held[0]} to {held[-1]}' if held else 'no step'}; trainer.archive_mb is its room"
+            ) from None
+        return train_command(self.settings, Taken(step, groups), records)
+
+    def _records(self, step: int, keys: list[tuple[int, str]]) -> list[bytes]:
+        """From the spool, else from the archive: in this order no step is missed that the trainer moves meanwhile."""
+        path = self.settings.run_dir / "spool.sqlite"
+        if path.is_file():
+            with closing(Spool(path, read_only=True)) as spool, suppress(MissingRecord):
+                return spool.get_many(keys)
+        return self._archive.get(step, keys)
+
+    def report(self, step: int) -> dict[str, Any]:
+        """The step's line in metrics.jsonl; empty if there is none of this epoch."""
+        epoch = self.step(step).record.epoch
+        lines = read_steps(self.settings.run_dir / "metrics.jsonl")
+        return next((line for line in lines if (line["step"], line["epoch"]) == (step, epoch)), {})
+
+
+def replay(past: Past, step: int) -> dict[str, Any]:
+    """Build the batch of a step again and compare it with what was trained.
+
+    Returns:
+        Facts as `tether replay --json` prints them; `equal` says whether digest and trained tokens are those of the log.
+
+    Raises:
+        SettingsError: there is no such step, or its records are gone.
+        TetherError: a record is damaged.
+    """
+    logged, command = past.step(step), past.command(step)
+    built = open_batch(command, make_algorithm(past.settings.algorithm))
+    digest, recorded = batch_digest(built.batch), past.report(step).get("batch_digest", "")
+    counts = {group: {v: n for v, n in versions.items() if n} for group, versions in logged.trained.items()}
+    return {
+        "step": step,
+        "epoch": logged.record.epoch,
+        "groups": [
+            {
+                "group": group.group,
+                "token": group.token,
+                "version": group.version,
+                "deadline": group.deadline,
+                "bound": group.max_staleness,
+                "sampled_tokens": {str(v): n for v, n in group.counts.items()},
+                "trained_tokens": {str(v): n for v, n in built.trained_counts[group.group].items()},
+            }
+            for group in logged.record.groups
+        ],
+        "samples": len(built.batch.group_index),
+        "trained_tokens": built.stats.trained_tokens,
+        "masked_tokens": built.stats.masked_tokens,
+        "lag_max": built.stats.lag_max,
+        "bound": max(group.max_staleness for group in logged.record.groups),
+        "digest": digest,
+        "recorded_digest": recorded,
+        "tokens_equal": built.trained_counts == counts,
+        "equal": built.trained_counts == counts and digest == recorded,
+    }
+
+
+def retrain(past: Past, step: int, start: Checkpoint | None) -> dict[str, Any]:
+    """Repeat the recorded steps from a checkpoint (None: the initial model) up to `step`, on every rank; called on rank 0.
+
+    Returns:
+        Facts as `tether replay --train --json` prints them; `equal` says whether the loss is the recorded one within `LOSS_TOLERANCE`.
+
+    Raises:
+        SettingsError: a step's records are gone, or the checkpoint is damaged or of another layout.
+    """
+    settings = past.settings
+    first = start.version if start else 0
+    algorithm = make_algorithm(settings.algorithm)
+    backend = build_backend(settings)
+    try:
+        if settings.algorithm.kl_coef > 0:
+            announce(KeepReferenceCommand())
+            backend.keep_reference()
+        if start is not None:
+            start.verify()
+            announce(RestoreCommand(str(start.directory)))
+            backend.restore(start.directory)
+        stats = [_repeat(backend, algorithm, past.command(number)) for number in range(first, step + 1)][-1]
+        weights = _weights_digest(backend, settings)
+        announce(ExitCommand())
+    finally:
+        backend.close()
+    recorded = past.report(step).get("loss")
+    return {
+        "from_version": first,
+        "steps": step + 1 - first,
+        "loss": stats.loss,
+        "recorded_loss": recorded,
+        "weights_digest": str(weights),
+        "recorded_weights_digest": str(past.step(step).record.digest),
+        "weights_equal": weights == past.step(step).record.digest,
+        "equal": recorded is not None and abs(stats.loss - recorded) <= LOSS_TOLERANCE * max(1.0, abs(recorded)),
+    }
+
+
+def _repeat(backend: Backend, algorithm: Algorithm, command: TrainCommand) -> StepStats:
+    return lead_step(backend, algorithm, command)[1]
+
+
+def _weights_digest(backend: Backend, settings: Settings) -> int:
+    """The digest that a manifest of the present weights would have."""
+    announce(ExportCommand())
+    tensors = in_dtype(as_published(backend.export(), backend.targets, backend.lora), settings.engine.dtype)
+    entries, _ = fill_buckets(tensors, settings.weights.bucket_mb << 20, lambda _, size: torch.empty(size, dtype=torch.uint8))
+    return manifest_digest(entries)
+
+
+def nearest_checkpoint(settings: Settings, step: int) -> Checkpoint | None:
+    """The newest checkpoint from which `step` can be reached; None if only the initial model can."""
+    found = [point for point in Checkpoints(settings.run_dir / "checkpoints", keep=1).complete() if point.version <= step]
+    return found[-1] if found else None
+
+
+def replay_step(settings: Settings, step: int, *, train: bool) -> dict[str, Any]:
+    """Everything that `tether replay` says of a step; `train` adds what `retrain` found, made by as many ranks as the trainer has."""
+    start = nearest_checkpoint(settings, step)
+    first = (start.version if start else 0) if train else step
+    past = Past(settings, range(first, step + 1))
+    facts = replay(past, step)
+    if train:
+        ranks = settings.parallel.world_size
+        facts["train"] = _in_ranks(settings.run_dir, step, ranks) if ranks > 1 else retrain(past, step, start)
+    return facts
+
+
+def render_replay(facts: dict[str, Any]) -> str:
+    """The same for people."""
+    groups, digest, recorded = facts["groups"], facts["digest"], facts["recorded_digest"]
+    lines = [
+        f"step {facts['step']} of epoch {facts['epoch']}: {len(groups)} groups, {facts['samples']} samples",
+        f"tokens: {facts['trained_tokens']} trained, {facts['masked_tokens']} masked; lag {facts['lag_max']} of {facts['bound']} at most",
+        "groups: " + ", ".join(f"{group['group']} (version {group['version']})" for group in groups),
+        f"trained tokens of each group and version as in the log: {_yes(facts['tokens_equal'])}",
+        f"digest {digest}, recorded {recorded or 'none'}, equal {_yes(digest == recorded)}",
+    ]
+    if "train" in facts:
+        train = facts["train"]
+        lines += [
+            f"repeated {train['steps']} steps from version {train['from_version']}: loss {train['loss']!r}, "
+            f"recorded {train['recorded_loss']!r}, equal {_yes(train['equal'])}",
+            f"weights {train['weights_digest']}, recorded {train['recorded_weights_digest']}, equal {_yes(train['weights_equal'])}",
+        ]
+    return "\n".join(lines)
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def _in_ranks(run_dir: Path, step: int, ranks: int) -> dict[str, Any]:
+    """`retrain` under torchrun."""
+    words = torchrun(ranks, "services.tools.replay", str(run_dir), str(step))
+    done = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise TetherError(f"the trainer's ranks failed with exit code {done.returncode}; what they said is above")
+    said = [line for line in done.stdout.splitlines() if line.startswith("{")]  # libraries may print, too
+    facts: dict[str, Any] = json.loads(said[-1])
+    return facts
+
+
+def main() -> None:
+    """One rank of `retrain`, under torchrun: rank 0 prints what it found as JSON, the others follow it."""
+    die_with_parent(signal.SIGKILL)
+    settings, step = run_settings(Path(sys.argv[1])), int(sys.argv[2])
+    configure_logging(f"replay.{os.environ['RANK']}")
+    if os.environ["RANK"] != "0":
+        backend = build_backend(settings)
+        follow(backend, make_algorithm(settings.algorithm))
+        backend.close()
+        return
+    start = nearest_checkpoint(settings, step)
+    print(json.dumps(retrain(Past(settings, range(start.version if start else 0, step + 1)), step, start)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,5 @@
+"""The trainer."""
+
+from services.trainer.service import serve
+
+__all__ = ["serve"]

@@ -1,0 +1,3 @@
+from services.trainer.service import main
+
+main()

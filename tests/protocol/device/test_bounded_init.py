@@ -1,0 +1,77 @@
+"""What may never return is given up at its deadline, is nobody's afterwards, and does not pile up."""
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from protocol.device import bounded_init
+from protocol.device.bounded_init import MAX_STUCK, check_stuck, make_group
+from protocol.errors import PoisonedError
+from tests.protocol.device.stuck import Library, stuck, until_none_is_left
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_init, "GRACE_S", 0.0)
+
+
+def test_what_is_made_in_time_is_returned_and_what_goes_wrong_is_raised() -> None:
+    assert make_group(lambda hold: "group", pytest.fail, 600, lambda: False) == "group"
+    with pytest.raises(RuntimeError, match="no such device"):
+        make_group(lambda hold: (_ for _ in ()).throw(RuntimeError("no such device")), pytest.fail, 600, lambda: False)
+
+
+def test_what_comes_too_late_is_discarded_by_its_own_thread() -> None:
+    library = Library()
+    with stuck(library, 2):
+        assert library.discarded == []
+    assert library.discarded == ["group", "group"]
+
+
+def test_what_was_handed_over_is_discarded_at_once_so_that_its_thread_comes_back() -> None:
+    aborted = threading.Event()
+
+    def make(hold: Callable[[str], None]) -> str:
+        hold("group")
+        aborted.wait()  # a collective, which ends when its group is aborted
+        return "group"
+
+    discarded: list[str] = []
+    with pytest.raises(ConnectionError):
+        make_group(make, lambda group: (discarded.append(group), aborted.set()), 600, lambda: True)
+    until_none_is_left()
+    assert set(discarded) == {"group"}
+
+
+def test_a_look_that_fails_leaves_nothing_behind_that_is_not_known() -> None:
+    library = Library()
+
+    def reset() -> bool:
+        raise ConnectionResetError("reset by peer")
+
+    with stuck(library, 0, more=1):
+        with pytest.raises(ConnectionResetError):
+            make_group(library.make, library.discarded.append, 600, reset)
+        assert len(bounded_init._left) == 1
+    assert library.discarded == ["group"]
+
+
+def test_a_process_bears_a_few_threads_that_are_stuck_and_recovers_when_they_return() -> None:
+    library = Library()
+    with stuck(library, MAX_STUCK - 1):
+        assert make_group(lambda hold: "other", pytest.fail, 600, lambda: False) == "other"
+        check_stuck()
+    with stuck(Library(), MAX_STUCK):
+        before = threading.active_count()
+        for refused in (check_stuck, lambda: make_group(pytest.fail, pytest.fail, 600, lambda: False)):
+            with pytest.raises(PoisonedError, match="4 threads are stuck where process groups are made: this process has to be started"):
+                refused()
+        assert threading.active_count() == before
+    check_stuck()
+
+
+def test_a_thread_that_may_still_come_back_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_init, "GRACE_S", 600.0)
+    with stuck(Library(), 2 * MAX_STUCK):
+        check_stuck()

@@ -1,0 +1,164 @@
+"""What the contract suite does not ask of the engine `megatron`: all families, slots that come and go, its own settings."""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from protocol.errors import EngineError
+from rollout.engines.base import Completion, EngineConfig, Request, Sampling
+from rollout.engines.megatron.engine import MegatronEngine
+from tests.contracts.engine_bench import ask, together
+from tests.trainer.megatron.models import MODELS, OPTIMIZER, make_model, save_model
+from tests.trainer.megatron.ranks import ALGORITHM
+from trainer.batch import Batch
+from trainer.config import ParallelConfig, TrainerConfig
+from trainer.megatron.backend import MegatronBackend
+from trainer.megatron.inference import SlotModel
+
+LENGTH = 64
+"""max_model_len."""
+
+
+@asynccontextmanager
+async def started(model_dir: Path, **settings: Any) -> AsyncIterator[MegatronEngine]:
+    engine = MegatronEngine(EngineConfig(**{"name": "megatron", "max_model_len": LENGTH, **settings}), model_dir, "e")
+    try:
+        await engine.start()
+        yield engine
+    finally:
+        await engine.close()
+
+
+def ragged_requests(count: int, vocabulary: int) -> list[Request]:
+    """Prompts and completions of all lengths, greedy."""
+    generator = torch.Generator().manual_seed(3)
+    sizes = torch.randint(1, LENGTH // 2, (count, 2), generator=generator).tolist()
+    prompts = [torch.randint(0, vocabulary, (size,), generator=generator).tolist() for size, _ in sizes]
+    return [ask(f"r{i}", prompt, tokens) for i, (prompt, (_, tokens)) in enumerate(zip(prompts, sizes, strict=True))]
+
+
+@torch.no_grad()
+def is_greedy(model: PreTrainedModel, request: Request, found: Completion) -> bool:
+    ids = torch.tensor([[*request.prompt, *found.tokens]])
+    logits = model(ids).logits[0, len(request.prompt) - 1 : -1]
+    return logits.argmax(-1).tolist() == list(found.tokens) and len(found.tokens) == request.sampling.max_tokens
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+async def test_ragged_requests_in_few_slots_and_small_passes_are_greedy(name: str, tmp_path: Path) -> None:
+    model, requests = make_model(name).eval(), ragged_requests(24, int(MODELS[name][1]["vocab_size"]))
+    async with started(save_model(name, tmp_path), max_running=5, max_batch_tokens=LENGTH) as engine:
+        found = await together(engine, requests)
+    assert all(is_greedy(model, request, completion) for request, completion in zip(requests, found, strict=True))
+
+
+async def test_a_buffer_bounds_the_requests_that_run_at_once(tmp_path: Path) -> None:
+    model_dir = save_model("qwen2", tmp_path)
+    buffer_bytes = int(2.9 * 2 * 2 * 2 * 32 * LENGTH * 4)  # keys and values, layers, kv heads, head size, tokens, bytes
+    model = SlotModel(model_dir, dtype="float32", slots=64, length=LENGTH, buffer_bytes=buffer_bytes)
+    assert model.slots == 2
+    model.close()
+    async with started(model_dir, buffer_size_gb=buffer_bytes / 2**30) as engine:
+        found = await together(engine, [ask(f"r{i}", (i, 5), 40) for i in range(5)])
+    assert [len(completion.tokens) for completion in found] == [40] * 5
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2"),
+        ({"enforce_eager": False}, "enforce_eager is false"),
+        ({"dtype": "float16"}, "dtype is 'float16'"),
+        ({"max_batch_tokens": LENGTH - 1}, f"max_batch_tokens is {LENGTH - 1}.* at least {LENGTH}"),
+        ({"max_batch_tokens": -1}, "max_batch_tokens is -1"),
+        ({"max_running": 100, "max_batch_tokens": 99}, "max_batch_tokens is 99.* at least 100"),
+        ({"max_model_len": 129}, "max_model_len 129 exceeds the 128 positions"),
+        ({"buffer_size_gb": 1e-6}, "KV cache of one sequence of 64 tokens"),
+        ({"max_model_len": 128, "max_running": 2**40}, "lower max_running or set buffer_size_gb: .*memory"),
+        ({"buffer_size_gb": -1.0}, "buffer_size_gb is -1.0"),
+    ],
+)
+async def test_a_setting_that_it_does_not_do_is_refused_by_name(settings: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=f"^(engine megatron: )?.*{words}"):
+        async with started(save_model("qwen2", tmp_path), **settings):
+            pass
+
+
+async def test_a_family_that_the_trainer_lacks_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "vocab_size": 7}')
+    with pytest.raises(EngineError, match=r"engine megatron: .*model_type 'gpt2' is not supported; supported are"):
+        async with started(tmp_path):
+            pass
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_logprobs_are_those_of_the_training_forward_pass(dtype: str, tmp_path: Path) -> None:
+    model_dir = save_model("qwen2", tmp_path)
+    requests = [
+        replace(request, sampling=replace(request.sampling, temperature=0.7, seed=i)) for i, request in enumerate(ragged_requests(8, 131))
+    ]
+    async with started(model_dir, dtype=dtype) as engine:
+        found = await together(engine, requests)
+    batch = batch_of(requests, found)
+    settings = TrainerConfig(device="cpu", dtype=dtype)
+    backend = MegatronBackend(model_dir, parallel=ParallelConfig(), optimizer=OPTIMIZER, trainer=settings, algorithm=ALGORITHM)
+    recomputed = backend.logprobs(batch)
+    backend.close()
+    difference = (recomputed - batch.behaviour_logprobs)[batch.sampled_mask].abs()
+    assert difference.max() < (1e-5 if dtype == "float32" else 0.05), (difference.max(), difference.mean())
+
+
+def batch_of(requests: Sequence[Request], found: Sequence[Completion]) -> Batch:
+    count = len(requests)
+    tokens, logprobs = torch.zeros(count, LENGTH, dtype=torch.int64), torch.zeros(count, LENGTH)
+    sampled = torch.zeros(count, LENGTH, dtype=torch.bool)
+    lengths = torch.zeros(count, dtype=torch.int64)
+    for row, (request, completion) in enumerate(zip(requests, found, strict=True)):
+        ids = [*request.prompt, *completion.tokens]
+        lengths[row] = len(ids)
+        tokens[row, : len(ids)] = torch.tensor(ids)
+        sampled[row, len(request.prompt) : len(ids)] = True
+        logprobs[row, len(request.prompt) : len(ids)] = torch.tensor(completion.logprobs)
+    versions, nothing = torch.where(sampled, 0, -1).int(), torch.zeros(count, LENGTH)
+    return Batch(0, tokens, lengths, sampled, sampled, logprobs, versions, nothing, torch.zeros(count).long(), torch.zeros(count), 0.7)
+
+
+def test_a_slot_keeps_nothing_of_weights_that_were_not_finite(tmp_path: Path) -> None:
+    model = SlotModel(save_model("qwen2", tmp_path), dtype="float32", slots=2, length=LENGTH)
+    good = {name: parameter.clone() for name, parameter in model.parameters.items()}
+    for parameter in model.parameters.values():
+        parameter.fill_(torch.nan)
+    assert model.prefill(0, [[1] * 60, [2] * 60]).isnan().all()
+    for name, parameter in model.parameters.items():
+        parameter.copy_(good[name])
+    model.prefill(0, [[1, 2, 3]])
+    model.prefill(1, [[5] * 40])
+    assert model.decode([4, 6], [3, 40]).isfinite().all()
+    model.close()
+
+
+async def test_asleep_it_holds_neither_weights_nor_cache(tmp_path: Path) -> None:
+    async with started(save_model("qwen2", tmp_path)) as engine:
+        await engine.generate(Request("a/0", (1,), Sampling(max_tokens=2)))
+        loaded, model = engine._model, engine._slot_model
+        assert model is not None
+        held = [*model.parameters.values(), *model.cache.tensors, *loaded.weights.live.values(), *loaded.weights.buffer.values()]
+        await engine.sleep()
+        assert sum(tensor.untyped_storage().nbytes() for tensor in held) == 0
+        await engine.wake()
+        assert all(tensor.untyped_storage().nbytes() for tensor in held)
+
+
+async def test_closing_leaves_the_process_groups(tmp_path: Path) -> None:
+    model_dir = save_model("qwen2", tmp_path)
+    async with started(model_dir) as first:
+        async with started(model_dir) as second:
+            await second.generate(Request("a/0", (1,), Sampling(max_tokens=2)))
+        await first.generate(Request("a/0", (1,), Sampling(max_tokens=2)))
+    assert not torch.distributed.is_initialized()

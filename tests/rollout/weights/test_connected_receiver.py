@@ -1,0 +1,180 @@
+"""A sender that hangs up is noticed at once: what is mapped of it is released, what is under way ends, and no thread stays."""
+
+import json
+import os
+import resource
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from protocol.errors import WeightError
+from protocol.messages import WeightManifest
+from protocol.weights.buckets import Piece, pieces
+from rollout.weights.base import Place
+from rollout.weights.connected_receiver import StandingReceiver
+from rollout.weights.nccl import NcclReceiver
+from rollout.weights.sender_connection import parse_address
+from rollout.weights.verification import Deadline
+from trainer.config import WeightConfig
+from trainer.weights.bucket_writer import fill_buckets, make_manifest
+from trainer.weights.version_server import Line, Published, VersionServer
+
+CONFIG = WeightConfig(transport="nccl", bucket_mb=1, timeout_s=60)
+TENSORS = {"a": torch.arange(300_000.0), "b": torch.ones(300_000)}
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def watchers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "weights.watch"]
+
+
+@contextmanager
+def many_descriptors() -> Iterator[None]:
+    """More of them in use than `select` knows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    with ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(1100):
+            stack.enter_context(open(os.devnull))
+        yield
+
+
+class Spoken:
+    """A channel whose receivers have the bytes already."""
+
+    def send(self, line: Line, published: Published, end: float) -> None:
+        line.answer({"ready": True}, end)
+        line.done(published.manifest.version, end)
+
+    def close(self) -> None:
+        pass
+
+
+class Mapping(StandingReceiver):
+    """Maps the memory of a sender in this very process, as `ipc` does that of another one's GPU."""
+
+    def __init__(self, memory: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._memory = memory
+        self.mapped: list[torch.Tensor] = []
+
+    def _address(self, manifest: WeightManifest) -> tuple[str, int]:
+        return parse_address(manifest.location, manifest.location)
+
+    def _pieces(
+        self, answer: dict[str, Any], manifest: WeightManifest, deadline: Deadline, place: Place
+    ) -> Iterator[tuple[Piece, torch.Tensor]]:
+        self.mapped = self._memory
+        for piece in pieces(manifest):
+            assert self.mapped, "released beneath a copy"
+            yield piece, self.mapped[piece.bucket][piece.start : piece.end]
+
+    def _settle(self) -> None:
+        pass
+
+    def _interrupt(self) -> None:
+        pass
+
+    def _release(self) -> None:
+        self.mapped = []
+
+
+@contextmanager
+def mapping() -> Iterator[tuple[VersionServer, WeightManifest, Mapping]]:
+    memory: list[torch.Tensor] = []
+
+    def allocate(_: int, size: int) -> torch.Tensor:
+        memory.append(torch.empty(size, dtype=torch.uint8))
+        return memory[-1]
+
+    with closing(VersionServer(CONFIG, Spoken)) as server, closing(Mapping(memory)) as receiver:
+        manifest = make_manifest(
+            "ipc", server.address, "e1", 1, fill_buckets(iter(TENSORS.items()), 1 << 20, allocate), base_model="", tied=()
+        )
+        server.current = Published(manifest, tuple(memory))
+        yield server, manifest, receiver
+
+
+def test_what_is_mapped_of_a_sender_is_released_when_it_hangs_up() -> None:
+    with mapping() as (server, manifest, receiver):
+        assert len(list(receiver.tensors(manifest, 60))) == len(TENSORS)
+        assert receiver.mapped
+        server.close()
+        until(lambda: not receiver.mapped)
+        until(lambda: not watchers())
+
+
+def test_that_is_noticed_with_more_descriptors_than_select_knows() -> None:
+    with many_descriptors(), mapping() as (server, manifest, receiver):
+        assert len(list(receiver.tensors(manifest, 60))) == len(TENSORS)
+        server.close()
+        until(lambda: not receiver.mapped)
+
+
+def test_nothing_is_released_beneath_a_copy_but_when_it_has_ended() -> None:
+    with mapping() as (server, manifest, receiver):
+        coming = receiver.tensors(manifest, 60)
+        next(coming)
+        server.close()
+        until(lambda: not watchers())  # it has seen that
+        assert receiver.mapped
+        with pytest.raises(WeightError, match="hung up in the middle"):
+            list(coming)
+        assert not receiver.mapped
+
+
+def test_a_successor_at_another_address_is_watched_in_its_place() -> None:
+    with mapping() as (server, manifest, receiver), closing(VersionServer(CONFIG, Spoken)) as successor:
+        assert len(list(receiver.tensors(manifest, 60))) == len(TENSORS)
+        assert server.current is not None
+        moved = msgspec.structs.replace(manifest, location=successor.address)
+        successor.current = Published(moved, server.current.buckets)
+        assert len(list(receiver.tensors(moved, 60))) == len(TENSORS)
+        server.close()
+        until(lambda: len(watchers()) == 1)
+        assert receiver.mapped
+        successor.close()
+        until(lambda: not receiver.mapped)
+
+
+def test_a_closed_receiver_leaves_no_thread_and_may_be_used_again() -> None:
+    with mapping() as (_, manifest, receiver):
+        for _ in range(3):
+            assert len(list(receiver.tensors(manifest, 60))) == len(TENSORS)
+            assert len(watchers()) == 1
+            receiver.close()
+            assert not receiver.mapped
+            until(lambda: not watchers())
+
+
+def test_a_group_is_not_waited_for_when_the_sender_hangs_up_although_its_store_lives() -> None:
+    store = torch.distributed.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
+    with mapping() as (_, manifest, _), socket.create_server(("127.0.0.1", 0)) as listener, closing(NcclReceiver()) as receiver:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection, connection.makefile() as lines:
+                lines.readline()
+                connection.sendall(json.dumps({"store_port": store.port}).encode() + b"\n")
+                until(lambda: bool(store.check(["receiver"])))  # it waits for the sender's part of the group
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        location = f"127.0.0.1:{listener.getsockname()[1]}/gloo"
+        with pytest.raises(WeightError, match="the sender hung up in the middle"):
+            list(receiver.tensors(msgspec.structs.replace(manifest, location=location), 30))
+        thread.join()

@@ -1,0 +1,49 @@
+"""A process that holds the device's lock with one that it starts as vLLM does: `python -m tests.services.gpu_sharing.device_owner RUN_DIR [HOW]`.
+
+HOW: "" holds it as an engine that is awake, "asleep" has left it, "ranks" as the ranks of a trainer. It prints the pid of the other one,
+which by then has what it was given.
+"""
+
+import multiprocessing
+import os
+import signal
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from rollout.engines.multi_process.parent_watch import OWNER, follow_owner
+from services.gpu_sharing.device_lock import Device, given_device
+
+
+def engine(ready: Connection) -> None:
+    assert follow_owner(lambda owner: os._exit(1))
+    ready.send("")
+    signal.pause()
+
+
+def rank(run_dir: Path, ready: Connection) -> None:
+    device = given_device(run_dir)
+    assert device is not None
+    assert device.take(alone=True)
+    ready.send("")
+    signal.pause()
+
+
+def main(run_dir: Path, how: str) -> None:
+    os.environ[OWNER] = str(os.getpid())
+    device = Device(run_dir)
+    device.give()
+    assert how == "ranks" or device.take(alone=False)
+    ours, theirs = multiprocessing.Pipe()
+    spawning = multiprocessing.get_context("spawn")
+    child = spawning.Process(target=rank, args=(run_dir, theirs)) if how == "ranks" else spawning.Process(target=engine, args=(theirs,))
+    child.start()
+    ours.recv()
+    if how == "asleep":
+        device.leave()
+    print(child.pid, flush=True)
+    signal.pause()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), " ".join(sys.argv[2:]))

@@ -1,0 +1,276 @@
+"""Who has the device: nobody takes it from the other, and no wait is without an end."""
+
+import asyncio
+import dataclasses
+import random
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, closing, contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from protocol.errors import SettingsError, TetherError
+from protocol.topics import Role
+from services.gpu_sharing.device_lock import Device
+from services.gpu_sharing.turn import HOLDS
+from services.ledger.embedded_server import EmbeddedServer
+from services.ledger.interface import Peer
+from services.rollout.gpu_turn import EngineTurn
+from services.runtime.process import Process, opened
+from services.settings.sections import Settings
+from services.trainer.gpu_turn import TrainerTurn
+from tests.integration.loop import ROOT, settings_for
+
+
+@pytest_asyncio.fixture
+async def settings(tmp_path: Path) -> AsyncIterator[Settings]:
+    server = EmbeddedServer(tmp_path / "ledger")
+    await server.start()
+    try:
+        made = settings_for(tmp_path, "stragglers.toml")
+        yield dataclasses.replace(made, ledger=dataclasses.replace(made.ledger, url=server.url))
+    finally:
+        await server.stop()
+
+
+def patient(settings: Settings, wait_s: float) -> Settings:
+    return dataclasses.replace(settings, colocated=dataclasses.replace(settings.colocated, wait_s=wait_s))
+
+
+@contextmanager
+def trainers(process: Process) -> Iterator[TrainerTurn]:
+    with closing(Device(process.settings.run_dir)) as device:
+        yield TrainerTurn(process, device)
+
+
+@contextmanager
+def engines(process: Process) -> Iterator[EngineTurn]:
+    with closing(Device(process.settings.run_dir)) as device:
+        yield EngineTurn(process, device)
+
+
+async def holders(process: Process) -> list[str]:
+    return [peer.incarnation for peer in await process.ledger.peers(Role.ROLLOUT) if peer.info.get(HOLDS)]
+
+
+async def test_an_engine_waits_until_a_trainer_has_ended_its_turn_and_then_holds_the_device(settings: Settings) -> None:
+    async with opened(Role.ROLLOUT, settings, "rollout.0") as worker, asyncio.TaskGroup() as tasks:
+        with engines(worker) as turn:
+            taking = tasks.create_task(turn.take(), name="take")
+            async with opened(Role.TRAINER, settings, "trainer") as trainer:  # registered, and silent about turns: it has just started
+                with trainers(trainer) as mine:
+                    turn.look()
+                    await mine.begin()
+                    assert mine.mine
+                    assert await holders(trainer) == []
+                    assert not taking.done()
+                    await mine.end()
+                    turn.look()
+                    async with asyncio.timeout(60):
+                        assert await taking
+                    assert await holders(trainer) == [worker.incarnation]
+
+
+async def test_a_trainer_waits_for_engines_and_gives_up_by_name(settings: Settings) -> None:
+    settings = patient(settings, 0.2)
+    async with opened(Role.ROLLOUT, settings, "rollout.0") as worker, opened(Role.TRAINER, settings, "trainer") as trainer:
+        with trainers(trainer) as mine, engines(worker) as turn:
+            await mine.begin()
+            await mine.end()
+            assert await turn.take()
+            with pytest.raises(TetherError, match=rf"^{worker.incarnation} still held the device after 0\.2 s \(colocated\.wait_s\)"):
+                await mine.begin()
+            assert not mine.mine
+
+
+async def test_a_trainer_does_not_begin_beside_an_engine_that_the_registry_has_lost(settings: Settings) -> None:
+    settings = patient(settings, 0.2)
+    async with opened(Role.ROLLOUT, settings, "rollout.0") as worker, opened(Role.TRAINER, settings, "trainer") as trainer:
+        with trainers(trainer) as mine, engines(worker) as turn:
+            await mine.begin()
+            await mine.end()
+            assert await turn.take()
+            await trainer.ledger.unregister(worker.incarnation)  # as after a ledger that was away for longer than ttl_s
+            with pytest.raises(TetherError, match=r"\(pid \d+\) still held the device"):
+                await mine.begin()
+            await turn.leave()
+            await mine.begin()
+
+
+async def test_a_trainer_does_not_wait_for_an_engine_that_has_died(settings: Settings) -> None:
+    async with opened(Role.TRAINER, settings, "trainer") as trainer:
+        await trainer.ledger.register(Peer(Role.ROLLOUT, "dead", {HOLDS: True}), ttl_ms=600_000)
+        with trainers(trainer) as mine:
+            await mine.begin()
+
+
+async def test_an_engine_is_not_barred_for_ever_in_its_own_turn(settings: Settings) -> None:
+    settings = patient(settings, 0.2)
+    async with opened(Role.ROLLOUT, settings, "rollout.0") as worker, opened(Role.TRAINER, settings, "trainer") as trainer:
+        with trainers(trainer) as mine, engines(worker) as turn, closing(Device(settings.run_dir)) as other:
+            await mine.begin()
+            await mine.end()
+            assert other.take(alone=True)
+            with pytest.raises(TetherError, match=r"still held the device after 0\.2 s \(colocated\.wait_s\), in the engines' turn"):
+                await turn.take()
+            assert await holders(trainer) == []
+
+
+async def test_a_worker_that_is_to_stop_does_not_wait_for_its_turn(settings: Settings) -> None:
+    async with opened(Role.ROLLOUT, settings, "rollout.0") as worker:
+        worker.stop.set()
+        with engines(worker) as turn:
+            assert not await turn.take()
+
+
+async def test_a_run_directory_that_is_not_there_is_named(settings: Settings) -> None:
+    with pytest.raises(SettingsError, match=r"elsewhere/device\.lock: No such file"):
+        Device(settings.run_dir / "elsewhere")
+
+
+async def test_only_one_of_two_that_take_the_device_at_once_gets_it(settings: Settings) -> None:
+    async with opened(Role.ROLLOUT, settings, "rollout.0") as worker, opened(Role.TRAINER, settings, "trainer") as trainer:
+        with trainers(trainer) as mine, engines(worker) as turn:
+            for _ in range(20):
+                await mine.begin()
+                await mine.end()
+                async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+                    taking = tasks.create_task(turn.take(), name="take")
+                    beginning = tasks.create_task(mine.begin(), name="begin")
+                    await asyncio.wait([taking, beginning], return_when=asyncio.FIRST_COMPLETED)
+                    assert taking.done() != beginning.done()
+                    if taking.done():
+                        await turn.leave()
+                        await beginning
+                    await mine.end()
+                    turn.look()
+                    await taking
+                await turn.leave()
+
+
+class Sides:
+    """Two engines and a trainer that use a device as often as they can, while others forget or end them."""
+
+    def __init__(self) -> None:
+        self.engines: set[EngineTurn] = set()
+        self.trainer = False
+        self.uses = {"trainer": 0, "engines": 0}
+        self.turns: set[EngineTurn] = set()
+
+    async def train(self, process: Process) -> None:
+        with trainers(process) as mine:
+            try:
+                while True:
+                    await mine.begin()
+                    self.trainer = True
+                    self.uses["trainer"] += 1
+                    assert not self.engines
+                    await asyncio.sleep(0.001)  # the others' chance
+                    assert not self.engines
+                    self.trainer = False
+                    await mine.end()
+                    for turn in self.turns:
+                        turn.look()
+                    await asyncio.sleep(0.005)
+            finally:
+                self.trainer = False
+
+    async def generate(self, process: Process) -> None:
+        with engines(process) as turn:
+            self.turns.add(turn)
+            try:
+                while await turn.take():
+                    self.engines.add(turn)
+                    self.uses["engines"] += 1
+                    assert not self.trainer
+                    await asyncio.sleep(0.001)
+                    assert not self.trainer
+                    self.engines.remove(turn)
+                    await turn.leave()
+            finally:
+                self.engines.discard(turn)
+                self.turns.remove(turn)
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_trainer_and_engines_are_never_on_the_device_together_whatever_is_forgotten_or_killed(settings: Settings, seed: int) -> None:
+    chance, sides = random.Random(seed), Sides()
+    async with AsyncExitStack() as stack, asyncio.timeout(400), asyncio.TaskGroup() as tasks:
+        processes = [await stack.enter_async_context(opened(role, settings, str(role))) for role in (Role.TRAINER, *[Role.ROLLOUT] * 2)]
+        bodies = [sides.train, sides.generate, sides.generate]
+        lives = [tasks.create_task(body(process)) for body, process in zip(bodies, processes, strict=True)]
+        while min(sides.uses.values()) < 40:
+            number = chance.randrange(3)
+            if chance.random() < 0.7:
+                await processes[0].ledger.unregister(processes[number].incarnation)
+            else:
+                lives[number].cancel()
+                await asyncio.wait([lives[number]])
+                lives[number] = tasks.create_task(bodies[number](processes[number]))
+            await asyncio.sleep(chance.random() / 100)
+            await processes[number].register()
+        for life in lives:
+            life.cancel()
+
+
+@contextmanager
+def owned(run_dir: Path, *words: str) -> Iterator[tuple["subprocess.Popen[str]", psutil.Process]]:
+    """A process with the device's lock and the one that it has started; both are ended with the block."""
+    command = [sys.executable, "-m", "tests.services.gpu_sharing.device_owner", str(run_dir), *words]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as owner:
+        try:
+            assert owner.stdout is not None
+            child = psutil.Process(int(owner.stdout.readline()))
+            try:
+                yield owner, child
+            finally:
+                with suppress(psutil.NoSuchProcess):
+                    child.kill()
+        finally:
+            owner.kill()
+
+
+async def until_free(device: Device) -> None:
+    async with asyncio.timeout(30):
+        while not device.take(alone=True):  # noqa: ASYNC110 (another process leaves it)
+            await asyncio.sleep(0.01)
+
+
+async def test_a_killed_worker_keeps_the_device_until_its_engines_processes_have_ended(settings: Settings) -> None:
+    settings = patient(settings, 0.5)
+    async with opened(Role.TRAINER, settings, "trainer") as trainer:
+        with trainers(trainer) as mine, owned(settings.run_dir) as (owner, child), closing(Device(settings.run_dir)) as device:
+            assert set(device.holders()) == {owner.pid, child.pid}
+            child.suspend()  # else it ends at once when its owner has
+            owner.kill()
+            owner.wait()
+            with pytest.raises(TetherError, match=rf"^\S+ \(pid {child.pid}\) still held the device"):
+                await mine.begin()
+            child.resume()
+            await until_free(device)
+            device.leave()
+            await mine.begin()
+
+
+async def test_a_worker_that_is_killed_asleep_holds_nothing_although_its_engines_processes_live(settings: Settings) -> None:
+    with owned(settings.run_dir, "asleep") as (owner, child), closing(Device(settings.run_dir)) as device:
+        child.suspend()
+        owner.kill()
+        owner.wait()
+        assert device.holders() == {}
+        assert device.take(alone=True)
+
+
+async def test_the_ranks_of_a_trainer_hold_the_device_until_the_last_has_ended(settings: Settings) -> None:
+    with owned(settings.run_dir, "ranks") as (owner, child), closing(Device(settings.run_dir)) as device:
+        assert set(device.holders()) == {owner.pid, child.pid}
+        child.suspend()
+        owner.kill()
+        owner.wait()
+        assert not device.take(alone=False)
+        child.kill()
+        await until_free(device)

@@ -1,0 +1,198 @@
+"""Services as child processes: real ones, which call in over a socket and hold it open as long as they live."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.errors import SettingsError
+from services.launcher.child import Child, ServiceFailed, ServiceSpec, last_words
+from tests.integration.loop import ROOT
+
+PROGRAM = "tests.services.launcher.child_program"
+
+
+@dataclass
+class Caller:
+    """A program that has called in."""
+
+    pid: int
+    helper: int
+    """A process that it has started."""
+    instance: str
+    _reader: asyncio.StreamReader
+
+    async def gone(self) -> None:
+        """Return once the program and its helper have ended."""
+        async with asyncio.timeout(30):
+            await self._reader.read()
+
+
+class Roll:
+    """The socket that programs call."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._callers: asyncio.Queue[Caller] = asyncio.Queue()
+        self._writers: list[asyncio.StreamWriter] = []
+
+    async def enter(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        facts: dict[str, Any] = json.loads(await reader.readline())
+        self._writers.append(writer)
+        self._callers.put_nowait(Caller(_reader=reader, **facts))
+
+    async def caller(self) -> Caller:
+        """The next program that calls in."""
+        async with asyncio.timeout(60):
+            return await self._callers.get()
+
+    async def close(self) -> None:
+        for writer in self._writers:
+            writer.close()
+            await writer.wait_closed()
+
+
+@pytest.fixture
+async def roll(tmp_path: Path) -> AsyncIterator[Roll]:
+    roll = Roll(tmp_path / "roll")
+    async with await asyncio.start_unix_server(roll.enter, roll.path):
+        yield roll
+        await roll.close()
+
+
+@pytest.fixture
+def make(tmp_path: Path, roll: Roll) -> Callable[..., Child]:
+    def child(behaviour: str, *, restarts: int = 2, finishes: bool = False) -> Child:
+        environ = {"BEHAVIOUR": behaviour, "ROLL": str(roll.path), "PYTHONPATH": str(ROOT)}
+        return Child(ServiceSpec("worker.0", PROGRAM, environ, finishes), tmp_path / "worker.0.log", restarts)
+
+    return child
+
+
+@asynccontextmanager
+async def kept(child: Child) -> AsyncIterator[asyncio.Task[None]]:
+    """Keep a child running for the block, which has to stop it."""
+    async with asyncio.timeout(90), asyncio.TaskGroup() as tasks:
+        yield tasks.create_task(child.keep_running())
+
+
+async def test_a_child_knows_its_name_and_leads_a_session(make: Callable[..., Child], roll: Roll) -> None:
+    child = make("serve")
+    async with kept(child):
+        caller = await roll.caller()
+        assert (caller.instance, caller.pid) == ("worker.0", child.pid)
+        assert os.getsid(caller.pid) == caller.pid
+        await child.stop(60)
+    assert child.pid is None
+
+
+async def test_a_killed_child_is_started_again_and_leaves_nothing(make: Callable[..., Child], roll: Roll) -> None:
+    child = make("serve")
+    async with kept(child):
+        first = await roll.caller()
+        os.kill(first.pid, signal.SIGKILL)
+        second = await roll.caller()
+        await first.gone()
+        assert second.pid == child.pid != first.pid
+        assert child.restarts == 1
+        await child.stop(60)
+        await second.gone()
+
+
+async def test_a_child_that_goes_on_dying_is_given_up(make: Callable[..., Child]) -> None:
+    child = make("3 out of cheese", restarts=2)
+    with pytest.raises(ServiceFailed) as failure:
+        await child.keep_running()
+    assert str(failure.value) == (f"worker.0 died 3 times in a minute, last with exit code 3: out of cheese (see {child.log_path})")
+    assert child.log_path.read_text() == "out of cheese\n" * 3
+
+
+async def test_wrong_settings_are_not_tried_again(make: Callable[..., Child]) -> None:
+    child = make("2 tether worker: setting x is wrong")
+    with pytest.raises(SettingsError, match=r"^tether worker: setting x is wrong$"):
+        await child.keep_running()
+    assert child.restarts == 0
+
+
+async def test_wrong_settings_without_a_word_name_the_log(make: Callable[..., Child]) -> None:
+    child = make("2 ")
+    with pytest.raises(SettingsError, match=r"worker\.0: wrong settings, see .*worker\.0\.log"):
+        await child.keep_running()
+
+
+async def test_work_that_is_done_is_not_started_again(make: Callable[..., Child]) -> None:
+    child = make("0 done", finishes=True)
+    await child.keep_running()
+    assert child.finished.is_set()
+    assert child.restarts == 0
+
+
+async def test_a_service_that_just_ends_is_started_again(make: Callable[..., Child]) -> None:
+    with pytest.raises(ServiceFailed, match="exit code 0"):
+        await make("0 bye", restarts=1).keep_running()
+
+
+async def test_stop_lets_a_child_drain_and_ends_what_it_started(make: Callable[..., Child], roll: Roll) -> None:
+    child = make("serve")
+    async with kept(child) as keeping:
+        caller = await roll.caller()
+        await child.stop(60)
+        await caller.gone()
+        await keeping
+    assert child.log_path.read_text() == "drained\n"
+    assert child.finished.is_set()
+
+
+async def test_stop_kills_a_child_that_does_not_drain(make: Callable[..., Child], roll: Roll) -> None:
+    child = make("stubborn")
+    async with kept(child):
+        caller = await roll.caller()
+        await child.stop(0.1)
+        await caller.gone()
+    assert child.pid is None
+
+
+async def test_a_child_that_is_stopped_while_it_starts_does_not_stay(make: Callable[..., Child]) -> None:
+    child = make("stubborn")
+    async with kept(child):
+        await asyncio.sleep(0)
+        await child.stop(60)
+    assert child.pid is None
+
+
+async def test_a_cancelled_keeper_leaves_nothing(make: Callable[..., Child], roll: Roll) -> None:
+    child = make("stubborn")
+    async with kept(child) as keeping:
+        caller = await roll.caller()
+        keeping.cancel()
+        await caller.gone()
+
+
+async def test_a_child_drains_when_its_supervisor_is_killed(tmp_path: Path, roll: Roll) -> None:
+    environ = {**os.environ, "BEHAVIOUR": "serve", "ROLL": str(roll.path), "PYTHONPATH": str(ROOT)}
+    log = tmp_path / "orphan.log"
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tests.services.launcher.child_parent", str(log), env=environ, cwd=ROOT
+    )
+    caller = await roll.caller()
+    os.kill(caller.helper, signal.SIGKILL)  # a service ends its own helpers; this one's knows nothing of that
+    parent.kill()
+    await parent.wait()
+    await caller.gone()
+    assert log.read_text() == "drained\n"
+
+
+def test_last_words_are_the_last_line_that_says_something(tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    log.write_bytes(b"first\nlast \xff words\n\n  \n")
+    assert last_words(log) == "last \ufffd words"
+    assert last_words(log, limit=4) == "last"
+    assert last_words(tmp_path / "none.log") == ""

@@ -1,0 +1,45 @@
+"""What libraries and their processes print while a command works does not reach its user's terminal."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from protocol.errors import SettingsError
+from services.observability.redirect_output import printing_to
+
+PROGRAM = """
+import logging, os, subprocess, sys
+from pathlib import Path
+from services.observability.redirect_output import printing_to
+
+logging.basicConfig(stream=sys.stderr)
+print("before")
+try:
+    with printing_to(Path(sys.argv[1])):
+        print("a library")
+        logging.error("a logger")
+        os.write(1, b"a foreign function\\n")
+        child = subprocess.Popen("read go; echo a process; echo its error >&2", shell=True, stdin=subprocess.PIPE)
+        raise ValueError("in the middle")
+except ValueError as error:
+    print(error)
+child.communicate(b"go\\n")
+print("after", file=sys.stderr)
+"""
+
+
+def test_only_what_is_printed_outside_of_the_block_is_seen(tmp_path: Path) -> None:
+    log = tmp_path / "logs/eval.log"
+    found = subprocess.run([sys.executable, "-c", PROGRAM, str(log)], capture_output=True, text=True, timeout=60, check=True)
+    assert (found.stdout, found.stderr) == ("before\nin the middle\n", "after\n")
+    said = log.read_text()
+    for words in ("a library", "ERROR:root:a logger", "a foreign function", "a process", "its error"):
+        assert words in said
+
+
+def test_a_log_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "logs").touch()
+    with pytest.raises(SettingsError, match=r"logs"), printing_to(tmp_path / "logs/eval.log"):
+        pass

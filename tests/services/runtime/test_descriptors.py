@@ -1,0 +1,19 @@
+"""A service takes as many descriptors as it may have."""
+
+import subprocess
+import sys
+
+PROGRAM = """
+import resource
+from services.runtime.process import DESCRIPTORS, take_descriptors
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+take_descriptors()
+take_descriptors()
+print(resource.getrlimit(resource.RLIMIT_NOFILE) == (min(hard, DESCRIPTORS) if hard != resource.RLIM_INFINITY else DESCRIPTORS, hard))
+"""
+
+
+def test_service_raises_its_limit_of_descriptors() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "True"

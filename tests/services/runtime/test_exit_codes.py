@@ -1,0 +1,88 @@
+"""What a service says to whoever keeps it running, when it cannot begin and when it has ended."""
+
+import asyncio
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.ledger.embedded_server import EmbeddedServer
+from tests.integration.command import environment
+from tests.integration.loop import ROOT
+
+
+def test_a_service_that_finds_no_ledger_asks_to_be_started_again(tmp_path: Path) -> None:
+    """A ledger that is away for a while must not look like wrong settings: `tether up` would give the run up."""
+    variables = {"TETHER_REDIS_URL": "redis://127.0.0.1:1/0", "TETHER_RUN_DIR": str(tmp_path), "TETHER_LEDGER__TIMEOUT_S": "0.2"}
+    result = subprocess.run(
+        [sys.executable, "-m", "services.monitor"], cwd=ROOT, env=environment(**variables), capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 1
+    assert "did not answer" in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.stderr
+
+
+SLOW_TO_LEAVE = """
+import os
+from protocol.topics import Role
+from services.runtime.process import service_main
+
+class Last:
+    def __del__(self, read=os.read, write=os.write):
+        write(1, b"leaving")
+        read(0, 1)
+
+async def serve(process):
+    await process.stopped_within(0)
+
+last = Last()
+service_main(Role.MONITOR, serve)
+"""
+"""It leaves, after Python has put its own handlers of signals away, when it is told to on its standard input."""
+
+
+async def test_a_service_that_has_ended_by_itself_is_not_killed_by_being_told_to_end(tmp_path: Path) -> None:
+    """As when a drained trainer, which needs a moment to leave, is told to stop in just that moment."""
+    server = EmbeddedServer(tmp_path / "ledger")
+    variables = {"TETHER_REDIS_URL": await server.start(), "TETHER_RUN_DIR": str(tmp_path)}
+    try:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", SLOW_TO_LEAVE, cwd=ROOT, env=environment(**variables), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert await process.stdout.readexactly(7) == b"leaving"
+        process.send_signal(signal.SIGTERM)
+        process.stdin.write(b"!")
+        assert await process.wait() == 0
+    finally:
+        await server.stop()
+
+
+@pytest.mark.slow
+async def test_wrong_settings_of_a_rank_are_told_once_and_as_such(tmp_path: Path) -> None:
+    """torchrun ends with 1 whatever its ranks ended with: `tether up` would start the trainer again and again."""
+    server = EmbeddedServer(tmp_path / "ledger")
+    url = await server.start()
+    try:
+        variables = {
+            "TETHER_REDIS_URL": url,
+            "TETHER_RUN_DIR": str(tmp_path / "nowhere"),
+            "TETHER_PARALLEL__TENSOR_MODEL_PARALLEL_SIZE": "2",
+        }
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "services.trainer",
+            cwd=ROOT,
+            env=environment(**variables),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        output, _ = await process.communicate()
+    finally:
+        await server.stop()
+    assert process.returncode == 2, output.decode()
+    assert output.decode().count("tether trainer: no run directory") == 1

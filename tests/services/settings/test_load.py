@@ -1,0 +1,234 @@
+"""Where settings come from, what is refused, and what the file for the services of a run holds."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from protocol.errors import SettingsError
+from protocol.staleness import Bound, Policy
+from services.settings.checks import RANGES
+from services.settings.load import dump_settings, load_settings
+from services.settings.sections import Settings
+from services.settings.sources import OTHER_VARIABLES, SHORT_NAMES
+from tests.integration.loop import ROOT
+
+
+def load(path: Path | None = None, *overrides: str, **variables: str) -> Settings:
+    return load_settings(str(path) if path else None, overrides, environ=variables)
+
+
+def refusal(path: Path | None = None, *overrides: str, **variables: str) -> str:
+    with pytest.raises(SettingsError) as caught:
+        load(path, *overrides, **variables)
+    return str(caught.value)
+
+
+@pytest.fixture
+def toml(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text("[bound]\nmax_staleness = 2\ngroups_per_step = 3\n")
+    return path
+
+
+# -- precedence --------------------------------------------------------------------------------------------------------
+def test_defaults_are_those_of_the_readme() -> None:
+    settings = load()
+    assert settings.bound.bound == Bound(1, 8, Policy.MASK)
+    assert settings.bound.max_attempts == 5
+    assert settings.ledger.url == ""
+
+
+def test_the_file_beats_the_defaults(toml: Path) -> None:
+    assert load(toml).bound.bound == Bound(2, 3, Policy.MASK)
+
+
+def test_the_environment_beats_the_file(toml: Path) -> None:
+    assert load(toml, TETHER_MAX_STALENESS="4").bound.bound == Bound(4, 3, Policy.MASK)
+
+
+def test_set_beats_the_environment(toml: Path) -> None:
+    assert load(toml, "bound.max_staleness=0", TETHER_MAX_STALENESS="4").bound.bound == Bound(0, 3, Policy.MASK)
+
+
+def test_the_last_set_counts() -> None:
+    assert load(None, "run.steps=1", "run.steps=2").run.steps == 2
+
+
+def test_an_empty_variable_sets_nothing(toml: Path) -> None:
+    assert load(toml, TETHER_MAX_STALENESS="").bound.max_staleness == 2
+
+
+def test_the_file_may_be_named_by_a_variable(toml: Path) -> None:
+    assert load(None, TETHER_CONFIG=str(toml)).bound.max_staleness == 2
+
+
+def test_a_given_file_beats_the_one_of_the_variable(toml: Path, tmp_path: Path) -> None:
+    assert load(toml, TETHER_CONFIG=str(tmp_path / "nowhere.toml")).bound.max_staleness == 2
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("variable", "text", "value"),
+    [
+        ("TETHER_MAX_STALENESS", "3", 3),
+        ("TETHER_GROUPS_PER_STEP", "12", 12),
+        ("TETHER_STALENESS_POLICY", "drop", Policy.DROP),
+        ("TETHER_MAX_ATTEMPTS", "7", 7),
+        ("TETHER_REDIS_URL", "redis://host:1/0", "redis://host:1/0"),
+        ("TETHER_RUN", "mine", "mine"),
+        ("TETHER_RUN_DIR", "some/where", "some/where"),
+        ("TETHER_STEPS", "9", 9),
+    ],
+)
+def test_every_short_name_sets_its_setting(variable: str, text: str, value: object) -> None:
+    section, key = SHORT_NAMES[variable].split(".")
+    assert getattr(getattr(load(None, **{variable: text}), section), key) == value
+
+
+def test_every_short_name_is_tested_and_documented() -> None:
+    documented = set(re.findall(r"`(TETHER_[A-Z_]+[A-Z])`", (ROOT / "README.md").read_text()))
+    assert set(SHORT_NAMES) <= documented
+    compose = set(re.findall(r"\$\{(TETHER_[A-Z_]+)", (ROOT / "deploy/compose.yaml").read_text()))
+    assert documented <= set(SHORT_NAMES) | OTHER_VARIABLES | compose | {"TETHER_SECTION__KEY"}
+
+
+@pytest.mark.parametrize("name", sorted(OTHER_VARIABLES - {"TETHER_CONFIG"}))
+def test_variables_that_are_read_elsewhere_are_let_through(name: str) -> None:
+    assert load(None, **{name: "x"}) == Settings()
+
+
+def test_a_variable_names_a_section_and_a_key() -> None:
+    settings = load(None, TETHER_SAMPLING__MAX_TOKENS="77", TETHER_ENGINE__KV="keep", TETHER_MONITOR__ENABLED="false")
+    assert (settings.sampling.max_tokens, settings.engine.kv, settings.monitor.enabled) == (77, "keep", False)
+
+
+def test_a_variable_reaches_into_a_nested_section() -> None:
+    scratch = load(None, TETHER_MODEL__SCRATCH__HIDDEN_SIZE="96").model.scratch
+    assert scratch is not None
+    assert scratch.hidden_size == 96
+
+
+def test_values_are_toml() -> None:
+    settings = load(None, 'reward.verifiers=[{name="math", weight=0.5}]', 'prompts.families=["chain_sum"]', "optimizer.lr=1e-4")
+    assert [(verifier.name, verifier.weight) for verifier in settings.reward.verifiers] == [("math", 0.5)]
+    assert settings.prompts.families == ("chain_sum",)
+    assert settings.optimizer.lr == 1e-4
+
+
+@pytest.mark.parametrize("text", ["2024", "true", "2024-01-02", '"2024"'])
+def test_text_stays_text_where_text_is_wanted(text: str) -> None:
+    plain = text.strip('"')
+    assert load(None, TETHER_RUN=text).run.name == plain
+    assert load(None, f"run.name={text}").run.name == plain
+
+
+def test_json_is_read_like_toml(tmp_path: Path, toml: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_text('{"bound": {"max_staleness": 2, "groups_per_step": 3}}')
+    assert load(path) == load(toml)
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("bound.max_stalenes=2", "bound.max_stalenes is not known; did you mean max_staleness?"),
+        ("samplng.max_tokens=2", "samplng is not known; did you mean sampling?"),
+        ("model.scratch.hiden_size=2", "model.scratch.hiden_size is not known; did you mean hidden_size?"),
+        ('reward.verifiers=[{name="math", wieght=2}]', "reward.verifiers.0.wieght"),
+        ("bound.max_staleness.deep=2", "bound.max_staleness"),
+        ("bound=2", "setting bound"),
+        ("zzz.x=1", "zzz is not known; known: algorithm, bound, bus"),
+        ("run.steps=many", "run.steps"),
+        ("run.steps", "section.key=value"),
+    ],
+)
+def test_a_wrong_override_is_named(override: str, said: str) -> None:
+    assert said in refusal(None, override)
+
+
+def test_an_unknown_key_of_the_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("[rollout]\nlease_seconds = 3\n")
+    assert "rollout.lease_seconds is not known; did you mean lease_s?" in refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("variable", "said"),
+    [
+        ("TETHER_MAX_STALENES", "did you mean TETHER_MAX_STALENESS?"),
+        ("TETHER_LOGLEVEL", "did you mean TETHER_LOG_LEVEL?"),
+        ("TETHER_BUND__MAX_STALENESS", "bund is not known; did you mean bound?"),
+    ],
+)
+def test_an_unknown_variable_is_named(variable: str, said: str) -> None:
+    assert said in refusal(None, **{variable: "2"})
+
+
+def test_a_path_through_a_value_is_refused(toml: Path) -> None:
+    assert "max_staleness is not a section" in refusal(toml, "bound.max_staleness.deep=2")
+
+
+@pytest.mark.parametrize(("name", "text"), [("a.toml", "[bound\n"), ("a.json", "{"), ("b.json", "[1]"), ("c.toml", "x = 1\n")])
+def test_a_file_that_is_not_settings_is_named(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    assert ("x is not known" if name == "c.toml" else name) in refusal(tmp_path / name)
+
+
+@pytest.mark.parametrize("dotted", sorted(RANGES))
+def test_a_value_out_of_its_range_is_named(dotted: str) -> None:
+    low, high = RANGES[dotted]
+    load(None, f"{dotted}={low:g}")
+    for text in (f"{low - 1:g}", f"{high + max(1, high):.0f}", "nan"):
+        assert dotted in refusal(None, f"{dotted}={text}")
+
+
+def test_two_models_exclude_each_other(tmp_path: Path) -> None:
+    assert "exclude each other" in refusal(None, f"model.path='{tmp_path}'", "model.scratch.hidden_size=32")
+
+
+# -- the file of a run -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("config", ["demo.toml", "stragglers.toml"])
+def test_the_file_of_a_run_gives_the_same_settings(tmp_path: Path, config: str) -> None:
+    settings = load(ROOT / "deploy/configs" / config, f"run.dir='{tmp_path}'", "bound.staleness_policy=drop")
+    dump_settings(settings, tmp_path / "settings.json")
+    assert load(tmp_path / "settings.json") == settings
+    assert [path.name for path in tmp_path.iterdir()] == ["settings.json"]
+
+
+def test_the_file_of_a_run_names_its_directory_whatever_the_working_directory_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = load(None, "run.name=mine")
+    dump_settings(settings, tmp_path / "settings.json")
+    expected = Path("runs/mine").absolute()
+    monkeypatch.chdir(tmp_path)
+    assert load(tmp_path / "settings.json").run_dir == expected
+
+
+def test_the_file_of_a_run_holds_no_url_and_no_password(tmp_path: Path) -> None:
+    settings = load(None, TETHER_REDIS_URL="redis://user:secret@host:1/0")
+    dump_settings(settings, tmp_path / "settings.json")
+    text = (tmp_path / "settings.json").read_text()
+    assert "secret" not in text
+    assert "redis://" not in text
+    assert json.loads(text)["ledger"]["url"] == ""
+
+
+def test_engines_that_share_a_gpu_can_sleep_and_are_of_one_kind() -> None:
+    with pytest.raises(SettingsError, match=r"setting colocated\.enabled: engine 'scripted' cannot sleep; use hf or megatron or sglang or"):
+        load(None, TETHER_COLOCATED__ENABLED="true", TETHER_ENGINE__NAME="scripted")
+    with pytest.raises(SettingsError, match=r"colocated\.enabled and services\.pool exclude each other"):
+        load(None, TETHER_COLOCATED__ENABLED="true", TETHER_SERVICES__POOL='[{engine = {name = "hf"}}]')
+
+
+# -- documents ---------------------------------------------------------------------------------------------------------
+def test_the_readme_names_every_section_and_no_other() -> None:
+    rows = [line.split("|")[1] for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| `[")]
+    named = {name for row in rows for name in re.findall(r"\[([a-z.]+)\]", row)}
+    sections = {field.name for field in dataclasses.fields(Settings)}
+    others = {"run", "bound"}  # named one by one in the table of variables
+    assert sections - others <= named
+    assert named <= sections | {"model.scratch", "services.pool"}
+    assert {dotted.split(".")[0] for dotted in SHORT_NAMES.values()} >= others

@@ -1,0 +1,187 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.errors import BoundViolation, ProtocolError
+from protocol.staleness import trainable_counts
+from protocol.tensors import Array
+from tests.trainer.groups import GroupSpec, SampleSpec, scored
+from trainer.algorithms import AlgorithmConfig, make_algorithm
+from trainer.data.batch_builder import BuiltBatch, build_batch, check_bound
+from trainer.data.samples import samples_of, token_counts
+
+GRPO = make_algorithm(AlgorithmConfig(advantage_eps=0.5))
+
+
+def build(*specs: GroupSpec, step: int = 3, bound: int = 1, mask_late: bool = True) -> BuiltBatch:
+    return build_batch([(scored(spec), bound) for spec in specs], step=step, algorithm=GRPO, temperature=0.7, mask_late=mask_late)
+
+
+LATE = GroupSpec(
+    group=7,
+    prompt=[3, 4],
+    samples=[
+        SampleSpec([5, 6, 7], [1, 2, 3], reward=1.0, logprobs=[-0.1, -0.2, -0.3]),
+        SampleSpec([8, 9], [3, 3], reward=0.0, mask=[0, 1], logprobs=[-9.0, -0.5]),
+    ],
+    generate_s=2.0,
+)
+FRESH = GroupSpec(group=8, prompt=[2], samples=[SampleSpec([5], [2], reward=2.0)], generate_s=4.0)
+
+
+def test_batch_by_hand() -> None:
+    batch = build(LATE, FRESH).batch
+    assert batch.tokens.tolist() == [[3, 4, 5, 6, 7], [3, 4, 8, 9, 0], [2, 5, 0, 0, 0]]
+    assert batch.sequence_lengths.tolist() == [5, 4, 2]
+    assert batch.sampled_mask.int().tolist() == [[0, 0, 1, 1, 1], [0, 0, 0, 1, 0], [0, 1, 0, 0, 0]]
+    assert batch.loss_mask.int().tolist() == [[0, 0, 0, 1, 1], [0, 0, 0, 1, 0], [0, 1, 0, 0, 0]]
+    assert batch.versions.tolist() == [[-1, -1, 1, 2, 3], [-1, -1, -1, 3, -1], [-1, 2, -1, -1, -1]]
+    torch.testing.assert_close(batch.behaviour_logprobs, torch.tensor([[0, 0, -0.1, -0.2, -0.3], [0, 0, 0, -0.5, 0], [0, -1.0, 0, 0, 0]]))
+    torch.testing.assert_close(batch.advantages, torch.tensor([[0, 0, 0, 0.5, 0.5], [0, 0, 0, -0.5, 0], [0.0] * 5]))
+    assert batch.group_index.tolist() == [0, 0, 1]
+    assert batch.rewards.tolist() == [1.0, 0.0, 2.0]
+    assert (batch.step, batch.temperature) == (3, 0.7)
+
+
+def test_counts_and_statistics_by_hand() -> None:
+    built = build(LATE, FRESH)
+    assert built.trained_counts == {7: {2: 1, 3: 2}, 8: {2: 1}}
+    stats = built.stats
+    assert stats.lag_histogram == {0: 2, 1: 2}
+    assert (stats.lag_mean, stats.lag_max, stats.trained_tokens, stats.masked_tokens) == (0.5, 1, 4, 1)
+    assert (stats.response_length_mean, stats.reward_mean, stats.generate_s) == (2.0, 1.0, 3.0)
+    assert stats.reward_std == pytest.approx((2 / 3) ** 0.5)
+
+
+def test_a_late_token_is_a_violation_without_masking() -> None:
+    with pytest.raises(BoundViolation, match="group 7: token 0 of version 1 has lag 2 in step 3, over the bound of 1"):
+        build(LATE, mask_late=False)
+    assert build(LATE, bound=2, mask_late=False).stats.masked_tokens == 0
+
+
+def test_each_group_has_its_own_bound() -> None:
+    groups = [(scored(LATE), 0), (scored(replace(LATE, group=9)), 2)]
+    built = build_batch(groups, step=3, algorithm=GRPO, temperature=1.0, mask_late=True)
+    assert built.trained_counts == {7: {3: 2}, 9: {1: 1, 2: 1, 3: 2}}
+
+
+def test_a_group_without_fresh_tokens_has_an_empty_count() -> None:
+    built = build(FRESH, step=9)
+    assert built.trained_counts == {8: {}}
+    assert (built.stats.lag_max, built.stats.lag_mean, built.stats.masked_tokens) == (0, 0.0, 1)
+
+
+def test_a_sample_without_tokens_is_carried_along() -> None:
+    spec = GroupSpec(samples=[SampleSpec([], []), SampleSpec([5], [0]), SampleSpec([], [])])
+    assert build(spec, step=0).batch.sequence_lengths.tolist() == [2, 3, 2]
+    assert build(GroupSpec(samples=[SampleSpec([], [])])).trained_counts == {0: {}}
+
+
+@pytest.mark.parametrize("column", [0, 2, 4])
+def test_the_last_check_finds_what_masking_missed(column: int) -> None:
+    spec = GroupSpec(samples=[SampleSpec([5, 6], [0, 3], mask=[0, 1]), SampleSpec([5, 6, 7], [3, 3, 3])])
+    batch = build(spec).batch
+    samples = list(samples_of(scored(spec), 0, 1, 3))
+    check_bound(batch, samples, batch.loss_mask)
+    late = [replace(sample, versions=sample.versions - 2) for sample in samples]
+    with pytest.raises(BoundViolation, match="over the bound of 1"):
+        check_bound(batch, late, batch.loss_mask)
+    wrong = torch.zeros_like(batch.loss_mask)
+    wrong[0, column] = True
+    with pytest.raises(BoundViolation, match="was not sampled"):
+        check_bound(batch, samples, wrong)
+
+
+BROKEN = {
+    "lengths": Array.of([6, -1], "int32"),
+    "tokens": Array.of([5, 6, 7, 8], "int32"),
+    "logprobs": Array.of([0.0, float("nan"), 0.0, 0.0, 0.0], "float32"),
+    "loss_mask": Array.of([1, 1, 2, 1, 1], "uint8"),
+    "spans": Array.of([[0, 3, 1], [1, 1, 2]], "int32"),
+    "prompt_tokens": Array.of([], "int32"),
+    "rewards": Array.of([0.0, float("inf")], "float32"),
+}
+
+
+@pytest.mark.parametrize("field", BROKEN)
+def test_a_broken_array_is_refused_by_group_and_field(field: str) -> None:
+    with pytest.raises(ProtocolError, match=rf"group 7: {field} "):
+        build_batch([(scored(LATE, **{field: BROKEN[field]}), 1)], step=3, algorithm=GRPO, temperature=1.0, mask_late=True)
+
+
+@pytest.mark.parametrize("field", ["lengths", "tokens", "logprobs", "loss_mask", "spans", "prompt_tokens", "rewards"])
+def test_an_array_of_another_dtype_is_refused(field: str) -> None:
+    with pytest.raises(ProtocolError, match=rf"group 7: {field} is float64"):
+        build_batch([(scored(LATE, **{field: Array.of([1.0], "float64")}), 1)], step=3, algorithm=GRPO, temperature=1.0, mask_late=True)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [[0, 2, 1], [1, 2, 3]],  # sample 0 not to its end
+        [[0, 3, 1], [1, 2, 3], [1, 2, 3]],  # an empty span
+        [[0, 4, 1], [1, 2, 3]],  # beyond the sample
+        [[1, 2, 3], [0, 3, 1]],  # out of order
+        [[0, 3, 1], [0, 2, 3]],
+        [[0, 3, -1], [1, 2, 3]],
+        [[0, 3, 1], [1, 2, 4]],  # from the future
+        [[0, 3, 1], [2, 2, 3]],
+    ],
+)
+def test_spans_must_cover_every_sample_exactly(rows: list[list[int]]) -> None:
+    message = scored(LATE, spans=Array.of(rows, "int32"))
+    with pytest.raises(ProtocolError, match="group 7: spans"):
+        build_batch([(message, 9)], step=3, algorithm=GRPO, temperature=1.0, mask_late=True)
+
+
+def test_lengths_must_sum_to_the_tokens() -> None:
+    with pytest.raises(ProtocolError, match=r"group 7: tokens has shape \[5\], not \[4\]"):
+        build_batch([(scored(LATE, lengths=Array.of([2, 2], "int32")), 1)], step=3, algorithm=GRPO, temperature=1.0, mask_late=True)
+
+
+def test_a_group_twice_and_an_empty_batch_are_refused() -> None:
+    with pytest.raises(ProtocolError, match="group 7: comes twice"):
+        build(LATE, LATE)
+    with pytest.raises(ProtocolError, match="no samples"):
+        build()
+
+
+sample_specs = st.lists(st.tuples(st.integers(0, 6), st.booleans()), max_size=8).map(
+    lambda rows: SampleSpec([9] * len(rows), sorted(v for v, _ in rows), mask=[int(m) for _, m in rows])
+)
+group_samples = st.lists(sample_specs, min_size=1, max_size=4)
+
+
+@given(st.lists(st.tuples(group_samples, st.integers(0, 4)), min_size=1, max_size=3), st.integers(6, 9))
+def test_trained_tokens_are_those_that_the_ledger_may_train(parts: list[tuple[list[SampleSpec], int]], step: int) -> None:
+    groups = [(scored(GroupSpec(group=g, samples=made)), bound) for g, (made, bound) in enumerate(parts)]
+    built = build_batch(groups, step=step, algorithm=GRPO, temperature=1.0, mask_late=True)
+    batch = built.batch
+    for message, bound in groups:
+        counts = token_counts(message.rollout)
+        assert built.trained_counts[message.rollout.group] == trainable_counts(step, counts, bound)
+    assert (batch.loss_mask <= batch.sampled_mask).all()
+    assert (batch.versions[batch.sampled_mask] >= 0).all()
+    assert (batch.versions[~batch.sampled_mask] == -1).all()
+    assert (batch.advantages[~batch.loss_mask] == 0).all()
+    assert (batch.behaviour_logprobs[~batch.sampled_mask] == 0).all()
+    assert built.stats.trained_tokens + built.stats.masked_tokens == int(batch.sampled_mask.sum())
+    within = all(step - v <= bound for message, bound in groups for v in token_counts(message.rollout))
+    if within:
+        build_batch(groups, step=step, algorithm=GRPO, temperature=1.0, mask_late=False)
+    else:
+        with pytest.raises(BoundViolation):
+            build_batch(groups, step=step, algorithm=GRPO, temperature=1.0, mask_late=False)
+
+
+@given(group_samples)
+def test_padding_can_be_undone(made: list[SampleSpec]) -> None:
+    batch = build(GroupSpec(prompt=[1, 2, 3], samples=made), step=6, bound=9).batch
+    for row, sample in enumerate(made):
+        assert batch.tokens[row, : batch.sequence_lengths[row]].tolist() == [1, 2, 3, *sample.tokens]
+        sampled = [v if m else -1 for v, m in zip(sample.versions, sample.mask or [], strict=True)]
+        assert batch.versions[row, 3 : 3 + len(sample.tokens)].tolist() == sampled
+        assert not batch.tokens[row, batch.sequence_lengths[row] :].any()

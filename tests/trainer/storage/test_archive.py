@@ -1,0 +1,72 @@
+"""The archive of trained steps: what was put in comes out, damage is named, the oldest go first."""
+
+from pathlib import Path
+
+import pytest
+
+from protocol.errors import SpoolError
+from trainer.storage.archive import Archive
+from trainer.storage.spool import MissingRecord
+
+KEYS = [(7, "a"), (3, "b")]
+
+
+def filled(directory: Path, limit_mb: int = 1) -> Archive:
+    archive = Archive(directory, limit_mb)
+    archive.put(2, [(3, "b", b"three"), (7, "a", b"seven")])
+    return archive
+
+
+def test_records_come_out_in_the_order_asked_for(tmp_path: Path) -> None:
+    filled(tmp_path)
+    assert Archive(tmp_path).get(2, KEYS) == [b"seven", b"three"]
+    assert Archive(tmp_path).steps() == [2]
+
+
+def test_a_step_that_is_put_again_replaces_the_first(tmp_path: Path) -> None:
+    archive = filled(tmp_path)
+    archive.put(2, [(9, "c", b"nine")])
+    assert archive.get(2, [(9, "c")]) == [b"nine"]
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000002.msgpack"]
+
+
+@pytest.mark.parametrize(("step", "key"), [(1, (7, "a")), (2, (8, "a")), (2, (7, "b"))])
+def test_what_is_not_there_is_named(tmp_path: Path, step: int, key: tuple[int, str]) -> None:
+    archive = filled(tmp_path)
+    with pytest.raises(MissingRecord) as missing:
+        archive.get(step, [key])
+    assert (missing.value.group, missing.value.token) == key
+
+
+@pytest.mark.parametrize("position", [0, 20, -1])
+def test_a_damaged_file_is_named(tmp_path: Path, position: int) -> None:
+    archive = filled(tmp_path)
+    path = tmp_path / "step_00000002.msgpack"
+    data = bytearray(path.read_bytes())
+    data[position] ^= 0xFF
+    path.write_bytes(data)
+    with pytest.raises((SpoolError, MissingRecord), match=r"step_00000002\.msgpack is damaged|no record"):
+        archive.get(2, KEYS)
+
+
+def test_the_oldest_steps_make_room(tmp_path: Path) -> None:
+    archive = Archive(tmp_path, 1)
+    for step in range(5):
+        archive.put(step, [(step, "t", bytes(400_000))])
+        archive.make_room()
+    assert archive.steps() == [3, 4]
+    archive.put(5, [(5, "t", bytes(3 << 20))])
+    archive.make_room()
+    assert archive.steps() == [5]
+
+
+def test_nothing_is_kept_where_there_is_no_room_at_all(tmp_path: Path) -> None:
+    archive = filled(tmp_path / "none", 0)
+    assert archive.steps() == []
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(SpoolError, match="archive"):
+        filled(tmp_path / "file" / "x")

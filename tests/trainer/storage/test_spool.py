@@ -1,0 +1,210 @@
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from protocol.errors import SpoolError, TetherError
+from trainer.storage.spool import JournalEntry, MissingRecord, Spool
+
+ROOT = Path(__file__).resolve().parents[3]
+
+WRITER = """
+import sys
+from pathlib import Path
+from trainer.storage.spool import JournalEntry, Spool
+spool = Spool(Path(sys.argv[1]))
+for group in range(1000000):
+    spool.put_many([(group, "a", bytes([group % 256]) * 5000), (group, "b", b"late")])
+    spool.append([JournalEntry("accept", "e", -1, (group,), group)])
+    print(group, flush=True)
+"""
+
+
+def writer(path: Path) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def records(spool: Spool) -> int:
+    """How many it holds."""
+    assert spool._connection is not None
+    return int(spool._connection.execute("SELECT COUNT(*) FROM records").fetchone()[0])
+
+
+def test_records_are_returned_in_the_order_asked_for(tmp_path: Path) -> None:
+    spool = Spool(tmp_path / "spool.sqlite")
+    spool.put_many([(1, "a", b"one"), (2, "b", b"two")])
+    spool.put_many([(3, "c", b"")])
+    assert spool.get_many([(3, "c"), (1, "a")]) == [b"", b"one"]
+    assert spool.get_many([(2, "b")]) == [b"two"]
+
+
+def test_a_record_that_is_there_is_left_as_it_is(tmp_path: Path) -> None:
+    spool = Spool(tmp_path / "spool.sqlite")
+    spool.put_many([(1, "a", b"first")])
+    spool.put_many([(1, "a", b"second"), (1, "b", b"other lease")])
+    assert spool.get_many([(1, "a"), (1, "b")]) == [b"first", b"other lease"]
+
+
+def test_a_missing_record_names_its_group(tmp_path: Path) -> None:
+    spool = Spool(tmp_path / "spool.sqlite")
+    spool.put_many([(1, "a", b"x")])
+    with pytest.raises(LookupError, match="group 2: the spool has no record of it under lease a") as caught:
+        spool.get_many([(1, "a"), (2, "a")])
+    assert isinstance(caught.value, MissingRecord)
+    assert (caught.value.group, caught.value.token) == (2, "a")
+
+
+def test_forget_removes_covered_groups_only(tmp_path: Path) -> None:
+    spool = Spool(tmp_path / "spool.sqlite")
+    spool.put_many([(1, "a", b"x"), (1, "b", b"x"), (2, "a", b"x"), (3, "a", b"x")])
+    assert spool.forget([1, 3, 9]) == 3
+    assert records(spool) == 1
+    assert spool.forget([]) == 0
+    assert spool.get_many([(2, "a")]) == [b"x"]
+
+
+def test_the_journal_keeps_order_and_positions(tmp_path: Path) -> None:
+    spool = Spool(tmp_path / "spool.sqlite")
+    assert (spool.position, spool.ledger_sequence, spool.journal()) == (0, 0, [])
+    assert spool.append([JournalEntry("accept", "e1", -1, (4,), 11), JournalEntry("accept", "e1", -1, (5,), 13)]) == 2
+    spool.append([JournalEntry("commit", "e1", 0, (4, 5), 14)])
+    reopened = Spool(tmp_path / "spool.sqlite")
+    assert (reopened.position, reopened.ledger_sequence) == (3, 14)
+    assert reopened.journal()[1:] == [
+        JournalEntry("accept", "e1", -1, (5,), 13, position=2),
+        JournalEntry("commit", "e1", 0, (4, 5), 14, position=3),
+    ]
+
+
+def test_the_journal_lets_go_only_of_what_the_archive_has_and_keeps_its_newest_as_a_witness(tmp_path: Path) -> None:
+    spool = Spool(tmp_path / "spool.sqlite")
+    spool.append([JournalEntry("accept", "e", -1, (group,), seen) for group, seen in enumerate((3, 8, 5, 9, 12, 14))])
+    for journal_from, archived, left in (
+        (6, 0, [3, 8, 5, 9, 12, 14]), (3, 8, [8, 5, 9, 12, 14]), (6, 7, [8, 5, 9, 12, 14]), (6, 11, [9, 12, 14]), (99, 99, [14]),
+    ):  # fmt: skip
+        spool.forget([], journal_from, archived)
+        assert [entry.ledger_sequence for entry in spool.journal()] == left
+
+
+def test_what_put_returned_from_survives_kill_9(tmp_path: Path) -> None:
+    path = tmp_path / "spool.sqlite"
+    process = writer(path)
+    assert process.stdout is not None
+    last = max(int(process.stdout.readline()) for _ in range(5))
+    process.send_signal(signal.SIGKILL)
+    last = max([last, *(int(line) for line in process.stdout.read().split("\n")[:-1])])
+    process.wait()
+    process.stdout.close()
+    spool = Spool(path)
+    for group in range(last + 1):
+        assert spool.get_many([(group, "a"), (group, "b")]) == [bytes([group % 256]) * 5000, b"late"]
+    assert spool.position >= last + 1
+    assert records(spool) % 2 == 0  # a batch is there whole or not at all
+
+
+def test_a_reader_sees_complete_batches_while_another_process_writes(tmp_path: Path) -> None:
+    path = tmp_path / "spool.sqlite"
+    process = writer(path)
+    assert process.stdout is not None
+    process.stdout.readline()
+    reader = Spool(path, read_only=True)
+    for _ in range(20):
+        group = int(process.stdout.readline())
+        assert reader.get_many([(group, "a"), (group, "b")])[1] == b"late"
+        assert records(reader) % 2 == 0
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    reader.close()
+
+
+def test_two_processes_may_write(tmp_path: Path) -> None:
+    path = tmp_path / "spool.sqlite"
+    process = writer(path)
+    assert process.stdout is not None
+    process.stdout.readline()
+    spool = Spool(path)
+    for group in range(20):
+        spool.put_many([(group, "trainer", b"y")])
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    assert spool.get_many([(g, "trainer") for g in range(20)]) == [b"y"] * 20
+
+
+def test_threads_may_share_a_spool(tmp_path: Path) -> None:
+    spool = Spool(tmp_path / "spool.sqlite")
+    errors: list[BaseException] = []
+
+    def work(thread: int) -> None:
+        try:
+            for group in range(20):
+                spool.put_many([(group, f"t{thread}", b"z")])
+                assert spool.get_many([(group, f"t{thread}")]) == [b"z"]
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert records(spool) == 80
+
+
+def test_a_full_disk_stores_nothing_and_says_so(tmp_path: Path) -> None:
+    spool = Spool(tmp_path / "spool.sqlite")
+    spool.put_many([(1, "a", b"x")])
+    assert spool._connection is not None
+    spool._connection.execute("PRAGMA max_page_count = 12")
+    with pytest.raises(SpoolError, match="cannot write: database or disk is full") as caught:
+        spool.put_many([(2, "a", b"small"), (3, "a", b"x" * 1_000_000)])
+    assert isinstance(caught.value, TetherError)
+    assert isinstance(caught.value, OSError)
+    assert records(spool) == 1
+    spool._connection.execute("PRAGMA max_page_count = 100000")
+    spool.put_many([(2, "a", b"small")])
+    assert records(spool) == 2
+
+
+def test_a_read_only_spool_refuses_writes(tmp_path: Path) -> None:
+    Spool(tmp_path / "spool.sqlite").put_many([(1, "a", b"x")])
+    reader = Spool(tmp_path / "spool.sqlite", read_only=True)
+    with pytest.raises(SpoolError, match="readonly"):
+        reader.put_many([(2, "a", b"x")])
+    assert records(reader) == 1
+
+
+def test_what_is_not_a_spool_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SpoolError, match=r"absent\.sqlite: cannot open"):
+        Spool(tmp_path / "absent.sqlite", read_only=True)
+    assert not (tmp_path / "absent.sqlite").exists()
+    (tmp_path / "text").write_text("no database, but long enough to have a header of a hundred bytes" * 4)
+    with pytest.raises(SpoolError, match="not a database"):
+        Spool(tmp_path / "text")
+    with pytest.raises(SpoolError, match="text"):
+        Spool(tmp_path / "text" / "spool.sqlite")
+
+
+def test_a_closed_spool_refuses_and_closing_twice_is_harmless(tmp_path: Path) -> None:
+    spool = Spool(tmp_path / "spool.sqlite")
+    spool.close()
+    spool.close()
+    with pytest.raises(SpoolError, match="is closed"):
+        spool.put_many([(1, "a", b"x")])
+
+
+def test_writes_are_synchronous_in_wal_mode(tmp_path: Path) -> None:
+    spool = Spool(tmp_path / "spool.sqlite")
+    assert spool._connection is not None
+    assert spool._connection.execute("PRAGMA synchronous").fetchone() == (2,)
+    with sqlite3.connect(tmp_path / "spool.sqlite") as other:
+        assert other.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    other.close()

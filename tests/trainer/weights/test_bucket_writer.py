@@ -1,0 +1,71 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.errors import WeightError
+from protocol.weights.buckets import plan_buckets
+from protocol.weights.digests import digest
+from trainer.weights.bucket_writer import Layout, fill_buckets, in_dtype
+
+
+@given(st.lists(st.integers(0, 500), max_size=30), st.integers(1, 600))
+def test_one_at_a_time_gives_the_plan_of_the_protocol(sizes: list[int], bucket_bytes: int) -> None:
+    named = [(f"t{i}", size) for i, size in enumerate(sizes)]
+    layout = Layout(bucket_bytes)
+    placed = [layout.place(*entry) for entry in named]
+    placements, buckets = plan_buckets(named, bucket_bytes)
+    assert placed == [(p.bucket, p.offset) for p in placements]
+    assert layout.buckets == buckets
+
+
+def test_tensors_are_copied_and_hashed_where_they_lie() -> None:
+    memory: list[torch.Tensor] = []
+
+    def allocate(index: int, size: int) -> torch.Tensor:
+        assert index == len(memory)
+        memory.append(torch.zeros(size, dtype=torch.uint8))
+        return memory[-1]
+
+    columns = torch.arange(6, dtype=torch.bfloat16).view(2, 3).T
+    reserved: list[tuple[int, int, int]] = []
+    entries, buckets = fill_buckets(
+        [("a", columns), ("b", torch.tensor(True)), ("c", torch.zeros(0, 4)), ("d", torch.ones(100))],
+        128,
+        allocate,
+        lambda *part: reserved.append(part),
+    )
+    assert buckets == (128, 400)
+    assert [(e.name, e.dtype, e.shape, e.bucket, e.offset, e.nbytes) for e in entries] == [
+        ("a", "bfloat16", (3, 2), 0, 0, 12),
+        ("b", "bool", (), 0, 64, 1),
+        ("c", "float32", (0, 4), 0, 128, 0),
+        ("d", "float32", (100,), 1, 0, 400),
+    ]
+    assert reserved == [(0, 0, 12), (0, 64, 1), (1, 0, 400)]
+    raw = columns.contiguous().view(torch.uint8).numpy().tobytes()
+    assert memory[0][:12].numpy().tobytes() == raw
+    assert entries[0].digest == digest(raw)
+
+
+def test_what_cannot_be_sent_is_refused() -> None:
+    def allocate(index: int, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8)
+
+    one = torch.zeros(1)
+    for tensors, text in (
+        ([("a", one), ("a", one)], "tensor a comes twice"),
+        ([("a", one.to(torch.complex64))], "tensor a: dtype 'complex64' cannot be sent"),
+        ([], "without tensors"),
+    ):
+        with pytest.raises(WeightError, match=text):
+            fill_buckets(tensors, 64, allocate)
+
+
+def test_weights_are_published_as_the_engine_holds_them() -> None:
+    masters = [("w", torch.tensor([1.0, 1.001953125])), ("mask", torch.tensor([True])), ("step", torch.tensor(3))]
+    found = dict(in_dtype(masters, "bfloat16"))
+    assert torch.equal(found["w"], torch.tensor([1.0, 1.0], dtype=torch.bfloat16))
+    assert (found["mask"].dtype, found["step"].dtype) == (torch.bool, torch.int64)
+    (_, same), *_ = in_dtype(masters, "float32")
+    assert same is masters[0][1], "nothing is copied where the dtype is the same already"

@@ -1,0 +1,1 @@
+"""The interface of training backends, and what they share."""

@@ -1,0 +1,123 @@
+"""A backend's weights as a Hugging Face directory, for AutoModelForCausalLM, vLLM, SGLang and the hub."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import safetensors.torch
+import torch
+import torch.distributed as dist
+
+from protocol.errors import SettingsError
+from protocol.host.atomic_file import sync
+from trainer.backends.base import Backend
+
+SHARD_BYTES = 4 << 30
+COPIED = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "vocab.*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+)
+"""Files of the source that an export takes over."""
+
+
+def save_hf(backend: Backend, directory: Path, *, source: Path, dtype: str = "", shard_bytes: int = SHARD_BYTES) -> None:
+    """Write weights, configuration and tokenizer. A collective: every rank calls it, rank 0 (on which export yields) writes.
+
+    Written aside and renamed: `directory` is complete or not there.
+
+    Args:
+        backend: what to export.
+        directory: must not exist yet.
+        source: the model directory that training began with.
+        dtype: float32 or bfloat16; by default the one that the backend exports. config.json says it, too.
+        shard_bytes: bound of the tensors in one file, which are held in memory; a larger tensor has a file of its own.
+
+    Raises:
+        SettingsError: `directory` exists, or `dtype` is unknown. Rank 0 raises it after its part in the collective.
+    """
+    if dist.is_available() and dist.is_initialized() and dist.get_rank() != 0:
+        for _ in backend.export_model():
+            raise RuntimeError("only rank 0 gets tensors from an export")
+        return
+    tensors = backend.export_model()
+    try:
+        if directory.exists():
+            raise SettingsError(f"{directory} exists: give a new directory")
+        if dtype not in ("", "float32", "bfloat16"):
+            raise SettingsError(f"dtype {dtype!r}: use float32 or bfloat16")
+        aside = directory.with_name(directory.name + ".tmp")
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        written = _write_shards(_converted(tensors, dtype), aside, shard_bytes)
+        _copy_rest(source, aside, written)
+        for path in (*aside.iterdir(), aside):
+            sync(path)
+        aside.rename(directory)
+        sync(directory.parent)
+    finally:
+        for _ in tensors:
+            pass
+
+
+def _converted(tensors: Iterator[tuple[str, torch.Tensor]], dtype: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Copies on the host, in `dtype`; what is not a floating-point number keeps its own."""
+    for name, tensor in tensors:
+        kind = getattr(torch, dtype) if dtype and tensor.is_floating_point() else tensor.dtype
+        yield name, torch.empty(tensor.shape, dtype=kind).copy_(tensor)
+
+
+def _write_shards(tensors: Iterator[tuple[str, torch.Tensor]], directory: Path, shard_bytes: int) -> str:
+    """Write one file, or several with an index; holds one shard in memory. Returns the floating-point dtype."""
+    shards: list[list[str]] = []
+    shard: dict[str, torch.Tensor] = {}
+    size = total = 0
+    written = ""
+
+    def flush() -> None:
+        safetensors.torch.save_file(shard, directory / f"shard_{len(shards):05d}", metadata={"format": "pt"})
+        shards.append(list(shard))
+        shard.clear()
+
+    for name, tensor in tensors:
+        nbytes = tensor.numel() * tensor.element_size()
+        if shard and size + nbytes > shard_bytes:
+            flush()
+            size = 0
+        shard[name] = tensor
+        size, total = size + nbytes, total + nbytes
+        written = str(tensor.dtype).removeprefix("torch.") if tensor.is_floating_point() else written
+    flush()
+    _name_shards(directory, shards, total)
+    return written
+
+
+def _name_shards(directory: Path, shards: list[list[str]], total: int) -> None:
+    if len(shards) == 1:
+        (directory / "shard_00000").rename(directory / "model.safetensors")
+        return
+    weight_map: dict[str, str] = {}
+    for index, names in enumerate(shards):
+        file = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
+        (directory / f"shard_{index:05d}").rename(directory / file)
+        weight_map.update(dict.fromkeys(names, file))
+    index_file = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index_file, indent=1, sort_keys=True))
+
+
+def _copy_rest(source: Path, directory: Path, dtype: str) -> None:
+    for path in sorted({path for pattern in COPIED for path in source.glob(pattern) if path.is_file()}):
+        shutil.copyfile(path, directory / path.name)
+    config = directory / "config.json"
+    if config.is_file():
+        values = json.loads(config.read_text())
+        for key in ("dtype", "torch_dtype"):
+            if key in values:
+                values[key] = dtype
+        config.write_text(json.dumps(values, indent=2, sort_keys=True))

@@ -1,0 +1,75 @@
+"""A backend without a model, for dry runs: everything around the optimizer is real, the step is a sleep."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+
+from protocol.errors import SettingsError
+from trainer.algorithms.base import Algorithm
+from trainer.backends.base import Backend, StepStats
+from trainer.batch import Batch
+from trainer.config import TrainerConfig
+
+PART = "rank_00000.safetensors"
+TENSOR = "scripted.weight"
+MODULUS = 1 << 20
+
+
+class ScriptedBackend(Backend):
+    """Holds one tensor that every step changes by what the batch holds, so that its digest tells which batches were trained."""
+
+    architecture = "scripted"
+
+    def __init__(self, *, trainer: TrainerConfig, algorithm: Algorithm) -> None:
+        self._step_s = trainer.step_s
+        self._algorithm = algorithm
+        self._weight = torch.zeros(16, dtype=torch.int64)
+
+    def train_step(self, batch: Batch) -> StepStats:
+        time.sleep(self._step_s)
+        trained = int(batch.loss_mask.sum())
+        position = batch.step % len(self._weight)
+        self._weight[position] = (self._weight[position] * 31 + int(batch.tokens.sum()) + trained + 1) % MODULUS
+        return StepStats(
+            loss=float((self._algorithm.token_weights(batch) * batch.advantages).sum()),
+            grad_norm=0.0,
+            entropy=0.0,
+            clip_fraction=0.0,
+            ratio_mean=1.0,
+            logprob_error_max=0.0,
+            trained_tokens=trained,
+        )
+
+    def logprobs(self, batch: Batch) -> torch.Tensor:
+        return torch.zeros(batch.tokens.shape)
+
+    def reference_logprobs(self, batch: Batch) -> torch.Tensor:
+        return torch.zeros(batch.tokens.shape)
+
+    def keep_reference(self) -> None:
+        """There is nothing to keep."""
+
+    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield TENSOR, self._weight.float()
+
+    def save(self, directory: Path) -> None:
+        safetensors.torch.save_file({TENSOR: self._weight}, directory / PART)
+
+    def restore(self, directory: Path) -> None:
+        try:
+            self._weight = safetensors.torch.load_file(directory / PART)[TENSOR]
+        except (OSError, SafetensorError, KeyError) as error:
+            raise SettingsError(f"checkpoint {directory}: not one of the scripted backend: {error}") from error
+
+    def offload(self) -> int:
+        return 0
+
+    def onload(self) -> None:
+        """Nothing was moved."""
+
+    def close(self) -> None:
+        """Nothing to let go of."""

@@ -1,0 +1,1 @@
+"""From scored rollouts to the batch of a step."""

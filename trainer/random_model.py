@@ -1,0 +1,103 @@
+"""A small model and its tokenizer from scratch, as a Hugging Face directory: for tests, demos and runs without a hub."""
+
+import dataclasses
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
+
+from protocol.choices import checked_name
+from protocol.device.hf_build_lock import MODEL_BUILDING
+from protocol.errors import SettingsError
+from trainer.config import ScratchConfig
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+SPECIALS = ("<pad>", "<eos>")
+RECIPE = "scratch.json"
+"""The configuration that a directory was made from."""
+
+
+def build_scratch(config: ScratchConfig, out_dir: Path) -> Path:
+    """Write model and tokenizer into `out_dir` and return it; if they are there already, nothing is done.
+
+    The same configuration gives the same bytes.
+
+    Raises:
+        SettingsError: a configuration that makes no model, or a directory made from another one.
+    """
+    _check(config)
+    recipe = json.dumps(dataclasses.asdict(config), indent=1, sort_keys=True)
+    if out_dir.exists():
+        found = out_dir / RECIPE
+        if not found.is_file() or found.read_text() != recipe:
+            raise SettingsError(f"{out_dir} holds something else than this [model.scratch]: remove it, or use another run directory")
+        return out_dir
+    aside = out_dir.with_name(f"{out_dir.name}.{os.getpid()}.tmp")
+    transformers_logging.disable_progress_bar()
+    try:
+        aside.mkdir(parents=True)
+        _model(config).save_pretrained(aside)
+        _tokenizer(config).save_pretrained(aside)
+        (aside / RECIPE).write_text(recipe)
+        aside.rename(out_dir)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return out_dir
+
+
+def _check(config: ScratchConfig) -> None:
+    checked_name(config.architecture, ARCHITECTURES, "setting model.scratch.architecture:")
+    if not config.vocabulary or len(set(config.vocabulary)) != len(config.vocabulary):
+        raise SettingsError(f"model.scratch.vocabulary {config.vocabulary!r}: give each character once")
+    strange = sorted({c for c in config.vocabulary if not (c.isascii() and c.isprintable()) and c != "\n"})
+    if strange:
+        raise SettingsError(f"model.scratch.vocabulary has {strange}: only printable ASCII and the newline can be tokens")
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise SettingsError(
+            f"model.scratch.num_attention_heads {config.num_attention_heads} is not a multiple of num_key_value_heads "
+            f"{config.num_key_value_heads}"
+        )
+
+
+def _model(config: ScratchConfig) -> Any:
+    shape = dataclasses.asdict(config)
+    for name in ("architecture", "vocabulary", "seed", "rope_theta"):
+        del shape[name]
+    hf = AutoConfig.for_model(
+        config.architecture,
+        **shape,
+        vocab_size=len(SPECIALS) + len(config.vocabulary),
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+    with MODEL_BUILDING, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        return AutoModelForCausalLM.from_config(hf, dtype=torch.float32)
+
+
+def _tokenizer(config: ScratchConfig) -> PreTrainedTokenizerFast:
+    """One token for each character; the tokenizer drops characters that are not in the vocabulary.
+
+    Byte-level BPE without merges, because transformers reads the file of any `qwen2` model as that.
+    """
+    letters = {**{chr(code): chr(code) for code in range(33, 127)}, " ": "\u0120", "\n": "\u010a"}
+    tokens = {token: index for index, token in enumerate((*SPECIALS, *(letters[character] for character in config.vocabulary)))}
+    tokenizer = Tokenizer(models.BPE(tokens, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=SPECIALS[0],
+        eos_token=SPECIALS[1],
+        unk_token=SPECIALS[0],  # never produced; without it transformers adds one to a qwen2 vocabulary
+        model_max_length=config.max_position_embeddings,
+        clean_up_tokenization_spaces=False,
+    )

@@ -1,0 +1,1 @@
+"""What the trainer keeps on disk: spool, archive, checkpoints."""
