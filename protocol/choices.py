@@ -22,7 +22,10 @@ def checked_name(name: str, known: Iterable[str], what: str) -> str:
     if name in names:
         return name
     close = get_close_matches(name, names, n=1, cutoff=0.5)
-    raise SettingsError(f"{what} {name!r} is not known; " + (f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(names)}"))
+    raise SettingsError(
+        f"{what} {name!r} is not known; "
+        + (f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(names)}")
+    )
 
 
 def checked_options(kind: type[T], values: Mapping[str, Any], what: str) -> T:

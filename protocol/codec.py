@@ -2,8 +2,8 @@
 
     frame = msgpack map {schema, run, epoch, id, group, token, sum, payload}
 
-`sum` is the xxh3-64 of the payload's bytes, seeded with that of [run, epoch, id, group, token] as MessagePack; `payload` is the message
-itself, embedded, so that any MessagePack reader sees it.
+`sum` is the xxh3-64 of the payload's bytes, seeded with that of [run, epoch, id, group, token] as
+MessagePack; `payload` is the message itself, embedded, so that any MessagePack reader sees it.
 """
 
 import msgspec
@@ -16,7 +16,8 @@ from protocol.msgpack_limits import check_shape
 SCHEMA = 2
 MAX_FRAME_BYTES = 256 << 20
 SMALL_BYTES = 1 << 20
-"""A payload up to here unfolds to some 40 MiB at worst, whatever it holds; only in larger ones are values counted first."""
+"""A payload up to here unfolds to some 40 MiB at worst, whatever it holds; only in larger ones are values
+counted first."""
 
 Buffer = bytes | bytearray | memoryview
 
@@ -52,7 +53,8 @@ def decode_payload(data: Buffer) -> AnyMessage:
     """The inverse of `encode_payload`.
 
     Raises:
-        ProtocolError: if `data` is not one of our messages, or unfolds to more than `protocol.msgpack_limits` allows.
+        ProtocolError: if `data` is not one of our messages, or unfolds to more than
+            `protocol.msgpack_limits` allows.
     """
     if len(data) > SMALL_BYTES:
         check_shape(data)
@@ -62,7 +64,9 @@ def decode_payload(data: Buffer) -> AnyMessage:
         raise ProtocolError(f"not a message: {error}") from error
 
 
-def encode(message: AnyMessage, *, run: str, id: str, epoch: str = "", group: int = -1, token: str = "") -> bytes:
+def encode(
+    message: AnyMessage, *, run: str, id: str, epoch: str = "", group: int = -1, token: str = ""
+) -> bytes:
     """One frame for `message`.
 
     Raises:
@@ -96,7 +100,8 @@ def decode_envelope(frame: Buffer) -> Envelope:
     """Read and check the envelope of a frame; the payload stays packed.
 
     Raises:
-        FrameTooLarge, UnsupportedSchema, ChecksumMismatch, ProtocolError: and nothing else, whatever the bytes are.
+        FrameTooLarge, UnsupportedSchema, ChecksumMismatch, ProtocolError: and nothing else, whatever the
+        bytes are.
     """
     if len(frame) > MAX_FRAME_BYTES:
         raise FrameTooLarge(f"frame of {len(frame)} bytes is over the limit of {MAX_FRAME_BYTES}")
@@ -107,7 +112,10 @@ def decode_envelope(frame: Buffer) -> Envelope:
     if envelope.schema != SCHEMA:
         raise UnsupportedSchema(f"schema {envelope.schema}; this build reads {SCHEMA}")
     payload = memoryview(envelope.payload)
-    if _checksum(payload, envelope.run, envelope.epoch, envelope.id, envelope.group, envelope.token) != envelope.checksum:
+    if (
+        _checksum(payload, envelope.run, envelope.epoch, envelope.id, envelope.group, envelope.token)
+        != envelope.checksum
+    ):
         raise ChecksumMismatch(f"message {envelope.id}: envelope and payload do not match their checksum")
     return envelope
 

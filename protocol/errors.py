@@ -83,7 +83,8 @@ class Unavailable(TetherError):
 
 
 class SpoolError(TetherError, OSError):
-    """The spool could not be read or written. A failed write stored nothing, so nothing may be acknowledged."""
+    """The spool could not be read or written. A failed write stored nothing, so nothing may be
+    acknowledged."""
 
 
 class EngineError(TetherError):
@@ -99,7 +100,8 @@ class WeightError(TetherError):
 
 
 class PoisonedError(WeightError):
-    """A commit failed half-way, or too much is stuck in this process to go on: it must exit, and a fresh one loads a complete snapshot."""
+    """A commit failed half-way, or too much is stuck in this process to go on: it must exit, and a fresh one
+    loads a complete snapshot."""
 
 
 class RewardError(TetherError):

@@ -1,4 +1,5 @@
-"""Identifiers. Groups are numbered by the ledger; everything else is random and short enough to read in a log."""
+"""Identifiers. Groups are numbered by the ledger; everything else is random and short enough to read in a
+log."""
 
 import re
 import secrets
@@ -30,5 +31,7 @@ def checked_run_id(run: str) -> str:
         SettingsError: with the pattern that it must match.
     """
     if not RUN_ID.fullmatch(run):
-        raise SettingsError(f"run name {run!r}: use lower-case letters, digits, '-' and '_', at most 63, starting with a letter or digit")
+        raise SettingsError(
+            f"run name {run!r}: use lower-case letters, digits, '-' and '_', at most 63, starting with a letter or digit"
+        )
     return run

@@ -2,8 +2,9 @@
 
     LEASED -accept-> SCORED -take-> TAKEN -commit-> TRAINED
 
-A group is created by its first lease; there is no row before that. WAITING groups hold no tokens and no deadline, and are
-leased before new ones. An expired lease stays LEASED and valid until another worker takes the group over.
+A group is created by its first lease; there is no row before that. WAITING groups hold no tokens and no
+deadline, and are leased before new ones. An expired lease stays LEASED and valid until another worker takes
+the group over.
 """
 
 from enum import StrEnum

@@ -1,6 +1,8 @@
-"""Limits on what a MessagePack document may unfold to, checked on its bytes before anything is allocated for it.
+"""Limits on what a MessagePack document may unfold to, checked on its bytes before anything is allocated for
+it.
 
-A byte can become an object of sixty, so a limit on bytes alone does not limit memory; and nesting costs stack.
+A byte can become an object of sixty, so a limit on bytes alone does not limit memory; and nesting costs
+stack.
 """
 
 from protocol.errors import ProtocolError
@@ -10,22 +12,36 @@ MOST_ITEMS = 1 << 20
 MOST_DEPTH = 64
 """Arrays and maps within each other."""
 METADATA_DEPTH = 32
-"""The same for a prompt's metadata, which travel within messages: the one part of them whose form is not ours."""
+"""The same for a prompt's metadata, which travel within messages: the one part of them whose form is not
+ours."""
 
 _FIXED = {0xC0: 0, 0xC2: 0, 0xC3: 0, 0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8,
           0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17}  # fmt: skip
 """First byte -> bytes that follow it: constants, numbers, extensions of fixed size."""
-_SIZED = {0xC4: (1, 0), 0xC5: (2, 0), 0xC6: (4, 0), 0xC7: (1, 1), 0xC8: (2, 1), 0xC9: (4, 1), 0xD9: (1, 0), 0xDA: (2, 0), 0xDB: (4, 0)}
+_SIZED = {
+    0xC4: (1, 0),
+    0xC5: (2, 0),
+    0xC6: (4, 0),
+    0xC7: (1, 1),
+    0xC8: (2, 1),
+    0xC9: (4, 1),
+    0xD9: (1, 0),
+    0xDA: (2, 0),
+    0xDB: (4, 0),
+}
 """First byte -> (bytes of the length, bytes between it and the data): binary, extension, text."""
 _COUNTED = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
 """First byte -> (bytes of the count, values an element): arrays and maps."""
 
 
-def check_shape(data: bytes | bytearray | memoryview, *, most_items: int = MOST_ITEMS, most_depth: int = MOST_DEPTH) -> None:
+def check_shape(
+    data: bytes | bytearray | memoryview, *, most_items: int = MOST_ITEMS, most_depth: int = MOST_DEPTH
+) -> None:
     """Walk over one document without building it.
 
     Raises:
-        ProtocolError: if it has more than `most_items` values or `most_depth` levels, declares more than it has bytes for, is cut short,
+        ProtocolError: if it has more than `most_items` values or `most_depth` levels, declares more than
+            it has bytes for, is cut short,
             or is followed by something.
     """
     view = memoryview(data).cast("B") if not isinstance(data, bytes) else data
@@ -53,12 +69,16 @@ def check_shape(data: bytes | bytearray | memoryview, *, most_items: int = MOST_
             count, at = _children(first, view, at)
             items += count
             if items > most_items or count > end - at:
-                raise ProtocolError(f"document of {end} bytes declares {items} values; at most {most_items}, each of a byte or more")
+                raise ProtocolError(
+                    f"document of {end} bytes declares {items} values; at most {most_items}, each of a byte or more"
+                )
             open_counts.append(count)
             if len(open_counts) > most_depth + 1:
                 raise ProtocolError(f"document is nested deeper than {most_depth} levels")
     if at != end:
-        raise ProtocolError(f"document of {end} bytes " + ("is cut short" if at > end else f"ends after {at}"))
+        raise ProtocolError(
+            f"document of {end} bytes " + ("is cut short" if at > end else f"ends after {at}")
+        )
 
 
 def _children(first: int, view: bytes | memoryview, at: int) -> tuple[int, int]:

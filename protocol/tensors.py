@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from protocol.errors import ProtocolError
 
 DTYPES: dict[str, np.dtype[Any]] = {
-    name: np.dtype(name).newbyteorder("<") for name in ("uint8", "bool", "int32", "int64", "float16", "float32", "float64")
+    name: np.dtype(name).newbyteorder("<")
+    for name in ("uint8", "bool", "int32", "int64", "float16", "float32", "float64")
 }
 MAX_DIMS = 8
 MAX_ELEMENTS = 1 << 40
@@ -44,9 +45,15 @@ class Array(msgspec.Struct, frozen=True, array_like=True):
         if kind is None:
             raise ProtocolError(f"array dtype {self.dtype!r} is not one of {sorted(DTYPES)}")
         # An array without elements may have no large dimension either: numpy multiplies them all.
-        if len(self.shape) > MAX_DIMS or any(n < 0 for n in self.shape) or math.prod(n for n in self.shape if n) > MAX_ELEMENTS:
+        if (
+            len(self.shape) > MAX_DIMS
+            or any(n < 0 for n in self.shape)
+            or math.prod(n for n in self.shape if n) > MAX_ELEMENTS
+        ):
             raise ProtocolError(f"array shape {self.shape} is not valid")
         expected = math.prod(self.shape) * kind.itemsize
         if expected != len(self.data):
-            raise ProtocolError(f"array {self.dtype}{list(self.shape)} needs {expected} bytes, got {len(self.data)}")
+            raise ProtocolError(
+                f"array {self.dtype}{list(self.shape)} needs {expected} bytes, got {len(self.data)}"
+            )
         return np.frombuffer(self.data, dtype=kind).reshape(self.shape)

@@ -54,7 +54,8 @@ class Topic:
     answers: tuple[type[Message], ...] = ()
     """Message types in the other direction, beside acknowledgements and heartbeats."""
     window: int = 0
-    """Messages that one receiver works on at a time, granted as credit; 0 where rule F already bounds what is in flight."""
+    """Messages that one receiver works on at a time, granted as credit; 0 where rule F already bounds what is
+    in flight."""
 
 
 ROLLOUTS = Topic(

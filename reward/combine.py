@@ -1,4 +1,5 @@
-"""Combines the scores of several verifiers into one reward a sample; the error of a score that could not be computed."""
+"""Combines the scores of several verifiers into one reward a sample; the error of a score that could not be
+computed."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,8 @@ def combine(components: Mapping[str, Sequence[float]], weights: Mapping[str, flo
     """reward_i = sum over verifiers v of weight_v * score_v,i.
 
     Raises:
-        VerifierError: naming the verifier, if a score is NaN or infinite, one has no weight or another number of samples, or there is none.
+        VerifierError: naming the verifier, if a score is NaN or infinite, one has no weight or another
+            number of samples, or there is none.
     """
     if not components:
         raise VerifierError("reward", "no verifier and no reward of the environment; set reward.verifiers")

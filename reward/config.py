@@ -9,7 +9,8 @@ class VerifierConfig:
     """One verifier of the reward."""
 
     name: str = "exact_match"
-    """Module in `reward/verifiers/`, or, with a dot, a module of your own with the same interface. Each at most once."""
+    """Module in `reward/verifiers/`, or, with a dot, a module of your own with the same interface. Each at
+    most once."""
     weight: float = 1.0
     options: dict[str, Any] = field(default_factory=dict)
     """The verifier's own options."""
@@ -24,7 +25,8 @@ class RewardConfig:
     environment_weight: float = 1.0
     """Weight of the environment's own reward, if it gives one."""
     timeout_s: float = 30.0
-    """For one verifier on one response. Exceeding it fails the group's score; the worker process is replaced."""
+    """For one verifier on one response. Exceeding it fails the group's score; the worker process is
+    replaced."""
     start_timeout_s: float = 120.0
     """For a worker process to import its verifiers."""
     workers: int = 2

@@ -26,13 +26,19 @@ async def score_rollout(rollout: Rollout, pool: ScorePool, scorer: str) -> Score
         if rollout.environment_rewards is not None:
             rewards = rollout.environment_rewards.numpy()
             if rewards.shape != (len(rollout.responses),):
-                raise ProtocolError(f"rewards of the environment of shape {list(rewards.shape)} for {len(rollout.responses)} samples")
+                raise ProtocolError(
+                    f"rewards of the environment of shape {list(rewards.shape)} for {len(rollout.responses)} samples"
+                )
             environment = rewards.tolist()
-        combined, components = await pool.score(rollout.prompt_text, rollout.responses, rollout.metadata, environment)
+        combined, components = await pool.score(
+            rollout.prompt_text, rollout.responses, rollout.metadata, environment
+        )
     except (RewardError, ProtocolError) as error:
         verifier = error.verifier if isinstance(error, VerifierError) else ""
         text = error.error if isinstance(error, VerifierError) else str(error)
-        return ScoreFailure(group=rollout.group, token=rollout.token, verifier=verifier, error=text[:MAX_ERROR], scorer=scorer)
+        return ScoreFailure(
+            group=rollout.group, token=rollout.token, verifier=verifier, error=text[:MAX_ERROR], scorer=scorer
+        )
     return ScoredRollout(
         rollout=rollout,
         rewards=Array.of(combined, "float32"),

@@ -1,1 +1,2 @@
-"""Generation: prompts, environments and engines. Text stops at `render.py`; below it there are only tokens."""
+"""Generation: prompts, environments and engines. Text stops at `render.py`; below it there are only
+tokens."""

@@ -53,7 +53,9 @@ async def generate_group(
         async with asyncio.TaskGroup() as tasks:
             running = [
                 tasks.create_task(
-                    environment.run(prompt, prompt_tokens, _generator(engine, sampling, group, i, token), renderer),
+                    environment.run(
+                        prompt, prompt_tokens, _generator(engine, sampling, group, i, token), renderer
+                    ),
                     name=f"sample-{group}/{i}",
                 )
                 for i in range(n)
@@ -69,17 +71,24 @@ async def generate_group(
 
 
 def _generator(engine: Engine, sampling: Sampling, group: int, sample: int, token: str) -> Generate:
-    """What one sample's environment generates with. The lease token keeps request ids apart where a group is leased again."""
+    """What one sample's environment generates with. The lease token keeps request ids apart where a group is
+    leased again."""
     turn = 0
 
     async def generate(tokens: tuple[int, ...], max_tokens: int | None) -> Completion:
         nonlocal turn
-        limited = sampling if max_tokens is None else replace(sampling, max_tokens=min(max_tokens, sampling.max_tokens))
+        limited = (
+            sampling
+            if max_tokens is None
+            else replace(sampling, max_tokens=min(max_tokens, sampling.max_tokens))
+        )
         request = Request(f"{group}/{sample}.{turn}.{token}", tokens, limited)
         turn += 1
         completion = await engine.generate(request)
         if completion.finish_reason == "abort":
-            raise EngineError(f"request {request.id}: the engine ended it after {len(completion.tokens)} tokens")
+            raise EngineError(
+                f"request {request.id}: the engine ended it after {len(completion.tokens)} tokens"
+            )
         return completion
 
     return generate

@@ -30,7 +30,8 @@ class RenderConfig:
 
     chat_template: ChatTemplate = ChatTemplate.AUTO
     system: str = ""
-    """System message before each prompt that has none; without a chat template it is text before the prompt."""
+    """System message before each prompt that has none; without a chat template it is text before the
+    prompt."""
     suffix: str = ""
     """Appended to each prompt, as in " Answer with only the number."."""
     stop: tuple[str, ...] = ()
@@ -50,13 +51,16 @@ class Renderer:
         """Load the tokenizer.
 
         Raises:
-            SettingsError: if there is none, it has no chat template although one is asked for, or a stop string is not one token.
+            SettingsError: if there is none, it has no chat template although one is asked for, or a stop
+                string is not one token.
         """
         self._config = config
         self._tokenizer = _load(Path(model_dir))
         has_template = bool(getattr(self._tokenizer, "chat_template", None))
         if config.chat_template is ChatTemplate.ON and not has_template:
-            raise SettingsError(f"setting render.chat_template: the tokenizer in {model_dir} has no chat template; use 'auto' or 'off'")
+            raise SettingsError(
+                f"setting render.chat_template: the tokenizer in {model_dir} has no chat template; use 'auto' or 'off'"
+            )
         self._chat = has_template and config.chat_template is not ChatTemplate.OFF
         self.stop_token_ids = self._stop_ids(Path(model_dir))
         """Ids of the tokens that end a sample, ascending."""
@@ -95,7 +99,9 @@ class Renderer:
 
     def text(self, tokens: tuple[int, ...]) -> str:
         """Tokens as text, without special tokens."""
-        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text: str = self._tokenizer.decode(
+            list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
         return text
 
     def _messages(self, prompt: Prompt) -> list[tuple[str, str]]:
@@ -108,7 +114,9 @@ class Renderer:
     def _templated(self, messages: list[tuple[str, str]], index: int) -> str:
         conversation = [{"role": role, "content": content} for role, content in messages]
         try:
-            text: str = self._tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+            text: str = self._tokenizer.apply_chat_template(
+                conversation, tokenize=False, add_generation_prompt=True
+            )
         except Exception as error:  # templates raise whatever jinja and their authors chose
             raise SettingsError(f"prompt {index}: the chat template refuses it: {error}") from error
         return text
@@ -131,8 +139,13 @@ class Renderer:
 def _load(model_dir: Path) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    if not any((model_dir / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")):
-        raise SettingsError(f"no tokenizer in {model_dir}: it needs tokenizer.json beside the model (save_pretrained writes it)")
+    if not any(
+        (model_dir / name).is_file()
+        for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+    ):
+        raise SettingsError(
+            f"no tokenizer in {model_dir}: it needs tokenizer.json beside the model (save_pretrained writes it)"
+        )
     try:
         path = model_dir / "tokenizer_config.json"
         named = json.loads(path.read_text()).get("tokenizer_class") if path.is_file() else None
@@ -140,11 +153,14 @@ def _load(model_dir: Path) -> Any:
         loader = PreTrainedTokenizerFast if named in GENERIC else AutoTokenizer
         return loader.from_pretrained(str(model_dir), local_files_only=True)
     except Exception as error:  # OSError, ValueError, or the tokenizers library's own
-        raise SettingsError(f"the tokenizer in {model_dir} cannot be loaded: {type(error).__name__}: {str(error)[:300]}") from error
+        raise SettingsError(
+            f"the tokenizer in {model_dir} cannot be loaded: {type(error).__name__}: {str(error)[:300]}"
+        ) from error
 
 
 def _eos_ids(model_dir: Path, tokenizer: Any) -> list[int]:
-    """The tokenizer's end of sequence, and those of generation_config.json: chat models often have several."""
+    """The tokenizer's end of sequence, and those of generation_config.json: chat models often have
+    several."""
     path = model_dir / "generation_config.json"
     try:
         found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None

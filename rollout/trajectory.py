@@ -65,7 +65,9 @@ def assemble(
             raise EngineError(f"group {group} sample {i}: {problem}")
     rewards = [s.reward for s in samples if s.reward is not None]
     if rewards and len(rewards) != len(samples):
-        raise SettingsError(f"group {group}: the environment rewarded {len(rewards)} of {len(samples)} samples; all or none")
+        raise SettingsError(
+            f"group {group}: the environment rewarded {len(rewards)} of {len(samples)} samples; all or none"
+        )
     return Rollout(
         group=group,
         token=token,
@@ -75,7 +77,9 @@ def assemble(
         tokens=Array.of([t for s in samples for t in s.tokens], "int32"),
         logprobs=Array.of([x for s in samples for x in s.logprobs], "float32"),
         loss_mask=Array.of([m for s in samples for m in s.loss_mask], "uint8"),
-        spans=Array.of([(i, end, version) for i, s in enumerate(samples) for end, version in s.spans], "int32"),
+        spans=Array.of(
+            [(i, end, version) for i, s in enumerate(samples) for end, version in s.spans], "int32"
+        ),
         finish_reasons=tuple(s.finish_reason for s in samples),
         responses=tuple(responses),
         prompt_text=prompt.text,
@@ -94,7 +98,9 @@ def pack_metadata(prompt: Prompt) -> msgspec.Raw:
     try:
         return msgspec.Raw(msgspec.msgpack.encode(dict(prompt.metadata)))
     except (TypeError, OverflowError, ValueError) as error:
-        raise SettingsError(f"prompt {prompt.index}: the metadata does not fit MessagePack: {error}") from None
+        raise SettingsError(
+            f"prompt {prompt.index}: the metadata does not fit MessagePack: {error}"
+        ) from None
 
 
 def split(rollout: Rollout) -> tuple[SampleView, ...]:
@@ -139,9 +145,14 @@ def _problem(sample: Sample) -> str:
         "a negative token": min(sample.tokens, default=0) >= 0,
         "a mask that is not 0 or 1": set(sample.loss_mask) <= {0, 1},
         "no sampled token": any(sample.loss_mask),
-        "a log-probability that is not a number of at most 0": all(math.isfinite(x) and x <= MAX_LOGPROB for x in sample.logprobs),
-        "a log-probability at an inserted token": all(m or x == 0 for x, m in zip(sample.logprobs, sample.loss_mask, strict=False)),
-        f"spans {sample.spans} do not rise to {count}": all(a < b for a, b in pairwise([0, *ends])) and ends[-1:] == [count],
+        "a log-probability that is not a number of at most 0": all(
+            math.isfinite(x) and x <= MAX_LOGPROB for x in sample.logprobs
+        ),
+        "a log-probability at an inserted token": all(
+            m or x == 0 for x, m in zip(sample.logprobs, sample.loss_mask, strict=False)
+        ),
+        f"spans {sample.spans} do not rise to {count}": all(a < b for a, b in pairwise([0, *ends]))
+        and ends[-1:] == [count],
         "a version below 0": all(version >= 0 for _, version in sample.spans),
         f"finish reason {sample.finish_reason!r}": sample.finish_reason in FINISH_REASONS,
         f"reward {sample.reward}": sample.reward is None or math.isfinite(sample.reward),
@@ -165,7 +176,9 @@ def _versions(rollout: Rollout, lengths: NDArray[np.int32]) -> NDArray[np.int32]
         if sample < len(lengths) and done == lengths[sample]:
             sample, done = sample + 1, 0
         if owner != sample or sample >= len(lengths) or not done < end <= lengths[sample]:
-            raise ProtocolError(f"group {rollout.group}: span ({owner}, {end}, {version}) does not follow {done} tokens of sample {sample}")
+            raise ProtocolError(
+                f"group {rollout.group}: span ({owner}, {end}, {version}) does not follow {done} tokens of sample {sample}"
+            )
         parts.append(np.full(end - done, version, np.int32))
         done = end
     if sample != len(lengths) - 1 or done != lengths[-1]:

@@ -1,4 +1,5 @@
-"""The `tether` command. Every command ends with one clear line and exit code 2 where the user has to change something."""
+"""The `tether` command. Every command ends with one clear line and exit code 2 where the user has to change
+something."""
 
 import asyncio
 import dataclasses
@@ -12,7 +13,7 @@ import typer
 
 from protocol.errors import EngineError, Reason, Refused, SettingsError, TetherError
 from protocol.topics import Role
-from services.runtime.process import configure_logging, connected, explain
+from services.runtime.process import configure_logging, describe_error, open_ledger
 from services.settings.load import load_settings, run_settings
 from services.settings.sections import Settings
 
@@ -29,10 +30,16 @@ AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 @app.command()
 def up(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="settings file, such as deploy/configs/demo.toml")],
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="settings file, such as deploy/configs/demo.toml")
+    ],
     steps: Annotated[int | None, typer.Option(help="stop after so many steps")] = None,
-    run_dir: Annotated[Path | None, typer.Option(help="where the run writes; continues what is there")] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="override a setting; may be repeated")] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="where the run writes; continues what is there")
+    ] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="A.B=C", help="override a setting; may be repeated")
+    ] = None,
     rollouts: Annotated[int | None, typer.Option(help="rollout workers")] = None,
     rewards: Annotated[int | None, typer.Option(help="reward workers")] = None,
 ) -> None:
@@ -41,7 +48,12 @@ def up(
     from services.observability.progress import Progress
 
     overrides = list(set_ or [])
-    for dotted, value in (("run.steps", steps), ("run.dir", run_dir), ("services.rollouts", rollouts), ("services.rewards", rewards)):
+    for dotted, value in (
+        ("run.steps", steps),
+        ("run.dir", run_dir),
+        ("services.rollouts", rollouts),
+        ("services.rewards", rewards),
+    ):
         if value is not None:
             overrides.append(f"{dotted}={json.dumps(str(value)) if isinstance(value, Path) else value}")
     configure_logging("up")
@@ -53,7 +65,9 @@ def up(
     )
     outcome = asyncio.run(run_up(settings, progress))
     if settings.eval.at_end and not outcome.interrupted:
-        progress.note("scoring the first model and the last on held-out prompts; the engine's own words are in logs/eval.log")
+        progress.note(
+            "scoring the first model and the last on held-out prompts; the engine's own words are in logs/eval.log"
+        )
         _print_eval(settings, [])
     if not outcome.interrupted and outcome.version < outcome.steps:
         why = "the prompts ran out" if outcome.exhausted else "the run was drained"
@@ -82,7 +96,10 @@ def verify(run_dir: RunDir, as_json: AsJson = False) -> None:
     if as_json:
         print(json.dumps(facts, indent=2))
     else:
-        print("  ".join(f"{key} {value}" for key, value in facts.items() if key != "violations") + f"  violations {len(result.violations)}")
+        print(
+            "  ".join(f"{key} {value}" for key, value in facts.items() if key != "violations")
+            + f"  violations {len(result.violations)}"
+        )
         for violation in result.violations[:50]:
             print(f"violation: {violation}")
     if result.violations:
@@ -93,10 +110,14 @@ def verify(run_dir: RunDir, as_json: AsJson = False) -> None:
 def replay(
     run_dir: RunDir,
     step: Annotated[int, typer.Option(help="the step that started from version K", metavar="K")],
-    train: Annotated[bool, typer.Option("--train", help="repeat the steps from the nearest checkpoint and compare the loss")] = False,
+    train: Annotated[
+        bool,
+        typer.Option("--train", help="repeat the steps from the nearest checkpoint and compare the loss"),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Build the batch of a past step again, bit for bit, from log and archive; exit code 1 if it is not what was trained."""
+    """Build the batch of a past step again, bit for bit, from log and archive; exit code 1 if it is not what
+    was trained."""
     from services.tools.replay import render_replay, replay_step
 
     facts = replay_step(run_settings(run_dir), step, train=train)
@@ -106,7 +127,11 @@ def replay(
 
 
 @app.command()
-def trace(run_dir: RunDir, group: Annotated[int, typer.Argument(help="number of the group")], as_json: AsJson = False) -> None:
+def trace(
+    run_dir: RunDir,
+    group: Annotated[int, typer.Argument(help="number of the group")],
+    as_json: AsJson = False,
+) -> None:
     """Show one group's life with times, from the event log alone."""
     from services.ledger.event_log.archiver import FILE
     from services.ledger.event_log.reader import read_events
@@ -115,13 +140,21 @@ def trace(run_dir: RunDir, group: Annotated[int, typer.Argument(help="number of 
 
     moments = trace_group(read_events(run_dir / FILE), group)
     if not moments:
-        raise SettingsError(f"group {group} is not in the log of {run_dir}: it was never leased, or the log is not archived so far yet")
-    print(json.dumps([dataclasses.asdict(moment) for moment in moments], indent=2) if as_json else render_trace(group, moments))
+        raise SettingsError(
+            f"group {group} is not in the log of {run_dir}: it was never leased, or the log is not archived so far yet"
+        )
+    print(
+        json.dumps([dataclasses.asdict(moment) for moment in moments], indent=2)
+        if as_json
+        else render_trace(group, moments)
+    )
 
 
 @app.command("set")
 def set_value(
-    run_dir: RunDir, name: Annotated[str, typer.Argument(help="max-staleness, groups-per-step or staleness-policy")], value: str
+    run_dir: RunDir,
+    name: Annotated[str, typer.Argument(help="max-staleness, groups-per-step or staleness-policy")],
+    value: str,
 ) -> None:
     """Change the bound of a run while it is on. It takes effect at the first moment rule F holds with it."""
     from protocol.staleness import Policy
@@ -143,29 +176,44 @@ def set_value(
 
 
 @app.command()
-def drain(run_dir: RunDir, off: Annotated[bool, typer.Option("--off", help="grant leases again")] = False) -> None:
-    """End a run early: no more leases, what is in flight is trained (the last step may be short), then the trainer is done."""
+def drain(
+    run_dir: RunDir, off: Annotated[bool, typer.Option("--off", help="grant leases again")] = False
+) -> None:
+    """End a run early: no more leases, what is in flight is trained (the last step may be short), then the
+    trainer is done."""
     _change_ledger(run_dir, lambda ledger: ledger.drain(not off))
-    print("leases are granted again" if off else "draining: no more leases are granted; the run ends with what is in flight")
+    print(
+        "leases are granted again"
+        if off
+        else "draining: no more leases are granted; the run ends with what is in flight"
+    )
 
 
 @app.command()
 def scale(
-    run_dir: RunDir, counts: Annotated[list[str], typer.Argument(metavar="rollouts=N|rewards=N ...", help="how many there are to be")]
+    run_dir: RunDir,
+    counts: Annotated[
+        list[str], typer.Argument(metavar="rollouts=N|rewards=N ...", help="how many there are to be")
+    ],
 ) -> None:
-    """Change how many rollout and reward workers a running `tether up` keeps. Workers that are too many hand back what they hold."""
-    from services.launcher.scaling import ask, is_up, parse_counts
+    """Change how many rollout and reward workers a running `tether up` keeps. Workers that are too many hand
+    back what they hold."""
+    from services.launcher.scaling import is_up, parse_counts, request_scale
     from services.settings.checks import check_workers
 
     wanted = parse_counts(counts)
     if is_up(run_dir):
         check_workers(run_settings(run_dir).weights, wanted.get(Role.ROLLOUT, 0))
-    ask(run_dir, wanted)
+    request_scale(run_dir, wanted)
     print(", ".join(f"{role}s {count}" for role, count in wanted.items()))
 
 
 @app.command()
-def keys(directory: Annotated[Path, typer.Argument(metavar="DIR", help="directory that services read as bus.curve_dir")]) -> None:
+def keys(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="directory that services read as bus.curve_dir")
+    ],
+) -> None:
     """Make the CURVE keys that services need off loopback. A directory that has keys already is refused."""
     from services.bus.curve import create_keys
 
@@ -177,24 +225,29 @@ def keys(directory: Annotated[Path, typer.Argument(metavar="DIR", help="director
 def evaluate(
     run_dir: RunDir,
     checkpoint: Annotated[
-        list[Path] | None, typer.Option(help="model directory to score; by default the initial model and the newest checkpoint")
+        list[Path] | None,
+        typer.Option(help="model directory to score; by default the initial model and the newest checkpoint"),
     ] = None,
     prompts: Annotated[int | None, typer.Option(help="held-out prompts")] = None,
     samples: Annotated[int | None, typer.Option(help="sampled answers for each prompt; 0 for none")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Score models on prompts that were never trained on: greedy, sampled, and the best constant answer."""
-    overrides = [f"eval.{key}={value}" for key, value in (("prompts", prompts), ("samples", samples)) if value is not None]
+    overrides = [
+        f"eval.{key}={value}"
+        for key, value in (("prompts", prompts), ("samples", samples))
+        if value is not None
+    ]
     configure_logging("eval")
     _print_eval(run_settings(run_dir, overrides), checkpoint or [], as_json)
 
 
 def _print_eval(settings: Settings, checkpoints: list[Path], as_json: bool = False) -> None:
-    from services.observability.redirect_output import printing_to
+    from services.observability.redirect_output import redirect_output
 
     log = settings.run_dir / "logs/eval.log"
     try:
-        with printing_to(log):
+        with redirect_output(log):
             from services.tools.evaluate import evaluate_run, render_scores
 
             scores = asyncio.run(evaluate_run(settings, checkpoints))
@@ -208,7 +261,7 @@ def _with_ledger(run_dir: Path, call: Callable[[Any], Coroutine[Any, Any, T]]) -
     settings = run_settings(run_dir, ["ledger.retry_s=0", "ledger.timeout_s=3"])
 
     async def body() -> T:
-        async with connected(settings) as ledger:
+        async with open_ledger(settings) as ledger:
             return await call(ledger)
 
     try:
@@ -244,7 +297,7 @@ def main() -> None:
     try:
         app()
     except (TetherError, ExceptionGroup) as error:
-        line, code = explain(error)
+        line, code = describe_error(error)
         print(f"tether: {line}", file=sys.stderr)
         sys.exit(code)
 

@@ -1,7 +1,8 @@
-"""What has to be there before services start. `python -m services.prepare` makes it for services started one by one, as containers are.
+"""What has to be there before services start. `python -m services.prepare` makes it for services started one
+by one, as containers are.
 
-Produces: the model, the run in the ledger, and RUN_DIR/settings.json, which the services read as `TETHER_CONFIG`. Harmless to repeat.
-Exit codes are those of a service: 0 ready, 1 failed, 2 wrong settings.
+Produces: the model, the run in the ledger, and RUN_DIR/settings.json, which the services read as
+`TETHER_CONFIG`. Harmless to repeat. Exit codes are those of a service: 0 ready, 1 failed, 2 wrong settings.
 """
 
 import asyncio
@@ -13,14 +14,15 @@ from rollout.environments.registry import make_environment
 from rollout.prompts.registry import make_source
 from rollout.render import Renderer
 from services.ledger.interface import RunSpec
-from services.ledger_recovery.reconcile import settle
-from services.runtime.process import configure_logging, connected, explain, ledger_url
+from services.ledger_recovery.reconcile import reconcile
+from services.runtime.process import configure_logging, describe_error, ledger_url, open_ledger
 from services.settings.load import dump_settings, load_settings
 from services.settings.sections import Settings
 
 
 def prepare(settings: Settings) -> RunSpec:
-    """Check what can be checked before anything starts, make the model if it is to be made, and say what the run is.
+    """Check what can be checked before anything starts, make the model if it is to be made, and say what the
+    run is.
 
     Raises:
         SettingsError: naming what is wrong.
@@ -33,7 +35,9 @@ def prepare(settings: Settings) -> RunSpec:
 
         build_scratch(settings.model.scratch, settings.model_dir)
     if not (settings.model_dir / "config.json").is_file():
-        raise SettingsError("no model: set model.path to a Hugging Face directory, or fill in [model.scratch]")
+        raise SettingsError(
+            "no model: set model.path to a Hugging Face directory, or fill in [model.scratch]"
+        )
     source = make_source(settings.prompts)
     Renderer(settings.model_dir, settings.render).prompt_tokens(source.at(0))
     bound = settings.bound
@@ -50,7 +54,8 @@ def prepare(settings: Settings) -> RunSpec:
 
 
 async def prepare_run(settings: Settings) -> str:
-    """Make everything that the services of a run expect to find. Returns what the ledger's server does not promise, or nothing.
+    """Make everything that the services of a run expect to find. Returns what the ledger's server does not
+    promise, or nothing.
 
     Raises:
         SettingsError: naming what is wrong; the ledger is unchanged.
@@ -59,8 +64,8 @@ async def prepare_run(settings: Settings) -> str:
     ledger_url(settings)  # refuses before a model is made
     settings.run_dir.mkdir(parents=True, exist_ok=True)
     spec = await asyncio.to_thread(prepare, settings)
-    async with connected(settings) as ledger:
-        await settle(ledger, settings)
+    async with open_ledger(settings) as ledger:
+        await reconcile(ledger, settings)
         await ledger.create(spec)
         await ledger.drain(False)
         dump_settings(settings, settings.run_dir / "settings.json")
@@ -76,12 +81,14 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(1)
     except Exception as error:
-        line, code = explain(error)
+        line, code = describe_error(error)
         print(f"tether prepare: {line}", file=sys.stderr)
         sys.exit(code)
     if warning:
         print(warning, file=sys.stderr)
-    print(f"run {settings.run.name} is ready in {settings.run_dir}: {settings.run.steps} steps, model {settings.model_dir}")
+    print(
+        f"run {settings.run.name} is ready in {settings.run_dir}: {settings.run.steps} steps, model {settings.model_dir}"
+    )
 
 
 if __name__ == "__main__":

@@ -20,20 +20,29 @@ log = logging.getLogger("tether.reward")
 
 
 async def serve(process: Process) -> None:
-    """Run one reward worker until it is stopped. What it holds then is sent again by the rollout workers, to another one."""
+    """Run one reward worker until it is stopped. What it holds then is sent again by the rollout workers, to
+    another one."""
     settings = process.settings
-    identity: dict[str, Any] = {"run": process.run, "incarnation": process.incarnation, "config": settings.bus}
+    identity: dict[str, Any] = {
+        "run": process.run,
+        "incarnation": process.incarnation,
+        "config": settings.bus,
+    }
     async with (
         ScorePool(settings.reward) as pool,
         Receiver(ROLLOUTS, **identity) as receiver,
-        Sender(SCORED, role=Role.REWARD, discover=lambda: process.discover(SCORED.name), **identity) as sender,
+        Sender(
+            SCORED, role=Role.REWARD, discover=lambda: process.discover(SCORED.name), **identity
+        ) as sender,
     ):
         process.metrics.watch("tether_bus_rollouts", "Bus counters, edge rollouts", receiver.stats.as_dict)
         process.metrics.watch("tether_bus_scored", "Bus counters, edge scored", sender.stats.as_dict)
         process.info["endpoints"] = {ROLLOUTS.name: receiver.endpoint}
         await process.register()
         async with asyncio.TaskGroup() as tasks:
-            accepting = tasks.create_task(_accept_loop(process, tasks, pool, receiver, sender), name="reward.accept")
+            accepting = tasks.create_task(
+                _accept_loop(process, tasks, pool, receiver, sender), name="reward.accept"
+            )
             await process.stop.wait()
             accepting.cancel()
             held = [task for task in asyncio.all_tasks() if task.get_name().startswith("score-")]
@@ -43,14 +52,20 @@ async def serve(process: Process) -> None:
                 task.cancel()
 
 
-async def _accept_loop(process: Process, tasks: asyncio.TaskGroup, pool: ScorePool, receiver: Receiver, sender: Sender) -> None:
+async def _accept_loop(
+    process: Process, tasks: asyncio.TaskGroup, pool: ScorePool, receiver: Receiver, sender: Sender
+) -> None:
     """One task for each rollout; the credit that the receiver grants bounds how many there are."""
     while True:
         delivery = await receiver.receive()
-        tasks.create_task(_score(process, pool, receiver, sender, delivery), name=f"score-{delivery.envelope.id}")
+        tasks.create_task(
+            _score(process, pool, receiver, sender, delivery), name=f"score-{delivery.envelope.id}"
+        )
 
 
-async def _score(process: Process, pool: ScorePool, receiver: Receiver, sender: Sender, delivery: Delivery) -> None:
+async def _score(
+    process: Process, pool: ScorePool, receiver: Receiver, sender: Sender, delivery: Delivery
+) -> None:
     envelope, rollout = delivery.envelope, delivery.message
     assert isinstance(rollout, Rollout)
     result = await score_rollout(rollout, pool, process.incarnation)
@@ -58,7 +73,9 @@ async def _score(process: Process, pool: ScorePool, receiver: Receiver, sender: 
     process.metrics.seconds.labels("score").observe(getattr(result, "score_s", 0.0))
     try:
         with process.waiting(f"ingest for group {rollout.group}"):
-            await sender.send(result, id=envelope.id, epoch=envelope.epoch, group=envelope.group, token=envelope.token)
+            await sender.send(
+                result, id=envelope.id, epoch=envelope.epoch, group=envelope.group, token=envelope.token
+            )
     except Declined as refusal:
         receiver.refuse(delivery, str(refusal))
     else:

@@ -4,13 +4,21 @@ import os
 
 from hypothesis import HealthCheck, settings
 
-# Two test processes share two cores: OpenMP's threads would spin against each other, a hundred times slower. Before torch is imported.
+# Two test processes share two cores: OpenMP's threads would spin against each other, a hundred times slower.
+# Before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from services.runtime.process import take_descriptors
+from services.runtime.process import raise_fd_limit
 
-# A slow machine is no failure, and every run draws the same examples; others are found with `pytest --hypothesis-profile search`.
-settings.register_profile("tether", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("search", settings.get_profile("tether"), derandomize=False, max_examples=1000, print_blob=True)
+# A slow machine is no failure, and every run draws the same examples; others are found with `pytest
+# --hypothesis-profile search`.
+settings.register_profile(
+    "tether", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile(
+    "search", settings.get_profile("tether"), derandomize=False, max_examples=1000, print_blob=True
+)
 settings.load_profile("tether")
-take_descriptors()  # as every service does: users have 1024 on many systems, and here the ends of many connections are in one process
+# as every service does: users have 1024 on many systems, and here the ends of many connections are in one
+# process
+raise_fd_limit()

@@ -1,4 +1,5 @@
-"""PyPI has distributions that install `trainer`, `protocol` and `services`: make sure that ours are the ones imported."""
+"""PyPI has distributions that install `trainer`, `protocol` and `services`: make sure that ours are the ones
+imported."""
 
 import importlib
 from pathlib import Path

@@ -1,1 +1,2 @@
-"""Training: batches, losses, algorithms, backends, checkpoints, the spool, and the sending side of weight transports."""
+"""Training: batches, losses, algorithms, backends, checkpoints, the spool, and the sending side of weight
+transports."""

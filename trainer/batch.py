@@ -43,9 +43,11 @@ class Batch:
 
 
 def batch_digest(batch: Batch) -> str:
-    """xxh3-128 (32 hex digits) over a batch: every number and every tensor with its name, dtype, shape and bytes, in order.
+    """xxh3-128 (32 hex digits) over a batch: every number and every tensor with its name, dtype, shape and
+    bytes, in order.
 
-    Log-probabilities that the trainer computes itself are left out, so a batch has one digest, whoever builds it from the same records.
+    Log-probabilities that the trainer computes itself are left out, so a batch has one digest, whoever builds
+    it from the same records.
     """
     state = xxhash.xxh3_128()
     for field in dataclasses.fields(batch):

@@ -53,12 +53,13 @@ class TrainerConfig:
     """Steps between checkpoints; the last step always makes one."""
     keep_checkpoints: int = 2
     archive_mb: int = 4096
-    """Room for the records of steps that checkpoints cover, for `tether replay`; the oldest go first. 0 keeps none."""
+    """Room for the records of steps that checkpoints cover, for `tether replay`; the oldest go first. 0 keeps
+    none."""
     recompute_logprobs: bool = False
     """Compute the proximal log-probabilities with the trainer before each step (decoupled objective)."""
     memory_gb: float = 0.0
-    """colocated only: GPU memory that training takes on each rank at its peak, GiB, for the check before the start; 0: reckoned from the
-    model's size, without activations."""
+    """colocated only: GPU memory that training takes on each rank at its peak, GiB, for the check before the
+    start; 0: reckoned from the model's size, without activations."""
     seed: int = 0
     step_s: float = 0.0
     """scripted only: seconds that a step sleeps."""
@@ -74,15 +75,16 @@ class AlgorithmConfig:
     """PPO ratio clip: the ratio's lower edge is 1 - clip_low."""
     clip_high: float = 0.2
     importance_cap: float = 2.0
-    """Truncated importance sampling: weight min(pi_proximal / pi_behaviour, cap) where proximal log-probabilities are recomputed; 0 is
-    off."""
+    """Truncated importance sampling: weight min(pi_proximal / pi_behaviour, cap) where proximal
+    log-probabilities are recomputed; 0 is off."""
     entropy_coef: float = 0.0
     """Bonus for entropy, nats."""
     kl_coef: float = 0.0
     """Weight of the KL to the initial model (k3 estimator); 0 is off and costs nothing."""
     advantage_eps: float = 1e-4
     length_normalizer: int = 0
-    """dr_grpo: tokens that each sample's sum is divided by, usually the generation limit; 0 takes the longest sample of the batch."""
+    """dr_grpo: tokens that each sample's sum is divided by, usually the generation limit; 0 takes the longest
+    sample of the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,8 @@ class WeightConfig:
     backend: str = ""
     """nccl: process group backend, "gloo" (CPU) or "nccl" (GPU); empty: what the trainer's device takes."""
     timeout_s: float = 60.0
-    """Also, with shared: how long the trainer waits for the engine to serve a version before it works on the next."""
+    """Also, with shared: how long the trainer waits for the engine to serve a version before it works on the
+    next."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""Adapters as tensors: how they begin, what they add to a weight, what is published of them, and PEFT's directory of them."""
+"""Adapters as tensors: how they begin, what they add to a weight, what is published of them, and PEFT's
+directory of them."""
 
 import json
 import math
@@ -17,20 +18,27 @@ Named = Iterable[tuple[str, torch.Tensor]]
 
 
 def initial_adapter(target: AdapterTarget, rank: int, seed: int) -> dict[str, torch.Tensor]:
-    """A uniform within 1 / sqrt(in) as in PEFT, B zero: the model begins as it is. Whatever the layout, the same bits; float32."""
+    """A uniform within 1 / sqrt(in) as in PEFT, B zero: the model begins as it is. Whatever the layout, the
+    same bits; float32."""
     out, width = target.shape
-    generator = torch.Generator().manual_seed((xxhash.xxh3_64_intdigest(target.weight.encode()) ^ seed) % 2**63)
+    generator = torch.Generator().manual_seed(
+        (xxhash.xxh3_64_intdigest(target.weight.encode()) ^ seed) % 2**63
+    )
     a = torch.empty(rank, width).uniform_(-1 / math.sqrt(width), 1 / math.sqrt(width), generator=generator)
     return {target.a: a, target.b: torch.zeros(out, rank)}
 
 
-def merged(target: AdapterTarget, weight: torch.Tensor, adapter: Mapping[str, torch.Tensor], config: LoraConfig) -> torch.Tensor:
+def merged(
+    target: AdapterTarget, weight: torch.Tensor, adapter: Mapping[str, torch.Tensor], config: LoraConfig
+) -> torch.Tensor:
     """W + scaling B A, computed in float32, in the dtype and on the device of `weight`."""
     a, b = (adapter[name].to(weight.device, torch.float32) for name in (target.a, target.b))
     return (weight.float() + config.scaling * (b @ a)).to(weight.dtype)
 
 
-def as_published(tensors: Named, targets: Iterable[AdapterTarget], config: LoraConfig) -> Iterator[tuple[str, torch.Tensor]]:
+def as_published(
+    tensors: Named, targets: Iterable[AdapterTarget], config: LoraConfig
+) -> Iterator[tuple[str, torch.Tensor]]:
     """A, and B times the scaling."""
     scaled = {target.b for target in targets}
     for name, tensor in tensors:
@@ -38,7 +46,8 @@ def as_published(tensors: Named, targets: Iterable[AdapterTarget], config: LoraC
 
 
 def save_adapter(tensors: Named, directory: Path, config: LoraConfig, base: Path) -> None:
-    """Write a directory that PEFT, vLLM and SGLang load: written aside and renamed, so it is complete or not there.
+    """Write a directory that PEFT, vLLM and SGLang load: written aside and renamed, so it is complete or not
+    there.
 
     Args:
         tensors: A and B, not scaled; on the rank that writes.

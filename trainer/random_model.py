@@ -1,4 +1,5 @@
-"""A small model and its tokenizer from scratch, as a Hugging Face directory: for tests, demos and runs without a hub."""
+"""A small model and its tokenizer from scratch, as a Hugging Face directory: for tests, demos and runs
+without a hub."""
 
 import dataclasses
 import json
@@ -36,7 +37,9 @@ def build_scratch(config: ScratchConfig, out_dir: Path) -> Path:
     if out_dir.exists():
         found = out_dir / RECIPE
         if not found.is_file() or found.read_text() != recipe:
-            raise SettingsError(f"{out_dir} holds something else than this [model.scratch]: remove it, or use another run directory")
+            raise SettingsError(
+                f"{out_dir} holds something else than this [model.scratch]: remove it, or use another run directory"
+            )
         return out_dir
     aside = out_dir.with_name(f"{out_dir.name}.{os.getpid()}.tmp")
     transformers_logging.disable_progress_bar()
@@ -57,7 +60,9 @@ def _check(config: ScratchConfig) -> None:
         raise SettingsError(f"model.scratch.vocabulary {config.vocabulary!r}: give each character once")
     strange = sorted({c for c in config.vocabulary if not (c.isascii() and c.isprintable()) and c != "\n"})
     if strange:
-        raise SettingsError(f"model.scratch.vocabulary has {strange}: only printable ASCII and the newline can be tokens")
+        raise SettingsError(
+            f"model.scratch.vocabulary has {strange}: only printable ASCII and the newline can be tokens"
+        )
     if config.num_attention_heads % config.num_key_value_heads:
         raise SettingsError(
             f"model.scratch.num_attention_heads {config.num_attention_heads} is not a multiple of num_key_value_heads "
@@ -89,7 +94,10 @@ def _tokenizer(config: ScratchConfig) -> PreTrainedTokenizerFast:
     Byte-level BPE without merges, because transformers reads the file of any `qwen2` model as that.
     """
     letters = {**{chr(code): chr(code) for code in range(33, 127)}, " ": "\u0120", "\n": "\u010a"}
-    tokens = {token: index for index, token in enumerate((*SPECIALS, *(letters[character] for character in config.vocabulary)))}
+    tokens = {
+        token: index
+        for index, token in enumerate((*SPECIALS, *(letters[character] for character in config.vocabulary)))
+    }
     tokenizer = Tokenizer(models.BPE(tokens, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()

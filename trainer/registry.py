@@ -22,7 +22,8 @@ def make_backend(
 ) -> Backend:
     """This rank's part of the backend that `trainer.backend` names. Called on every rank.
 
-    A backend's libraries are imported only if it is asked for. `shared`: it is to compute with an engine's live weights.
+    A backend's libraries are imported only if it is asked for. `shared`: it is to compute with an engine's
+    live weights.
 
     Raises:
         SettingsError: if there is none of that name, or it cannot work with these settings.
@@ -31,14 +32,29 @@ def make_backend(
         from trainer.megatron.backend import MegatronBackend
 
         return MegatronBackend(
-            model_dir, parallel=parallel, optimizer=optimizer, trainer=trainer, algorithm=algorithm, adapters=adapters, shared=shared
+            model_dir,
+            parallel=parallel,
+            optimizer=optimizer,
+            trainer=trainer,
+            algorithm=algorithm,
+            adapters=adapters,
+            shared=shared,
         )
     if parallel.world_size != 1:
-        raise SettingsError(f"the {trainer.backend} backend runs on one rank, [parallel] asks for {parallel.world_size}: use megatron")
+        raise SettingsError(
+            f"the {trainer.backend} backend runs on one rank, [parallel] asks for {parallel.world_size}: use megatron"
+        )
     if trainer.backend == "reference":
         from trainer.reference.backend import ReferenceBackend
 
-        return ReferenceBackend(model_dir, optimizer=optimizer, trainer=trainer, algorithm=algorithm, adapters=adapters, shared=shared)
+        return ReferenceBackend(
+            model_dir,
+            optimizer=optimizer,
+            trainer=trainer,
+            algorithm=algorithm,
+            adapters=adapters,
+            shared=shared,
+        )
     from trainer.backends.scripted import ScriptedBackend
 
     return ScriptedBackend(trainer=trainer, algorithm=algorithm)

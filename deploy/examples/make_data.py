@@ -1,4 +1,5 @@
-"""Writes the prompts of the three-digit tasks: `python deploy/examples/make_data.py`. The same files every time."""
+"""Writes the prompts of the three-digit tasks: `python deploy/examples/make_data.py`. The same files every
+time."""
 
 import json
 import random

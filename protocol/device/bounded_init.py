@@ -1,7 +1,8 @@
-"""Process groups are made in a thread of their own: NCCL's initialisation may wait for the other end without a bound.
+"""Process groups are made in a thread of their own: NCCL's initialisation may wait for the other end without
+a bound.
 
-A thread that is not done in time is left behind: it touches nothing but what it makes, and gives that up should it ever come back. A
-process bears a few of them; then it has to be started again.
+A thread that is not done in time is left behind: it touches nothing but what it makes, and gives that up
+should it ever come back. A process bears a few of them; then it has to be started again.
 """
 
 import threading
@@ -15,7 +16,8 @@ T = TypeVar("T")
 
 MAX_STUCK = 4
 GRACE_S = 5.0
-"""For a thread that was left behind to come back, as gloo does at its own deadline, before it counts as stuck."""
+"""For a thread that was left behind to come back, as gloo does at its own deadline, before it counts as
+stuck."""
 POLL_S = 0.02
 """Between two looks whether the other end has gone."""
 
@@ -24,12 +26,19 @@ _left: dict[threading.Thread, float] = {}
 """Left behind, and when."""
 
 
-def make_group(make: Callable[[Callable[[T], None]], T], discard: Callable[[T], None], seconds: float, gone: Callable[[], bool]) -> T:
+def init_with_deadline(
+    make: Callable[[Callable[[T], None]], T],
+    discard: Callable[[T], None],
+    seconds: float,
+    gone: Callable[[], bool],
+) -> T:
     """What `make` returns or raises, in a thread.
 
     Args:
-        make: may never return, and shares nothing with others. What it has to show already, although it goes on with it, it hands over.
-        discard: gives up what `make` returned or handed over when nobody wants it any more; called from either thread, also twice.
+        make: may never return, and shares nothing with others. What it has to show already, although it
+            goes on with it, it hands over.
+        discard: gives up what `make` returned or handed over when nobody wants it any more; called from
+            either thread, also twice.
         seconds: to wait for it.
         gone: whether there is nobody any more to make it with.
 
@@ -84,4 +93,6 @@ def check_stuck() -> None:
     with _lock:
         stuck = sum(now - since > GRACE_S for since in _left.values())
     if stuck >= MAX_STUCK:
-        raise PoisonedError(f"{stuck} threads are stuck where process groups are made: this process has to be started again")
+        raise PoisonedError(
+            f"{stuck} threads are stuck where process groups are made: this process has to be started again"
+        )

@@ -14,7 +14,8 @@ MAX_HEADER_BYTES = 100 << 20
 
 
 def checkpoint_shapes(model_dir: Path) -> dict[str, list[int]]:
-    """Names and shapes of the model's checkpoint tensors: from the files' headers, or without files from the architecture.
+    """Names and shapes of the model's checkpoint tensors: from the files' headers, or without files from the
+    architecture.
 
     Raises:
         EngineError: if a file cannot be read or the architecture is not known.
@@ -40,5 +41,7 @@ def _architecture_shapes(model_dir: Path) -> dict[str, list[int]]:
         with MODEL_BUILDING, torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir))
     except (OSError, ValueError, KeyError) as error:
-        raise EngineError(f"{model_dir} holds no weights, and its architecture is not known: {error}") from error
+        raise EngineError(
+            f"{model_dir} holds no weights, and its architecture is not known: {error}"
+        ) from error
     return {name: list(parameter.shape) for name, parameter in model.named_parameters()}

@@ -1,4 +1,5 @@
-"""Digests of tensors where they lie: on the host at once, on a GPU on the current stream, so that the host waits once for all.
+"""Digests of tensors where they lie: on the host at once, on a GPU on the current stream, so that the host
+waits once for all.
 
 For the trainer and the engines.
 """
@@ -23,7 +24,8 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
 ROWS = 512
 """Taken at a time where there is no Triton: 32 MiB of words and 64 MiB of products."""
 TOGETHER_BYTES = 256 << 20
-"""Of tensors on a GPU that are hashed by one kernel: each launch costs Python's time, which an engine's steps need too."""
+"""Of tensors on a GPU that are hashed by one kernel: each launch costs Python's time, which an engine's steps
+need too."""
 TOGETHER = 1024
 """Tensors, at most; a kernel's grid has no more than 65,535 in that direction."""
 
@@ -33,7 +35,8 @@ _tables: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 class Digests:
     """Of the bytes of dense tensors, in the order in which they are added.
 
-    A tensor on a GPU is held until the kernel that reads it is queued. All is queued on one stream: that which is current at each call.
+    A tensor on a GPU is held until the kernel that reads it is queued. All is queued on one stream: that
+    which is current at each call.
     """
 
     def __init__(self) -> None:
@@ -64,7 +67,10 @@ class Digests:
         """Of all that was added; waits for the stream."""
         self.launch()
         totals = iter(torch.cat(self._totals).tolist() if self._totals else [])
-        return [self._known[i] if i in self._known else finish(next(totals), size) for i, size in enumerate(self._sizes)]
+        return [
+            self._known[i] if i in self._known else finish(next(totals), size)
+            for i, size in enumerate(self._sizes)
+        ]
 
     def launch(self) -> None:
         """Queue what is not queued yet on the current stream."""
@@ -109,7 +115,10 @@ def _multipliers(device: torch.device, rows: int) -> tuple[torch.Tensor, torch.T
     known = _tables.get(device)
     if known is None or len(known[1]) < 2 * rows:
         outer = multipliers(1, max(2 * rows, 1 << 16))
-        known = _tables[device] = (torch.from_numpy(multipliers(0, ROW)).to(device), torch.from_numpy(outer).to(device))
+        known = _tables[device] = (
+            torch.from_numpy(multipliers(0, ROW)).to(device),
+            torch.from_numpy(outer).to(device),
+        )
     return known
 
 

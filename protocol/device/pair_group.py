@@ -22,7 +22,8 @@ _lock = threading.Lock()
 
 @contextmanager
 def unwatched() -> Iterator[None]:
-    """Within this, groups are made that have no watchdog: whoever makes them bounds every wait. Other groups keep theirs."""
+    """Within this, groups are made that have no watchdog: whoever makes them bounds every wait. Other groups
+    keep theirs."""
     with _lock:
         before = {name: os.environ.get(name) for name in QUIET}
         os.environ.update(QUIET)
@@ -42,10 +43,13 @@ ALONE = {"gloo": ALONE_BYTES, "nccl": ALONE_ON_GPU_BYTES}
 """Backend -> from how many bytes on a tensor is a piece."""
 
 
-def make_pair(store: Any, rank: int, device: torch.device, seconds: float, hold: Callable[[Any], None]) -> Any:
+def make_pair(
+    store: Any, rank: int, device: torch.device, seconds: float, hold: Callable[[Any], None]
+) -> Any:
     """A group on gloo (CPU) or NCCL whose two members have heard of each other: rank 0 has broadcast a byte.
 
-    It may block for ever, on a GPU, if the other one stands still: `make_group` bounds it, and aborts what `hold` was given.
+    It may block for ever, on a GPU, if the other one stands still: `make_group` bounds it, and aborts what
+    `hold` was given.
     """
     group: Any
     if device.type == "cpu":

@@ -1,4 +1,5 @@
-"""What the files of the transport `shared` describe: the trainer's masters for the engine, the engine's live tensors for the trainer."""
+"""What the files of the transport `shared` describe: the trainer's masters for the engine, the engine's live
+tensors for the trainer."""
 
 from pathlib import Path
 
@@ -9,17 +10,20 @@ from protocol.device.shared_tensors import SUFFIX
 TRANSPORT = "shared"
 
 MASTERS = "masters"
-"""Section of the trainer's file: fp32, by checkpoint name; each is its tensor as `is_laid_as` says."""
+"""Section of the trainer's file: fp32, by checkpoint name; each is its tensor as `matches_layout` says."""
 HELD, VERSION = "held", "version"
-"""Section of the trainer's file with one number: the version that the masters are, -1 while they are written to."""
+"""Section of the trainer's file with one number: the version that the masters are, -1 while they are written
+to."""
 
 PARAMETERS = "parameters"
-"""Section of an engine's file: the live weights under the names that the trainer's model has for its parameters. Of `hf` and `vllm` it is
-the part of a parameter that a checkpoint's tensor fills, of `megatron` a whole parameter."""
+"""Section of an engine's file: the live weights under the names that the trainer's model has for its
+parameters. Of `hf` and `vllm` it is the part of a parameter that a checkpoint's tensor fills, of `megatron` a
+whole parameter."""
 BUFFERS = "buffers"
 """Section of an engine's file: what it computes with beside the weights, by the engine's own names."""
 ROTARY = "cos_sin_cache"
-"""Last part of the name of a buffer whose rows are cos and sin of the rotary angles of a position, half of the columns each."""
+"""Last part of the name of a buffer whose rows are cos and sin of the rotary angles of a position, half of
+the columns each."""
 
 
 def description_file(run_dir: Path, incarnation: str) -> Path:
@@ -27,10 +31,12 @@ def description_file(run_dir: Path, incarnation: str) -> Path:
     return run_dir / "shared" / f"{incarnation}{SUFFIX}"
 
 
-def is_laid_as(part: torch.Tensor, shape: tuple[int, ...]) -> bool:
-    """Whether a part of a model's memory is a tensor of `shape`: it is dense and has it, or it is one of several that lie in turns.
+def matches_layout(part: torch.Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether a part of a model's memory is a tensor of `shape`: it is dense and has it, or it is one of
+    several that lie in turns.
 
-    Then it has one dimension more: [turns, rows of a turn, ...], which are the tensor's rows one after the other.
+    Then it has one dimension more: [turns, rows of a turn, ...], which are the tensor's rows one after the
+    other.
     """
     if part.ndim == len(shape):
         return tuple(part.shape) == shape and part.is_contiguous()

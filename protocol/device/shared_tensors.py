@@ -2,8 +2,9 @@
 
     FILE.msgpack    a `Description`: whose memory, and which tensors lie where in it
 
-On a CPU an anonymous file is mapped, named by the open descriptor of its owner: nothing is left behind however that ends, and who has
-mapped it keeps it. On a GPU it is CUDA's own handles. Owner and reader see the same process ids.
+On a CPU an anonymous file is mapped, named by the open descriptor of its owner: nothing is left behind
+however that ends, and who has mapped it keeps it. On a GPU it is CUDA's own handles. Owner and reader see the
+same process ids.
 """
 
 import fcntl
@@ -26,7 +27,7 @@ Sections = Mapping[str, Mapping[str, torch.Tensor]]
 """What the tensors are -> name -> tensor."""
 
 
-class Owner(msgspec.Struct, frozen=True):
+class ProcessIdentity(msgspec.Struct, frozen=True):
     """A process, not another one that came later under its number."""
 
     pid: int
@@ -34,7 +35,7 @@ class Owner(msgspec.Struct, frozen=True):
     """Clock ticks since boot."""
 
     @classmethod
-    def of(cls, pid: int) -> "Owner":
+    def of(cls, pid: int) -> "ProcessIdentity":
         """Raises OSError if there is no such process."""
         return cls(pid, int(_stat(pid)[19]))
 
@@ -85,16 +86,17 @@ class View(msgspec.Struct, frozen=True, array_like=True):
 class Description(msgspec.Struct, frozen=True):
     """The whole file."""
 
-    owner: Owner
+    owner: ProcessIdentity
     memories: tuple[HostMemory | DeviceMemory, ...]
     sections: dict[str, dict[str, View]]
 
 
-class Room:
-    """Tensors of this process in memory that others can map: those of a CPU are copied there, those of a GPU stay where they are."""
+class SharedTensors:
+    """Tensors of this process in memory that others can map: those of a CPU are copied there, those of a GPU
+    stay where they are."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        """`tensors` in the order of `Room.tensors`; those that are one in memory are one there, too.
+        """`tensors` in the order of `SharedTensors.tensors`; those that are one in memory are one there, too.
 
         Raises:
             WeightError: there is no room for copies.
@@ -108,10 +110,13 @@ class Room:
         self._file = os.memfd_create("tether-shared", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._memory = _reserved(self._file, max(starts[-1], 1))
         self._base = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
-        self.tensors = [t.detach() if t.is_cuda else self._copied(t, starts[held[_identity(t)]]) for t in tensors]
+        self.tensors = [
+            t.detach() if t.is_cuda else self._copied(t, starts[held[_identity(t)]]) for t in tensors
+        ]
 
     def write(self, path: Path, sections: Sections) -> None:
-        """Describe tensors, each of which lies in the room, in a file that only this user reads; those of dead processes beside it go.
+        """Describe tensors, each of which lies in the room, in a file that only this user reads; those of
+        dead processes beside it go.
 
         Raises:
             WeightError: the file cannot be written, or memory of the GPU cannot be shared.
@@ -135,34 +140,50 @@ class Room:
             self._file = -1
 
     def _described(self, sections: Sections) -> Description:
-        memories: list[HostMemory | DeviceMemory] = [HostMemory(self._file, os.fstat(self._file).st_ino, os.fstat(self._file).st_size)]
+        memories: list[HostMemory | DeviceMemory] = [
+            HostMemory(self._file, os.fstat(self._file).st_ino, os.fstat(self._file).st_size)
+        ]
         shared: dict[int, int] = {}
         views = {
-            section: {name: self._view(tensor, memories, shared) for name, tensor in named.items()} for section, named in sections.items()
+            section: {name: self._view(tensor, memories, shared) for name, tensor in named.items()}
+            for section, named in sections.items()
         }
-        return Description(Owner.of(os.getpid()), tuple(memories), views)
+        return Description(ProcessIdentity.of(os.getpid()), tuple(memories), views)
 
     def _copied(self, tensor: torch.Tensor, start: int) -> torch.Tensor:
         target = torch.empty(0, dtype=tensor.dtype)
         if tensor.numel():  # each has a storage of its own
-            target = torch.frombuffer(self._memory, dtype=tensor.dtype, offset=start, count=_extent(tensor) // tensor.element_size())
+            target = torch.frombuffer(
+                self._memory, dtype=tensor.dtype, offset=start, count=_extent(tensor) // tensor.element_size()
+            )
         target = target.as_strided(tensor.shape, tensor.stride())
         return target.copy_(tensor.detach())
 
-    def _view(self, tensor: torch.Tensor, memories: list[HostMemory | DeviceMemory], shared: dict[int, int]) -> View:
+    def _view(
+        self, tensor: torch.Tensor, memories: list[HostMemory | DeviceMemory], shared: dict[int, int]
+    ) -> View:
         memory, offset = 0, tensor.data_ptr() - self._base if tensor.numel() else 0
         if tensor.is_cuda:
             storage = tensor.untyped_storage()
             if storage._cdata not in shared:
                 shared[storage._cdata] = len(memories)
                 _, handle, nbytes, start, counter, counter_offset, event, _ = storage._share_cuda_()
-                memories.append(DeviceMemory(gpu_of(tensor.device), handle, nbytes, start, counter, counter_offset, event))
+                memories.append(
+                    DeviceMemory(gpu_of(tensor.device), handle, nbytes, start, counter, counter_offset, event)
+                )
             memory, offset = shared[storage._cdata], int(tensor.storage_offset()) * tensor.element_size()
-        return View(memory, offset, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tuple(tensor.stride()))
+        return View(
+            memory,
+            offset,
+            str(tensor.dtype).removeprefix("torch."),
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+        )
 
 
-def mapped(path: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """The tensors that a file describes, in the memory of their owner; on a CPU what is written to them here stays here.
+def map_tensors(path: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """The tensors that a file describes, in the memory of their owner; on a CPU what is written to them here
+    stays here.
 
     Raises:
         WeightError: the file is not one of ours, or its owner has ended.
@@ -170,16 +191,20 @@ def mapped(path: Path) -> dict[str, dict[str, torch.Tensor]]:
     try:
         found = _read(path)
         storages = [
-            _map_host(found.owner.pid, memory) if isinstance(memory, HostMemory) else _map_device(memory) for memory in found.memories
+            _map_host(found.owner.pid, memory) if isinstance(memory, HostMemory) else _map_device(memory)
+            for memory in found.memories
         ]
-        return {section: {name: _on(storages, view) for name, view in named.items()} for section, named in found.sections.items()}
+        return {
+            section: {name: _on(storages, view) for name, view in named.items()}
+            for section, named in found.sections.items()
+        }
     except FileNotFoundError as error:
         raise WeightError(f"{path}: the process whose tensors it describes has ended") from error
     except (OSError, RuntimeError, ValueError, IndexError) as error:
         raise WeightError(f"{path} does not describe tensors that can be mapped: {error}") from error
 
 
-def owner_of(path: Path) -> Owner:
+def owner_of(path: Path) -> ProcessIdentity:
     """Whose memory a file describes.
 
     Raises:
@@ -207,7 +232,9 @@ def _map_host(pid: int, memory: HostMemory) -> torch.UntypedStorage:
         if (found.st_ino, found.st_size) != (memory.inode, memory.nbytes):
             raise FileNotFoundError("another file has its descriptor")
         # Privately: what the owner writes is seen, as long as nothing is written here.
-        storage: torch.UntypedStorage = torch.UntypedStorage.from_file(f"/proc/self/fd/{descriptor}", False, memory.nbytes)  # type: ignore[assignment]
+        storage: torch.UntypedStorage = torch.UntypedStorage.from_file(
+            f"/proc/self/fd/{descriptor}", False, memory.nbytes
+        )  # type: ignore[assignment]
         return storage
     finally:
         os.close(descriptor)
@@ -218,7 +245,14 @@ def _map_device(memory: DeviceMemory) -> torch.UntypedStorage:
     if here != memory.gpu:
         raise ValueError(f"it is memory of GPU {memory.gpu}, this process uses {here}")
     return torch.UntypedStorage._new_shared_cuda(
-        torch.cuda.current_device(), memory.handle, memory.nbytes, memory.offset, memory.counter, memory.counter_offset, memory.event, False
+        torch.cuda.current_device(),
+        memory.handle,
+        memory.nbytes,
+        memory.offset,
+        memory.counter,
+        memory.counter_offset,
+        memory.event,
+        False,
     )
 
 
@@ -234,7 +268,8 @@ def _on(storages: Sequence[torch.UntypedStorage], view: View) -> torch.Tensor:
 
 
 def _reserved(file: int, nbytes: int) -> mmap.mmap:
-    """The pages of an anonymous file, all of them there: touching one that cannot be had would be a SIGBUS."""
+    """The pages of an anonymous file, all of them there: touching one that cannot be had would be a
+    SIGBUS."""
     try:
         os.posix_fallocate(file, 0, nbytes)
         fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
@@ -245,7 +280,12 @@ def _reserved(file: int, nbytes: int) -> mmap.mmap:
 
 
 def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
-    return (tensor.data_ptr() if tensor.numel() else id(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride())
+    return (
+        tensor.data_ptr() if tensor.numel() else id(tensor),
+        tensor.dtype,
+        tuple(tensor.shape),
+        tensor.stride(),
+    )
 
 
 def _extent(tensor: torch.Tensor) -> int:
@@ -263,5 +303,9 @@ def _remove_dead(directory: Path) -> None:
     for path in directory.iterdir():
         with suppress(OSError, ValueError, LookupError):
             aside = path.suffix == ".tmp"  # of a process that died while it wrote: its number is in the name
-            if not (Path(f"/proc/{int(path.suffixes[-2][1:])}").exists() if aside else _read(path).owner.is_alive()):
+            if not (
+                Path(f"/proc/{int(path.suffixes[-2][1:])}").exists()
+                if aside
+                else _read(path).owner.is_alive()
+            ):
                 path.unlink()

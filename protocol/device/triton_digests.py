@@ -1,4 +1,5 @@
-"""`protocol.weights.digests.fold` of many tensors by one Triton kernel: one pass over the bytes at the memory's speed. Imported on GPUs only."""
+"""`protocol.weights.digests.fold` of many tensors by one Triton kernel: one pass over the bytes at the
+memory's speed. Imported on GPUs only."""
 
 from collections.abc import Sequence
 
@@ -37,7 +38,8 @@ def _fold(table, inner, outer, totals, ROW: tl.constexpr, BLOCK: tl.constexpr, A
 
 
 def fold(words: Sequence[torch.Tensor], inner: torch.Tensor, outer: torch.Tensor) -> torch.Tensor:
-    """n tensors [any > 0] int32 on a GPU -> [n] int64 there; the tables are those of `protocol.weights.digests.fold`."""
+    """n tensors [any > 0] int32 on a GPU -> [n] int64 there; the tables are those of
+    `protocol.weights.digests.fold`."""
     facts = [(tensor.data_ptr(), len(tensor)) for tensor in words]
     table = torch.tensor(facts, dtype=torch.int64).to(inner.device, non_blocking=True)
     totals = torch.zeros(len(words), dtype=torch.int64, device=inner.device)

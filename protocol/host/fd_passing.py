@@ -1,7 +1,8 @@
-"""Processes that hold an open file together with the one that they belong to; a lock on it ends when the last of them has ended.
+"""Processes that hold an open file together with the one that they belong to; a lock on it ends when the last
+of them has ended.
 
-The processes of an engine are started by libraries that pass no handles on, so they ask for it: at a socket whose name is made of their
-owner's pid (Linux: no file, gone with the owner).
+The processes of an engine are started by libraries that pass no handles on, so they ask for it: at a socket
+whose name is made of their owner's pid (Linux: no file, gone with the owner).
 """
 
 import os
@@ -16,7 +17,7 @@ CREDENTIALS = struct.Struct("3i")
 """Of who is at the other end: pid, uid, gid."""
 
 
-class Giver:
+class FdServer:
     """Hands an open file to every process of the same user that asks, in a thread of its own."""
 
     def __init__(self, handle: int) -> None:
@@ -50,8 +51,9 @@ class Giver:
                     socket.send_fds(connection, [b"x"], [self._handle])
 
 
-def receive(owner: int) -> int | None:
-    """What process `owner` gives: a handle on its open file, closed when this process ends; None if it gives nothing.
+def receive_fd(owner: int) -> int | None:
+    """What process `owner` gives: a handle on its open file, closed when this process ends; None if it gives
+    nothing.
 
     Raises:
         OSError: it does not answer.

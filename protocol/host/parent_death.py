@@ -1,4 +1,5 @@
-"""A process that ends with the one that started it, also when that one is killed (Linux parent-death signal; elsewhere nothing happens)."""
+"""A process that ends with the one that started it, also when that one is killed (Linux parent-death signal;
+elsewhere nothing happens)."""
 
 import ctypes
 import os
@@ -16,7 +17,8 @@ def die_with_parent(signum: int = signal.SIGTERM) -> None:
 
 
 def tied_to_this_process() -> Callable[[], None]:
-    """What a child of this process runs before exec (`preexec_fn`): it gets SIGTERM when the thread that started it ends."""
+    """What a child of this process runs before exec (`preexec_fn`): it gets SIGTERM when the thread that
+    started it ends."""
     parent = os.getpid()
 
     def before_exec() -> None:

@@ -4,7 +4,14 @@ from protocol.messages.base import Message
 from protocol.messages.control import Ack, Action, Control, Heartbeat, Hello
 from protocol.messages.step import StepReport
 from protocol.messages.trajectory import Rollout, ScoredRollout, ScoreFailure
-from protocol.messages.weights import TensorEntry, WeightApplied, WeightDraft, WeightFailed, WeightManifest, WeightStaged
+from protocol.messages.weights import (
+    TensorEntry,
+    WeightApplied,
+    WeightDraft,
+    WeightFailed,
+    WeightManifest,
+    WeightStaged,
+)
 
 AnyMessage = (
     Rollout

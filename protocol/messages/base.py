@@ -1,4 +1,5 @@
-"""The base of every message: a frozen struct with a tag, keyword-only, strict about unknown fields' types only.
+"""The base of every message: a frozen struct with a tag, keyword-only, strict about unknown fields' types
+only.
 
 New fields are appended with defaults, so that an older reader skips them and a newer one fills them in.
 """

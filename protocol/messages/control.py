@@ -6,13 +6,15 @@ from protocol.messages.base import Message
 
 
 class Hello(Message, tag="hello", frozen=True, kw_only=True):
-    """First message of a connecting peer, answered by a heartbeat, which grants credit; again while a peer waits for acknowledgements."""
+    """First message of a connecting peer, answered by a heartbeat, which grants credit; again while a peer
+    waits for acknowledgements."""
 
     sender: str
     """Incarnation of the sender."""
     role: str
     sent: int = 0
-    """Messages sent on this connection before this one: what has not arrived by now is lost, and counts as seen."""
+    """Messages sent on this connection before this one: what has not arrived by now is lost, and counts as
+    seen."""
 
 
 class Ack(Message, tag="ack", frozen=True, kw_only=True):
@@ -23,7 +25,8 @@ class Ack(Message, tag="ack", frozen=True, kw_only=True):
     refused: dict[str, str] = {}
     """Message id -> why it was refused for good."""
     credit: int = -1
-    """Absolute window: the sender may have sent this many messages in total on this connection; -1 leaves it as it is."""
+    """Absolute window: the sender may have sent this many messages in total on this connection; -1 leaves it
+    as it is."""
 
 
 class Heartbeat(Message, tag="heartbeat", frozen=True, kw_only=True):
@@ -49,7 +52,8 @@ class Action(StrEnum):
 
 
 class Control(Message, tag="control", frozen=True, kw_only=True):
-    """An instruction of the trainer to rollout workers. Lost ones do no harm: the ledger refuses what they would have stopped."""
+    """An instruction of the trainer to rollout workers. Lost ones do no harm: the ledger refuses what they
+    would have stopped."""
 
     action: Action
     groups: tuple[int, ...] = ()

@@ -47,6 +47,7 @@ class StepReport(Message, tag="step_report", frozen=True, kw_only=True):
     time: float = 0.0
     """Unix time of the commit."""
     engine_busy: float = 0.0
-    """Mean share of the time since the last step in which the engines had something to generate, as of their last heartbeats."""
+    """Mean share of the time since the last step in which the engines had something to generate, as of their
+    last heartbeats."""
     batch_digest: str = ""
     """xxh3-128 (32 hex digits) of the batch as the trainer saw it; `tether replay` compares with it."""

@@ -29,7 +29,8 @@ class Rollout(Message, tag="rollout", frozen=True, kw_only=True):
     loss_mask: Array
     """uint8 [T]: 1 for tokens that the model sampled, 0 for tokens that the environment inserted."""
     spans: Array
-    """int32 [S, 3]: rows (sample, end, version): tokens of the sample before `end` and after the row above are of `version`."""
+    """int32 [S, 3]: rows (sample, end, version): tokens of the sample before `end` and after the row above
+    are of `version`."""
     finish_reasons: tuple[str, ...]
     """[n]: "stop", "length" or "environment"."""
     responses: tuple[str, ...]

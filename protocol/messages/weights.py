@@ -37,13 +37,15 @@ class WeightManifest(Message, tag="weight_manifest", frozen=True, kw_only=True):
     tied: tuple[tuple[str, str], ...] = ()
     """Pairs (absent name, name that holds the bytes) of tied tensors."""
     digest: int = 0
-    """xxh3-64 over all entries (`protocol.weights.buckets.manifest_digest`): two versions with equal digests are the same bits."""
+    """xxh3-64 over all entries (`protocol.weights.buckets.manifest_digest`): two versions with equal digests
+    are the same bits."""
     base_model: str = ""
     """Architecture name in the model's config.json, checked by the engine."""
 
 
 class WeightDraft(Message, tag="weight_draft", frozen=True, kw_only=True):
-    """A version is being made: an engine may begin to receive it, and serves it only when its manifest has come.
+    """A version is being made: an engine may begin to receive it, and serves it only when its manifest has
+    come.
 
     Sent by the trainer, never kept. An engine that misses it loses nothing but time.
     """
@@ -51,7 +53,8 @@ class WeightDraft(Message, tag="weight_draft", frozen=True, kw_only=True):
     epoch: str
     version: int
     like: int
-    """The version of the same epoch whose manifest names the same tensors at the same places; only the digests are not known yet."""
+    """The version of the same epoch whose manifest names the same tensors at the same places; only the
+    digests are not known yet."""
 
 
 class WeightStaged(Message, tag="weight_staged", frozen=True, kw_only=True):

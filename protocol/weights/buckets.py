@@ -1,4 +1,5 @@
-"""How the tensors of a version are laid out in buckets, and the digest of the whole. Digests of single tensors: `digests.py`."""
+"""How the tensors of a version are laid out in buckets, and the digest of the whole. Digests of single
+tensors: `digests.py`."""
 
 from collections.abc import Iterable, Sequence
 
@@ -7,7 +8,7 @@ import xxhash
 
 from protocol.errors import WeightError
 from protocol.messages.weights import TensorEntry, WeightManifest
-from protocol.weights.provisional import is_draft
+from protocol.weights.provisional import is_provisional
 
 ALIGNMENT = 64
 """Bytes: every tensor starts on a cache line, so that a view of any dtype is aligned."""
@@ -43,7 +44,8 @@ class Placement(msgspec.Struct, frozen=True):
 def plan_buckets(sizes: Iterable[tuple[str, int]], bucket_bytes: int) -> tuple[list[Placement], list[int]]:
     """Lay tensors, given as (name, bytes) in order, into buckets of at most `bucket_bytes`.
 
-    A tensor larger than a bucket gets a bucket of its own. Returns placements in the same order, and the bytes of each bucket.
+    A tensor larger than a bucket gets a bucket of its own. Returns placements in the same order, and the
+    bytes of each bucket.
 
     Raises:
         ValueError: if `bucket_bytes` is not positive or a name comes twice.
@@ -66,7 +68,7 @@ def plan_buckets(sizes: Iterable[tuple[str, int]], bucket_bytes: int) -> tuple[l
     return placements, buckets
 
 
-class Piece(msgspec.Struct, frozen=True):
+class Chunk(msgspec.Struct, frozen=True):
     """Bytes of one bucket that are sent at once."""
 
     bucket: int
@@ -75,17 +77,19 @@ class Piece(msgspec.Struct, frozen=True):
     entries: tuple[TensorEntry, ...]
 
 
-def pieces(manifest: WeightManifest, alone_bytes: int = ALONE_BYTES) -> list[Piece]:
-    """How the buckets of a version are cut for a receiver that can put large tensors straight where they belong.
+def chunks(manifest: WeightManifest, alone_bytes: int = ALONE_BYTES) -> list[Chunk]:
+    """How the buckets of a version are cut for a receiver that can put large tensors straight where they
+    belong.
 
-    A tensor of `alone_bytes` or more is a piece, its smaller neighbours in a bucket are one together. Both ends cut alike.
+    A tensor of `alone_bytes` or more is a piece, its smaller neighbours in a bucket are one together. Both
+    ends cut alike.
     """
-    found: list[Piece] = []
+    found: list[Chunk] = []
     run: list[TensorEntry] = []
 
     def end_run() -> None:
         if run:
-            found.append(Piece(run[0].bucket, run[0].offset, run[-1].offset + run[-1].nbytes, tuple(run)))
+            found.append(Chunk(run[0].bucket, run[0].offset, run[-1].offset + run[-1].nbytes, tuple(run)))
             run.clear()
 
     for entry in sorted(manifest.tensors, key=lambda e: (e.bucket, e.offset, e.nbytes)):
@@ -99,19 +103,24 @@ def pieces(manifest: WeightManifest, alone_bytes: int = ALONE_BYTES) -> list[Pie
 
 
 def manifest_digest(tensors: Sequence[TensorEntry]) -> int:
-    """One number for a whole version: over (name, dtype, shape, digest) in name order, independent of buckets and transport."""
+    """One number for a whole version: over (name, dtype, shape, digest) in name order, independent of buckets
+    and transport."""
     facts = sorted((entry.name, entry.dtype, entry.shape, entry.digest) for entry in tensors)
     return xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(facts))
 
 
 def layout_digest(manifest: WeightManifest) -> int:
-    """One number for where the bytes of a version lie and how they are cut: both ends of a transfer have to do it alike."""
+    """One number for where the bytes of a version lie and how they are cut: both ends of a transfer have to
+    do it alike."""
     facts = [(entry.name, entry.dtype, entry.shape, entry.bucket, entry.offset) for entry in manifest.tensors]
-    return xxhash.xxh3_64_intdigest(msgspec.msgpack.encode((manifest.buckets, facts, ALONE_BYTES, ALONE_ON_GPU_BYTES)))
+    return xxhash.xxh3_64_intdigest(
+        msgspec.msgpack.encode((manifest.buckets, facts, ALONE_BYTES, ALONE_ON_GPU_BYTES))
+    )
 
 
 def check_manifest(manifest: WeightManifest) -> None:
-    """Refuse a manifest whose entries overlap, leave their bucket, repeat a name or contradict its digest; a draft has none.
+    """Refuse a manifest whose entries overlap, leave their bucket, repeat a name or contradict its digest; a
+    draft has none.
 
     Raises:
         WeightError: naming the first culprit.
@@ -120,7 +129,9 @@ def check_manifest(manifest: WeightManifest) -> None:
     ends: dict[int, int] = {}
     for entry in sorted(manifest.tensors, key=lambda e: (e.bucket, e.offset, e.nbytes)):
         if entry.name in seen:
-            raise WeightError(f"tensor {entry.name} comes twice in the manifest of version {manifest.version}")
+            raise WeightError(
+                f"tensor {entry.name} comes twice in the manifest of version {manifest.version}"
+            )
         seen.add(entry.name)
         itemsize = DTYPE_BYTES.get(entry.dtype)
         if itemsize is None:
@@ -129,11 +140,16 @@ def check_manifest(manifest: WeightManifest) -> None:
         for n in entry.shape:
             count *= n
         if any(n < 0 for n in entry.shape) or count * itemsize != entry.nbytes:
-            raise WeightError(f"tensor {entry.name}: {entry.dtype}{list(entry.shape)} is not {entry.nbytes} bytes")
-        if not 0 <= entry.bucket < len(manifest.buckets) or entry.offset + entry.nbytes > manifest.buckets[entry.bucket]:
+            raise WeightError(
+                f"tensor {entry.name}: {entry.dtype}{list(entry.shape)} is not {entry.nbytes} bytes"
+            )
+        if (
+            not 0 <= entry.bucket < len(manifest.buckets)
+            or entry.offset + entry.nbytes > manifest.buckets[entry.bucket]
+        ):
             raise WeightError(f"tensor {entry.name} leaves bucket {entry.bucket}")
         if entry.offset < ends.get(entry.bucket, 0):
             raise WeightError(f"tensor {entry.name} overlaps the one before it in bucket {entry.bucket}")
         ends[entry.bucket] = entry.offset + entry.nbytes
-    if not is_draft(manifest) and manifest.digest != manifest_digest(manifest.tensors):
+    if not is_provisional(manifest) and manifest.digest != manifest_digest(manifest.tensors):
         raise WeightError(f"manifest of version {manifest.version}: the digest does not match its tensors")

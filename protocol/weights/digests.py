@@ -1,12 +1,14 @@
-"""The digest of a tensor's bytes: a multilinear hash, which any device computes in one pass, with its words in any order.
+"""The digest of a tensor's bytes: a multilinear hash, which any device computes in one pass, with its words
+in any order.
 
     words    the bytes as little-endian int32, zeros behind them, in rows of ROW words
     h[r]     sum over j of words[r, j] * INNER[j]                                        mod 2^64
     digest   sum over r of low32(h[r]) * OUTER[2 r] + high32(h[r]) * OUTER[2 r + 1], + bytes * LENGTH    mod 2^64
 
-All products are of signed numbers; INNER, OUTER and LENGTH are odd 64-bit numbers from splitmix64. For numbers drawn at random two strings
-of the same length collide with a probability of at most 2^-32 at each level (Carter and Wegman 1979; Lemire and Kaser 2014). That finds
-whatever goes wrong on the way; it does not stop somebody who wants a collision.
+All products are of signed numbers; INNER, OUTER and LENGTH are odd 64-bit numbers from splitmix64. For
+numbers drawn at random two strings of the same length collide with a probability of at most 2^-32 at each
+level (Carter and Wegman 1979; Lemire and Kaser 2014). That finds whatever goes wrong on the way; it does not
+stop somebody who wants a collision.
 """
 
 from collections.abc import Callable

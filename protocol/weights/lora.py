@@ -1,8 +1,10 @@
-"""Low-rank adapters: which weights get one, and what its tensors are called. Hu et al. 2021, arXiv 2106.09685.
+"""Low-rank adapters: which weights get one, and what its tensors are called. Hu et al. 2021, arXiv
+2106.09685.
 
     W x + (alpha / rank) B A x        A [rank, in], B [out, rank]
 
-Names are PEFT's. What goes over the wire is A and (alpha / rank) B: an engine adds B A and needs to know no scale.
+Names are PEFT's. What goes over the wire is A and (alpha / rank) B: an engine adds B A and needs to know no
+scale.
 """
 
 from collections.abc import Mapping
@@ -16,12 +18,21 @@ WEIGHT = ".weight"
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """Section `[lora]`. Names as in PEFT. With a rank, only adapters are trained and published; the model stays as it is."""
+    """Section `[lora]`. Names as in PEFT. With a rank, only adapters are trained and published; the model
+    stays as it is."""
 
     rank: int = 0
     """0 is off: all parameters are trained."""
     alpha: float = 16.0
-    target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    target_modules: tuple[str, ...] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
     """Last parts of the names of the linear layers that get an adapter."""
 
     @property
@@ -72,11 +83,15 @@ def adapter_targets(shapes: Mapping[str, tuple[int, ...]], config: LoraConfig) -
     found = [
         AdapterTarget(name, (shape[0], shape[1]))
         for name, shape in shapes.items()
-        if name.endswith(WEIGHT) and len(shape) == 2 and name.removesuffix(WEIGHT).rpartition(".")[2] in config.target_modules
+        if name.endswith(WEIGHT)
+        and len(shape) == 2
+        and name.removesuffix(WEIGHT).rpartition(".")[2] in config.target_modules
     ]
     missing = sorted(set(config.target_modules) - {target.module.rpartition(".")[2] for target in found})
     if missing or not found:
-        raise SettingsError(f"setting lora.target_modules: the model has no linear layer {', '.join(missing) or 'of no name'}")
+        raise SettingsError(
+            f"setting lora.target_modules: the model has no linear layer {', '.join(missing) or 'of no name'}"
+        )
     return found
 
 

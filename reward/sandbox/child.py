@@ -1,8 +1,10 @@
-"""Run as a script by `reward/sandbox/runner.py`: confines itself, then runs the code. Imports nothing but the standard library.
+"""Run as a script by `reward/sandbox/runner.py`: confines itself, then runs the code. Imports nothing but the
+standard library.
 
-Three processes: this one; under it the first process of a new pid namespace, which waits; under that the one that runs the code. When the
-first process of a namespace ends, the kernel kills all others in it. Where there are no namespaces, this process adopts and kills what is
-left. The report goes to standard output, each line with a secret word, because the code can write there too.
+Three processes: this one; under it the first process of a new pid namespace, which waits; under that the one
+that runs the code. When the first process of a namespace ends, the kernel kills all others in it. Where there
+are no namespaces, this process adopts and kills what is left. The report goes to standard output, each line
+with a secret word, because the code can write there too.
 """
 
 import contextlib
@@ -28,13 +30,24 @@ WRITE = {1: 0x1FF2, 2: 0x3FF2, 3: 0x7FF2}
 """Landlock ABI -> every right that changes files: write, remove, make, (2) refer, (3) truncate."""
 ON_FILES = (1 << 1) | (1 << 2) | (1 << 14)
 """The rights that a rule on a file, not a directory, may name: write, read, truncate."""
-READABLE = (sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/dev/urandom", "/dev/zero")
+READABLE = (
+    sys.prefix,
+    sys.base_prefix,
+    "/usr",
+    "/lib",
+    "/lib64",
+    "/etc/ld.so.cache",
+    "/etc/localtime",
+    "/dev/urandom",
+    "/dev/zero",
+)
 NOBODY = 65534
 PR_SET_SECCOMP, SECCOMP_FILTER = 22, 2
 AUDIT_X86_64, X32_BIT = 0xC000003E, 0x40000000
 DENIED = (
     41, 101, 310, 311,  # socket; ptrace, process_vm_readv, process_vm_writev
-    272, 308, 155, 161, 165, 166, 304,  # unshare, setns; pivot_root, chroot, mount, umount2, open_by_handle_at
+    # unshare, setns; pivot_root, chroot, mount, umount2, open_by_handle_at
+    272, 308, 155, 161, 165, 166, 304,
     29, 64, 68, 319,  # shmget, semget, msgget, memfd_create: memory that no limit counts
     248, 249, 250, 298, 321, 323, 425, 426, 427,  # keys; perf_event_open, bpf, userfaultfd, io_uring
     167, 168, 169, 175, 176, 246, 313, 320,  # swapon, swapoff, reboot, modules, kexec
@@ -61,7 +74,9 @@ def main() -> None:
     def play() -> None:
         confine(limits, directory, isolation)
         if limits["isolation"] == "required" and not {"pid", "net", "tmpfs", "landlock"} <= isolation:
-            raise OSError(f"reward isolation is required, but this machine offers only: {', '.join(sorted(isolation)) or 'nothing'}")
+            raise OSError(
+                f"reward isolation is required, but this machine offers only: {', '.join(sorted(isolation)) or 'nothing'}"
+            )
         report("isolation " + " ".join(sorted(isolation)))
         run(spec["code"], spec["tests"], report)
 
@@ -104,7 +119,8 @@ def end_orphans() -> None:
 
 
 def reporter(nonce: str) -> Callable[[str], None]:
-    """A function that writes lines to our standard output, whatever the code does to `sys.stdout` or descriptor 1."""
+    """A function that writes lines to our standard output, whatever the code does to `sys.stdout` or
+    descriptor 1."""
     out = os.dup(1)
 
     def report(text: str) -> None:
@@ -120,7 +136,11 @@ def namespaces(directory: str, size_mb: int) -> set[str]:
     if libc.unshare(user | NEWPID | NEWNET | NEWIPC | NEWNS):
         return set()
     if user:
-        for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+        for name, text in (
+            ("setgroups", "deny"),
+            ("uid_map", f"{uid} {uid} 1"),
+            ("gid_map", f"{gid} {gid} 1"),
+        ):
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
     entered = {"pid", "net"}
@@ -149,7 +169,9 @@ def confine(limits: dict[str, Any], directory: str, isolation: set[str]) -> None
         isolation.add("nobody")
     keep_capabilities(0 if readable() or "landlock" not in isolation else CAP_DAC_READ_SEARCH)
     if not readable():
-        raise OSError(f"Python in {sys.base_prefix} is not readable for the user nobody; run reward workers as another user than root")
+        raise OSError(
+            f"Python in {sys.base_prefix} is not readable for the user nobody; run reward workers as another user than root"
+        )
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # changing the user has cleared it
     mb = 1 << 20
     for kind, value in (
@@ -175,7 +197,8 @@ def readable() -> bool:
 
 
 def landlock(directory: str) -> bool:
-    """Allow writing in `directory` only, and reading there and in `READABLE`. False if the kernel has no Landlock."""
+    """Allow writing in `directory` only, and reading there and in `READABLE`. False if the kernel has no
+    Landlock."""
     abi = libc.syscall(LANDLOCK_CREATE, None, 0, LANDLOCK_VERSION)
     if abi < 1:
         return False
@@ -184,7 +207,11 @@ def landlock(directory: str) -> bool:
     rules = libc.syscall(LANDLOCK_CREATE, ctypes.byref(attribute), ctypes.sizeof(attribute), 0)
     if rules < 0:
         return False
-    for path, rights in (*((path, READ) for path in READABLE), (directory, READ | write), ("/dev/null", READ | write)):
+    for path, rights in (
+        *((path, READ) for path in READABLE),
+        (directory, READ | write),
+        ("/dev/null", READ | write),
+    ):
         with contextlib.suppress(FileNotFoundError):
             allow(rules, path, rights)
     done: bool = libc.syscall(LANDLOCK_RESTRICT, rules, 0) == 0
@@ -202,7 +229,8 @@ def allow(rules: int, path: str, rights: int) -> None:
 
 
 def seccomp() -> bool:
-    """Have the kernel refuse `DENIED` and new namespaces from now on. False where it has no such filters, and on others than x86-64."""
+    """Have the kernel refuse `DENIED` and new namespaces from now on. False where it has no such filters, and
+    on others than x86-64."""
     if os.uname().machine != "x86_64":
         return False
     load, equal, at_least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -217,8 +245,17 @@ def seccomp() -> bool:
     ]
     for number in DENIED:
         program += [(equal, 0, 1, number), (give, 0, 0, eperm)]
-    program += [(equal, 0, 1, CLONE3), (give, 0, 0, enosys)]  # its flags cannot be seen; the C library then uses clone
-    program += [(equal, 0, 3, CLONE), (load, 0, 0, 16), (any_bit, 0, 1, NEW_NAMESPACES), (give, 0, 0, eperm), (give, 0, 0, allow)]
+    program += [
+        (equal, 0, 1, CLONE3),
+        (give, 0, 0, enosys),
+    ]  # its flags cannot be seen; the C library then uses clone
+    program += [
+        (equal, 0, 3, CLONE),
+        (load, 0, 0, 16),
+        (any_bit, 0, 1, NEW_NAMESPACES),
+        (give, 0, 0, eperm),
+        (give, 0, 0, allow),
+    ]
     code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in program))
     head = ctypes.create_string_buffer(struct.pack("@HP", len(program), ctypes.addressof(code)))
     return int(libc.prctl(PR_SET_SECCOMP, SECCOMP_FILTER, head, 0, 0)) == 0
@@ -241,7 +278,9 @@ def tasks_of(uid: int, within: bool) -> int:
     ours, count = os.readlink("/proc/self/ns/user"), 0
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
-            if os.stat(f"/proc/{pid}").st_uid == uid and not (within and os.readlink(f"/proc/{pid}/ns/user") != ours):
+            if os.stat(f"/proc/{pid}").st_uid == uid and not (
+                within and os.readlink(f"/proc/{pid}/ns/user") != ours
+            ):
                 count += len(os.listdir(f"/proc/{pid}/task"))
     return count
 

@@ -1,12 +1,15 @@
 """Runs code that a model wrote, together with tests, in a process of its own with limits.
 
-Always: own session, closed environment, temporary working directory, limits on CPU time, memory, file size, open files and processes, no
-core dumps, ended with everything that it started. Where the kernel allows it (`IsolationLevel`), also: no network, no sight of other
-processes, a memory file system of limited size as working directory, files outside it read-only and mostly unreadable (Landlock), no system
-calls that code has no use for (seccomp, x86-64); as root, the code runs as `nobody`. `reward/sandbox/child.py` does this inside the new process.
+Always: own session, closed environment, temporary working directory, limits on CPU time, memory, file size,
+open files and processes, no core dumps, ended with everything that it started. Where the kernel allows it
+(`IsolationLevel`), also: no network, no sight of other processes, a memory file system of limited size as
+working directory, files outside it read-only and mostly unreadable (Landlock), no system calls that code has
+no use for (seccomp, x86-64); as root, the code runs as `nobody`. `reward/sandbox/child.py` does this inside
+the new process.
 
-What it does not do: the tests run in the same interpreter as the code, so code that is written to fool this very sandbox can; and this is
-not a virtual machine. Run reward workers of untrusted models in a container or virtual machine of their own.
+What it does not do: the tests run in the same interpreter as the code, so code that is written to fool this
+very sandbox can; and this is not a virtual machine. Run reward workers of untrusted models in a container or
+virtual machine of their own.
 """
 
 import json
@@ -23,7 +26,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from protocol.errors import RewardError
-from protocol.host.process_tree import end_tree
+from protocol.host.process_tree import kill_process_tree
 
 CHILD = Path(__file__).with_name("child.py")
 SETUP_S = 60.0
@@ -95,7 +98,7 @@ def run_tests(code: str, tests: list[str], limits: Limits) -> Verdict:
             try:
                 report, timed_out = _watch(process, json.dumps(spec).encode(), nonce, limits.wall_s)
             finally:
-                end_tree(process.pid)
+                kill_process_tree(process.pid)
             assert process.stderr is not None
             parsed = parse_report(report, nonce, len(tests))
             if parsed is None:
@@ -131,13 +134,16 @@ def _watch(process: "subprocess.Popen[bytes]", spec: bytes, nonce: str, wall_s: 
 
 
 def parse_report(report: bytes, nonce: str, tests: int) -> tuple[frozenset[int], frozenset[str]] | None:
-    """Tests passed, of so many, and what isolation was in force; None if the process did not get as far as to run the code."""
+    """Tests passed, of so many, and what isolation was in force; None if the process did not get as far as to
+    run the code."""
     lines = [line.partition(" ") for line in report.decode(errors="replace").split("\n")]
     trusted = [rest for first, _, rest in lines if first == nonce]
     if not trusted or not trusted[0].startswith("isolation"):
         return None
     known = {str(i): i for i in range(tests)}
-    return frozenset(known[rest] for rest in trusted if rest in known), KINDS.intersection(trusted[0].split()[1:])
+    return frozenset(known[rest] for rest in trusted if rest in known), KINDS.intersection(
+        trusted[0].split()[1:]
+    )
 
 
 def _open_and_retry(function: object, path: str, _: object) -> None:

@@ -1,1 +1,2 @@
-"""Verifiers: one module each, with a dataclass `Options` and a pure function `score(prompt_text, response, metadata, options)`."""
+"""Verifiers: one module each, with a dataclass `Options` and a pure function `score(prompt_text, response,
+metadata, options)`."""

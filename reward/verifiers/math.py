@@ -24,7 +24,8 @@ class Options:
 
 
 def score(prompt_text: str, response: str, metadata: Mapping[str, Any], options: Options) -> float:
-    """Parse both and compare. math-verify's own timeouts are off, since they need signals; the pool bounds the time.
+    """Parse both and compare. math-verify's own timeouts are off, since they need signals; the pool bounds
+    the time.
 
     Raises:
         RewardError: if the answer cannot be parsed.

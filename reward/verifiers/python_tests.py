@@ -19,7 +19,8 @@ class Options:
     """Options of `python_tests`."""
 
     key: str = "tests"
-    """Field of the metadata with the tests: Python text, or a list of them. A test passes if it does not raise."""
+    """Field of the metadata with the tests: Python text, or a list of them. A test passes if it does not
+    raise."""
     prelude: str = ""
     """Field of the metadata with code to put before the response's; empty: none."""
     partial: bool = False

@@ -18,21 +18,28 @@ class Options:
     """Options of `reasoning_gym`."""
 
     tag: str = ""
-    """Take the answer from the last <tag>...</tag>; a response without it scores 0. Empty: the whole response."""
+    """Take the answer from the last <tag>...</tag>; a response without it scores 0. Empty: the whole
+    response."""
     strip: bool = True
     strict: bool = False
     """Fail on responses that the family's scorer cannot read, instead of scoring them 0."""
 
 
 def score(prompt_text: str, response: str, metadata: Mapping[str, Any], options: Options) -> float:
-    """Score with the family's own scorer. Some raise on garbage: that is a wrong answer if they can read the right one.
+    """Score with the family's own scorer. Some raise on garbage: that is a wrong answer if they can read the
+    right one.
 
     Raises:
-        RewardError: if the metadata is not that of the prompt source `reasoning_gym`, or the scorer does not work on this prompt.
+        RewardError: if the metadata is not that of the prompt source `reasoning_gym`, or the scorer does
+            not work on this prompt.
     """
     family, params = str(required(metadata, "family")), metadata.get("params") or {}
     # a family may have no answer of its own, only a rule
-    entry = {"question": prompt_text, "answer": untagged(metadata.get("answer")), "metadata": untagged(required(metadata, "entry"))}
+    entry = {
+        "question": prompt_text,
+        "answer": untagged(metadata.get("answer")),
+        "metadata": untagged(required(metadata, "entry")),
+    }
     scorer = _scorer(family, msgspec.json.encode(params, order="sorted"))
     answer = _extract(response, options)
     if answer is None:

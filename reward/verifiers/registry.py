@@ -7,7 +7,15 @@ from typing import Any
 from protocol.choices import checked_name, checked_options
 from protocol.errors import RewardError, SettingsError
 
-VERIFIERS = ("exact_match", "json_schema", "last_integer", "math", "positions", "python_tests", "reasoning_gym")
+VERIFIERS = (
+    "exact_match",
+    "json_schema",
+    "last_integer",
+    "math",
+    "positions",
+    "python_tests",
+    "reasoning_gym",
+)
 """Modules in `reward/verifiers/`. Each is imported in the worker process that runs it."""
 
 Score = Callable[[str, str, Mapping[str, Any]], float]
@@ -29,7 +37,8 @@ def make_verifier(name: str, options: Mapping[str, Any]) -> Score:
     """A verifier with its options.
 
     Raises:
-        SettingsError: for an unknown name or option, with the nearest known one, or if its library is not installed.
+        SettingsError: for an unknown name or option, with the nearest known one, or if its library is not
+            installed.
     """
     path = checked_verifier(name)
     try:
@@ -51,5 +60,7 @@ def required(metadata: Mapping[str, Any], field: str) -> Any:
         RewardError: naming the field and what there is.
     """
     if metadata.get(field) is None:
-        raise RewardError(f"the metadata has no field {field!r}, but {', '.join(sorted(map(str, metadata))) or 'none'}")
+        raise RewardError(
+            f"the metadata has no field {field!r}, but {', '.join(sorted(map(str, metadata))) or 'none'}"
+        )
     return metadata[field]

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from protocol.errors import RewardError, SettingsError
-from protocol.host.process_tree import end_tree
+from protocol.host.process_tree import kill_process_tree
 from reward.combine import VerifierError
 from reward.config import RewardConfig
 
@@ -24,15 +24,16 @@ EXIT_S = 2.0
 ROOT = Path(__file__).resolve().parents[2]
 
 
-class Scorer:
-    """A worker process. `score` is called for one group at a time; after an exception with `healthy` False it must be ended."""
+class WorkerClient:
+    """A worker process. `score` is called for one group at a time; after an exception with `healthy` False it
+    must be ended."""
 
     def __init__(self, process: Process, config: RewardConfig) -> None:
         self._process, self._config = process, config
         self.healthy = True
 
     @classmethod
-    async def start(cls, config: RewardConfig) -> "Scorer":
+    async def start(cls, config: RewardConfig) -> "WorkerClient":
         """Start a worker and wait until it has imported its verifiers. Cancelling it ends the process.
 
         Raises:
@@ -40,10 +41,19 @@ class Scorer:
             RewardError: if it does not get ready in `start_timeout_s`.
         """
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        own = {name: value for name, value in os.environ.items() if not name.startswith("TETHER_")}  # verifiers need no password
+        own = {
+            name: value for name, value in os.environ.items() if not name.startswith("TETHER_")
+        }  # verifiers need no password
         environment = own | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-m", "reward.workers.worker", stdin=PIPE, stdout=PIPE, start_new_session=True, env=environment
+            sys.executable,
+            "-P",
+            "-m",
+            "reward.workers.worker",
+            stdin=PIPE,
+            stdout=PIPE,
+            start_new_session=True,
+            env=environment,
         )
         scorer = cls(process, config)
         try:
@@ -52,7 +62,9 @@ class Scorer:
                 kind, *rest = await scorer._receive()
         except TimeoutError:
             await scorer.end()
-            raise RewardError(f"a reward worker was not ready within reward.start_timeout_s {config.start_timeout_s}") from None
+            raise RewardError(
+                f"a reward worker was not ready within reward.start_timeout_s {config.start_timeout_s}"
+            ) from None
         except (EOFError, OSError) as error:
             code = await scorer._exit_code()
             raise RewardError(f"a reward worker ended while starting, exit code {code}") from error
@@ -64,7 +76,9 @@ class Scorer:
             raise SettingsError(rest[0])
         return scorer
 
-    async def score(self, prompt_text: str, responses: Sequence[str], metadata: bytes) -> dict[str, list[float]]:
+    async def score(
+        self, prompt_text: str, responses: Sequence[str], metadata: bytes
+    ) -> dict[str, list[float]]:
         """Every verifier's score of every response.
 
         Raises:
@@ -87,7 +101,9 @@ class Scorer:
                     scores[current].append(float(value))
         except TimeoutError:
             i = len(scores.get(current, ()))
-            raise VerifierError(current, f"no score for sample {i} within reward.timeout_s {self._config.timeout_s}") from None
+            raise VerifierError(
+                current, f"no score for sample {i} within reward.timeout_s {self._config.timeout_s}"
+            ) from None
         except (EOFError, OSError, ValueError, msgspec.MsgspecError) as error:
             code = await self._exit_code()
             raise VerifierError(current, f"the worker process ended, exit code {code}") from error
@@ -98,7 +114,7 @@ class Scorer:
         """Kill the process and what it started."""
         self.healthy = False
         if self._process.returncode is None:
-            end_tree(self._process.pid)
+            kill_process_tree(self._process.pid)
 
     async def end(self) -> int:
         """Kill the process and wait for it; not while `score` runs. Idempotent. Returns its exit code."""

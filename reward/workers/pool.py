@@ -1,4 +1,5 @@
-"""The pool of worker processes that verifiers run in, so that a hung or crashing verifier costs one process and nothing else."""
+"""The pool of worker processes that verifiers run in, so that a hung or crashing verifier costs one process
+and nothing else."""
 
 import asyncio
 import contextlib
@@ -12,14 +13,15 @@ from protocol.errors import RewardError, SettingsError
 from reward.combine import combine
 from reward.config import RewardConfig
 from reward.verifiers.registry import checked_verifier
-from reward.workers.client import Scorer
+from reward.workers.client import WorkerClient
 
 ENVIRONMENT = "environment"
 """The component with the environment's own reward."""
 
 
 class ScorePool:
-    """`async with ScorePool(config) as pool`: `config.workers` processes, each scoring one group at a time."""
+    """`async with ScorePool(config) as pool`: `config.workers` processes, each scoring one group at a
+    time."""
 
     def __init__(self, config: RewardConfig) -> None:
         """Check the section.
@@ -35,12 +37,15 @@ class ScorePool:
         if config.workers < 1 or config.timeout_s <= 0:
             raise SettingsError("settings reward.workers must be at least 1 and reward.timeout_s above 0")
         self._config = config
-        self._weights = {verifier.name: verifier.weight for verifier in config.verifiers} | {ENVIRONMENT: config.environment_weight}
-        self._places: asyncio.Queue[Scorer | None] = asyncio.Queue()
-        """One entry for each worker that is free; None where its process has to be started first. Whoever takes one puts one back."""
+        self._weights = {verifier.name: verifier.weight for verifier in config.verifiers} | {
+            ENVIRONMENT: config.environment_weight
+        }
+        self._places: asyncio.Queue[WorkerClient | None] = asyncio.Queue()
+        """One entry for each worker that is free; None where its process has to be started first. Whoever
+        takes one puts one back."""
         for _ in range(config.workers):
             self._places.put_nowait(None)
-        self._living: set[Scorer] = set()
+        self._living: set[WorkerClient] = set()
         self._closed = False
 
     async def __aenter__(self) -> "ScorePool":
@@ -54,7 +59,9 @@ class ScorePool:
                 pass
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         await self.close()
 
     async def score(
@@ -64,7 +71,8 @@ class ScorePool:
         metadata: bytes | msgspec.Raw | Mapping[str, Any],
         environment: Sequence[float] | None = None,
     ) -> tuple[list[float], dict[str, list[float]]]:
-        """Score a group; waits for a free worker. Cancelling it ends and replaces the worker that was busy with it.
+        """Score a group; waits for a free worker. Cancelling it ends and replaces the worker that was busy
+        with it.
 
         Args:
             prompt_text: what verifiers see of the prompt.
@@ -80,7 +88,9 @@ class ScorePool:
         """
         components: dict[str, list[float]] = {}
         if self._config.verifiers:
-            packed = msgspec.msgpack.encode(dict(metadata)) if isinstance(metadata, Mapping) else bytes(metadata)
+            packed = (
+                msgspec.msgpack.encode(dict(metadata)) if isinstance(metadata, Mapping) else bytes(metadata)
+            )
             async with self._scorer() as scorer:
                 components = await scorer.score(prompt_text, responses, packed)
         if environment is not None:
@@ -100,14 +110,15 @@ class ScorePool:
                 await self._end(idle)
 
     @contextlib.asynccontextmanager
-    async def _scorer(self) -> AsyncIterator[Scorer]:
-        """A worker for one group; one that is not healthy afterwards is ended, and its place is for a new one."""
-        place: Scorer | None = await self._places.get()
+    async def _scorer(self) -> AsyncIterator[WorkerClient]:
+        """A worker for one group; one that is not healthy afterwards is ended, and its place is for a new
+        one."""
+        place: WorkerClient | None = await self._places.get()
         try:
             if self._closed:
                 raise RewardError("the score pool is closed")
             if place is None:
-                place = await Scorer.start(self._config)
+                place = await WorkerClient.start(self._config)
                 self._living.add(place)
             yield place
         finally:
@@ -118,6 +129,6 @@ class ScorePool:
             finally:
                 self._places.put_nowait(place)
 
-    async def _end(self, scorer: Scorer) -> None:
+    async def _end(self, scorer: WorkerClient) -> None:
         self._living.discard(scorer)
         await scorer.end()

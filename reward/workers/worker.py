@@ -44,7 +44,9 @@ def main() -> None:
         _score(sink, verifiers, *group)
 
 
-def _score(sink: BinaryIO, verifiers: list[Score], prompt_text: str, responses: list[str], packed: bytes) -> None:
+def _score(
+    sink: BinaryIO, verifiers: list[Score], prompt_text: str, responses: list[str], packed: bytes
+) -> None:
     try:
         check_shape(packed, most_depth=METADATA_DEPTH)
         metadata = msgspec.msgpack.decode(packed, type=dict[str, Any])

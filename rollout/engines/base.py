@@ -1,4 +1,5 @@
-"""The interface of a generation engine, and what one request is and returns. Tokens only; log-probabilities are required.
+"""The interface of a generation engine, and what one request is and returns. Tokens only; log-probabilities
+are required.
 
 Every engine passes `tests/contracts/engine_suite.py`.
 """
@@ -29,7 +30,8 @@ class EngineConfig:
     name: str = "vllm"
     """Module in `rollout/engines/`: vllm, sglang, megatron, hf, scripted."""
     dtype: str = "float32"
-    """Of the engine's parameters, one of `DTYPES`; weights are published in it, whatever the trainer's own."""
+    """Of the engine's parameters, one of `DTYPES`; weights are published in it, whatever the trainer's
+    own."""
     tensor_parallel_size: int = 1
     memory_fraction: float = 0.85
     """Share of GPU memory for weights and KV cache; not used on CPU."""
@@ -41,11 +43,13 @@ class EngineConfig:
     """Requests decoded in one batch."""
     enforce_eager: bool = True
     attention_backend: str = ""
-    """vllm and sglang, on a GPU: the attention kernels, by the engine's own name for them; empty: its choice."""
+    """vllm and sglang, on a GPU: the attention kernels, by the engine's own name for them; empty: its
+    choice."""
     enable_sleep_mode: bool = False
     """vllm (on a GPU) and sglang: be able to sleep; set by colocated runs."""
     staging_mb: int = 0
-    """Memory that the staging copy of the weights may take on each rank, MiB; 0: as much as the parameters do."""
+    """Memory that the staging copy of the weights may take on each rank, MiB; 0: as much as the parameters
+    do."""
     threads: int = 1
     """CPU threads of the engine."""
     kv: KvPolicy = KvPolicy.RECOMPUTE
@@ -56,9 +60,11 @@ class EngineConfig:
     environment: dict[str, str] = field(default_factory=dict)
     """sglang only: variables of its server, over those of this process."""
     buffer_size_gb: float = 0.0
-    """megatron only: KV cache, GiB; fewer requests than `max_running` run at once if they do not fit. 0: as much as those need."""
+    """megatron only: KV cache, GiB; fewer requests than `max_running` run at once if they do not fit. 0: as
+    much as those need."""
     max_batch_tokens: int = 0
-    """megatron only: tokens of one forward pass, padding included; 0: 8192, or more if `max_model_len` or `max_running` is more."""
+    """megatron only: tokens of one forward pass, padding included; 0: 8192, or more if `max_model_len` or
+    `max_running` is more."""
     # scripted only: a deterministic engine for dry runs
     seconds_per_token: float = 0.0
     """Delay for each token."""
@@ -70,7 +76,8 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to sample. Log-probabilities are those of the distribution that was sampled from (after temperature, top-k, top-p)."""
+    """How to sample. Log-probabilities are those of the distribution that was sampled from (after
+    temperature, top-k, top-p)."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -87,7 +94,8 @@ class Request:
     """One completion to generate."""
 
     id: str
-    """Unique among running requests. The scripted engine derives tokens and delays from the part before the last '/'."""
+    """Unique among running requests. The scripted engine derives tokens and delays from the part before the
+    last '/'."""
     prompt: tuple[int, ...]
     sampling: Sampling
 
@@ -101,14 +109,16 @@ class Completion:
     logprobs: tuple[float, ...]
     """[T] nats, as sampled."""
     spans: tuple[tuple[int, int], ...]
-    """Rows (end, version): tokens before `end` and after the row above were sampled under `version`. The last end is T."""
+    """Rows (end, version): tokens before `end` and after the row above were sampled under `version`. The last
+    end is T."""
     finish_reason: str
     """"stop", "length" or "abort"."""
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Which weights are live. A fresh engine serves ("", -1): it gets no lease before it has applied a version."""
+    """Which weights are live. A fresh engine serves ("", -1): it gets no lease before it has applied a
+    version."""
 
     epoch: str = ""
     version: int = -1
@@ -131,8 +141,8 @@ class Capabilities:
 class Engine(ABC):
     """A generation engine. All methods are called from one event loop; `generate` runs many times at once.
 
-    Cancellation: a cancelled `generate` aborts its request. A cancelled `stage` discards the staged copy. `commit` is not cancelled:
-    it ends in applied, untouched (WeightError) or poisoned (PoisonedError).
+    Cancellation: a cancelled `generate` aborts its request. A cancelled `stage` discards the staged copy.
+    `commit` is not cancelled: it ends in applied, untouched (WeightError) or poisoned (PoisonedError).
     """
 
     capabilities: Capabilities
@@ -155,12 +165,14 @@ class Engine(ABC):
         """Generate until a stop token, the token limit, or abort.
 
         Raises:
-            EngineError: if the request is not valid for this engine (too long, empty, token out of range) or the engine died.
+            EngineError: if the request is not valid for this engine (too long, empty, token out of range)
+                or the engine died.
         """
 
     @abstractmethod
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests; their `generate` returns what there is with finish_reason "abort". Unknown ids are ignored."""
+        """End requests; their `generate` returns what there is with finish_reason "abort". Unknown ids are
+        ignored."""
 
     @abstractmethod
     async def pause(self) -> None:
@@ -174,8 +186,8 @@ class Engine(ABC):
     async def stage(self, manifest: WeightManifest) -> None:
         """Bring a complete, verified copy of a version beside the live weights while generation goes on.
 
-        A draft (`protocol/weights/provisional.py`) is staged as it comes; when the version's manifest is staged afterwards and its digest is that of
-        what has come, nothing is fetched again.
+        A draft (`protocol/weights/provisional.py`) is staged as it comes; when the version's manifest is
+        staged afterwards and its digest is that of what has come, nothing is fetched again.
 
         Raises:
             WeightError: the staged copy is discarded and the live weights are untouched.
@@ -184,7 +196,8 @@ class Engine(ABC):
 
     @abstractmethod
     async def commit(self, manifest: WeightManifest) -> float:
-        """Make the staged version live between two decode steps. Returns the pause that running requests saw, in milliseconds.
+        """Make the staged version live between two decode steps. Returns the pause that running requests saw,
+        in milliseconds.
 
         Raises:
             WeightError: this version is not staged; nothing changed.
@@ -198,9 +211,10 @@ class Engine(ABC):
     async def sleep(self) -> None:
         """Give the accelerator's memory back until `wake`: weights, staging copy and KV cache. Idempotent.
 
-        The engine then serves nothing (`served` is that of a fresh one) and refuses to stage, commit and adopt. Running requests stay, with
-        their tokens, and new ones wait; neither goes on before a version was committed after `wake`: who sends an engine to sleep bounds
-        that wait. `abort`, `pause` and `close` work as ever.
+        The engine then serves nothing (`served` is that of a fresh one) and refuses to stage, commit and
+        adopt. Running requests stay, with their tokens, and new ones wait; neither goes on before a version
+        was committed after `wake`: who sends an engine to sleep bounds that wait. `abort`, `pause` and
+        `close` work as ever.
 
         Raises:
             Unsupported: if `capabilities.sleep` is false; nothing changed.
@@ -209,7 +223,8 @@ class Engine(ABC):
         raise Unsupported(f"{type(self).__name__} cannot sleep: it keeps its memory until it is closed")
 
     async def wake(self) -> None:
-        """Take the memory again; the next version that is staged and committed makes requests go on. Nothing happens if it is awake.
+        """Take the memory again; the next version that is staged and committed makes requests go on. Nothing
+        happens if it is awake.
 
         Raises:
             Unsupported: as `sleep`.

@@ -1,4 +1,5 @@
-"""What all engines do with a model, a request and its completion: refuse what cannot run, and turn token versions into spans."""
+"""What all engines do with a model, a request and its completion: refuse what cannot run, and turn token
+versions into spans."""
 
 import difflib
 import json
@@ -39,10 +40,14 @@ def check_fits(config: EngineConfig, model: dict[str, Any], model_dir: Path) -> 
     """
     positions = model.get("max_position_embeddings")
     if isinstance(positions, int) and config.max_model_len > positions:
-        raise EngineError(f"max_model_len {config.max_model_len} exceeds the {positions} positions of {model_dir}")
+        raise EngineError(
+            f"max_model_len {config.max_model_len} exceeds the {positions} positions of {model_dir}"
+        )
     heads = int(model.get("num_attention_heads") or 0)
     if heads and heads % config.tensor_parallel_size:
-        raise EngineError(f"tensor_parallel_size {config.tensor_parallel_size} does not divide the {heads} heads of {model_dir}")
+        raise EngineError(
+            f"tensor_parallel_size {config.tensor_parallel_size} does not divide the {heads} heads of {model_dir}"
+        )
 
 
 def check_adapters(lora: LoraConfig, model_dir: Path) -> None:
@@ -52,10 +57,14 @@ def check_adapters(lora: LoraConfig, model_dir: Path) -> None:
         EngineError: if the model directory holds none.
     """
     if lora.rank and not any(model_dir.glob("*.safetensors")):
-        raise EngineError(f"setting lora.rank: adapters need the model's own weights, and {model_dir} holds no safetensors")
+        raise EngineError(
+            f"setting lora.rank: adapters need the model's own weights, and {model_dir} holds no safetensors"
+        )
 
 
-def check_request(request: Request, *, vocab_size: int, max_model_len: int, running: Iterable[str] = ()) -> None:
+def check_request(
+    request: Request, *, vocab_size: int, max_model_len: int, running: Iterable[str] = ()
+) -> None:
     """Refuse a request that no engine could run.
 
     Raises:
@@ -75,7 +84,9 @@ def check_request(request: Request, *, vocab_size: int, max_model_len: int, runn
     for what, ids in (("token", prompt), ("stop token", sampling.stop_token_ids)):
         if min(ids, default=0) < 0 or max(ids, default=0) >= vocab_size:
             culprit = next(i for i in ids if not 0 <= i < vocab_size)
-            raise EngineError(f"request {name}: {what} id {culprit} is out of range, the vocabulary has {vocab_size}")
+            raise EngineError(
+                f"request {name}: {what} id {culprit} is out of range, the vocabulary has {vocab_size}"
+            )
     if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
         raise EngineError(
             f"request {name}: temperature {sampling.temperature}, top_p {sampling.top_p}, top_k {sampling.top_k} are not all in range"
@@ -85,12 +96,16 @@ def check_request(request: Request, *, vocab_size: int, max_model_len: int, runn
 def spans_of(versions: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """Rows (end, version) from the version of each token."""
     return spans_from_marks(
-        [(0, versions[0])] + [(i, v) for i, v in enumerate(versions) if v != versions[i - 1]] if versions else [], len(versions)
+        [(0, versions[0])] + [(i, v) for i, v in enumerate(versions) if v != versions[i - 1]]
+        if versions
+        else [],
+        len(versions),
     )
 
 
 def spans_from_marks(marks: Sequence[tuple[int, int]], count: int) -> tuple[tuple[int, int], ...]:
-    """Rows (end, version) for `count` tokens from marks (first token, version), which are in order and start at token 0."""
+    """Rows (end, version) for `count` tokens from marks (first token, version), which are in order and start
+    at token 0."""
     rows: list[tuple[int, int]] = []
     for i, (start, version) in enumerate(marks):
         end = min(marks[i + 1][0] if i + 1 < len(marks) else count, count)

@@ -19,13 +19,17 @@ def sampled_distribution(logits: torch.Tensor, sampling: Sampling) -> torch.Tens
         return scores.log_softmax(-1)
     scores = scores / sampling.temperature
     if sampling.top_k or sampling.top_p < 1:
-        limits = torch.tensor([sampling.top_k], device=scores.device), torch.tensor([sampling.top_p], device=scores.device)
+        limits = (
+            torch.tensor([sampling.top_k], device=scores.device),
+            torch.tensor([sampling.top_p], device=scores.device),
+        )
         scores = scores.masked_fill(~kept_tokens(scores[None], *limits)[0], -torch.inf)
     return scores.log_softmax(-1)
 
 
 def kept_tokens(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Which tokens can be sampled: the `top_k` best and their equals, and of those the fewest whose probabilities reach `top_p`.
+    """Which tokens can be sampled: the `top_k` best and their equals, and of those the fewest whose
+    probabilities reach `top_p`.
 
     Args:
         scores: [B, V] logits after temperature.

@@ -1,7 +1,9 @@
-"""A deterministic engine without a model, for dry runs: tokens, lengths and delays come from hashes, everything else is real.
+"""A deterministic engine without a model, for dry runs: tokens, lengths and delays come from hashes,
+everything else is real.
 
-Tokens depend on (script_seed, request id without its last part, prompt), so a group that is leased again gets the same rollouts. Weight
-updates are fetched and verified like anywhere else; only nothing is computed with them.
+Tokens depend on (script_seed, request id without its last part, prompt), so a group that is leased again gets
+the same rollouts. Weight updates are fetched and verified like anywhere else; only nothing is computed with
+them.
 """
 
 import asyncio
@@ -17,8 +19,8 @@ from protocol.errors import EngineError, WeightError
 from protocol.messages import WeightManifest
 from rollout.engines.base import Capabilities, Completion, Engine, EngineConfig, Request, Served
 from rollout.engines.requests import check_request, read_config, spans_of
-from rollout.staging.in_process import LocalUpdates
-from rollout.staging.staging import Source, Staging
+from rollout.staging.in_process import InProcessStaging
+from rollout.staging.staging import ExpectedTensor, Staging
 from rollout.weights.registry import RECEIVERS
 
 VOCAB_SIZE = 64
@@ -29,12 +31,13 @@ class AnyStaging(Staging):
     """Accepts every model: the first manifest's tensors are what is expected."""
 
     def check(self, manifest: WeightManifest) -> dict[str, str]:
-        self._sources = {e.name: Source(e.dtype, e.shape, ()) for e in manifest.tensors}
+        self._sources = {e.name: ExpectedTensor(e.dtype, e.shape, ()) for e in manifest.tensors}
         return super().check(manifest)
 
 
 class ScriptedEngine(Engine):
-    """Log-probabilities are those of a uniform distribution. A completion ends early only where the request names stop tokens."""
+    """Log-probabilities are those of a uniform distribution. A completion ends early only where the request
+    names stop tokens."""
 
     def __init__(self, config: EngineConfig, model_dir: Path, incarnation: str) -> None:
         self._config = config
@@ -43,7 +46,7 @@ class ScriptedEngine(Engine):
         self.capabilities = Capabilities(recomputes_kv=False, transports=frozenset(RECEIVERS))
         self._vocab = VOCAB_SIZE
         self._served = Served()
-        self._updates = LocalUpdates(AnyStaging({}), config.stage_timeout_s)
+        self._updates = InProcessStaging(AnyStaging({}), config.stage_timeout_s)
         self._changed = asyncio.Condition()
         self._paused = False
         self._slots = config.max_running
@@ -61,7 +64,9 @@ class ScriptedEngine(Engine):
 
     async def generate(self, request: Request) -> Completion:
         await self.check()
-        check_request(request, vocab_size=self._vocab, max_model_len=self._config.max_model_len, running=self._alive)
+        check_request(
+            request, vocab_size=self._vocab, max_model_len=self._config.max_model_len, running=self._alive
+        )
         script, reason = self._script(request)
         delay_s = self._delay_s(request)
         versions: list[int] = []
@@ -79,7 +84,12 @@ class ScriptedEngine(Engine):
         await self.check()
         done = len(versions)
         logprob = -math.log(self._vocab)
-        return Completion(tuple(script[:done]), (logprob,) * done, spans_of(versions), reason if done == len(script) else "abort")
+        return Completion(
+            tuple(script[:done]),
+            (logprob,) * done,
+            spans_of(versions),
+            reason if done == len(script) else "abort",
+        )
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
@@ -161,7 +171,9 @@ class ScriptedEngine(Engine):
         stem = _stem(request.id)
         group = stem.rpartition("/")[0] or stem
         share = _hash(f"straggler {self._config.script_seed} {group}") / 2**64
-        return self._config.seconds_per_token * (self._config.straggler_factor if share < self._config.straggler_share else 1.0)
+        return self._config.seconds_per_token * (
+            self._config.straggler_factor if share < self._config.straggler_share else 1.0
+        )
 
 
 def _stem(request_id: str) -> str:

@@ -34,7 +34,8 @@ class Sample:
     loss_mask: tuple[int, ...]
     """[T]: 1 where the model sampled the token, 0 where the environment inserted it."""
     spans: tuple[tuple[int, int], ...]
-    """Rows (end, version) over all T tokens; an inserted token has the version of the sampled token before it. The last end is T."""
+    """Rows (end, version) over all T tokens; an inserted token has the version of the sampled token before
+    it. The last end is T."""
     finish_reason: str
     """"stop", "length", or "environment" where the environment ended it."""
     reward: float | None = None
@@ -45,7 +46,9 @@ class Environment(ABC):
     """Plays one sample. One instance serves all samples of a process at once, so state lives in `run`."""
 
     @abstractmethod
-    async def run(self, prompt: Prompt, prompt_tokens: tuple[int, ...], generate: Generate, renderer: Renderer) -> Sample:
+    async def run(
+        self, prompt: Prompt, prompt_tokens: tuple[int, ...], generate: Generate, renderer: Renderer
+    ) -> Sample:
         """Play one sample. Cancelling it cancels the generation in progress; nothing else is left behind.
 
         Raises:
@@ -86,7 +89,9 @@ class SampleBuilder:
 
     def finish(self, reason: str, reward: float | None = None) -> Sample:
         """The sample."""
-        return Sample(self.tokens, tuple(self._logprobs), tuple(self._loss_mask), tuple(self._spans), reason, reward)
+        return Sample(
+            self.tokens, tuple(self._logprobs), tuple(self._loss_mask), tuple(self._spans), reason, reward
+        )
 
     def _extend(self, end: int, version: int) -> None:
         if self._spans and self._spans[-1][1] == version:

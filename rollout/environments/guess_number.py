@@ -1,6 +1,7 @@
 """A game of several turns: the model guesses a number, the environment answers "higher" or "lower".
 
-The number is the prompt's `answer`. The reward falls with the turns that were needed: 1 for the first guess, 1/K for the K-th of K.
+The number is the prompt's `answer`. The reward falls with the turns that were needed: 1 for the first guess,
+1/K for the K-th of K.
 """
 
 import re
@@ -28,14 +29,17 @@ class Options:
 
 
 class GuessNumber(Environment):
-    """Asks again until the number is found or the turns are used up. The last number of a turn is the guess."""
+    """Asks again until the number is found or the turns are used up. The last number of a turn is the
+    guess."""
 
     def __init__(self, options: Options) -> None:
         if options.max_turns < 1 or options.turn_tokens < 1:
             raise SettingsError("settings environment.options.max_turns and turn_tokens must be at least 1")
         self._options = options
 
-    async def run(self, prompt: Prompt, prompt_tokens: tuple[int, ...], generate: Generate, renderer: Renderer) -> Sample:
+    async def run(
+        self, prompt: Prompt, prompt_tokens: tuple[int, ...], generate: Generate, renderer: Renderer
+    ) -> Sample:
         secret = _secret(prompt)
         sample = SampleBuilder()
         turns = self._options.max_turns
@@ -63,4 +67,6 @@ def _secret(prompt: Prompt) -> int:
     try:
         return int(prompt.metadata["answer"])
     except (KeyError, TypeError, ValueError):
-        raise SettingsError(f"prompt {prompt.index}: guess_number needs a whole number as the answer") from None
+        raise SettingsError(
+            f"prompt {prompt.index}: guess_number needs a whole number as the answer"
+        ) from None

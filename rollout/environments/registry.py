@@ -17,5 +17,7 @@ def make_environment(config: EnvironmentConfig) -> Environment:
     """
     name = checked_name(config.name, ENVIRONMENTS, "setting environment.name: environment")
     module = importlib.import_module(f"rollout.environments.{name}")
-    environment: Environment = module.make(checked_options(module.Options, config.options, f"environment {name}"))
+    environment: Environment = module.make(
+        checked_options(module.Options, config.options, f"environment {name}")
+    )
     return environment

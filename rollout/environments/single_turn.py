@@ -18,7 +18,9 @@ class SingleTurn(Environment):
     def __init__(self, options: Options) -> None:
         del options
 
-    async def run(self, prompt: Prompt, prompt_tokens: tuple[int, ...], generate: Generate, renderer: Renderer) -> Sample:
+    async def run(
+        self, prompt: Prompt, prompt_tokens: tuple[int, ...], generate: Generate, renderer: Renderer
+    ) -> Sample:
         completion = await generate(prompt_tokens, None)
         sample = SampleBuilder()
         sample.sampled(completion)

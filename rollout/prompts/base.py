@@ -22,13 +22,15 @@ class PromptConfig:
     source: str = "jsonl"
     """Module in `rollout/prompts/`: jsonl, reasoning_gym, hf."""
     path: str = ""
-    """jsonl: a file. hf: a directory made by `save_to_disk`, or a Parquet or JSON file or a directory of them."""
+    """jsonl: a file. hf: a directory made by `save_to_disk`, or a Parquet or JSON file or a directory of
+    them."""
     split: str = "train"
     """hf: the split, where the directory holds several."""
     prompt_field: str = "prompt"
     """Holds the question, or a list of messages `{role, content}`."""
     answer_field: str = "answer"
-    """Becomes `answer` in the metadata; empty: rows have none. All other fields go to the metadata under their own names."""
+    """Becomes `answer` in the metadata; empty: rows have none. All other fields go to the metadata under
+    their own names."""
     families: tuple[str, ...] = ()
     """reasoning_gym: task families, used in turn."""
     params: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -41,7 +43,8 @@ class PromptConfig:
     passes: int = 0
     """How often the prompts are used; 0: without end."""
     held_out: int = 0
-    """The last so many are kept for evaluation and never trained on; with `held_out_path`, so many of that file (0: all)."""
+    """The last so many are kept for evaluation and never trained on; with `held_out_path`, so many of that
+    file (0: all)."""
     held_out_path: str = ""
     """jsonl, hf: the prompts for evaluation lie in a file or directory of their own."""
 
@@ -83,7 +86,8 @@ class PromptSource(Protocol):
 
 
 class Order:
-    """Which of `count` prompts stands at each position of a stream of `passes` passes: a seeded permutation for each pass."""
+    """Which of `count` prompts stands at each position of a stream of `passes` passes: a seeded permutation
+    for each pass."""
 
     def __init__(self, count: int, *, seed: int, shuffle: bool, passes: int) -> None:
         self._count, self._seed, self._shuffle = count, seed, shuffle
@@ -92,7 +96,9 @@ class Order:
 
     def __getitem__(self, index: int) -> int:
         if index < 0 or (self.size is not None and index >= self.size):
-            raise IndexError(f"prompt {index} is outside the stream of {self.size if self.size is not None else 'endlessly many'}")
+            raise IndexError(
+                f"prompt {index} is outside the stream of {self.size if self.size is not None else 'endlessly many'}"
+            )
         number, place = divmod(index, self._count)
         return int(self._permutation(number)[place]) if self._shuffle else place
 
@@ -103,7 +109,8 @@ class Order:
 
 
 class RowSource:
-    """A prompt source over rows that are all in memory; files and data sets differ only in how they are read."""
+    """A prompt source over rows that are all in memory; files and data sets differ only in how they are
+    read."""
 
     def __init__(self, config: PromptConfig, read: Callable[[Path], list[Prompt]]) -> None:
         """Read and divide the rows.
@@ -124,13 +131,19 @@ class RowSource:
                 f"{config.path}: {len(prompts)} prompts leave {max(0, available)} to train on; "
                 f"lower prompts.held_out or prompts.count, or add data"
             )
-        candidates = read(_path(own, "held_out_path"))[: config.held_out or None] if own else prompts[available:]
+        candidates = (
+            read(_path(own, "held_out_path"))[: config.held_out or None] if own else prompts[available:]
+        )
         self._train = prompts[: config.count or available]
         self._held_out = unseen(candidates, (p.text for p in self._train))
         if candidates and not self._held_out:
-            raise SettingsError(f"{own or config.path}: all {len(candidates)} held-out prompts also occur in training")
+            raise SettingsError(
+                f"{own or config.path}: all {len(candidates)} held-out prompts also occur in training"
+            )
         self._order = Order(len(self._train), seed=config.seed, shuffle=config.shuffle, passes=config.passes)
-        self.fingerprint = fingerprint_of(config, b"\n".join(_encoded(p) for p in (*self._train, *self._held_out)))
+        self.fingerprint = fingerprint_of(
+            config, b"\n".join(_encoded(p) for p in (*self._train, *self._held_out))
+        )
 
     @property
     def size(self) -> int | None:
@@ -147,7 +160,9 @@ class RowSource:
 def _path(text: str, name: str) -> Path:
     path = Path(text)
     if not text or not path.exists():
-        raise SettingsError(f"setting prompts.{name}: {text!r} does not exist; give local data, nothing is downloaded")
+        raise SettingsError(
+            f"setting prompts.{name}: {text!r} does not exist; give local data, nothing is downloaded"
+        )
     return path
 
 
@@ -171,8 +186,13 @@ def unseen(candidates: Sequence[Prompt], trained: Iterable[str]) -> list[Prompt]
 
 
 def fingerprint_of(config: PromptConfig, content: bytes) -> str:
-    """16 hex digits over the content and every setting that changes the stream; where the files lie does not count."""
-    settings = {name: value for name, value in msgspec.to_builtins(config).items() if name not in {"path", "held_out_path", "split"}}
+    """16 hex digits over the content and every setting that changes the stream; where the files lie does not
+    count."""
+    settings = {
+        name: value
+        for name, value in msgspec.to_builtins(config).items()
+        if name not in {"path", "held_out_path", "split"}
+    }
     return xxhash.xxh3_64_hexdigest(msgspec.json.encode(settings, order="sorted") + b"\0" + content)
 
 
@@ -183,11 +203,15 @@ def prompt_of(row: Any, config: PromptConfig, where: str) -> Prompt:
         SettingsError: naming `where` and what is wrong with the row.
     """
     if not isinstance(row, Mapping):
-        raise SettingsError(f"{where}: expected an object with the field {config.prompt_field!r}, got {type(row).__name__}")
+        raise SettingsError(
+            f"{where}: expected an object with the field {config.prompt_field!r}, got {type(row).__name__}"
+        )
     for name in filter(None, (config.prompt_field, config.answer_field)):
         if row.get(name) is None:
             has = ", ".join(sorted(map(str, row))) or "none"
-            raise SettingsError(f"{where}: no field {name!r}, it has {has}; set prompts.prompt_field or prompts.answer_field")
+            raise SettingsError(
+                f"{where}: no field {name!r}, it has {has}; set prompts.prompt_field or prompts.answer_field"
+            )
     question = row[config.prompt_field]
     metadata = {str(key): value for key, value in row.items() if key != config.prompt_field}
     if config.answer_field:
@@ -206,7 +230,9 @@ def _messages(value: Any, where: str) -> tuple[tuple[str, str], ...]:
         raise SettingsError(f"{wanted}, got {type(value).__name__}")
     found = []
     for message in value:
-        if not isinstance(message, Mapping) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+        if not isinstance(message, Mapping) or not all(
+            isinstance(message.get(key), str) for key in ("role", "content")
+        ):
             raise SettingsError(f"{wanted}, got {str(message)[:80]}")
         found.append((message["role"], message["content"]))
     return tuple(found)

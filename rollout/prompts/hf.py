@@ -25,7 +25,11 @@ def make(config: PromptConfig) -> RowSource:
 
     def read(path: Path) -> list[Prompt]:
         is_saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
-        found = datasets.load_from_disk(str(path), keep_in_memory=True) if is_saved else _from_files(path, datasets.Dataset)
+        found = (
+            datasets.load_from_disk(str(path), keep_in_memory=True)
+            if is_saved
+            else _from_files(path, datasets.Dataset)
+        )
         if isinstance(found, datasets.DatasetDict):
             checked_name(config.split, found, f"setting prompts.split: split of {path}")
             found = found[config.split]
@@ -39,9 +43,13 @@ def _from_files(path: Path, dataset: Any) -> Any:
     files = sorted(file for file in (path.iterdir() if path.is_dir() else [path]) if file.suffix in READERS)
     readers = {READERS[file.suffix] for file in files}
     if len(readers) != 1:
-        raise SettingsError(f"setting prompts.path: {path} must hold Parquet files or JSON files ({', '.join(READERS)}), and only one kind")
+        raise SettingsError(
+            f"setting prompts.path: {path} must hold Parquet files or JSON files ({', '.join(READERS)}), and only one kind"
+        )
     with tempfile.TemporaryDirectory() as cache:
         try:
-            return getattr(dataset, readers.pop())([str(file) for file in files], cache_dir=cache, keep_in_memory=True)
+            return getattr(dataset, readers.pop())(
+                [str(file) for file in files], cache_dir=cache, keep_in_memory=True
+            )
         except Exception as error:  # datasets raises whatever its readers do
             raise SettingsError(f"{path}: {type(error).__name__}: {str(error)[:300]}") from error

@@ -20,7 +20,9 @@ def make(config: PromptConfig) -> RowSource:
             lines = path.read_bytes().split(b"\n")
         except OSError as error:
             raise SettingsError(f"{path}: {error.strerror}") from None
-        return [_prompt(line, config, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+        return [
+            _prompt(line, config, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()
+        ]
 
     return RowSource(config, read)
 

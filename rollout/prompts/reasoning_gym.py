@@ -1,7 +1,8 @@
 """Prompts from the task families of reasoning-gym, made on the fly.
 
-Item i of a family with seed s depends on s + i only, so training uses the seeds from `seed` on and held-out prompts those from
-`seed + HELD_OUT_SEED` on. Items are made in chunks, because some families draw all items of a data set when it is opened.
+Item i of a family with seed s depends on s + i only, so training uses the seeds from `seed` on and held-out
+prompts those from `seed + HELD_OUT_SEED` on. Items are made in chunks, because some families draw all items
+of a data set when it is opened.
 """
 
 import os
@@ -20,7 +21,8 @@ HELD_OUT_SEED = CHUNK << 22
 ATTEMPTS = 20
 """Held-out prompts drawn for each one wanted, before the family is called too small."""
 UNSTABLE = frozenset({"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note"})
-"""Families of 0.1.25 whose items depend on the order of sets of strings, which differs between processes unless PYTHONHASHSEED is set."""
+"""Families of 0.1.25 whose items depend on the order of sets of strings, which differs between processes
+unless PYTHONHASHSEED is set."""
 
 
 class ReasoningGymSource:
@@ -30,7 +32,11 @@ class ReasoningGymSource:
         check_numbers(config)
         self._config = config
         self._families = _checked_families(config)
-        self._order = Order(config.count, seed=config.seed, shuffle=config.shuffle, passes=config.passes) if config.count else None
+        self._order = (
+            Order(config.count, seed=config.seed, shuffle=config.shuffle, passes=config.passes)
+            if config.count
+            else None
+        )
         self._chunk = lru_cache(maxsize=4 * len(self._families))(self._opened)
         for family in self._families:
             self._chunk(family, config.seed)
@@ -46,16 +52,21 @@ class ReasoningGymSource:
         return self._item(self._order[index] if self._order else index, self._config.seed, index)
 
     def held_out(self) -> Sequence[Prompt]:
-        """Questions that occur in training are left out where the training set is finite; of an endless one only the seeds differ.
+        """Questions that occur in training are left out where the training set is finite; of an endless one
+        only the seeds differ.
 
         Raises:
             SettingsError: if the families hold too few different questions.
         """
         wanted = self._config.held_out
-        trained = {self._item(i, self._config.seed, i).text for i in range(self._config.count if wanted else 0)}
+        trained = {
+            self._item(i, self._config.seed, i).text for i in range(self._config.count if wanted else 0)
+        }
         found: list[Prompt] = []
         for start in range(0, ATTEMPTS * wanted, max(1, wanted)):
-            drawn = [self._item(i, self._config.seed + HELD_OUT_SEED, -1) for i in range(start, start + wanted)]
+            drawn = [
+                self._item(i, self._config.seed + HELD_OUT_SEED, -1) for i in range(start, start + wanted)
+            ]
             found = unseen(found + drawn, trained)
             if len(found) >= wanted:
                 return found[:wanted]
@@ -82,9 +93,15 @@ class ReasoningGymSource:
         import reasoning_gym
 
         try:
-            return reasoning_gym.create_dataset(family, size=CHUNK, seed=seed, **self._config.params.get(family, {}))
-        except Exception as error:  # families check their parameters with asserts, and fail with whatever they use
-            raise SettingsError(f"setting prompts.params.{family}: {type(error).__name__}: {error}") from error
+            return reasoning_gym.create_dataset(
+                family, size=CHUNK, seed=seed, **self._config.params.get(family, {})
+            )
+        except (
+            Exception
+        ) as error:  # families check their parameters with asserts, and fail with whatever they use
+            raise SettingsError(
+                f"setting prompts.params.{family}: {type(error).__name__}: {error}"
+            ) from error
 
 
 def make(config: PromptConfig) -> ReasoningGymSource:
@@ -97,7 +114,8 @@ def make(config: PromptConfig) -> ReasoningGymSource:
 
 
 def plain(value: Any) -> Any:
-    """`value` in MessagePack's types. Tuples become `{"__tuple__": [...]}`, because some scorers tell them from lists."""
+    """`value` in MessagePack's types. Tuples become `{"__tuple__": [...]}`, because some scorers tell them
+    from lists."""
     if isinstance(value, Mapping):
         return {key if isinstance(key, str | int) else str(key): plain(item) for key, item in value.items()}
     if isinstance(value, tuple):
@@ -114,11 +132,15 @@ def plain(value: Any) -> Any:
 
 def _checked_families(config: PromptConfig) -> tuple[str, ...]:
     if config.held_out_path:
-        raise SettingsError("setting prompts.held_out_path: the source reasoning_gym makes its own held-out prompts; set prompts.held_out")
+        raise SettingsError(
+            "setting prompts.held_out_path: the source reasoning_gym makes its own held-out prompts; set prompts.held_out"
+        )
     try:
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
-        raise SettingsError(f"prompts.source 'reasoning_gym' needs the package reasoning-gym: {error}") from None
+        raise SettingsError(
+            f"prompts.source 'reasoning_gym' needs the package reasoning-gym: {error}"
+        ) from None
     if not config.families:
         raise SettingsError("setting prompts.families: name at least one task family, such as chain_sum")
     for family in config.families:
@@ -130,5 +152,7 @@ def _checked_families(config: PromptConfig) -> tuple[str, ...]:
     for family, params in config.params.items():
         checked_name(family, config.families, "setting prompts.params: family")
         for taken in {"size", "seed"} & params.keys():
-            raise SettingsError(f"setting prompts.params.{family}.{taken}: set prompts.count and prompts.seed instead")
+            raise SettingsError(
+                f"setting prompts.params.{family}.{taken}: set prompts.count and prompts.seed instead"
+            )
     return config.families

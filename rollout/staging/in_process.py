@@ -1,4 +1,5 @@
-"""Staging for engines whose parameters live in this process: the fetch runs in a thread, and cancellation reaches it."""
+"""Staging for engines whose parameters live in this process: the fetch runs in a thread, and cancellation
+reaches it."""
 
 import asyncio
 
@@ -11,7 +12,7 @@ CANCEL_S = 0.05
 """Between two attempts to end a fetch."""
 
 
-class LocalUpdates:
+class InProcessStaging:
     """Runs one fetch at a time in a thread of its own."""
 
     def __init__(self, staging: Staging, timeout_s: float) -> None:
@@ -21,7 +22,8 @@ class LocalUpdates:
         self._asleep = False
 
     async def stage(self, manifest: WeightManifest) -> None:
-        """Fetch and verify, unless the very version is staged. A cancelled call returns when the thread has let go; then nothing is staged.
+        """Fetch and verify, unless the very version is staged. A cancelled call returns when the thread has
+        let go; then nothing is staged.
 
         Cancelled once more it returns at once; until the thread has let go, further calls are refused.
 
@@ -29,13 +31,17 @@ class LocalUpdates:
             WeightError: nothing is staged.
         """
         if self._asleep:
-            raise WeightError(f"version {manifest.version}: the engine sleeps, there is no memory to stage in")
+            raise WeightError(
+                f"version {manifest.version}: the engine sleeps, there is no memory to stage in"
+            )
         if self._fetching is not None:
             raise WeightError(f"version {manifest.version}: another version is being staged")
         if self.staging.staged == Served(manifest.epoch, manifest.version, manifest.digest):
             return
         self.staging.discard()  # a cancel that came too late for the version before
-        fetching = self._fetching = asyncio.get_running_loop().run_in_executor(None, self.staging.fetch, manifest, self._timeout_s)
+        fetching = self._fetching = asyncio.get_running_loop().run_in_executor(
+            None, self.staging.fetch, manifest, self._timeout_s
+        )
         cancelled = False
 
         def end(_: object) -> None:
@@ -56,7 +62,8 @@ class LocalUpdates:
             raise
 
     def sleep(self) -> None:
-        """Forget what is staged; refuse to stage until `wake`. Raises WeightError while a version is being staged."""
+        """Forget what is staged; refuse to stage until `wake`. Raises WeightError while a version is being
+        staged."""
         if self._fetching is not None:
             raise WeightError("a version is being staged: the engine cannot sleep now")
         self._asleep = True

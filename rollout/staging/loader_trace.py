@@ -1,8 +1,9 @@
 """Where each checkpoint tensor ends up in an engine's parameters, found by watching the engine's own loader.
 
-The loader runs once on meta tensors with the checkpoint's names. A dispatch mode records every copy into a live parameter, and skips
-it: no live byte changes. That covers fused, sharded and padded parameters of any model. What the loader hides (a parameter repacked after
-loading) is found by `calibrate`, which sends the live weights through the plan and wants the same bits back.
+The loader runs once on meta tensors with the checkpoint's names. A dispatch mode records every copy into a
+live parameter, and skips it: no live byte changes. That covers fused, sharded and padded parameters of any
+model. What the loader hides (a parameter repacked after loading) is found by `calibrate`, which sends the
+live weights through the plan and wants the same bits back.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from protocol.device.digests import bits_of
 from protocol.errors import EngineError
-from rollout.staging.releasable_memory import Memory, check_room
-from rollout.staging.staging import Slice, Source, Staging, dtype_name, stored_once
+from rollout.staging.releasable_memory import ReleasableMemory, check_room
+from rollout.staging.staging import ExpectedTensor, Slice, Staging, dtype_name, stored_once
 
 Load = Callable[[Iterator[tuple[str, torch.Tensor]]], object]
 
@@ -48,10 +49,12 @@ class Copy:
     target: Window
 
 
-class Traced:
+class LoaderTrace:
     """The copies from checkpoint tensors to parameters that a loader would make."""
 
-    def __init__(self, live: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]], recorder: "Recorder") -> None:
+    def __init__(
+        self, live: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]], recorder: "Recorder"
+    ) -> None:
         """Raises EngineError where the loader does not fill a parameter."""
         self.live = dict(live)
         self._shapes = shapes
@@ -61,16 +64,23 @@ class Traced:
         self._fills = recorder.fills
         self._check_counts()
 
-    def sources_in(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, Source]:
-        """The checkpoint tensors that the loader used, and the parts of `parameters`, laid out as the live ones, that they fill."""
+    def sources_in(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, ExpectedTensor]:
+        """The checkpoint tensors that the loader used, and the parts of `parameters`, laid out as the live
+        ones, that they fill."""
         found = {}
         for name, copies in self._copies.items():
-            parts = tuple(Slice(c.source.offset, c.source.size, c.source.stride, c.target.on(parameters[c.parameter])) for c in copies)
-            found[name] = Source(dtype_name(self.live[copies[0].parameter].dtype), self._shapes[name], parts)
+            parts = tuple(
+                Slice(c.source.offset, c.source.size, c.source.stride, c.target.on(parameters[c.parameter]))
+                for c in copies
+            )
+            found[name] = ExpectedTensor(
+                dtype_name(self.live[copies[0].parameter].dtype), self._shapes[name], parts
+            )
         return found
 
     def gathered(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
-        """The live weights as checkpoint tensors (the inverse of the plan), and whether this rank holds the whole of each."""
+        """The live weights as checkpoint tensors (the inverse of the plan), and whether this rank holds the
+        whole of each."""
         for name, copies in self._copies.items():
             base = self.live[copies[0].parameter]
             tensor = torch.zeros(self._shapes[name], dtype=base.dtype, device=base.device)
@@ -87,14 +97,20 @@ class Traced:
             counts[name] += sum(_count(window.size) for window in fills)
         for name, tensor in self.live.items():
             if counts[name] != tensor.numel() or not tensor.numel():
-                raise EngineError(f"parameter {name} has {tensor.numel()} elements, the loader wrote {counts[name]}: it cannot be staged")
+                raise EngineError(
+                    f"parameter {name} has {tensor.numel()} elements, the loader wrote {counts[name]}: it cannot be staged"
+                )
 
 
-class Plan(Traced):
+class StagingPlan(LoaderTrace):
     """With a staging buffer of the parameters' layout."""
 
     def __init__(
-        self, live: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]], recorder: "Recorder", staging_mb: int = 0
+        self,
+        live: Mapping[str, torch.Tensor],
+        shapes: Mapping[str, tuple[int, ...]],
+        recorder: "Recorder",
+        staging_mb: int = 0,
     ) -> None:
         super().__init__(live, shapes, recorder)
         check_room(self.live.values(), staging_mb)
@@ -102,15 +118,16 @@ class Plan(Traced):
         for name, tensor in self.buffer.items():
             if tensor.stride() != self.live[name].stride() or self.live[name].storage_offset():
                 raise EngineError(f"parameter {name} is not dense: it cannot be staged")
-        self._memory = Memory(self.buffer.values())
+        self._memory = ReleasableMemory(self.buffer.values())
         self._filled: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """While the buffer's memory is given back: its padding, which no version brings, and what it holds."""
+        """While the buffer's memory is given back: its padding, which no version brings, and what it
+        holds."""
 
     def staging(self, *, architecture: str, tied: bool) -> Staging:
         """What fills the buffer."""
         return Staging(self.sources(), architecture=architecture, tied=tied)
 
-    def sources(self) -> dict[str, Source]:
+    def sources(self) -> dict[str, ExpectedTensor]:
         """What the buffer is filled from: the checkpoint tensors that the loader used."""
         return self.sources_in(self.buffer)
 
@@ -118,7 +135,8 @@ class Plan(Traced):
         """Send the live weights through the plan, over a buffer of inverted bits, and compare.
 
         Raises:
-            EngineError: naming the first parameter that comes out different: its layout is not what the loader wrote.
+            EngineError: naming the first parameter that comes out different: its layout is not what the
+                loader wrote.
         """
         with torch.no_grad():
             for name, tensor in self.buffer.items():
@@ -132,18 +150,24 @@ class Plan(Traced):
                     part.fill(tensor)
             for name, tensor in self.buffer.items():
                 if not torch.equal(bits_of(tensor), bits_of(self.live[name])):
-                    raise EngineError(f"parameter {name}: staging the live weights does not reproduce them; it is repacked after loading")
+                    raise EngineError(
+                        f"parameter {name}: staging the live weights does not reproduce them; it is repacked after loading"
+                    )
 
     def release(self) -> None:
-        """Give the buffer's memory back. What was staged is lost; `sources` stay valid. Nothing changes if it was given back."""
+        """Give the buffer's memory back. What was staged is lost; `sources` stay valid. Nothing changes if it
+        was given back."""
         if not self._filled:
-            padding = [window.on(self.buffer[name]) for name, fills in self._fills.items() for window in fills]
+            padding = [
+                window.on(self.buffer[name]) for name, fills in self._fills.items() for window in fills
+            ]
             self._filled = [(tensor, tensor.cpu().clone()) for tensor in padding]
-        self._memory.give_back()
+        self._memory.release()
 
     def restore(self) -> None:
-        """Take the buffer's memory again. Raises EngineError if there is no room; nothing changes if it was not given back."""
-        self._memory.take_back()
+        """Take the buffer's memory again. Raises EngineError if there is no room; nothing changes if it was
+        not given back."""
+        self._memory.restore()
         for tensor, values in self._filled:
             tensor.copy_(values)
         self._filled.clear()
@@ -155,7 +179,8 @@ class Plan(Traced):
 
 
 class Recorder(TorchDispatchMode):
-    """Records copies from `sources` into `parameters` and fills of them with a constant; refuses any other write to a parameter."""
+    """Records copies from `sources` into `parameters` and fills of them with a constant; refuses any other
+    write to a parameter."""
 
     def __init__(self, sources: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
@@ -183,15 +208,20 @@ class Recorder(TorchDispatchMode):
     def _record_copy(self, parameter: str, target: torch.Tensor, source: torch.Tensor) -> None:
         name = self._sources.get(source.untyped_storage()._cdata) if source.is_meta else None
         if name is None or source.shape != target.shape:
-            raise EngineError(f"parameter {parameter}: its loader computes what it copies ({list(source.shape)}), which cannot be traced")
+            raise EngineError(
+                f"parameter {parameter}: its loader computes what it copies ({list(source.shape)}), which cannot be traced"
+            )
         self.copies.append(Copy(name, Window.of(source), parameter, Window.of(target)))
 
 
 def record(
-    load: Load, parameters: Iterable[tuple[str, torch.Tensor]], shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+    load: Load,
+    parameters: Iterable[tuple[str, torch.Tensor]],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
 ) -> tuple[dict[str, torch.Tensor], Mapping[str, tuple[int, ...]], Recorder]:
-    """Run `load` on meta tensors of `shapes`. Returns what a plan is made from: the live parameters, each once, `shapes`, and what
-    would have been done.
+    """Run `load` on meta tensors of `shapes`. Returns what a plan is made from: the live parameters, each
+    once, `shapes`, and what would have been done.
 
     Args:
         load: the model's loader, takes (name, tensor) pairs.
@@ -216,13 +246,14 @@ def trace(
     shapes: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
     staging_mb: int = 0,
-) -> Plan:
-    """What `record` found, as a plan with a buffer, which may take `staging_mb` MiB; 0: as much as the parameters.
+) -> StagingPlan:
+    """What `record` found, as a plan with a buffer, which may take `staging_mb` MiB; 0: as much as the
+    parameters.
 
     Raises:
         EngineError: as `record`; or there is no room for the buffer.
     """
-    return Plan(*record(load, parameters, shapes, dtype), staging_mb)
+    return StagingPlan(*record(load, parameters, shapes, dtype), staging_mb)
 
 
 def _count(size: Iterable[int]) -> int:

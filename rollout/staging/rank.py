@@ -1,7 +1,9 @@
-"""One rank's share of the weights, in the process of the model: the plan, the staging copy and the thread that fills it.
+"""One rank's share of the weights, in the process of the model: the plan, the staging copy and the thread
+that fills it.
 
-`stage`, `status` and `cancel` may be called at any time and from any thread, the other methods between two forward passes. Answers are
-plain values: the engine's process gets them over whatever leads to its ranks (`rank_updates.py` is that side).
+`stage`, `status` and `cancel` may be called at any time and from any thread, the other methods between two
+forward passes. Answers are plain values: the engine's process gets them over whatever leads to its ranks
+(`rank_updates.py` is that side).
 """
 
 import threading
@@ -12,16 +14,17 @@ import torch
 
 from protocol.errors import EngineError, PoisonedError, WeightError
 from protocol.messages import WeightManifest
-from rollout.staging.loader_trace import Plan
-from rollout.staging.shared_weights import DirectPlan
+from rollout.staging.loader_trace import StagingPlan
+from rollout.staging.shared_weights import SharedPlan
 from rollout.staging.staging import digest_of
 
 
-class Share:
+class RankStaging:
     """What one rank holds of the weights, live and staged."""
 
-    def __init__(self, plan: Plan | DirectPlan, *, architecture: str, tied: bool) -> None:
-        """`tied`: input and output embeddings are one tensor. Raises EngineError if `plan` does not reproduce the live weights."""
+    def __init__(self, plan: StagingPlan | SharedPlan, *, architecture: str, tied: bool) -> None:
+        """`tied`: input and output embeddings are one tensor. Raises EngineError if `plan` does not reproduce
+        the live weights."""
         plan.calibrate()
         self._plan = plan
         self._staging = plan.staging(architecture=architecture, tied=tied)
@@ -35,7 +38,8 @@ class Share:
         self._covered = 0
         self._poisoned = False
         self._lock = threading.Lock()
-        """Held while the copy changes hands: nothing is written into it while it is committed or given back."""
+        """Held while the copy changes hands: nothing is written into it while it is committed or given
+        back."""
         self.bytes = sum(tensor.nbytes for tensor in plan.live.values())
 
     def stage(self, manifest: WeightManifest, deadline_s: float) -> dict[str, Any]:
@@ -47,13 +51,21 @@ class Share:
                 return {"error": "the engine sleeps, there is no memory to stage in"}
             self._staging.discard()  # a cancel that came too late for the version before
             self._state, self._error, self._covered = "staging", "", 0
-            threading.Thread(target=self._fetch, args=(manifest, deadline_s), name="tether-stage", daemon=True).start()
+            threading.Thread(
+                target=self._fetch, args=(manifest, deadline_s), name="tether-stage", daemon=True
+            ).start()
         return {"error": ""}
 
     def status(self) -> dict[str, Any]:
-        """What is staged or being staged: {"state", "epoch", "version", "digest", "covered", "error", "poisoned"}."""
+        """What is staged or being staged: {"state", "epoch", "version", "digest", "covered", "error",
+        "poisoned"}."""
         staged = self._staging.staged if self._state == "staged" else None
-        found: dict[str, Any] = {"state": self._state, "error": self._error, "covered": self._covered, "poisoned": self._poisoned}
+        found: dict[str, Any] = {
+            "state": self._state,
+            "error": self._error,
+            "covered": self._covered,
+            "poisoned": self._poisoned,
+        }
         if staged is not None:
             found |= {"epoch": staged.epoch, "version": staged.version, "digest": staged.digest}
         return found
@@ -65,7 +77,9 @@ class Share:
             if self._state == "staged":
                 self._staging.discard()
                 self._state = "idle"
-        if fetching:  # without the lock: ending a collective may take a while, and a commit does not wait for it
+        if (
+            fetching
+        ):  # without the lock: ending a collective may take a while, and a commit does not wait for it
             self._staging.cancel()
         return self.status()
 
@@ -77,7 +91,11 @@ class Share:
     def _commit(self, manifest: WeightManifest) -> dict[str, Any]:
         start = time.perf_counter()
         if self._poisoned or self._state != "staged":
-            return {"applied": False, "error": f"the rank is {'poisoned' if self._poisoned else self._state}", "poisoned": self._poisoned}
+            return {
+                "applied": False,
+                "error": f"the rank is {'poisoned' if self._poisoned else self._state}",
+                "poisoned": self._poisoned,
+            }
         try:
             self._staging.take(manifest)
         except WeightError as error:
@@ -91,7 +109,12 @@ class Share:
         except (RuntimeError, WeightError) as error:
             return {"applied": False, "error": str(error), "poisoned": True}
         self._poisoned = False
-        return {"applied": True, "error": "", "poisoned": False, "copy_ms": (time.perf_counter() - start) * 1e3}
+        return {
+            "applied": True,
+            "error": "",
+            "poisoned": False,
+            "copy_ms": (time.perf_counter() - start) * 1e3,
+        }
 
     def sleep(self) -> dict[str, Any]:
         """Forget what is staged and give the copy's memory back. Returns {"error"}."""
@@ -115,7 +138,8 @@ class Share:
         return {"error": ""}
 
     def live_digest(self) -> tuple[bool, int]:
-        """Digest of the live weights by checkpoint name, and whether this rank has the whole of them; what it has not counts as zeros."""
+        """Digest of the live weights by checkpoint name, and whether this rank has the whole of them; what it
+        has not counts as zeros."""
         tensors = {}
         whole = True
         for name, tensor, complete in self._plan.gathered():

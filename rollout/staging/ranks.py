@@ -1,4 +1,5 @@
-"""Updates of engines whose parameters live in processes of their own: what all ranks say, turned into one outcome.
+"""Updates of engines whose parameters live in processes of their own: what all ranks say, turned into one
+outcome.
 
 The ranks' side is `share.py`.
 """
@@ -15,7 +16,7 @@ from msgspec.structs import replace
 
 from protocol.errors import EngineError, PoisonedError, WeightError
 from protocol.messages import WeightManifest
-from protocol.weights.provisional import is_draft
+from protocol.weights.provisional import is_provisional
 from rollout.engines.base import Served
 
 POLL_S = (0.002, 0.1)
@@ -27,13 +28,14 @@ Call = Callable[..., Awaitable[list[Any]]]
 """Calls a method of every rank's `Share` and returns their answers; EngineError where one does not answer."""
 
 
-class RankUpdates:
+class AllRanksStaging:
     """Stages on all ranks, one version at a time."""
 
     def __init__(self, call: Call, ask: Call, *, stage_timeout_s: float, call_timeout_s: float) -> None:
-        """`call` reaches all ranks between the same two steps; `ask` at any time, for what concerns the staging copy alone."""
+        """`call` reaches all ranks between the same two steps; `ask` at any time, for what concerns the
+        staging copy alone."""
         self._call = call
-        self._ask = ask
+        self._call_anytime = ask
         self._stage_timeout_s = stage_timeout_s
         self._call_timeout_s = call_timeout_s
         self._busy = False
@@ -41,7 +43,8 @@ class RankUpdates:
         """What all ranks hold, if they have been left alone since."""
 
     async def stage(self, manifest: WeightManifest) -> None:
-        """Returns when every rank holds the whole version, at once if it does. Cancelled or failed, it leaves nothing staged anywhere.
+        """Returns when every rank holds the whole version, at once if it does. Cancelled or failed, it leaves
+        nothing staged anywhere.
 
         Raises:
             WeightError: with a rank's own reason.
@@ -53,13 +56,17 @@ class RankUpdates:
             return
         self._busy, self._staged = True, None
         try:
-            ranks = await self._ask("stage", msgspec.msgpack.encode(manifest), self._stage_timeout_s)
+            ranks = await self._call_anytime("stage", msgspec.msgpack.encode(manifest), self._stage_timeout_s)
             if not any(rank["error"] for rank in ranks):
                 ranks = await self._settled(manifest)
             wanted = manifest
-            if is_draft(manifest) and ranks[0].get("digest"):  # what has come must be the same on all ranks, whatever it is
+            if is_provisional(manifest) and ranks[0].get(
+                "digest"
+            ):  # what has come must be the same on all ranks, whatever it is
                 wanted = replace(manifest, digest=ranks[0]["digest"])
-            for number, rank in sorted(enumerate(ranks), key=lambda found: not found[1]["error"]):  # who says why comes first
+            for number, rank in sorted(
+                enumerate(ranks), key=lambda found: not found[1]["error"]
+            ):  # who says why comes first
                 check_rank(number, rank, wanted)
             self._staged = Served(wanted.epoch, wanted.version, wanted.digest)
         finally:
@@ -83,7 +90,9 @@ class RankUpdates:
         if not any(applied) and not poisoned:
             raise WeightError(next(rank["error"] for rank in ranks))
         if not all(applied) or poisoned:
-            raise PoisonedError(f"version {manifest.version}: {next(rank['error'] for rank in ranks if rank['error'])}")
+            raise PoisonedError(
+                f"version {manifest.version}: {next(rank['error'] for rank in ranks if rank['error'])}"
+            )
         return ranks
 
     @property
@@ -121,22 +130,26 @@ class RankUpdates:
         try:
             async with asyncio.timeout(limit_s):
                 while True:
-                    ranks = await self._ask("status")
+                    ranks = await self._call_anytime("status")
                     states = {rank["state"] for rank in ranks}
                     if "staging" not in states or "failed" in states:
                         return ranks
-                    await asyncio.sleep(min(max(shortest_s, POLL_SHARE * (time.monotonic() - began)), longest_s))
+                    await asyncio.sleep(
+                        min(max(shortest_s, POLL_SHARE * (time.monotonic() - began)), longest_s)
+                    )
         except TimeoutError:
-            raise WeightError(f"version {manifest.version}: not staged on all ranks within {limit_s:g} s") from None
+            raise WeightError(
+                f"version {manifest.version}: not staged on all ranks within {limit_s:g} s"
+            ) from None
 
     async def _discard(self) -> None:
         """Forget what is staged, on all ranks; a fetch that runs is told to end and waited for."""
         with suppress(EngineError, TimeoutError):
             async with asyncio.timeout(self._call_timeout_s):
-                ranks = await self._ask("cancel")
+                ranks = await self._call_anytime("cancel")
                 while any(rank["state"] in ("staging", "staged") for rank in ranks):
                     await asyncio.sleep(POLL_S[0])
-                    ranks = await self._ask("cancel")
+                    ranks = await self._call_anytime("cancel")
 
 
 def check_rank(rank: int, found: dict[str, Any], manifest: WeightManifest) -> None:
@@ -150,7 +163,14 @@ def check_rank(rank: int, found: dict[str, Any], manifest: WeightManifest) -> No
         kind = PoisonedError if found.get("poisoned") else WeightError
         raise kind(found["error"] or f"rank {rank} is {found['state']}")
     covered = sum(entry.nbytes for entry in manifest.tensors)
-    expected = {"epoch": manifest.epoch, "version": manifest.version, "digest": manifest.digest, "covered": covered}
+    expected = {
+        "epoch": manifest.epoch,
+        "version": manifest.version,
+        "digest": manifest.digest,
+        "covered": covered,
+    }
     for fact, value in expected.items():
         if found.get(fact) != value:
-            raise WeightError(f"rank {rank} has staged {fact} {found.get(fact)}, version {manifest.version} has {value}")
+            raise WeightError(
+                f"rank {rank} has staged {fact} {found.get(fact)}, version {manifest.version} has {value}"
+            )

@@ -9,23 +9,26 @@ from protocol.errors import EngineError
 
 MIB = 1 << 20
 RECEIVING_BYTES = 512 * MIB
-"""On a GPU, what comes of a version takes so much beside the staging copy: pieces on their way, and those that are not hashed yet."""
+"""On a GPU, what comes of a version takes so much beside the staging copy: pieces on their way, and those
+that are not hashed yet."""
 
 
-class Memory:
-    """The storages of some tensors: given back and taken again. The tensors stay the same objects, and their views are valid again.
+class ReleasableMemory:
+    """The storages of some tensors: given back and taken again. The tensors stay the same objects, and their
+    views are valid again.
 
     In between nobody may touch them: they point nowhere.
     """
 
     def __init__(self, dropped: Iterable[torch.Tensor], kept: Iterable[torch.Tensor] = ()) -> None:
-        """`dropped`: their contents are lost; `kept`: theirs wait in host memory. Where a storage is in both, it is dropped."""
+        """`dropped`: their contents are lost; `kept`: theirs wait in host memory. Where a storage is in both,
+        it is dropped."""
         lost, held = _storages(dropped), _storages(kept)
         self._kept = {key: storage for key, storage in held.items() if key not in lost}
         self._sizes = {key: (storage, storage.nbytes()) for key, storage in (lost | self._kept).items()}
         self._saved: dict[int, torch.UntypedStorage] = {}
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Nothing changes if it has been given back."""
         for key, storage in self._kept.items():
             if storage.nbytes():
@@ -35,8 +38,9 @@ class Memory:
             storage.resize_(0)
         empty_cache()
 
-    def take_back(self) -> None:
-        """Raises EngineError if there is no room; it can be tried again then. Nothing changes if it has not been given back."""
+    def restore(self) -> None:
+        """Raises EngineError if there is no room; it can be tried again then. Nothing changes if it has not
+        been given back."""
         try:
             for storage, nbytes in self._sizes.values():
                 if storage.nbytes() != nbytes:
@@ -60,7 +64,9 @@ def check_room(tensors: Iterable[torch.Tensor], staging_mb: int) -> None:
     tensors = list(tensors)
     needed = sum(tensor.nbytes for tensor in tensors)
     if 0 < staging_mb * MIB < needed:
-        raise EngineError(f"engine.staging_mb is {staging_mb}, a copy of the parameters takes {_mib(needed)} MiB: set it to that, or to 0")
+        raise EngineError(
+            f"engine.staging_mb is {staging_mb}, a copy of the parameters takes {_mib(needed)} MiB: set it to that, or to 0"
+        )
     device = tensors[0].device if tensors else torch.device("cpu")
     free = _free_bytes(device)
     on_gpu = device.type == "cuda"

@@ -1,5 +1,6 @@
-"""Live weights that are the trainer's compute weights, too (transport `shared`): they lie where the trainer can map them, and nothing is
-copied beside them. What a version is made from are the trainer's masters, mapped and verified; a commit converts them into place.
+"""Live weights that are the trainer's compute weights, too (transport `shared`): they lie where the trainer
+can map them, and nothing is copied beside them. What a version is made from are the trainer's masters, mapped
+and verified; a commit converts them into place.
 """
 
 from collections.abc import Mapping
@@ -9,27 +10,30 @@ import torch
 
 from protocol.device.digests import bits_of, digests_of
 from protocol.device.shared_layout import BUFFERS, PARAMETERS, TRANSPORT
-from protocol.device.shared_tensors import Room
+from protocol.device.shared_tensors import SharedTensors
 from protocol.errors import EngineError, WeightError
 from protocol.messages import WeightManifest
 from rollout.engines.base import Served
-from rollout.staging.loader_trace import Recorder, Traced, Window
-from rollout.staging.staging import Source, Staging, contiguous_stride
-from rollout.weights.base import Receiver
+from rollout.staging.loader_trace import LoaderTrace, Recorder, Window
+from rollout.staging.staging import ExpectedTensor, Staging, contiguous_stride
+from rollout.weights.base import WeightReceiver
 from rollout.weights.registry import CheckedReceiver
 from rollout.weights.shared import SharedReceiver
 
 
-class DirectStaging(Staging):
+class SharedStaging(Staging):
     """A version is staged when every digest of what its masters make is right. `apply` is the commit's copy.
 
-    The trainer holds the masters still until the engine says that it serves the version. Should it have gone on all the same, for it took
-    this engine for another one, a version is refused before the copy, and after it is not taken for applied.
+    The trainer holds the masters still until the engine says that it serves the version. Should it have gone
+    on all the same, for it took this engine for another one, a version is refused before the copy, and after
+    it is not taken for applied.
     """
 
-    def __init__(self, sources: Mapping[str, Source], *, architecture: str = "", tied: bool = False) -> None:
+    def __init__(
+        self, sources: Mapping[str, ExpectedTensor], *, architecture: str = "", tied: bool = False
+    ) -> None:
         """`sources`: what goes where in the live parameters, each tensor as a whole to one place."""
-        unplaced = {name: Source(source.dtype, source.shape, ()) for name, source in sources.items()}
+        unplaced = {name: ExpectedTensor(source.dtype, source.shape, ()) for name, source in sources.items()}
         super().__init__(unplaced, architecture=architecture, tied=tied)
         self._live = {name: source.slices[0].target for name, source in sources.items()}
         self._shared = SharedReceiver()
@@ -38,7 +42,9 @@ class DirectStaging(Staging):
 
     def fetch(self, manifest: WeightManifest, deadline_s: float) -> int:
         if manifest.transport != TRANSPORT:
-            raise WeightError(f"version {manifest.version} comes by {manifest.transport}, this engine takes what is {TRANSPORT}")
+            raise WeightError(
+                f"version {manifest.version} comes by {manifest.transport}, this engine takes what is {TRANSPORT}"
+            )
         covered = super().fetch(manifest, deadline_s)
         try:
             self._masters_of(manifest)
@@ -65,18 +71,23 @@ class DirectStaging(Staging):
                 target.copy_(masters[name])
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
-            self.check_live(taken)  # nothing says what a GPU's memory holds when the process whose it was has ended
+            self.check_live(
+                taken
+            )  # nothing says what a GPU's memory holds when the process whose it was has ended
         self._shared.masters(taken)
         self._taken, self._masters = None, {}
         self._shared.close()
 
     def check_live(self, manifest: WeightManifest) -> None:
-        """Compare the live parameters with the digests of a version. Raises WeightError, naming the first tensor that differs."""
+        """Compare the live parameters with the digests of a version. Raises WeightError, naming the first
+        tensor that differs."""
         copies = self.check(manifest)
         wanted = {entry.name: entry.digest for entry in manifest.tensors}
         for name, found in zip(self._live, digests_of(self._live.values()), strict=True):
             if found != wanted[copies.get(name, name)]:
-                raise WeightError(f"version {manifest.version}: {name} is not what the trainer's masters made when they were verified")
+                raise WeightError(
+                    f"version {manifest.version}: {name} is not what the trainer's masters made when they were verified"
+                )
 
     def discard(self) -> None:
         super().discard()
@@ -84,7 +95,8 @@ class DirectStaging(Staging):
         self._shared.close()
 
     def _masters_of(self, manifest: WeightManifest) -> dict[str, torch.Tensor]:
-        """What the trainer has for each live tensor, in its shape. Raises WeightError, naming one that lies otherwise there."""
+        """What the trainer has for each live tensor, in its shape. Raises WeightError, naming one that lies
+        otherwise there."""
         copies, masters = self.check(manifest), self._shared.masters(manifest)
         found: dict[str, torch.Tensor] = {}
         for name, target in self._live.items():
@@ -98,37 +110,45 @@ class DirectStaging(Staging):
                 ) from error
         return found
 
-    def _receiver_of(self, transport: str) -> Receiver:
+    def _receiver_of(self, transport: str) -> WeightReceiver:
         self._receiver, self._transport = CheckedReceiver(self._shared), transport
         return self._receiver
 
 
-class DirectPlan(Traced):
+class SharedPlan(LoaderTrace):
     """Without a buffer: every checkpoint tensor is one dense part of a live parameter."""
 
-    def __init__(self, live: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]], recorder: Recorder) -> None:
+    def __init__(
+        self, live: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]], recorder: Recorder
+    ) -> None:
         """Raises EngineError: naming a tensor that is not."""
         super().__init__(live, shapes, recorder)
         for name, copies in self._copies.items():
             whole = Window(0, shapes[name], contiguous_stride(shapes[name]))
             if len(copies) != 1 or copies[0].source != whole or copies[0].target.stride != whole.stride:
-                raise EngineError(f"tensor {name} is not one dense part of a parameter: weights.transport 'shared' cannot serve this model")
-        self._staging: DirectStaging | None = None
+                raise EngineError(
+                    f"tensor {name} is not one dense part of a parameter: weights.transport 'shared' cannot serve this model"
+                )
+        self._staging: SharedStaging | None = None
 
     def views(self) -> dict[str, torch.Tensor]:
         """The live weights by checkpoint name."""
-        return {name: copies[0].target.on(self.live[copies[0].parameter]) for name, copies in self._copies.items()}
+        return {
+            name: copies[0].target.on(self.live[copies[0].parameter]) for name, copies in self._copies.items()
+        }
 
-    def staging(self, *, architecture: str, tied: bool) -> DirectStaging:
+    def staging(self, *, architecture: str, tied: bool) -> SharedStaging:
         """What `apply` commits from."""
-        self._staging = DirectStaging(self.sources_in(self.live), architecture=architecture, tied=tied)
+        self._staging = SharedStaging(self.sources_in(self.live), architecture=architecture, tied=tied)
         return self._staging
 
     def calibrate(self) -> None:
-        """Send the live weights through the plan, a parameter at a time, over one of inverted bits, and compare.
+        """Send the live weights through the plan, a parameter at a time, over one of inverted bits, and
+        compare.
 
         Raises:
-            EngineError: naming the first parameter that comes out different: its layout is not what the loader wrote.
+            EngineError: naming the first parameter that comes out different: its layout is not what the
+                loader wrote.
         """
         views = self.views()
         with torch.no_grad():
@@ -139,7 +159,9 @@ class DirectPlan(Traced):
                 for copy in (copies[0] for copies in self._copies.values() if copies[0].parameter == name):
                     copy.target.on(made).copy_(bits_of(views[copy.name]).clone())
                 if not torch.equal(made, bits_of(live)):
-                    raise EngineError(f"parameter {name}: staging the live weights does not reproduce them; it is repacked after loading")
+                    raise EngineError(
+                        f"parameter {name}: staging the live weights does not reproduce them; it is repacked after loading"
+                    )
 
     def release(self) -> None:
         """Raises EngineError: the trainer computes with this memory."""
@@ -149,20 +171,23 @@ class DirectPlan(Traced):
         """Nothing was given back."""
 
     def apply(self) -> None:
-        """Commit what was taken from the staging. Raises WeightError, see `DirectStaging`."""
+        """Commit what was taken from the staging. Raises WeightError, see `SharedStaging`."""
         assert self._staging is not None
         self._staging.apply()
 
 
-def share_parameters(model: torch.nn.Module, buffers: Mapping[str, torch.Tensor]) -> tuple[Room, dict[str, torch.Tensor]]:
-    """Bring a model's parameters to memory that others can map, in place. Returns the room, and copies of `buffers` in it.
+def share_parameters(
+    model: torch.nn.Module, buffers: Mapping[str, torch.Tensor]
+) -> tuple[SharedTensors, dict[str, torch.Tensor]]:
+    """Bring a model's parameters to memory that others can map, in place. Returns the room, and copies of
+    `buffers` in it.
 
     Raises:
         EngineError: there is no such memory.
     """
     parameters = list(model.parameters())
     try:
-        room = Room([*parameters, *buffers.values()])
+        room = SharedTensors([*parameters, *buffers.values()])
     except WeightError as error:
         raise EngineError(f"the parameters cannot be shared: {error}") from error
     for parameter, tensor in zip(parameters, room.tensors, strict=False):
@@ -170,7 +195,12 @@ def share_parameters(model: torch.nn.Module, buffers: Mapping[str, torch.Tensor]
     return room, dict(zip(buffers, room.tensors[len(parameters) :], strict=True))
 
 
-def describe(room: Room, path: Path, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
+def describe(
+    room: SharedTensors,
+    path: Path,
+    parameters: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+) -> None:
     """Write the file by which the trainer finds what it is to compute with. Raises EngineError."""
     try:
         room.write(path, {PARAMETERS: parameters, BUFFERS: buffers})

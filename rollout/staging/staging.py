@@ -1,4 +1,5 @@
-"""A staging copy: the live parameters' layout in memory of its own, filled from a manifest while the live ones are in use."""
+"""A staging copy: the live parameters' layout in memory of its own, filled from a manifest while the live
+ones are in use."""
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,13 +13,14 @@ from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
 from protocol.weights.buckets import manifest_digest
 from rollout.engines.base import Served
-from rollout.weights.base import Receiver
+from rollout.weights.base import WeightReceiver
 from rollout.weights.registry import make_receiver
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A strided window of a source tensor (by checkpoint name) and the window of the staging buffer that it fills."""
+    """A strided window of a source tensor (by checkpoint name) and the window of the staging buffer that it
+    fills."""
 
     offset: int
     """Elements from the source's start."""
@@ -30,31 +32,34 @@ class Slice:
 
     def fill(self, source: torch.Tensor) -> None:
         """Copy the window out of the contiguous `source`."""
-        self.target.copy_(source.as_strided(self.size, self.stride, int(source.storage_offset()) + self.offset))
+        self.target.copy_(
+            source.as_strided(self.size, self.stride, int(source.storage_offset()) + self.offset)
+        )
 
 
-class Applicable(Protocol):
+class Committable(Protocol):
     """Live weights that a staged version can be brought into."""
 
     def apply(self) -> None:
-        """Do it, for the version that was taken from the staging last: no allocation on the device, no I/O, no communication."""
+        """Do it, for the version that was taken from the staging last: no allocation on the device, no I/O,
+        no communication."""
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class LiveAndStaged:
     """Live parameters and the staging copy beside them, by the same names."""
 
     live: dict[str, torch.Tensor]
     copy: dict[str, torch.Tensor]
 
     def apply(self) -> None:
-        """See `Applicable`."""
+        """See `Committable`."""
         with torch.no_grad():
             torch._foreach_copy_(list(self.live.values()), [self.copy[name] for name in self.live])
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ExpectedTensor:
     """What the engine expects of one tensor of a version."""
 
     dtype: str
@@ -63,19 +68,22 @@ class Source:
 
 
 class Staging:
-    """Fetches versions into the staging copy. One at a time; what is staged is forgotten when the next one begins.
+    """Fetches versions into the staging copy. One at a time; what is staged is forgotten when the next one
+    begins.
 
     States: empty -> (fetch) -> staged -> (take) -> empty. A fetch that fails leaves it empty.
     """
 
-    def __init__(self, sources: Mapping[str, Source], *, architecture: str = "", tied: bool = False) -> None:
+    def __init__(
+        self, sources: Mapping[str, ExpectedTensor], *, architecture: str = "", tied: bool = False
+    ) -> None:
         """`tied`: input and output embeddings are one tensor in this engine."""
         self._sources = sources
         self._architecture = architecture
         self._tied = tied
         self._staged: Served | None = None
         self._transport = ""
-        self._receiver: Receiver | None = None
+        self._receiver: WeightReceiver | None = None
         self._fetching = False
         self._cancelled = threading.Event()
 
@@ -94,7 +102,9 @@ class Staging:
         """
         version = manifest.version
         if manifest.base_model and self._architecture and manifest.base_model != self._architecture:
-            raise WeightError(f"version {version} is of a {manifest.base_model}, the engine runs a {self._architecture}")
+            raise WeightError(
+                f"version {version} is of a {manifest.base_model}, the engine runs a {self._architecture}"
+            )
         entries = {entry.name: entry for entry in manifest.tensors}
         if len(entries) != len(manifest.tensors):
             raise WeightError(f"version {version}: a tensor comes twice in the manifest")
@@ -123,7 +133,7 @@ class Staging:
         """
         self._staged = None
         copies = self.check(manifest)
-        places: dict[str, list[Source]] = {}
+        places: dict[str, list[ExpectedTensor]] = {}
         for name, source in self._sources.items():
             places.setdefault(copies.get(name, name), []).append(source)
         receiver = self._receiver_of(manifest.transport)
@@ -132,12 +142,16 @@ class Staging:
         self._fetching = True
         try:
             with torch.no_grad():
-                for entry, tensor in receiver.tensors(manifest, deadline_s, lambda entry: _whole_place(places[entry.name])):
+                for entry, tensor in receiver.tensors(
+                    manifest, deadline_s, lambda entry: _whole_place(places[entry.name])
+                ):
                     if self._cancelled.is_set():
                         raise WeightError(f"staging of version {manifest.version} was cancelled")
                     for source in places[entry.name]:
                         for part in source.slices:
-                            if part.target.data_ptr() != tensor.data_ptr():  # else it has come straight to its place
+                            if (
+                                part.target.data_ptr() != tensor.data_ptr()
+                            ):  # else it has come straight to its place
                                 part.fill(tensor)
                     seen.add(entry.name)
                     covered += entry.nbytes
@@ -148,12 +162,15 @@ class Staging:
             self._fetching = False
             self._cancelled.clear()
         if len(seen) != len(manifest.tensors):
-            raise WeightError(f"version {manifest.version}: {len(manifest.tensors) - len(seen)} tensors did not arrive")
+            raise WeightError(
+                f"version {manifest.version}: {len(manifest.tensors) - len(seen)} tensors did not arrive"
+            )
         self._staged = Served(manifest.epoch, manifest.version, receiver.digest)
         return covered
 
     def cancel(self) -> None:
-        """Make a fetch that runs or is about to begin end soon, with WeightError; called from another thread."""
+        """Make a fetch that runs or is about to begin end soon, with WeightError; called from another
+        thread."""
         self._cancelled.set()
         if self._fetching and self._receiver is not None:
             self._receiver.close()
@@ -163,7 +180,7 @@ class Staging:
         if self._receiver is not None:
             self._receiver.close()
 
-    def _receiver_of(self, transport: str) -> Receiver:
+    def _receiver_of(self, transport: str) -> WeightReceiver:
         """The receiver of the last version, which may still be connected, or another."""
         if self._receiver is None or self._transport != transport:
             self.close()
@@ -177,8 +194,12 @@ class Staging:
             WeightError: if `manifest` is not what is staged.
         """
         if self._staged != Served(manifest.epoch, manifest.version, manifest.digest):
-            held = f"version {self._staged.version} of epoch {self._staged.epoch}" if self._staged else "nothing"
-            raise WeightError(f"version {manifest.version} of epoch {manifest.epoch} is not staged ({held} is)")
+            held = (
+                f"version {self._staged.version} of epoch {self._staged.epoch}" if self._staged else "nothing"
+            )
+            raise WeightError(
+                f"version {manifest.version} of epoch {manifest.epoch} is not staged ({held} is)"
+            )
         found, self._staged = self._staged, None
         return found
 
@@ -188,8 +209,9 @@ class Staging:
         self._cancelled.clear()
 
 
-def _whole_place(sources: Sequence[Source]) -> torch.Tensor | None:
-    """The part of the staging copy that a tensor fills as it is, if it is not cut up and goes nowhere else."""
+def _whole_place(sources: Sequence[ExpectedTensor]) -> torch.Tensor | None:
+    """The part of the staging copy that a tensor fills as it is, if it is not cut up and goes nowhere
+    else."""
     if len(sources) != 1 or len(sources[0].slices) != 1:
         return None
     part = sources[0].slices[0]
@@ -209,10 +231,12 @@ def stored_once(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Te
     return kept
 
 
-def whole_source(target: torch.Tensor) -> Source:
+def whole_source(target: torch.Tensor) -> ExpectedTensor:
     """A tensor that goes as it is to `target`, which is dense."""
     shape = tuple(target.shape)
-    return Source(dtype_name(target.dtype), shape, (Slice(0, shape, contiguous_stride(shape), target),))
+    return ExpectedTensor(
+        dtype_name(target.dtype), shape, (Slice(0, shape, contiguous_stride(shape), target),)
+    )
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:

@@ -8,16 +8,19 @@ from safetensors import SafetensorError, safe_open
 
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
-from rollout.weights.base import Place, nowhere
+from rollout.weights.base import Destination, no_destination
 from rollout.weights.verification import Deadline, verify
 
 
 class DiskReceiver:
-    """Reads tensors by name. The file's own header must agree with the manifest; its bytes are verified all the same."""
+    """Reads tensors by name. The file's own header must agree with the manifest; its bytes are verified all
+    the same."""
 
     digest = 0
 
-    def tensors(self, manifest: WeightManifest, deadline_s: float, place: Place = nowhere) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+    def tensors(
+        self, manifest: WeightManifest, deadline_s: float, place: Destination = no_destination
+    ) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
         deadline = Deadline(manifest, deadline_s)
         path = Path(manifest.location) / "model.safetensors"
         try:
@@ -42,4 +45,6 @@ class DiskReceiver:
 def _check_header(entry: TensorEntry, tensor: torch.Tensor, path: Path) -> None:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype != entry.dtype or tuple(tensor.shape) != entry.shape:
-        raise WeightError(f"tensor {entry.name} is {dtype}{list(tensor.shape)} in {path}, {entry.dtype}{list(entry.shape)} in the manifest")
+        raise WeightError(
+            f"tensor {entry.name} is {dtype}{list(tensor.shape)} in {path}, {entry.dtype}{list(entry.shape)} in the manifest"
+        )

@@ -7,14 +7,14 @@ import torch
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
 from protocol.weights.buckets import check_manifest
-from rollout.weights.base import Place, Receiver, nowhere
+from rollout.weights.base import Destination, WeightReceiver, no_destination
 from rollout.weights.disk import DiskReceiver
 from rollout.weights.ipc import IpcReceiver
 from rollout.weights.nccl import NcclReceiver
 from rollout.weights.shared import SharedReceiver
 from rollout.weights.shm import ShmReceiver
 
-RECEIVERS: dict[str, Callable[[], Receiver]] = {
+RECEIVERS: dict[str, Callable[[], WeightReceiver]] = {
     "disk": DiskReceiver,
     "ipc": IpcReceiver,
     "nccl": NcclReceiver,
@@ -26,10 +26,12 @@ RECEIVERS: dict[str, Callable[[], Receiver]] = {
 class CheckedReceiver:
     """A receiver that refuses a manifest which contradicts itself before it fetches a byte."""
 
-    def __init__(self, receiver: Receiver) -> None:
+    def __init__(self, receiver: WeightReceiver) -> None:
         self._receiver = receiver
 
-    def tensors(self, manifest: WeightManifest, deadline_s: float, place: Place = nowhere) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+    def tensors(
+        self, manifest: WeightManifest, deadline_s: float, place: Destination = no_destination
+    ) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
         check_manifest(manifest)
         yield from self._receiver.tensors(manifest, deadline_s, place)
 
@@ -41,7 +43,7 @@ class CheckedReceiver:
         self._receiver.close()
 
 
-def make_receiver(transport: str) -> Receiver:
+def make_receiver(transport: str) -> WeightReceiver:
     """The receiver for `manifest.transport`. It checks each manifest before it uses it.
 
     Raises:

@@ -1,4 +1,5 @@
-"""The receiving end of `trainer/weights/version_server.py`: asks for a version, a line of JSON at a time, on a connection that stays."""
+"""The receiving end of `trainer/weights/version_server.py`: asks for a version, a line of JSON at a time, on
+a connection that stays."""
 
 import json
 import select
@@ -19,7 +20,7 @@ HANG_UP = getattr(select, "POLLRDHUP", select.POLLHUP)
 """What `poll` calls it when the other end has hung up; elsewhere than on Linux it may notice later."""
 
 
-class Line:
+class SenderConnection:
     """A connection to the sender."""
 
     def __init__(self, host: str, port: int, deadline: Deadline) -> None:
@@ -35,14 +36,19 @@ class Line:
             WeightError: the sender refused; says why.
             OSError, ValueError: it has hung up, or does not speak our protocol.
         """
-        self._tell({"version": manifest.version, "epoch": manifest.epoch, "layout": layout_digest(manifest)}, deadline)
+        self._tell(
+            {"version": manifest.version, "epoch": manifest.epoch, "layout": layout_digest(manifest)},
+            deadline,
+        )
         answer = b""
         while not answer.endswith(b"\n"):
             self._connection.settimeout(deadline.remaining("waiting for the sender's answer"))
             part = self._connection.recv(1 << 16)
             answer += part
             if not part or len(answer) > MAX_LINE:
-                raise ConnectionError(f"the sender of version {manifest.version} hung up or does not speak our protocol")
+                raise ConnectionError(
+                    f"the sender of version {manifest.version} hung up or does not speak our protocol"
+                )
         found = json.loads(answer)
         if not isinstance(found, dict) or "error" in found:
             detail = found.get("error") if isinstance(found, dict) else found
@@ -54,9 +60,12 @@ class Line:
         self._tell({"done": manifest.version}, deadline)
 
     def watch(self, on_hang_up: Callable[[], None]) -> None:
-        """Call a function from a thread of its own, which lives until then: when the sender hangs up, or `close` does."""
+        """Call a function from a thread of its own, which lives until then: when the sender hangs up, or
+        `close` does."""
         connection = self._connection.dup()  # its number stays its own until the thread has ended
-        threading.Thread(target=_watch, args=(connection, on_hang_up), name="weights.watch", daemon=True).start()
+        threading.Thread(
+            target=_watch, args=(connection, on_hang_up), name="weights.watch", daemon=True
+        ).start()
 
     def hung_up(self) -> bool:
         """Whether the sender has hung up, or we have. It says nothing unasked."""

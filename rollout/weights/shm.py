@@ -1,4 +1,5 @@
-"""Receives a version from files in shared memory on the same host: `location` is a directory with one file for each bucket."""
+"""Receives a version from files in shared memory on the same host: `location` is a directory with one file
+for each bucket."""
 
 import mmap
 from collections.abc import Iterator
@@ -8,21 +9,26 @@ import torch
 
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
-from rollout.weights.base import Place, nowhere
+from rollout.weights.base import Destination, no_destination
 from rollout.weights.verification import Deadline, in_buckets, verify, view
 
 
 class ShmReceiver:
-    """Maps `bucket_00000.bin` ... privately: nothing is copied, and a publisher that unlinks the files does not disturb a reader."""
+    """Maps `bucket_00000.bin` ... privately: nothing is copied, and a publisher that unlinks the files does
+    not disturb a reader."""
 
     digest = 0
 
-    def tensors(self, manifest: WeightManifest, deadline_s: float, place: Place = nowhere) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+    def tensors(
+        self, manifest: WeightManifest, deadline_s: float, place: Destination = no_destination
+    ) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
         deadline = Deadline(manifest, deadline_s)
         for index, entries in in_buckets(manifest):
             if not entries:
                 continue
-            bucket = _map(Path(manifest.location) / f"bucket_{index:05d}.bin", manifest.buckets[index], entries[0])
+            bucket = _map(
+                Path(manifest.location) / f"bucket_{index:05d}.bin", manifest.buckets[index], entries[0]
+            )
             for entry in entries:
                 deadline.remaining(f"reading {entry.name}")
                 tensor = view(entry, bucket)
@@ -39,10 +45,13 @@ def _map(path: Path, nbytes: int, first: TensorEntry) -> torch.Tensor:
         with path.open("rb") as file:
             size = file.seek(0, 2)
             if size < nbytes:
-                raise WeightError(f"{path}: {size} bytes, the manifest says {nbytes} (first tensor {first.name})")
+                raise WeightError(
+                    f"{path}: {size} bytes, the manifest says {nbytes} (first tensor {first.name})"
+                )
             if nbytes == 0:
                 return torch.empty(0, dtype=torch.uint8)
-            # ACCESS_COPY: torch wants writable memory; nothing here writes to it, and writes would stay private
+            # ACCESS_COPY: torch wants writable memory; nothing here writes to it, and writes would stay
+            # private
             memory = mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_COPY)
     except OSError as error:
         raise WeightError(f"{path}: {error.strerror or error} (first tensor {first.name})") from error

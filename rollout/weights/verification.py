@@ -8,9 +8,9 @@ import torch
 from protocol.device.digests import Digests, digests_of
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
-from protocol.weights.buckets import Piece, manifest_digest
-from protocol.weights.provisional import is_draft, with_digests
-from rollout.weights.base import Place
+from protocol.weights.buckets import Chunk, manifest_digest
+from protocol.weights.provisional import is_provisional, with_digests
+from rollout.weights.base import Destination
 
 POLL_S = 0.0005
 """Between two looks at a stream."""
@@ -46,8 +46,9 @@ def in_buckets(manifest: WeightManifest) -> Iterator[tuple[int, Sequence[TensorE
     yield from enumerate(entries)
 
 
-def target_of(piece: Piece, device: torch.device, place: Place) -> torch.Tensor | None:
-    """Where the bytes of a piece belong, [bytes] uint8: the place of its tensor, if it is one and has one on this device."""
+def destination_of(piece: Chunk, device: torch.device, place: Destination) -> torch.Tensor | None:
+    """Where the bytes of a piece belong, [bytes] uint8: the place of its tensor, if it is one and has one on
+    this device."""
     target = place(piece.entries[0]) if len(piece.entries) == 1 else None
     return target.view(-1).view(torch.uint8) if target is not None and target.device == device else None
 
@@ -75,14 +76,15 @@ def verify(entry: TensorEntry, tensor: torch.Tensor) -> None:
 
 
 class Verification:
-    """Compares the tensors of a version with their digests: those on the host at once, those on a GPU all together at the end.
+    """Compares the tensors of a version with their digests: those on the host at once, those on a GPU all
+    together at the end.
 
     Of a draft it finds out the digests in the same way.
     """
 
     def __init__(self, manifest: WeightManifest) -> None:
         self._manifest = manifest
-        self._found: dict[str, int] | None = {} if is_draft(manifest) else None
+        self._found: dict[str, int] | None = {} if is_provisional(manifest) else None
         """Of a draft."""
         self._later: list[TensorEntry] = []
         self._digests = Digests()
@@ -101,7 +103,8 @@ class Verification:
             self._note(entry, digests_of([tensor])[0])
 
     def finish(self, deadline: Deadline, gone: Callable[[], bool] = lambda: False) -> int:
-        """Wait until all that is queued on the current stream is done, and compare what has not been compared.
+        """Wait until all that is queued on the current stream is done, and compare what has not been
+        compared.
 
         Returns: the digest of the version.
 
@@ -118,7 +121,11 @@ class Verification:
             self._refuse_if(gone)
         if self._found is None:
             return self._manifest.digest
-        return manifest_digest(with_digests(self._manifest, [self._found[entry.name] for entry in self._manifest.tensors]).tensors)
+        return manifest_digest(
+            with_digests(
+                self._manifest, [self._found[entry.name] for entry in self._manifest.tensors]
+            ).tensors
+        )
 
     def _compare_later(self, deadline: Deadline, gone: Callable[[], bool]) -> None:
         self._digests.launch()
@@ -145,4 +152,6 @@ class Verification:
 
 def _compare(entry: TensorEntry, found: int) -> None:
     if found != entry.digest:
-        raise WeightError(f"tensor {entry.name}: digest {found:016x} of the bytes that arrived, expected {entry.digest:016x}")
+        raise WeightError(
+            f"tensor {entry.name}: digest {found:016x} of the bytes that arrived, expected {entry.digest:016x}"
+        )

@@ -1,8 +1,9 @@
 """Both ends of a BROADCAST edge: the newest word of the trainer to every engine, and the engines' answers.
 
-Nothing here is waited for or resent: the ledger holds what a peer missed. What is bounded: frames per peer (`high_water_mark`; a
-peer whose queue is full misses the message and is counted), answers and messages that wait to be received (the oldest is dropped
-and counted), answers that wait for a connection (`MAX_UNSENT`, likewise).
+Nothing here is waited for or resent: the ledger holds what a peer missed. What is bounded: frames per peer
+(`high_water_mark`; a peer whose queue is full misses the message and is counted), answers and messages that
+wait to be received (the oldest is dropped and counted), answers that wait for a connection (`MAX_UNSENT`,
+likewise).
 """
 
 import asyncio
@@ -43,7 +44,8 @@ class _Peer:
 
 
 class Broadcaster:
-    """Binds; publishes to all peers that said hello. `async with Broadcaster(...) as it`, or `start` and `close`."""
+    """Binds; publishes to all peers that said hello. `async with Broadcaster(...) as it`, or `start` and
+    `close`."""
 
     def __init__(self, topic: Topic, *, run: str, incarnation: str, config: BusConfig) -> None:
         if topic.pattern is not Pattern.BROADCAST:
@@ -75,11 +77,14 @@ class Broadcaster:
         await self.start()
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         await self.close()
 
     def publish(self, message: AnyMessage, epoch: str = "") -> int:
-        """Hand a message to every connected peer; returns to how many. A peer whose queue is full is counted, not waited for."""
+        """Hand a message to every connected peer; returns to how many. A peer whose queue is full is counted,
+        not waited for."""
         if not isinstance(message, self._topic.carries):
             raise TypeError(f"topic {self._topic.name} does not carry {type(message).__name__}")
         frame = encode(message, run=self._run, id=new_token(), epoch=epoch)
@@ -121,7 +126,9 @@ class Broadcaster:
             self._peers.pop(connection, None)
         else:
             self.stats.dropped_full += 1
-            log.warning("bus.peer_full topic=%s peer=%s message=%s", self._topic.name, peer.incarnation, kind.__name__)
+            log.warning(
+                "bus.peer_full topic=%s peer=%s message=%s", self._topic.name, peer.incarnation, kind.__name__
+            )
             if kind in STICKY:
                 peer.missed.add(kind)
         return outcome is Outcome.SENT
@@ -170,12 +177,15 @@ class Broadcaster:
 
 
 class Listener:
-    """Connects to every broadcaster that the registry names: `async with Listener(...) as it: await it.receive()`.
+    """Connects to every broadcaster that the registry names: `async with Listener(...) as it: await
+    it.receive()`.
 
     After a reconnect the newest sticky message comes again: the reader tells by its content what is new.
     """
 
-    def __init__(self, topic: Topic, *, run: str, incarnation: str, role: str, config: BusConfig, discover: Discover) -> None:
+    def __init__(
+        self, topic: Topic, *, run: str, incarnation: str, role: str, config: BusConfig, discover: Discover
+    ) -> None:
         if topic.pattern is not Pattern.BROADCAST:
             raise TypeError(f"topic {topic.name} is not a {Pattern.BROADCAST} topic")
         self.stats = BusStats()
@@ -200,7 +210,9 @@ class Listener:
         await self._links.__aenter__()
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
             await self._links.__aexit__(kind, error, trace)
         finally:
@@ -215,7 +227,8 @@ class Listener:
         return await self._inbox.get()
 
     def answer(self, message: AnyMessage, epoch: str = "") -> None:
-        """Send an answer to every connected broadcaster, or to the next one that connects. Never waits; may be lost."""
+        """Send an answer to every connected broadcaster, or to the next one that connects. Never waits; may
+        be lost."""
         if not isinstance(message, self._topic.answers):
             raise TypeError(f"topic {self._topic.name} has no answer {type(message).__name__}")
         if len(self._unsent) >= MAX_UNSENT:

@@ -42,7 +42,9 @@ class BusConfig:
         if self.max_outstanding < 1 or self.high_water_mark < 1:
             raise SettingsError("bus.max_outstanding and bus.high_water_mark must be at least 1")
         if not 0 <= self.port_base <= 65535 - len(TOPICS):
-            raise SettingsError(f"bus.port_base = {self.port_base}: use 0 for any free port, or 1 to {65535 - len(TOPICS)}")
+            raise SettingsError(
+                f"bus.port_base = {self.port_base}: use 0 for any free port, or 1 to {65535 - len(TOPICS)}"
+            )
 
 
 def is_loopback(host: str) -> bool:

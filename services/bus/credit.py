@@ -1,12 +1,14 @@
 """How a receiver splits its window among its senders. Pure.
 
-Legend: a sender's window is absolute (`granted` messages in total on its connection), so that repeating or losing a grant does no
-harm. Promised = granted but not sent yet + received but not finished. The receiver keeps
+Legend: a sender's window is absolute (`granted` messages in total on its connection), so that repeating or
+losing a grant does no harm. Promised = granted but not sent yet + received but not finished. The receiver
+keeps
 
     sum over senders of promised + orphans <= window + number of senders
 
-where orphans are unfinished messages of senders that are gone. Each sender has at least one message promised; nobody has more than
-`ahead` granted without using it, so that idle senders cannot hoard the window; what is free goes to whoever has least.
+where orphans are unfinished messages of senders that are gone. Each sender has at least one message promised;
+nobody has more than `ahead` granted without using it, so that idle senders cannot hoard the window; what is
+free goes to whoever has least.
 """
 
 from collections.abc import Collection

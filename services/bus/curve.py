@@ -31,7 +31,8 @@ KEY_BYTES = 32
 
 
 def create_keys(directory: str | Path) -> None:
-    """Make a server and a client key pair in `directory`, readable by the owner only, and authorize the client.
+    """Make a server and a client key pair in `directory`, readable by the owner only, and authorize the
+    client.
 
     Raises:
         SettingsError: if there are keys already: replacing them would lock out running peers.
@@ -61,7 +62,9 @@ def load_pair(directory: str | Path, name: str) -> tuple[bytes, bytes]:
         raise SettingsError(f"bus.curve_dir: {path} holds no secret key")
     mode = path.stat().st_mode
     if mode & 0o077:
-        raise SettingsError(f"bus.curve_dir: {path} can be read by other users (mode {mode & 0o777:o}); chmod 600 it, or make new keys")
+        raise SettingsError(
+            f"bus.curve_dir: {path} can be read by other users (mode {mode & 0o777:o}); chmod 600 it, or make new keys"
+        )
     return public, secret
 
 
@@ -78,7 +81,9 @@ def _load(path: Path, directory: str | Path) -> tuple[bytes, bytes | None]:
     try:
         return _read(path)
     except (OSError, ValueError) as error:
-        raise SettingsError(f"bus.curve_dir: cannot read {path} ({error}); make keys with `tether keys {directory}`") from error
+        raise SettingsError(
+            f"bus.curve_dir: cannot read {path} ({error}); make keys with `tether keys {directory}`"
+        ) from error
 
 
 def _read(path: Path) -> tuple[bytes, bytes | None]:
@@ -131,7 +136,11 @@ class ClientKeys:
 
     def secure(self, socket: zmq.Socket[bytes]) -> None:
         """Make a socket that is about to connect speak CURVE."""
-        socket.curve_publickey, socket.curve_secretkey, socket.curve_serverkey = self.public, self.secret, self.server
+        socket.curve_publickey, socket.curve_secretkey, socket.curve_serverkey = (
+            self.public,
+            self.secret,
+            self.server,
+        )
 
 
 class Authenticator:
@@ -156,7 +165,10 @@ class Authenticator:
         allowed = len(request) == 7 and request[5] == b"CURVE" and self._knows(z85.encode(request[6]))
         if not allowed:
             self._stats.unknown_peer += 1
-            log.info("bus.unauthorized address=%s", request[3].decode(errors="replace") if len(request) > 3 else "?")
+            log.info(
+                "bus.unauthorized address=%s",
+                request[3].decode(errors="replace") if len(request) > 3 else "?",
+            )
         verdict = (b"200", b"OK") if allowed else (b"400", b"key is not in authorized/")
         self._socket.send_multipart([b"1.0", number, *verdict, b"", b""], zmq.NOBLOCK)
         self._pump.poke()

@@ -4,7 +4,7 @@ from collections import deque
 from typing import Generic, TypeVar
 
 from protocol.errors import Unavailable
-from services.bus.wait_queue import Turns
+from services.bus.wait_queue import WaitQueue
 
 T = TypeVar("T")
 
@@ -16,7 +16,7 @@ class Inbox(Generic[T]):
         self._name = name
         self._limit = limit
         self._items: deque[T] = deque()
-        self._readers = Turns()
+        self._readers = WaitQueue()
         self._closed = False
 
     def __len__(self) -> int:
@@ -30,7 +30,7 @@ class Inbox(Generic[T]):
         """Add an item, even to a full inbox."""
         self._items.append(item)
         if self._readers:
-            self._readers.give()
+            self._readers.wake_one()
 
     def drop_oldest(self) -> T:
         """Make room: take the oldest item out."""

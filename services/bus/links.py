@@ -1,8 +1,8 @@
 """The connecting end of an edge: one connection to each receiver that the registry names.
 
-A link is one TCP connection: it never reconnects by itself, so that its counters and the order of its frames hold for its whole
-life. When it is lost (its receiver vanished from the registry, fell silent, disconnected, or is another than expected) its owner is
-told, and the next look into the registry opens a new one.
+A link is one TCP connection: it never reconnects by itself, so that its counters and the order of its frames
+hold for its whole life. When it is lost (its receiver vanished from the registry, fell silent, disconnected,
+or is another than expected) its owner is told, and the next look into the registry opens a new one.
 """
 
 import asyncio
@@ -39,9 +39,12 @@ LOST_EVENTS = (
 
 
 class Link(Generic[T]):
-    """One connection to one receiver. `outstanding` is its owner's: what was sent on it and is not finished, oldest first."""
+    """One connection to one receiver. `outstanding` is its owner's: what was sent on it and is not finished,
+    oldest first."""
 
-    def __init__(self, owner: "Links[T]", context: zmq.Context[zmq.Socket[bytes]], incarnation: str, endpoint: str) -> None:
+    def __init__(
+        self, owner: "Links[T]", context: zmq.Context[zmq.Socket[bytes]], incarnation: str, endpoint: str
+    ) -> None:
         config = owner.config
         self.incarnation = incarnation
         self.endpoint = endpoint
@@ -84,9 +87,12 @@ class Link(Generic[T]):
         self.pump = Pump(self._socket, self._take, self._look_writable)
 
     def send(self, frame: bytes) -> bool:
-        """Hand a frame to the socket. False, and `full`, if its queue has no room; `Links` tells its owner when it has."""
+        """Hand a frame to the socket. False, and `full`, if its queue has no room; `Links` tells its owner
+        when it has."""
         try:
-            self._socket.send(frame, zmq.NOBLOCK, copy=False)  # frames over zmq.COPY_THRESHOLD are shared, not copied
+            self._socket.send(
+                frame, zmq.NOBLOCK, copy=False
+            )  # frames over zmq.COPY_THRESHOLD are shared, not copied
         except zmq.Again:
             self.full = True
             return False
@@ -107,7 +113,8 @@ class Link(Generic[T]):
         return True
 
     def check(self, now_s: float, timeout_s: float) -> None:
-        """Set `lost` if the connection broke or has been silent for too long; what has arrived is read before that is judged."""
+        """Set `lost` if the connection broke or has been silent for too long; what has arrived is read before
+        that is judged."""
         while not self.lost and self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
             self.lost = "unauthorized" if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH else "disconnected"
@@ -140,7 +147,8 @@ class Link(Generic[T]):
 
 
 class Links(Generic[T]):
-    """All links of one topic, while the block of `async with` runs. An unexpected error of `discover` ends the block.
+    """All links of one topic, while the block of `async with` runs. An unexpected error of `discover` ends
+    the block.
 
     `on_frame` gets every frame; `on_lost` gets a link that was removed, after which it is closed.
     """
@@ -179,7 +187,8 @@ class Links(Generic[T]):
 
     @property
     def links(self) -> Mapping[str, Link[T]]:
-        """By incarnation of the receiver; those that are to be preferred, where all else is equal, come first."""
+        """By incarnation of the receiver; those that are to be preferred, where all else is equal, come
+        first."""
         return self._links
 
     async def __aenter__(self) -> Self:
@@ -195,18 +204,25 @@ class Links(Generic[T]):
         self._task = self._group.create_task(self._discover_loop(), name=f"bus.{self._topic.name}.discover")
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """Close all links; `on_lost` is not called."""
-        cancelled = error if isinstance(error, asyncio.CancelledError) else None  # another error stays as it is, in no group
+        cancelled = (
+            error if isinstance(error, asyncio.CancelledError) else None
+        )  # another error stays as it is, in no group
         try:
             if self._task is not None:
                 self._task.cancel()
-            await self._group.__aexit__(type(cancelled) if cancelled else None, cancelled, trace if cancelled else None)
+            await self._group.__aexit__(
+                type(cancelled) if cancelled else None, cancelled, trace if cancelled else None
+            )
         finally:
             self._close()
 
     async def _discover_loop(self) -> None:
-        """Keep the links as the registry has them, until cancelled. While the registry cannot be asked, they stay as they are."""
+        """Keep the links as the registry has them, until cancelled. While the registry cannot be asked, they
+        stay as they are."""
         self._timer = asyncio.get_running_loop().call_later(self.config.heartbeat_s, self._watch)
         while True:
             try:
@@ -243,18 +259,26 @@ class Links(Generic[T]):
             try:
                 link = Link(self, self._context, incarnation, endpoint)
             except zmq.ZMQError as error:
-                log.warning("bus.bad_endpoint topic=%s receiver=%s endpoint=%s error=%s", self._topic.name, incarnation, endpoint, error)
+                log.warning(
+                    "bus.bad_endpoint topic=%s receiver=%s endpoint=%s error=%s",
+                    self._topic.name,
+                    incarnation,
+                    endpoint,
+                    error,
+                )
                 continue
             self._links[incarnation] = link
             self._links = dict(sorted(self._links.items(), key=self._rank))
             self._greet(link)
 
     def _rank(self, item: tuple[str, Link[T]]) -> int:
-        """An order of receivers that is another one for each sender: of several that are as good, not all senders take the same."""
+        """An order of receivers that is another one for each sender: of several that are as good, not all
+        senders take the same."""
         return zlib.crc32(f"{self._hello.sender} {item[0]}".encode())
 
     def _greet(self, link: Link[T]) -> None:
-        """Say hello; on a link that waits for something, so that the receiver tells of what was lost even if nothing follows it."""
+        """Say hello; on a link that waits for something, so that the receiver tells of what was lost even if
+        nothing follows it."""
         link.send(encode(msgspec.structs.replace(self._hello, sent=link.sent), run=self._run, id=""))
 
     def _watch(self) -> None:
@@ -269,7 +293,9 @@ class Links(Generic[T]):
 
     def _remove(self, link: Link[T]) -> None:
         if link.ready or (link.lost == "unauthorized" and link.incarnation not in self._refused_by):
-            log.warning("bus.link_lost topic=%s receiver=%s reason=%s", self._topic.name, link.incarnation, link.lost)
+            log.warning(
+                "bus.link_lost topic=%s receiver=%s reason=%s", self._topic.name, link.incarnation, link.lost
+            )
         if link.lost == "unauthorized":
             self._refused_by.add(link.incarnation)
         del self._links[link.incarnation]

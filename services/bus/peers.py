@@ -17,7 +17,8 @@ log = logging.getLogger(__name__)
 
 MAX_PEERS = 16_384
 MAX_OWED = 65_536
-"""Acknowledgements that wait for one peer that does not read; more are dropped, and told when the message comes again."""
+"""Acknowledgements that wait for one peer that does not read; more are dropped, and told when the message
+comes again."""
 
 
 @dataclass(slots=True)
@@ -33,11 +34,20 @@ class Peer:
     refused: dict[str, str] = field(default_factory=dict)
 
 
-class Peers:
-    """The senders that said hello, by connection. One ack frame per peer and loop iteration; one heartbeat per `heartbeat_s`."""
+class SenderSessions:
+    """The senders that said hello, by connection. One ack frame per peer and loop iteration; one heartbeat
+    per `heartbeat_s`."""
 
     def __init__(
-        self, topic: Topic, *, run: str, incarnation: str, config: BusConfig, router: Router, stats: BusStats, held: Callable[[], int]
+        self,
+        topic: Topic,
+        *,
+        run: str,
+        incarnation: str,
+        config: BusConfig,
+        router: Router,
+        stats: BusStats,
+        held: Callable[[], int],
     ) -> None:
         """`held()`: unfinished messages of the whole receiver, those of gone peers included."""
         self._topic = topic
@@ -67,7 +77,7 @@ class Peers:
     def get(self, connection: bytes) -> Peer | None:
         return self._peers.get(connection)
 
-    def greet(self, connection: bytes, hello: Hello) -> None:
+    def on_hello(self, connection: bytes, hello: Hello) -> None:
         """Answer a hello with a heartbeat, so that the peer learns what of all that it sent is held."""
         peer = self._peers.get(connection)
         if peer is not None and hello.sent <= peer.account.seen:
@@ -84,7 +94,7 @@ class Peers:
         self._top_up()
         self._heartbeat(connection, peer)
 
-    def owe(self, connection: bytes, id: str, why: str | None) -> None:
+    def queue_ack(self, connection: bytes, id: str, why: str | None) -> None:
         """Have a peer told that a message is finished: refused for `why`, or acknowledged."""
         peer = self._peers.get(connection)
         if peer is None:
@@ -105,10 +115,14 @@ class Peers:
             self._flushing = True
             asyncio.get_running_loop().call_soon(self._flush)
 
-    def who(self) -> dict[str, dict[str, int]]:
+    def snapshot(self) -> dict[str, dict[str, int]]:
         """Per sender: messages held, seen and granted (-1: no limit)."""
         return {
-            peer.incarnation: {"held": len(peer.held), "seen": peer.account.seen, "granted": self._credit(peer)}
+            peer.incarnation: {
+                "held": len(peer.held),
+                "seen": peer.account.seen,
+                "granted": self._credit(peer),
+            }
             for peer in self._peers.values()
         }
 
@@ -129,10 +143,14 @@ class Peers:
         if not window:
             return
         if len(self._peers) >= window and not everybody:
-            # Each has one message promised and nothing is free, but for those who are told of an end: there is no need to look at all.
+            # Each has one message promised and nothing is free, but for those who are told of an end: there
+            # is no need to look at all.
             among, orphans = {c: self._peers[c] for c in self._owing if c in self._peers}, window
         else:
-            among, orphans = self._peers, self._held() - sum(peer.account.unfinished for peer in self._peers.values())
+            among, orphans = (
+                self._peers,
+                self._held() - sum(peer.account.unfinished for peer in self._peers.values()),
+            )
         connections = {id(peer.account): connection for connection, peer in among.items()}
         for account in top_up(window, [peer.account for peer in among.values()], orphans):
             self._owing[connections[id(account)]] = None
@@ -163,7 +181,11 @@ class Peers:
         if connection in self._owing and not self._tell(connection, peer):
             return
         beat = Heartbeat(
-            receiver=self._incarnation, sequence=self._sequence, held=tuple(peer.held), seen=peer.account.seen, credit=self._credit(peer)
+            receiver=self._incarnation,
+            sequence=self._sequence,
+            held=tuple(peer.held),
+            seen=peer.account.seen,
+            credit=self._credit(peer),
         )
         if self._router.send(connection, encode(beat, run=self._run, id="")) is Outcome.GONE:
             self._forget(connection)
@@ -173,7 +195,9 @@ class Peers:
         peer = self._peers.pop(connection, None)
         self._owing.pop(connection, None)
         if peer is not None:
-            log.debug("bus.peer_gone topic=%s sender=%s held=%d", self._topic.name, peer.incarnation, len(peer.held))
+            log.debug(
+                "bus.peer_gone topic=%s sender=%s held=%d", self._topic.name, peer.incarnation, len(peer.held)
+            )
 
     def _credit(self, peer: Peer) -> int:
         return peer.account.granted if self._topic.window else -1

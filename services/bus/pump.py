@@ -1,8 +1,9 @@
 """Drives one ZeroMQ socket from the event loop.
 
-A socket's descriptor is edge-triggered: it becomes readable when the state may have changed, and any call on the socket, a send
-too, may swallow that. So after each wake the socket is read until it has nothing left, each send is followed by another look
-(`poke`, once per loop iteration), and a timer looks again in case an edge was missed all the same.
+A socket's descriptor is edge-triggered: it becomes readable when the state may have changed, and any call on
+the socket, a send too, may swallow that. So after each wake the socket is read until it has nothing left,
+each send is followed by another look (`poke`, once per loop iteration), and a timer looks again in case an
+edge was missed all the same.
 """
 
 import asyncio
@@ -19,8 +20,8 @@ _ZERO_COPY_RECV = 10
 def make_context() -> zmq.Context[zmq.Socket[bytes]]:
     """A context whose small messages are copied out of the buffer that they were read into.
 
-    ZeroMQ would hand out the buffer itself. Each message that waits, or is held, then holds 18 kB, whatever its size, and what one pause
-    of a process with many peers has claimed is not given back.
+    ZeroMQ would hand out the buffer itself. Each message that waits, or is held, then holds 18 kB, whatever
+    its size, and what one pause of a process with many peers has claimed is not given back.
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     context.set(_ZERO_COPY_RECV, 0)
@@ -34,12 +35,16 @@ FALLBACK_S = 0.25
 
 
 class Pump:
-    """Calls `take` until it raises `zmq.Again`, and `writable` after a wake that may have made room in a full socket.
+    """Calls `take` until it raises `zmq.Again`, and `writable` after a wake that may have made room in a full
+    socket.
 
-    `take` receives one message from the socket with NOBLOCK and handles it; it lets no other `zmq.Again` escape.
+    `take` receives one message from the socket with NOBLOCK and handles it; it lets no other `zmq.Again`
+    escape.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], take: Callable[[], None], writable: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, socket: zmq.Socket[bytes], take: Callable[[], None], writable: Callable[[], None] | None = None
+    ) -> None:
         self._socket = socket
         self._take = take
         self._writable = writable
@@ -75,7 +80,9 @@ class Pump:
         try:
             for _ in range(BATCH):
                 if self._paused:
-                    self._socket.getsockopt(zmq.EVENTS)  # clears the descriptor, which would keep the loop spinning
+                    self._socket.getsockopt(
+                        zmq.EVENTS
+                    )  # clears the descriptor, which would keep the loop spinning
                     break
                 take()
                 if self._closed:

@@ -1,8 +1,9 @@
 """The receiving end of a DELIVER edge.
 
-A message is *held* from its arrival until `ack` or `refuse`; its id is then remembered, so that a repeat is answered at once. What
-is bounded: messages waiting for `receive` (`high_water_mark`; when it is reached the socket is not read and the senders wait),
-messages held (the senders' `max_outstanding`, or the topic's window), ids remembered (`REMEMBERED`), peers and what they are owed.
+A message is *held* from its arrival until `ack` or `refuse`; its id is then remembered, so that a repeat is
+answered at once. What is bounded: messages waiting for `receive` (`high_water_mark`; when it is reached the
+socket is not read and the senders wait), messages held (the senders' `max_outstanding`, or the topic's
+window), ids remembered (`REMEMBERED`), peers and what they are owed.
 """
 
 import asyncio
@@ -20,15 +21,15 @@ from protocol.messages import AnyMessage, Hello
 from protocol.topics import Pattern, Topic
 from services.bus.config import BusConfig
 from services.bus.inbox import Inbox
-from services.bus.peers import Peer, Peers
+from services.bus.peers import Peer, SenderSessions
 from services.bus.router import Router
 from services.bus.stats import BusStats
 
 log = logging.getLogger(__name__)
 
 REMEMBERED = 16_384
-"""Ids of finished messages that are remembered (8 MB); the oldest are forgotten first. A repeat of one that was forgotten is only work:
-what counts is the ledger's transition."""
+"""Ids of finished messages that are remembered (8 MB); the oldest are forgotten first. A repeat of one that
+was forgotten is only work: what counts is the ledger's transition."""
 MAX_ID_CHARACTERS = 128
 
 
@@ -45,7 +46,8 @@ class Delivery:
 class Receiver:
     """Binds, receives, acknowledges, and tells its senders by heartbeat what it holds.
 
-    Use it as `async with Receiver(...) as receiver`, or call `start` and `close`. It owns callbacks of the loop, and no task.
+    Use it as `async with Receiver(...) as receiver`, or call `start` and `close`. It owns callbacks of the
+    loop, and no task.
     """
 
     def __init__(self, topic: Topic, *, run: str, incarnation: str, config: BusConfig) -> None:
@@ -58,9 +60,17 @@ class Receiver:
         self._router = Router(topic, config=config, stats=self.stats, on_frame=self._on_frame)
         self._inbox: Inbox[Delivery] = Inbox(f"receiver of {topic.name}", config.high_water_mark)
         self._held: dict[str, bytes] = {}  # message id -> connection that is told of its end
-        self._finished: OrderedDict[str, str | None] = OrderedDict()  # message id -> why it was refused, None if acknowledged
-        self._peers = Peers(
-            topic, run=run, incarnation=incarnation, config=config, router=self._router, stats=self.stats, held=lambda: len(self._held)
+        self._finished: OrderedDict[str, str | None] = (
+            OrderedDict()
+        )  # message id -> why it was refused, None if acknowledged
+        self._peers = SenderSessions(
+            topic,
+            run=run,
+            incarnation=incarnation,
+            config=config,
+            router=self._router,
+            stats=self.stats,
+            held=lambda: len(self._held),
         )
         self._closed = False
 
@@ -78,11 +88,14 @@ class Receiver:
         await self.start()
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         await self.close()
 
     async def receive(self) -> Delivery:
-        """The next message; each id at most once while it is held or remembered. Cancelled, it leaves every message in place.
+        """The next message; each id at most once while it is held or remembered. Cancelled, it leaves every
+        message in place.
 
         Raises:
             Unavailable: if the receiver was closed.
@@ -93,15 +106,18 @@ class Receiver:
         return delivery
 
     def ack(self, delivery: Delivery) -> None:
-        """Say that a message took effect. The sender is told in the next loop iteration; a second call does nothing."""
+        """Say that a message took effect. The sender is told in the next loop iteration; a second call does
+        nothing."""
         self._finish(delivery.envelope.id, None)
 
     def refuse(self, delivery: Delivery, why: str) -> None:
-        """Say that a message is refused for good: it is not sent again, and `Sender.send` raises `Declined(why)`."""
+        """Say that a message is refused for good: it is not sent again, and `Sender.send` raises
+        `Declined(why)`."""
         self._finish(delivery.envelope.id, why)
 
     async def close(self) -> None:
-        """Tell what is owed, as far as the sockets take it at once, and close. Messages still held are sent elsewhere."""
+        """Tell what is owed, as far as the sockets take it at once, and close. Messages still held are sent
+        elsewhere."""
         if self._closed:
             return
         self._closed = True
@@ -115,9 +131,14 @@ class Receiver:
         """Messages that `receive` would return without waiting."""
         return len(self._inbox)
 
-    def who(self) -> dict[str, object]:
+    def snapshot(self) -> dict[str, object]:
         """Who waits for whom: messages waiting for `receive`, messages held, and the senders."""
-        return {"topic": self._topic.name, "waiting": len(self._inbox), "held": len(self._held), "peers": self._peers.who()}
+        return {
+            "topic": self._topic.name,
+            "waiting": len(self._inbox),
+            "held": len(self._held),
+            "peers": self._peers.snapshot(),
+        }
 
     def _on_frame(self, connection: bytes, frame: zmq.Frame) -> None:
         peer = self._peers.get(connection)
@@ -130,7 +151,7 @@ class Receiver:
                 return
             hello = open_payload(envelope)
             if isinstance(hello, Hello):
-                self._peers.greet(connection, hello)
+                self._peers.on_hello(connection, hello)
                 return
             if peer is None:
                 self.stats.unknown_peer += 1
@@ -139,15 +160,22 @@ class Receiver:
         except ProtocolError as error:
             self.stats.malformed += 1
             if peer is not None:
-                peer.account.seen += 1  # so that the next heartbeat makes the sender send again what this frame was to be
-            log.debug("bus.malformed topic=%s peer=%s error=%s", self._topic.name, peer.incarnation if peer else "?", error)
+                peer.account.seen += (
+                    1  # so that the next heartbeat makes the sender send again what this frame was to be
+                )
+            log.debug(
+                "bus.malformed topic=%s peer=%s error=%s",
+                self._topic.name,
+                peer.incarnation if peer else "?",
+                error,
+            )
 
     def _on_message(self, connection: bytes, peer: Peer, envelope: Envelope) -> None:
         id, account = envelope.id, peer.account
         account.seen += 1
         if id in self._finished:
             self.stats.duplicates += 1
-            self._peers.owe(connection, id, self._finished[id])
+            self._peers.queue_ack(connection, id, self._finished[id])
             return
         if id in self._held:
             self.stats.duplicates += 1
@@ -195,7 +223,7 @@ class Receiver:
             self.stats.refused += 1
             log.info("bus.refused topic=%s message=%s why=%s", self._topic.name, id, why)
         self._release(id, connection)
-        self._peers.owe(connection, id, why)
+        self._peers.queue_ack(connection, id, why)
 
     def _release(self, id: str, connection: bytes) -> None:
         peer = self._peers.get(connection)

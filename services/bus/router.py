@@ -28,9 +28,17 @@ class Outcome(Enum):
 
 
 class Router:
-    """Owns context, socket and authenticator. `on_frame(peer, frame)` is called for each message of one frame."""
+    """Owns context, socket and authenticator. `on_frame(peer, frame)` is called for each message of one
+    frame."""
 
-    def __init__(self, topic: Topic, *, config: BusConfig, stats: BusStats, on_frame: Callable[[bytes, zmq.Frame], None]) -> None:
+    def __init__(
+        self,
+        topic: Topic,
+        *,
+        config: BusConfig,
+        stats: BusStats,
+        on_frame: Callable[[bytes, zmq.Frame], None],
+    ) -> None:
         self._topic = topic
         self._config = config
         self._stats = stats
@@ -62,7 +70,12 @@ class Router:
             raise
         self.pump = Pump(self._socket, self._take)
         endpoint = public_endpoint(self._socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0"), self._config)
-        log.info("bus.bound topic=%s endpoint=%s curve=%s", self._topic.name, endpoint, bool(self._config.curve_dir))
+        log.info(
+            "bus.bound topic=%s endpoint=%s curve=%s",
+            self._topic.name,
+            endpoint,
+            bool(self._config.curve_dir),
+        )
         return endpoint
 
     def send(self, peer: bytes, frame: bytes) -> Outcome:
@@ -134,7 +147,8 @@ class Router:
             ) from error
 
     def _count_failed(self) -> None:
-        """Count a peer that never got through the handshake: one without keys where there are keys, or one that speaks no ZeroMQ."""
+        """Count a peer that never got through the handshake: one without keys where there are keys, or one
+        that speaks no ZeroMQ."""
         monitor = self._monitor
         if monitor is None:
             raise zmq.Again

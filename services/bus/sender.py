@@ -1,8 +1,10 @@
-"""The sending end of a DELIVER edge: each message to one live receiver, again until one of them says that it is finished.
+"""The sending end of a DELIVER edge: each message to one live receiver, again until one of them says that it
+is finished.
 
-A message is sent again when its link is lost, or when a heartbeat shows that the receiver has seen it and neither holds it nor
-acknowledged it; never on time alone. What is bounded: unfinished messages (`max_outstanding`; `send` then waits for a slot, which
-an acknowledgement, a refusal or a cancelled `send` frees).
+A message is sent again when its link is lost, or when a heartbeat shows that the receiver has seen it and
+neither holds it nor acknowledged it; never on time alone. What is bounded: unfinished messages
+(`max_outstanding`; `send` then waits for a slot, which an acknowledgement, a refusal or a cancelled `send`
+frees).
 """
 
 import asyncio
@@ -21,7 +23,7 @@ from protocol.topics import Pattern, Topic
 from services.bus.config import BusConfig
 from services.bus.links import Discover, Link, Links
 from services.bus.stats import BusStats
-from services.bus.wait_queue import Turns
+from services.bus.wait_queue import WaitQueue
 
 
 class Declined(TetherError):
@@ -52,13 +54,16 @@ log = logging.getLogger(__name__)
 
 
 class Sender:
-    """Connects to every live receiver of a topic: `async with Sender(...) as sender: await sender.send(message)`.
+    """Connects to every live receiver of a topic: `async with Sender(...) as sender: await
+    sender.send(message)`.
 
-    `discover()` returns receiver incarnation -> endpoint; it is called every `heartbeat_s` and raises TetherError or OSError while
-    the registry cannot be asked (the links then stay as they are).
+    `discover()` returns receiver incarnation -> endpoint; it is called every `heartbeat_s` and raises
+    TetherError or OSError while the registry cannot be asked (the links then stay as they are).
     """
 
-    def __init__(self, topic: Topic, *, run: str, incarnation: str, role: str, config: BusConfig, discover: Discover) -> None:
+    def __init__(
+        self, topic: Topic, *, run: str, incarnation: str, role: str, config: BusConfig, discover: Discover
+    ) -> None:
         if topic.pattern is not Pattern.DELIVER:
             raise TypeError(f"topic {topic.name} is not a {Pattern.DELIVER} topic")
         self.stats = BusStats()
@@ -66,8 +71,10 @@ class Sender:
         self._run = run
         self._config = config
         self._pending: dict[str, Pending] = {}
-        self._waiting: OrderedDict[str, Pending] = OrderedDict()  # those of `_pending` that no link could take yet
-        self._slots = Turns()  # calls of `send` that wait until `_pending` has room
+        self._waiting: OrderedDict[str, Pending] = (
+            OrderedDict()
+        )  # those of `_pending` that no link could take yet
+        self._slots = WaitQueue()  # calls of `send` that wait until `_pending` has room
         self._closed = False
         self._links: Links[Pending] = Links(
             topic,
@@ -86,7 +93,9 @@ class Sender:
         await self._links.__aenter__()
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
             await self._links.__aexit__(kind, error, trace)
         finally:
@@ -109,8 +118,8 @@ class Sender:
     ) -> None:
         """Deliver a message; returns when a receiver acknowledged it.
 
-        Waits while there is no receiver, no credit or no slot: bound it with `asyncio.timeout`. Cancelled, the message is forgotten:
-        it is not sent again, and may or may not have taken effect.
+        Waits while there is no receiver, no credit or no slot: bound it with `asyncio.timeout`. Cancelled,
+        the message is forgotten: it is not sent again, and may or may not have taken effect.
 
         Args:
             id: message id; a repeat with the same id is deduplicated by the receiver. A new one by default.
@@ -128,8 +137,14 @@ class Sender:
         payload = encode_payload(message) if payload_frame is None else payload_frame
         frame = wrap(payload, run=self._run, id=id, epoch=epoch, group=group, token=token)
         if len(frame) > self._config.max_frame_bytes:
-            raise FrameTooLarge(f"message {id} of {len(frame)} bytes is over the limit of {self._config.max_frame_bytes}")
-        while len(self._pending) >= self._config.max_outstanding and id not in self._pending and not self._closed:
+            raise FrameTooLarge(
+                f"message {id} of {len(frame)} bytes is over the limit of {self._config.max_frame_bytes}"
+            )
+        while (
+            len(self._pending) >= self._config.max_outstanding
+            and id not in self._pending
+            and not self._closed
+        ):
             await self._slots.wait()
         pending = self._submit(id, frame)
         try:
@@ -138,7 +153,7 @@ class Sender:
             if self._pending.get(pending.id) is pending:
                 self._take_out(pending)
 
-    def who(self) -> dict[str, object]:
+    def snapshot(self) -> dict[str, object]:
         """Who waits for whom: messages without a receiver, and per receiver what it has not finished."""
         now_s = asyncio.get_running_loop().time()
         return {
@@ -156,13 +171,14 @@ class Sender:
             },
         }
 
-    # -- messages out ------------------------------------------------------------------------------------------------
+    # -- messages out
+    # ------------------------------------------------------------------------------------------------
     def _submit(self, id: str, frame: bytes) -> Pending:
         if self._closed:
             raise Unavailable(f"sender of {self._topic.name} is closed")
         if id in self._pending:
             if len(self._pending) < self._config.max_outstanding:
-                self._slots.give()  # the slot that this call may have waited for is the next one's
+                self._slots.wake_one()  # the slot that this call may have waited for is the next one's
             raise Refused(Reason.DUPLICATE, f"message {id} is being sent")
         pending = Pending(id, frame)
         self._pending[id] = pending
@@ -190,12 +206,18 @@ class Sender:
             if not link.ready or link.full or link.lost:
                 continue
             free = self._free(link)
-            if free > best_free or (best is not None and free == best_free and len(link.outstanding) < len(best.outstanding)):
+            if free > best_free or (
+                best is not None and free == best_free and len(link.outstanding) < len(best.outstanding)
+            ):
                 best, best_free = link, free
         return best
 
     def _free(self, link: Link[Pending]) -> int:
-        return self._config.max_outstanding - len(link.outstanding) if link.credit < 0 else link.credit - link.sent
+        return (
+            self._config.max_outstanding - len(link.outstanding)
+            if link.credit < 0
+            else link.credit - link.sent
+        )
 
     def _flush(self) -> None:
         while self._waiting:
@@ -214,7 +236,8 @@ class Sender:
         self._waiting[pending.id] = pending
         self._waiting.move_to_end(pending.id, last=False)
 
-    # -- frames in ---------------------------------------------------------------------------------------------------
+    # -- frames in
+    # ---------------------------------------------------------------------------------------------------
     def _on_frame(self, link: Link[Pending], frame: zmq.Frame) -> None:
         try:
             envelope, message = decode(frame.buffer)
@@ -258,7 +281,8 @@ class Sender:
             self._send_again(pending, link.lost)
         self._flush()
 
-    # -- the end of a message ----------------------------------------------------------------------------------------
+    # -- the end of a message
+    # ----------------------------------------------------------------------------------------
     def _finish(self, id: str, error: Exception | None) -> bool:
         pending = self._pending.get(id)
         if pending is None:
@@ -279,7 +303,7 @@ class Sender:
         else:
             pending.link.outstanding.pop(pending.id, None)
         if self._slots:
-            self._slots.give()
+            self._slots.wake_one()
 
     def _close(self) -> None:
         self._closed = True

@@ -5,7 +5,8 @@ from dataclasses import asdict, dataclass
 
 @dataclass(slots=True)
 class BusStats:
-    """What one sender, receiver, broadcaster or listener has seen since it was made. Bus messages (hello, ack ...) count only as bytes."""
+    """What one sender, receiver, broadcaster or listener has seen since it was made. Bus messages (hello, ack
+    ...) count only as bytes."""
 
     sent: int = 0
     """Messages handed to a socket, resends not counted."""
@@ -20,7 +21,8 @@ class BusStats:
     malformed: int = 0
     """Frames that were not a message of this run and topic."""
     unknown_peer: int = 0
-    """Frames of a peer that had not said hello, and connections refused: keys that are not authorized, none at all, or no ZeroMQ."""
+    """Frames of a peer that had not said hello, and connections refused: keys that are not authorized, none
+    at all, or no ZeroMQ."""
     dropped_full: int = 0
     """Messages dropped because a queue was full or a credit was exceeded."""
     bytes_in: int = 0

@@ -4,8 +4,8 @@ import asyncio
 from collections import deque
 
 
-class Turns:
-    """A line of waiting coroutines; as long as there are callers. `give` lets the first one go on."""
+class WaitQueue:
+    """A line of waiting coroutines; as long as there are callers. `wake_one` lets the first one go on."""
 
     def __init__(self) -> None:
         self._line: deque[asyncio.Future[None]] = deque()
@@ -21,13 +21,13 @@ class Turns:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self.give()
+                self.wake_one()
             raise
         finally:
             if not turn.done() or turn.cancelled():
                 self._leave(turn)
 
-    def give(self) -> None:
+    def wake_one(self) -> None:
         """Let the first one in the line go on, if there is one."""
         while self._line:
             turn = self._line.popleft()
@@ -38,7 +38,7 @@ class Turns:
     def give_all(self) -> None:
         """Let everyone go on."""
         while self._line:
-            self.give()
+            self.wake_one()
 
     def _leave(self, turn: asyncio.Future[None]) -> None:
         if turn in self._line:

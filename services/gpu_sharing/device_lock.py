@@ -1,7 +1,9 @@
-"""The lock of the device that trainer and engines share: an flock on a file of the run directory, which the kernel drops with its holders.
+"""The lock of the device that trainer and engines share: an flock on a file of the run directory, which the
+kernel drops with its holders.
 
-Engines hold it shared, the trainer alone. It belongs to the open file, not to a process: whoever else has that file open (ranks, an
-engine's own processes: `protocol/host/fd_passing.py`) holds it too, so it is free only when all of them have left the device or ended.
+Engines hold it shared, the trainer alone. It belongs to the open file, not to a process: whoever else has
+that file open (ranks, an engine's own processes: `protocol/host/fd_passing.py`) holds it too, so it is free
+only when all of them have left the device or ended.
 """
 
 import fcntl
@@ -10,12 +12,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from protocol.errors import SettingsError
-from protocol.host.fd_passing import Giver, receive
+from protocol.host.fd_passing import FdServer, receive_fd
 
 FILE = "device.lock"
 
 
-class Device:
+class DeviceLock:
     """One side's handle on the lock. Nothing here waits."""
 
     def __init__(self, run_dir: Path, handle: int | None = None) -> None:
@@ -25,31 +27,35 @@ class Device:
             SettingsError: the file cannot be made.
         """
         self.path = run_dir / FILE
-        self._giver: Giver | None = None
+        self._giver: FdServer | None = None
         try:
             self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644) if handle is None else handle
         except OSError as error:
-            raise SettingsError(f"{self.path}: {error.strerror}; a colocated run keeps the lock of its device there") from error
+            raise SettingsError(
+                f"{self.path}: {error.strerror}; a colocated run keeps the lock of its device there"
+            ) from error
 
-    def give(self) -> None:
+    def allow_children(self) -> None:
         """Let processes that this one starts hold the lock with it, from now on.
 
         Raises:
             SettingsError: it gives another one already.
         """
         try:
-            self._giver = self._giver or Giver(self._handle)
+            self._giver = self._giver or FdServer(self._handle)
         except OSError as error:
-            raise SettingsError(f"{self.path}: this process cannot give its lock to those that it starts: {error}") from error
+            raise SettingsError(
+                f"{self.path}: this process cannot give its lock to those that it starts: {error}"
+            ) from error
 
-    def take(self, *, alone: bool) -> bool:
+    def try_acquire(self, *, exclusive: bool) -> bool:
         """Take the lock if nobody is in the way. Nothing changes if it is held already, as it is asked for.
 
         Raises:
             SettingsError: the file system has no such locks.
         """
         try:
-            fcntl.flock(self._handle, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+            fcntl.flock(self._handle, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         except OSError as error:
@@ -58,7 +64,7 @@ class Device:
             ) from error
         return True
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Give the lock up, for all who hold it with us: nothing of ours may be on the device any more."""
         fcntl.flock(self._handle, fcntl.LOCK_UN)
 
@@ -87,7 +93,7 @@ class Device:
         return False
 
 
-def given_device(run_dir: Path) -> Device | None:
+def given_device(run_dir: Path) -> DeviceLock | None:
     """For a trainer's rank: the handle that all ranks share, if the process that started them gives one."""
-    handle = receive(os.getppid())
-    return None if handle is None else Device(run_dir, handle)
+    handle = receive_fd(os.getppid())
+    return None if handle is None else DeviceLock(run_dir, handle)

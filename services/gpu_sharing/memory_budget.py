@@ -1,7 +1,8 @@
-"""Section `[colocated]`, and whether what shares a GPU fits on it: pure arithmetic on the settings, done before anything is allocated.
+"""Section `[colocated]`, and whether what shares a GPU fits on it: pure arithmetic on the settings, done
+before anything is allocated.
 
-By turns: the engines' share, their staging copies and what the trainer leaves behind; then the trainer's state and what sleeping engines
-leave behind. GiB throughout.
+By turns: the engines' share, their staging copies and what the trainer leaves behind; then the trainer's
+state and what sleeping engines leave behind. GiB throughout.
 """
 
 from dataclasses import dataclass
@@ -15,13 +16,14 @@ ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 SIZED_BY_FRACTION = ("sglang", "vllm")
 """Engines that take `engine.memory_fraction` of the device, whatever the model needs."""
 CONTEXT_GB = 1.5
-"""CUDA context, libraries, captured graphs and communicators of one process: they stay on the device while it sleeps."""
+"""CUDA context, libraries, captured graphs and communicators of one process: they stay on the device while it
+sleeps."""
 IPC_VERSIONS = 2
 """Versions that the transport `ipc` keeps on the trainer's GPU."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class GpuMemory:
     """What is on one device at a time, GiB."""
 
     engines: float
@@ -49,7 +51,7 @@ def check_budget(
     algorithm: AlgorithmConfig,
     weights: WeightConfig,
     adapters: bool = False,
-) -> Shares:
+) -> GpuMemory:
     """Compare both turns with what a device has.
 
     Args:
@@ -64,8 +66,12 @@ def check_budget(
     ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     version = 0.0 if adapters else parameters * ITEM_BYTES[engine.dtype] / GIB
     copy = engine.staging_mb / 1024 or version / engine.tensor_parallel_size
-    live = 0.0 if engine.name in SIZED_BY_FRACTION else parameters * ITEM_BYTES[engine.dtype] / GIB + engine.buffer_size_gb
-    shares = Shares(
+    live = (
+        0.0
+        if engine.name in SIZED_BY_FRACTION
+        else parameters * ITEM_BYTES[engine.dtype] / GIB + engine.buffer_size_gb
+    )
+    shares = GpuMemory(
         engines=workers * (live or engine.memory_fraction * total_gb),
         staging=workers * copy,
         published=IPC_VERSIONS * version if weights.transport == "ipc" else 0.0,
@@ -79,7 +85,11 @@ def check_budget(
             f"{CONTEXT_GB:.1f} the trainer's context: lower engine.memory_fraction"
         )
     if shares.trainers_turn(workers) > total_gb:
-        said = "trainer.memory_gb" if trainer.memory_gb else "by the model's size; activations come on top, set trainer.memory_gb"
+        said = (
+            "trainer.memory_gb"
+            if trainer.memory_gb
+            else "by the model's size; activations come on top, set trainer.memory_gb"
+        )
         raise SettingsError(
             f"the trainer's turn does not fit on a GPU of {total_gb:.1f} GiB: {shares.trainer:.1f} for training ({said}), "
             f"{shares.published:.1f} published (weights.transport {weights.transport}), {workers * CONTEXT_GB:.1f} the context of "
@@ -88,7 +98,9 @@ def check_budget(
     return shares
 
 
-def _state_gb(parameters: int, trainer: TrainerConfig, algorithm: AlgorithmConfig, *, adapters: bool) -> float:
+def _state_gb(
+    parameters: int, trainer: TrainerConfig, algorithm: AlgorithmConfig, *, adapters: bool
+) -> float:
     """Parameters, gradients, masters and moments, and a reference model if there is one."""
     item = ITEM_BYTES[trainer.dtype]
     masters = 0 if trainer.dtype == "float32" else 4

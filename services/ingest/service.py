@@ -1,8 +1,8 @@
 """`python -m services.ingest`: the trainer's front door. Lives on while the trainer restarts.
 
-Consumes: `ScoredRollout` and `ScoreFailure`. Produces: spool records, ledger transitions, the audit archive. Keeps the ledger whole
-(`services/ledger_recovery/reconcile.py`).
-Acknowledged means: on disk, and accepted by the ledger. A message that cannot be put on disk is not acknowledged; its sender keeps it.
+Consumes: `ScoredRollout` and `ScoreFailure`. Produces: spool records, ledger transitions, the audit archive.
+Keeps the ledger whole (`services/ledger_recovery/reconcile.py`). Acknowledged means: on disk, and accepted by
+the ledger. A message that cannot be put on disk is not acknowledged; its sender keeps it.
 """
 
 import asyncio
@@ -17,8 +17,8 @@ from protocol.topics import SCORED, Role
 from services.bus.receiver import Delivery, Receiver
 from services.ledger.interface import TakenGroup
 from services.ledger_recovery.journal_entries import accept_entry
-from services.ledger_recovery.reconcile import Keeper
-from services.runtime.process import Process, connected, service_main
+from services.ledger_recovery.reconcile import LedgerReconciler
+from services.runtime.process import Process, open_ledger, service_main
 from trainer.data.samples import samples_of, token_counts
 from trainer.storage.spool import Spool
 
@@ -36,15 +36,17 @@ async def serve(process: Process) -> None:
     run_dir = process.settings.run_dir
     run_dir.mkdir(parents=True, exist_ok=True)
     spool = await asyncio.to_thread(Spool, run_dir / "spool.sqlite")
-    async with connected(process.settings) as own:
-        await _serve(process, spool, Keeper(own, process.settings, spool))
+    async with open_ledger(process.settings) as own:
+        await _serve(process, spool, LedgerReconciler(own, process.settings, spool))
 
 
-async def _serve(process: Process, spool: Spool, keeper: Keeper) -> None:
+async def _serve(process: Process, spool: Spool, keeper: LedgerReconciler) -> None:
     try:
-        await keeper.look()
+        await keeper.reconcile_and_archive()
         await process.ledger.guard()
-        async with Receiver(SCORED, run=process.run, incarnation=process.incarnation, config=process.settings.bus) as receiver:
+        async with Receiver(
+            SCORED, run=process.run, incarnation=process.incarnation, config=process.settings.bus
+        ) as receiver:
             process.metrics.watch("tether_bus_scored", "Bus counters, edge scored", receiver.stats.as_dict)
             process.info["endpoints"] = {SCORED.name: receiver.endpoint}
             await process.register()
@@ -52,16 +54,19 @@ async def _serve(process: Process, spool: Spool, keeper: Keeper) -> None:
                 ingest = tasks.create_task(_ingest_loop(process, receiver, spool), name="ingest")
                 await _archive_loop(process, keeper)
                 ingest.cancel()
-        await keeper.archive_all()  # not after an error, which it might hide: the next ingest goes on where the archive ends
+        await (
+            keeper.archive_all()
+        )  # not after an error, which it might hide: the next ingest goes on where the archive ends
     finally:
         await asyncio.to_thread(spool.close)
 
 
-async def _archive_loop(process: Process, keeper: Keeper) -> None:
-    """Move the ledger's events into the run directory until the process is to stop; leasing stops if this falls behind."""
+async def _archive_loop(process: Process, keeper: LedgerReconciler) -> None:
+    """Move the ledger's events into the run directory until the process is to stop; leasing stops if this
+    falls behind."""
     while not await process.stopped_within(ARCHIVE_S):
         try:
-            process.metrics.count("events.archived", await keeper.look())
+            process.metrics.count("events.archived", await keeper.reconcile_and_archive())
         except OSError as error:
             process.metrics.count("archive.failed")
             log.error("archive.failed error=%s", error)
@@ -76,7 +81,8 @@ async def _ingest_loop(process: Process, receiver: Receiver, spool: Spool) -> No
 
 
 async def _ingest(process: Process, receiver: Receiver, spool: Spool, batch: Sequence[Delivery]) -> None:
-    """Check, put on disk with one fsync, accept one by one, note that in the journal with one fsync, then acknowledge."""
+    """Check, put on disk with one fsync, accept one by one, note that in the journal with one fsync, then
+    acknowledge."""
     head = await process.ledger.head()
     good: list[tuple[Delivery, ScoredRollout, dict[int, int]]] = []
     for delivery in batch:
@@ -92,14 +98,20 @@ async def _ingest(process: Process, receiver: Receiver, spool: Spool, batch: Seq
                 receiver.refuse(delivery, str(error))
     if not good:
         return
-    records = [(message.rollout.group, message.rollout.token, encode_payload(message)) for _, message, _ in good]
+    records = [
+        (message.rollout.group, message.rollout.token, encode_payload(message)) for _, message, _ in good
+    ]
     await _on_disk(process, spool.put_many, records)
     accepted = [
-        (delivery, group) for delivery, message, counts in good if (group := await _accept(process, receiver, delivery, message, counts))
+        (delivery, group)
+        for delivery, message, counts in good
+        if (group := await _accept(process, receiver, delivery, message, counts))
     ]
     if accepted:
         sequence = (await process.ledger.head()).sequence
-        await _on_disk(process, spool.append, [accept_entry(head.epoch, [group for _, group in accepted], sequence)])
+        await _on_disk(
+            process, spool.append, [accept_entry(head.epoch, [group for _, group in accepted], sequence)]
+        )
     for delivery, _ in accepted:
         process.metrics.count("accepted")
         receiver.ack(delivery)
@@ -139,7 +151,9 @@ async def _accept(
     """The group as the ledger has accepted it; None if it refuses, and the sender is told."""
     rollout = message.rollout
     try:
-        return await process.ledger.accept(rollout.group, rollout.token, counts, round(float(message.rewards.numpy().mean()), 6))
+        return await process.ledger.accept(
+            rollout.group, rollout.token, counts, round(float(message.rewards.numpy().mean()), 6)
+        )
     except Refused as refusal:
         process.metrics.count(f"accept.refused.{refusal.reason}")
         receiver.refuse(delivery, str(refusal))
@@ -147,13 +161,19 @@ async def _accept(
 
 
 async def _fail(process: Process, receiver: Receiver, delivery: Delivery, failure: ScoreFailure) -> None:
-    """A failed score hands the group back; after `max_attempts` leases the ledger drops it. It is never a reward."""
+    """A failed score hands the group back; after `max_attempts` leases the ledger drops it. It is never a
+    reward."""
     log.warning("score.failed group=%d verifier=%s error=%s", failure.group, failure.verifier, failure.error)
     process.metrics.count("score.failed")
     try:
         await process.ledger.release(failure.group, failure.token, f"reward:{failure.verifier}")
     except Refused as refusal:
-        if refusal.reason not in (Reason.NOT_HELD, Reason.WRONG_STATE, Reason.UNKNOWN_GROUP, Reason.DUPLICATE):
+        if refusal.reason not in (
+            Reason.NOT_HELD,
+            Reason.WRONG_STATE,
+            Reason.UNKNOWN_GROUP,
+            Reason.DUPLICATE,
+        ):
             raise
     receiver.ack(delivery)
 

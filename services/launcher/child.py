@@ -1,6 +1,8 @@
-"""Child processes of `tether up`: started in sessions of their own, logged to files, restarted when they die, ended by their pid.
+"""Child processes of `tether up`: started in sessions of their own, logged to files, restarted when they die,
+ended by their pid.
 
-A child dies with the supervisor (Linux parent-death signal). SIGTERM asks it to drain; SIGKILL to its session ends what is left.
+A child dies with the supervisor (Linux parent-death signal). SIGTERM asks it to drain; SIGKILL to its session
+ends what is left.
 """
 
 import asyncio
@@ -42,11 +44,18 @@ class ServiceSpec:
     """True if exit code 0 means that its work is done, not that it is to be started again."""
 
 
-class Child:
+class SupervisedProcess:
     """One service: at any time at most one process of it lives."""
 
-    def __init__(self, spec: ServiceSpec, log_path: Path, restarts: int, is_over: Callable[[], Awaitable[bool]] | None = None) -> None:
-        """`is_over` says whether the run is over: a finishing service that ends before, drained by somebody, is started again."""
+    def __init__(
+        self,
+        spec: ServiceSpec,
+        log_path: Path,
+        restarts: int,
+        is_over: Callable[[], Awaitable[bool]] | None = None,
+    ) -> None:
+        """`is_over` says whether the run is over: a finishing service that ends before, drained by somebody,
+        is started again."""
         self.spec = spec
         self.log_path = log_path
         self.restarts = 0
@@ -72,9 +81,11 @@ class Child:
         delay = BACKOFF_S[0]
         while not self._stopping:
             code = await self._run_once()
-            if self._stopping or (code == 0 and self.spec.finishes and (self._is_over is None or await self._is_over())):
+            if self._stopping or (
+                code == 0 and self.spec.finishes and (self._is_over is None or await self._is_over())
+            ):
                 break
-            last_line = last_words(self.log_path)
+            last_line = last_log_line(self.log_path)
             if code == EXIT_SETTINGS:
                 raise SettingsError(last_line or f"{self.spec.name}: wrong settings, see {self.log_path}")
             now = time.monotonic()
@@ -87,7 +98,13 @@ class Child:
                     f"last with exit code {code}: {last_line} (see {self.log_path})"
                 )
             self.restarts += 1
-            log.warning("service.died name=%s code=%s restarts=%d said=%s", self.spec.name, code, self.restarts, last_line)
+            log.warning(
+                "service.died name=%s code=%s restarts=%d said=%s",
+                self.spec.name,
+                code,
+                self.restarts,
+                last_line,
+            )
             await asyncio.sleep(delay)
             delay = min(delay * 2, BACKOFF_S[1])
         self.finished.set()
@@ -98,7 +115,12 @@ class Child:
                 sys.executable,
                 "-m",
                 self.spec.module,
-                env={**inherited_environment(), **self.spec.environ, "TETHER_INSTANCE": self.spec.name, "PYTHONUNBUFFERED": "1"},
+                env={
+                    **inherited_environment(),
+                    **self.spec.environ,
+                    "TETHER_INSTANCE": self.spec.name,
+                    "PYTHONUNBUFFERED": "1",
+                },
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -144,16 +166,24 @@ class Child:
 
 
 def inherited_environment() -> dict[str, str]:
-    """The environment without our own settings: those are resolved once, and children read them from the file that says so."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("TETHER_") or name == "TETHER_LOG_LEVEL"}
+    """The environment without our own settings: those are resolved once, and children read them from the file
+    that says so."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("TETHER_") or name == "TETHER_LOG_LEVEL"
+    }
 
 
-def last_words(log_path: Path, limit: int = 300) -> str:
-    """What a service said last: its own closing line (torchrun writes more after it), else the last line; at most `limit` characters."""
+def last_log_line(log_path: Path, limit: int = 300) -> str:
+    """What a service said last: its own closing line (torchrun writes more after it), else the last line; at
+    most `limit` characters."""
     lines: Sequence[str] = []
     with contextlib.suppress(OSError):
         with open(log_path, "rb") as file:
             file.seek(max(0, log_path.stat().st_size - 8192))
-            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+            lines = [
+                line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()
+            ]
     closing = [line for line in lines if line.startswith("tether ")]
     return next(iter((closing or lines)[-1:]), "")[:limit]

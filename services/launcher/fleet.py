@@ -1,11 +1,12 @@
-"""The processes of a run under `tether up`: started together, scaled while the run is on, stopped in order."""
+"""The processes of a run under `tether up`: started together, scaled while the run is on, stopped in
+order."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
 
 from protocol.device.shared_layout import TRANSPORT
 from protocol.topics import Role
-from services.launcher.child import Child, ServiceSpec
+from services.launcher.child import ServiceSpec, SupervisedProcess
 from services.settings.engine_pool import pool_variables
 from services.settings.placement import rollout_variables, trainer_variables
 from services.settings.sections import Settings
@@ -21,19 +22,27 @@ class Fleet:
     """The children of a run, by role."""
 
     def __init__(self, settings: Settings, url: str, is_over: Callable[[], Awaitable[bool]]) -> None:
-        """`url`: of the ledger; it reaches children by their environment. `is_over`: see `Child`. Nothing is started yet."""
+        """`url`: of the ledger; it reaches children by their environment. `is_over`: see `SupervisedProcess`.
+        Nothing is started yet."""
         self._settings = settings
         self._environ = {"TETHER_REDIS_URL": url, "TETHER_CONFIG": str(settings.run_dir / "settings.json")}
         self._is_over = is_over
         self._tasks: asyncio.TaskGroup | None = None
         self._stopping = False
-        counts = {Role.INGEST: 1, Role.REWARD: settings.services.rewards, Role.TRAINER: 1, Role.ROLLOUT: settings.services.rollout_workers}
+        counts = {
+            Role.INGEST: 1,
+            Role.REWARD: settings.services.rewards,
+            Role.TRAINER: 1,
+            Role.ROLLOUT: settings.services.rollout_workers,
+        }
         if settings.monitor.enabled:
             counts[Role.MONITOR] = 1
-        self.children: dict[Role, list[Child]] = {role: [self._child(role, i) for i in range(count)] for role, count in counts.items()}
+        self.children: dict[Role, list[SupervisedProcess]] = {
+            role: [self._child(role, i) for i in range(count)] for role, count in counts.items()
+        }
 
     @property
-    def trainer(self) -> Child:
+    def trainer(self) -> SupervisedProcess:
         return self.children[Role.TRAINER][0]
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
@@ -44,9 +53,11 @@ class Fleet:
                 tasks.create_task(child.keep_running(), name=child.spec.name)
 
     async def scale(self, role: Role, count: int) -> None:
-        """Have `count` children of a role. New ones are started at once; those that are too many drain, the newest first.
+        """Have `count` children of a role. New ones are started at once; those that are too many drain, the
+        newest first.
 
-        Cancelled, it leaves children that still drain; `stop` ends them. Once the fleet stops this does nothing.
+        Cancelled, it leaves children that still drain; `stop` ends them. Once the fleet stops this does
+        nothing.
         """
         group = self.children[role]
         while len(group) < count and self._tasks is not None and not self._stopping:
@@ -75,10 +86,20 @@ class Fleet:
             for child in group:
                 child.kill()
 
-    def _child(self, role: Role, index: int) -> Child:
+    def _child(self, role: Role, index: int) -> SupervisedProcess:
         name = f"{role}.{index}" if role in SCALABLE else str(role)
-        spec = ServiceSpec(name, f"services.{role}", {**self._environ, **self._own(role, index)}, finishes=role is Role.TRAINER)
-        return Child(spec, self._settings.run_dir / "logs" / f"{name}.log", self._settings.services.restarts, self._is_over)
+        spec = ServiceSpec(
+            name,
+            f"services.{role}",
+            {**self._environ, **self._own(role, index)},
+            finishes=role is Role.TRAINER,
+        )
+        return SupervisedProcess(
+            spec,
+            self._settings.run_dir / "logs" / f"{name}.log",
+            self._settings.services.restarts,
+            self._is_over,
+        )
 
     def _own(self, role: Role, index: int) -> dict[str, str]:
         """Variables that this child has for itself."""
@@ -86,5 +107,7 @@ class Fleet:
         if role is Role.TRAINER:
             return trainer_variables(services)
         if role is Role.ROLLOUT:
-            return pool_variables(services.pool, index) | rollout_variables(services, self._settings.engine.tensor_parallel_size, index)
+            return pool_variables(services.pool, index) | rollout_variables(
+                services, self._settings.engine.tensor_parallel_size, index
+            )
         return {}

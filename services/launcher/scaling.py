@@ -1,4 +1,5 @@
-"""How `tether scale` reaches a running `tether up`: by a file in the run directory that the latter takes away once it has obeyed.
+"""How `tether scale` reaches a running `tether up`: by a file in the run directory that the latter takes away
+once it has obeyed.
 
 The lock of the run directory says whether there is a `tether up` at all.
 """
@@ -28,13 +29,15 @@ ANSWER_S = 120.0
 
 
 @contextlib.contextmanager
-def locked(run_dir: Path) -> Iterator[None]:
+def run_lock(run_dir: Path) -> Iterator[None]:
     """Hold the run directory; a second `tether up` on it is refused."""
     with (run_dir / LOCK).open("w") as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise SettingsError(f"another `tether up` is running in {run_dir}: stop it, or give --run-dir") from None
+            raise SettingsError(
+                f"another `tether up` is running in {run_dir}: stop it, or give --run-dir"
+            ) from None
         (run_dir / FILE).unlink(missing_ok=True)  # nobody was there to obey it
         yield
 
@@ -70,7 +73,7 @@ def parse_counts(words: list[str]) -> dict[Role, int]:
     return counts
 
 
-def ask(run_dir: Path, counts: Mapping[Role, int]) -> None:
+def request_scale(run_dir: Path, counts: Mapping[Role, int]) -> None:
     """Have the `tether up` of a run directory change its numbers of processes, and wait until it has.
 
     Raises:
@@ -78,7 +81,9 @@ def ask(run_dir: Path, counts: Mapping[Role, int]) -> None:
         TetherError: it did not obey within `ANSWER_S`; the request is taken back.
     """
     if not is_up(run_dir):
-        raise SettingsError(f"no `tether up` is running in {run_dir}: start it with --rollouts and --rewards, or start services yourself")
+        raise SettingsError(
+            f"no `tether up` is running in {run_dir}: start it with --rollouts and --rewards, or start services yourself"
+        )
     request = run_dir / FILE
     aside = run_dir / f"{FILE}.{os.getpid()}"
     aside.write_text(json.dumps([f"{role}s={count}" for role, count in counts.items()]))
@@ -96,8 +101,8 @@ def ask(run_dir: Path, counts: Mapping[Role, int]) -> None:
         time.sleep(POLL_S / 2)
 
 
-async def obey_loop(run_dir: Path, fleet: Fleet) -> None:
-    """Do what `ask` asks for, until cancelled."""
+async def scale_loop(run_dir: Path, fleet: Fleet) -> None:
+    """Do what `request_scale` asks for, until cancelled."""
     request = run_dir / FILE
     while True:
         await asyncio.sleep(POLL_S)

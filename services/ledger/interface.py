@@ -227,7 +227,9 @@ class Ledger(Protocol):
     async def release(self, group: int, token: str, reason: str) -> None:
         """Hand a group back, to be leased again (it keeps its attempt count). Refuses NOT_HELD, WRONG_STATE."""
 
-    async def accept(self, group: int, token: str, counts: Mapping[int, int], reward: float | None = None) -> TakenGroup:
+    async def accept(
+        self, group: int, token: str, counts: Mapping[int, int], reward: float | None = None
+    ) -> TakenGroup:
         """The spool holds the group's record. `counts`: sampled tokens per version; `reward`: mean over its samples, for the event log.
 
         Returns the group as batches list it; accepting the same token again does, too. Refuses NOT_HELD, UNKNOWN_GROUP, WRONG_STATE;
@@ -261,7 +263,14 @@ class Ledger(Protocol):
         dropped after a refusal; the next batch reports them."""
 
     async def commit(
-        self, epoch: str, step: int, trained: Mapping[int, Mapping[int, int]], *, digest: int, report: bytes, manifest: bytes
+        self,
+        epoch: str,
+        step: int,
+        trained: Mapping[int, Mapping[int, int]],
+        *,
+        digest: int,
+        report: bytes,
+        manifest: bytes,
     ) -> int:
         """All groups of the running step are trained. `trained`: group -> tokens that carried gradient per version. Returns the new
         version. Refuses STALE_EPOCH, STALE_STEP; repeating a commit of the same epoch and step returns the version."""
@@ -284,7 +293,11 @@ class Ledger(Protocol):
 
     # -- settings ----------------------------------------------------------------------------------------------------
     async def set_bound(
-        self, *, max_staleness: int | None = None, groups_per_step: int | None = None, policy: Policy | None = None
+        self,
+        *,
+        max_staleness: int | None = None,
+        groups_per_step: int | None = None,
+        policy: Policy | None = None,
     ) -> Bound | None:
         """Ask for a change. Returns None if it is in force, else the bound that is pending."""
 
@@ -317,7 +330,14 @@ def check_bound(max_staleness: int | None, groups_per_step: int | None) -> None:
 def check_spec(spec: RunSpec) -> None:
     """Raise SettingsError for a run that cannot be."""
     check_bound(spec.bound.max_staleness, spec.bound.groups_per_step)
-    if spec.steps < 0 or spec.max_attempts < 1 or spec.drop_window < 1 or (spec.prompts is not None and spec.prompts < 0):
-        raise SettingsError(f"run {spec.run}: steps and prompts are 0 or more, max_attempts and drop_window 1 or more")
+    if (
+        spec.steps < 0
+        or spec.max_attempts < 1
+        or spec.drop_window < 1
+        or (spec.prompts is not None and spec.prompts < 0)
+    ):
+        raise SettingsError(
+            f"run {spec.run}: steps and prompts are 0 or more, max_attempts and drop_window 1 or more"
+        )
     if not 0 < spec.drop_share <= 1:
         raise SettingsError(f"drop_share is {spec.drop_share}; it is a share, above 0 and at most 1")

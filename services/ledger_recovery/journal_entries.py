@@ -12,11 +12,19 @@ from trainer.storage.spool import JournalEntry
 def accept_entry(epoch: str, accepted: Sequence[TakenGroup], sequence: int) -> JournalEntry:
     """Groups that the ledger has accepted; `sequence` is that of its last event, or of a later one."""
     groups = tuple(group.group for group in accepted)
-    return JournalEntry("accept", epoch, -1, groups, sequence, details={"accepted": [_accept(group) for group in accepted]})
+    return JournalEntry(
+        "accept", epoch, -1, groups, sequence, details={"accepted": [_accept(group) for group in accepted]}
+    )
 
 
 def commit_entry(
-    epoch: str, taken: Taken, trained: Mapping[int, Mapping[int, int]], sequence: int, *, digest: int, report: bytes
+    epoch: str,
+    taken: Taken,
+    trained: Mapping[int, Mapping[int, int]],
+    sequence: int,
+    *,
+    digest: int,
+    report: bytes,
 ) -> JournalEntry:
     """The commit of a step; arguments as those of `Ledger.commit`."""
     details = {
@@ -25,10 +33,12 @@ def commit_entry(
         "accepted": [_accept(group) for group in taken.groups],
         "report": base64.b64encode(report).decode(),
     }
-    return JournalEntry("commit", epoch, taken.step, tuple(group.group for group in taken.groups), sequence, details=details)
+    return JournalEntry(
+        "commit", epoch, taken.step, tuple(group.group for group in taken.groups), sequence, details=details
+    )
 
 
-def told_events(entry: JournalEntry) -> Iterator[Mapping[str, Any]]:
+def replayable_events(entry: JournalEntry) -> Iterator[Mapping[str, Any]]:
     """A journal entry as events for `Restorer.tell`; nothing for an entry from before there were details."""
     if entry.event == "accept":
         yield from entry.details.get("accepted", ())
@@ -44,5 +54,10 @@ def report_of(entry: JournalEntry) -> bytes | None:
 
 
 def _accept(group: TakenGroup) -> dict[str, Any]:
-    values = {"group": group.group, "token": group.token, "version": group.version, "deadline": group.deadline}
+    values = {
+        "group": group.group,
+        "token": group.token,
+        "version": group.version,
+        "deadline": group.deadline,
+    }
     return {"event": "accept", **values, "bound": group.max_staleness, "counts": encode_counts(group.counts)}

@@ -1,8 +1,10 @@
-"""Keeps the ledger whole: moves its events to the archive, and builds it anew when its server has lost acknowledged writes.
+"""Keeps the ledger whole: moves its events to the archive, and builds it anew when its server has lost
+acknowledged writes.
 
-Redis loses writes when it crashes with a weak append-only file, fails over to a replica, or is flushed. What was acknowledged is on disk
-here: the archive holds every event up to its last line, the journal in the spool the accepts and commits that came after it. A ledger that
-ends before either of them lost something. So may have any server that was started again and does not sync each write.
+Redis loses writes when it crashes with a weak append-only file, fails over to a replica, or is flushed. What
+was acknowledged is on disk here: the archive holds every event up to its last line, the journal in the spool
+the accepts and commits that came after it. A ledger that ends before either of them lost something. So may
+have any server that was started again and does not sync each write.
 """
 
 import asyncio
@@ -18,8 +20,8 @@ from protocol.ids import new_epoch
 from services.ledger.event_log.archiver import Archiver, LostWrites, last_sequence
 from services.ledger.interface import RunSpec
 from services.ledger.redis.ledger import RedisLedger
-from services.ledger_recovery.journal_entries import report_of, told_events
-from services.ledger_recovery.restore import Restorer
+from services.ledger_recovery.journal_entries import replayable_events, report_of
+from services.ledger_recovery.restore import SnapshotBuilder
 from services.settings.sections import Settings
 from trainer.storage.spool import Spool
 
@@ -29,7 +31,7 @@ TRIES = 20
 """How often a rebuild starts again because somebody wrote to the ledger meanwhile."""
 
 
-class Keeper:
+class LedgerReconciler:
     """One for a run: the ingest has it, and `tether up` before there is an ingest."""
 
     def __init__(self, ledger: RedisLedger, settings: Settings, spool: Spool) -> None:
@@ -40,8 +42,9 @@ class Keeper:
         self._archiver = Archiver(ledger, settings.run_dir)
         self._server = ""
 
-    async def look(self) -> int:
-        """Archive what is new, at most one batch, after making sure that the ledger is whole. Returns the number of events archived.
+    async def reconcile_and_archive(self) -> int:
+        """Archive what is new, at most one batch, after making sure that the ledger is whole. Returns the
+        number of events archived.
 
         Raises:
             SettingsError: if the ledger lost writes and the archive is not there to tell them.
@@ -63,7 +66,7 @@ class Keeper:
 
     async def archive_all(self) -> None:
         """Archive until nothing is left."""
-        while await self.look():
+        while await self.reconcile_and_archive():
             pass
 
     async def _settle(self, server: str, noted: str) -> None:
@@ -93,14 +96,18 @@ class Keeper:
             raise
 
     async def _rebuild(self) -> None:
-        """Write the ledger anew from archive and journal. Nobody else can have written meanwhile, or it is begun again."""
+        """Write the ledger anew from archive and journal. Nobody else can have written meanwhile, or it is
+        begun again."""
         for _ in range(TRIES):
             while await self._rescue():
                 pass
             found = await self._found()
             restorer, reports = await asyncio.to_thread(self._read)
             snapshot = restorer.snapshot(
-                epoch=new_epoch(), found=found, sequence=max(await asyncio.to_thread(self._last_known), found), reports=reports
+                epoch=new_epoch(),
+                found=found,
+                sequence=max(await asyncio.to_thread(self._last_known), found),
+                reports=reports,
             )
             limits = self._settings.bound
             spec = RunSpec(
@@ -120,7 +127,9 @@ class Keeper:
             )  # fmt: skip
             if wanted := restorer.pending:
                 await self._ledger.set_bound(
-                    max_staleness=wanted.max_staleness, groups_per_step=wanted.groups_per_step, policy=wanted.policy
+                    max_staleness=wanted.max_staleness,
+                    groups_per_step=wanted.groups_per_step,
+                    policy=wanted.policy,
                 )
             return
         raise LostWrites(f"the ledger cannot be rebuilt: others wrote to it {TRIES} times meanwhile")
@@ -132,12 +141,12 @@ class Keeper:
         except (LostWrites, Refused):
             return 0
 
-    def _read(self) -> tuple[Restorer, dict[int, bytes]]:
+    def _read(self) -> tuple[SnapshotBuilder, dict[int, bytes]]:
         """The run as archive and journal tell it, and the reports of its steps."""
-        restorer = Restorer()
+        restorer = SnapshotBuilder()
         reports: dict[int, bytes] = {}
         for event in _events(self._archiver.path):
-            restorer.step(event)
+            restorer.apply(event)
         if not restorer.fingerprint:
             raise SettingsError(
                 f"the ledger lost writes, and {self._archiver.path} does not tell how the run began: "
@@ -152,14 +161,14 @@ class Keeper:
             )
         for entry in journal:
             if entry.ledger_sequence > archived:
-                for event in told_events(entry):
-                    restorer.tell(event)
+                for event in replayable_events(entry):
+                    restorer.apply_journal(event)
             if (report := report_of(entry)) is not None:
                 reports[entry.step] = report
         return restorer, reports
 
 
-async def settle(ledger: RedisLedger, settings: Settings) -> None:
+async def reconcile(ledger: RedisLedger, settings: Settings) -> None:
     """Make the ledger whole before anybody uses it; does nothing for a run that is new.
 
     Raises:
@@ -167,7 +176,7 @@ async def settle(ledger: RedisLedger, settings: Settings) -> None:
     """
     spool = await asyncio.to_thread(Spool, settings.run_dir / "spool.sqlite")
     with closing(spool):
-        await Keeper(ledger, settings, spool).look()
+        await LedgerReconciler(ledger, settings, spool).reconcile_and_archive()
 
 
 def _events(path: Path) -> Iterator[Mapping[str, Any]]:

@@ -1,8 +1,10 @@
-"""What a ledger has to hold, told from the archive of its event log and from the journal, after it lost acknowledged writes.
+"""What a ledger has to hold, told from the archive of its event log and from the journal, after it lost
+acknowledged writes.
 
-The archive is complete up to its last line. Of what came after it, the journal (see `trainer/storage/spool.py`) knows the accepts and commits: as
-events of their own, `tail`, they follow the archive. What neither knows is undone: leases and running steps go back, dropped groups are
-tried again. A group that was trained is never trained again.
+The archive is complete up to its last line. Of what came after it, the journal (see
+`trainer/storage/spool.py`) knows the accepts and commits: as events of their own, `tail`, they follow the
+archive. What neither knows is undone: leases and running steps go back, dropped groups are tried again. A
+group that was trained is never trained again.
 """
 
 from collections import Counter
@@ -33,8 +35,9 @@ class _Group:
         return TakenGroup(number, self.token, self.deadline, self.max_staleness, self.version, self.counts)
 
 
-class Restorer:
-    """Give it every event by `step`, oldest first, then those of the journal by `tell`; then ask for the `snapshot`."""
+class SnapshotBuilder:
+    """Give it every event by `apply`, oldest first, then those of the journal by `apply_journal`; then ask
+    for the `snapshot`."""
 
     def __init__(self) -> None:
         self.fingerprint = ""
@@ -60,14 +63,14 @@ class Restorer:
         self._committed: set[tuple[str, int]] = set()
         self._told: list[Mapping[str, Any]] = []
 
-    def step(self, event: Mapping[str, Any]) -> None:
+    def apply(self, event: Mapping[str, Any]) -> None:
         """Take one event of the archive in."""
         self.sequence = event["seq"]
         handler: Callable[[Mapping[str, Any]], None] | None = getattr(self, f"on_{event['event']}", None)
         if handler is not None:
             handler(event)
 
-    def tell(self, event: Mapping[str, Any]) -> None:
+    def apply_journal(self, event: Mapping[str, Any]) -> None:
         """Take an accept or a commit of the journal in, unless the archive has it."""
         if event["event"] == "accept":
             if (event["group"], event["token"]) in self._accepted:
@@ -78,7 +81,7 @@ class Restorer:
         elif event["step"] > self.version or (event["epoch"], event["step"]) in self._committed:
             return
         self._told.append(event)
-        self.step({"seq": self.sequence, **event})
+        self.apply({"seq": self.sequence, **event})
 
     def snapshot(self, *, epoch: str, found: int, sequence: int, reports: Mapping[int, bytes]) -> Snapshot:
         """All that the ledger is to hold.
@@ -112,9 +115,17 @@ class Restorer:
             draining=self._draining,
             scored=tuple(group.taken(number) for number, group in sorted(scored.items())),
             waiting=dict(sorted(waiting.items())),
-            attempts={number: group.attempt for number, group in groups.items() if group.state is not _S.WAITING and group.attempt > 1},
+            attempts={
+                number: group.attempt
+                for number, group in groups.items()
+                if group.state is not _S.WAITING and group.attempt > 1
+            },
             steps=tuple(record for step, record in sorted(self._records.items()) if step >= self._checkpoint),
-            reports={step: report for step, report in sorted(reports.items()) if self._checkpoint <= step < self.version},
+            reports={
+                step: report
+                for step, report in sorted(reports.items())
+                if self._checkpoint <= step < self.version
+            },
             told=tuple(self._told),
         )
 
@@ -128,7 +139,11 @@ class Restorer:
     def _admit_scored(self) -> None:
         """Keep of the scored groups what the committed version and rule F allow; others are made again."""
         places: list[int] = []
-        scored = [(group.deadline, number, group) for number, group in self._groups.items() if group.state is _S.SCORED]
+        scored = [
+            (group.deadline, number, group)
+            for number, group in self._groups.items()
+            if group.state is _S.SCORED
+        ]
         for deadline, _, group in sorted(scored, key=lambda item: item[:2]):
             fits = self.bound.policy is Policy.MASK or admits(places, deadline, self.version, self.bound)
             if fits and _newest(group) <= self.version:
@@ -140,7 +155,8 @@ class Restorer:
         for number in range(len(self._groups), issued):
             self._groups[number] = _Group()
 
-    # -- events ------------------------------------------------------------------------------------------------------
+    # -- events
+    # ------------------------------------------------------------------------------------------------------
     def on_create(self, event: Mapping[str, Any]) -> None:
         self.fingerprint = event["fingerprint"]
         self.prompts = None if event["prompts"] < 0 else event["prompts"]
@@ -222,7 +238,8 @@ class Restorer:
         return [
             number
             for number, group in self._groups.items()
-            if (group.state is _S.TRAINED and group.step >= version) or (group.state is _S.SCORED and _newest(group) > version)
+            if (group.state is _S.TRAINED and group.step >= version)
+            or (group.state is _S.SCORED and _newest(group) > version)
         ]
 
     def on_take(self, event: Mapping[str, Any]) -> None:
@@ -238,7 +255,10 @@ class Restorer:
         groups = [int(number) for number in event["groups"]]
         for number in groups:
             self._groups[number].state, self._groups[number].step = _S.TRAINED, step
-        batch = sorted((self._groups[number].taken(number) for number in groups), key=lambda group: (group.deadline, group.group))
+        batch = sorted(
+            (self._groups[number].taken(number) for number in groups),
+            key=lambda group: (group.deadline, group.group),
+        )
         self._trained += len(groups)
         self.version, self.digest = step + 1, int(event["digest"])
         self._committed.add((event["epoch"], step))
@@ -250,7 +270,7 @@ class Restorer:
 
     def on_rebuild(self, event: Mapping[str, Any]) -> None:
         for told in event.get("told", ()):
-            self.step({"seq": self.sequence, **told})
+            self.apply({"seq": self.sequence, **told})
         self._issue(event["issued"])
         self._undo()
         for number in event.get("waiting", ()):

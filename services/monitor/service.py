@@ -29,7 +29,9 @@ async def serve(process: Process) -> None:
     page = resources.files("services.monitor").joinpath("page.html").read_text()
     snapshot: dict[str, object] = {}
     gauges = {
-        name: Gauge(f"tether_run_{name}", f"{name} of the run, from the ledger", registry=process.metrics.registry)
+        name: Gauge(
+            f"tether_run_{name}", f"{name} of the run, from the ledger", registry=process.metrics.registry
+        )
         for name in ("version", "issued", "trained", "dropped", "active", "wasted_tokens")
     }
 

@@ -47,7 +47,8 @@ class BusyShare:
         self._seconds: Mapping[str, float] = {}
 
     def since_last(self, seconds: Mapping[str, float]) -> float:
-        """Mean over engines, 0 to 1. `seconds`: engine -> what its meter says; an engine seen for the first time counts from now on."""
+        """Mean over engines, 0 to 1. `seconds`: engine -> what its meter says; an engine seen for the first
+        time counts from now on."""
         now = self._clock()
         known = seconds.keys() & self._seconds.keys()
         busy = sum(seconds[engine] - self._seconds[engine] for engine in known)

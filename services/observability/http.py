@@ -10,7 +10,9 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from protocol.errors import SettingsError
 
 _log = logging.getLogger("tether.http")
-_log.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))  # else noise fills the disk
+_log.addFilter(
+    lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+)  # else noise fills the disk
 
 Health = Callable[[], Mapping[str, object]]
 """Facts about the service; `{"ok": False, ...}` makes /health answer 503."""
@@ -20,7 +22,10 @@ class HttpServer:
     """Serves health and metrics on one port, on loopback unless told otherwise."""
 
     def __init__(
-        self, registry: CollectorRegistry, health: Health, routes: Mapping[str, Callable[[web.Request], object]] | None = None
+        self,
+        registry: CollectorRegistry,
+        health: Health,
+        routes: Mapping[str, Callable[[web.Request], object]] | None = None,
     ) -> None:
         self._registry = registry
         self._health = health
@@ -55,4 +60,6 @@ class HttpServer:
         return web.json_response(facts, status=200 if facts.get("ok", True) else 503)
 
     async def _serve_metrics(self, request: web.Request) -> web.Response:
-        return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return web.Response(
+            body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
+        )

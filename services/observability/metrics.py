@@ -1,4 +1,5 @@
-"""Prometheus metrics of a service. Names start with `tether_`; one registry a process, so that tests can have several."""
+"""Prometheus metrics of a service. Names start with `tether_`; one registry a process, so that tests can have
+several."""
 
 from collections.abc import Callable, Iterable, Mapping
 
@@ -28,7 +29,10 @@ class Metrics:
         self.role = role
         self.events = Counter("tether_events", "What happened, by event", ["event"], registry=self.registry)
         self.waiting = Gauge(
-            "tether_waiting_seconds", "How long the service has been waiting, by what it waits for", ["what"], registry=self.registry
+            "tether_waiting_seconds",
+            "How long the service has been waiting, by what it waits for",
+            ["what"],
+            registry=self.registry,
         )
         self.busy = Gauge("tether_in_flight", "Groups held by this service", registry=self.registry)
         self.seconds = Histogram(

@@ -21,7 +21,9 @@ def plot_run(run_dir: Path) -> Path | None:
     reward.set_ylabel("mean reward")
     reward.grid(alpha=0.3)
     lag.plot(x, [line["lag_mean"] for line in steps], color="tab:orange", label="mean lag of trained tokens")
-    lag.step(x, [line["lag_max"] for line in steps], color="tab:red", alpha=0.6, where="mid", label="largest lag")
+    lag.step(
+        x, [line["lag_max"] for line in steps], color="tab:red", alpha=0.6, where="mid", label="largest lag"
+    )
     lag.set_ylabel("versions")
     lag.set_xlabel("step")
     lag.legend(loc="lower right", ncols=2)

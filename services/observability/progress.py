@@ -79,7 +79,9 @@ class Progress:
 async def page_of(ledger: Ledger) -> str:
     """URL of the monitor's page; empty while there is none."""
     try:
-        return next((str(peer.info["page"]) for peer in await ledger.peers(Role.MONITOR) if "page" in peer.info), "")
+        return next(
+            (str(peer.info["page"]) for peer in await ledger.peers(Role.MONITOR) if "page" in peer.info), ""
+        )
     except TetherError:
         return ""
 
@@ -93,10 +95,16 @@ async def describe_waits(ledger: Ledger) -> str:
     alike: dict[tuple[str, str], list[tuple[float, str]]] = {}
     for peer in peers:
         for what, seconds in peer.info.get("waits", {}).items():
-            alike.setdefault((str(peer.info.get("name", peer.role)), NUMBER.sub("N", what)), []).append((seconds, what))
+            alike.setdefault((str(peer.info.get("name", peer.role)), NUMBER.sub("N", what)), []).append(
+                (seconds, what)
+            )
     waits = []
     for (name, kind), found in alike.items():
         seconds, what = max(found)
         if seconds >= 1:
-            waits.append(f"{name} waits for {f'{kind} ({len(found)} times, ' if len(found) > 1 else f'{what} ('}{seconds:.0f} s)")
-    return "waiting: " + ("; ".join(waits[:8]) if waits else f"{len(peers)} processes are up, none of them waits")
+            waits.append(
+                f"{name} waits for {f'{kind} ({len(found)} times, ' if len(found) > 1 else f'{what} ('}{seconds:.0f} s)"
+            )
+    return "waiting: " + (
+        "; ".join(waits[:8]) if waits else f"{len(peers)} processes are up, none of them waits"
+    )

@@ -10,10 +10,11 @@ from protocol.errors import SettingsError
 
 
 @contextlib.contextmanager
-def printing_to(path: Path) -> Iterator[None]:
+def redirect_output(path: Path) -> Iterator[None]:
     """Inside, what this process and those that it starts write to stdout and stderr is appended to a file.
 
-    By file descriptor: engines print from threads, from C and from processes of their own, some of which outlive the block.
+    By file descriptor: engines print from threads, from C and from processes of their own, some of which
+    outlive the block.
 
     Raises:
         SettingsError: the file cannot be written.

@@ -57,7 +57,11 @@ def run_state(status: LedgerStatus) -> str:
 
 
 def _bound(bound: Any) -> dict[str, Any]:
-    return {"max_staleness": bound.max_staleness, "groups_per_step": bound.groups_per_step, "policy": str(bound.policy)}
+    return {
+        "max_staleness": bound.max_staleness,
+        "groups_per_step": bound.groups_per_step,
+        "policy": str(bound.policy),
+    }
 
 
 def render_status(status: dict[str, Any]) -> str:
@@ -77,10 +81,18 @@ def render_status(status: dict[str, Any]) -> str:
             f"pending: E={pending['max_staleness']} B={pending['groups_per_step']} {pending['policy']}, as soon as rule F holds with it"
         )
     if status["dropped_by_reason"]:
-        lines.append("dropped: " + ", ".join(f"{reason} {count}" for reason, count in status["dropped_by_reason"].items()))
-    lines += [f"engine {item['engine']}: version {item['version']} of epoch {item['epoch']}" for item in status["engines"]]
+        lines.append(
+            "dropped: "
+            + ", ".join(f"{reason} {count}" for reason, count in status["dropped_by_reason"].items())
+        )
+    lines += [
+        f"engine {item['engine']}: version {item['version']} of epoch {item['epoch']}"
+        for item in status["engines"]
+    ]
     for item in status["processes"]:
-        waits = ", ".join(f"{what} {seconds:.0f} s" for what, seconds in item["waits"].items() if seconds >= 1)
+        waits = ", ".join(
+            f"{what} {seconds:.0f} s" for what, seconds in item["waits"].items() if seconds >= 1
+        )
         lines.append(
             f"{item['name']:<12} pid {item['pid']} on {item['host']}"
             + (f", {item['page']}" if item["page"] else "")

@@ -13,13 +13,15 @@ from protocol.messages import StepReport
 
 
 class StepLog:
-    """Appends step reports to a file. After a rewind a step appears again, with another epoch; the last line of a step counts."""
+    """Appends step reports to a file. After a rewind a step appears again, with another epoch; the last line
+    of a step counts."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def append(self, report: StepReport) -> None:
-        """Write one line, whole or not at all as readers see it. A torn line before it stays a line of its own."""
+        """Write one line, whole or not at all as readers see it. A torn line before it stays a line of its
+        own."""
         line = msgspec.json.encode(report) + b"\n"
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         try:
@@ -53,7 +55,11 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 found = json.loads(line)
             except (ValueError, RecursionError):
                 continue
-            if isinstance(found, dict) and isinstance(found.get("step"), int) and isinstance(found.get("epoch"), str):
+            if (
+                isinstance(found, dict)
+                and isinstance(found.get("step"), int)
+                and isinstance(found.get("epoch"), str)
+            ):
                 yield found
 
 

@@ -1,7 +1,9 @@
-"""How a rollout worker gets its groups and what becomes of them: lease, generate, send, hold until acknowledged, or hand back.
+"""How a rollout worker gets its groups and what becomes of them: lease, generate, send, hold until
+acknowledged, or hand back.
 
-Every group has a task of its own; at most `groups_in_flight` of them live at a time, and a finished one frees its place. While a task
-lives its lease is extended; when the ledger says that the lease is gone, the task is cancelled and its work is forgotten.
+Every group has a task of its own; at most `groups_in_flight` of them live at a time, and a finished one frees
+its place. While a task lives its lease is extended; when the ledger says that the lease is gone, the task is
+cancelled and its work is forgotten.
 """
 
 import asyncio
@@ -25,8 +27,8 @@ from services.runtime.process import Process
 log = logging.getLogger("tether.leasing")
 
 POLL_S = (0.02, 2.0)
-"""Shortest and longest wait between two attempts to lease. Most room comes with a version, which wakes a worker at once; thousands that ask
-in vain four times a second would be the ledger's largest load."""
+"""Shortest and longest wait between two attempts to lease. Most room comes with a version, which wakes a
+worker at once; thousands that ask in vain four times a second would be the ledger's largest load."""
 LOOK_S = 0.25
 """How often a worker whose places are all taken looks whether it is to stop."""
 ENDS = frozenset({Reason.HALTED})
@@ -40,7 +42,13 @@ class GroupRunner:
     """Leases groups and runs one task for each."""
 
     def __init__(
-        self, process: Process, engine: Engine, renderer: Renderer, environment: Environment, prompts: PromptSource, sender: Sender
+        self,
+        process: Process,
+        engine: Engine,
+        renderer: Renderer,
+        environment: Environment,
+        prompts: PromptSource,
+        sender: Sender,
     ) -> None:
         self._process, self._engine, self._renderer = process, engine, renderer
         self._environment, self._prompts, self._sender = environment, prompts, sender
@@ -58,7 +66,9 @@ class GroupRunner:
             await self._lease_loop(tasks)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._config.drain_s):
-                    while self._tasks and self._serves():  # what an engine that sleeps has begun is handed back at once
+                    while (
+                        self._tasks and self._serves()
+                    ):  # what an engine that sleeps has begun is handed back at once
                         await asyncio.wait(list(self._tasks.values()), return_when=asyncio.FIRST_COMPLETED)
             for task in self._tasks.values():
                 task.cancel()
@@ -72,7 +82,8 @@ class GroupRunner:
         self.nudge()
 
     def abort(self, groups: tuple[int, ...]) -> None:
-        """Stop working on groups that the trainer dropped. Their tasks find their lease gone; nothing is handed back."""
+        """Stop working on groups that the trainer dropped. Their tasks find their lease gone; nothing is
+        handed back."""
         self.nudge()
         for group in groups:
             if group in self._tasks:
@@ -90,7 +101,9 @@ class GroupRunner:
             if lease is None:
                 self._places.release()
                 return
-            if lease.group in self._tasks:  # our own expired lease, granted to us again: the old attempt is void
+            if (
+                lease.group in self._tasks
+            ):  # our own expired lease, granted to us again: the old attempt is void
                 self._tasks[lease.group].cancel()
             task = tasks.create_task(self._run_group(lease), name=f"group-{lease.group}")
             self._tasks[lease.group] = task
@@ -106,10 +119,10 @@ class GroupRunner:
         """The next lease, waiting for room under the bound; None if the process is to stop."""
         delay, request = POLL_S[0], new_token()
         began = time.monotonic()
-        with self._process.waiting("a lease") as because:
+        with self._process.waiting("a lease") as set_detail:
             while not self._process.stop.is_set():
                 if not self._serves():
-                    because("the engine serves no version")
+                    set_detail("the engine serves no version")
                     await self._nudged_within(LOOK_S)
                     continue
                 try:
@@ -123,7 +136,7 @@ class GroupRunner:
                     if refusal.reason in ENDS:
                         raise
                     self._process.metrics.count(f"lease.refused.{refusal.reason}")
-                    because(refusal.reason)
+                    set_detail(refusal.reason)
                     delay = POLL_S[0] if await self._nudged_within(delay) else min(delay * 2, POLL_S[1])
                 else:
                     self._process.metrics.seconds.labels("lease_wait").observe(time.monotonic() - began)
@@ -131,7 +144,8 @@ class GroupRunner:
         return None
 
     def _serves(self) -> bool:
-        """Not at the start, nor while the engine sleeps; leases that are held then are extended, and their work goes on afterwards."""
+        """Not at the start, nor while the engine sleeps; leases that are held then are extended, and their
+        work goes on afterwards."""
         return self._engine.served.version >= 0
 
     async def _nudged_within(self, seconds: float) -> bool:

@@ -1,7 +1,8 @@
 """`python -m services.rollout`: leases prompt groups, generates them on one engine, sends them to be scored.
 
-Consumes: leases of the ledger, weight manifests of the trainer. Produces: `Rollout` messages on the edge `rollouts`.
-Waits for: the trainer's first weights, room under the bound, a reward worker, the ingest's acknowledgement.
+Consumes: leases of the ledger, weight manifests of the trainer. Produces: `Rollout` messages on the edge
+`rollouts`. Waits for: the trainer's first weights, room under the bound, a reward worker, the ingest's
+acknowledgement.
 """
 
 import asyncio
@@ -13,15 +14,15 @@ from protocol.device.shared_layout import DESCRIBED, TRANSPORT, description_file
 from protocol.errors import SettingsError
 from protocol.topics import ROLLOUTS, WEIGHTS, Role
 from rollout.engines.base import Engine, EngineConfig
-from rollout.engines.multi_process.engine import RankedEngine
+from rollout.engines.multi_process.engine import MultiProcessEngine
 from rollout.engines.registry import STARTED_TO_SLEEP, make_engine
 from rollout.environments.registry import make_environment
 from rollout.prompts.registry import make_source
 from rollout.render import Renderer
 from services.bus.broadcast import Listener
 from services.bus.sender import Sender
-from services.gpu_sharing.device_lock import Device
-from services.rollout.gpu_turn import EngineTurn
+from services.gpu_sharing.device_lock import DeviceLock
+from services.rollout.gpu_turn import EngineGpuTurn
 from services.rollout.group_runner import GroupRunner
 from services.rollout.weight_updater import WeightUpdater
 from services.runtime.process import Process, service_main
@@ -39,14 +40,25 @@ async def serve(process: Process) -> None:
     prompts = await asyncio.to_thread(make_source, settings.prompts)
     renderer = await asyncio.to_thread(Renderer, settings.model_dir, settings.render)
     environment = make_environment(settings.environment)
-    shared = description_file(settings.run_dir, process.incarnation) if settings.weights.transport == TRANSPORT else None
-    engine = make_engine(_engine_config(settings), settings.model_dir, process.incarnation, settings.lora, shared=shared)
-    identity: dict[str, Any] = {"run": process.run, "incarnation": process.incarnation, "role": Role.ROLLOUT, "config": settings.bus}
+    shared = (
+        description_file(settings.run_dir, process.incarnation)
+        if settings.weights.transport == TRANSPORT
+        else None
+    )
+    engine = make_engine(
+        _engine_config(settings), settings.model_dir, process.incarnation, settings.lora, shared=shared
+    )
+    identity: dict[str, Any] = {
+        "run": process.run,
+        "incarnation": process.incarnation,
+        "role": Role.ROLLOUT,
+        "config": settings.bus,
+    }
     process.info["engine"] = settings.engine.name
     device = _device(settings, engine) if settings.colocated.enabled else None
-    turn = EngineTurn(process, device) if device else None
+    turn = EngineGpuTurn(process, device) if device else None
     try:
-        if turn is not None and not await turn.take():
+        if turn is not None and not await turn.acquire():
             return
         with process.waiting("engine start"):
             began = time.monotonic()
@@ -62,8 +74,10 @@ async def serve(process: Process) -> None:
             process.metrics.watch("tether_bus_rollouts", "Bus counters, edge rollouts", sender.stats.as_dict)
             process.metrics.watch("tether_bus_weights", "Bus counters, edge weights", listener.stats.as_dict)
             runner = GroupRunner(process, engine, renderer, environment, prompts, sender)
-            on_turn = turn.look if turn else None
-            updater = WeightUpdater(process, engine, listener, on_abort=runner.abort, on_applied=runner.nudge, on_turn=on_turn)
+            on_turn = turn.notify if turn else None
+            updater = WeightUpdater(
+                process, engine, listener, on_abort=runner.abort, on_applied=runner.nudge, on_turn=on_turn
+            )
             async with asyncio.TaskGroup() as tasks:
                 updates = [
                     tasks.create_task(updater.listen_loop(), name="weights.listen"),
@@ -81,11 +95,12 @@ async def serve(process: Process) -> None:
             device.close()
 
 
-def _device(settings: Settings, engine: Engine) -> Device:
-    """The lock of the device; an engine's own processes hold it too, so they keep it when this one is killed and they are not gone yet."""
-    device = Device(settings.run_dir)
-    if isinstance(engine, RankedEngine):
-        device.give()
+def _device(settings: Settings, engine: Engine) -> DeviceLock:
+    """The lock of the device; an engine's own processes hold it too, so they keep it when this one is killed
+    and they are not gone yet."""
+    device = DeviceLock(settings.run_dir)
+    if isinstance(engine, MultiProcessEngine):
+        device.allow_children()
     return device
 
 

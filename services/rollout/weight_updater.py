@@ -1,9 +1,10 @@
 """How a rollout worker keeps its engine on the current weights.
 
-Manifests arrive over the bus; the ledger's copy is the truth and is asked now and then, so a lost message costs a second, not an update.
-One update at a time; a newer manifest supersedes an older one that was not staged yet. A version that the trainer is still making is staged
-as it comes, and committed if it is what its manifest says later. An engine that cannot stage goes on serving what it serves. A poisoned
-engine ends the process: its supervisor starts a fresh one, which asks for the current version.
+Manifests arrive over the bus; the ledger's copy is the truth and is asked now and then, so a lost message
+costs a second, not an update. One update at a time; a newer manifest supersedes an older one that was not
+staged yet. A version that the trainer is still making is staged as it comes, and committed if it is what its
+manifest says later. An engine that cannot stage goes on serving what it serves. A poisoned engine ends the
+process: its supervisor starts a fresh one, which asks for the current version.
 """
 
 import asyncio
@@ -14,8 +15,16 @@ from collections.abc import Callable
 
 from protocol.codec import decode_payload
 from protocol.errors import PoisonedError, ProtocolError, Reason, Refused, TetherError, WeightError
-from protocol.messages import Action, Control, WeightApplied, WeightDraft, WeightFailed, WeightManifest, WeightStaged
-from protocol.weights.provisional import draft_of, is_draft
+from protocol.messages import (
+    Action,
+    Control,
+    WeightApplied,
+    WeightDraft,
+    WeightFailed,
+    WeightManifest,
+    WeightStaged,
+)
+from protocol.weights.provisional import is_provisional, provisional_manifest
 from rollout.engines.base import Engine
 from services.bus.broadcast import Listener
 from services.runtime.process import Process
@@ -38,8 +47,8 @@ class WeightUpdater:
         on_applied: Callable[[], None],
         on_turn: Callable[[], None] | None = None,
     ) -> None:
-        """`on_abort` gets groups that were dropped; `on_applied` is called when the engine serves another version, `on_turn` when the
-        device that it shares may have changed hands."""
+        """`on_abort` gets groups that were dropped; `on_applied` is called when the engine serves another
+        version, `on_turn` when the device that it shares may have changed hands."""
         self._process = process
         self._engine = engine
         self._listener = listener
@@ -87,7 +96,9 @@ class WeightUpdater:
         """
         while True:
             with contextlib.ExitStack() as stack:
-                if self._engine.served.version < 0:  # later there may be nothing new for long, and nobody waits for it
+                if (
+                    self._engine.served.version < 0
+                ):  # later there may be nothing new for long, and nobody waits for it
                     stack.enter_context(self._process.waiting("the first weights"))
                 await self._changed.wait()
             await self._awake.wait()
@@ -97,7 +108,7 @@ class WeightUpdater:
                 continue
             try:
                 async with self._applying:
-                    await (self._stage_draft if is_draft(manifest) else self._apply)(manifest)
+                    await (self._stage_draft if is_provisional(manifest) else self._apply)(manifest)
             except PoisonedError as error:
                 if self._process.stop.is_set():
                     return  # cancelled in the middle by the drain; the engine is closed next
@@ -131,19 +142,24 @@ class WeightUpdater:
             return wanted
         self._draft = None
         served = self._engine.served
-        return draft if draft is not None and draft.epoch == served.epoch and draft.version > served.version else None
+        return (
+            draft
+            if draft is not None and draft.epoch == served.epoch and draft.version > served.version
+            else None
+        )
 
     def _expect(self, coming: WeightDraft) -> None:
         known = self._wanted
         if known is not None and (known.epoch, known.version) == (coming.epoch, coming.like):
-            self._draft = draft_of(known, coming.version)
+            self._draft = provisional_manifest(known, coming.version)
             self._changed.set()
 
     async def _stage_draft(self, draft: WeightManifest) -> None:
         """Stage what comes of a version that is being made, until it is complete, or another one is wanted.
 
         Raises:
-            TetherError: the engine is at its end. That the version did not come is no error: there may be no such version.
+            TetherError: the engine is at its end. That the version did not come is no error: there may be
+                no such version.
         """
         async with asyncio.TaskGroup() as tasks:
             staging = tasks.create_task(self._receive(draft), name="draft")
@@ -174,7 +190,7 @@ class WeightUpdater:
 
     def _want(self, manifest: WeightManifest, *, from_ledger: bool = False) -> None:
         known = self._wanted
-        if is_draft(manifest):  # names no weights
+        if is_provisional(manifest):  # names no weights
             log.error("weights.no_digests version=%d epoch=%s", manifest.version, manifest.epoch)
             return
         if known is not None and manifest.epoch == known.epoch:
@@ -200,7 +216,8 @@ class WeightUpdater:
         return message if isinstance(message, WeightManifest) else None
 
     async def _is_current(self) -> bool:
-        """Whether the engine serves what the run stands at; a manifest is large, and most of the time nothing is new."""
+        """Whether the engine serves what the run stands at; a manifest is large, and most of the time nothing
+        is new."""
         with contextlib.suppress(Refused):
             head = await self._process.ledger.head()
             return (head.epoch, head.version) == (self._engine.served.epoch, self._engine.served.version)
@@ -211,7 +228,8 @@ class WeightUpdater:
         return (served.epoch, served.version) == (manifest.epoch, manifest.version)
 
     async def _is_superseded(self, manifest: WeightManifest) -> bool:
-        """Whether the ledger names another epoch by now, so that this version is of an abandoned branch for all we know."""
+        """Whether the ledger names another epoch by now, so that this version is of an abandoned branch for
+        all we know."""
         current = await self._named()
         if current is not None and current.epoch == manifest.epoch and current.version >= manifest.version:
             return False
@@ -253,7 +271,12 @@ class WeightUpdater:
             log.info("weights.stale_epoch version=%d epoch=%s", manifest.version, manifest.epoch)
             return
         self._listener.answer(
-            WeightApplied(engine=self._process.incarnation, epoch=manifest.epoch, version=manifest.version, pause_ms=pause_ms)
+            WeightApplied(
+                engine=self._process.incarnation,
+                epoch=manifest.epoch,
+                version=manifest.version,
+                pause_ms=pause_ms,
+            )
         )
         self._on_applied()
         self._process.info["version"] = manifest.version
@@ -263,6 +286,10 @@ class WeightUpdater:
     def _answer_failure(self, manifest: WeightManifest, error: Exception, *, poisoned: bool) -> None:
         self._listener.answer(
             WeightFailed(
-                engine=self._process.incarnation, epoch=manifest.epoch, version=manifest.version, error=str(error)[:500], poisoned=poisoned
+                engine=self._process.incarnation,
+                epoch=manifest.epoch,
+                version=manifest.version,
+                error=str(error)[:500],
+                poisoned=poisoned,
             )
         )

@@ -1,7 +1,9 @@
-"""What every service process does around its own loop: settings, signals, ledger, registry, health, and the way it ends.
+"""What every service process does around its own loop: settings, signals, ledger, registry, health, and the
+way it ends.
 
-A service is `async def serve(process: Process) -> None`. It runs until `process.stop` is set, then drains and returns. SIGTERM and SIGINT
-set `stop`; a second one cancels. The first loop to end ends the process. Exit codes: 0 drained, 1 failed, 2 wrong settings.
+A service is `async def serve(process: Process) -> None`. It runs until `process.stop` is set, then drains and
+returns. SIGTERM and SIGINT set `stop`; a second one cancels. The first loop to end ends the process. Exit
+codes: 0 drained, 1 failed, 2 wrong settings.
 """
 
 import asyncio
@@ -42,7 +44,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Process:
-    """One life of a service: its settings, its ledger, its name in the registry, and the event that stops it."""
+    """One life of a service: its settings, its ledger, its name in the registry, and the event that stops
+    it."""
 
     def __init__(self, role: Role, settings: Settings, ledger: RedisLedger, name: str) -> None:
         self.role = role
@@ -51,7 +54,12 @@ class Process:
         self.incarnation = new_incarnation(name)
         self.stop = asyncio.Event()
         self.metrics = Metrics(role)
-        self.info: dict[str, Any] = {"name": name, "pid": os.getpid(), "host": socket.gethostname(), "started": time.time()}
+        self.info: dict[str, Any] = {
+            "name": name,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "started": time.time(),
+        }
         self._waits: dict[str, float] = {}
         self._registering = asyncio.Lock()
         self.on_heartbeat: list[Callable[[], None]] = []
@@ -65,24 +73,25 @@ class Process:
     def waiting(self, what: str) -> Iterator[Callable[[str], None]]:
         """Note that the process waits for `what`; shown in the registry, the metrics and `tether status`.
 
-        Yields a function that says why, while the wait goes on: `because("bound")`.
+        Yields a function that says why, while the wait goes on: `set_detail("bound")`.
         """
         since, shown = time.monotonic(), what
         self._waits[shown] = since
 
-        def because(why: str) -> None:
+        def set_detail(why: str) -> None:
             nonlocal shown
             self._waits.pop(shown, None)
             shown = f"{what}: {why}"
             self._waits[shown] = since
 
         try:
-            yield because
+            yield set_detail
         finally:
             self._waits.pop(shown, None)
 
     async def register(self) -> None:
-        """Tell the registry that this process lives, and what it waits for. What `info` held when this was called is there then."""
+        """Tell the registry that this process lives, and what it waits for. What `info` held when this was
+        called is there then."""
         async with self._registering:  # else an older word could overtake a newer one
             await self._register()
 
@@ -92,10 +101,14 @@ class Process:
         now = time.monotonic()
         waits = {what: round(now - since, 1) for what, since in self._waits.items()}
         self.metrics.waiting.clear()
-        for what, seconds in sorted(waits.items(), key=lambda wait: wait[1]):  # of waits that differ in a number only, the longest
+        for what, seconds in sorted(
+            waits.items(), key=lambda wait: wait[1]
+        ):  # of waits that differ in a number only, the longest
             self.metrics.waiting.labels(NUMBER.sub("N", what)).set(seconds)
         info = {**self.info, "waits": waits}
-        await self.ledger.register(Peer(self.role, self.incarnation, info), ttl_ms=int(self.settings.ledger.ttl_s * 1000))
+        await self.ledger.register(
+            Peer(self.role, self.incarnation, info), ttl_ms=int(self.settings.ledger.ttl_s * 1000)
+        )
 
     async def heartbeat_loop(self) -> None:
         """Register again and again until cancelled."""
@@ -139,11 +152,15 @@ def ledger_url(settings: Settings) -> str:
 
 
 @contextlib.asynccontextmanager
-async def connected(settings: Settings) -> AsyncIterator[RedisLedger]:
+async def open_ledger(settings: Settings) -> AsyncIterator[RedisLedger]:
     """The run's ledger, closed at the end."""
     config = settings.ledger
     ledger = await RedisLedger.connect(
-        ledger_url(settings), settings.run.name, timeout_s=config.timeout_s, retry_s=config.retry_s, archive_limit=config.archive_limit
+        ledger_url(settings),
+        settings.run.name,
+        timeout_s=config.timeout_s,
+        retry_s=config.retry_s,
+        archive_limit=config.archive_limit,
     )
     try:
         yield ledger
@@ -152,15 +169,20 @@ async def connected(settings: Settings) -> AsyncIterator[RedisLedger]:
 
 
 @contextlib.asynccontextmanager
-async def opened(role: Role, settings: Settings, name: str) -> AsyncIterator[Process]:
+async def open_process(role: Role, settings: Settings, name: str) -> AsyncIterator[Process]:
     """A process with ledger, health endpoint and registration; unregistered at the end."""
-    async with connected(settings) as ledger:
+    async with open_ledger(settings) as ledger:
         if role not in (Role.INGEST, Role.MONITOR):  # the ingest is who looks; the monitor only reads
             await ledger.guard()
         process = Process(role, settings, ledger, name)
         server = HttpServer(
             process.metrics.registry,
-            lambda: {"ok": not process.stop.is_set(), "role": role, "incarnation": process.incarnation, "waits": list(process._waits)},
+            lambda: {
+                "ok": not process.stop.is_set(),
+                "role": role,
+                "incarnation": process.incarnation,
+                "waits": list(process._waits),
+            },
         )
         process.info["http"] = await server.start(settings.bus.host, 0)
         try:
@@ -178,9 +200,10 @@ class _Ended(Exception):
 
 
 async def run_process(role: Role, settings: Settings, name: str, serve: Serve) -> None:
-    """Run a service until it is told to stop or fails. When it has ended well, signals to stop mean nothing to this process any more."""
+    """Run a service until it is told to stop or fails. When it has ended well, signals to stop mean nothing
+    to this process any more."""
     loop = asyncio.get_running_loop()
-    async with opened(role, settings, name) as process:
+    async with open_process(role, settings, name) as process:
         main = asyncio.current_task()
         assert main is not None
 
@@ -204,14 +227,20 @@ async def run_process(role: Role, settings: Settings, name: str, serve: Serve) -
             pass
     for signum in STOP_SIGNALS:
         loop.remove_signal_handler(signum)
-        signal.signal(signum, signal.SIG_IGN)  # else one would kill it on its last way, which takes a moment where torch was loaded
+        signal.signal(
+            signum, signal.SIG_IGN
+        )  # else one would kill it on its last way, which takes a moment where torch was loaded
 
 
 def configure_logging(name: str) -> None:
     """Log lines to standard error: time, process, level, `event key=value`."""
     level = os.environ.get("TETHER_LOG_LEVEL", "INFO").upper()
     logging.basicConfig(
-        level=level, stream=sys.stderr, format=f"%(asctime)s {name} %(levelname).1s %(message)s", datefmt="%H:%M:%S", force=True
+        level=level,
+        stream=sys.stderr,
+        format=f"%(asctime)s {name} %(levelname).1s %(message)s",
+        datefmt="%H:%M:%S",
+        force=True,
     )
     logging.captureWarnings(True)
 
@@ -223,7 +252,7 @@ def innermost(error: BaseException) -> BaseException:
     return error
 
 
-def explain(error: BaseException) -> tuple[str, int]:
+def describe_error(error: BaseException) -> tuple[str, int]:
     """One line and an exit code for an error that ends a process."""
     error = innermost(error)
     if isinstance(error, (SettingsError, Unavailable)):
@@ -231,8 +260,9 @@ def explain(error: BaseException) -> tuple[str, int]:
     return f"{type(error).__name__}: {error}", EXIT_FAILED
 
 
-def take_descriptors() -> None:
-    """Allow this process as many open descriptors as the machine does, up to `DESCRIPTORS`: each connection is one."""
+def raise_fd_limit() -> None:
+    """Allow this process as many open descriptors as the machine does, up to `DESCRIPTORS`: each connection
+    is one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -243,14 +273,14 @@ def service_main(role: Role, serve: Serve) -> None:
     """The `main` of `python -m services.ROLE`."""
     name = os.environ.get("TETHER_INSTANCE", role)
     configure_logging(name)
-    take_descriptors()
+    raise_fd_limit()
     try:
         settings = load_settings()
         uvloop.run(run_process(role, settings, name, serve))
     except (KeyboardInterrupt, asyncio.CancelledError):
         sys.exit(EXIT_FAILED)
     except (Exception, BaseExceptionGroup) as error:
-        line, code = explain(error)
+        line, code = describe_error(error)
         if isinstance(innermost(error), Unavailable):
             code = EXIT_FAILED  # the ledger may only be away for a while: a restart may find it again
         if not isinstance(innermost(error), TetherError):

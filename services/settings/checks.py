@@ -30,15 +30,19 @@ def check_shared(settings: Settings) -> None:
     wants = CAN_SHARE.get(engine.name)
     wrong = {
         f"engine.name is {engine.name!r}; it has to be {' or '.join(CAN_SHARE)}": wants is None,
-        f"trainer.backend is {trainer.backend!r}; with engine.name {engine.name!r} it has to be {wants!r}": trainer.backend != wants,
-        f"[parallel] asks for {settings.parallel.world_size} ranks; the trainer has to be one": settings.parallel.world_size != 1,
-        f"engine.tensor_parallel_size is {engine.tensor_parallel_size}; it has to be 1": engine.tensor_parallel_size != 1,
+        f"trainer.backend is {trainer.backend!r}; with engine.name {engine.name!r} it has to be {wants!r}": trainer.backend
+        != wants,
+        f"[parallel] asks for {settings.parallel.world_size} ranks; the trainer has to be one": settings.parallel.world_size
+        != 1,
+        f"engine.tensor_parallel_size is {engine.tensor_parallel_size}; it has to be 1": engine.tensor_parallel_size
+        != 1,
         "engine.enable_sleep_mode is true; the trainer computes with the engine's memory": engine.enable_sleep_mode,
         f"services.rollouts is {services.rollouts}; there can be one rollout worker": services.rollouts > 1,
         "services.pool names rollout workers; there can be one, on [engine]": bool(services.pool),
         f"lora.rank is {settings.lora.rank}; adapters are not shared": settings.lora.rank > 0,
         "colocated.enabled is true; who shares tensors does not take turns": settings.colocated.enabled,
-        f"trainer.dtype is {trainer.dtype}, engine.dtype {engine.dtype}; they have to be the same": trainer.dtype != engine.dtype,
+        f"trainer.dtype is {trainer.dtype}, engine.dtype {engine.dtype}; they have to be the same": trainer.dtype
+        != engine.dtype,
         f"services.trainer_gpus is {services.trainer_gpus!r}, services.rollout_gpus {services.rollout_gpus!r}; they have to name the same "
         "GPU": gpus[0][:1] != gpus[1][:1],
     }
@@ -50,7 +54,9 @@ def check_shared(settings: Settings) -> None:
 def check_workers(weights: WeightConfig, rollouts: int) -> None:
     """Before the number of rollout workers of a running `tether up` is changed. Raises SettingsError."""
     if weights.transport == TRANSPORT and rollouts > 1:
-        raise SettingsError(f"rollouts={rollouts}: with weights.transport {TRANSPORT!r} there can be one rollout worker")
+        raise SettingsError(
+            f"rollouts={rollouts}: with weights.transport {TRANSPORT!r} there can be one rollout worker"
+        )
 
 
 RANGES: dict[str, tuple[float, float]] = {
@@ -98,9 +104,13 @@ def check_settings(settings: Settings) -> None:
             f"setting lora.rank: engine {settings.engine.name!r} does not serve adapters; use {' or '.join(SERVE_ADAPTERS)}"
         )
     if settings.colocated.enabled and settings.engine.name not in CAN_SLEEP:
-        raise SettingsError(f"setting colocated.enabled: engine {settings.engine.name!r} cannot sleep; use {' or '.join(CAN_SLEEP)}")
+        raise SettingsError(
+            f"setting colocated.enabled: engine {settings.engine.name!r} cannot sleep; use {' or '.join(CAN_SLEEP)}"
+        )
     if settings.colocated.enabled and settings.services.pool:
-        raise SettingsError("settings colocated.enabled and services.pool exclude each other: engines that share a GPU are of one kind")
+        raise SettingsError(
+            "settings colocated.enabled and services.pool exclude each other: engines that share a GPU are of one kind"
+        )
     checked_name(settings.weights.transport, TRANSPORTS, "setting weights.transport:")
     for dotted, (low, high) in RANGES.items():
         section, key = dotted.split(".")
@@ -115,4 +125,6 @@ def check_settings(settings: Settings) -> None:
     if settings.model.path and settings.model.scratch:
         raise SettingsError("settings model.path and model.scratch exclude each other: give one")
     if settings.model.path and not (settings.model_dir / "config.json").is_file():
-        raise SettingsError(f"setting model.path: no config.json in {settings.model_dir}; give a Hugging Face model directory")
+        raise SettingsError(
+            f"setting model.path: no config.json in {settings.model_dir}; give a Hugging Face model directory"
+        )

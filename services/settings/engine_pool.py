@@ -1,6 +1,7 @@
 """`services.pool`: rollout workers of one run on different engines.
 
-Each entry says how many workers, and what of `[engine]` is different for them; it reaches them as `TETHER_ENGINE__*` variables.
+Each entry says how many workers, and what of `[engine]` is different for them; it reaches them as
+`TETHER_ENGINE__*` variables.
 """
 
 import dataclasses
@@ -44,10 +45,14 @@ def check_pool(pool: Sequence[PoolEntry], base: EngineConfig) -> None:
             engine = _adapter.validate_python({**dataclasses.asdict(base), **entry.engine})
         except ValidationError as error:
             first = error.errors()[0]
-            raise SettingsError(f"setting {where}.engine.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+            raise SettingsError(
+                f"setting {where}.engine.{'.'.join(map(str, first['loc']))}: {first['msg']}"
+            ) from None
         checked_name(engine.name, ENGINES, f"setting {where}.engine.name:")
         if engine.dtype != base.dtype:
-            raise SettingsError(f"setting {where}.engine.dtype: {engine.dtype}, but weights are published in engine.dtype, {base.dtype}")
+            raise SettingsError(
+                f"setting {where}.engine.dtype: {engine.dtype}, but weights are published in engine.dtype, {base.dtype}"
+            )
 
 
 def pool_size(pool: Sequence[PoolEntry]) -> int:
@@ -56,11 +61,15 @@ def pool_size(pool: Sequence[PoolEntry]) -> int:
 
 
 def pool_variables(pool: Sequence[PoolEntry], index: int) -> dict[str, str]:
-    """What makes worker `index` one of its entry. Workers beyond the pool's size, after scaling, begin again with the first entry."""
+    """What makes worker `index` one of its entry. Workers beyond the pool's size, after scaling, begin again
+    with the first entry."""
     if not pool:
         return {}
     entries = [entry for entry in pool for _ in range(entry.count)]
-    return {f"TETHER_ENGINE__{name.upper()}": _toml(value) for name, value in entries[index % len(entries)].engine.items()}
+    return {
+        f"TETHER_ENGINE__{name.upper()}": _toml(value)
+        for name, value in entries[index % len(entries)].engine.items()
+    }
 
 
 def _toml(value: Any) -> str:

@@ -16,12 +16,15 @@ from services.settings.sources import assign, from_environ, parse, read_file, re
 _adapter: TypeAdapter[Settings] = TypeAdapter(Settings)
 
 
-def load_settings(path: str | None = None, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Settings:
+def load_settings(
+    path: str | None = None, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None
+) -> Settings:
     """Compose the settings of a process.
 
     Args:
         path: a TOML or JSON file; by default that of `TETHER_CONFIG`, or none.
-        overrides: `section.key=value` strings; values are TOML, or plain strings where they are not, or where a string is wanted.
+        overrides: `section.key=value` strings; values are TOML, or plain strings where they are not, or
+            where a string is wanted.
         environ: by default the process's environment.
 
     Raises:
@@ -37,7 +40,9 @@ def load_settings(path: str | None = None, overrides: Sequence[str] = (), enviro
         if not separator:
             raise SettingsError(f"--set {override!r}: write section.key=value")
         if dotted.strip() == "ledger.url" and "@" in text:
-            raise SettingsError("--set ledger.url: every user can read a command line; set TETHER_REDIS_URL, or ledger.password_file")
+            raise SettingsError(
+                "--set ledger.url: every user can read a command line; set TETHER_REDIS_URL, or ledger.password_file"
+            )
         assign(values, dotted.strip(), parse(text.strip(), dotted.strip(), Settings), f"--set {dotted}")
     refuse_unknown(values, Settings, "")
     try:
@@ -55,13 +60,16 @@ def run_settings(run_dir: Path, overrides: Sequence[str] = ()) -> Settings:
     """
     path = run_dir / "settings.json"
     if not path.is_file():
-        raise SettingsError(f"no run in {run_dir}: there is no settings.json; give the directory of a run, such as runs/demo")
+        raise SettingsError(
+            f"no run in {run_dir}: there is no settings.json; give the directory of a run, such as runs/demo"
+        )
     environ = {name: value for name, value in os.environ.items() if name == "TETHER_REDIS_URL"}
     return load_settings(str(path), [*overrides, f"run.dir={json.dumps(str(run_dir.absolute()))}"], environ)
 
 
 def dump_settings(settings: Settings, path: Path) -> None:
-    """Write the effective settings as JSON, for the processes of the run. The ledger's URL stays out: it may hold a password."""
+    """Write the effective settings as JSON, for the processes of the run. The ledger's URL stays out: it may
+    hold a password."""
     values = _adapter.dump_python(settings, mode="json")
     values["ledger"]["url"] = ""
     values["run"]["dir"] = str(settings.run_dir)
@@ -72,4 +80,6 @@ def dump_settings(settings: Settings, path: Path) -> None:
 
 def _explain(error: Mapping[str, Any]) -> str:
     where = ".".join(str(part) for part in error["loc"])
-    return f"setting {where}: {error['msg']}" + ("" if where.startswith("ledger") else f" (got {error['input']!r})")
+    return f"setting {where}: {error['msg']}" + (
+        "" if where.startswith("ledger") else f" (got {error['input']!r})"
+    )

@@ -20,8 +20,8 @@ class ServicesConfig:
     trainer_gpus: str = ""
     """GPUs of the trainer, as in CUDA_VISIBLE_DEVICES ("0,1"); empty: what `tether up` itself sees."""
     rollout_gpus: str = ""
-    """GPUs of the rollout workers: each gets `engine.tensor_parallel_size` of them in turn, and begins again with the first when they
-    are used up; empty: all see what `tether up` itself sees."""
+    """GPUs of the rollout workers: each gets `engine.tensor_parallel_size` of them in turn, and begins again
+    with the first when they are used up; empty: all see what `tether up` itself sees."""
     restarts: int = 5
     """Restarts of one service within a minute after which the run is given up."""
 
@@ -53,7 +53,12 @@ def check_gpus(config: ServicesConfig, ranks: int, tensor_parallel_size: int) ->
     """
     for name, text, needed, why in (
         ("trainer_gpus", config.trainer_gpus, ranks, f"the trainer has {ranks} ranks"),
-        ("rollout_gpus", config.rollout_gpus, tensor_parallel_size, f"engine.tensor_parallel_size is {tensor_parallel_size}"),
+        (
+            "rollout_gpus",
+            config.rollout_gpus,
+            tensor_parallel_size,
+            f"engine.tensor_parallel_size is {tensor_parallel_size}",
+        ),
     ):
         gpus = listed(text)
         if gpus and len(gpus) < needed:

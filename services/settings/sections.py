@@ -1,7 +1,8 @@
 """Settings of a process: defaults < TOML or JSON file < `TETHER_*` variables < `--set a.b=c`.
 
-Each component's section is a frozen dataclass beside the component; this module composes them and nothing more. A variable is named
-`TETHER_SECTION__KEY`; the ones that people set most have short names (`SHORT_NAMES`). An unknown key fails and names its neighbour.
+Each component's section is a frozen dataclass beside the component; this module composes them and nothing
+more. A variable is named `TETHER_SECTION__KEY`; the ones that people set most have short names
+(`SHORT_NAMES`). An unknown key fails and names its neighbour.
 """
 
 from dataclasses import dataclass, field
@@ -61,7 +62,8 @@ class LedgerConfig:
     """Section `[ledger]`."""
 
     url: str = ""
-    """redis:// or rediss:// URL; empty: an embedded server in the run directory. Set it by TETHER_REDIS_URL, not on a command line."""
+    """redis:// or rediss:// URL; empty: an embedded server in the run directory. Set it by TETHER_REDIS_URL,
+    not on a command line."""
     password_file: str = ""
     """A file with the password, readable by its owner only, instead of one in the URL."""
     ca_file: str = ""
@@ -123,8 +125,8 @@ class ColocatedConfig:
 
     enabled: bool = False
     wait_s: float = 300.0
-    """How long the trainer waits for engines to sleep (one that starts or stages ends that first), and an engine for others to leave the
-    device in the engines' turn, before it gives up."""
+    """How long the trainer waits for engines to sleep (one that starts or stages ends that first), and an
+    engine for others to leave the device in the engines' turn, before it gives up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,5 +164,6 @@ class Settings:
 
     @property
     def model_dir(self) -> Path:
-        """Where the initial model lies: the user's directory, or the one made from scratch in the run directory."""
+        """Where the initial model lies: the user's directory, or the one made from scratch in the run
+        directory."""
         return Path(self.model.path).absolute() if self.model.path else self.run_dir / "model"

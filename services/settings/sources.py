@@ -1,4 +1,5 @@
-"""Where settings come from: a file, `TETHER_*` variables, and `section.key=value` texts. What they mean is `settings.py`'s business."""
+"""Where settings come from: a file, `TETHER_*` variables, and `section.key=value` texts. What they mean is
+`settings.py`'s business."""
 
 import dataclasses
 import difflib
@@ -21,7 +22,8 @@ SHORT_NAMES = {
     "TETHER_STEPS": "run.steps",
 }
 OTHER_VARIABLES = frozenset({"TETHER_CONFIG", "TETHER_LOG_LEVEL", "TETHER_INSTANCE"})
-"""Variables that are read elsewhere: the settings file, the log level, and the name of this process among its like."""
+"""Variables that are read elsewhere: the settings file, the log level, and the name of this process among its
+like."""
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -41,7 +43,8 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def from_environ(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """(section.key, text, variable) of every `TETHER_*` variable that sets something. Raises SettingsError for an unknown one."""
+    """(section.key, text, variable) of every `TETHER_*` variable that sets something. Raises SettingsError
+    for an unknown one."""
     found = []
     for name, text in sorted(environ.items()):
         if not name.startswith("TETHER_") or name in OTHER_VARIABLES:
@@ -50,14 +53,17 @@ def from_environ(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
         if dotted is None and "__" in name:
             dotted = ".".join(part.lower() for part in name.removeprefix("TETHER_").split("__"))
         if dotted is None:
-            raise SettingsError(f"variable {name} is not known{nearest(name, [*SHORT_NAMES, *OTHER_VARIABLES])}")
+            raise SettingsError(
+                f"variable {name} is not known{nearest(name, [*SHORT_NAMES, *OTHER_VARIABLES])}"
+            )
         if text:
             found.append((dotted, text, name))
     return found
 
 
 def parse(text: str, dotted: str, kind: type) -> Any:
-    """The value that `text` gives the setting `dotted` of the dataclass `kind`: TOML, or the text itself where that is what is wanted."""
+    """The value that `text` gives the setting `dotted` of the dataclass `kind`: TOML, or the text itself
+    where that is what is wanted."""
     try:
         value = tomllib.loads(f"x = {text}")["x"]
     except tomllib.TOMLDecodeError:
@@ -67,12 +73,17 @@ def parse(text: str, dotted: str, kind: type) -> Any:
 
 def _wants_text(dotted: str, kind: Any) -> bool:
     for part in dotted.split("."):
-        kind = {f.name: f.type for f in dataclasses.fields(kind)}.get(part) if dataclasses.is_dataclass(kind) else None
+        kind = (
+            {f.name: f.type for f in dataclasses.fields(kind)}.get(part)
+            if dataclasses.is_dataclass(kind)
+            else None
+        )
     return kind is str
 
 
 def assign(values: dict[str, Any], dotted: str, value: Any, source: str) -> None:
-    """Put a value where `dotted` says, making the tables on the way. `source` is named in the SettingsError if one of them is a value."""
+    """Put a value where `dotted` says, making the tables on the way. `source` is named in the SettingsError
+    if one of them is a value."""
     *parents, last = dotted.split(".")
     for parent in parents:
         values = values.setdefault(parent, {})
@@ -91,8 +102,14 @@ def refuse_unknown(values: Mapping[str, Any], kind: Any, prefix: str) -> None:
     for key, value in values.items():
         if key not in known:
             raise SettingsError(f"setting {prefix}{key} is not known{nearest(key, list(known))}")
-        inner = next((each for each in (known[key], *get_args(known[key])) if dataclasses.is_dataclass(each)), None)
-        tables = {f"{key}.{i}": item for i, item in enumerate(value)} if isinstance(value, list | tuple) else {key: value}
+        inner = next(
+            (each for each in (known[key], *get_args(known[key])) if dataclasses.is_dataclass(each)), None
+        )
+        tables = (
+            {f"{key}.{i}": item for i, item in enumerate(value)}
+            if isinstance(value, list | tuple)
+            else {key: value}
+        )
         for name, table in tables.items():
             if inner is not None and isinstance(table, dict):
                 refuse_unknown(table, inner, f"{prefix}{name}.")

@@ -1,6 +1,8 @@
-"""`tether eval`: held-out scores of a run's initial model and its checkpoints, on one engine, beside the best constant answer.
+"""`tether eval`: held-out scores of a run's initial model and its checkpoints, on one engine, beside the best
+constant answer.
 
-All models are scored on the same prompts. Weights reach the engine as in training: published, staged, committed.
+All models are scored on the same prompts. Weights reach the engine as in training: published, staged,
+committed.
 """
 
 import asyncio
@@ -38,8 +40,9 @@ async def evaluate_run(settings: Settings, checkpoints: Sequence[Path]) -> dict[
     """Score the initial model and `checkpoints` (by default the newest exported one) on the held-out prompts.
 
     Returns:
-        {"prompts": n, "best_constant": score, "models": [{"model", "greedy", "sampled", ...}]}; scores are mean rewards. Each model
-        after the first also has the paired difference to the first and its standard error.
+        {"prompts": n, "best_constant": score, "models": [{"model", "greedy", "sampled", ...}]}; scores are
+        mean rewards. Each model after the first also has the paired difference to the first and its standard
+        error.
 
     Raises:
         SettingsError: if there are no held-out prompts or no checkpoint.
@@ -47,13 +50,19 @@ async def evaluate_run(settings: Settings, checkpoints: Sequence[Path]) -> dict[
     source = await asyncio.to_thread(make_source, settings.prompts)
     prompts = list(source.held_out())[: settings.eval.prompts]
     if not prompts:
-        raise SettingsError("no held-out prompts: set prompts.held_out (or a held-out file) so that there is something to score on")
+        raise SettingsError(
+            "no held-out prompts: set prompts.held_out (or a held-out file) so that there is something to score on"
+        )
     models = [settings.model_dir, *(checkpoints or [newest_export(settings.run_dir)])]
     renderer = await asyncio.to_thread(Renderer, settings.model_dir, settings.render)
     engine = make_engine(settings.engine, settings.model_dir, "eval")
     scored: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="tether-eval-") as directory:
-        sender = make_sender(WeightConfig(transport="disk", directory=directory), run=settings.run.name, run_dir=Path(directory))
+        sender = make_sender(
+            WeightConfig(transport="disk", directory=directory),
+            run=settings.run.name,
+            run_dir=Path(directory),
+        )
         async with ScorePool(settings.reward) as pool:
             best = await best_constant(pool, renderer, prompts)
             try:
@@ -63,14 +72,18 @@ async def evaluate_run(settings: Settings, checkpoints: Sequence[Path]) -> dict[
                     manifest = await asyncio.to_thread(sender.publish, "eval", version, tensors)
                     await engine.stage(manifest)
                     await engine.commit(manifest)
-                    scored.append({"model": str(model), **await _score_model(settings, engine, renderer, pool, prompts)})
+                    scored.append(
+                        {"model": str(model), **await _score_model(settings, engine, renderer, pool, prompts)}
+                    )
             finally:
                 await engine.close()
                 sender.close()
     for entry in scored[1:]:
         for kind in ("greedy", "sampled"):
             if f"{kind}_each" in entry:
-                entry[f"{kind}_gain"], entry[f"{kind}_gain_stderr"] = paired_difference(entry[f"{kind}_each"], scored[0][f"{kind}_each"])
+                entry[f"{kind}_gain"], entry[f"{kind}_gain_stderr"] = paired_difference(
+                    entry[f"{kind}_each"], scored[0][f"{kind}_each"]
+                )
     for entry in scored:
         entry.pop("greedy_each"), entry.pop("sampled_each", None)
     return {"prompts": len(prompts), "best_constant": best, "models": scored}
@@ -80,7 +93,9 @@ def newest_export(run_dir: Path) -> Path:
     """The Hugging Face directory of the newest checkpoint that has one."""
     found = sorted((run_dir / "exports").glob("step_*[0-9]"))
     if not found:
-        raise SettingsError(f"no exported checkpoint in {run_dir / 'exports'}: let the run finish, or give --checkpoint")
+        raise SettingsError(
+            f"no exported checkpoint in {run_dir / 'exports'}: let the run finish, or give --checkpoint"
+        )
     return found[-1]
 
 
@@ -102,7 +117,8 @@ def paired_difference(after: Sequence[float], before: Sequence[float]) -> tuple[
 
 
 async def best_constant(pool: ScorePool, renderer: Renderer, prompts: Sequence[Prompt]) -> float:
-    """The mean reward of the best single answer given to every prompt, among the most frequent right ones; 0 if answers are not known."""
+    """The mean reward of the best single answer given to every prompt, among the most frequent right ones; 0
+    if answers are not known."""
     answers = Counter(str(prompt.metadata["answer"]) for prompt in prompts if "answer" in prompt.metadata)
     constants = [answer for answer, _ in answers.most_common(CONSTANTS)]
     if not constants:
@@ -118,7 +134,10 @@ async def _score_model(
     settings: Settings, engine: Engine, renderer: Renderer, pool: ScorePool, prompts: Sequence[Prompt]
 ) -> dict[str, Any]:
     result: dict[str, Any] = {}
-    for kind, temperature, samples in (("greedy", 0.0, 1), ("sampled", settings.sampling.temperature, settings.eval.samples)):
+    for kind, temperature, samples in (
+        ("greedy", 0.0, 1),
+        ("sampled", settings.sampling.temperature, settings.eval.samples),
+    ):
         if samples:
             each = await _rewards(settings, engine, renderer, pool, prompts, temperature, samples)
             result |= {kind: sum(each) / len(each), f"{kind}_each": each}
@@ -126,7 +145,13 @@ async def _score_model(
 
 
 async def _rewards(
-    settings: Settings, engine: Engine, renderer: Renderer, pool: ScorePool, prompts: Sequence[Prompt], temperature: float, samples: int
+    settings: Settings,
+    engine: Engine,
+    renderer: Renderer,
+    pool: ScorePool,
+    prompts: Sequence[Prompt],
+    temperature: float,
+    samples: int,
 ) -> list[float]:
     """Mean reward of each prompt over its samples."""
     environment = make_environment(settings.environment)
@@ -142,15 +167,28 @@ async def _rewards(
     async def one(index: int, prompt: Prompt) -> float:
         async with places:
             rollout = await generate_group(
-                engine, renderer, environment, prompt, group=index, token="eval", n=samples, engine_name="eval", sampling=sampling
+                engine,
+                renderer,
+                environment,
+                prompt,
+                group=index,
+                token="eval",
+                n=samples,
+                engine_name="eval",
+                sampling=sampling,
             )
             result = await score_rollout(rollout, pool, "eval")
         if not isinstance(result, ScoredRollout):
-            raise SettingsError(f"held-out prompt {index} could not be scored: {result.verifier}: {result.error}")
+            raise SettingsError(
+                f"held-out prompt {index} could not be scored: {result.verifier}: {result.error}"
+            )
         return float(result.rewards.numpy().mean())
 
     async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(one(index, prompt), name=f"eval-{index}") for index, prompt in enumerate(prompts)]
+        running = [
+            tasks.create_task(one(index, prompt), name=f"eval-{index}")
+            for index, prompt in enumerate(prompts)
+        ]
     return [task.result() for task in running]
 
 

@@ -1,6 +1,8 @@
-"""`tether replay`: the batch of a past step, built again from event log and archive, without any running service.
+"""`tether replay`: the batch of a past step, built again from event log and archive, without any running
+service.
 
-Under torchrun (`python -m services.tools.replay D K`) every rank of the trainer repeats the steps from the nearest checkpoint up to K.
+Under torchrun (`python -m services.tools.replay D K`) every rank of the trainer repeats the steps from the
+nearest checkpoint up to K.
 """
 
 import json
@@ -35,10 +37,10 @@ from trainer.backends.rank_commands import (
     KeepReferenceCommand,
     RestoreCommand,
     TrainCommand,
-    announce,
-    follow,
-    lead_step,
-    open_batch,
+    broadcast_command,
+    decode_batch,
+    follow_commands,
+    run_step_on_all_ranks,
 )
 from trainer.batch import batch_digest
 from trainer.lora import as_published
@@ -48,10 +50,11 @@ from trainer.storage.spool import MissingRecord, Spool
 from trainer.weights.bucket_writer import fill_buckets, in_dtype
 
 LOSS_TOLERANCE = 1e-4
-"""A repeated loss may differ by so much, relative to the larger of it and 1: sums on a GPU are not always made in one order."""
+"""A repeated loss may differ by so much, relative to the larger of it and 1: sums on a GPU are not always
+made in one order."""
 
 
-class Past:
+class RecordedRun:
     """The steps of a run that is on or over, as its directory tells them."""
 
     def __init__(self, settings: Settings, wanted: range) -> None:
@@ -71,7 +74,9 @@ class Past:
             SettingsError: the step was never made, or a rewind abandoned it.
         """
         if step not in self._steps:
-            raise SettingsError(f"step {step} is not in the log of {self.settings.run_dir}: it was not made yet, or a rewind abandoned it")
+            raise SettingsError(
+                f"step {step} is not in the log of {self.settings.run_dir}: it was not made yet, or a rewind abandoned it"
+            )
         return self._steps[step]
 
     def command(self, step: int) -> TrainCommand:
@@ -93,7 +98,8 @@ class Past:
         return train_command(self.settings, Taken(step, groups), records)
 
     def _records(self, step: int, keys: list[tuple[int, str]]) -> list[bytes]:
-        """From the spool, else from the archive: in this order no step is missed that the trainer moves meanwhile."""
+        """From the spool, else from the archive: in this order no step is missed that the trainer moves
+        meanwhile."""
         path = self.settings.run_dir / "spool.sqlite"
         if path.is_file():
             with closing(Spool(path, read_only=True)) as spool, suppress(MissingRecord):
@@ -107,18 +113,19 @@ class Past:
         return next((line for line in lines if (line["step"], line["epoch"]) == (step, epoch)), {})
 
 
-def replay(past: Past, step: int) -> dict[str, Any]:
+def replay(past: RecordedRun, step: int) -> dict[str, Any]:
     """Build the batch of a step again and compare it with what was trained.
 
     Returns:
-        Facts as `tether replay --json` prints them; `equal` says whether digest and trained tokens are those of the log.
+        Facts as `tether replay --json` prints them; `equal` says whether digest and trained tokens are those
+        of the log.
 
     Raises:
         SettingsError: there is no such step, or its records are gone.
         TetherError: a record is damaged.
     """
     logged, command = past.step(step), past.command(step)
-    built = open_batch(command, make_algorithm(past.settings.algorithm))
+    built = decode_batch(command, make_algorithm(past.settings.algorithm))
     digest, recorded = batch_digest(built.batch), past.report(step).get("batch_digest", "")
     counts = {group: {v: n for v, n in versions.items() if n} for group, versions in logged.trained.items()}
     return {
@@ -148,11 +155,13 @@ def replay(past: Past, step: int) -> dict[str, Any]:
     }
 
 
-def retrain(past: Past, step: int, start: Checkpoint | None) -> dict[str, Any]:
-    """Repeat the recorded steps from a checkpoint (None: the initial model) up to `step`, on every rank; called on rank 0.
+def retrain(past: RecordedRun, step: int, start: Checkpoint | None) -> dict[str, Any]:
+    """Repeat the recorded steps from a checkpoint (None: the initial model) up to `step`, on every rank;
+    called on rank 0.
 
     Returns:
-        Facts as `tether replay --train --json` prints them; `equal` says whether the loss is the recorded one within `LOSS_TOLERANCE`.
+        Facts as `tether replay --train --json` prints them; `equal` says whether the loss is the recorded one
+        within `LOSS_TOLERANCE`.
 
     Raises:
         SettingsError: a step's records are gone, or the checkpoint is damaged or of another layout.
@@ -163,15 +172,15 @@ def retrain(past: Past, step: int, start: Checkpoint | None) -> dict[str, Any]:
     backend = build_backend(settings)
     try:
         if settings.algorithm.kl_coef > 0:
-            announce(KeepReferenceCommand())
+            broadcast_command(KeepReferenceCommand())
             backend.keep_reference()
         if start is not None:
             start.verify()
-            announce(RestoreCommand(str(start.directory)))
+            broadcast_command(RestoreCommand(str(start.directory)))
             backend.restore(start.directory)
         stats = [_repeat(backend, algorithm, past.command(number)) for number in range(first, step + 1)][-1]
         weights = _weights_digest(backend, settings)
-        announce(ExitCommand())
+        broadcast_command(ExitCommand())
     finally:
         backend.close()
     recorded = past.report(step).get("loss")
@@ -183,33 +192,41 @@ def retrain(past: Past, step: int, start: Checkpoint | None) -> dict[str, Any]:
         "weights_digest": str(weights),
         "recorded_weights_digest": str(past.step(step).record.digest),
         "weights_equal": weights == past.step(step).record.digest,
-        "equal": recorded is not None and abs(stats.loss - recorded) <= LOSS_TOLERANCE * max(1.0, abs(recorded)),
+        "equal": recorded is not None
+        and abs(stats.loss - recorded) <= LOSS_TOLERANCE * max(1.0, abs(recorded)),
     }
 
 
 def _repeat(backend: Backend, algorithm: Algorithm, command: TrainCommand) -> StepStats:
-    return lead_step(backend, algorithm, command)[1]
+    return run_step_on_all_ranks(backend, algorithm, command)[1]
 
 
 def _weights_digest(backend: Backend, settings: Settings) -> int:
     """The digest that a manifest of the present weights would have."""
-    announce(ExportCommand())
+    broadcast_command(ExportCommand())
     tensors = in_dtype(as_published(backend.export(), backend.targets, backend.lora), settings.engine.dtype)
-    entries, _ = fill_buckets(tensors, settings.weights.bucket_mb << 20, lambda _, size: torch.empty(size, dtype=torch.uint8))
+    entries, _ = fill_buckets(
+        tensors, settings.weights.bucket_mb << 20, lambda _, size: torch.empty(size, dtype=torch.uint8)
+    )
     return manifest_digest(entries)
 
 
 def nearest_checkpoint(settings: Settings, step: int) -> Checkpoint | None:
     """The newest checkpoint from which `step` can be reached; None if only the initial model can."""
-    found = [point for point in Checkpoints(settings.run_dir / "checkpoints", keep=1).complete() if point.version <= step]
+    found = [
+        point
+        for point in Checkpoints(settings.run_dir / "checkpoints", keep=1).complete()
+        if point.version <= step
+    ]
     return found[-1] if found else None
 
 
 def replay_step(settings: Settings, step: int, *, train: bool) -> dict[str, Any]:
-    """Everything that `tether replay` says of a step; `train` adds what `retrain` found, made by as many ranks as the trainer has."""
+    """Everything that `tether replay` says of a step; `train` adds what `retrain` found, made by as many
+    ranks as the trainer has."""
     start = nearest_checkpoint(settings, step)
     first = (start.version if start else 0) if train else step
-    past = Past(settings, range(first, step + 1))
+    past = RecordedRun(settings, range(first, step + 1))
     facts = replay(past, step)
     if train:
         ranks = settings.parallel.world_size
@@ -246,7 +263,9 @@ def _in_ranks(run_dir: Path, step: int, ranks: int) -> dict[str, Any]:
     words = torchrun(ranks, "services.tools.replay", str(run_dir), str(step))
     done = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
-        raise TetherError(f"the trainer's ranks failed with exit code {done.returncode}; what they said is above")
+        raise TetherError(
+            f"the trainer's ranks failed with exit code {done.returncode}; what they said is above"
+        )
     said = [line for line in done.stdout.splitlines() if line.startswith("{")]  # libraries may print, too
     facts: dict[str, Any] = json.loads(said[-1])
     return facts
@@ -259,11 +278,16 @@ def main() -> None:
     configure_logging(f"replay.{os.environ['RANK']}")
     if os.environ["RANK"] != "0":
         backend = build_backend(settings)
-        follow(backend, make_algorithm(settings.algorithm))
+        follow_commands(backend, make_algorithm(settings.algorithm))
         backend.close()
         return
     start = nearest_checkpoint(settings, step)
-    print(json.dumps(retrain(Past(settings, range(start.version if start else 0, step + 1)), step, start)), flush=True)
+    print(
+        json.dumps(
+            retrain(RecordedRun(settings, range(start.version if start else 0, step + 1)), step, start)
+        ),
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -6,15 +6,15 @@ import time
 from protocol.errors import TetherError
 from protocol.messages import Action, Control
 from services.bus.broadcast import Broadcaster
-from services.gpu_sharing.device_lock import Device
+from services.gpu_sharing.device_lock import DeviceLock
 from services.gpu_sharing.turn import LOOK_S, POLL_S, TURN, Turn, holders, log
 from services.runtime.process import Process
 
 
-class TrainerTurn:
+class TrainerGpuTurn:
     """The trainer's side."""
 
-    def __init__(self, process: Process, device: Device) -> None:
+    def __init__(self, process: Process, device: DeviceLock) -> None:
         self.mine = False
         """Whether it has begun and not ended."""
         self._process = process
@@ -22,22 +22,23 @@ class TrainerTurn:
         self.caster: Broadcaster | None = None
         """Tells engines to look at once, when there is one."""
 
-    async def begin(self) -> None:
+    async def acquire(self) -> None:
         """Take the device when all engines have left it.
 
         Raises:
-            TetherError: one has not within `colocated.wait_s`; to begin all the same would run the device out of memory.
+            TetherError: one has not within `colocated.wait_s`; to begin all the same would run the device
+                out of memory.
         """
         await self._write(Turn.TRAINER)
         wait_s = self._process.settings.colocated.wait_s
-        with self._process.waiting("engines to sleep") as because:
+        with self._process.waiting("engines to sleep") as set_detail:
             try:
                 async with asyncio.timeout(wait_s):
                     looked = time.monotonic()
-                    while not self._device.take(alone=True):
+                    while not self._device.try_acquire(exclusive=True):
                         await asyncio.sleep(POLL_S)
                         if time.monotonic() - looked > LOOK_S:
-                            because(await holders(self._process, self._device))
+                            set_detail(await holders(self._process, self._device))
                             looked = time.monotonic()
             except TimeoutError:
                 names = await holders(self._process, self._device)
@@ -48,11 +49,11 @@ class TrainerTurn:
         self.mine = True
         log.info("turn.trainer")
 
-    async def end(self) -> None:
+    async def release(self) -> None:
         """Leave the device to the engines. Nothing of the trainer may be on it any more."""
         log.info("turn.engines")
         self.mine = False
-        self._device.leave()
+        self._device.release()
         await self._write(Turn.ENGINES)
 
     async def _write(self, turn: Turn) -> None:

@@ -1,7 +1,9 @@
-"""How a trainer takes a run over: fence the old one, load the newest checkpoint, replay what was committed since, continue or rewind.
+"""How a trainer takes a run over: fence the old one, load the newest checkpoint, replay what was committed
+since, continue or rewind.
 
-Steps r..V-1 are replayed from the spool with their recorded groups. If the weights then have the digest that the ledger recorded for V,
-the branch continues and nothing is lost. Else the ledger is rewound to r, and what was made under abandoned versions is made again.
+Steps r..V-1 are replayed from the spool with their recorded groups. If the weights then have the digest that
+the ledger recorded for V, the branch continues and nothing is lost. Else the ledger is rewound to r, and what
+was made under abandoned versions is made again.
 """
 
 import asyncio
@@ -11,21 +13,23 @@ from protocol.codec import encode_payload
 from protocol.errors import SettingsError
 from protocol.messages import WeightManifest
 from services.ledger.interface import LedgerStatus, Taken
-from services.trainer.leader import RankZero
+from services.trainer.leader import LeaderRank
 from trainer.storage.checkpoints import Checkpoint
 
 log = logging.getLogger("tether.recovery")
 
 
-async def take_over(rank: RankZero) -> WeightManifest:
-    """Claim the run for this trainer's epoch and bring the model to the version that the run goes on from. Returns its manifest.
+async def take_over(rank: LeaderRank) -> WeightManifest:
+    """Claim the run for this trainer's epoch and bring the model to the version that the run goes on from.
+    Returns its manifest.
 
     Raises:
         SettingsError: if all checkpoints are ahead of the ledger (another Redis, or one that lost writes).
     """
     ledger = rank.process.ledger
     status = await ledger.claim(rank.epoch)
-    # A trainer that was still saving when it was succeeded may have left one of a branch that was abandoned, newer or of the same version.
+    # A trainer that was still saving when it was succeeded may have left one of a branch that was abandoned,
+    # newer or of the same version.
     digests = {record.step + 1: record.digest for record in await ledger.step_records(0)}
     found = rank.checkpoints.latest(at_most=status.version, digests=digests)
     start = found.version if found else 0
@@ -43,14 +47,17 @@ async def take_over(rank: RankZero) -> WeightManifest:
     if manifest is None or not await ledger.resume(rank.epoch, status.version, manifest.digest):
         manifest = await _rewind(rank, status, found)
     if found is None and manifest.version == 0:
-        await rank.on_compute(rank.save, 0, manifest.digest, status.sequence)  # so that there is always one to go back to
+        await rank.on_compute(
+            rank.save, 0, manifest.digest, status.sequence
+        )  # so that there is always one to go back to
     await ledger.publish(rank.epoch, encode_payload(manifest), manifest.version)
     rank.caster.publish(manifest, epoch=rank.epoch)
     return manifest
 
 
-async def _replay(rank: RankZero, status: LedgerStatus, start: int) -> WeightManifest | None:
-    """Repeat the committed steps since `start`; None if the spool does not hold them or the weights come out different."""
+async def _replay(rank: LeaderRank, status: LedgerStatus, start: int) -> WeightManifest | None:
+    """Repeat the committed steps since `start`; None if the spool does not hold them or the weights come out
+    different."""
     reached, recorded = start, None
     for record in await rank.process.ledger.step_records(start):
         try:
@@ -71,7 +78,7 @@ async def _replay(rank: RankZero, status: LedgerStatus, start: int) -> WeightMan
     return manifest
 
 
-async def _rewind(rank: RankZero, status: LedgerStatus, found: Checkpoint | None) -> WeightManifest:
+async def _rewind(rank: LeaderRank, status: LedgerStatus, found: Checkpoint | None) -> WeightManifest:
     if found is None:
         raise SettingsError(
             f"the ledger stands at version {status.version}, but there is no checkpoint in this run directory and its steps cannot be "

@@ -1,8 +1,9 @@
 """The trainer's loop: take B groups, make one optimizer step, publish the weights, commit, tell the engines.
 
-Order matters. The weights of the new version are complete at their transport before the commit names them; the commit makes the version
-and stores its manifest in one script; only then are engines told. A crash before the commit leaves a version that nobody knows of; a
-crash after it leaves a manifest that engines find in the ledger.
+Order matters. The weights of the new version are complete at their transport before the commit names them;
+the commit makes the version and stores its manifest in one script; only then are engines told. A crash before
+the commit leaves a version that nobody knows of; a crash after it leaves a manifest that engines find in the
+ledger.
 """
 
 import asyncio
@@ -23,9 +24,9 @@ from services.ledger.interface import LedgerStatus, Peer, StepRecord, Taken
 from services.ledger_recovery.journal_entries import commit_entry
 from services.observability.busy import BusyShare
 from services.observability.steps import StepLog
-from services.trainer.leader import RankZero
+from services.trainer.leader import LeaderRank
 from trainer.backends.base import StepStats
-from trainer.backends.rank_commands import IdleCommand, announce
+from trainer.backends.rank_commands import IdleCommand, broadcast_command
 from trainer.batch import batch_digest
 from trainer.data.batch_builder import BuiltBatch
 from trainer.storage.spool import MissingRecord
@@ -49,7 +50,7 @@ class StepTimes(NamedTuple):
 class TrainLoop:
     """Makes steps until the run is done or the process is to stop."""
 
-    def __init__(self, rank: RankZero, steps: StepLog, manifest: WeightManifest) -> None:
+    def __init__(self, rank: LeaderRank, steps: StepLog, manifest: WeightManifest) -> None:
         self._rank = rank
         self._process = rank.process
         self._steps = steps
@@ -66,7 +67,12 @@ class TrainLoop:
                 self._pause_ms = max(self._pause_ms, message.pause_ms)
             elif isinstance(message, WeightFailed):
                 self._process.metrics.count("weights.failed")
-                log.warning("weights.failed engine=%s version=%d error=%s", message.engine, message.version, message.error)
+                log.warning(
+                    "weights.failed engine=%s version=%d error=%s",
+                    message.engine,
+                    message.version,
+                    message.error,
+                )
 
     async def run(self) -> None:
         """Step until done or stopped."""
@@ -91,30 +97,36 @@ class TrainLoop:
             log.info("run.done version=%d", status.version)
 
     def _is_saved(self, version: int) -> bool:
-        """Whether a checkpoint of exactly these weights is there: writing it again would put it at risk for nothing."""
-        return any((c.version, c.manifest.digest) == (version, self._manifest.digest) for c in self._rank.checkpoints.complete())
+        """Whether a checkpoint of exactly these weights is there: writing it again would put it at risk for
+        nothing."""
+        return any(
+            (c.version, c.manifest.digest) == (version, self._manifest.digest)
+            for c in self._rank.checkpoints.complete()
+        )
 
     async def _take(self) -> Taken | None:
         """The next batch; None if the process is to stop or no more groups can come."""
         delay, last_idle = TAKE_POLL_S[0], time.monotonic()
-        with self._process.waiting("groups") as because:
+        with self._process.waiting("groups") as set_detail:
             while not self._process.stop.is_set():
                 try:
                     return await self._process.ledger.take(self._rank.epoch)
                 except Refused as refusal:
                     if refusal.reason is Reason.EXHAUSTED:
                         log.info("run.exhausted %s", refusal.detail)
-                        await self._process.ledger.drain()  # the run is over, although its steps are not all made
+                        await (
+                            self._process.ledger.drain()
+                        )  # the run is over, although its steps are not all made
                         return None
                     if refusal.reason not in (Reason.NOT_ENOUGH, Reason.STRAGGLER):
                         raise
-                    because(str(refusal))
+                    set_detail(str(refusal))
                 await self._rank.leave_device()  # whoever shares it has to generate first
                 await self._process.stopped_within(delay)
                 delay = min(delay * 1.5, TAKE_POLL_S[1])
                 if time.monotonic() - last_idle > IDLE_S:
                     last_idle = time.monotonic()
-                    await self._rank.on_compute(announce, IdleCommand())
+                    await self._rank.on_compute(broadcast_command, IdleCommand())
         return None
 
     async def _step(self, taken: Taken, waited_s: float) -> LedgerStatus:
@@ -124,14 +136,16 @@ class TrainLoop:
             await self._forget(taken.dropped)
         before = await ledger.status()
         try:
-            command = await asyncio.to_thread(rank.command_for, taken, mask_late=before.bound.policy is Policy.MASK)
+            command = await asyncio.to_thread(
+                rank.command_for, taken, mask_late=before.bound.policy is Policy.MASK
+            )
         except MissingRecord as missing:
             await self._give_back(missing)
             raise
         train_began = time.monotonic()
         built, stats = await rank.on_compute(rank.train, command)
         publish_began = time.monotonic()
-        draft = await rank.on_compute(rank.draft, taken.step + 1)
+        draft = await rank.on_compute(rank.provisional, taken.step + 1)
         if draft is not None:
             rank.caster.publish(draft, epoch=rank.epoch)
         manifest = await rank.on_compute(rank.publish, taken.step + 1)
@@ -149,20 +163,39 @@ class TrainLoop:
             manifest=encode_payload(manifest),
         )
         status = await ledger.status()
-        if status.version < version:  # else its weights would be one step ahead of the ledger, and the step be made twice
-            raise TetherError(f"the ledger lost the commit of step {taken.step}: its server was replaced; the trainer starts again")
+        if (
+            status.version < version
+        ):  # else its weights would be one step ahead of the ledger, and the step be made twice
+            raise TetherError(
+                f"the ledger lost the commit of step {taken.step}: its server was replaced; the trainer starts again"
+            )
         entry = commit_entry(
-            rank.epoch, taken, built.trained_counts, status.sequence, digest=manifest.digest, report=encode_payload(report)
+            rank.epoch,
+            taken,
+            built.trained_counts,
+            status.sequence,
+            digest=manifest.digest,
+            report=encode_payload(report),
         )
-        await asyncio.to_thread(rank.spool.append, [entry])  # before anybody serves the version: a ledger that loses it is told again
+        await asyncio.to_thread(
+            rank.spool.append, [entry]
+        )  # before anybody serves the version: a ledger that loses it is told again
         self._manifest = manifest
         rank.caster.publish(manifest, epoch=rank.epoch)
         await asyncio.to_thread(self._steps.append, report)
         alive = {peer.incarnation for peer in engines}
-        rank.sender.retire(frozenset({version} | {served for engine, (_, served) in status.engines.items() if engine in alive}))
+        rank.sender.retire(
+            frozenset(
+                {version} | {served for engine, (_, served) in status.engines.items() if engine in alive}
+            )
+        )
         if version % self._process.settings.trainer.checkpoint_every == 0 or status.done:
             await self.checkpoint(status)
-        for name, value in (("train", report.train_s), ("publish", report.publish_s), ("wait", report.wait_s)):
+        for name, value in (
+            ("train", report.train_s),
+            ("publish", report.publish_s),
+            ("wait", report.wait_s),
+        ):
             self._process.metrics.seconds.labels(name).observe(value)
         self._process.metrics.count("steps")
         self._process.metrics.count("tokens.trained", report.trained_tokens)
@@ -181,7 +214,8 @@ class TrainLoop:
         return status
 
     async def _give_back(self, missing: MissingRecord) -> None:
-        """The spool lost a group: hand the batch back under a new epoch, have the group generated again; the trainer restarts."""
+        """The spool lost a group: hand the batch back under a new epoch, have the group generated again; the
+        trainer restarts."""
         log.error("spool.missing group=%d token=%s", missing.group, missing.token)
         await self._process.ledger.claim(new_epoch())
         await self._process.ledger.lost(missing.group, missing.token)
@@ -200,7 +234,9 @@ class TrainLoop:
         except TetherError as error:  # ledger and spool keep the steps; the next checkpoint tries again
             log.error("archive.failed error=%s", error)
             return
-        if not await self._forget([group.group for record in covered for group in record.groups], kept.spool_position):
+        if not await self._forget(
+            [group.group for record in covered for group in record.groups], kept.spool_position
+        ):
             return  # the ledger still lists the steps, so the next checkpoint tries again
         await self._process.ledger.checkpointed(oldest)
         self._process.metrics.seconds.labels("checkpoint").observe(time.monotonic() - began)
@@ -219,7 +255,8 @@ class TrainLoop:
         return True
 
     def _archive(self, covered: Sequence[StepRecord]) -> None:
-        """Move the records of steps to the archive, and their reports to the disk, before spool and ledger forget them."""
+        """Move the records of steps to the archive, and their reports to the disk, before spool and ledger
+        forget them."""
         self._steps.sync()
         spool, archive = self._rank.spool, self._rank.archive
         for record in covered:
@@ -229,11 +266,15 @@ class TrainLoop:
             except MissingRecord as missing:  # forgotten in an earlier life that ended before the ledger knew
                 log.warning("archive.missing step=%d error=%s", record.step, missing)
                 continue
-            archive.put(record.step, [(group, token, payload) for (group, token), payload in zip(keys, payloads, strict=True)])
+            archive.put(
+                record.step,
+                [(group, token, payload) for (group, token), payload in zip(keys, payloads, strict=True)],
+            )
         archive.make_room()
 
     def _export(self, version: int) -> None:
-        """Write the model for people and `tether eval`, and remove exports that are older than the checkpoints kept (compute thread)."""
+        """Write the model for people and `tether eval`, and remove exports that are older than the
+        checkpoints kept (compute thread)."""
         directory = self._process.settings.run_dir / "exports"
         target = directory / f"step_{version:08}"
         shutil.rmtree(target, ignore_errors=True)
@@ -285,6 +326,8 @@ class TrainLoop:
             pause_ms=pause_ms,
             skipped=stats.skipped,
             time=time.time(),
-            engine_busy=self._busy.since_last({peer.incarnation: peer.info.get("busy_s", 0.0) for peer in engines}),
+            engine_busy=self._busy.since_last(
+                {peer.incarnation: peer.info.get("busy_s", 0.0) for peer in engines}
+            ),
             batch_digest=digest,
         )

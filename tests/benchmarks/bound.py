@@ -1,4 +1,5 @@
-"""The bound under stragglers, as a table: `python -m tests.benchmarks.bound`. Every E and policy on the real loop, scripted engine."""
+"""The bound under stragglers, as a table: `python -m tests.benchmarks.bound`. Every E and policy on the real
+loop, scripted engine."""
 
 import asyncio
 import tempfile

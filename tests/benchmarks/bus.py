@@ -1,7 +1,8 @@
 """Messages/s of the bus against bare pyzmq: `python -m tests.benchmarks.bus`.
 
-A producer process sends 133 KB trajectories over loopback to a consumer process. Bare means: the same socket types, encoding and
-decoding with checksums, blocking calls, and nothing else. Both ways alternate; the medians are compared.
+A producer process sends 133 KB trajectories over loopback to a consumer process. Bare means: the same socket
+types, encoding and decoding with checksums, blocking calls, and nothing else. Both ways alternate; the
+medians are compared.
 """
 
 import asyncio
@@ -27,7 +28,9 @@ from services.bus.sender import Sender
 from tests.benchmarks.table import Figure, Run, figure
 
 ROOT = Path(__file__).parents[2]
-TRAJECTORIES = Topic("trajectories", Role.ROLLOUT, Role.REWARD, binds=Role.REWARD, pattern=Pattern.DELIVER, carries=(Rollout,))
+TRAJECTORIES = Topic(
+    "trajectories", Role.ROLLOUT, Role.REWARD, binds=Role.REWARD, pattern=Pattern.DELIVER, carries=(Rollout,)
+)
 WARM_UP = 500
 MESSAGES = 8000
 REPEATS = 7
@@ -106,7 +109,14 @@ async def bus_producer(endpoint: str, senders: int = 64) -> None:
 
     message = trajectory()
     total = WARM_UP + MESSAGES
-    async with Sender(TRAJECTORIES, run="bench", incarnation="producer", role="rollout", config=BusConfig(), discover=discover) as sender:
+    async with Sender(
+        TRAJECTORIES,
+        run="bench",
+        incarnation="producer",
+        role="rollout",
+        config=BusConfig(),
+        discover=discover,
+    ) as sender:
         async with asyncio.TaskGroup() as group:
             for index in range(senders):
                 group.create_task(send_loop(total // senders + (index < total % senders)))
@@ -114,7 +124,9 @@ async def bus_producer(endpoint: str, senders: int = 64) -> None:
 
 def _measure(kind: str) -> float:
     command = [sys.executable, "-m", "tests.benchmarks.bus"]
-    with subprocess.Popen([*command, f"{kind}-consumer"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as consumer:
+    with subprocess.Popen(
+        [*command, f"{kind}-consumer"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as consumer:
         assert consumer.stdout is not None
         endpoint = consumer.stdout.readline().strip()
         try:
@@ -129,7 +141,9 @@ def _measure(kind: str) -> float:
 def run(repeats: int = REPEATS) -> dict[str, float]:
     """Messages/s of both, and `ratio_to_bare_zmq`: medians over alternating runs."""
     runs = _alternate(repeats)
-    ours, bare = (statistics.median(one[f"{kind}_messages_per_s"] for one in runs) for kind in ("bus", "bare"))
+    ours, bare = (
+        statistics.median(one[f"{kind}_messages_per_s"] for one in runs) for kind in ("bus", "bare")
+    )
     size = len(encode(trajectory(), run="bench", id=new_token()))
     return {
         "bytes": size,
@@ -142,7 +156,9 @@ def run(repeats: int = REPEATS) -> dict[str, float]:
 def figures(directory: Path, *, quick: bool = False) -> tuple[dict[str, Figure], list[str]]:
     """`bus.ratio_to_bare_zmq`; nothing is written to `directory`."""
     runs = _alternate(1 if quick else REPEATS)
-    row = figure(runs, "bus_messages_per_s", unit="messages/s of 133 KB", reference="bare_messages_per_s", aim=0.8)
+    row = figure(
+        runs, "bus_messages_per_s", unit="messages/s of 133 KB", reference="bare_messages_per_s", aim=0.8
+    )
     return {"bus.ratio_to_bare_zmq": row}, []
 
 

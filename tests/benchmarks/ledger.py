@@ -1,8 +1,9 @@
-"""Lifecycles/s of the ledger, and calls for each group, against EVALSHA of a trivial script on the same server.
+"""Lifecycles/s of the ledger, and calls for each group, against EVALSHA of a trivial script on the same
+server.
 
-One client process, 64 tasks that lease and accept, one that makes the trainer's calls of a step for every 32 groups. The server is the
-embedded one, fsync before every reply. The reference is `redis-benchmark` (a client in C) with as many connections: a script that writes
-one field. Both ways alternate on the same server.
+One client process, 64 tasks that lease and accept, one that makes the trainer's calls of a step for every 32
+groups. The server is the embedded one, fsync before every reply. The reference is `redis-benchmark` (a client
+in C) with as many connections: a script that writes one field. Both ways alternate on the same server.
 """
 
 import asyncio
@@ -56,7 +57,9 @@ class Lifecycles:
         self._ledger = ledger
         self._steps = steps
         self._left = itertools.count()
-        self._room = asyncio.Semaphore(MAX_STALENESS * GROUPS_PER_STEP)  # as much as rule F allows, so that nothing is refused
+        self._room = asyncio.Semaphore(
+            MAX_STALENESS * GROUPS_PER_STEP
+        )  # as much as rule F allows, so that nothing is refused
         self._scored = asyncio.Semaphore(0)
         self._requests = itertools.count()
 
@@ -64,7 +67,9 @@ class Lifecycles:
         """Create the run; one engine serves version 0."""
         ledger = self._ledger
         bound = Bound(MAX_STALENESS, GROUPS_PER_STEP, Policy.MASK)
-        await ledger.create(RunSpec(run=ledger.run, fingerprint="bench", prompts=None, steps=self._steps, bound=bound))
+        await ledger.create(
+            RunSpec(run=ledger.run, fingerprint="bench", prompts=None, steps=self._steps, bound=bound)
+        )
         await ledger.claim(EPOCH)
         await ledger.resume(EPOCH, 0, 1)
         await ledger.register(Peer(Role.ROLLOUT, ENGINE, {"pid": 1, "busy": 1.0, "version": 0}), 600_000)
@@ -99,7 +104,9 @@ class Lifecycles:
             await ledger.peers(Role.ROLLOUT)
             trained = {group.group: dict(group.counts) for group in taken.groups}
             report = StepReport(step=step, version=step + 1, epoch=EPOCH, reward_mean=0.5)
-            version = await ledger.commit(EPOCH, step, trained, digest=step, report=encode_payload(report), manifest=bytes(4096))
+            version = await ledger.commit(
+                EPOCH, step, trained, digest=step, report=encode_payload(report), manifest=bytes(4096)
+            )
             await ledger.status()
             await ledger.applied(ENGINE, EPOCH, version)
             if version % CHECKPOINT_STEPS == 0:
@@ -142,7 +149,17 @@ def _evalsha_per_s(program: str, url: str, calls: int) -> float:
     place = urlsplit(url)
     with redis.Redis.from_url(url) as server:
         sha = str(server.script_load(TRIVIAL))
-    command = [program, "-h", str(place.hostname), "-p", str(place.port), "-a", place.password or "", "-c", str(CONNECTIONS)]
+    command = [
+        program,
+        "-h",
+        str(place.hostname),
+        "-p",
+        str(place.port),
+        "-a",
+        place.password or "",
+        "-c",
+        str(CONNECTIONS),
+    ]
     command += ["-n", str(calls), "--csv", "EVALSHA", sha, "1", "bench", "field", "1"]
     output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
     (row,) = csv.DictReader(output.splitlines())
@@ -172,9 +189,13 @@ def run(directory: Path, *, quick: bool = False) -> tuple[dict[str, Figure], lis
     runs = uvloop.run(_alternate(directory, *size))
     figures = {
         "ledger.calls_per_group": figure(runs, "calls_per_group", unit="script calls"),
-        "ledger.lifecycles_per_s": figure(runs, "lifecycles_per_s", unit="groups/s", reference="evalsha_lifecycles_per_s"),
+        "ledger.lifecycles_per_s": figure(
+            runs, "lifecycles_per_s", unit="groups/s", reference="evalsha_lifecycles_per_s"
+        ),
     }
     if "evalsha_per_s" not in runs[0]:
-        return figures, ["redis-benchmark is not installed (Debian: redis-tools): the ledger has no reference"]
+        return figures, [
+            "redis-benchmark is not installed (Debian: redis-tools): the ledger has no reference"
+        ]
     figures["ledger.evalsha_per_s"] = figure(runs, "evalsha_per_s", unit="calls/s")
     return figures, []

@@ -1,7 +1,8 @@
 """The whole product, `tether up`, at E = 1 against E = 0.
 
-`scripted`: generating a batch and training on it take equal time, so a loop that overlaps them perfectly is twice as fast.
-`real`: the demo, vLLM and Megatron-core on this machine's CPU, where the two share the cores; reported, without an aim.
+`scripted`: generating a batch and training on it take equal time, so a loop that overlaps them perfectly is
+twice as fast. `real`: the demo, vLLM and Megatron-core on this machine's CPU, where the two share the cores;
+reported, without an aim.
 """
 
 import itertools
@@ -45,7 +46,9 @@ def _up(config: str, run_dir: Path, steps: int, settings: Sequence[str]) -> list
     with tether_up(*arguments, output=output) as process:
         code = process.wait(LIMIT_S)
     if code:
-        raise RuntimeError(f"tether up {config} ended with {code}: {output.read_text(errors='replace')[-2000:]}")
+        raise RuntimeError(
+            f"tether up {config} ended with {code}: {output.read_text(errors='replace')[-2000:]}"
+        )
     return read_steps(run_dir / "metrics.jsonl")
 
 
@@ -75,7 +78,11 @@ def run_scripted(directory: Path, *, quick: bool = False) -> tuple[dict[str, Fig
                 f"e{bound}_lag_max": max(step["lag_max"] for step in steps),
             }
         runs.append(result)
-    return {"loop.speedup_e1_over_e0": figure(runs, "e1_steps_per_s", unit="steps/s", reference="e0_steps_per_s", aim=1.8)}, []
+    return {
+        "loop.speedup_e1_over_e0": figure(
+            runs, "e1_steps_per_s", unit="steps/s", reference="e0_steps_per_s", aim=1.8
+        )
+    }, []
 
 
 def run_real(directory: Path, *, quick: bool = False) -> tuple[dict[str, Figure], list[str]]:
@@ -94,8 +101,16 @@ def run_real(directory: Path, *, quick: bool = False) -> tuple[dict[str, Figure]
             f"e{bound}_pause_ms_median": statistics.median(pauses),
             f"e{bound}_pause_ms_max": max(pauses),
         }
-    units = {"steps_per_s": "steps/s", "tokens_per_s": "tokens/s", "engine_busy": "share", "pause_ms_median": "ms", "pause_ms_max": "ms"}
+    units = {
+        "steps_per_s": "steps/s",
+        "tokens_per_s": "tokens/s",
+        "engine_busy": "share",
+        "pause_ms_median": "ms",
+        "pause_ms_max": "ms",
+    }
     return {
-        f"real.e1_{name}": figure([result], f"e1_{name}", unit=f"{unit} (reference: E = 0)", reference=f"e0_{name}")
+        f"real.e1_{name}": figure(
+            [result], f"e1_{name}", unit=f"{unit} (reference: E = 0)", reference=f"e0_{name}"
+        )
         for name, unit in units.items()
     }, []

@@ -2,7 +2,8 @@
 
     python -m tests.benchmarks.run --out runs/bench.json [--quick] [--only bus,ledger,weights,loop,real]
 
-Exit code 1 if a section failed. An aim that is missed is printed, and is no failure: figures depend on the machine.
+Exit code 1 if a section failed. An aim that is missed is printed, and is no failure: figures depend on the
+machine.
 """
 
 import argparse
@@ -55,13 +56,19 @@ QUIET = 1.0
 
 def _output(*command: str) -> str:
     try:
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+        return subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=20, check=True
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "libzmq": zmq.zmq_version(), "ledger server": _output(find_server(), "--version")}
+    found = {
+        "python": platform.python_version(),
+        "libzmq": zmq.zmq_version(),
+        "ledger server": _output(find_server(), "--version"),
+    }
     for name in PACKAGES:
         try:
             found[name] = version(name)
@@ -77,7 +84,10 @@ def _cpu_model() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.processor(),
+    )
 
 
 def _arguments() -> argparse.Namespace:
@@ -90,8 +100,14 @@ def _arguments() -> argparse.Namespace:
 
     parser = argparse.ArgumentParser(description="Run the benchmarks.")
     parser.add_argument("--out", type=Path, default=ROOT / "runs/bench.json", help="where the JSON goes")
-    parser.add_argument("--quick", action="store_true", help="one alternation, small sizes: to see that it works, not how fast it is")
-    parser.add_argument("--only", type=sections, default=list(SECTIONS), metavar="A,B", help=f"some of {','.join(SECTIONS)}")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="one alternation, small sizes: to see that it works, not how fast it is",
+    )
+    parser.add_argument(
+        "--only", type=sections, default=list(SECTIONS), metavar="A,B", help=f"some of {','.join(SECTIONS)}"
+    )
     return parser.parse_args()
 
 
@@ -102,7 +118,11 @@ def main() -> None:
     out: Path = arguments.out.absolute()
     out.parent.mkdir(parents=True, exist_ok=True)
     load = os.getloadavg()
-    notes = [f"load average {load[0]:.1f} at the start: the machine is not quiet, do not trust the figures"] if load[0] > QUIET else []
+    notes = (
+        [f"load average {load[0]:.1f} at the start: the machine is not quiet, do not trust the figures"]
+        if load[0] > QUIET
+        else []
+    )
     facts: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "quick": arguments.quick,
@@ -117,7 +137,9 @@ def main() -> None:
     failed: dict[str, str] = {}
     for name in arguments.only:
         print(f"bench: {name} ...", file=sys.stderr, flush=True)
-        with tempfile.TemporaryDirectory(dir=out.parent, prefix=f"bench-{name}-", ignore_cleanup_errors=True) as directory:
+        with tempfile.TemporaryDirectory(
+            dir=out.parent, prefix=f"bench-{name}-", ignore_cleanup_errors=True
+        ) as directory:
             try:
                 found, said = SECTIONS[name](Path(directory), quick=arguments.quick)
             except Exception as error:
@@ -126,7 +148,11 @@ def main() -> None:
                 continue
         figures |= found
         notes += said
-    facts |= {"notes": notes, "failed": failed, "figures": {name: row.as_dict() for name, row in figures.items()}}
+    facts |= {
+        "notes": notes,
+        "failed": failed,
+        "figures": {name: row.as_dict() for name, row in figures.items()},
+    }
     out.write_text(json.dumps(facts, indent=2) + "\n")
     print(render(figures))
     for note in notes:

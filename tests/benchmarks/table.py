@@ -1,4 +1,5 @@
-"""A figure of the benchmark: a median over alternating runs, against the median of its reference in the same run."""
+"""A figure of the benchmark: a median over alternating runs, against the median of its reference in the same
+run."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,8 @@ Run = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One row of the table; `ratio` is value / reference, and `aim` is what the ratio (without a reference, the value) should reach."""
+    """One row of the table; `ratio` is value / reference, and `aim` is what the ratio (without a reference,
+    the value) should reach."""
 
     value: float
     reference: float | None
@@ -30,13 +32,23 @@ class Figure:
         return asdict(self)
 
 
-def figure(runs: Sequence[Run], value: str, *, unit: str, reference: str | None = None, aim: float | None = None) -> Figure:
-    """The medians of two fields of `runs`. Runs without the reference field make a figure without a reference."""
+def figure(
+    runs: Sequence[Run], value: str, *, unit: str, reference: str | None = None, aim: float | None = None
+) -> Figure:
+    """The medians of two fields of `runs`. Runs without the reference field make a figure without a
+    reference."""
     ours = statistics.median(run[value] for run in runs)
     others = [run[reference] for run in runs if reference in run] if reference is not None else []
     theirs = statistics.median(others) if others else None
     ratio = ours / theirs if theirs else None
-    return Figure(_rounded(ours), _rounded(theirs), _rounded(ratio), unit, aim, [{k: _rounded(v) for k, v in run.items()} for run in runs])
+    return Figure(
+        _rounded(ours),
+        _rounded(theirs),
+        _rounded(ratio),
+        unit,
+        aim,
+        [{k: _rounded(v) for k, v in run.items()} for run in runs],
+    )
 
 
 def render(figures: Mapping[str, Figure]) -> str:
@@ -44,9 +56,21 @@ def render(figures: Mapping[str, Figure]) -> str:
     rows = [("figure", "value", "reference", "ratio", "aim", "unit", "runs")]
     for name, row in figures.items():
         aim = "" if row.aim is None else f"{row.aim:g} {'reached' if row.reached else 'MISSED'}"
-        rows.append((name, _text(row.value), _text(row.reference), _text(row.ratio), aim, row.unit, str(len(row.runs))))
+        rows.append(
+            (
+                name,
+                _text(row.value),
+                _text(row.reference),
+                _text(row.ratio),
+                aim,
+                row.unit,
+                str(len(row.runs)),
+            )
+        )
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
 
 
 def _rounded(number: Any) -> Any:

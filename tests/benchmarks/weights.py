@@ -1,10 +1,12 @@
-"""From the trainer's tensors to the engine's live ones, by transport: publish, stage and commit against one plain copy in the same run.
+"""From the trainer's tensors to the engine's live ones, by transport: publish, stage and commit against one
+plain copy in the same run.
 
-    python -m tests.benchmarks.weights [--mb 512] [--repeats 7] [--dtype bfloat16] [--device cuda] [--transports nccl ipc]
+    python -m tests.benchmarks.weights [--mb 512] [--repeats 7] [--dtype bfloat16] [--device cuda]
+    [--transports nccl ipc]
 
-The engine's side is a process of its own that stages into a copy and commits it, with the code that the engines use; on GPUs it has the
-last one, the trainer's side the first. Shapes are those of a dense decoder with a hidden size of 2048 and as many layers as the size asks
-for.
+The engine's side is a process of its own that stages into a copy and commits it, with the code that the
+engines use; on GPUs it has the last one, the trainer's side the first. Shapes are those of a dense decoder
+with a hidden size of 2048 and as many layers as the size asks for.
 """
 
 import argparse
@@ -22,17 +24,22 @@ import msgspec
 import torch
 
 from protocol.messages import WeightManifest
-from protocol.weights.provisional import draft_of, is_draft
+from protocol.weights.provisional import is_provisional, provisional_manifest
 from rollout.engines.base import Served
 from rollout.staging.staging import Staging, whole_source
 from tests.benchmarks.table import Figure, Run, figure, render
 from trainer.config import WeightConfig
-from trainer.weights.base import DraftingSender
+from trainer.weights.base import StreamingSender
 from trainer.weights.registry import make_sender
 
 ROOT = Path(__file__).parents[2]
 HIDDEN = 2048
-LAYER = (("attn", (4 * HIDDEN, HIDDEN)), ("up", (4 * HIDDEN, HIDDEN)), ("down", (HIDDEN, 4 * HIDDEN)), ("norm", (HIDDEN,)))
+LAYER = (
+    ("attn", (4 * HIDDEN, HIDDEN)),
+    ("up", (4 * HIDDEN, HIDDEN)),
+    ("down", (HIDDEN, 4 * HIDDEN)),
+    ("norm", (HIDDEN,)),
+)
 TRANSPORTS = ("shm", "disk", "nccl")
 PHASES = ("publish", "stage", "commit", "all", "drafted")
 TIMEOUT_S = 300.0
@@ -47,7 +54,9 @@ def shapes(megabytes: int, dtype: torch.dtype) -> dict[str, tuple[int, ...]]:
 
 def tensors(megabytes: int, dtype: torch.dtype, device: str) -> dict[str, torch.Tensor]:
     """Random ones, so that nothing is compressed or shared by being zero."""
-    return {name: torch.randn(shape, device=device).to(dtype) for name, shape in shapes(megabytes, dtype).items()}
+    return {
+        name: torch.randn(shape, device=device).to(dtype) for name, shape in shapes(megabytes, dtype).items()
+    }
 
 
 def copy_all(target: dict[str, torch.Tensor], source: dict[str, torch.Tensor]) -> float:
@@ -60,9 +69,13 @@ def copy_all(target: dict[str, torch.Tensor], source: dict[str, torch.Tensor]) -
 
 
 def engine(megabytes: int, dtype: torch.dtype, device: str) -> None:
-    """Stage and commit every manifest that comes as a line of hex, but of a draft only stage it; answer {"stage_s", "commit_s"}."""
+    """Stage and commit every manifest that comes as a line of hex, but of a draft only stage it; answer
+    {"stage_s", "commit_s"}."""
     torch.set_num_threads(1)
-    live = {name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in shapes(megabytes, dtype).items()}
+    live = {
+        name: torch.zeros(shape, dtype=dtype, device=device)
+        for name, shape in shapes(megabytes, dtype).items()
+    }
     copy = {name: torch.zeros_like(tensor) for name, tensor in live.items()}
     staging = Staging({name: whole_source(tensor) for name, tensor in copy.items()})
     print("ready", flush=True)
@@ -71,25 +84,31 @@ def engine(megabytes: int, dtype: torch.dtype, device: str) -> None:
         began = time.perf_counter()
         if staging.staged != Served(manifest.epoch, manifest.version, manifest.digest):
             staging.fetch(manifest, TIMEOUT_S)
-        if is_draft(manifest):
+        if is_provisional(manifest):
             continue
         staged = time.perf_counter()
         staging.take(manifest)
         print(json.dumps({"stage_s": staged - began, "commit_s": copy_all(live, copy)}), flush=True)
 
 
-def measure(transport: str, source: dict[str, torch.Tensor], arguments: list[str], directory: Path, repeats: int) -> Iterator[Run]:
+def measure(
+    transport: str, source: dict[str, torch.Tensor], arguments: list[str], directory: Path, repeats: int
+) -> Iterator[Run]:
     """MB/s of each phase, and of a plain copy, `repeats` times after a first that is not counted.
 
-    "all" is from the beginning of publishing to the live weights, one phase after the other; "drafted" the same of a version that is
-    received while it is published, where the transport can do that.
+    "all" is from the beginning of publishing to the live weights, one phase after the other; "drafted" the
+    same of a version that is received while it is published, where the transport can do that.
     """
     megabytes = sum(tensor.nbytes for tensor in source.values()) / 1e6
     other = {name: torch.zeros_like(tensor) for name, tensor in source.items()}
-    sender = make_sender(WeightConfig(transport=transport, timeout_s=TIMEOUT_S), run="bench", run_dir=directory)
+    sender = make_sender(
+        WeightConfig(transport=transport, timeout_s=TIMEOUT_S), run="bench", run_dir=directory
+    )
     command = [sys.executable, "-m", "tests.benchmarks.weights", "--engine", *arguments]
     last = {"CUDA_VISIBLE_DEVICES": str(torch.cuda.device_count() - 1)} if torch.cuda.is_available() else {}
-    with subprocess.Popen(command, cwd=ROOT, env=os.environ | last, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=ROOT, env=os.environ | last, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
@@ -102,12 +121,17 @@ def measure(transport: str, source: dict[str, torch.Tensor], arguments: list[str
                 found = json.loads(process.stdout.readline())
                 plain = copy_all(other, source)
                 sender.retire(frozenset())
-                seconds = {"publish": published - began, "stage": found["stage_s"], "commit": found["commit_s"], "copy": plain}
+                seconds = {
+                    "publish": published - began,
+                    "stage": found["stage_s"],
+                    "commit": found["commit_s"],
+                    "copy": plain,
+                }
                 seconds["all"] = seconds["publish"] + seconds["stage"] + seconds["commit"]
-                if isinstance(sender, DraftingSender):
+                if isinstance(sender, StreamingSender):
                     began = time.perf_counter()
-                    assert sender.draft("bench", version + 1) is not None
-                    _tell(process.stdin, draft_of(manifest, version + 1))
+                    assert sender.provisional("bench", version + 1) is not None
+                    _tell(process.stdin, provisional_manifest(manifest, version + 1))
                     _tell(process.stdin, sender.publish("bench", version + 1, source.items()))
                     process.stdout.readline()
                     seconds["drafted"] = time.perf_counter() - began
@@ -145,7 +169,9 @@ def run(
         for phase in (phase for phase in PHASES if phase in runs[0]):
             figures[f"weights.{transport}.{phase}"] = figure(runs, phase, unit="MB/s", reference="copy")
     size = sum(tensor.nbytes for tensor in source.values()) / 1e6
-    return figures, [f"weights: {size:.0f} MB in {len(source)} {dtype} tensors; the reference is one copy in memory"]
+    return figures, [
+        f"weights: {size:.0f} MB in {len(source)} {dtype} tensors; the reference is one copy in memory"
+    ]
 
 
 def main() -> None:

@@ -34,7 +34,8 @@ class Report:
 
 
 def check_run(run_dir: Path, status: LedgerStatus) -> Report:
-    """All steps were made, the log is sound, its counts are the ledger's, nothing was trained twice and no group vanished."""
+    """All steps were made, the log is sound, its counts are the ledger's, nothing was trained twice and no
+    group vanished."""
     result = audit(run_dir)
     report = Report(result["steps"], result["issued"], result["trained"], result["dropped"], result["active"])
     wrong = report.violations
@@ -57,7 +58,8 @@ def check_run(run_dir: Path, status: LedgerStatus) -> Report:
 
 
 def trained_twice(events: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Groups in two committed steps of the path to the last version; counted here apart from what `tether verify` does."""
+    """Groups in two committed steps of the path to the last version; counted here apart from what `tether
+    verify` does."""
     steps: dict[int, list[int]] = {}
     for event in events:
         if event["event"] == "commit":
@@ -69,14 +71,19 @@ def trained_twice(events: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def check_leftovers(root: Path, run_dir: Path, shared: Iterable[Path]) -> list[str]:
-    """No process, no shared memory, no temporary file, and in the run directory only what a run without faults leaves."""
+    """No process, no shared memory, no temporary file, and in the run directory only what a run without
+    faults leaves."""
     wrong = [f"process {child.pid} is left: {' '.join(child.cmdline())}" for child in living_children()]
     wrong += [f"{path} is left" for path in shared]
     wrong += [f"{path} is left" for path in (root / "tmp").iterdir()]
     files = [path.relative_to(run_dir).as_posix() for path in run_dir.rglob("*") if not path.is_dir()]
-    return wrong + [f"{name} is left in the run directory" for name in files if not LEFT_BY_A_CLEAN_RUN.fullmatch(name)]
+    return wrong + [
+        f"{name} is left in the run directory" for name in files if not LEFT_BY_A_CLEAN_RUN.fullmatch(name)
+    ]
 
 
 def living_children() -> list[psutil.Process]:
     """Descendants of this process, and those of theirs that were orphaned, that are not zombies."""
-    return [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+    return [
+        child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE
+    ]

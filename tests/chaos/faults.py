@@ -1,4 +1,5 @@
-"""What can go wrong, one context manager for each kind: it goes wrong at the beginning of the block and is mended at its end."""
+"""What can go wrong, one context manager for each kind: it goes wrong at the beginning of the block and is
+mended at its end."""
 
 import asyncio
 import contextlib

@@ -1,11 +1,13 @@
-"""`python -m tests.chaos.hosts`: the loop on several hosts, which are network namespaces on a bridge, with links cut between them.
+"""`python -m tests.chaos.hosts`: the loop on several hosts, which are network namespaces on a bridge, with
+links cut between them.
 
     ledger   10.99.0.2   Redis, ingest, trainer
     east     10.99.0.3   a rollout and a reward worker
     west     10.99.0.4   a rollout and a reward worker
 
-Services are started one by one, speak CURVE, and get their weights over the network. Exit codes: 0 all is well, 1 a violation, 77 this
-machine permits no network namespaces. Everything is below a namespace of this program's own and ends with it.
+Services are started one by one, speak CURVE, and get their weights over the network. Exit codes: 0 all is
+well, 1 a violation, 77 this machine permits no network namespaces. Everything is below a namespace of this
+program's own and ends with it.
 """
 
 import asyncio
@@ -35,7 +37,14 @@ NOT_PERMITTED = 77
 RUN = "chaos-hosts"
 BRIDGE = "10.99.0.1"
 HOSTS = {"ledger": "10.99.0.2", "east": "10.99.0.3", "west": "10.99.0.4"}
-SERVICES = (("ledger", "ingest"), ("east", "reward"), ("west", "reward"), ("ledger", "trainer"), ("east", "rollout"), ("west", "rollout"))
+SERVICES = (
+    ("ledger", "ingest"),
+    ("east", "reward"),
+    ("west", "reward"),
+    ("ledger", "trainer"),
+    ("east", "rollout"),
+    ("west", "rollout"),
+)
 CUT_S = 8.0
 """Longer than a lease and than the bus waits for a silent peer."""
 LIMIT_S = 900.0
@@ -108,7 +117,9 @@ class Hosts:
     async def redis(self) -> None:
         """Start Redis on the ledger's host."""
         config = self.place.root / "redis" / "server.conf"
-        config.write_text(f'bind {HOSTS["ledger"]}\nport 6379\nrequirepass {self.password}\nappendonly yes\nappendfsync always\nsave ""\n')
+        config.write_text(
+            f'bind {HOSTS["ledger"]}\nport 6379\nrequirepass {self.password}\nappendonly yes\nappendfsync always\nsave ""\n'
+        )
         await self.start("ledger", "redis", find_server(), str(config))
 
     async def stop(self, *names: str) -> list[str]:
@@ -148,13 +159,20 @@ async def run(place: Place) -> list[str]:
         await serves(ledger, engine)
     last = await tell_last_step(ledger, place)
     print(f"the ledger has come back; the last step is {last}", flush=True)
-    wrong = [f"the trainer ended with exit code {code}"] if (code := await hosts.processes["ledger", "trainer"].wait()) else []
+    wrong = (
+        [f"the trainer ended with exit code {code}"]
+        if (code := await hosts.processes["ledger", "trainer"].wait())
+        else []
+    )
     wrong += await hosts.stop("rollout") + await hosts.stop("reward") + await hosts.stop("ingest")
     status = await ledger.status()
     await ledger.close()
     await hosts.stop("redis")
     report = await asyncio.to_thread(check_run, place.run_dir, status)
-    print(f"hosts={len(HOSTS)} steps={report.steps} groups={report.groups} trained={report.trained} dropped={report.dropped}", flush=True)
+    print(
+        f"hosts={len(HOSTS)} steps={report.steps} groups={report.groups} trained={report.trained} dropped={report.dropped}",
+        flush=True,
+    )
     return wrong + report.violations + check_leftovers(place.root, place.run_dir, [])
 
 
@@ -177,7 +195,10 @@ async def reached(ledger: RedisLedger, version: int) -> None:
 async def serves(ledger: RedisLedger, name: str) -> None:
     """Wait until an engine serves the version of the moment."""
     while True:
-        engines, status = {peer.incarnation for peer in await ledger.peers("rollout") if peer.info["name"] == name}, await ledger.status()
+        engines, status = (
+            {peer.incarnation for peer in await ledger.peers("rollout") if peer.info["name"] == name},
+            await ledger.status(),
+        )
         if any(status.engines.get(engine, ("", -1))[1] >= status.version for engine in engines):
             return
         await asyncio.sleep(POLL_S)

@@ -1,4 +1,5 @@
-"""Where a run under chaos lives: directories of its own, small file systems that can be filled, clocks that can be set."""
+"""Where a run under chaos lives: directories of its own, small file systems that can be filled, clocks that
+can be set."""
 
 import importlib.util
 import os
@@ -26,7 +27,9 @@ def enter_private(*namespaces: str) -> None:
         return
     for entrance in ENTRANCES:
         entered = [*entrance, *(f"--{name}" for name in namespaces)]
-        probe = subprocess.run([*entered, "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"], capture_output=True, check=False)
+        probe = subprocess.run(
+            [*entered, "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"], capture_output=True, check=False
+        )
         if probe.returncode == 0:
             os.environ[PRIVATE] = "1"
             os.execvp(entered[0], [*entered, sys.executable, *sys.orig_argv[1:]])
@@ -62,7 +65,8 @@ class Place:
         }
 
     def with_clock(self, name: str, program: str, clock: str) -> Path:
-        """A program that starts `program` with a clock that the file clocks/`clock` sets; `clock` is expanded by the shell."""
+        """A program that starts `program` with a clock that the file clocks/`clock` sets; `clock` is expanded
+        by the shell."""
         script = self.root / name
         lines = ["#!/bin/sh"]
         if self.clock_library is not None:
@@ -88,12 +92,19 @@ class Place:
 
 
 def make_place(root: Path) -> Place:
-    """Make the directories below `root`, and mount small file systems if this process has mounts of its own."""
+    """Make the directories below `root`, and mount small file systems if this process has mounts of its
+    own."""
     for name in ("run", "redis", "tmp", "clocks"):
         (root / name).mkdir(parents=True)
-    mounts = {"run": root / "run", "redis": root / "redis", "shm": Path("/dev/shm")} if PRIVATE in os.environ else {}
+    mounts = (
+        {"run": root / "run", "redis": root / "redis", "shm": Path("/dev/shm")}
+        if PRIVATE in os.environ
+        else {}
+    )
     for name, path in mounts.items():
-        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={SIZES_MB[name]}m", "tmpfs", str(path)], check=True)
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={SIZES_MB[name]}m", "tmpfs", str(path)], check=True
+        )
     found = importlib.util.find_spec("libfaketime")
     library = (
         next(Path(found.submodule_search_locations[0]).rglob("libfaketime.so.1"), None)

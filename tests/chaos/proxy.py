@@ -1,8 +1,9 @@
 """A TCP proxy that spoils what passes through it: the links between the services of a run.
 
-All connections of one link share its `Weather`. Bytes are never left out of a stream or changed in order, which TCP would not do either:
-a cut ends connections, a stall holds bytes back, a truncation ends a connection in the middle of what it was saying. Corruption flips
-single bits, as bad memory or a bad network card does.
+All connections of one link share its `Weather`. Bytes are never left out of a stream or changed in order,
+which TCP would not do either: a cut ends connections, a stall holds bytes back, a truncation ends a
+connection in the middle of what it was saying. Corruption flips single bits, as bad memory or a bad network
+card does.
 """
 
 import asyncio
@@ -22,7 +23,8 @@ class Weather:
 
     rng: random.Random
     faults: list[str] = field(default_factory=list)
-    """Names of the faults that are on: cut, stall, mute (what the server says is held back), slow, corrupt, truncate."""
+    """Names of the faults that are on: cut, stall, mute (what the server says is held back), slow, corrupt,
+    truncate."""
     spoilt: int = 0
     """Chunks that were corrupted or truncated so far."""
     _open: set[asyncio.StreamWriter] = field(default_factory=set)
@@ -93,7 +95,9 @@ class Proxy:
             writer.transport.abort()
             there.transport.abort()
 
-    async def _forward(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, *, from_server: bool) -> None:
+    async def _forward(
+        self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, *, from_server: bool
+    ) -> None:
         weather = self._weather
         while True:
             chunk = await source.read(SLOW_CHUNK if "slow" in weather.faults else CHUNK)

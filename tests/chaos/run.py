@@ -1,7 +1,9 @@
-"""`python -m tests.chaos.run --seed 1 --minutes 2`: a run under the faults of a seed, and what must hold after it.
+"""`python -m tests.chaos.run --seed 1 --minutes 2`: a run under the faults of a seed, and what must hold
+after it.
 
-Prints each fault as it happens; the last line counts faults, groups and violations. The exit code is 1 if there are violations: what the
-run left is then kept in runs/. The same seed gives the same faults at the same moments, so a failing one can be run again.
+Prints each fault as it happens; the last line counts faults, groups and violations. The exit code is 1 if
+there are violations: what the run left is then kept in runs/. The same seed gives the same faults at the same
+moments, so a failing one can be run again.
 """
 
 import argparse
@@ -100,17 +102,22 @@ class Chaos:
                 self.say(f"tether up ended with exit code {code}")
                 return [] if code == 0 else [ended_early(up, self.place)]
         status = await ledger.status()
-        return [f"when all was mended, version {status.version} of {status.steps} was reached within {LAST_STEPS_S:.0f} s, and no end"]
+        return [
+            f"when all was mended, version {status.version} of {status.steps} was reached within {LAST_STEPS_S:.0f} s, and no end"
+        ]
 
     def _check(self, scene: Scene, status: LedgerStatus) -> Report:
         report = check_run(self.place.run_dir, status)
-        shared = sorted(path for path in shared_memory() - self.shared if self.place.mounts or scene.run in path.name)
+        shared = sorted(
+            path for path in shared_memory() - self.shared if self.place.mounts or scene.run in path.name
+        )
         report.violations += check_leftovers(self.place.root, self.place.run_dir, shared)
         return report
 
 
 def shared_memory() -> set[Path]:
-    """What lies in shared memory; libfaketime's own segments, which a killed process leaves, are not the run's."""
+    """What lies in shared memory; libfaketime's own segments, which a killed process leaves, are not the
+    run's."""
     return {path for path in Path("/dev/shm").iterdir() if "faketime" not in path.name}
 
 
@@ -142,7 +149,12 @@ def keep(place: Place, seed: int) -> Path:
     """Copy what the run left to where it stays."""
     target = ROOT / "runs" / f"chaos-{seed}"
     shutil.rmtree(target, ignore_errors=True)
-    shutil.copytree(place.root, target, ignore=shutil.ignore_patterns("ballast", "exports", "model"), ignore_dangling_symlinks=True)
+    shutil.copytree(
+        place.root,
+        target,
+        ignore=shutil.ignore_patterns("ballast", "exports", "model"),
+        ignore_dangling_symlinks=True,
+    )
     return target
 
 
@@ -158,7 +170,9 @@ def last_line(seed: int, minutes: float, chaos: Chaos, report: Report) -> str:
 
 def main(arguments: Iterable[str] | None = None) -> int:
     """Run one seed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=2.0)
     options = parser.parse_args(arguments)

@@ -1,4 +1,5 @@
-"""The run that faults are done to: `tether up` on a Redis of its own, every link through a proxy; both are started again when killed."""
+"""The run that faults are done to: `tether up` on a Redis of its own, every link through a proxy; both are
+started again when killed."""
 
 import asyncio
 import contextlib
@@ -38,8 +39,11 @@ class Scene:
         self.run = f"chaos-{seed}-{os.getpid()}"
         self.links = {name: Weather(random.Random(f"{seed} {name}")) for name in LINKS}
         self.host = "127.{}.{}.{}".format(*(random.randrange(1, 255) for _ in range(3)))
-        """Loopback address of this run's proxies; the services themselves listen at 127.0.0.1, on the same ports."""
-        self.redis = EmbeddedServer(place.root / "redis", str(place.with_clock("redis-server", find_server(), "redis")))
+        """Loopback address of this run's proxies; the services themselves listen at 127.0.0.1, on the same
+        ports."""
+        self.redis = EmbeddedServer(
+            place.root / "redis", str(place.with_clock("redis-server", find_server(), "redis"))
+        )
         self.redis_held = 0
         """How many faults keep Redis from being started again."""
         self.redis_ahead_s = 0
@@ -53,7 +57,8 @@ class Scene:
         self._url = ""
 
     def pid(self, target: str) -> int | None:
-        """Pid of a service, of `redis`, of `up`, or of a `scorer`, a worker process of a reward service; None while it does not live."""
+        """Pid of a service, of `redis`, of `up`, or of a `scorer`, a worker process of a reward service; None
+        while it does not live."""
         if target == "redis":
             return self.redis.pid if self.redis.running() else None
         if self.up is None or self.up.returncode is not None:
@@ -65,7 +70,10 @@ class Scene:
                 with contextlib.suppress(psutil.Error):
                     if target == "scorer" and "reward.workers.worker" in child.cmdline():
                         return int(child.pid)
-                    if f"services.{target.partition('.')[0]}" in child.cmdline() and child.environ().get("TETHER_INSTANCE") == target:
+                    if (
+                        f"services.{target.partition('.')[0]}" in child.cmdline()
+                        and child.environ().get("TETHER_INSTANCE") == target
+                    ):
                         return int(child.pid)
         return None
 
@@ -74,7 +82,9 @@ class Scene:
         adopt_orphans()
         url = urlsplit(await self.redis.start())
         proxy = Proxy(self.links["ledger"], ("127.0.0.1", url.port or 0))
-        self._url = url._replace(netloc=f":{url.password}@{self.host}:{await proxy.start(self.host)}").geturl()
+        self._url = url._replace(
+            netloc=f":{url.password}@{self.host}:{await proxy.start(self.host)}"
+        ).geturl()
         return await RedisLedger.connect(self.redis.url, self.run, timeout_s=5, retry_s=60)
 
     async def keep_redis_loop(self) -> None:
@@ -82,7 +92,9 @@ class Scene:
         while True:
             await asyncio.sleep(POLL_S)
             if not self.redis.running() and not self.redis_held:
-                with contextlib.suppress(Unavailable, SettingsError, OSError):  # its disk is full, or it was killed again
+                with contextlib.suppress(
+                    Unavailable, SettingsError, OSError
+                ):  # its disk is full, or it was killed again
                     await self.redis.start()
 
     async def proxy_loop(self, ledger: RedisLedger) -> None:
@@ -99,7 +111,8 @@ class Scene:
             await asyncio.sleep(POLL_S)
 
     async def keep_up(self) -> int:
-        """Run `tether up`, again if it was killed or found no ledger when it was to start. Returns the exit code that it ends with."""
+        """Run `tether up`, again if it was killed or found no ledger when it was to start. Returns the exit
+        code that it ends with."""
         config = Path(__file__).with_name("run.toml")
         words = ["up", str(config), "--run-dir", str(self.place.run_dir), "--set", f"run.name={self.run}"]
         words += ["--set", f"bus.advertise={self.host}"]

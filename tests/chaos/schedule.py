@@ -1,7 +1,7 @@
 """Which faults a run meets, and when: a pure function of the seed.
 
-Every kind of fault meets every target once before any does so again; the order, the moments and the durations are drawn. The faults
-overlap: the next one comes about `PAUSE_S` after the last, whatever is still going on.
+Every kind of fault meets every target once before any does so again; the order, the moments and the durations
+are drawn. The faults overlap: the next one comes about `PAUSE_S` after the last, whatever is still going on.
 """
 
 import random
@@ -44,7 +44,8 @@ class Fault:
 def schedule(seed: int, minutes: float, kinds: Collection[str] = tuple(KINDS)) -> list[Fault]:
     """The faults of a run, in order. All of them are mended within `minutes`.
 
-    Kinds that a machine does not permit are left out by `kinds`; the others then come at the same moments, for as long, as with them.
+    Kinds that a machine does not permit are left out by `kinds`; the others then come at the same moments,
+    for as long, as with them.
     """
     rng = random.Random(seed)
     end_s, at_s = minutes * 60, 0.0

@@ -14,7 +14,9 @@ from tests.integration.loop import ROOT
 def chaos(seed: int, minutes: float) -> None:
     """Run a seed and look at its last line."""
     program = [sys.executable, "-m", "tests.chaos.run", "--seed", str(seed), "--minutes", str(minutes)]
-    finished = subprocess.run(program, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+    finished = subprocess.run(
+        program, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False
+    )
     said = finished.stdout + finished.stderr
     assert finished.returncode == 0, said
     last = finished.stdout.splitlines()[-1]

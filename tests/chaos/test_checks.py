@@ -19,7 +19,9 @@ def test_a_group_in_two_steps_is_noticed() -> None:
 def test_a_group_of_an_abandoned_step_may_be_trained_again() -> None:
     rewind = {"event": "resume", "version": 1, "continued": False}
     assert trained_twice([commit(0, 1), commit(1, 2), rewind, commit(1, 2)]) == []
-    assert trained_twice([commit(0, 1), commit(1, 2), rewind | {"continued": True}, commit(2, 2)]) == ["group 2 was trained 2 times"]
+    assert trained_twice([commit(0, 1), commit(1, 2), rewind | {"continued": True}, commit(2, 2)]) == [
+        "group 2 was trained 2 times"
+    ]
 
 
 def test_files_and_processes_that_are_left_are_noticed(tmp_path: Path) -> None:

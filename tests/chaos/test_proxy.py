@@ -1,4 +1,5 @@
-"""The bus behind a proxy that spoils its frames: every message arrives once and whole, and what was spoilt is counted."""
+"""The bus behind a proxy that spoils its frames: every message arrives once and whole, and what was spoilt is
+counted."""
 
 import asyncio
 import random
@@ -26,19 +27,27 @@ SPOIL = ("corrupt", "truncate")
 async def test_every_message_arrives_once_and_whole_through_a_link_that(fault: str) -> None:
     weather = Weather(random.Random(fault))
     got: list[int] = []
-    async with asyncio.timeout(120), Receiver(ROLLOUTS, run="r", incarnation="receiver", config=CONFIG) as receiver:
+    async with (
+        asyncio.timeout(120),
+        Receiver(ROLLOUTS, run="r", incarnation="receiver", config=CONFIG) as receiver,
+    ):
         proxy = Proxy(weather, ("127.0.0.1", int(receiver.endpoint.rpartition(":")[2])))
         port = await proxy.start("127.0.0.1")
 
         async def discover() -> Mapping[str, str]:
             return {"receiver": f"tcp://127.0.0.1:{port}"}
 
-        async with Sender(ROLLOUTS, run="r", incarnation="sender", role="rollout", config=CONFIG, discover=discover) as sender:
+        async with Sender(
+            ROLLOUTS, run="r", incarnation="sender", role="rollout", config=CONFIG, discover=discover
+        ) as sender:
             async with asyncio.TaskGroup() as tasks:
                 reading = tasks.create_task(read(receiver, got))
                 for first in range(0, MESSAGES, AT_ONCE):
                     weather.begin(fault)
-                    sends = [tasks.create_task(sender.send(message(group), id=f"m{group}")) for group in range(first, first + AT_ONCE)]
+                    sends = [
+                        tasks.create_task(sender.send(message(group), id=f"m{group}"))
+                        for group in range(first, first + AT_ONCE)
+                    ]
                     spoilt = weather.spoilt
                     await asyncio.wait(sends, timeout=0.2)
                     while fault in SPOIL and weather.spoilt == spoilt:  # noqa: ASYNC110 (a busy machine has passed nothing on yet)
@@ -49,7 +58,9 @@ async def test_every_message_arrives_once_and_whole_through_a_link_that(fault: s
         proxy.close()
         counted = receiver.stats.malformed + sender.stats.malformed + sender.stats.resent
     assert set(got) == set(range(MESSAGES))
-    if fault != "corrupt":  # a flipped bit in an id, which is outside of the checksum, makes another message of it: the ledger's to refuse
+    if (
+        fault != "corrupt"
+    ):  # a flipped bit in an id, which is outside of the checksum, makes another message of it: the ledger's to refuse
         assert len(got) == MESSAGES
     if fault in SPOIL:
         assert counted

@@ -1,4 +1,5 @@
-"""The bench on which engines are tested: one started engine, two models, versions of their weights, and faulty ones."""
+"""The bench on which engines are tested: one started engine, two models, versions of their weights, and
+faulty ones."""
 
 import asyncio
 import math
@@ -12,7 +13,7 @@ import msgspec
 import torch
 from transformers import Qwen2ForCausalLM
 
-from protocol.device.shared_tensors import Room
+from protocol.device.shared_tensors import SharedTensors
 from protocol.messages import TensorEntry, WeightManifest
 from protocol.weights.buckets import manifest_digest
 from rollout.engines.base import Completion, Engine, KvPolicy, Request, Sampling
@@ -36,7 +37,8 @@ class Bench:
     published: Mapping[str, Mapping[str, torch.Tensor]]
     """Model -> the tensors that make the engine serve it: all of the model's, or those of an adapter."""
     margin: float = 0.0
-    """By how much the logit of a greedy token may lie below the largest: more than 0 where the engine computes in half precision."""
+    """By how much the logit of a greedy token may lie below the largest: more than 0 where the engine
+    computes in half precision."""
     computes: bool = True
     """False: the engine has no model, its tokens mean nothing."""
     shares: bool = False
@@ -45,12 +47,19 @@ class Bench:
     """Newest version that was published."""
     masters: dict[str, torch.Tensor] = field(default_factory=dict)
     """Of that version, where versions are shared."""
-    rooms: list[Room] = field(default_factory=list)
+    rooms: list[SharedTensors] = field(default_factory=list)
     """In which masters are, to be closed at the end."""
     pilots: int = 1
     """After how many pilots in a row earlier requests certainly run: over HTTP one may overtake them."""
 
-    def follows(self, rows: Sequence[tuple[int, str]], prompt: Sequence[int], tokens: Sequence[int], *, recompute: bool) -> bool:
+    def follows(
+        self,
+        rows: Sequence[tuple[int, str]],
+        prompt: Sequence[int],
+        tokens: Sequence[int],
+        *,
+        recompute: bool,
+    ) -> bool:
         """See `engine_models.follows`; rows (end, name of the model). True if the engine has none."""
         models = [(end, self.models[name]) for end, name in rows]
         return not self.computes or follows(models, prompt, tokens, recompute=recompute, margin=self.margin)
@@ -59,8 +68,11 @@ class Bench:
         """Whether an engine's log-probabilities are those that were computed on the CPU, in another order."""
         bound = 1e-3 if torch.cuda.is_available() else 1e-4
         pairs = torch.tensor([found, expected])
-        if self.margin:  # which token is the last that top-k or top-p keeps, and whether one more is, is a matter of rounding
-            bound = 2 * self.margin + (math.log1p(1 / sampling.top_k) if sampling.top_k else 0.05 if sampling.top_p < 1 else 0.0)
+        # which token is the last that top-k or top-p keeps, and whether one more is, is a matter of rounding
+        if self.margin:
+            bound = 2 * self.margin + (
+                math.log1p(1 / sampling.top_k) if sampling.top_k else 0.05 if sampling.top_p < 1 else 0.0
+            )
             pairs = pairs[:, pairs[1].isfinite()]
             assert pairs.shape[1] > 0.8 * len(found)
         torch.testing.assert_close(pairs[0], pairs[1], atol=bound, rtol=0)
@@ -72,11 +84,17 @@ class Bench:
     def publish_tensors(self, tensors: Mapping[str, torch.Tensor], epoch: str = "e1") -> WeightManifest:
         self.last += 1
         if self.shares:
-            manifest, self.masters, room = write_shared(self.directory / f"v{self.last}.msgpack", tensors, self.last, epoch=epoch)
+            manifest, self.masters, room = write_shared(
+                self.directory / f"v{self.last}.msgpack", tensors, self.last, epoch=epoch
+            )
             self.rooms.append(room)
             return manifest
-        bucket_bytes = sum(tensor.nbytes for tensor in tensors.values()) // 6  # several buckets, several tensors in one
-        return write_shm(self.directory / f"v{self.last}", tensors, self.last, epoch=epoch, bucket_bytes=bucket_bytes)
+        bucket_bytes = (
+            sum(tensor.nbytes for tensor in tensors.values()) // 6
+        )  # several buckets, several tensors in one
+        return write_shm(
+            self.directory / f"v{self.last}", tensors, self.last, epoch=epoch, bucket_bytes=bucket_bytes
+        )
 
     async def serve(self, name: str) -> WeightManifest:
         """Publish, stage and commit."""
@@ -94,8 +112,13 @@ class Bench:
         """Greedy requests that run while the body does, and are aborted at its end."""
         ids = [f"long{i}/0" for i in range(len(prompts))]
         async with asyncio.TaskGroup() as group:
-            requests = [Request(i, tuple(p), Sampling(max_tokens=LONG, temperature=0)) for i, p in zip(ids, prompts, strict=True)]
-            tasks = [group.create_task(self.engine.generate(request), name=request.id) for request in requests]
+            requests = [
+                Request(i, tuple(p), Sampling(max_tokens=LONG, temperature=0))
+                for i, p in zip(ids, prompts, strict=True)
+            ]
+            tasks = [
+                group.create_task(self.engine.generate(request), name=request.id) for request in requests
+            ]
             for _ in range(self.pilots):
                 await self.pilot("before")
             yield tasks
@@ -110,7 +133,9 @@ async def together(engine: Engine, requests: Sequence[Request]) -> list[Completi
 
 
 def ask(name: str, prompt: Sequence[int], max_tokens: int, **sampling: Any) -> Request:
-    return Request(f"{name}/0", tuple(prompt), Sampling(max_tokens=max_tokens, **{"temperature": 0.0, **sampling}))
+    return Request(
+        f"{name}/0", tuple(prompt), Sampling(max_tokens=max_tokens, **{"temperature": 0.0, **sampling})
+    )
 
 
 def _resealed(manifest: WeightManifest, entries: Sequence[TensorEntry]) -> WeightManifest:
@@ -180,6 +205,8 @@ FAULTS: dict[str, Callable[[Bench], WeightManifest]] = {
     "tensor missing": _without_one,
     "shape": _changed(lambda t: t.T.contiguous()),
     "dtype": _changed(lambda t: t.bfloat16() if t.dtype is torch.float16 else t.half()),
-    "unknown": lambda bench: bench.publish_tensors({**bench.published["B"], "model.extra.weight": torch.zeros(3)}),
+    "unknown": lambda bench: bench.publish_tensors(
+        {**bench.published["B"], "model.extra.weight": torch.zeros(3)}
+    ),
     "architecture": lambda bench: msgspec.structs.replace(bench.publish("B"), base_model="Qwen3ForCausalLM"),
 }

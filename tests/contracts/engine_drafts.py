@@ -1,4 +1,5 @@
-"""What every engine must do with a version that is still being made. Part of the contract; see `engine_suite.py`."""
+"""What every engine must do with a version that is still being made. Part of the contract; see
+`engine_suite.py`."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -8,7 +9,7 @@ import pytest
 
 from protocol.errors import WeightError
 from protocol.messages import WeightManifest
-from protocol.weights.provisional import draft_of
+from protocol.weights.provisional import provisional_manifest
 from tests.contracts.engine_bench import PROMPTS, Bench
 from tests.contracts.engine_suite import assert_switched
 from tests.trainer.weights.making import WAIT_S, Making
@@ -17,7 +18,9 @@ from trainer.weights.nccl import NcclSender
 
 
 class DraftContract:
-    async def test_a_version_is_staged_while_it_is_made_and_committed_from_what_has_come(self, bench: Bench) -> None:
+    async def test_a_version_is_staged_while_it_is_made_and_committed_from_what_has_come(
+        self, bench: Bench
+    ) -> None:
         if bench.shares:
             await assert_staged_as_it_comes(bench)
             return
@@ -25,7 +28,9 @@ class DraftContract:
             draft, making = next_of(bench, sender, before), Making(bench.published["B"].items())
             async with bench.long(*PROMPTS) as tasks, asyncio.TaskGroup() as group:
                 staging = group.create_task(bench.engine.stage(draft), name="stage")
-                made = group.create_task(asyncio.to_thread(sender.publish, "e1", draft.version, making), name="publish")
+                made = group.create_task(
+                    asyncio.to_thread(sender.publish, "e1", draft.version, making), name="publish"
+                )
                 making.let(1)
                 await bench.pilot("during")
                 assert not staging.done()
@@ -44,7 +49,9 @@ class DraftContract:
                 await bench.pilot("after")
         assert bench.engine.served.digest == manifest.digest
         found = [task.result() for task in tasks]
-        assert [[version for _, version in completion.spans] for completion in found] == [[before.version, manifest.version]] * len(found)
+        assert [[version for _, version in completion.spans] for completion in found] == [
+            [before.version, manifest.version]
+        ] * len(found)
         if bench.computes:
             assert_switched(bench, found, [["A", "B"]] * len(found))
 
@@ -58,7 +65,9 @@ class DraftContract:
                 staging = group.create_task(bench.engine.stage(draft), name="stage")
                 await asyncio.to_thread(sender.publish, "e1", draft.version, bench.published["A"].items())
                 await staging
-            manifest = await asyncio.to_thread(sender.publish, "e1", draft.version, bench.published["B"].items())
+            manifest = await asyncio.to_thread(
+                sender.publish, "e1", draft.version, bench.published["B"].items()
+            )
             with pytest.raises(WeightError):
                 await bench.engine.commit(manifest)
             assert (bench.engine.served.version, await bench.engine.live_digest()) == (before.version, live)
@@ -100,17 +109,17 @@ async def serving(bench: Bench) -> AsyncIterator[tuple[NcclSender, WeightManifes
 def next_of(bench: Bench, sender: NcclSender, before: WeightManifest) -> WeightManifest:
     """The next version, which may be asked for from now on."""
     bench.last += 1
-    said = sender.draft("e1", bench.last)
+    said = sender.provisional("e1", bench.last)
     assert said is not None
     assert said.like == before.version
-    return draft_of(before, said.version)
+    return provisional_manifest(before, said.version)
 
 
 async def assert_staged_as_it_comes(bench: Bench) -> None:
     """The same where nothing is sent."""
     await bench.serve("A")
     manifest = bench.publish("B")
-    draft = draft_of(manifest, manifest.version)
+    draft = provisional_manifest(manifest, manifest.version)
     await bench.engine.stage(draft)
     with pytest.raises(WeightError):
         await bench.engine.commit(draft)

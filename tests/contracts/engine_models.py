@@ -1,4 +1,5 @@
-"""Tiny models for engine tests, versions of their weights written by hand, and what plain transformers makes of them."""
+"""Tiny models for engine tests, versions of their weights written by hand, and what plain transformers makes
+of them."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -9,7 +10,7 @@ import torch
 from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
 from protocol.device.shared_layout import HELD, MASTERS, VERSION
-from protocol.device.shared_tensors import Room
+from protocol.device.shared_tensors import SharedTensors
 from protocol.messages import TensorEntry, WeightManifest
 from protocol.weights.buckets import manifest_digest, plan_buckets
 from protocol.weights.digests import digest
@@ -55,7 +56,10 @@ def adapted(
     targets = adapter_targets({name: tuple(tensor.shape) for name, tensor in parameters.items()}, lora)
     generator = torch.Generator().manual_seed(seed)
     shapes = adapter_shapes(targets, lora.rank)
-    adapter = {name: torch.empty(shape).normal_(0, 0.15, generator=generator).to(dtype) for name, shape in shapes.items()}
+    adapter = {
+        name: torch.empty(shape).normal_(0, 0.15, generator=generator).to(dtype)
+        for name, shape in shapes.items()
+    }
     other = copy.deepcopy(model)
     with torch.no_grad():
         for target in targets:
@@ -70,12 +74,27 @@ def entries_of(tensors: Mapping[str, torch.Tensor], bucket_bytes: int) -> tuple[
     for place in places:
         tensor = tensors[place.name]
         dtype = str(tensor.dtype).removeprefix("torch.")
-        entries.append(TensorEntry(place.name, dtype, tuple(tensor.shape), place.bucket, place.offset, place.nbytes, digest(_raw(tensor))))
+        entries.append(
+            TensorEntry(
+                place.name,
+                dtype,
+                tuple(tensor.shape),
+                place.bucket,
+                place.offset,
+                place.nbytes,
+                digest(_raw(tensor)),
+            )
+        )
     return entries, buckets
 
 
 def manifest(
-    transport: str, location: str, entries: Sequence[TensorEntry], buckets: Sequence[int], version: int, epoch: str = "e1"
+    transport: str,
+    location: str,
+    entries: Sequence[TensorEntry],
+    buckets: Sequence[int],
+    version: int,
+    epoch: str = "e1",
 ) -> WeightManifest:
     """A manifest whose digest fits its entries."""
     return WeightManifest(
@@ -90,7 +109,12 @@ def manifest(
 
 
 def write_shm(
-    directory: Path, tensors: Mapping[str, torch.Tensor], version: int, *, epoch: str = "e1", bucket_bytes: int = 200_000
+    directory: Path,
+    tensors: Mapping[str, torch.Tensor],
+    version: int,
+    *,
+    epoch: str = "e1",
+    bucket_bytes: int = 200_000,
 ) -> WeightManifest:
     """One file for each bucket."""
     directory.mkdir(parents=True)
@@ -104,36 +128,54 @@ def write_shm(
 
 
 def write_shared(
-    path: Path, tensors: Mapping[str, torch.Tensor], version: int, *, epoch: str = "e1", dtype: torch.dtype | None = None
-) -> tuple[WeightManifest, dict[str, torch.Tensor], Room]:
-    """Masters as a trainer holds them, and the file that describes them. Returns them, too, and the room in which they are.
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    version: int,
+    *,
+    epoch: str = "e1",
+    dtype: torch.dtype | None = None,
+) -> tuple[WeightManifest, dict[str, torch.Tensor], SharedTensors]:
+    """Masters as a trainer holds them, and the file that describes them. Returns them, too, and the room in
+    which they are.
 
     `dtype`: of the version that they make; None: their own.
     """
-    room = Room([torch.tensor(version), *tensors.values()])
+    room = SharedTensors([torch.tensor(version), *tensors.values()])
     held, *moved = room.tensors
     masters = dict(zip(tensors, moved, strict=True))
     room.write(path, {MASTERS: masters, HELD: {VERSION: held}})
-    entries, buckets = entries_of({name: tensor.to(dtype or tensor.dtype) for name, tensor in tensors.items()}, 1 << 30)
+    entries, buckets = entries_of(
+        {name: tensor.to(dtype or tensor.dtype) for name, tensor in tensors.items()}, 1 << 30
+    )
     return manifest("shared", str(path), entries, buckets, version, epoch), masters, room
 
 
-def write_disk(directory: Path, tensors: Mapping[str, torch.Tensor], version: int, *, epoch: str = "e1") -> WeightManifest:
+def write_disk(
+    directory: Path, tensors: Mapping[str, torch.Tensor], version: int, *, epoch: str = "e1"
+) -> WeightManifest:
     """One safetensors file."""
     directory.mkdir(parents=True)
-    safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
+    safetensors.torch.save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors"
+    )
     entries, buckets = entries_of(tensors, 1 << 30)
     return manifest("disk", str(directory), entries, buckets, version, epoch)
 
 
 @torch.no_grad()
 def follows(
-    rows: Sequence[tuple[int, Qwen2ForCausalLM]], prompt: Sequence[int], tokens: Sequence[int], *, recompute: bool, margin: float = 0.0
+    rows: Sequence[tuple[int, Qwen2ForCausalLM]],
+    prompt: Sequence[int],
+    tokens: Sequence[int],
+    *,
+    recompute: bool,
+    margin: float = 0.0,
 ) -> bool:
-    """Whether `tokens` are greedy, where those before each `end` come from its model and KV is recomputed or kept at a switch.
+    """Whether `tokens` are greedy, where those before each `end` come from its model and KV is recomputed or
+    kept at a switch.
 
-    All tokens of a row are looked at in one forward pass: what was fed is known, so decoding again would give the same logits.
-    `margin`: by how much the logit of a token may lie below the largest.
+    All tokens of a row are looked at in one forward pass: what was fed is known, so decoding again would give
+    the same logits. `margin`: by how much the logit of a token may lie below the largest.
     """
     ids = [*prompt, *tokens]
     first = len(prompt) - 1
@@ -141,9 +183,13 @@ def follows(
     for end, model in rows:
         fed = 0 if recompute or start == 0 else first + start
         cache = cache if fed else DynamicCache()
-        logits = model(torch.tensor([ids[fed : first + end]]), past_key_values=cache, use_cache=True).logits[0]
+        logits = model(torch.tensor([ids[fed : first + end]]), past_key_values=cache, use_cache=True).logits[
+            0
+        ]
         seen, chosen = logits[start - end :], torch.tensor(ids[first + 1 + start : first + 1 + end])
-        if start == end or not bool((seen.gather(-1, chosen[:, None])[:, 0] >= seen.max(-1).values - margin).all()):
+        if start == end or not bool(
+            (seen.gather(-1, chosen[:, None])[:, 0] >= seen.max(-1).values - margin).all()
+        ):
             return False
         start = end
     return start == len(tokens)

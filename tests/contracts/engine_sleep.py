@@ -1,4 +1,5 @@
-"""What an engine that can sleep must do, and what one that cannot must say. A part of the contract, beside `engine_suite.py`."""
+"""What an engine that can sleep must do, and what one that cannot must say. A part of the contract, beside
+`engine_suite.py`."""
 
 import asyncio
 
@@ -29,7 +30,9 @@ class SleepContract:
                 await method()
         await bench.pilot("awake")
 
-    async def test_running_requests_go_on_after_sleep_under_the_weights_that_are_committed_then(self, sleeper: Bench) -> None:
+    async def test_running_requests_go_on_after_sleep_under_the_weights_that_are_committed_then(
+        self, sleeper: Bench
+    ) -> None:
         old = (await sleeper.serve("A")).version
         async with sleeper.long(*PROMPTS) as tasks:
             await sleeper.engine.sleep()
@@ -37,7 +40,9 @@ class SleepContract:
             new = (await sleeper.serve("B")).version
             await sleeper.pilot("after")
         found = [task.result() for task in tasks]
-        assert [[version for _, version in completion.spans] for completion in found] == [[old, new]] * len(found)
+        assert [[version for _, version in completion.spans] for completion in found] == [[old, new]] * len(
+            found
+        )
         assert_switched(sleeper, found, [["A", "B"]] * len(found), recompute=True)
 
     async def test_nothing_is_generated_between_sleep_and_the_next_commit(self, sleeper: Bench) -> None:

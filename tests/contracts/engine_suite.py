@@ -1,7 +1,8 @@
 """What every engine must do. A test module provides the fixture `bench` and subclasses `EngineContract`.
 
-Nothing here waits by the clock: a pilot request of a few tokens that has ended proves that the others, decoded in the same batches,
-have about as many; requests that must outlive an update are aborted when enough was seen.
+Nothing here waits by the clock: a pilot request of a few tokens that has ended proves that the others,
+decoded in the same batches, have about as many; requests that must outlive an update are aborted when enough
+was seen.
 """
 
 import asyncio
@@ -57,7 +58,10 @@ class EngineContract:
                 assert torch.tensor(found.logprobs).allclose(-torch.tensor(float(VOCAB)).log())
                 continue
             logits = logits_of(bench.models["A"], request.prompt, found.tokens)
-            expected = [float(sampled_distribution(row, request.sampling)[t]) for row, t in zip(logits, found.tokens, strict=True)]
+            expected = [
+                float(sampled_distribution(row, request.sampling)[t])
+                for row, t in zip(logits, found.tokens, strict=True)
+            ]
             bench.assert_logprobs(request.sampling, found.logprobs, expected)
 
     async def test_a_seed_repeats_a_completion_or_is_refused(self, bench: Bench) -> None:
@@ -92,7 +96,9 @@ class EngineContract:
             (ask("cold", (1,), 4, temperature=-1.0), "temperature"),
         ],
     )
-    async def test_a_request_that_cannot_run_is_refused_by_name(self, bench: Bench, request_: Request, words: str) -> None:
+    async def test_a_request_that_cannot_run_is_refused_by_name(
+        self, bench: Bench, request_: Request, words: str
+    ) -> None:
         with pytest.raises(EngineError, match=words) as error:
             await bench.engine.generate(request_)
         assert request_.id in str(error.value)
@@ -244,7 +250,9 @@ class EngineContract:
             assert_switched(bench, [task.result() for task in tasks], [["A", "A"]] * len(tasks), strict=False)
         assert await bench.engine.live_digest() == live
 
-    @pytest.mark.parametrize("fault", ["corrupted", "truncated", "file missing", "twice", "overlap", "digest"])
+    @pytest.mark.parametrize(
+        "fault", ["corrupted", "truncated", "file missing", "twice", "overlap", "digest"]
+    )
     async def test_a_broken_version_changes_nothing(self, bench: Bench, fault: str) -> None:
         await assert_refused(bench, fault)
 
@@ -256,9 +264,15 @@ class EngineContract:
 
 
 def assert_switched(
-    bench: Bench, found: Sequence[Completion], names: Sequence[Sequence[str]], *, strict: bool = True, recompute: bool = False
+    bench: Bench,
+    found: Sequence[Completion],
+    names: Sequence[Sequence[str]],
+    *,
+    strict: bool = True,
+    recompute: bool = False,
 ) -> None:
-    """Tokens equal those of plain transformers switched at the recorded tokens, and with `strict` at no neighbouring ones.
+    """Tokens equal those of plain transformers switched at the recorded tokens, and with `strict` at no
+    neighbouring ones.
 
     `recompute`: the KV cache was lost, whatever the policy.
     """
@@ -274,7 +288,8 @@ def assert_switched(
 
 
 async def assert_refused(bench: Bench, fault: str) -> None:
-    """Staging a faulty version raises, what is live stays, what runs goes on, and the next good version is taken."""
+    """Staging a faulty version raises, what is live stays, what runs goes on, and the next good version is
+    taken."""
     served = (await bench.serve("A")).version
     live = await bench.engine.live_digest()
     manifest = FAULTS[fault](bench)

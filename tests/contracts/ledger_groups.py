@@ -1,4 +1,5 @@
-"""What every ledger does, part 1 of 3; run by `tests/services/ledger/test_contract.py` on each implementation."""
+"""What every ledger does, part 1 of 3; run by `tests/services/ledger/test_contract.py` on each
+implementation."""
 
 import pytest
 
@@ -14,9 +15,10 @@ class GroupContract:
         await driver.begin(E=1, B=2)
         leases = [await driver.lease() for _ in range(4)]
         assert [lease.group for lease in leases] == [0, 1, 2, 3]
-        assert {(lease.epoch, lease.version, lease.deadline, lease.max_staleness, lease.attempt) for lease in leases} == {
-            ("e1", 0, 1, 1, 1)
-        }
+        assert {
+            (lease.epoch, lease.version, lease.deadline, lease.max_staleness, lease.attempt)
+            for lease in leases
+        } == {("e1", 0, 1, 1, 1)}
         assert len({lease.token for lease in leases}) == 4
         await driver.refused(Reason.BOUND, driver.lease())
         status = await driver.ledger.status()
@@ -94,7 +96,9 @@ class GroupContract:
         await driver.refused(Reason.BOUND, driver.ledger.extend(expired.group, expired.token, 1000))
         await driver.ledger.accept(lease.group, lease.token, {0: 1})
         await driver.commit(await driver.ledger.take("e1"))
-        await driver.refused(Reason.BOUND, driver.ledger.accept(expired.group, expired.token, {0: 1}))  # late now
+        await driver.refused(
+            Reason.BOUND, driver.ledger.accept(expired.group, expired.token, {0: 1})
+        )  # late now
 
     async def test_release_hands_back_and_keeps_attempts(self, driver: Driver) -> None:
         await driver.begin()
@@ -143,7 +147,11 @@ class GroupContract:
             await driver.ledger.drop(leased.group, leased.token, "reward", 5)
             await driver.ledger.drop(scored.group, scored.token, "filter")
         status = await driver.ledger.status()
-        assert (status.dropped, status.wasted_tokens, status.dropped_by_reason) == (2, 15, {"reward": 1, "filter": 1})
+        assert (status.dropped, status.wasted_tokens, status.dropped_by_reason) == (
+            2,
+            15,
+            {"reward": 1, "filter": 1},
+        )
         await driver.refused(Reason.WRONG_STATE, driver.ledger.accept(leased.group, leased.token, {0: 1}))
         await driver.refused(Reason.WRONG_STATE, driver.ledger.release(leased.group, leased.token, "x"))
         await driver.refused(Reason.NOT_HELD, driver.ledger.extend(leased.group, leased.token, 1000))

@@ -1,4 +1,5 @@
-"""What every ledger does when it is written anew; run by `tests/services/ledger/test_contract.py` on each implementation."""
+"""What every ledger does when it is written anew; run by `tests/services/ledger/test_contract.py` on each
+implementation."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,26 +8,32 @@ from protocol.errors import Reason
 from protocol.staleness import Bound
 from services.ledger.interface import RunSpec, Snapshot, TakenGroup
 from services.ledger.verify.verifier import verify_events
-from services.ledger_recovery.restore import Restorer
+from services.ledger_recovery.restore import SnapshotBuilder
 from tests.contracts.ledger_rig import Driver, MemoryRig, spec
 
 
-def restorer_of(events: Sequence[Mapping[str, Any]], told: Sequence[Mapping[str, Any]] = ()) -> Restorer:
+def restorer_of(
+    events: Sequence[Mapping[str, Any]], told: Sequence[Mapping[str, Any]] = ()
+) -> SnapshotBuilder:
     """The run as an archive of `events` and a journal of `told` give it."""
-    restorer = Restorer()
+    restorer = SnapshotBuilder()
     for event in events:
-        restorer.step(event)
+        restorer.apply(event)
     for event in told:
-        restorer.tell(event)
+        restorer.apply_journal(event)
     return restorer
 
 
-def snapshot_of(restorer: Restorer, *, found: int, epoch: str = "r1") -> Snapshot:
+def snapshot_of(restorer: SnapshotBuilder, *, found: int, epoch: str = "r1") -> Snapshot:
     """What is to be written to a ledger that was found at event `found`."""
-    return restorer.snapshot(epoch=epoch, found=found, sequence=0, reports={step: b"report%d" % step for step in range(1000)})
+    return restorer.snapshot(
+        epoch=epoch, found=found, sequence=0, reports={step: b"report%d" % step for step in range(1000)}
+    )
 
 
-def restored(events: Sequence[Mapping[str, Any]], told: Sequence[Mapping[str, Any]] = (), *, found: int) -> Snapshot:
+def restored(
+    events: Sequence[Mapping[str, Any]], told: Sequence[Mapping[str, Any]] = (), *, found: int
+) -> Snapshot:
     """Both in one go."""
     return snapshot_of(restorer_of(events, told), found=found)
 
@@ -34,7 +41,12 @@ def restored(events: Sequence[Mapping[str, Any]], told: Sequence[Mapping[str, An
 def accept_of(group: TakenGroup) -> dict[str, Any]:
     """An accept as the journal tells it."""
     counts = {str(version): n for version, n in group.counts.items()}
-    values = {"group": group.group, "token": group.token, "version": group.version, "deadline": group.deadline}
+    values = {
+        "group": group.group,
+        "token": group.token,
+        "version": group.version,
+        "deadline": group.deadline,
+    }
     return {"event": "accept", **values, "bound": group.max_staleness, "counts": counts}
 
 
@@ -95,7 +107,12 @@ class RebuildContract:
         await driver.ledger.rebuild(run, snapshot)
         status = await driver.ledger.status()
         assert (status.version, status.issued, status.trained, status.dropped) == (1, before.issued, 2, 0)
-        assert {state.value: n for state, n in status.states.items()} == {"waiting": 1, "leased": 0, "scored": 2, "taken": 0}
+        assert {state.value: n for state, n in status.states.items()} == {
+            "waiting": 1,
+            "leased": 0,
+            "scored": 2,
+            "taken": 0,
+        }
         assert (await driver.ledger.step_records(0), await driver.ledger.reports(0)) == (steps, reports)
         await driver.refused(Reason.STALE_EPOCH, driver.ledger.take("e1"))
         await driver.refused(Reason.STALE_EPOCH, driver.commit(taken))
@@ -120,13 +137,22 @@ class RebuildContract:
         lease = await driver.lease()
         accepted = await driver.ledger.accept(lease.group, lease.token, {1: 4})
         assert await driver.ledger.accept(lease.group, lease.token, {1: 4}) == accepted
-        assert accepted == TakenGroup(lease.group, lease.token, lease.deadline, lease.max_staleness, lease.version, {1: 4})
+        assert accepted == TakenGroup(
+            lease.group, lease.token, lease.deadline, lease.max_staleness, lease.version, {1: 4}
+        )
         await driver.commit(await driver.ledger.take("e1"))
         between, late = await driver.lease(), await driver.lease()
         other = await driver.ledger.accept(late.group, late.token, {1: 2})
         counts = {str(lease.group): {"1": 4}}
         told = [
-            {"event": "commit", "epoch": "e1", "step": 1, "digest": "101", "groups": counts, "accepted": [accept_of(accepted)]},
+            {
+                "event": "commit",
+                "epoch": "e1",
+                "step": 1,
+                "digest": "101",
+                "groups": counts,
+                "accepted": [accept_of(accepted)],
+            },
             accept_of(accepted),
             accept_of(other),
         ]
@@ -135,7 +161,12 @@ class RebuildContract:
         await driver.ledger.rebuild(small(driver, status.bound), snapshot)
         found = await driver.ledger.status()
         assert (found.version, found.trained, found.issued) == (status.version, status.trained, status.issued)
-        assert {state.value: n for state, n in found.states.items()} == {"waiting": 1, "leased": 0, "scored": 1, "taken": 0}
+        assert {state.value: n for state, n in found.states.items()} == {
+            "waiting": 1,
+            "leased": 0,
+            "scored": 1,
+            "taken": 0,
+        }
         await driver.ledger.claim("e2")
         assert await driver.ledger.resume("e2", 2, 101)
         await driver.ledger.applied("eng", "e2", 2)
@@ -151,7 +182,10 @@ class RebuildContract:
         status, events = await driver.ledger.status(), await log(driver)
         await driver.lease()
         for found in (status.sequence, -1):
-            await driver.refused(Reason.WRONG_STATE, driver.ledger.rebuild(small(driver, status.bound), restored(events, found=found)))
+            await driver.refused(
+                Reason.WRONG_STATE,
+                driver.ledger.rebuild(small(driver, status.bound), restored(events, found=found)),
+            )
 
     async def test_an_empty_ledger_is_rebuilt(self, driver: Driver) -> None:
         lost = await Driver(MemoryRig()).begin(B=1)
@@ -172,7 +206,12 @@ class RebuildContract:
         status, events = await driver.ledger.status(), await log(driver)
         await driver.ledger.rebuild(small(driver, status.bound), restored(events, found=status.sequence))
         found = await driver.ledger.status()
-        assert (found.trained, found.dropped, found.wasted_tokens, found.dropped_by_reason) == (2, 1, 3, {"filter": 1})
+        assert (found.trained, found.dropped, found.wasted_tokens, found.dropped_by_reason) == (
+            2,
+            1,
+            3,
+            {"filter": 1},
+        )
         assert [record.step for record in await driver.ledger.step_records(0)] == [1]
         await driver.ledger.claim("e2")
         await driver.refused(Reason.WRONG_STATE, driver.ledger.resume("e2", 0, 0))

@@ -105,12 +105,21 @@ class Driver:
         return leases
 
     async def commit(
-        self, taken: Taken, epoch: str = "e1", digest: int | None = None, counts: dict[int, dict[int, int]] | None = None
+        self,
+        taken: Taken,
+        epoch: str = "e1",
+        digest: int | None = None,
+        counts: dict[int, dict[int, int]] | None = None,
     ) -> int:
         counts = {group.group: dict(group.counts) for group in taken.groups} if counts is None else counts
         digest = 100 + taken.step if digest is None else digest
         return await self.ledger.commit(
-            epoch, taken.step, counts, digest=digest, report=b"report%d" % taken.step, manifest=b"m%d" % taken.step
+            epoch,
+            taken.step,
+            counts,
+            digest=digest,
+            report=b"report%d" % taken.step,
+            manifest=b"m%d" % taken.step,
         )
 
     async def step(self, n: int = 2, epoch: str = "e1") -> int:

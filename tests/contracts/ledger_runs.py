@@ -1,4 +1,5 @@
-"""What every ledger does, part 3 of 3; run by `tests/services/ledger/test_contract.py` on each implementation."""
+"""What every ledger does, part 3 of 3; run by `tests/services/ledger/test_contract.py` on each
+implementation."""
 
 import pytest
 
@@ -111,7 +112,11 @@ class RunContract:
         again = await driver.lease()  # one drop alone does not fill the window again
         assert (again.group, again.attempt) == (leased.group, 1)
         events = list(await driver.ledger.events(0, 1000))
-        told = [(event["event"], event.get("reason")) for event in events if event["event"] in ("halt", "unhalt", "drain")]
+        told = [
+            (event["event"], event.get("reason"))
+            for event in events
+            if event["event"] in ("halt", "unhalt", "drain")
+        ]
         assert told == [("halt", "reward"), ("drain", None), ("unhalt", "reward"), ("drain", None)]
         assert verify_events(events).violations == []
 
@@ -142,7 +147,9 @@ class RunContract:
         await ledger.register(Peer("ingest", "a", {"endpoints": {"scored": "tcp://h:1"}}), 600_000)
         await ledger.register(Peer("rollout", "b", {"pid": 1}), 600_000)
         assert dict(await ledger.endpoints("scored")) == {"a": "tcp://h:1"}
-        await ledger.register(Peer("reward", "c", {"endpoints": {"scored": "tcp://h:3", "rollouts": "tcp://h:2"}}), 600_000)
+        await ledger.register(
+            Peer("reward", "c", {"endpoints": {"scored": "tcp://h:3", "rollouts": "tcp://h:2"}}), 600_000
+        )
         assert dict(await ledger.endpoints("scored")) == {"a": "tcp://h:1", "c": "tcp://h:3"}
         assert dict(await ledger.endpoints("rollouts")) == {"c": "tcp://h:2"}
         await ledger.register(Peer("reward", "c", {"endpoints": {"rollouts": "tcp://h:4"}}), 0)
@@ -171,7 +178,9 @@ class RunContract:
         assert (result.violations, result.issued, result.trained, result.steps) == ([], 3, 3, 3)
         assert list(await driver.ledger.events(2, 3)) == events[2:5]
 
-    async def test_archived_events_are_forgotten_and_a_late_archive_stops_leases(self, driver: Driver) -> None:
+    async def test_archived_events_are_forgotten_and_a_late_archive_stops_leases(
+        self, driver: Driver
+    ) -> None:
         await driver.begin(B=1, steps=1000)
         while (await driver.ledger.status()).sequence <= 200:
             await driver.step(1)

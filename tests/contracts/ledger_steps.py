@@ -1,4 +1,5 @@
-"""What every ledger does, part 2 of 3; run by `tests/services/ledger/test_contract.py` on each implementation."""
+"""What every ledger does, part 2 of 3; run by `tests/services/ledger/test_contract.py` on each
+implementation."""
 
 import pytest
 
@@ -40,14 +41,19 @@ class StepContract:
 
     async def test_commit_refuses_what_was_not_taken(self, driver: Driver) -> None:
         await driver.begin(E=0, B=2)
-        await driver.refused(Reason.STALE_STEP, driver.ledger.commit("e1", 0, {}, digest=1, report=b"", manifest=b""))
+        await driver.refused(
+            Reason.STALE_STEP, driver.ledger.commit("e1", 0, {}, digest=1, report=b"", manifest=b"")
+        )
         await driver.scored(2)
         taken = await driver.ledger.take("e1")
         await driver.refused(Reason.WRONG_STATE, driver.commit(taken, counts={0: {0: 10}}))
         await driver.refused(Reason.WRONG_STATE, driver.commit(taken, counts={0: {0: 10}, 7: {0: 10}}))
         await driver.refused(Reason.WRONG_STATE, driver.commit(taken, counts={0: {0: 10}, 1: {0: 11}}))
         await driver.refused(Reason.STALE_EPOCH, driver.commit(taken, epoch="e0"))
-        await driver.refused(Reason.STALE_STEP, driver.ledger.commit("e1", 1, {0: {}, 1: {}}, digest=1, report=b"", manifest=b""))
+        await driver.refused(
+            Reason.STALE_STEP,
+            driver.ledger.commit("e1", 1, {0: {}, 1: {}}, digest=1, report=b"", manifest=b""),
+        )
         assert await driver.commit(taken, counts={0: {}, 1: {0: 3}}) == 1
 
     async def test_commit_refuses_tokens_over_the_bound(self, driver: Driver) -> None:
@@ -153,7 +159,11 @@ class StepContract:
         assert not await driver.ledger.resume("e2", 1, 100)
         assert not await driver.ledger.resume("e2", 1, 100)
         status = await driver.ledger.status()
-        assert (status.version, status.trained, status.issued) == (1, 1, status.trained + status.active + status.dropped)
+        assert (status.version, status.trained, status.issued) == (
+            1,
+            1,
+            status.trained + status.active + status.dropped,
+        )
         assert status.states[GroupState.LEASED] == 0
         assert await driver.ledger.manifest() is None
         await driver.refused(Reason.STALE_ENGINE, driver.lease())
@@ -163,7 +173,9 @@ class StepContract:
         again = await driver.lease()
         assert (again.group, again.attempt) == (kept.group, 1)
 
-    async def test_a_rewind_undoes_what_was_generated_under_other_weights_of_the_same_version(self, driver: Driver) -> None:
+    async def test_a_rewind_undoes_what_was_generated_under_other_weights_of_the_same_version(
+        self, driver: Driver
+    ) -> None:
         await driver.begin(E=2, B=1)
         await driver.step(1)
         await driver.ledger.claim("e2")
@@ -172,7 +184,9 @@ class StepContract:
         await driver.scored(2)
         await driver.commit(await driver.ledger.take("e2"), "e2")
         await driver.ledger.claim("e3")
-        assert not await driver.ledger.resume("e3", 1, 100)  # the weights of version 1 before the first rewind
+        assert not await driver.ledger.resume(
+            "e3", 1, 100
+        )  # the weights of version 1 before the first rewind
         assert (await driver.ledger.status()).states[GroupState.SCORED] == 0
 
     async def test_resume_cannot_go_behind_a_checkpoint(self, driver: Driver) -> None:

@@ -1,4 +1,5 @@
-"""Where SGLang lives for tests: an environment of its own beside the main one, and stand-ins for what has no CPU build."""
+"""Where SGLang lives for tests: an environment of its own beside the main one, and stand-ins for what has no
+CPU build."""
 
 import os
 import sys
@@ -11,22 +12,28 @@ STAND_INS = Path(__file__).with_name("sglang_cpu")
 
 
 def sglang_python() -> str:
-    """The interpreter that has SGLang: SGLANG_PYTHON, or that of the environment beside this one that `make setup` builds.
+    """The interpreter that has SGLang: SGLANG_PYTHON, or that of the environment beside this one that `make
+    setup` builds.
 
     On a host with GPUs nothing is set up, and this one is to have it.
     """
     if torch.cuda.is_available():
         return os.environ.get("SGLANG_PYTHON") or sys.executable
-    return os.environ.get("SGLANG_PYTHON") or str(Path(sys.prefix).with_name(f"{Path(sys.prefix).name}-sglang") / "bin" / "python")
+    return os.environ.get("SGLANG_PYTHON") or str(
+        Path(sys.prefix).with_name(f"{Path(sys.prefix).name}-sglang") / "bin" / "python"
+    )
 
 
 def sglang_settings(ranks: int = 1) -> dict[str, Any]:
-    """Fields of `EngineConfig`. Three processes import SGLang at each start: 20 s on two idle cores, and minutes on busy ones."""
+    """Fields of `EngineConfig`. Three processes import SGLang at each start: 20 s on two idle cores, and
+    minutes on busy ones."""
     started = {"python": sglang_python(), "start_timeout_s": 600.0}
     if torch.cuda.is_available():
         return {**started, "attention_backend": "triton"}  # is there with every build of SGLang
     cores = sorted(os.sched_getaffinity(0))
     environment = {"PYTHONPATH": str(STAND_INS)}
     if ranks > 1:  # by itself SGLang has at most one rank for each NUMA node
-        environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
+        environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
+            str(cores[rank % len(cores)]) for rank in range(ranks)
+        )
     return {**started, "environment": environment}

@@ -41,7 +41,11 @@ def settings_file(data: bytes, scratch: Path) -> None:
 def variables(data: bytes, _: Path) -> None:
     """`NAME=value` lines as the environment, and again as --set."""
     lines = data.decode(errors="surrogateescape").replace("\0", "").split("\n")
-    environ = {name: value for name, separator, value in (line.partition("=") for line in lines) if separator and name}
+    environ = {
+        name: value
+        for name, separator, value in (line.partition("=") for line in lines)
+        if separator and name
+    }
     for given, overrides in ((environ, ()), ({}, lines)):
         refusal(load_settings, None, overrides, given)
 
@@ -90,7 +94,13 @@ VERIFIERS = {
     "exact_match": {},
     "last_integer": {},
     "positions": {},
-    "json_schema": {"schema": {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}}}, "required": ["a"]}},
+    "json_schema": {
+        "schema": {
+            "type": "object",
+            "properties": {"a": {"type": "array", "items": {"type": "integer"}}},
+            "required": ["a"],
+        }
+    },
 }
 SCORES = {name: make_verifier(name, options) for name, options in VERIFIERS.items()}
 
@@ -112,7 +122,13 @@ def _key_seeds() -> list[bytes]:
         create_keys(directory)
         whole = [(Path(directory) / name).read_bytes() for name in ("server.key", "server.key_secret")]
     line = b"metadata\ncurve\n    public-key "
-    return [*whole, line, line + b'= "' + b"\xff" * 40 + b'"', line + b'= "' + b"#" * 40 + b'"', line + b'= "abc"']
+    return [
+        *whole,
+        line,
+        line + b'= "' + b"\xff" * 40 + b'"',
+        line + b'= "' + b"#" * 40 + b'"',
+        line + b'= "abc"',
+    ]
 
 
 CONFIGS = [(ROOT / "deploy/configs" / name).read_bytes() for name in ("demo.toml", "stragglers.toml")]
@@ -122,19 +138,30 @@ TARGETS = {
     "settings_file": Target(settings_file, [*CONFIGS, b'{"run": {"steps": 3}}'], Form.JSON),
     "variables": Target(
         variables,
-        [b'TETHER_STEPS=3\nTETHER_BUS__HOST=::1\nrun.name="x"', b'reward.verifiers=[{name="math"}]\nmodel.scratch.layers=1'],
+        [
+            b'TETHER_STEPS=3\nTETHER_BUS__HOST=::1\nrun.name="x"',
+            b'reward.verifiers=[{name="math"}]\nmodel.scratch.layers=1',
+        ],
         Form.BYTES,
     ),
     "prompts": Target(
         prompts,
-        [b'{"prompt": "1+1", "answer": "2"}\n{"prompt": [{"role": "user", "content": "x"}], "answer": 3, "tests": ["a"]}\n', DEEP],
+        [
+            b'{"prompt": "1+1", "answer": "2"}\n{"prompt": [{"role": "user", "content": "x"}], "answer": 3, "tests": ["a"]}\n',
+            DEEP,
+        ],
         Form.LINES,
     ),
     "keys": Target(keys, _key_seeds(), Form.BYTES),
     "url": Target(url, URLS, Form.BYTES),
     "response": Target(
         response,
-        [b'```json\n{"a": [1, 2]}\n```', b"The answer is -1,234.5 or 12", b'{"a": ' + b"[" * 900 + b"]" * 900 + b"}", b"9" * 5000],
+        [
+            b'```json\n{"a": [1, 2]}\n```',
+            b"The answer is -1,234.5 or 12",
+            b'{"a": ' + b"[" * 900 + b"]" * 900 + b"}",
+            b"9" * 5000,
+        ],
         Form.BYTES,
     ),
 }

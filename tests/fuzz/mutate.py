@@ -1,4 +1,5 @@
-"""Mutations that keep a document well-formed: a byte flipped in MessagePack or JSON is mostly refused at the first look."""
+"""Mutations that keep a document well-formed: a byte flipped in MessagePack or JSON is mostly refused at the
+first look."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -13,7 +14,8 @@ ODD: tuple[Any, ...] = (
 
 
 def changed(value: Any, chance: random.Random, extra: tuple[Any, ...] = ()) -> Any:
-    """`value` with one of its nodes replaced, removed, repeated or wrapped. Containers of it may be changed in place."""
+    """`value` with one of its nodes replaced, removed, repeated or wrapped. Containers of it may be changed
+    in place."""
     places = list(_places(value))
     if not places:
         return chance.choice(ODD)
@@ -29,7 +31,9 @@ def changed(value: Any, chance: random.Random, extra: tuple[Any, ...] = ()) -> A
         case 3:
             owner[key] = owner[chance.choice(list(owner) if isinstance(owner, dict) else range(len(owner)))]
         case 4 if isinstance(node, int):
-            owner[key] = max(-(1 << 63), min((1 << 64) - 1, node + chance.choice((-1, 1, -node * 2, node, 1 << 32))))
+            owner[key] = max(
+                -(1 << 63), min((1 << 64) - 1, node + chance.choice((-1, 1, -node * 2, node, 1 << 32)))
+            )
         case 4 if isinstance(node, bytes):
             owner[key] = node[: chance.randrange(len(node) + 1)] + bytes(chance.randrange(9))
         case _:
@@ -42,7 +46,9 @@ def _places(value: Any) -> Any:
     waiting, seen = [value], 0
     while waiting and seen < MOST_NODES:
         owner = waiting.pop(0)
-        keys = list(owner) if isinstance(owner, dict) else range(len(owner)) if isinstance(owner, list) else ()
+        keys = (
+            list(owner) if isinstance(owner, dict) else range(len(owner)) if isinstance(owner, list) else ()
+        )
         for key in keys:
             seen += 1
             yield owner, key
@@ -50,11 +56,16 @@ def _places(value: Any) -> Any:
 
 
 def mutator(
-    load: Callable[[bytes], Any], dump: Callable[[Any], bytes], bytewise: Callable[[bytes, int], bytes], seeds: Sequence[bytes]
+    load: Callable[[bytes], Any],
+    dump: Callable[[Any], bytes],
+    bytewise: Callable[[bytes, int], bytes],
+    seeds: Sequence[bytes],
 ) -> Any:
-    """A libFuzzer mutator for documents that `load` reads: half of the time a node is changed, else bytes are.
+    """A libFuzzer mutator for documents that `load` reads: half of the time a node is changed, else bytes
+    are.
 
-    Half of the time it begins with a seed: decoders in C show libFuzzer no branches, so that it forgets all but the shortest inputs.
+    Half of the time it begins with a seed: decoders in C show libFuzzer no branches, so that it forgets all
+    but the shortest inputs.
     """
 
     def mutate(data: bytes, max_size: int, seed: int) -> bytes:

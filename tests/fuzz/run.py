@@ -1,7 +1,9 @@
-"""`python -m tests.fuzz.run --seconds N [--target T]`: fuzz every decoder in turn, each in a process of its own, in bounded memory.
+"""`python -m tests.fuzz.run --seconds N [--target T]`: fuzz every decoder in turn, each in a process of its
+own, in bounded memory.
 
-Prints one line of JSON: seconds, and for each target its executions and crashes. An input that crashes a target is kept under OUT/TARGET/
-and its traceback is shown; exit code 1 if there is one. OUT/TARGET/corpus keeps what was worth keeping, and the next run begins with it.
+Prints one line of JSON: seconds, and for each target its executions and crashes. An input that crashes a
+target is kept under OUT/TARGET/ and its traceback is shown; exit code 1 if there is one. OUT/TARGET/corpus
+keeps what was worth keeping, and the next run begins with it.
 """
 
 import argparse
@@ -51,7 +53,9 @@ def main() -> None:
     """Fuzz for the given time, divided evenly."""
     parser = argparse.ArgumentParser(description="fuzz every decoder in turn")
     parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--target", choices=sorted(TARGETS), action="append", help="only this one; may be repeated")
+    parser.add_argument(
+        "--target", choices=sorted(TARGETS), action="append", help="only this one; may be repeated"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/fuzz"))
     parser.add_argument("--seed", type=int, default=0, help="0 draws one")
     arguments = parser.parse_args()
@@ -64,7 +68,10 @@ def main() -> None:
     crashes = sum(tally.crashes for tally in tallies.values())
     executions = sum(tally.executions for tally in tallies.values())
     totals = {"seconds": round(time.monotonic() - began, 1), "executions": executions, "crashes": crashes}
-    print(json.dumps({**totals, "targets": {name: asdict(tally) for name, tally in tallies.items()}}), flush=True)
+    print(
+        json.dumps({**totals, "targets": {name: asdict(tally) for name, tally in tallies.items()}}),
+        flush=True,
+    )
     sys.exit(bool(crashes))
 
 
@@ -75,7 +82,9 @@ def fuzz(name: str, place: Path, seconds: float, seed: int) -> Tally:
     corpus.mkdir(parents=True, exist_ok=True)
     for number, content in enumerate(target.seeds):
         (corpus / f"seed-{number}").write_bytes(content)
-    (place / "words").write_bytes(b"".join(b'"%s"\n' % word for word in sorted(set(WORD.findall(b" ".join(target.seeds))))))
+    (place / "words").write_bytes(
+        b"".join(b'"%s"\n' % word for word in sorted(set(WORD.findall(b" ".join(target.seeds)))))
+    )
     log = place / "log"
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as scratch:
         pid = os.fork()
@@ -85,7 +94,9 @@ def fuzz(name: str, place: Path, seconds: float, seed: int) -> Tally:
     text = log.read_bytes()
     tally = Tally(executions=max(map(int, DONE.findall(text)), default=0), crashes=int(status != 0))
     if tally.crashes:
-        sys.stderr.write(f"fuzz {name}: crashed, inputs in {place}\n{text[-6000:].decode(errors='replace')}\n")
+        sys.stderr.write(
+            f"fuzz {name}: crashed, inputs in {place}\n{text[-6000:].decode(errors='replace')}\n"
+        )
     return tally
 
 
@@ -103,7 +114,9 @@ def _child(target: Target, place: Path, scratch: Path, log: Path, seconds: float
         str(place / "corpus"),
     ]  # fmt: skip
     try:
-        atheris.Setup(options, lambda data: target.check(bytes(data), scratch), custom_mutator=_mutator(target))
+        atheris.Setup(
+            options, lambda data: target.check(bytes(data), scratch), custom_mutator=_mutator(target)
+        )
         atheris.Fuzz()
     except BaseException:
         with contextlib.suppress(Exception):

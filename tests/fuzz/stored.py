@@ -41,7 +41,8 @@ def ledger_record(data: bytes, _: Path) -> None:
 
 
 def event_log(data: bytes, scratch: Path) -> None:
-    """`tether verify` finds violations in any file; the archive finds its end, or says that the last line is no event."""
+    """`tether verify` finds violations in any file; the archive finds its end, or says that the last line is
+    no event."""
     path = scratch / "audit.jsonl"
     path.write_bytes(data)
     result = verify(path)
@@ -63,7 +64,8 @@ def step_log(data: bytes, scratch: Path) -> None:
 
 
 def checkpoint(data: bytes, scratch: Path) -> None:
-    """A manifest is that of a complete checkpoint, whose files lie in its directory, or the checkpoint is torn."""
+    """A manifest is that of a complete checkpoint, whose files lie in its directory, or the checkpoint is
+    torn."""
     directory = scratch / "step_00000003"
     directory.mkdir(exist_ok=True)
     (directory / "rank_00000.safetensors").write_bytes(b"weights")
@@ -138,8 +140,12 @@ def _spool_seed() -> bytes:
     """An empty spool, as small as SQLite makes one."""
     with sqlite3.connect(":memory:") as connection:
         connection.execute("PRAGMA page_size = 512")
-        connection.execute("CREATE TABLE records (grp INTEGER, token TEXT, payload BLOB, accepted_ms INTEGER, UNIQUE (grp, token))")
-        connection.execute("CREATE TABLE journal (seq INTEGER PRIMARY KEY, event TEXT, epoch TEXT, step INT, groups TEXT, ledger_seq INT)")
+        connection.execute(
+            "CREATE TABLE records (grp INTEGER, token TEXT, payload BLOB, accepted_ms INTEGER, UNIQUE (grp, token))"
+        )
+        connection.execute(
+            "CREATE TABLE journal (seq INTEGER PRIMARY KEY, event TEXT, epoch TEXT, step INT, groups TEXT, ledger_seq INT)"
+        )
         connection.execute("INSERT INTO records VALUES (7, 'a', x'01', 0)")
         connection.execute("INSERT INTO journal VALUES (1, 'take', 'e', 0, '[7]', 3)")
         return connection.serialize()
@@ -156,7 +162,17 @@ RECORD_SEEDS: tuple[Any, ...] = (
      "engines": {"x": "e 1"}},
     {"role": "ingest", "info": {"pid": 1, "endpoints": {"scored": "tcp://127.0.0.1:1"}}},
 )  # fmt: skip
-_LEASE = {"group": 0, "token": "a", "epoch": "e", "engine": "x", "holder": "h", "version": 0, "deadline": 1, "bound": 1, "attempt": 1}
+_LEASE = {
+    "group": 0,
+    "token": "a",
+    "epoch": "e",
+    "engine": "x",
+    "holder": "h",
+    "version": 0,
+    "deadline": 1,
+    "bound": 1,
+    "attempt": 1,
+}
 _EVENTS: tuple[dict[str, Any], ...] = (
     {"event": "create", "fingerprint": "f", "prompts": -1, "steps": 2, **BOUND, "groups_per_step": 1},
     {"event": "claim", "epoch": "e"},
@@ -171,25 +187,49 @@ _EVENTS: tuple[dict[str, Any], ...] = (
      "dropped": 0, "active": 0},
     {"event": "checkpoint", "version": 1},
 )  # fmt: skip
-EVENT_LOG = b"".join(json.dumps({"seq": i, "time_ms": i, **event}).encode() + b"\n" for i, event in enumerate(_EVENTS, 1))
+EVENT_LOG = b"".join(
+    json.dumps({"seq": i, "time_ms": i, **event}).encode() + b"\n" for i, event in enumerate(_EVENTS, 1)
+)
 FILE = {"name": "rank_00000.safetensors", "nbytes": 7, "xxh3": "0" * 16}
-CHECKPOINT = {"version": 3, "epoch": "e", "sequence": 9, "digest": 1, "spool_position": 2, "layout": {"tensor": 1}}
+CHECKPOINT = {
+    "version": 3,
+    "epoch": "e",
+    "sequence": 9,
+    "digest": 1,
+    "spool_position": 2,
+    "layout": {"tensor": 1},
+}
 CHECKPOINTS = [
-    json.dumps({**CHECKPOINT, "files": [{**FILE, "name": name}]}).encode() for name in (FILE["name"], "../step_00000003/x", "a\0")
+    json.dumps({**CHECKPOINT, "files": [{**FILE, "name": name}]}).encode()
+    for name in (FILE["name"], "../step_00000003/x", "a\0")
 ]
-ENDPOINTS = [b'{"url": "redis://:x@127.0.0.1:1/0", "pid": 3}', b"", b"[]", b'{"url": "redis://[x:y/"}', b"[" * 5000]
+ENDPOINTS = [
+    b'{"url": "redis://:x@127.0.0.1:1/0", "pid": 3}',
+    b"",
+    b"[]",
+    b'{"url": "redis://[x:y/"}',
+    b"[" * 5000,
+]
 
 TARGETS = {
     "ledger_record": Target(ledger_record, [json.dumps(seed).encode() for seed in RECORD_SEEDS], Form.JSON),
-    "event_log": Target(event_log, [EVENT_LOG, EVENT_LOG.replace(b"1", b"-1"), b"[" * 5000 + b"\n"], Form.LINES),
-    "step_log": Target(step_log, [b'{"step": 1, "epoch": "e"}\n{"step": 0}\n', b'[]\n{"step": "1"}\n\xff\n' + b"[" * 5000], Form.LINES),
+    "event_log": Target(
+        event_log, [EVENT_LOG, EVENT_LOG.replace(b"1", b"-1"), b"[" * 5000 + b"\n"], Form.LINES
+    ),
+    "step_log": Target(
+        step_log,
+        [b'{"step": 1, "epoch": "e"}\n{"step": 0}\n', b'[]\n{"step": "1"}\n\xff\n' + b"[" * 5000],
+        Form.LINES,
+    ),
     "checkpoint": Target(
         checkpoint,
         CHECKPOINTS,
         Form.JSON,
     ),
     "journal": Target(journal, [b"[1, 2]", b"", b'{"1": 2}', b"[null]"], Form.JSON),
-    "spool_file": Target(spool_file, [_spool_seed(), _spool_seed().replace(b"journal", b"journ\xa0l"), b"junk"], Form.BYTES),
+    "spool_file": Target(
+        spool_file, [_spool_seed(), _spool_seed().replace(b"journal", b"journ\xa0l"), b"junk"], Form.BYTES
+    ),
     "endpoint": Target(endpoint, ENDPOINTS, Form.JSON),
     "report": Target(report, [b"nonce isolation net pid\nnonce 0\nnonce 2\nnonce done\n"], Form.BYTES),
 }

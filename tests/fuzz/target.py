@@ -21,7 +21,8 @@ class Target:
     """One decoder."""
 
     check: Callable[[bytes, Path], None]
-    """Called with an input and a scratch directory in memory. Raises if the decoder breaks its promise: it gives a value, which encodes
-    to an equal one where there is an encoder, or raises its own error, and nothing else."""
+    """Called with an input and a scratch directory in memory. Raises if the decoder breaks its promise: it
+    gives a value, which encodes to an equal one where there is an encoder, or raises its own error, and
+    nothing else."""
     seeds: Sequence[bytes]
     form: Form = Form.BYTES

@@ -22,7 +22,17 @@ def test_seeds_are_read_or_refused(name: str, tmp_path: Path) -> None:
 
 
 def test_a_minute_of_fuzzing_finds_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.fuzz.run", "--seconds", "60", "--seed", "1", "--out", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.fuzz.run",
+        "--seconds",
+        "60",
+        "--seed",
+        "1",
+        "--out",
+        str(tmp_path),
+    ]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800, check=False)
     assert ended.returncode == 0, ended.stderr
     totals = json.loads(ended.stdout)

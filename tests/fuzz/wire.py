@@ -30,7 +30,14 @@ def frame(data: bytes, _: Path) -> None:
         envelope, message = decode(data)
     except ProtocolError:
         return
-    again = encode(message, run=envelope.run, id=envelope.id, epoch=envelope.epoch, group=envelope.group, token=envelope.token)
+    again = encode(
+        message,
+        run=envelope.run,
+        id=envelope.id,
+        epoch=envelope.epoch,
+        group=envelope.group,
+        token=envelope.token,
+    )
     assert encode_payload(decode(again)[1]) == encode_payload(message)
 
 
@@ -89,7 +96,8 @@ def array(data: bytes, _: Path) -> None:
 
 
 def manifest(data: bytes, _: Path) -> None:
-    """A manifest that passes has tensors which lie in their buckets and do not overlap. Its digest is made to fit."""
+    """A manifest that passes has tensors which lie in their buckets and do not overlap. Its digest is made to
+    fit."""
     try:
         found = decode_payload(data)
     except ProtocolError:
@@ -104,12 +112,16 @@ def manifest(data: bytes, _: Path) -> None:
     for entry in found.tensors:
         assert all(n >= 0 for n in entry.shape)
         assert 0 <= entry.offset <= entry.offset + entry.nbytes <= found.buckets[entry.bucket]
-        assert not any(b == entry.bucket and start < entry.offset + entry.nbytes and entry.offset < end for b, start, end in taken)
+        assert not any(
+            b == entry.bucket and start < entry.offset + entry.nbytes and entry.offset < end
+            for b, start, end in taken
+        )
         taken.append((entry.bucket, entry.offset, entry.offset + entry.nbytes))
 
 
 def shape(data: bytes, _: Path) -> None:
-    """What passes the check of counts and depth can be read by MessagePack's own reader, and is no deeper than allowed."""
+    """What passes the check of counts and depth can be read by MessagePack's own reader, and is no deeper
+    than allowed."""
     try:
         check_shape(data, most_items=1000, most_depth=20)
     except ProtocolError:
@@ -129,7 +141,11 @@ def _depth(value: object) -> int:
 FRAMES = [path.read_bytes() for path in sorted(GOLDEN.glob("*.msgpack"))]
 MANIFEST = SAMPLES["weight_manifest"]
 MANIFESTS = [
-    encode_payload(msgspec.structs.replace(MANIFEST, tensors=(TensorEntry("a", "float32", dims, 0, 0, 4 * math.prod(dims), 1),)))
+    encode_payload(
+        msgspec.structs.replace(
+            MANIFEST, tensors=(TensorEntry("a", "float32", dims, 0, 0, 4 * math.prod(dims), 1),)
+        )
+    )
     for dims in ((2, 3), (-2, -3), (-2, 3), (0, -1))
 ]
 ROLLOUTS = [
@@ -149,7 +165,9 @@ TARGETS = {
     "scored": Target(scored, SCORED, Form.MSGPACK),
     "rollout": Target(rollout, ROLLOUTS, Form.MSGPACK),
     "array": Target(
-        array, [msgspec.msgpack.encode(Array.of([[1, 2], [3, 4]], kind)) for kind in ("int32", "float32", "bool")], Form.MSGPACK
+        array,
+        [msgspec.msgpack.encode(Array.of([[1, 2], [3, 4]], kind)) for kind in ("int32", "float32", "bool")],
+        Form.MSGPACK,
     ),
     "manifest": Target(manifest, MANIFESTS, Form.MSGPACK),
     "shape": Target(shape, [*FRAMES, *PAYLOADS], Form.MSGPACK),

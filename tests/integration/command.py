@@ -73,7 +73,8 @@ def until(ready: Callable[[], T | None], *, seconds: float, what: str) -> T:
 
 
 def pids(run_dir: Path) -> dict[str, int]:
-    """Live services of a run of the demo by name, as its ledger says: at once, for whoever kills one before the run is over."""
+    """Live services of a run of the demo by name, as its ledger says: at once, for whoever kills one before
+    the run is over."""
 
     async def look() -> dict[str, int]:
         async with ledger_of(run_dir) as ledger:

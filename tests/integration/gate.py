@@ -1,6 +1,8 @@
-"""A gate between one process and the ledger: it holds a script before it reaches the server, or its answer on the way back.
+"""A gate between one process and the ledger: it holds a script before it reaches the server, or its answer on
+the way back.
 
-What the process does between two calls of the ledger can so be cut at an exact place: kill it while the gate is closed.
+What the process does between two calls of the ledger can so be cut at an exact place: kill it while the gate
+is closed.
 """
 
 import asyncio
@@ -98,7 +100,11 @@ async def gate_to(url: str) -> AsyncIterator[Gate]:
 
 
 async def _exchange(
-    gate: Gate, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, up_reader: asyncio.StreamReader, up_writer: asyncio.StreamWriter
+    gate: Gate,
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    up_reader: asyncio.StreamReader,
+    up_writer: asyncio.StreamWriter,
 ) -> None:
     """One request and its answer; a client of the ledger sends no second one before."""
     request, words = await _request(reader)

@@ -1,4 +1,5 @@
-"""A whole run inside one test process: the real services, sockets, ledger server and spool, each service with a `Process` of its own.
+"""A whole run inside one test process: the real services, sockets, ledger server and spool, each service with
+a `Process` of its own.
 
 What `tether up` adds (processes, restarts) is tested by the tests that start it.
 """
@@ -21,7 +22,7 @@ from services.ledger.redis.ledger import RedisLedger
 from services.ledger.verify.verifier import AuditResult, verify
 from services.observability.steps import read_steps
 from services.prepare import prepare
-from services.runtime.process import Process, connected, opened
+from services.runtime.process import Process, open_ledger, open_process
 from services.settings.load import load_settings
 from services.settings.sections import Settings
 
@@ -51,17 +52,20 @@ class Finished:
 
 def settings_for(run_dir: Path, config: str, *overrides: str) -> Settings:
     """Settings of a configuration in deploy/configs, with overrides."""
-    return load_settings(str(ROOT / "deploy/configs" / config), [f'run.dir="{run_dir}"', *overrides], environ={})
+    return load_settings(
+        str(ROOT / "deploy/configs" / config), [f'run.dir="{run_dir}"', *overrides], environ={}
+    )
 
 
 @asynccontextmanager
 async def running(settings: Settings, *, rollouts: int = 1, rewards: int = 1) -> AsyncIterator[LiveRun]:
-    """Start a run, or go on with it; at the end of the block everything is stopped in the order of `tether up`."""
+    """Start a run, or go on with it; at the end of the block everything is stopped in the order of `tether
+    up`."""
     settings.run_dir.mkdir(parents=True, exist_ok=True)
     spec = await asyncio.to_thread(prepare, settings)
     async with _served(settings) as url:
         settings = dataclasses.replace(settings, ledger=dataclasses.replace(settings.ledger, url=url))
-        async with connected(settings) as ledger:
+        async with open_ledger(settings) as ledger:
             await ledger.create(spec)
             await ledger.drain(False)
             live = LiveRun(settings, ledger, {role: [] for role in Role}, asyncio.Event())
@@ -73,7 +77,8 @@ async def running(settings: Settings, *, rollouts: int = 1, rewards: int = 1) ->
                 started: dict[Role, list[asyncio.Task[None]]] = {}
                 for role, serve in services.items():
                     started[role] = [
-                        tasks.create_task(_run(live, role, f"{role}.{i}", serve), name=f"{role}.{i}") for i in range(counts[role])
+                        tasks.create_task(_run(live, role, f"{role}.{i}", serve), name=f"{role}.{i}")
+                        for i in range(counts[role])
                     ]
                 started[Role.TRAINER][0].add_done_callback(lambda _: live.trained.set())
                 yield live
@@ -99,8 +104,10 @@ async def _served(settings: Settings) -> AsyncIterator[str]:
         await server.stop()
 
 
-async def _run(live: LiveRun, role: Role, name: str, serve: Callable[[Process], Coroutine[Any, Any, None]]) -> None:
-    async with opened(role, live.settings, name) as process:
+async def _run(
+    live: LiveRun, role: Role, name: str, serve: Callable[[Process], Coroutine[Any, Any, None]]
+) -> None:
+    async with open_process(role, live.settings, name) as process:
         live.processes[role].append(process)
         async with asyncio.TaskGroup() as tasks:
             heartbeat = tasks.create_task(process.heartbeat_loop())
@@ -108,7 +115,9 @@ async def _run(live: LiveRun, role: Role, name: str, serve: Callable[[Process], 
             heartbeat.cancel()
 
 
-async def run_to_end(settings: Settings, *, seconds: float = 400, rollouts: int = 1, rewards: int = 1) -> Finished:
+async def run_to_end(
+    settings: Settings, *, seconds: float = 400, rollouts: int = 1, rewards: int = 1
+) -> Finished:
     """Run until all steps are made; fails if they are not within `seconds`."""
     async with asyncio.timeout(seconds):
         async with running(settings, rollouts=rollouts, rewards=rewards) as live:

@@ -1,4 +1,5 @@
-"""The staleness bound on the real loop: for every E and policy, with few long and many middling stragglers."""
+"""The staleness bound on the real loop: for every E and policy, with few long and many middling
+stragglers."""
 
 import asyncio
 from pathlib import Path
@@ -28,7 +29,9 @@ def settings_of(run_dir: Path, bound: int, policy: str, stragglers: str, *overri
 @pytest.mark.parametrize("stragglers", STRAGGLERS)
 @pytest.mark.parametrize("policy", ["wait", "mask", "drop"])
 @pytest.mark.parametrize("bound", [0, 1, 2, 4])
-async def test_no_trained_token_is_over_the_bound(tmp_path: Path, bound: int, policy: str, stragglers: str) -> None:
+async def test_no_trained_token_is_over_the_bound(
+    tmp_path: Path, bound: int, policy: str, stragglers: str
+) -> None:
     run = await run_to_end(settings_of(tmp_path, bound, policy, stragglers, "run.steps=16"))
     assert run.audit.violations == []
     assert run.status.version == 16
@@ -44,8 +47,11 @@ async def test_no_trained_token_is_over_the_bound(tmp_path: Path, bound: int, po
 @pytest.mark.parametrize("stragglers", STRAGGLERS)
 @pytest.mark.parametrize("policy", ["mask", "drop"])
 async def test_what_is_too_late_is_masked_or_dropped(tmp_path: Path, policy: str, stragglers: str) -> None:
-    """Here a straggler takes many steps, also on a machine whose steps take long, and the run goes on until one was too late."""
-    settings = settings_of(tmp_path, 1, policy, stragglers, "run.steps=1000000", "engine.straggler_factor=100.0")
+    """Here a straggler takes many steps, also on a machine whose steps take long, and the run goes on until
+    one was too late."""
+    settings = settings_of(
+        tmp_path, 1, policy, stragglers, "run.steps=1000000", "engine.straggler_factor=100.0"
+    )
     async with asyncio.timeout(400), running(settings) as live:
 
         async def seen() -> bool:

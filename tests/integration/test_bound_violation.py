@@ -1,4 +1,5 @@
-"""The trainer does not believe the ledger: a token over the bound of its lease ends the run, whoever let it through."""
+"""The trainer does not believe the ledger: a token over the bound of its lease ends the run, whoever let it
+through."""
 
 import asyncio
 from pathlib import Path
@@ -6,7 +7,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from services.runtime.process import EXIT_FAILED, explain
+from services.runtime.process import EXIT_FAILED, describe_error
 from services.settings.sections import Settings
 from tests.integration.loop import running, settings_for
 
@@ -34,7 +35,7 @@ async def test_a_token_over_the_bound_ends_the_run_and_names_the_group(tmp_path:
     settings = settings_for(tmp_path, "stragglers.toml", "bound.staleness_policy=wait", "run.steps=1000")
     with pytest.raises(BaseExceptionGroup) as caught:
         await spoilt(settings)
-    line, code = explain(caught.value)
+    line, code = describe_error(caught.value)
     assert line.startswith("BoundViolation: group ")
     assert line.endswith("over the bound of -1")
     assert code == EXIT_FAILED

@@ -1,4 +1,5 @@
-"""Trainer and engine by turns on one device: never both, nothing is lost by it, and the results are those of a run without turns."""
+"""Trainer and engine by turns on one device: never both, nothing is lost by it, and the results are those of
+a run without turns."""
 
 import asyncio
 import logging
@@ -24,7 +25,12 @@ from tests.integration.test_loop import SMALL, of, small
 
 STEPS = 4
 LEASE_MS = 2000
-GREEDY = ("sampling.temperature=0", "algorithm.entropy_coef=0.1", "bound.max_staleness=0", f"run.steps={STEPS}")
+GREEDY = (
+    "sampling.temperature=0",
+    "algorithm.entropy_coef=0.1",
+    "bound.max_staleness=0",
+    f"run.steps={STEPS}",
+)
 """Tokens do not depend on chance, and the gradient, that of the entropy alone, not on log-probabilities."""
 
 
@@ -55,7 +61,9 @@ def assert_by_turns(messages: list[str]) -> int:
     return steps
 
 
-@pytest.mark.parametrize(("engine", "backend"), [("hf", "reference"), ("hf", "megatron"), ("megatron", "reference")])
+@pytest.mark.parametrize(
+    ("engine", "backend"), [("hf", "reference"), ("hf", "megatron"), ("megatron", "reference")]
+)
 async def test_the_engine_sleeps_in_every_step_and_the_weights_are_those_of_a_run_without_turns(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, engine: str, backend: str
 ) -> None:
@@ -80,13 +88,17 @@ async def test_sglang_sleeps_in_every_step_and_the_weights_are_those_of_the_refe
         "engine.start_timeout_s=600",
     )  # fmt: skip
     with caplog.at_level(logging.INFO, "tether"):
-        run = await run_to_end(small(tmp_path / "turns", *GREEDY, *sglang, "colocated.enabled=true"), seconds=600)
+        run = await run_to_end(
+            small(tmp_path / "turns", *GREEDY, *sglang, "colocated.enabled=true"), seconds=600
+        )
     assert (run.status.version, run.audit.violations, run.audit.max_lag) == (STEPS, [], 0)
     assert assert_by_turns([record.getMessage() for record in caplog.records]) == STEPS
     assert digests(run) == digests(alone)
 
 
-async def test_groups_in_flight_keep_their_leases_while_two_engines_sleep(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_groups_in_flight_keep_their_leases_while_two_engines_sleep(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     settings = small(
         tmp_path, "colocated.enabled=true", "bound.max_staleness=2", "sampling.max_tokens=12", f"run.steps={STEPS}",
         "trainer.checkpoint_every=2",
@@ -103,11 +115,18 @@ def test_a_run_goes_on_although_the_engine_dies_asleep_and_the_trainer_in_its_tu
         *SMALL, "run.steps=100000", "colocated.enabled=true", "eval.at_end=false", f"rollout.lease_s={LEASE_MS / 1000}",
         "sampling.max_tokens=24",
     ]  # fmt: skip
-    arguments = [str(ROOT / "deploy/configs/demo.toml"), *(word for override in overrides for word in ("--set", override))]
+    arguments = [
+        str(ROOT / "deploy/configs/demo.toml"),
+        *(word for override in overrides for word in ("--set", override)),
+    ]
     with tether_up(*arguments, "--run-dir", str(tmp_path), output=tmp_path / "up.log") as up:
         until(lambda: len(read_steps(tmp_path / "metrics.jsonl")) >= 1, seconds=180, what="the first step")
         asyncio.run(kill_both(tmp_path))
-        until(lambda: len({step["epoch"] for step in read_steps(tmp_path / "metrics.jsonl")}) == 2, seconds=240, what="the next trainer")
+        until(
+            lambda: len({step["epoch"] for step in read_steps(tmp_path / "metrics.jsonl")}) == 2,
+            seconds=240,
+            what="the next trainer",
+        )
         assert tether("drain", str(tmp_path)).returncode == 0
         assert up.wait(400) == 0, (tmp_path / "up.log").read_text()
     found = read_steps(tmp_path / "metrics.jsonl")
@@ -125,13 +144,23 @@ def test_a_run_goes_on_although_the_engine_dies_asleep_and_the_trainer_in_its_tu
     [("vllm", "shm", "true"), ("vllm", "ipc", "true"), ("vllm", "ipc", "false"), ("sglang", "ipc", "true")],
 )
 def test_an_engine_and_megatron_share_a_gpu(tmp_path: Path, engine: str, transport: str, eager: str) -> None:
-    own = {"vllm": [], "sglang": [f'engine.python="{sglang_python()}"', "engine.attention_backend=triton", "engine.dtype=bfloat16"]}
+    own = {
+        "vllm": [],
+        "sglang": [
+            f'engine.python="{sglang_python()}"',
+            "engine.attention_backend=triton",
+            "engine.dtype=bfloat16",
+        ],
+    }
     overrides = [
         *own[engine], f"engine.name={engine}", "run.steps=6", "colocated.enabled=true", f"weights.transport={transport}",
         f"engine.enforce_eager={eager}", "eval.at_end=false", "engine.memory_fraction=0.8", "sampling.max_tokens=24",
         "trainer.checkpoint_every=3", f'services.trainer_gpus="{visible_gpus()[0]}"', f'services.rollout_gpus="{visible_gpus()[0]}"',
     ]  # fmt: skip
-    arguments = [str(ROOT / "deploy/configs/demo.toml"), *(word for override in overrides for word in ("--set", override))]
+    arguments = [
+        str(ROOT / "deploy/configs/demo.toml"),
+        *(word for override in overrides for word in ("--set", override)),
+    ]
     with tether_up(*arguments, "--run-dir", str(tmp_path), output=tmp_path / "up.log") as up:
         assert up.wait(800) == 0, (tmp_path / "up.log").read_text()
     result = audit(tmp_path)
@@ -141,7 +170,8 @@ def test_an_engine_and_megatron_share_a_gpu(tmp_path: Path, engine: str, transpo
 
 
 async def kill_both(run_dir: Path) -> None:
-    """The engine while it sleeps, then, when another has taken its place, the trainer while it makes a step."""
+    """The engine while it sleeps, then, when another has taken its place, the trainer while it makes a
+    step."""
     async with ledger_of(run_dir) as ledger, asyncio.timeout(240):
         trainer, asleep = await stopped_in_its_turn(ledger)
         while not await leases_outlive_their_time(ledger):
@@ -155,7 +185,8 @@ async def kill_both(run_dir: Path) -> None:
 
 
 async def leases_outlive_their_time(ledger: RedisLedger) -> bool:
-    """Wait until all leases are extended beyond what was left of them and once more; false if there is none."""
+    """Wait until all leases are extended beyond what was left of them and once more; false if there is
+    none."""
     key = next(key for key in ledger.keys.all if key.endswith("leases"))
     before = await expiries(ledger, key)
     now = before
@@ -171,8 +202,11 @@ async def expiries(ledger: RedisLedger, key: str) -> dict[bytes, float]:
     return {group: float(expiry) for group, expiry in found}
 
 
-async def stopped_in_its_turn(ledger: RedisLedger, not_with: int = 0) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """What the registry says of the trainer and of the engine; the trainer is stopped while it makes a step, and the engine sleeps."""
+async def stopped_in_its_turn(
+    ledger: RedisLedger, not_with: int = 0
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """What the registry says of the trainer and of the engine; the trainer is stopped while it makes a step,
+    and the engine sleeps."""
     while True:
         if found := await in_its_turn(ledger, not_with):
             os.kill(found[0]["pid"], signal.SIGSTOP)
@@ -182,7 +216,9 @@ async def stopped_in_its_turn(ledger: RedisLedger, not_with: int = 0) -> tuple[M
         await asyncio.sleep(0.005)
 
 
-async def in_its_turn(ledger: RedisLedger, not_with: int) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
+async def in_its_turn(
+    ledger: RedisLedger, not_with: int
+) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
     """The trainer and the engine, if there is one of each, the one makes a step and the other sleeps."""
     trainers = [peer.info for peer in await ledger.peers(Role.TRAINER)]
     engines = [peer.info for peer in await ledger.peers(Role.ROLLOUT) if peer.info["pid"] != not_with]

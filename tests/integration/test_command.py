@@ -1,4 +1,5 @@
-"""The `tether` command on a run that is on, interrupted, and gone on with. One story, told once; each test looks at a part of it."""
+"""The `tether` command on a run that is on, interrupted, and gone on with. One story, told once; each test
+looks at a part of it."""
 
 import json
 import signal
@@ -119,15 +120,22 @@ def refused_second(run_dir: Path) -> tuple[int, str]:
 
 
 def whole(status: dict[str, Any]) -> dict[str, Any] | None:
-    """The status once every service is registered, the monitor with its page, and both engines serve a version."""
+    """The status once every service is registered, the monitor with its page, and both engines serve a
+    version."""
     engines, processes = status["engines"], status["processes"]
     serve = len(engines) == 2 and all(engine["version"] > 0 for engine in engines)
-    return status if serve and len(processes) == SERVICES and any(item["page"] for item in processes) else None
+    return (
+        status if serve and len(processes) == SERVICES and any(item["page"] for item in processes) else None
+    )
 
 
 def instance(pid: int) -> str:
     variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    names = [variable.partition(b"=")[2].decode() for variable in variables if variable.startswith(b"TETHER_INSTANCE=")]
+    names = [
+        variable.partition(b"=")[2].decode()
+        for variable in variables
+        if variable.startswith(b"TETHER_INSTANCE=")
+    ]
     return names[0] if names and b"services." in Path(f"/proc/{pid}/cmdline").read_bytes() else ""
 
 
@@ -151,7 +159,13 @@ def test_status_lists_every_service_with_its_pid(story: Story) -> None:
     listed = {item["name"]: item["pid"] for item in story.status["processes"]}
     assert set(listed) == {"rollout.0", "rollout.1", "reward.0", "ingest", "trainer", "monitor"}
     assert listed == story.alive
-    assert {item["service"] for item in story.status["processes"]} == {"rollout", "reward", "ingest", "trainer", "monitor"}
+    assert {item["service"] for item in story.status["processes"]} == {
+        "rollout",
+        "reward",
+        "ingest",
+        "trainer",
+        "monitor",
+    }
 
 
 def test_status_lists_engines_with_their_versions(story: Story) -> None:
@@ -208,9 +222,17 @@ def test_a_second_up_in_the_same_directory_is_refused(story: Story) -> None:
 def test_a_new_bound_holds_for_later_leases_only(story: Story) -> None:
     assert story.set_said.startswith("max-staleness 2: ")
     events = [json.loads(line) for line in (story.run_dir / FILE).read_text().splitlines()]
-    changed = next(event["seq"] for event in events if event["event"] == "bound" and event["max_staleness"] == 2)
-    interrupted = next(event["seq"] for event in events if event["event"] == "claim" and event["seq"] > changed)
-    bounds = {event["seq"]: event["bound"] for event in events if event["event"] == "lease" and event["seq"] < interrupted}
+    changed = next(
+        event["seq"] for event in events if event["event"] == "bound" and event["max_staleness"] == 2
+    )
+    interrupted = next(
+        event["seq"] for event in events if event["event"] == "claim" and event["seq"] > changed
+    )
+    bounds = {
+        event["seq"]: event["bound"]
+        for event in events
+        if event["event"] == "lease" and event["seq"] < interrupted
+    }
     assert {bound for seq, bound in bounds.items() if seq < changed} == {1}
     assert {bound for seq, bound in bounds.items() if seq > changed} == {2}
 

@@ -1,4 +1,5 @@
-"""kill -9 of a rollout worker and a reward worker that hold work, of the trainer between take and commit, and of the ledger, in one run."""
+"""kill -9 of a rollout worker and a reward worker that hold work, of the trainer between take and commit, and
+of the ledger, in one run."""
 
 import asyncio
 import json
@@ -26,14 +27,26 @@ OVERRIDES = (
     'reward.verifiers=[{name="tests.integration.slow_verifier"}]',
 )
 WORKERS = {"rollout.0", "rollout.1", "reward.0", "reward.1"}
-ARGUMENTS = [str(ROOT / "deploy/configs/demo.toml"), "--steps", str(STEPS), "--rollouts", "2", "--rewards", "2"]
+ARGUMENTS = [
+    str(ROOT / "deploy/configs/demo.toml"),
+    "--steps",
+    str(STEPS),
+    "--rollouts",
+    "2",
+    "--rewards",
+    "2",
+]
 ARGUMENTS += [word for override in OVERRIDES for word in ("--set", override)]
 
 
 def test_a_run_survives_the_death_of_every_kind_of_worker(tmp_path: Path) -> None:
     with tether_up(*ARGUMENTS, "--run-dir", str(tmp_path), output=tmp_path / "up.log") as up:
         until(lambda: len(read_steps(tmp_path / "metrics.jsonl")) >= 2, seconds=180, what="step 2")
-        alive = until(lambda: (found := pids(tmp_path)).keys() >= WORKERS and found, seconds=120, what="two workers of each kind")
+        alive = until(
+            lambda: (found := pids(tmp_path)).keys() >= WORKERS and found,
+            seconds=120,
+            what="two workers of each kind",
+        )
         os.kill(alive["rollout.0"], signal.SIGKILL)
         os.kill(alive["reward.1"], signal.SIGKILL)
         asyncio.run(kill_between_take_and_commit(tmp_path, alive["trainer"]))
@@ -42,7 +55,12 @@ def test_a_run_survives_the_death_of_every_kind_of_worker(tmp_path: Path) -> Non
     steps = read_steps(tmp_path / "metrics.jsonl")
     assert [step["step"] for step in steps] == list(range(STEPS))
     result = audit(tmp_path)
-    assert (result["code"], result["violations"], result["steps"], result["trained"]) == (0, [], STEPS, STEPS * 8)
+    assert (result["code"], result["violations"], result["steps"], result["trained"]) == (
+        0,
+        [],
+        STEPS,
+        STEPS * 8,
+    )
     assert len({step["epoch"] for step in steps}) == 2
     assert processes_of(tmp_path) == []
     assert list(Path("/dev/shm").glob(f"tether-demo-*{os.getpid()}*")) == []

@@ -1,4 +1,5 @@
-"""What may be changed while a run is on: the bound, the numbers of processes, draining, halting; and who may not disturb whom."""
+"""What may be changed while a run is on: the bound, the numbers of processes, draining, halting; and who may
+not disturb whom."""
 
 import asyncio
 import dataclasses
@@ -39,7 +40,9 @@ def log_of(settings: Settings) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (settings.run_dir / FILE).read_text().splitlines()]
 
 
-async def reached(ledger: RedisLedger, ready: Callable[[LedgerStatus], bool], *, seconds: float = 400) -> LedgerStatus:
+async def reached(
+    ledger: RedisLedger, ready: Callable[[LedgerStatus], bool], *, seconds: float = 400
+) -> LedgerStatus:
     """Ask the ledger until it says what is waited for."""
     async with asyncio.timeout(seconds):
         while not ready(status := await ledger.status()):  # noqa: ASYNC110 (the ledger is asked)
@@ -239,13 +242,24 @@ def test_a_run_is_scaled_and_drained_by_commands(tmp_path: Path, tether: Said) -
     with tether_up(config, "--run-dir", str(run_dir), *options, output=tmp_path / "up.log") as up:
         until(lambda: len(read_steps(run_dir / "metrics.jsonl")) >= 2, seconds=180, what="step 2")
         assert tether("scale", run_dir, "rollouts=3", "rewards=2") == (0, "rollouts 3, rewards 2\n", "")
-        until(lambda: names(tether, run_dir) == alone | {"rollout.1", "rollout.2", "reward.1"}, seconds=300, what="more workers")
+        until(
+            lambda: names(tether, run_dir) == alone | {"rollout.1", "rollout.2", "reward.1"},
+            seconds=300,
+            what="more workers",
+        )
         assert tether("scale", run_dir, "rollouts=1", "rewards=1")[0] == 0
         until(lambda: names(tether, run_dir) == alone, seconds=300, what="fewer workers")
         steps = len(read_steps(run_dir / "metrics.jsonl"))
-        until(lambda: len(read_steps(run_dir / "metrics.jsonl")) > steps + 2, seconds=120, what="steps with fewer workers")
+        until(
+            lambda: len(read_steps(run_dir / "metrics.jsonl")) > steps + 2,
+            seconds=120,
+            what="steps with fewer workers",
+        )
         code, out, _ = tether("drain", run_dir)
-        assert (code, out) == (0, "draining: no more leases are granted; the run ends with what is in flight\n")
+        assert (code, out) == (
+            0,
+            "draining: no more leases are granted; the run ends with what is in flight\n",
+        )
         assert up.wait(300) == 0, (tmp_path / "up.log").read_text()
     said = (tmp_path / "up.log").read_text()
     assert "the run was drained after" in said
@@ -256,7 +270,9 @@ def test_a_run_is_scaled_and_drained_by_commands(tmp_path: Path, tether: Said) -
     code, out, _ = tether("replay", run_dir, "--step", 1)
     assert code == 0, out
     assert "equal yes" in out
-    assert json.loads(tether("replay", run_dir, "--step", 1, "--train", "--json")[1])["train"]["weights_equal"]
+    assert json.loads(tether("replay", run_dir, "--step", 1, "--train", "--json")[1])["train"][
+        "weights_equal"
+    ]
     code, out, _ = tether("trace", run_dir, 3)
     assert (code, out.splitlines()[0].split(" after ")[0]) == (0, "group 3: trained")
     assert json.loads(tether("trace", run_dir, 3, "--json")[1])[0]["event"] == "lease"

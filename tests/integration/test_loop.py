@@ -1,4 +1,5 @@
-"""Whole runs with a real model: what happens to groups that cannot be scored or generated, how weights travel, how prompts run out."""
+"""Whole runs with a real model: what happens to groups that cannot be scored or generated, how weights
+travel, how prompts run out."""
 
 import asyncio
 import json
@@ -42,7 +43,9 @@ def of(run: Finished, name: str) -> list[dict[str, object]]:
     return [event for event in run.events if event["event"] == name]
 
 
-async def test_a_group_that_cannot_be_scored_is_tried_again_then_dropped_and_never_given_a_zero(tmp_path: Path) -> None:
+async def test_a_group_that_cannot_be_scored_is_tried_again_then_dropped_and_never_given_a_zero(
+    tmp_path: Path,
+) -> None:
     settings = small(
         tmp_path / "run", 'reward.verifiers=[{name="tests.integration.failing_verifier"}]', "bound.max_attempts=2", "prompts.held_out=0",
         "prompts.shuffle=false", "prompts.passes=1",
@@ -84,12 +87,17 @@ async def test_every_transport_brings_every_version(tmp_path: Path, transport: s
 
 @pytest.mark.parametrize("rank", [0, 4])
 async def test_versions_are_received_while_they_are_made(tmp_path: Path, rank: int) -> None:
-    settings = small(tmp_path, "weights.transport=nccl", "bound.max_staleness=0", "run.steps=1000", f"lora.rank={rank}")
+    settings = small(
+        tmp_path, "weights.transport=nccl", "bound.max_staleness=0", "run.steps=1000", f"lora.rank={rank}"
+    )
     async with asyncio.timeout(400), running(settings) as live:
 
         def counted() -> float:
             name, event = "tether_events_total", {"event": "weights.drafts"}
-            return sum(process.metrics.registry.get_sample_value(name, event) or 0 for process in live.processes[Role.ROLLOUT])
+            return sum(
+                process.metrics.registry.get_sample_value(name, event) or 0
+                for process in live.processes[Role.ROLLOUT]
+            )
 
         while counted() < 2 or (await live.ledger.head()).version < 3:  # noqa: ASYNC110 (metrics tell nobody)
             await asyncio.sleep(0.01)
@@ -98,10 +106,18 @@ async def test_versions_are_received_while_they_are_made(tmp_path: Path, rank: i
 
 
 async def test_adapters_alone_are_trained_published_and_served(tmp_path: Path) -> None:
-    settings = small(tmp_path / "run", "lora.rank=8", "bound.max_staleness=0", "optimizer.lr=0.03", "algorithm.entropy_coef=0.1")
+    settings = small(
+        tmp_path / "run",
+        "lora.rank=8",
+        "bound.max_staleness=0",
+        "optimizer.lr=0.03",
+        "algorithm.entropy_coef=0.1",
+    )
     run = await run_to_end(settings)
     assert (run.status.version, run.audit.violations) == (3, [])
-    assert all(step["logprob_error_max"] < 1e-4 for step in run.steps)  # the engine computes with the trainer's own adapter
+    assert all(
+        step["logprob_error_max"] < 1e-4 for step in run.steps
+    )  # the engine computes with the trainer's own adapter
     exports = tmp_path / "run" / "exports"
     adapter, merged = (
         load_file(exports / "adapter_step_00000003/adapter_model.safetensors"),
@@ -156,4 +172,8 @@ def scored(run_dir: Path, run: Finished) -> list[ScoredRollout]:
         records = spool.get_many([(event["group"], event["token"]) for event in of(run, "accept")])  # type: ignore[misc]
     finally:
         spool.close()
-    return [message for message in (decode_payload(record) for record in records) if isinstance(message, ScoredRollout)]
+    return [
+        message
+        for message in (decode_payload(record) for record in records)
+        if isinstance(message, ScoredRollout)
+    ]

@@ -1,4 +1,5 @@
-"""A ledger whose server has lost acknowledged writes, or everything, is rebuilt from what is on disk, and the run goes on to its end."""
+"""A ledger whose server has lost acknowledged writes, or everything, is rebuilt from what is on disk, and the
+run goes on to its end."""
 
 import asyncio
 import fcntl
@@ -22,7 +23,12 @@ from tests.integration.command import audit, processes_of, tether_up, until
 from tests.integration.loop import ROOT, running, settings_for
 from trainer.storage.spool import Spool
 
-OVERRIDES = ("engine.straggler_share=0", "engine.seconds_per_token=0.002", "trainer.checkpoint_every=6", "trainer.step_s=0.02")
+OVERRIDES = (
+    "engine.straggler_share=0",
+    "engine.seconds_per_token=0.002",
+    "trainer.checkpoint_every=6",
+    "trainer.step_s=0.02",
+)
 B = 8
 
 
@@ -70,12 +76,25 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 def arguments(run_dir: Path, steps: int) -> list[str]:
     sets = [word for override in OVERRIDES for word in ("--set", override)]
-    return [str(ROOT / "deploy/configs/stragglers.toml"), "--steps", str(steps), "--rollouts", "2", "--run-dir", str(run_dir), *sets]
+    return [
+        str(ROOT / "deploy/configs/stragglers.toml"),
+        "--steps",
+        str(steps),
+        "--rollouts",
+        "2",
+        "--run-dir",
+        str(run_dir),
+        *sets,
+    ]
 
 
 def reaches(run_dir: Path, step: int, up: "subprocess.Popen[bytes]") -> None:
     """Wait until a step is made, or the run has ended."""
-    until(lambda: up.poll() is not None or len(read_steps(run_dir / "metrics.jsonl")) >= step, seconds=180, what=f"step {step}")
+    until(
+        lambda: up.poll() is not None or len(read_steps(run_dir / "metrics.jsonl")) >= step,
+        seconds=180,
+        what=f"step {step}",
+    )
     assert up.poll() is None, f"the run ended before step {step}"
 
 
@@ -91,7 +110,12 @@ def check(run_dir: Path, steps: int, rebuilds: int, output: Path) -> None:
     text = output.read_text()
     assert [step["step"] for step in read_steps(run_dir / "metrics.jsonl")] == list(range(steps)), text
     result = audit(run_dir)
-    assert (result["code"], result["violations"], result["steps"], result["trained"]) == (0, [], steps, steps * B), text
+    assert (result["code"], result["violations"], result["steps"], result["trained"]) == (
+        0,
+        [],
+        steps,
+        steps * B,
+    ), text
     log = events(run_dir)
     assert sum(event["event"] == "rebuild" for event in log) == rebuilds
     commits = [told for event in log for told in (event, *event.get("told", ())) if told["event"] == "commit"]
@@ -101,7 +125,9 @@ def check(run_dir: Path, steps: int, rebuilds: int, output: Path) -> None:
     assert processes_of(run_dir) == []
 
 
-def test_a_run_goes_on_when_its_ledger_falls_back_and_when_it_is_emptied(tmp_path: Path, server: Server) -> None:
+def test_a_run_goes_on_when_its_ledger_falls_back_and_when_it_is_emptied(
+    tmp_path: Path, server: Server
+) -> None:
     run_dir, output, steps = tmp_path / "run", tmp_path / "up.log", 28
     with tether_up(*arguments(run_dir, steps), output=output, TETHER_REDIS_URL=server.url) as up:
         reaches(run_dir, 4, up)
@@ -115,8 +141,11 @@ def test_a_run_goes_on_when_its_ledger_falls_back_and_when_it_is_emptied(tmp_pat
     assert len({step["epoch"] for step in read_steps(run_dir / "metrics.jsonl")}) == 3
 
 
-async def test_the_journal_is_kept_while_the_archive_is_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checkpoints cover steps that the archive does not know yet: the journal alone can tell a new ledger of them."""
+async def test_the_journal_is_kept_while_the_archive_is_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checkpoints cover steps that the archive does not know yet: the journal alone can tell a new ledger of
+    them."""
     monkeypatch.setattr(log, "HELD_S", 0.05)
     overrides = (*OVERRIDES, "run.steps=1000", "trainer.checkpoint_every=1", "trainer.keep_checkpoints=1")
     async with asyncio.timeout(400), running(settings_for(tmp_path, "stragglers.toml", *overrides)) as live:

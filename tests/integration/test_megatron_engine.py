@@ -17,7 +17,9 @@ def test_the_demo_learns_on_the_engine_megatron_within_the_bound(tmp_path: Path)
     run_dir, output = tmp_path / "run", tmp_path / "up.log"
     overrides = ("engine.name=megatron", f"run.steps={STEPS}", "eval.at_end=false", "services.restarts=0")
     words = [word for override in overrides for word in ("--set", override)]
-    with tether_up(str(ROOT / "deploy/configs/demo.toml"), "--run-dir", str(run_dir), *words, output=output) as process:
+    with tether_up(
+        str(ROOT / "deploy/configs/demo.toml"), "--run-dir", str(run_dir), *words, output=output
+    ) as process:
         assert process.wait(250) == 0, output.read_text()
     found = audit(run_dir)
     assert (found["code"], found["violations"]) == (0, [])

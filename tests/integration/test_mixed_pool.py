@@ -35,7 +35,11 @@ def trained_by(run_dir: Path) -> set[str]:
 @pytest.mark.engine
 @pytest.mark.timeout(2 * SECONDS)
 @pytest.mark.parametrize(
-    "on_gpus", [pytest.param(False, marks=pytest.mark.slow, id="cpu"), pytest.param(True, marks=pytest.mark.gpu, id="gpu")]
+    "on_gpus",
+    [
+        pytest.param(False, marks=pytest.mark.slow, id="cpu"),
+        pytest.param(True, marks=pytest.mark.gpu, id="gpu"),
+    ],
 )
 def test_a_vllm_and_an_sglang_engine_serve_one_run(tmp_path: Path, on_gpus: bool) -> None:
     gpus = visible_gpus()[:2] if on_gpus else []
@@ -59,9 +63,13 @@ def test_a_vllm_and_an_sglang_engine_serve_one_run(tmp_path: Path, on_gpus: bool
     )
     words = [word for override in overrides for word in ("--set", override)]
     output = tmp_path / "up.log"
-    with tether_up(str(ROOT / "deploy/configs/demo.toml"), "--run-dir", str(run_dir), *words, output=output) as process:
+    with tether_up(
+        str(ROOT / "deploy/configs/demo.toml"), "--run-dir", str(run_dir), *words, output=output
+    ) as process:
         both = until(
-            lambda: trained_by(run_dir) if process.poll() is not None or len(trained_by(run_dir)) == 2 else None,
+            lambda: (
+                trained_by(run_dir) if process.poll() is not None or len(trained_by(run_dir)) == 2 else None
+            ),
             seconds=SECONDS,
             what="a trained group of each engine",
         )

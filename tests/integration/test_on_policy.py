@@ -1,7 +1,8 @@
-"""At E = 0 engine and trainer agree: real engines and real Megatron-core, fp32, over six versions that the trainer makes.
+"""At E = 0 engine and trainer agree: real engines and real Megatron-core, fp32, over six versions that the
+trainer makes.
 
-The trainer's log-probabilities of an engine's tokens equal the engine's within 1e-4; those of the version before differ by more than
-1e-2, so the agreement could not come from an engine that missed an update.
+The trainer's log-probabilities of an engine's tokens equal the engine's within 1e-4; those of the version
+before differ by more than 1e-2, so the agreement could not come from an engine that missed an update.
 """
 
 import random
@@ -25,7 +26,14 @@ from rollout.render import RenderConfig, Renderer
 from tests.contracts.sglang_environment import sglang_settings
 from trainer.algorithms.registry import make_algorithm
 from trainer.batch import Batch
-from trainer.config import AlgorithmConfig, OptimizerConfig, ParallelConfig, ScratchConfig, TrainerConfig, WeightConfig
+from trainer.config import (
+    AlgorithmConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    ScratchConfig,
+    TrainerConfig,
+    WeightConfig,
+)
 from trainer.data.batch_builder import build_batch
 from trainer.lora import as_published
 from trainer.megatron.backend import MegatronBackend
@@ -45,7 +53,15 @@ async def scored_groups(engine: Engine, renderer: Renderer, version: int) -> lis
     for group in range(GROUPS):
         prompt = Prompt(f"{dice.randrange(1000):03}=")
         rollout = await generate_group(
-            engine, renderer, environment, prompt, group=group, token=f"v{version}", n=SAMPLES, engine_name="e", sampling=Sampling(TOKENS)
+            engine,
+            renderer,
+            environment,
+            prompt,
+            group=group,
+            token=f"v{version}",
+            n=SAMPLES,
+            engine_name="e",
+            sampling=Sampling(TOKENS),
         )
         rewards = Array.of([float(sample % 2) for sample in range(SAMPLES)], "float32")
         groups.append((ScoredRollout(rollout=rollout, rewards=rewards), 0))
@@ -73,12 +89,15 @@ def under(model: torch.nn.Module, weights: Mapping[str, torch.Tensor], batch: Ba
         pytest.param("vllm", NO_ADAPTERS, id="whole"),
         pytest.param("vllm", LoraConfig(rank=8), id="lora", marks=pytest.mark.slow),
         pytest.param("megatron", NO_ADAPTERS, id="megatron"),
-        pytest.param("sglang", LoraConfig(rank=8), id="sglang-lora", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
+        pytest.param(
+            "sglang", LoraConfig(rank=8), id="sglang-lora", marks=[pytest.mark.slow, pytest.mark.timeout(900)]
+        ),
     ],
 )
 async def test_engine_and_trainer_agree_on_every_version(tmp_path: Path, name: str, lora: LoraConfig) -> None:
     model_dir = build_scratch(
-        ScratchConfig(vocabulary="0123456789= ", initializer_range=0.1, max_position_embeddings=64), tmp_path / "model"
+        ScratchConfig(vocabulary="0123456789= ", initializer_range=0.1, max_position_embeddings=64),
+        tmp_path / "model",
     )
     own = sglang_settings() if name == "sglang" else {}
     engine = make_engine(EngineConfig(name=name, max_model_len=64, **own), model_dir, "e", lora)

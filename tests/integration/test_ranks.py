@@ -1,4 +1,5 @@
-"""A run whose trainer has two ranks, started by torchrun as `tether up` does it, and the replay of one of its steps."""
+"""A run whose trainer has two ranks, started by torchrun as `tether up` does it, and the replay of one of its
+steps."""
 
 import json
 from contextlib import closing
@@ -7,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.gpu_sharing.device_lock import Device
+from services.gpu_sharing.device_lock import DeviceLock
 from services.observability.steps import read_steps
 from tests.integration.command import audit, processes_of, tether, tether_up, until
 from tests.integration.loop import ROOT
@@ -21,9 +22,24 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks_make_all_steps(tmp_path: Path, layout: str) -> None:
-    overrides = (f"parallel.{layout}=2", "engine.name=hf", "eval.at_end=false", "trainer.checkpoint_every=2", "services.restarts=0")
+    overrides = (
+        f"parallel.{layout}=2",
+        "engine.name=hf",
+        "eval.at_end=false",
+        "trainer.checkpoint_every=2",
+        "services.restarts=0",
+    )
     words = [word for override in overrides for word in ("--set", override)]
-    result = tether("up", str(ROOT / "deploy/configs/demo.toml"), "--steps", "4", "--run-dir", str(tmp_path), *words, seconds=400)
+    result = tether(
+        "up",
+        str(ROOT / "deploy/configs/demo.toml"),
+        "--steps",
+        "4",
+        "--run-dir",
+        str(tmp_path),
+        *words,
+        seconds=400,
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     assert [step["step"] for step in read_steps(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3]
     assert audit(tmp_path)["violations"] == []
@@ -31,7 +47,11 @@ def test_two_ranks_make_all_steps(tmp_path: Path, layout: str) -> None:
     replay = tether("replay", str(tmp_path), "--step", "3", "--train", "--json", seconds=400)
     assert replay.returncode == 0, replay.stdout + replay.stderr
     facts = json.loads(replay.stdout)
-    assert (facts["equal"], facts["train"]["from_version"], facts["train"]["weights_equal"]) == (True, 2, True)
+    assert (facts["equal"], facts["train"]["from_version"], facts["train"]["weights_equal"]) == (
+        True,
+        2,
+        True,
+    )
     assert processes_of(tmp_path) == []
 
 
@@ -42,10 +62,13 @@ def test_all_ranks_hold_the_device_of_a_colocated_run_until_the_last_has_ended(t
         "parallel.tensor_model_parallel_size=2", "engine.name=hf", "eval.at_end=false", "colocated.enabled=true", "run.steps=8",
         "sampling.max_tokens=24",
     )  # fmt: skip
-    arguments = [str(ROOT / "deploy/configs/demo.toml"), *(word for override in overrides for word in ("--set", override))]
+    arguments = [
+        str(ROOT / "deploy/configs/demo.toml"),
+        *(word for override in overrides for word in ("--set", override)),
+    ]
     with tether_up(*arguments, "--run-dir", str(tmp_path), output=tmp_path / "up.log") as up:
         until(lambda: len(read_steps(tmp_path / "metrics.jsonl")) >= 1, seconds=180, what="the first step")
-        with closing(Device(tmp_path)) as device:
+        with closing(DeviceLock(tmp_path)) as device:
             ranks: list[psutil.Process] = []
 
             def stopped_in_its_turn() -> bool:

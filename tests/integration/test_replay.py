@@ -1,4 +1,5 @@
-"""`tether replay` and `tether trace` on runs that are over: what they say is what was trained, and they find what was changed."""
+"""`tether replay` and `tether trace` on runs that are over: what they say is what was trained, and they find
+what was changed."""
 
 import itertools
 import json
@@ -131,7 +132,11 @@ def test_a_trained_group_is_traced_from_lease_to_commit(over: Settings) -> None:
     lived = [moment.event for moment in moments if moment.event not in ("expire", "extend")]
     assert lived == ["lease", "accept", "take", "commit"]
     lease, accept, take, commit = [moment for moment in moments if moment.event in lived]
-    assert (lease.facts["token"], lease.facts["version"], lease.facts["deadline"]) == (group.token, group.version, group.deadline)
+    assert (lease.facts["token"], lease.facts["version"], lease.facts["deadline"]) == (
+        group.token,
+        group.version,
+        group.deadline,
+    )
     assert lease.facts["holder"].startswith("rollout.0")
     assert accept.facts["counts"] == {str(version): n for version, n in group.counts.items()}
     assert 0 <= accept.facts["reward"] <= 1
@@ -139,7 +144,9 @@ def test_a_trained_group_is_traced_from_lease_to_commit(over: Settings) -> None:
     assert commit.facts["lag_max"] <= group.max_staleness
     assert commit.state == "trained"
     assert [moment.time_ms for moment in moments] == sorted(moment.time_ms for moment in moments)
-    assert [moment.since_ms for moment in moments[1:]] == [b.time_ms - a.time_ms for a, b in itertools.pairwise(moments)]
+    assert [moment.since_ms for moment in moments[1:]] == [
+        b.time_ms - a.time_ms for a, b in itertools.pairwise(moments)
+    ]
     text = render_trace(group.group, moments)
     assert text.startswith(f"group {group.group}: trained after 1 lease, ")
     assert len(text.splitlines()) == len(moments) + 1

@@ -1,4 +1,5 @@
-"""Transport `shared`: trainer and engine compute with the same weights, through updates, restarts and deaths of either."""
+"""Transport `shared`: trainer and engine compute with the same weights, through updates, restarts and deaths
+of either."""
 
 import asyncio
 import json
@@ -35,9 +36,16 @@ def digests(run: Finished) -> list[object]:
 
 @pytest.mark.parametrize(("pair", "dtype"), CASES)
 async def test_weights_are_those_of_a_run_by_shm(tmp_path: Path, pair: str, dtype: str) -> None:
-    greedy = ("bound.max_staleness=0", "sampling.temperature=0", "algorithm.entropy_coef=0.1")  # nothing is left to chance
+    greedy = (
+        "bound.max_staleness=0",
+        "sampling.temperature=0",
+        "algorithm.entropy_coef=0.1",
+    )  # nothing is left to chance
     same = (*PAIRS[pair], *greedy, f"trainer.dtype={dtype}", f"engine.dtype={dtype}")
-    runs = [await run_to_end(small(tmp_path / way, *same, f"weights.transport={way}")) for way in ("shm", "shared")]
+    runs = [
+        await run_to_end(small(tmp_path / way, *same, f"weights.transport={way}"))
+        for way in ("shm", "shared")
+    ]
     assert digests(runs[0]) == digests(runs[1])
     assert len(set(digests(runs[1]))) == 3
     exports = [tmp_path / way / "exports/step_00000003/model.safetensors" for way in ("shm", "shared")]
@@ -68,7 +76,9 @@ async def test_a_successor_replays_without_an_engine_whatever_the_transport_is_t
                 await asyncio.sleep(0.01)
     run = await run_to_end(small(tmp_path, *both))
     assert (run.status.version, run.audit.violations) == (6, [])
-    assert [event["continued"] for event in of(run, "resume")] == [True] * 3  # each came to the digest that was committed
+    assert [event["continued"] for event in of(run, "resume")] == [
+        True
+    ] * 3  # each came to the digest that was committed
 
 
 @pytest.mark.parametrize("pair", ["hf", pytest.param("megatron", marks=pytest.mark.slow)])
@@ -77,16 +87,32 @@ def test_a_run_survives_the_death_of_its_trainer_and_of_its_engine(tmp_path: Pat
     arguments += [word for override in (*PAIRS[pair], *KILLED) for word in ("--set", override)]
     with tether_up(*arguments, output=tmp_path / "up.log") as up:
         for number, name in ((1, "trainer"), (2, "rollout.0")):
-            until(lambda number=number: len(epochs(tmp_path)) == number, seconds=180, what=f"a step of trainer {number}")  # type: ignore[misc]
-            os.kill(until(lambda name=name: pids(tmp_path).get(name), seconds=60, what=f"{name} in the registry"), signal.SIGKILL)  # type: ignore[misc]
+            until(
+                lambda number=number: len(epochs(tmp_path)) == number,
+                seconds=180,
+                what=f"a step of trainer {number}",
+            )  # type: ignore[misc]
+            os.kill(
+                until(lambda name=name: pids(tmp_path).get(name), seconds=60, what=f"{name} in the registry"),
+                signal.SIGKILL,
+            )  # type: ignore[misc]
         refused = tether("scale", str(tmp_path), "rollouts=2")
-        assert (refused.returncode, "there can be one rollout worker" in refused.stderr) == (2, True), refused.stderr
+        assert (refused.returncode, "there can be one rollout worker" in refused.stderr) == (2, True), (
+            refused.stderr
+        )
         assert up.wait(240) == 0, (tmp_path / "up.log").read_text()
     steps = read_steps(tmp_path / "metrics.jsonl")
     assert [step["step"] for step in steps] == list(range(STEPS))
     result = audit(tmp_path)
-    assert (result["code"], result["violations"], result["steps"], result["trained"]) == (0, [], STEPS, STEPS * 8)
-    assert all(event["continued"] for event in events(tmp_path) if event["event"] == "resume")  # no step was made again
+    assert (result["code"], result["violations"], result["steps"], result["trained"]) == (
+        0,
+        [],
+        STEPS,
+        STEPS * 8,
+    )
+    assert all(
+        event["continued"] for event in events(tmp_path) if event["event"] == "resume"
+    )  # no step was made again
     assert len(epochs(tmp_path)) == 3  # the trainer ended with its engine
     assert "has gone: it ends with it" in (tmp_path / "logs/trainer.log").read_text()
     assert processes_of(tmp_path) == []
@@ -103,7 +129,10 @@ def test_vllm_and_the_reference_trainer_share_a_gpu(tmp_path: Path, eager: str) 
         f"engine.enforce_eager={eager}", "engine.memory_fraction=0.3", "eval.at_end=false", f'services.trainer_gpus="{visible_gpus()[0]}"',
         f'services.rollout_gpus="{visible_gpus()[0]}"',
     ]  # fmt: skip
-    arguments = [str(ROOT / "deploy/configs/demo.toml"), *(word for override in overrides for word in ("--set", override))]
+    arguments = [
+        str(ROOT / "deploy/configs/demo.toml"),
+        *(word for override in overrides for word in ("--set", override)),
+    ]
     with tether_up(*arguments, "--run-dir", str(tmp_path), output=tmp_path / "up.log") as up:
         assert up.wait(500) == 0, (tmp_path / "up.log").read_text()
     result = audit(tmp_path)

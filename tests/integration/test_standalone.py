@@ -1,4 +1,5 @@
-"""Every service alone, as `python -m services.NAME` from environment variables against a Redis of the user's: no `tether up`."""
+"""Every service alone, as `python -m services.NAME` from environment variables against a Redis of the user's:
+no `tether up`."""
 
 import asyncio
 import signal
@@ -20,7 +21,8 @@ from tests.integration.loop import ROOT
 
 STEPS = 1_000_000
 LIMIT_S = 600.0
-"""A dozen processes are started one after the other; on a machine that is busy with others each takes its time."""
+"""A dozen processes are started one after the other; on a machine that is busy with others each takes its
+time."""
 
 
 class Machine:
@@ -114,13 +116,20 @@ async def test_services_alone_make_a_run(tmp_path: Path) -> None:
             return status.version >= 6
 
         async def late_one_serves(status: LedgerStatus) -> bool:
-            late = [peer.incarnation for peer in await ledger.peers("rollout") if peer.info["name"] == "rollout.late"]
+            late = [
+                peer.incarnation
+                for peer in await ledger.peers("rollout")
+                if peer.info["name"] == "rollout.late"
+            ]
             return bool(late) and status.engines.get(late[0], ("", -1))[0] == status.epoch
 
         await reached(ledger, some_steps)
         second = await here.start("trainer", "trainer.second")
         assert await services.pop("trainer").wait() == 1, here.log("trainer")
-        assert "tether trainer: TetherError: another trainer has taken over run alone; this one ends" in here.log("trainer")
+        assert (
+            "tether trainer: TetherError: another trainer has taken over run alone; this one ends"
+            in here.log("trainer")
+        )
         assert "Traceback" not in here.log("trainer")
         await reached(ledger, more_steps)
         await ledger.drain()
@@ -148,7 +157,12 @@ async def test_services_alone_make_a_run(tmp_path: Path) -> None:
     assert len({step["epoch"] for step in steps}) == 3
     assert sum(step["groups"] < 8 for step in steps) <= 2  # the last one of each drain
     result = verify(run_dir / "audit.jsonl")
-    assert (result.violations, result.steps, result.trained, result.bound) == ([], len(steps), sum(step["groups"] for step in steps), 2)
+    assert (result.violations, result.steps, result.trained, result.bound) == (
+        [],
+        len(steps),
+        sum(step["groups"] for step in steps),
+        2,
+    )
 
 
 async def test_a_service_without_a_run_says_what_to_do(tmp_path: Path) -> None:

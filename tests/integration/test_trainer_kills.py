@@ -1,5 +1,6 @@
-"""kill -9 of the trainer at every point between take, step, publish, commit, checkpoint and take-over: nothing is trained twice, no step is
-lost, and the weights that the next trainer replays have the digest that was committed."""
+"""kill -9 of the trainer at every point between take, step, publish, commit, checkpoint and take-over:
+nothing is trained twice, no step is lost, and the weights that the next trainer replays have the digest that
+was committed."""
 
 import asyncio
 import json
@@ -43,7 +44,8 @@ async def finish(here: Place, steps: int) -> None:
 
 
 def check(run_dir: Path, steps: int, *, trainers: int) -> None:
-    """Every step once on one path, every group trained once, and no trainer came to other weights than were committed."""
+    """Every step once on one path, every group trained once, and no trainer came to other weights than were
+    committed."""
     assert [step["step"] for step in read_steps(run_dir / "metrics.jsonl")] == list(range(steps))
     result = verify(run_dir / "audit.jsonl")
     assert (result.violations, result.steps, result.trained) == ([], steps, steps * B)
@@ -62,10 +64,18 @@ def check(run_dir: Path, steps: int, *, trainers: int) -> None:
 async def survives(run_dir: Path, points: list[str]) -> None:
     """Kill a trainer at each point, some steps after the one before."""
     steps = 6 * len(points) + 2
-    async with asyncio.timeout(800), place(run_dir, f"run.steps={steps}", f"trainer.checkpoint_every={EVERY}") as here:
+    async with (
+        asyncio.timeout(800),
+        place(run_dir, f"run.steps={steps}", f"trainer.checkpoint_every={EVERY}") as here,
+    ):
         for number, point in enumerate(points):
             for spot in POINTS[point]:
-                await here.kill(await here.held(spot, after_step=5 * number + 1 if spot.name in ("take", "commit", "checkpointed") else 0))
+                await here.kill(
+                    await here.held(
+                        spot,
+                        after_step=5 * number + 1 if spot.name in ("take", "commit", "checkpointed") else 0,
+                    )
+                )
         await finish(here, steps)
     check(run_dir, steps, trainers=len(here.trainers))
 
@@ -94,20 +104,27 @@ async def test_a_checkpoint_that_was_not_finished_is_passed_over(tmp_path: Path)
 
 
 async def test_a_checkpoint_of_an_abandoned_branch_is_passed_over(tmp_path: Path) -> None:
-    """As one looks that a trainer finished after its successor had rewound: the ledger knows other weights for its version."""
+    """As one looks that a trainer finished after its successor had rewound: the ledger knows other weights
+    for its version."""
     async with asyncio.timeout(800), place(tmp_path, "run.steps=11", "trainer.checkpoint_every=3") as here:
         await here.kill(await here.held(Spot("commit", When.BEFORE, nth=9)))
         path = tmp_path / "checkpoints/step_00000006/manifest.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), "digest": 1}))
         await finish(here, 11)
-    replayed = [int(line.split("step=")[1]) for line in here.log(1).read_text().splitlines() if "replay.step" in line]
+    replayed = [
+        int(line.split("step=")[1]) for line in here.log(1).read_text().splitlines() if "replay.step" in line
+    ]
     assert replayed == list(range(3, 1 + replayed[-1]))
     check(tmp_path, 11, trainers=2)
 
 
 async def test_a_trainer_that_was_only_asleep_is_fenced(tmp_path: Path) -> None:
-    """Stopped before its commit while another one takes over, it changes nothing and serves nothing when it wakes up."""
-    async with asyncio.timeout(800), place(tmp_path, "run.steps=12", f"trainer.checkpoint_every={EVERY}") as here:
+    """Stopped before its commit while another one takes over, it changes nothing and serves nothing when it
+    wakes up."""
+    async with (
+        asyncio.timeout(800),
+        place(tmp_path, "run.steps=12", f"trainer.checkpoint_every={EVERY}") as here,
+    ):
         zombie = await here.held(Spot("commit", When.BEFORE, nth=4))
         zombie.send_signal(signal.SIGSTOP)
         version = (await here.ledger.head()).version
@@ -121,5 +138,11 @@ async def test_a_trainer_that_was_only_asleep_is_fenced(tmp_path: Path) -> None:
     check(tmp_path, 12, trainers=2)
     events = [json.loads(line) for line in (tmp_path / "audit.jsonl").read_text().splitlines()]
     first, second = (event["epoch"] for event in events if event["event"] == "claim")
-    taken_over = next(event["seq"] for event in events if event["event"] == "claim" and event["epoch"] == second)
-    assert not [event for event in events if event["seq"] > taken_over and event.get("epoch") == first and event["event"] != "lease"]
+    taken_over = next(
+        event["seq"] for event in events if event["event"] == "claim" and event["epoch"] == second
+    )
+    assert not [
+        event
+        for event in events
+        if event["seq"] > taken_over and event.get("epoch") == first and event["event"] != "lease"
+    ]

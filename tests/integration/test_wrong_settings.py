@@ -1,4 +1,5 @@
-"""What a user gets wrong ends with exit code 2, one clear line that names the culprit, no traceback, and no process left over."""
+"""What a user gets wrong ends with exit code 2, one clear line that names the culprit, no traceback, and no
+process left over."""
 
 import socket
 from pathlib import Path
@@ -50,12 +51,16 @@ def test_a_missing_settings_file_is_named(tmp_path: Path) -> None:
 
 def test_a_missing_model_is_named(tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
-    config.write_text(f'[model]\npath = "{tmp_path}/no-model"\n[prompts]\npath = "deploy/examples/max3/prompts.jsonl"\n')
+    config.write_text(
+        f'[model]\npath = "{tmp_path}/no-model"\n[prompts]\npath = "deploy/examples/max3/prompts.jsonl"\n'
+    )
     assert "no-model" in refused(tmp_path / "run", str(config))
 
 
 def test_an_unreachable_ledger_is_named_without_its_password(tmp_path: Path) -> None:
-    line = refused(tmp_path, CONFIG, "--set", "ledger.retry_s=0.5", TETHER_REDIS_URL="redis://user:secret@127.0.0.1:1/0")
+    line = refused(
+        tmp_path, CONFIG, "--set", "ledger.retry_s=0.5", TETHER_REDIS_URL="redis://user:secret@127.0.0.1:1/0"
+    )
     assert "127.0.0.1:1" in line
     assert "secret" not in line
 
@@ -71,7 +76,9 @@ def test_a_taken_port_is_named(tmp_path: Path) -> None:
 def test_a_bad_prompt_line_is_named(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "1=", "answer": "1"}\n{"prompt": 2\n')
-    line = refused(tmp_path / "run", CONFIG, "--set", f'prompts.path="{prompts}"', "--set", "prompts.held_out=0")
+    line = refused(
+        tmp_path / "run", CONFIG, "--set", f'prompts.path="{prompts}"', "--set", "prompts.held_out=0"
+    )
     assert f"{prompts}:2" in line
 
 

@@ -1,4 +1,5 @@
-"""A run whose trainer is a process of its own behind a gate, to be killed wherever that holds it; all else runs in the test's process."""
+"""A run whose trainer is a process of its own behind a gate, to be killed wherever that holds it; all else
+runs in the test's process."""
 
 import asyncio
 import dataclasses
@@ -13,7 +14,7 @@ from services import ingest, reward, rollout
 from services.ledger.embedded_server import EmbeddedServer
 from services.ledger.redis.ledger import RedisLedger
 from services.prepare import prepare
-from services.runtime.process import connected, opened
+from services.runtime.process import open_ledger, open_process
 from services.settings.load import dump_settings
 from services.settings.sections import Settings
 from tests.integration.command import environment
@@ -21,7 +22,12 @@ from tests.integration.gate import Gate, Spot, When, gate_to
 from tests.integration.loop import ROOT, settings_for
 
 SERVICES = {Role.INGEST: ingest.serve, Role.REWARD: reward.serve, Role.ROLLOUT: rollout.serve}
-OVERRIDES = ("engine.straggler_share=0", "engine.seconds_per_token=0.001", "trainer.step_s=0.02", "bus.peer_timeout_s=2")
+OVERRIDES = (
+    "engine.straggler_share=0",
+    "engine.seconds_per_token=0.001",
+    "trainer.step_s=0.02",
+    "bus.peer_timeout_s=2",
+)
 
 
 class Place:
@@ -46,7 +52,13 @@ class Place:
         }
         with self.log(len(self.trainers)).open("wb") as log:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "services.trainer", cwd=ROOT, env=environment(**variables), stdout=log, stderr=log
+                sys.executable,
+                "-m",
+                "services.trainer",
+                cwd=ROOT,
+                env=environment(**variables),
+                stdout=log,
+                stderr=log,
             )
         self.trainers.append(process)
         return process
@@ -56,7 +68,8 @@ class Place:
         return self.run_dir / f"trainer.{number}.log"
 
     async def held(self, spot: Spot, *, after_step: int = 0) -> asyncio.subprocess.Process:
-        """Start a trainer, and wait until the gate holds it at `spot`, when `after_step` steps of the run are made.
+        """Start a trainer, and wait until the gate holds it at `spot`, when `after_step` steps of the run are
+        made.
 
         On the way it is held at the commit of that step, so that it cannot run past `spot` meanwhile.
         """
@@ -73,7 +86,9 @@ class Place:
     async def _reached(self, process: asyncio.subprocess.Process) -> None:
         """Wait until the gate holds a trainer."""
         while not self.gate.reached.is_set():
-            assert process.returncode is None, f"it ended before {self.gate.spot}: {self.log(len(self.trainers) - 1).read_text()}"
+            assert process.returncode is None, (
+                f"it ended before {self.gate.spot}: {self.log(len(self.trainers) - 1).read_text()}"
+            )
             await asyncio.sleep(0.01)
 
     async def at_version(self, version: int) -> None:
@@ -99,7 +114,7 @@ async def place(run_dir: Path, *overrides: str) -> AsyncIterator[Place]:
     await server.start()
     settings = dataclasses.replace(settings, ledger=dataclasses.replace(settings.ledger, url=server.url))
     try:
-        async with gate_to(server.url) as gate, connected(settings) as ledger:
+        async with gate_to(server.url) as gate, open_ledger(settings) as ledger:
             await ledger.create(spec)
             here = Place(settings, ledger, gate)
             stop = asyncio.Event()
@@ -119,7 +134,7 @@ async def place(run_dir: Path, *overrides: str) -> AsyncIterator[Place]:
 
 
 async def _service(role: Role, settings: Settings, stop: asyncio.Event) -> None:
-    async with opened(role, settings, role) as process, asyncio.TaskGroup() as tasks:
+    async with open_process(role, settings, role) as process, asyncio.TaskGroup() as tasks:
         heartbeat = tasks.create_task(process.heartbeat_loop())
         serving = tasks.create_task(SERVICES[role](process))
         await stop.wait()

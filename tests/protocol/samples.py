@@ -1,4 +1,5 @@
-"""One sample of every message, with every field set. Run this file to write the golden frames of a new message or schema version."""
+"""One sample of every message, with every field set. Run this file to write the golden frames of a new
+message or schema version."""
 
 from pathlib import Path
 
@@ -54,7 +55,9 @@ SAMPLES: dict[str, AnyMessage] = {
         scorer="reward.0.1",
         score_s=0.5,
     ),
-    "score_failure": ScoreFailure(group=7, token="0123456789abcdef", verifier="math", error="timeout", scorer="reward.0.1"),
+    "score_failure": ScoreFailure(
+        group=7, token="0123456789abcdef", verifier="math", error="timeout", scorer="reward.0.1"
+    ),
     "step_report": StepReport(
         step=3,
         version=4,

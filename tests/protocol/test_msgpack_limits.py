@@ -1,4 +1,5 @@
-"""A document that declares more than it holds, or unfolds to more than is allowed, is refused before it costs memory."""
+"""A document that declares more than it holds, or unfolds to more than is allowed, is refused before it costs
+memory."""
 
 import tracemalloc
 
@@ -14,7 +15,12 @@ from protocol.msgpack_limits import MOST_ITEMS, check_shape
 from tests.protocol.samples import SAMPLES
 
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats() | st.text(max_size=300) | st.binary(max_size=300),
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 63), (1 << 64) - 1)
+    | st.floats()
+    | st.text(max_size=300)
+    | st.binary(max_size=300),
     lambda inner: st.lists(inner, max_size=20) | st.dictionaries(st.text(max_size=3), inner, max_size=20),
     max_leaves=30,
 )
@@ -73,7 +79,10 @@ def spent(payload: bytes) -> tuple[int, AnyMessage | ProtocolError]:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("head", [b"\x82\xa4kind\xa3ack\xa8messages", b"\x82\xa4kind\xa5hello\xa1x", b"\x82\xa4kind\xa3ack\xa7refused"])
+@pytest.mark.parametrize(
+    "head",
+    [b"\x82\xa4kind\xa3ack\xa8messages", b"\x82\xa4kind\xa5hello\xa1x", b"\x82\xa4kind\xa3ack\xa7refused"],
+)
 @pytest.mark.parametrize("document", HOSTILE.values(), ids=HOSTILE)
 def test_hostile_payloads_cost_a_few_times_their_size(head: bytes, document: bytes) -> None:
     peak, found = spent(head + document)

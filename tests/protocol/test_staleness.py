@@ -26,7 +26,9 @@ def test_feasible_is_rule_f_as_written(deadlines: list[int], next_step: int, b: 
 
 
 @given(st.lists(st.integers(0, 6), max_size=12), st.integers(0, 4), st.integers(1, 3))
-def test_feasible_means_earliest_deadline_first_is_never_late(deadlines: list[int], next_step: int, b: int) -> None:
+def test_feasible_means_earliest_deadline_first_is_never_late(
+    deadlines: list[int], next_step: int, b: int
+) -> None:
     on_time = all(next_step + place // b <= d for place, d in enumerate(sorted(deadlines)))
     assert feasible(deadlines, next_step, b) == on_time
 

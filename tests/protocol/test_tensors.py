@@ -10,7 +10,9 @@ from protocol.tensors import DTYPES, MAX_DIMS, Array
 
 @given(st.sampled_from(sorted(DTYPES)), st.data())
 def test_round_trip_keeps_bits(dtype: str, data: st.DataObject) -> None:
-    values = data.draw(hnp.arrays(DTYPES[dtype], hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5)))
+    values = data.draw(
+        hnp.arrays(DTYPES[dtype], hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5))
+    )
     unpacked = Array.of(values, dtype).numpy()
     assert unpacked.shape == values.shape
     assert unpacked.tobytes() == values.tobytes()

@@ -11,11 +11,20 @@ from reward.combine import VerifierError, combine
 FINITE = st.floats(-1e6, 1e6)
 
 
-@given(st.dictionaries(st.sampled_from("abcd"), st.tuples(FINITE, st.lists(FINITE, min_size=3, max_size=3)), min_size=1))
+@given(
+    st.dictionaries(
+        st.sampled_from("abcd"), st.tuples(FINITE, st.lists(FINITE, min_size=3, max_size=3)), min_size=1
+    )
+)
 def test_the_reward_is_the_weighted_sum(parts: dict[str, tuple[float, list[float]]]) -> None:
-    rewards = combine({name: scores for name, (_, scores) in parts.items()}, {name: weight for name, (weight, _) in parts.items()})
+    rewards = combine(
+        {name: scores for name, (_, scores) in parts.items()},
+        {name: weight for name, (weight, _) in parts.items()},
+    )
     for i, reward in enumerate(rewards):
-        assert reward == pytest.approx(sum(weight * scores[i] for weight, scores in parts.values()), rel=1e-9, abs=1e-3)
+        assert reward == pytest.approx(
+            sum(weight * scores[i] for weight, scores in parts.values()), rel=1e-9, abs=1e-3
+        )
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

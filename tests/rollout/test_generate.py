@@ -64,7 +64,9 @@ async def engine(model_dir: Path) -> AsyncIterator[Watched]:
     await engine.close()
 
 
-async def generate(engine: Watched, renderer: Renderer, environment: Environment | None = None, prompt: Prompt = PROMPT) -> Rollout:
+async def generate(
+    engine: Watched, renderer: Renderer, environment: Environment | None = None, prompt: Prompt = PROMPT
+) -> Rollout:
     return await generate_group(
         engine, renderer, environment or make_environment(EnvironmentConfig()), prompt,
         group=12, token="t0", n=4, sampling=SAMPLING, engine_name="engine.1",
@@ -75,7 +77,12 @@ async def test_a_group_holds_n_samples_with_their_text(engine: Watched, renderer
     rollout = await generate(engine, renderer)
     views = split(rollout)
     assert len(views) == 4
-    assert (rollout.group, rollout.token, rollout.engine, rollout.prompt_text) == (12, "t0", "engine.1", "3+4=")
+    assert (rollout.group, rollout.token, rollout.engine, rollout.prompt_text) == (
+        12,
+        "t0",
+        "engine.1",
+        "3+4=",
+    )
     assert tuple(rollout.prompt_tokens.numpy()) == renderer.prompt_tokens(PROMPT)
     for view in views:
         assert view.response == renderer.text(tuple(view.tokens))
@@ -99,13 +106,21 @@ async def test_turns_of_a_game_become_one_sample(engine: Watched, renderer: Rend
     views = split(rollout)
     assert rollout.finish_reasons == ("environment",) * 4
     assert [view.environment_reward for view in views] == [0.0] * 4
-    assert all(0 < view.loss_mask.sum() <= 6 and not view.loss_mask.all() and view.loss_mask[-1] for view in views)
+    assert all(
+        0 < view.loss_mask.sum() <= 6 and not view.loss_mask.all() and view.loss_mask[-1] for view in views
+    )
     assert len({request.id for request in engine.requests}) == 12
     assert all(request.sampling.max_tokens == 2 for request in engine.requests)
 
 
-async def test_an_environment_cannot_ask_for_more_than_the_settings_allow(engine: Watched, renderer: Renderer) -> None:
-    await generate(engine, renderer, make_environment(EnvironmentConfig("guess_number", {"max_turns": 1, "turn_tokens": 99})))
+async def test_an_environment_cannot_ask_for_more_than_the_settings_allow(
+    engine: Watched, renderer: Renderer
+) -> None:
+    await generate(
+        engine,
+        renderer,
+        make_environment(EnvironmentConfig("guess_number", {"max_turns": 1, "turn_tokens": 99})),
+    )
     assert all(request.sampling == SAMPLING for request in engine.requests)
 
 
@@ -121,11 +136,15 @@ async def test_cancelling_leaves_no_request(model_dir: Path, renderer: Renderer)
     await engine.close()
 
 
-async def test_an_error_of_the_engine_comes_out_bare_and_ends_the_other_samples(model_dir: Path, renderer: Renderer) -> None:
+async def test_an_error_of_the_engine_comes_out_bare_and_ends_the_other_samples(
+    model_dir: Path, renderer: Renderer
+) -> None:
     engine = Watched(model_dir, replace(CONFIG, seconds_per_token=3600.0))
 
     class OneFails(Environment):
-        async def run(self, prompt: Prompt, prompt_tokens: tuple[int, ...], generate: Generate, renderer: Renderer) -> Sample:
+        async def run(
+            self, prompt: Prompt, prompt_tokens: tuple[int, ...], generate: Generate, renderer: Renderer
+        ) -> Sample:
             if len(engine.requests) == 3:
                 await generate((10**6,), None)
             await generate(prompt_tokens, None)
@@ -137,7 +156,9 @@ async def test_an_error_of_the_engine_comes_out_bare_and_ends_the_other_samples(
     await engine.close()
 
 
-async def test_a_request_that_the_engine_ends_is_an_error_not_a_short_sample(model_dir: Path, renderer: Renderer) -> None:
+async def test_a_request_that_the_engine_ends_is_an_error_not_a_short_sample(
+    model_dir: Path, renderer: Renderer
+) -> None:
     engine = Watched(model_dir, replace(CONFIG, seconds_per_token=3600.0))
 
     async def abort() -> None:
@@ -152,7 +173,9 @@ async def test_a_request_that_the_engine_ends_is_an_error_not_a_short_sample(mod
     await engine.close()
 
 
-async def test_a_prompt_that_cannot_be_rendered_reaches_no_engine(engine: Watched, renderer: Renderer) -> None:
+async def test_a_prompt_that_cannot_be_rendered_reaches_no_engine(
+    engine: Watched, renderer: Renderer
+) -> None:
     with pytest.raises(PromptTooLong, match="prompt 3 has 9 tokens"):
         await generate(engine, renderer, prompt=Prompt("123456789", index=3))
     with pytest.raises(SettingsError, match="needs a whole number"):

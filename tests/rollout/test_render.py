@@ -39,7 +39,9 @@ def test_with_a_template_system_and_suffix_are_in_their_places(chat: Path) -> No
     begin = "<|im_start|>system\nbrief<|im_end|><|im_start|>user\n"
     assert shown(renderer, Prompt("add")) == f"{begin}add now<|im_end|><|im_start|>assistant\n"
     conversation = Prompt("c", (("system", "own"), ("user", "a"), ("assistant", "b"), ("user", "c")))
-    assert shown(renderer, conversation).startswith("<|im_start|>system\nown<|im_end|><|im_start|>user\na<|im_end|>")
+    assert shown(renderer, conversation).startswith(
+        "<|im_start|>system\nown<|im_end|><|im_start|>user\na<|im_end|>"
+    )
     assert shown(renderer, conversation).endswith("<|im_start|>user\nc now<|im_end|><|im_start|>assistant\n")
 
 
@@ -54,7 +56,10 @@ def test_a_further_turn_closes_the_assistants_and_opens_the_next(plain: Path, ch
     renderer = Renderer(chat, RenderConfig())
     end = renderer.stop_token_ids[0]
     turn = renderer.turn_tokens("lower")
-    assert renderer._tokenizer.decode(turn) == "<|im_end|><|im_start|>user\nlower<|im_end|><|im_start|>assistant\n"
+    assert (
+        renderer._tokenizer.decode(turn)
+        == "<|im_end|><|im_start|>user\nlower<|im_end|><|im_start|>assistant\n"
+    )
     assert (end, *renderer.turn_tokens("lower", after=(9, end))) == turn
     assert renderer.turn_tokens("lower", after=(end, 9)) == turn
     assert Renderer(plain, RenderConfig()).turn_tokens(" x ") == tuple(renderer._tokenizer.encode(" x "))
@@ -83,7 +88,9 @@ def test_a_prompt_too_long_is_named(plain: Path) -> None:
 
 
 def test_a_template_that_refuses_a_prompt_names_it(tmp_path: Path) -> None:
-    renderer = Renderer(write_tokenizer(tmp_path, template="{{ raise_exception('roles must alternate') }}"), RenderConfig())
+    renderer = Renderer(
+        write_tokenizer(tmp_path, template="{{ raise_exception('roles must alternate') }}"), RenderConfig()
+    )
     with pytest.raises(SettingsError, match=r"prompt 5: .*roles must alternate"):
         renderer.prompt_tokens(Prompt("x", index=5))
 

@@ -50,13 +50,25 @@ def test_split_is_the_inverse_of_assemble_over_the_wire(given_samples: list[Samp
         assert tuple(view.logprobs) == sample.logprobs
         assert tuple(view.loss_mask) == sample.loss_mask
         starts = [0, *(end for end, _ in sample.spans)]
-        assert list(view.versions) == [v for start, (end, v) in zip(starts, sample.spans, strict=False) for _ in range(end - start)]
-        assert (view.finish_reason, view.response, view.environment_reward) == (sample.finish_reason, f"r{i}", sample.reward)
+        assert list(view.versions) == [
+            v for start, (end, v) in zip(starts, sample.spans, strict=False) for _ in range(end - start)
+        ]
+        assert (view.finish_reason, view.response, view.environment_reward) == (
+            sample.finish_reason,
+            f"r{i}",
+            sample.reward,
+        )
 
 
 def test_the_message_carries_what_verifiers_need() -> None:
     rollout = packed(GOOD, replace(GOOD, finish_reason="length"))
-    assert (rollout.group, rollout.token, rollout.engine, rollout.prompt_text, rollout.responses) == (9, "t", "e", "q", ("r0", "r1"))
+    assert (rollout.group, rollout.token, rollout.engine, rollout.prompt_text, rollout.responses) == (
+        9,
+        "t",
+        "e",
+        "q",
+        ("r0", "r1"),
+    )
     assert msgspec.msgpack.decode(rollout.metadata) == {"answer": "7"}
     assert rollout.environment_rewards is None
     assert rollout.spans.numpy().tolist() == [[0, 2, 3], [0, 3, 4], [1, 2, 3], [1, 3, 4]]

@@ -21,7 +21,11 @@ def write_tokenizer(directory: Path, *, template: str | None = None, eos: str | 
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=eos, pad_token="<pad>", unk_token="<unk>", extra_special_tokens=SPECIAL[3:]
+        tokenizer_object=tokenizer,
+        eos_token=eos,
+        pad_token="<pad>",
+        unk_token="<unk>",
+        extra_special_tokens=SPECIAL[3:],
     )
     fast.chat_template = template
     directory.mkdir(parents=True, exist_ok=True)

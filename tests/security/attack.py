@@ -1,4 +1,5 @@
-"""What a stranger can do to a port: bytes that are no protocol, protocols that are no messages, messages that are no sense, and silence."""
+"""What a stranger can do to a port: bytes that are no protocol, protocols that are no messages, messages that
+are no sense, and silence."""
 
 import random
 import socket
@@ -77,8 +78,14 @@ def garbage(attack: Attack, chance: random.Random) -> None:
     attack.say(GREETING + b"\x06" + b"\xff" * 8)  # a command of 2**64 bytes
     attack.say(b"GET / HTTP/1.1\r\nHost: x\r\n" + b"A: b\r\n" * chance.randrange(5000) + b"\r\n")
     attack.say(b"GET /../../../../etc/passwd HTTP/1.0\r\n\r\n")
-    attack.say(b"POST /status.json HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n" + chance.randbytes(1000))
-    attack.say(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nffffffffffffffff\r\n" + chance.randbytes(100))
+    attack.say(
+        b"POST /status.json HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n"
+        + chance.randbytes(1000)
+    )
+    attack.say(
+        b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nffffffffffffffff\r\n"
+        + chance.randbytes(100)
+    )
     attack.say(b"\x16\x03\x01\x02\x00\x01\x00" + chance.randbytes(512))
 
 
@@ -93,11 +100,16 @@ def crowd(attack: Attack, chance: random.Random) -> None:
 
 
 def messages(attack: Attack, chance: random.Random) -> None:
-    """ZeroMQ peers, unknown and known, that send noise, damaged frames, and whole frames of changed messages."""
+    """ZeroMQ peers, unknown and known, that send noise, damaged frames, and whole frames of changed
+    messages."""
     context = zmq.Context()
     try:
         peer = context.socket(zmq.DEALER)
-        for option, value in ((zmq.LINGER, 200), (zmq.SNDTIMEO, int(PATIENCE_S * 1000)), (zmq.RCVTIMEO, int(PATIENCE_S * 1000))):
+        for option, value in (
+            (zmq.LINGER, 200),
+            (zmq.SNDTIMEO, int(PATIENCE_S * 1000)),
+            (zmq.RCVTIMEO, int(PATIENCE_S * 1000)),
+        ):
             peer.setsockopt(option, value)
         peer.connect("tcp://{}:{}".format(*attack.port))
         with suppress(zmq.Again):
@@ -123,7 +135,16 @@ def _strange(run: str, chance: random.Random) -> bytes:
         packed = msgpack.packb(whole)
     except (ValueError, OverflowError):
         packed = b"\x80"
-    frame = bytearray(wrap(packed, run=run, id=f"strange-{chance.randrange(1000)}", epoch="e", group=chance.choice((-1, 0, 7)), token="t"))
+    frame = bytearray(
+        wrap(
+            packed,
+            run=run,
+            id=f"strange-{chance.randrange(1000)}",
+            epoch="e",
+            group=chance.choice((-1, 0, 7)),
+            token="t",
+        )
+    )
     if chance.random() < 0.2:
         frame[chance.randrange(len(frame))] ^= 1 << chance.randrange(8)
     return bytes(frame[: chance.randrange(len(frame))] if chance.random() < 0.2 else frame)

@@ -13,7 +13,7 @@ import pytest
 from protocol.topics import Role
 from services import monitor
 from services.ledger.verify.verifier import verify
-from services.runtime.process import Process, opened
+from services.runtime.process import Process, open_process
 from tests.integration.loop import LiveRun, running, settings_for
 from tests.security.attack import Attack, crowd, garbage, messages
 
@@ -24,7 +24,13 @@ ROUNDS = 2
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 async def test_a_run_goes_on_whatever_comes_to_its_ports(tmp_path: Path) -> None:
-    settings = settings_for(tmp_path / "run", "stragglers.toml", "run.steps=100000", "engine.straggler_share=0.0", "trainer.step_s=0.01")
+    settings = settings_for(
+        tmp_path / "run",
+        "stragglers.toml",
+        "run.steps=100000",
+        "engine.straggler_share=0.0",
+        "trainer.step_s=0.01",
+    )
     async with asyncio.timeout(DEADLINE_S), running(settings) as live, watched(live) as page:
         await until(lambda: version_above(live, 1))
         ports = {**bus_ports(live), **http_ports([*everyone(live), page])}
@@ -38,7 +44,11 @@ async def test_a_run_goes_on_whatever_comes_to_its_ports(tmp_path: Path) -> None
             before = (await live.ledger.status()).version
             await until(lambda: ready(all(attack.failed or attack.rounds >= ROUNDS for attack in attacks)))
             await until(lambda: version_above(live, before + 2))
-            pages = {name: await asyncio.to_thread(fetch, url.geturl()) for name, url in ports.items() if name.startswith("http")}
+            pages = {
+                name: await asyncio.to_thread(fetch, url.geturl())
+                for name, url in ports.items()
+                if name.startswith("http")
+            }
         finally:
             for attack in attacks:
                 attack.stop.set()
@@ -49,7 +59,9 @@ async def test_a_run_goes_on_whatever_comes_to_its_ports(tmp_path: Path) -> None
         await until(lambda: version_above(live, before + 4))
     metrics = "\n".join(pages.values())
     for topic in ("rollouts", "scored", "weights"):
-        counted = re.findall(rf'tether_bus_{topic}_total{{what="(?:malformed|unknown_peer)"}} ([\d.e+]+)', metrics)
+        counted = re.findall(
+            rf'tether_bus_{topic}_total{{what="(?:malformed|unknown_peer)"}} ([\d.e+]+)', metrics
+        )
         assert sum(map(float, counted)) > 0, topic
     result = verify(settings.run_dir / "audit.jsonl")
     assert result.ok, result.violations[:5]
@@ -62,20 +74,27 @@ def everyone(live: LiveRun) -> list[Process]:
 
 def bus_ports(live: LiveRun) -> dict[str, SplitResult]:
     """Every bound socket of the bus."""
-    return {f"bus {topic}": urlsplit(endpoint) for p in everyone(live) for topic, endpoint in p.info.get("endpoints", {}).items()}
+    return {
+        f"bus {topic}": urlsplit(endpoint)
+        for p in everyone(live)
+        for topic, endpoint in p.info.get("endpoints", {}).items()
+    }
 
 
 def http_ports(processes: Sequence[Process]) -> dict[str, SplitResult]:
     """Health and metrics of every process, and the monitor's page."""
     pages = {f"http page {p.incarnation}": urlsplit(p.info["page"]) for p in processes if "page" in p.info}
-    own = {f"http {p.incarnation}": urlsplit(f"http://{p.settings.bus.host}:{p.info['http']}/metrics") for p in processes}
+    own = {
+        f"http {p.incarnation}": urlsplit(f"http://{p.settings.bus.host}:{p.info['http']}/metrics")
+        for p in processes
+    }
     return pages | own
 
 
 @asynccontextmanager
 async def watched(live: LiveRun) -> AsyncIterator[Process]:
     """The monitor of a run."""
-    async with opened(Role.MONITOR, live.settings, "monitor") as process, asyncio.TaskGroup() as tasks:
+    async with open_process(Role.MONITOR, live.settings, "monitor") as process, asyncio.TaskGroup() as tasks:
         tasks.create_task(monitor.serve(process), name="monitor")
         await until(lambda: ready("page" in process.info))
         yield process

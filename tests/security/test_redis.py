@@ -33,7 +33,8 @@ def private(path: Path, text: str, mode: int = 0o600) -> str:
 
 @dataclass
 class Lookout:
-    """Reads the command lines of all processes again and again, and the environments of those that know the run."""
+    """Reads the command lines of all processes again and again, and the environments of those that know the
+    run."""
 
     run_dir: Path
     lines: set[bytes] = field(default_factory=set)
@@ -77,7 +78,9 @@ def test_a_run_over_tls_shows_its_password_nowhere(server: TlsServer, tmp_path: 
     assert "done" in status.stdout, status.stderr
     said = ended.stdout + ended.stderr + status.stdout + status.stderr + tether("verify", str(run_dir)).stdout
     said += tether("status", str(run_dir), TETHER_REDIS_URL=server.url.replace(CORE, f"wrong-{CORE}")).stderr
-    said += tether("up", str(ROOT / "deploy/configs/stragglers.toml"), "--set", f"ledger.url={server.url}").stderr
+    said += tether(
+        "up", str(ROOT / "deploy/configs/stragglers.toml"), "--set", f"ledger.url={server.url}"
+    ).stderr
     assert "refuses this user" in said
     assert "every user can read a command line" in said
     assert CORE not in said
@@ -86,8 +89,14 @@ def test_a_run_over_tls_shows_its_password_nowhere(server: TlsServer, tmp_path: 
     files = [path for path in run_dir.rglob("*") if path.is_file()]
     assert {"settings.json", "audit.jsonl", "trainer.log"} <= {path.name for path in files}
     assert [path.name for path in files if CORE.encode() in path.read_bytes()] == []
-    assert {line.rpartition(" ")[2] for line in lookout.told} >= {"services.trainer", "services.ingest", "services.rollout"}
-    assert not [line for line in lookout.told if "reward.workers.worker" in line or "reward/sandbox/child.py" in line]
+    assert {line.rpartition(" ")[2] for line in lookout.told} >= {
+        "services.trainer",
+        "services.ingest",
+        "services.rollout",
+    }
+    assert not [
+        line for line in lookout.told if "reward.workers.worker" in line or "reward/sandbox/child.py" in line
+    ]
 
 
 @pytest.mark.slow
@@ -100,7 +109,9 @@ def test_the_password_may_come_from_a_file(server: TlsServer, tmp_path: Path) ->
         *(word for option in options for word in ("--set", option)), seconds=600, TETHER_REDIS_URL=server.bare_url,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr[-2000:]
-    assert [file.name for file in run_dir.rglob("*") if file.is_file() and CORE.encode() in file.read_bytes()] == []
+    assert [
+        file.name for file in run_dir.rglob("*") if file.is_file() and CORE.encode() in file.read_bytes()
+    ] == []
 
 
 async def test_strangers_are_refused_and_told_without_the_password(server: TlsServer) -> None:

@@ -1,4 +1,5 @@
-"""Code that tries to get out of the sandbox, by the ways there are. What needs the kernel's help is skipped where it does not give it."""
+"""Code that tries to get out of the sandbox, by the ways there are. What needs the kernel's help is skipped
+where it does not give it."""
 
 import os
 import socket
@@ -134,7 +135,8 @@ def test_other_processes_are_not_touched(isolation: frozenset[str]) -> None:
     all_fail([
         f"os.kill({ours}, 0)",
         f"os.kill({os.getppid()}, signal.SIGKILL)",
-        "os.kill(os.getppid(), signal.SIGKILL); os.kill(1, signal.SIGKILL); raise OSError",  # no effect on the first of a namespace
+        # no effect on the first of a namespace
+        "os.kill(os.getppid(), signal.SIGKILL); os.kill(1, signal.SIGKILL); raise OSError",
         f"assert libc.ptrace(16, {ours}, 0, 0) == 0",
         "assert libc.ptrace(16, os.getppid(), 0, 0) == 0",
         f"assert libc.process_vm_readv({ours}, None, 0, None, 0, 0) >= 0",
@@ -180,6 +182,12 @@ def test_a_machine_that_offers_less_is_told_once(capsys: pytest.CaptureFixture[s
 
 
 def test_the_interpreter_is_isolated() -> None:
-    """The code's own directory and the user's packages are not on the path that the sandbox itself starts with."""
-    flags = run("", "assert sys.flags.isolated", f"assert {os.getcwd()!r} not in sys.path", f"assert sys.executable == {sys.executable!r}")
+    """The code's own directory and the user's packages are not on the path that the sandbox itself starts
+    with."""
+    flags = run(
+        "",
+        "assert sys.flags.isolated",
+        f"assert {os.getcwd()!r} not in sys.path",
+        f"assert sys.executable == {sys.executable!r}",
+    )
     assert flags.passed == {0, 1, 2}

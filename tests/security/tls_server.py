@@ -1,4 +1,5 @@
-"""A real redis-server that speaks TLS only and knows one user by an ACL file, with certificates made for it."""
+"""A real redis-server that speaks TLS only and knows one user by an ACL file, with certificates made for
+it."""
 
 import datetime
 import ipaddress
@@ -80,7 +81,8 @@ def tls_server(directory: Path) -> Iterator[TlsServer]:
 
 
 def certificates(directory: Path) -> Path:
-    """A certificate authority and a server certificate for 127.0.0.1 in `directory`; the path of the former."""
+    """A certificate authority and a server certificate for 127.0.0.1 in `directory`; the path of the
+    former."""
     directory.mkdir(parents=True, exist_ok=True)
     ca_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "tether test authority")])
@@ -91,7 +93,9 @@ def certificates(directory: Path) -> Path:
     (directory / "ca.crt").write_bytes(ca.public_bytes(serialization.Encoding.PEM))
     (directory / "server.crt").write_bytes(server.public_bytes(serialization.Encoding.PEM))
     (directory / "server.pem").write_bytes(
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+        key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
     )
     return directory / "ca.crt"
 
@@ -106,5 +110,7 @@ def _certificate(
     now = datetime.datetime.now(datetime.UTC)
     critical = isinstance(extension, x509.BasicConstraints)
     builder = x509.CertificateBuilder(issuer, subject, key.public_key(), x509.random_serial_number())
-    builder = builder.not_valid_before(now - datetime.timedelta(days=1)).not_valid_after(now + datetime.timedelta(days=2))
+    builder = builder.not_valid_before(now - datetime.timedelta(days=1)).not_valid_after(
+        now + datetime.timedelta(days=2)
+    )
     return builder.add_extension(extension, critical=critical).sign(signer, hashes.SHA256())

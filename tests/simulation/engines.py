@@ -1,4 +1,5 @@
-"""Simulated engines: they lease groups, generate for heavy-tailed times while weights come in, die without a word and come back."""
+"""Simulated engines: they lease groups, generate for heavy-tailed times while weights come in, die without a
+word and come back."""
 
 import math
 import random
@@ -36,11 +37,19 @@ class Engine:
 class Fleet:
     """All engines of a run. `on_scored` is told of every group that was accepted."""
 
-    def __init__(self, scenario: Scenario, ledger: Watched, random_: random.Random, now: Callable[[], int], schedule: Schedule) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        ledger: Watched,
+        random_: random.Random,
+        now: Callable[[], int],
+        schedule: Schedule,
+    ) -> None:
         self.scenario, self.ledger, self.random = scenario, ledger, random_
         self._now, self._schedule = now, schedule
         self.engines = [
-            Engine(n, scenario.slowness if n < scenario.slow_engines else 1.0, free=scenario.slots) for n in range(scenario.engines)
+            Engine(n, scenario.slowness if n < scenario.slow_engines else 1.0, free=scenario.slots)
+            for n in range(scenario.engines)
         ]
         self.epoch, self.version = "", 0
         self.counts: Counter[str] = Counter()
@@ -59,7 +68,10 @@ class Fleet:
             self._poll_later(engine)
 
     def _later_apply(self, engine: Engine) -> None:
-        life, delay = engine.life, self.scenario.apply_ms * engine.slowness * self.random.lognormvariate(0, 0.7)
+        life, delay = (
+            engine.life,
+            self.scenario.apply_ms * engine.slowness * self.random.lognormvariate(0, 0.7),
+        )
 
         async def apply() -> None:
             if engine.alive and engine.life == life:

@@ -23,7 +23,8 @@ class _Answer:
 
 
 class Pipeline:
-    """Stands where `RedisLedger` has its connection. A call made by `begin` waits for `flush`, which checks its outcome."""
+    """Stands where `RedisLedger` has its connection. A call made by `begin` waits for `flush`, which checks
+    its outcome."""
 
     def __init__(self, url: str) -> None:
         self._client = redis.Redis.from_url(url)
@@ -71,7 +72,9 @@ class Pipeline:
         calls, self._commands, self._answers, self._calls = self._calls, [], [], []
         for label, call, expected in calls:
             answered = _finish(call)
-            same = answered.reason == expected.reason if _refusals(answered, expected) else answered == expected
+            same = (
+                answered.reason == expected.reason if _refusals(answered, expected) else answered == expected
+            )
             assert same, f"{label}: {expected} in memory, {answered} on the server"
 
     async def close(self) -> None:

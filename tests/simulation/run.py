@@ -48,12 +48,19 @@ def main() -> int:
     """Exit code 1 if there is any violation."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--groups", type=int, default=10_000)
-    parser.add_argument("--ledger", choices=["memory", "redis"], default="memory", help="redis: the same decisions on a server too")
+    parser.add_argument(
+        "--ledger",
+        choices=["memory", "redis"],
+        default="memory",
+        help="redis: the same decisions on a server too",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--policy", type=Policy, default=Policy.MASK)
     parser.add_argument("--max-staleness", type=int, default=1)
     parser.add_argument("--groups-per-step", type=int, default=8)
-    parser.add_argument("--policy-changes", action="store_true", help="change the policy too, not only E and B")
+    parser.add_argument(
+        "--policy-changes", action="store_true", help="change the policy too, not only E and B"
+    )
     parser.add_argument("--server", default="", help="binary of the server; empty: the embedded one")
     arguments = vars(parser.parse_args())
     ledger, server = arguments.pop("ledger"), arguments.pop("server")

@@ -1,4 +1,5 @@
-"""The bound in virtual time: heavy-tailed generation, slow and dying engines, crashes and rewinds of the trainer, changes of the bound."""
+"""The bound in virtual time: heavy-tailed generation, slow and dying engines, crashes and rewinds of the
+trainer, changes of the bound."""
 
 import pytest
 
@@ -41,7 +42,9 @@ async def test_no_trained_token_is_over_the_bound_when_much_goes_wrong() -> None
     scenario = Scenario(groups=1500, seed=2, max_staleness=2, groups_per_step=4, policy=Policy.WAIT, **ROUGH)
     outcome = await simulate(scenario)
     check(scenario, outcome)
-    assert min(outcome.counts[what] for what in ("deaths", "rewinds", "changes", "late", "lost", "failed")) > 0
+    assert (
+        min(outcome.counts[what] for what in ("deaths", "rewinds", "changes", "late", "lost", "failed")) > 0
+    )
 
 
 async def test_the_server_decides_as_the_oracle_does(valkey_url: str) -> None:

@@ -1,4 +1,5 @@
-"""A ledger under simulation: every call may be repeated, every event is verified as it comes, two ledgers may be compared."""
+"""A ledger under simulation: every call may be repeated, every event is verified as it comes, two ledgers may
+be compared."""
 
 import random
 from collections import Counter
@@ -79,10 +80,12 @@ class Watched:
 
 
 class Twins(Watched):
-    """The oracle and the ledger on a server, which must decide alike in every call. The oracle's clock rules: a lease that runs out in
-    a call is put into the past on the server before the same call is made there."""
+    """The oracle and the ledger on a server, which must decide alike in every call. The oracle's clock rules:
+    a lease that runs out in a call is put into the past on the server before the same call is made there."""
 
-    def __init__(self, clock: Callable[[], int], random_: random.Random, repeat_share: float, url: str, run: str) -> None:
+    def __init__(
+        self, clock: Callable[[], int], random_: random.Random, repeat_share: float, url: str, run: str
+    ) -> None:
         super().__init__(clock, random_, repeat_share)
         self._pipeline = Pipeline(url)
         self._server = RedisLedger(self._pipeline, run, tokens=self._token)  # type: ignore[arg-type]
@@ -91,7 +94,9 @@ class Twins(Watched):
         before = self.memory.book.sequence if name != "create" else 0
         expected = await super().once(name, arguments, named)
         new, log = self.memory.book.sequence - before, self.memory.book.log
-        self._expire([log[i]["group"] for i in range(len(log) - new, len(log)) if log[i]["event"] == "expire"])
+        self._expire(
+            [log[i]["group"] for i in range(len(log) - new, len(log)) if log[i]["event"] == "expire"]
+        )
         if name == "lease":
             named = {**named, "lease_ms": DAY_MS}
         elif name == "extend":

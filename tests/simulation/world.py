@@ -1,4 +1,5 @@
-"""A run in virtual time: a queue of events, the fleet of engines, and one trainer that steps, crashes, rewinds and changes the bound."""
+"""A run in virtual time: a queue of events, the fleet of engines, and one trainer that steps, crashes,
+rewinds and changes the bound."""
 
 import heapq
 import itertools
@@ -59,7 +60,9 @@ class World:
 
     def beside(self, url: str, run: str) -> None:
         """Let a ledger on the server at `url` make the same decisions."""
-        self.ledger = Twins(lambda: self.now, random.Random(self.scenario.seed + 1), self.scenario.repeat_share, url, run)
+        self.ledger = Twins(
+            lambda: self.now, random.Random(self.scenario.seed + 1), self.scenario.repeat_share, url, run
+        )
 
     def schedule(self, delay_ms: float, action: Action) -> None:
         """Do something later."""
@@ -78,7 +81,9 @@ class World:
         while not self.over:
             self.now, _, action = heapq.heappop(self._queue)
             await action()
-            assert self.now - self.last_step < _QUIET_MS, f"no step for a week: {await self.ledger.memory.status()}"
+            assert self.now - self.last_step < _QUIET_MS, (
+                f"no step for a week: {await self.ledger.memory.status()}"
+            )
         audit = await self.ledger.result()
         status = await self.ledger.memory.status()
         assert (audit.issued, audit.trained, audit.dropped) == (status.issued, status.trained, status.dropped)
@@ -87,7 +92,8 @@ class World:
             self.now / 3_600_000, time.monotonic() - began,
         )  # fmt: skip
 
-    # -- the trainer -------------------------------------------------------------------------------------------------
+    # -- the trainer
+    # -------------------------------------------------------------------------------------------------
     async def new_epoch(self, version: int, digest: int) -> None:
         """A trainer starts at `version`, with weights of `digest`."""
         self.epoch, self.epochs, self.running = f"e{self.epochs}", self.epochs + 1, None
@@ -144,7 +150,9 @@ class World:
                 self.lags[lag(taken.step, version)] += n
         digest = self.epochs * _FOREVER + taken.step + 1
         report = b"%d" % taken.step
-        self.version = await self.ledger.call("commit", epoch, taken.step, trained, digest=digest, report=report, manifest=b"%d" % digest)
+        self.version = await self.ledger.call(
+            "commit", epoch, taken.step, trained, digest=digest, report=report, manifest=b"%d" % digest
+        )
         self.running, self.last_step, self.digests[self.version] = None, self.now, digest
         self.counts["commits"] += 1
         if self.version % self.scenario.checkpoint_steps == 0:
@@ -157,7 +165,8 @@ class World:
         await self.take()
 
     async def crash(self) -> None:
-        """The trainer dies in its step; the next one has the same weights, or goes back to an older version."""
+        """The trainer dies in its step; the next one has the same weights, or goes back to an older
+        version."""
         self.counts["crashes"] += 1
         version = self.version
         if self.random.random() < self.scenario.rewind_share:

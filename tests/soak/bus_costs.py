@@ -1,6 +1,8 @@
-"""CPU of the bus: of one message from end to end, of one heartbeat, of telling one engine of a version, and of sharing a window.
+"""CPU of the bus: of one message from end to end, of one heartbeat, of telling one engine of a version, and
+of sharing a window.
 
-Both ends run in this process, so a figure holds what sender, receiver and ZeroMQ's threads do together; half of it is each end's.
+Both ends run in this process, so a figure holds what sender, receiver and ZeroMQ's threads do together; half
+of it is each end's.
 """
 
 import asyncio
@@ -36,7 +38,14 @@ def small_rollout(samples: int = 2, tokens: int = 8) -> Rollout:
 
 async def message_micros(count: int) -> float:
     """One small rollout: sent, received, acknowledged."""
-    topic = Topic(ROLLOUTS.name, Role.ROLLOUT, Role.REWARD, binds=Role.REWARD, pattern=ROLLOUTS.pattern, carries=(Rollout,))
+    topic = Topic(
+        ROLLOUTS.name,
+        Role.ROLLOUT,
+        Role.REWARD,
+        binds=Role.REWARD,
+        pattern=ROLLOUTS.pattern,
+        carries=(Rollout,),
+    )
     async with Receiver(topic, run=RUN, incarnation="receiver", config=BusConfig()) as receiver:
 
         async def discover() -> dict[str, str]:
@@ -46,7 +55,9 @@ async def message_micros(count: int) -> float:
             while True:
                 receiver.ack(await receiver.receive())
 
-        async with Sender(topic, run=RUN, incarnation="sender", role=Role.ROLLOUT, config=BusConfig(), discover=discover) as sender:
+        async with Sender(
+            topic, run=RUN, incarnation="sender", role=Role.ROLLOUT, config=BusConfig(), discover=discover
+        ) as sender:
             async with asyncio.TaskGroup() as tasks:
                 taking = tasks.create_task(take_loop())
                 message = small_rollout()
@@ -114,7 +125,7 @@ async def heartbeat_micros(senders: int, seconds: float) -> float:
         crowd = Crowd(receiver.endpoint, senders)
         try:
             async with asyncio.timeout(600):
-                while len(receiver._peers.who()) < senders:  # noqa: ASYNC110 (a plain method)
+                while len(receiver._peers.snapshot()) < senders:  # noqa: ASYNC110 (a plain method)
                     await asyncio.sleep(0.05)
             crowd.drain()
             before, sent = time.process_time(), receiver.stats.bytes_out

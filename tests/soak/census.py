@@ -1,4 +1,5 @@
-"""How many things live in this process: what grows here without end is a leak, however little memory it takes yet."""
+"""How many things live in this process: what grows here without end is a leak, however little memory it takes
+yet."""
 
 import ctypes
 import gc
@@ -13,7 +14,18 @@ class _Mallinfo(ctypes.Structure):
 
     _fields_ = [
         (name, ctypes.c_size_t)
-        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
     ]
 
 
@@ -21,8 +33,8 @@ _LIBC.mallinfo2.restype = _Mallinfo
 
 
 def census() -> dict[str, int]:
-    """Blocks that Python's allocator has given out (each object of up to 512 bytes is one at least), open descriptors, and the C library's
-    bytes: `malloc` in use, `malloc_free` kept for later.
+    """Blocks that Python's allocator has given out (each object of up to 512 bytes is one at least), open
+    descriptors, and the C library's bytes: `malloc` in use, `malloc_free` kept for later.
 
     `gc.get_objects` would tell more, but a tuple that another thread is building must not be seen by anybody.
     """

@@ -1,4 +1,5 @@
-"""All costs in one go, and what they mean for a run of many workers: `python -m tests.soak.costs [--soak runs/soak.json]`."""
+"""All costs in one go, and what they mean for a run of many workers: `python -m tests.soak.costs [--soak
+runs/soak.json]`."""
 
 import argparse
 import json
@@ -80,7 +81,9 @@ def costs_of(measured: Measured, soak: Mapping[str, Any] | None) -> Costs:
     ingest = soak["cores"]["ingest"] / soak["groups_per_s"] * 1e6 if soak else INGEST_GROUP
     half = measured.message / 2
     return Costs(
-        ledger_group=sum(ledger[name] for name in ("lease", "accept", "take, per group", "commit, per group")),
+        ledger_group=sum(
+            ledger[name] for name in ("lease", "accept", "take, per group", "commit, per group")
+        ),
         ledger_refused=ledger["lease refused"],
         ledger_register=ledger["register"],
         ledger_look=max(ledger["endpoints"], ledger["head"]),
@@ -113,14 +116,21 @@ def measured_costs(soak: Mapping[str, Any] | None, *, quick: bool = False) -> di
     """Measure and project, as plain data."""
     measured = uvloop.run(measure(quick=quick))
     costs = costs_of(measured, soak)
-    found = {"load_average": os.getloadavg(), "measured": asdict(measured), "costs": asdict(costs), "projection": projection(costs)}
+    found = {
+        "load_average": os.getloadavg(),
+        "measured": asdict(measured),
+        "costs": asdict(costs),
+        "projection": projection(costs),
+    }
     plain: dict[str, Any] = json.loads(json.dumps(found))
     return plain
 
 
 def main() -> None:
     """Measure, project, print JSON, and write it with `--out`."""
-    parser = argparse.ArgumentParser(description="What one group, one worker and one version cost, and a projection to 10,000 workers.")
+    parser = argparse.ArgumentParser(
+        description="What one group, one worker and one version cost, and a projection to 10,000 workers."
+    )
     parser.add_argument("--soak", type=Path, help="the JSON of a soak, for the ingest's cost")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--quick", action="store_true", help="to see that it works")

@@ -1,8 +1,10 @@
-"""Many rollout and reward workers in one process: the real services, each a task with a `Process`, sockets and an engine of its own.
+"""Many rollout and reward workers in one process: the real services, each a task with a `Process`, sockets
+and an engine of its own.
 
     python -m tests.soak.fleet NAME ROLLOUTS REWARDS
 
-Reads the settings as a service does, runs until SIGTERM, and leaves RUN_DIR/census/NAME.jsonl: how many things live in the process.
+Reads the settings as a service does, runs until SIGTERM, and leaves RUN_DIR/census/NAME.jsonl: how many
+things live in the process.
 """
 
 import asyncio
@@ -19,7 +21,7 @@ import uvloop
 
 from protocol.topics import Role
 from services import reward, rollout
-from services.runtime.process import Process, configure_logging, opened
+from services.runtime.process import Process, configure_logging, open_process
 from services.settings.load import load_settings
 from services.settings.sections import Settings
 from tests.soak.census import census
@@ -44,12 +46,17 @@ class Fleet:
             for role, count in ((Role.REWARD, rewards), (Role.ROLLOUT, rollouts)):
                 for index in range(count):
                     up = asyncio.Event()
-                    started[role].append(tasks.create_task(self._work(role, f"{role}.{self._name}.{index}", SERVE[role], up)))
-                    await up.wait()  # one at a time: loading a tokenizer patches transformers for the whole process
+                    started[role].append(
+                        tasks.create_task(self._work(role, f"{role}.{self._name}.{index}", SERVE[role], up))
+                    )
+                    await (
+                        up.wait()
+                    )  # one at a time: loading a tokenizer patches transformers for the whole process
                     if stop.is_set():
                         break
             gc.collect()
-            gc.freeze()  # looking again and again through all that is loaded stops every worker here at once, for a second
+            # looking again and again through all that is loaded stops every worker here at once, for a second
+            gc.freeze()
             counting = tasks.create_task(self._census_loop())
             await stop.wait()
             counting.cancel()
@@ -59,8 +66,10 @@ class Fleet:
                 if started[role]:
                     await asyncio.wait(started[role])
 
-    async def _work(self, role: Role, name: str, serve: Callable[[Process], Coroutine[Any, Any, None]], up: asyncio.Event) -> None:
-        async with opened(role, self._settings, name) as process:
+    async def _work(
+        self, role: Role, name: str, serve: Callable[[Process], Coroutine[Any, Any, None]], up: asyncio.Event
+    ) -> None:
+        async with open_process(role, self._settings, name) as process:
             self._processes[role].append(process)
             async with asyncio.TaskGroup() as tasks:
                 heartbeat = tasks.create_task(process.heartbeat_loop())

@@ -1,6 +1,8 @@
-"""CPU of the ledger's server for each kind of call, with 10, 1,000 and 10,000 processes, engines and active groups on it.
+"""CPU of the ledger's server for each kind of call, with 10, 1,000 and 10,000 processes, engines and active
+groups on it.
 
-What grows with their number and is called often is a fault; what is called once a step, or by people, may grow.
+What grows with their number and is called often is a fault; what is called once a step, or by people, may
+grow.
 """
 
 import asyncio
@@ -20,14 +22,25 @@ from services.ledger.redis.ledger import RedisLedger
 
 EPOCH = "epoch-1"
 BATCH = 32
-INFO = {"name": "rollout.0", "pid": 1, "host": "host-1", "started": 1.7e9, "http": 40000, "engine": "scripted", "version": 3, "busy_s": 1.0}
+INFO = {
+    "name": "rollout.0",
+    "pid": 1,
+    "host": "host-1",
+    "started": 1.7e9,
+    "http": 40000,
+    "engine": "scripted",
+    "version": 3,
+    "busy_s": 1.0,
+}
 INFO["waits"] = {"a lease: bound": 0.1} | {f"acknowledgement of group {group}": 0.2 for group in range(8)}
 Call = Callable[[int], Awaitable[object]]
 
 
 def server_cpu_s(pid: int) -> float:
     """CPU seconds of all threads of a process, to the nanosecond."""
-    return sum(int(path.read_text().split()[0]) for path in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
+    return (
+        sum(int(path.read_text().split()[0]) for path in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
+    )
 
 
 class Crowd:
@@ -41,7 +54,9 @@ class Crowd:
         """Create the run and let everybody come; rule F has room for exactly these leases."""
         ledger, size = self._ledger, self._size
         bound = Bound(0, size, Policy.MASK)
-        await ledger.create(RunSpec(run=ledger.run, fingerprint="costs", prompts=None, steps=1 << 30, bound=bound))
+        await ledger.create(
+            RunSpec(run=ledger.run, fingerprint="costs", prompts=None, steps=1 << 30, bound=bound)
+        )
         await ledger.claim(EPOCH)
         await ledger.resume(EPOCH, 0, 1)
         await self.many(size, self._register)
@@ -77,7 +92,9 @@ class Crowd:
             "head": await self.micros(count, lambda _: ledger.head()),
             "manifest": await self.micros(count, lambda _: ledger.manifest()),
             "lease refused": await self.micros(count, self._refused),
-            "extend": await self.micros(count, lambda index: ledger.extend(index % size, self._tokens[index % size], 600_000)),
+            "extend": await self.micros(
+                count, lambda index: ledger.extend(index % size, self._tokens[index % size], 600_000)
+            ),
             "status": await self.micros(few, lambda _: ledger.status()),
             "peers": await self.micros(few, lambda _: ledger.peers()),
         }
@@ -108,8 +125,14 @@ class Crowd:
         return found
 
     async def _register(self, index: int) -> None:
-        info = INFO | ({"endpoints": {"rollouts": f"tcp://127.0.0.1:{index}"}} if index % self._size < max(1, self._size // 25) else {})
-        await self._ledger.register(Peer(Role.ROLLOUT, f"rollout.{index % self._size}.0a1b2c3d", info), 3_600_000)
+        info = INFO | (
+            {"endpoints": {"rollouts": f"tcp://127.0.0.1:{index}"}}
+            if index % self._size < max(1, self._size // 25)
+            else {}
+        )
+        await self._ledger.register(
+            Peer(Role.ROLLOUT, f"rollout.{index % self._size}.0a1b2c3d", info), 3_600_000
+        )
 
     async def _lease(self, index: int) -> None:
         engine = f"engine.{index % self._size}"
@@ -124,7 +147,9 @@ class Crowd:
         raise AssertionError("there should be no room")
 
 
-async def measure_ledger(url: str, pid: int, sizes: tuple[int, ...], count: int) -> dict[int, dict[str, float]]:
+async def measure_ledger(
+    url: str, pid: int, sizes: tuple[int, ...], count: int
+) -> dict[int, dict[str, float]]:
     """Microseconds of the server for each kind of call, by size of the crowd."""
     found = {}
     for size, number in zip(sizes, itertools.count()):

@@ -1,4 +1,5 @@
-"""What a run looks like from outside: memory and CPU of its processes, the ledger's memory and keys, groups by state."""
+"""What a run looks like from outside: memory and CPU of its processes, the ledger's memory and keys, groups
+by state."""
 
 import time
 from collections.abc import Mapping
@@ -11,7 +12,19 @@ import redis
 from services.ledger.redis.keys import NAMES, Keys
 
 IO_THREADS = ("ZMQbg/IO/", "ZMQbg/Reaper")
-GROUP_KEYS = ("groups", "waiting", "leases", "live", "expired", "scored", "fresh", "taken", "trained", "dropped", "requests")
+GROUP_KEYS = (
+    "groups",
+    "waiting",
+    "leases",
+    "live",
+    "expired",
+    "scored",
+    "fresh",
+    "taken",
+    "trained",
+    "dropped",
+    "requests",
+)
 """Keys of the ledger that hold something for each group."""
 
 
@@ -25,9 +38,12 @@ class Probe:
         self._run_dir = run_dir
 
     def sample(self) -> dict[str, Any]:
-        """Everything that is cheap to look at: `rss` (bytes) and `cpu` (seconds so far) by process, the ledger's counters."""
+        """Everything that is cheap to look at: `rss` (bytes) and `cpu` (seconds so far) by process, the
+        ledger's counters."""
         memory, stats = self._redis.info("memory"), self._redis.info("commandstats")
-        run = {key.decode(): value.decode() for key, value in self._redis.hgetall(self._keys.of("run")).items()}
+        run = {
+            key.decode(): value.decode() for key, value in self._redis.hgetall(self._keys.of("run")).items()
+        }
         return {
             "time": time.time(),
             "rss": {name: process.memory_info().rss for name, process in self._processes.items()},
@@ -37,7 +53,10 @@ class Probe:
             "keys": self._redis.dbsize(),
             "sizes": self._sizes(),
             "calls": {name.removeprefix("cmdstat_"): row["calls"] for name, row in stats.items()},
-            **{name: int(run[name]) for name in ("version", "issued", "trained", "dropped", "sequence", "checkpoint")},
+            **{
+                name: int(run[name])
+                for name in ("version", "issued", "trained", "dropped", "sequence", "checkpoint")
+            },
             "files": self._files(),
         }
 
@@ -65,8 +84,17 @@ class Probe:
 
     def _files(self) -> dict[str, int]:
         """Bytes of what the run writes."""
-        paths = {"spool": "spool.sqlite", "spool_wal": "spool.sqlite-wal", "audit": "audit.jsonl", "metrics": "metrics.jsonl"}
-        return {name: path.stat().st_size for name, file in paths.items() if (path := self._run_dir / file).exists()}
+        paths = {
+            "spool": "spool.sqlite",
+            "spool_wal": "spool.sqlite-wal",
+            "audit": "audit.jsonl",
+            "metrics": "metrics.jsonl",
+        }
+        return {
+            name: path.stat().st_size
+            for name, file in paths.items()
+            if (path := self._run_dir / file).exists()
+        }
 
 
 def _cpu_s(process: psutil.Process) -> float:

@@ -1,7 +1,8 @@
 """From the cost of one group, one worker and one version to what a run of many workers needs. Pure.
 
-Legend: a cost is CPU microseconds on the one core that a part can use (the ledger's server, the ingest's and the trainer's event loop, each
-reward worker's event loop). Parts that scale out have their number in the load.
+Legend: a cost is CPU microseconds on the one core that a part can use (the ledger's server, the ingest's and
+the trainer's event loop, each reward worker's event loop). Parts that scale out have their number in the
+load.
 """
 
 from collections.abc import Callable, Mapping
@@ -59,7 +60,8 @@ class Load:
 
 
 def cores(costs: Costs, load: Load) -> dict[str, float]:
-    """Share of its one core that each part needs; above 1 it cannot keep up. `reward` is one reward worker of `load.rewards`."""
+    """Share of its one core that each part needs; above 1 it cannot keep up. `reward` is one reward worker of
+    `load.rewards`."""
     processes = load.workers + load.rewards
     groups = load.groups_per_worker_s * load.workers
     versions = load.versions_per_s * load.workers
@@ -68,10 +70,14 @@ def cores(costs: Costs, load: Load) -> dict[str, float]:
         "ledger: groups": groups * costs.ledger_group,
         "ledger: leases refused": load.workers * load.refused_per_worker_s * costs.ledger_refused,
         "ledger: registry and news": processes * costs.ledger_register / load.register_s
-        + (load.workers * (2 / load.look_s + 1 / load.head_s) + load.rewards / load.look_s) * costs.ledger_look,
+        + (load.workers * (2 / load.look_s + 1 / load.head_s) + load.rewards / load.look_s)
+        * costs.ledger_look,
         "ledger: versions": versions * (costs.ledger_applied + costs.ledger_manifest),
-        "ingest": groups * costs.ingest_group + versions * costs.ingest_applied + load.rewards * beats * costs.heartbeat,
-        "trainer loop": versions * (costs.trainer_answer + costs.trainer_listed) + load.workers * beats * costs.heartbeat,
+        "ingest": groups * costs.ingest_group
+        + versions * costs.ingest_applied
+        + load.rewards * beats * costs.heartbeat,
+        "trainer loop": versions * (costs.trainer_answer + costs.trainer_listed)
+        + load.workers * beats * costs.heartbeat,
         "reward": groups / load.rewards * costs.reward_group + load.workers * beats * costs.heartbeat,
     }
     return {name: microseconds * MICRO for name, microseconds in needed.items()}
@@ -87,7 +93,8 @@ def parts(needed: Mapping[str, float]) -> dict[str, float]:
 
 
 def saturation(costs: Costs, load: Load, workers_per_reward: int) -> tuple[str, int]:
-    """The part that needs its whole core first as workers are added (reward workers with them), and the most workers that it can serve."""
+    """The part that needs its whole core first as workers are added (reward workers with them), and the most
+    workers that it can serve."""
 
     def worst(workers: int) -> tuple[float, str]:
         scaled = replace(load, workers=workers, rewards=max(1, workers // workers_per_reward))

@@ -24,14 +24,22 @@ def report(
     groups = last["trained"] - first["trained"]
     slopes = rss_slopes(samples)
     found = misplaced(log)
-    failures = [f"{name}: memory grows by {slope:.2f} MB/min" for name, slope in slopes.items() if slope >= SLOPE_LIMIT_MB_PER_MIN]
+    failures = [
+        f"{name}: memory grows by {slope:.2f} MB/min"
+        for name, slope in slopes.items()
+        if slope >= SLOPE_LIMIT_MB_PER_MIN
+    ]
     failures += [f"violation: {text}" for text in audit.violations[:5]]
     if found["doubled"]:
         failures.append(f"groups with two ends: {found['doubled'][:5]}")
     if found["held"]:
         failures.append(f"groups that nobody has handed back: {found['held'][:5]}")
-    if status.issued != status.trained + status.dropped + status.active or status.active != len(found["open"]):
-        failures.append(f"issued {status.issued}, trained {status.trained}, dropped {status.dropped}, active {status.active}")
+    if status.issued != status.trained + status.dropped + status.active or status.active != len(
+        found["open"]
+    ):
+        failures.append(
+            f"issued {status.issued}, trained {status.trained}, dropped {status.dropped}, active {status.active}"
+        )
     if groups <= 0:
         failures.append("no group was trained")
     calls = {name: last["calls"].get(name, 0) - first["calls"].get(name, 0) for name in last["calls"]}
@@ -54,10 +62,19 @@ def report(
         "rss_slope_mb_per_min": {name: round(slope, 3) for name, slope in slopes.items()},
         "cores": {name: round(share, 4) for name, share in cpu_shares(samples).items()},
         "zmq_thread_cores": _io_cores(io_cpu_s),
-        "ledger_calls_per_s": {name: round(n / seconds, 1) for name, n in sorted(calls.items(), key=lambda c: -c[1]) if n / seconds >= 0.5},
+        "ledger_calls_per_s": {
+            name: round(n / seconds, 1)
+            for name, n in sorted(calls.items(), key=lambda c: -c[1])
+            if n / seconds >= 0.5
+        },
         "ledger_keys": [min(s["keys"] for s in samples), max(s["keys"] for s in samples)],
-        "ledger_mb": [round(min(s["ledger_bytes"] for s in samples) / 1e6, 2), round(max(s["ledger_bytes"] for s in samples) / 1e6, 2)],
-        "ledger_sizes": {name: [min(_sizes(samples, name)), max(_sizes(samples, name))] for name in last["sizes"]},
+        "ledger_mb": [
+            round(min(s["ledger_bytes"] for s in samples) / 1e6, 2),
+            round(max(s["ledger_bytes"] for s in samples) / 1e6, 2),
+        ],
+        "ledger_sizes": {
+            name: [min(_sizes(samples, name)), max(_sizes(samples, name))] for name in last["sizes"]
+        },
         "ledger_bytes_per_group": [round(size / max(count, 1)) for size, count in group_bytes][-1],
         "files_mb": {name: round(size / 1e6, 2) for name, size in last["files"].items()},
         "load_average": [round(load, 2) for load in os.getloadavg()],
@@ -74,4 +91,6 @@ def _io_cores(io_cpu_s: Sequence[dict[str, float]]) -> dict[str, float]:
         return {}
     first, last = io_cpu_s[len(io_cpu_s) // 3], io_cpu_s[-1]
     seconds = last["time"] - first["time"]
-    return {name: round((last[name] - first[name]) / max(seconds, 1e-9), 4) for name in last if name != "time"}
+    return {
+        name: round((last[name] - first[name]) / max(seconds, 1e-9), 4) for name in last if name != "time"
+    }

@@ -26,7 +26,7 @@ from services.ledger.embedded_server import EmbeddedServer
 from services.ledger.event_log.archiver import FILE, Archiver, verify
 from services.ledger.redis.ledger import RedisLedger
 from services.prepare import prepare
-from services.runtime.process import connected
+from services.runtime.process import open_ledger
 from services.settings.load import dump_settings
 from services.settings.sections import Settings
 from tests.integration.loop import ROOT, settings_for
@@ -65,7 +65,11 @@ class Soak:
 
     def start(self, name: str, *arguments: str) -> None:
         """Start a process of the run; its log is RUN_DIR/logs/NAME.log."""
-        run = {"TETHER_CONFIG": str(self.settings.run_dir / "settings.json"), "TETHER_REDIS_URL": self._server.url, "TETHER_INSTANCE": name}
+        run = {
+            "TETHER_CONFIG": str(self.settings.run_dir / "settings.json"),
+            "TETHER_REDIS_URL": self._server.url,
+            "TETHER_INSTANCE": name,
+        }
         with (self.settings.run_dir / "logs" / f"{name}.log").open("wb") as log:
             self.processes[name] = Popen(
                 [sys.executable, "-m", *arguments], cwd=ROOT, env={**os.environ, **ALLOCATOR, **run}, stdin=DEVNULL, stdout=log,
@@ -101,7 +105,9 @@ class Soak:
                 self.samples.append(sample)
                 if len(self.samples) % 6 == 1:
                     self.io_cpu_s.append({"time": time.time(), **await asyncio.to_thread(probe.io_cpu_s)})
-                    self.group_bytes.append((await asyncio.to_thread(probe.group_bytes), sample["sizes"].get("groups", 0)))
+                    self.group_bytes.append(
+                        (await asyncio.to_thread(probe.group_bytes), sample["sizes"].get("groups", 0))
+                    )
                     _say(sample)
                 await asyncio.sleep(max(0.0, min(SAMPLE_S, end - time.monotonic())))
         finally:
@@ -138,7 +144,11 @@ class Soak:
 
 def _say(sample: Mapping[str, Any]) -> None:
     rss = " ".join(f"{name} {size / 1e6:.0f}" for name, size in sample["rss"].items())
-    print(f"soak: version {sample['version']} issued {sample['issued']} trained {sample['trained']} MB: {rss}", file=sys.stderr, flush=True)
+    print(
+        f"soak: version {sample['version']} issued {sample['issued']} trained {sample['trained']} MB: {rss}",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 @asynccontextmanager
@@ -150,7 +160,9 @@ async def soaking(settings: Settings, rollouts: int, rewards: int) -> AsyncItera
     await server.start()
     try:
         dump_settings(settings, settings.run_dir / "settings.json")
-        async with connected(dataclasses.replace(settings, ledger=dataclasses.replace(settings.ledger, url=server.url))) as ledger:
+        async with open_ledger(
+            dataclasses.replace(settings, ledger=dataclasses.replace(settings.ledger, url=server.url))
+        ) as ledger:
             await ledger.create(spec)
             soak = Soak(settings, ledger, server)
             try:
@@ -171,7 +183,9 @@ async def soaking(settings: Settings, rollouts: int, rewards: int) -> AsyncItera
         await server.stop()
 
 
-async def run(directory: Path, minutes: float, rollouts: int, rewards: int, overrides: tuple[str, ...] = ()) -> dict[str, Any]:
+async def run(
+    directory: Path, minutes: float, rollouts: int, rewards: int, overrides: tuple[str, ...] = ()
+) -> dict[str, Any]:
     """A whole soak; returns the report."""
     settings = settings_for(directory / "run", "stragglers.toml", *LOAD, *overrides)
     async with soaking(settings, rollouts, rewards) as soak:
@@ -179,17 +193,24 @@ async def run(directory: Path, minutes: float, rollouts: int, rewards: int, over
         await soak.drain()
         status = await soak._ledger.status()
     audit = settings.run_dir / FILE
-    return report(soak.samples, soak.io_cpu_s, soak.group_bytes, status, verify(audit), audit) | {"rollouts": rollouts, "rewards": rewards}
+    return report(soak.samples, soak.io_cpu_s, soak.group_bytes, status, verify(audit), audit) | {
+        "rollouts": rollouts,
+        "rewards": rewards,
+    }
 
 
 def main() -> None:
     """Run the soak, write the JSON, print its last line."""
-    parser = argparse.ArgumentParser(description="Many workers against one ingest and one trainer, for minutes.")
+    parser = argparse.ArgumentParser(
+        description="Many workers against one ingest and one trainer, for minutes."
+    )
     parser.add_argument("--minutes", type=float, default=15.0)
     parser.add_argument("--rollouts", type=int, default=200)
     parser.add_argument("--rewards", type=int, default=8)
     parser.add_argument("--out", type=Path, default=ROOT / "runs/soak.json")
-    parser.add_argument("--no-costs", action="store_true", help="leave out the costs of each call and the projection")
+    parser.add_argument(
+        "--no-costs", action="store_true", help="leave out the costs of each call and the projection"
+    )
     parser.add_argument("--keep", type=Path, help="leave the run in this directory")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="a setting")
     arguments = parser.parse_args()
@@ -197,7 +218,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="tether-soak-") as scratch:
         try:
             found = asyncio.run(
-                run(arguments.keep or Path(scratch), arguments.minutes, arguments.rollouts, arguments.rewards, tuple(arguments.set))
+                run(
+                    arguments.keep or Path(scratch),
+                    arguments.minutes,
+                    arguments.rollouts,
+                    arguments.rewards,
+                    tuple(arguments.set),
+                )
             )
         except (Exception, BaseExceptionGroup) as error:
             print(json.dumps({"ok": False, "failures": [f"{type(error).__name__}: {error}"]}))

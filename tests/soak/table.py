@@ -6,7 +6,16 @@ from typing import Any
 
 def render(found: Mapping[str, Any]) -> str:
     """What `make soak` prints and docs/results/soak.md shows."""
-    return "\n\n".join([_run(found), _processes(found), *([_costs(found), _projection(found)] if "costs" in found else [])]) + "\n"
+    return (
+        "\n\n".join(
+            [
+                _run(found),
+                _processes(found),
+                *([_costs(found), _projection(found)] if "costs" in found else []),
+            ]
+        )
+        + "\n"
+    )
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -15,7 +24,10 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def _run(found: Mapping[str, Any]) -> str:
-    groups, keys = [found["groups"][name] for name in ("issued", "trained", "dropped", "handed_back")], found["ledger_keys"]
+    groups, keys = (
+        [found["groups"][name] for name in ("issued", "trained", "dropped", "handed_back")],
+        found["ledger_keys"],
+    )
     rows = [
         ("rollout workers / reward workers", f"{found['rollouts']} / {found['rewards']}"),
         ("seconds, of which judged", f"{found['seconds']:.0f}, {found['settled_s']:.0f}"),
@@ -37,7 +49,13 @@ def _run(found: Mapping[str, Any]) -> str:
 
 def _processes(found: Mapping[str, Any]) -> str:
     rows = [
-        (name, found["rss_mb"][name], found["rss_slope_mb_per_min"][name], found["cores"][name], found["zmq_thread_cores"].get(name, 0.0))
+        (
+            name,
+            found["rss_mb"][name],
+            found["rss_slope_mb_per_min"][name],
+            found["cores"][name],
+            found["zmq_thread_cores"].get(name, 0.0),
+        )
         for name in found["rss_mb"]
     ]
     return _table(("process", "MB at the end", "MB/min", "cores", "of which ZeroMQ's threads"), rows)
@@ -50,13 +68,20 @@ def _costs(found: Mapping[str, Any]) -> str:
     for name in ("version", "heartbeat", "window"):
         values = found["costs"]["measured"][name]
         rows.append((f"bus: {name} (at {', '.join(map(str, values))})", *values.values()))
-    return _table(("microseconds of CPU", *(f"{size} processes, engines, active groups" for size in sizes)), rows)
+    return _table(
+        ("microseconds of CPU", *(f"{size} processes, engines, active groups" for size in sizes)), rows
+    )
 
 
 def _projection(found: Mapping[str, Any]) -> str:
     loads = found["costs"]["projection"]
     parts = list(next(iter(loads.values()))["cores"])
-    rows: list[Sequence[object]] = [(part, *(load["cores"][part] for load in loads.values())) for part in parts]
-    limits = (f"{load['first']}, at {load['workers']} workers = {load['groups_per_s']} groups/s" for load in loads.values())
+    rows: list[Sequence[object]] = [
+        (part, *(load["cores"][part] for load in loads.values())) for part in parts
+    ]
+    limits = (
+        f"{load['first']}, at {load['workers']} workers = {load['groups_per_s']} groups/s"
+        for load in loads.values()
+    )
     rows.append(("saturates first", *limits))
     return _table(("cores at 10,000 workers", *(f"each makes {name}" for name in loads)), rows)

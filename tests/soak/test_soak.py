@@ -1,4 +1,5 @@
-"""Nothing grows with the work that is done: a short run inside this process, and a longer one of real processes (slow)."""
+"""Nothing grows with the work that is done: a short run inside this process, and a longer one of real
+processes (slow)."""
 
 import asyncio
 import math
@@ -41,7 +42,8 @@ async def least(live: LiveRun, version: int) -> dict[str, int]:
 
 
 async def ledger_is_trimmed(live: LiveRun) -> None:
-    """Every key of the run is one of the fixed ones, and holds no more than active groups and those that no checkpoint covers."""
+    """Every key of the run is one of the fixed ones, and holds no more than active groups and those that no
+    checkpoint covers."""
     probe = Probe({}, live.settings.ledger.url, live.settings.run.name, live.settings.run_dir)
     try:
         sample = await asyncio.to_thread(probe.sample)
@@ -59,7 +61,9 @@ async def ledger_is_trimmed(live: LiveRun) -> None:
 
 
 @pytest.mark.timeout(900)  # seconds, on a machine that has nothing else to do
-async def test_nothing_grows_with_the_groups_that_are_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nothing_grows_with_the_groups_that_are_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(receiver, "REMEMBERED", 32)  # a bound that is full from the start
     settings = settings_for(tmp_path / "run", "stragglers.toml", *FAST)
     async with asyncio.timeout(800), running(settings, rollouts=4, rewards=2) as live:
@@ -67,7 +71,9 @@ async def test_nothing_grows_with_the_groups_that_are_done(tmp_path: Path, monke
         await ledger_is_trimmed(live)
         after = await least(live, 110)
         await ledger_is_trimmed(live)
-        labels = [metric_lines(process.metrics) for processes in live.processes.values() for process in processes]
+        labels = [
+            metric_lines(process.metrics) for processes in live.processes.values() for process in processes
+        ]
         status = await live.ledger.status()
     groups = 90 * B
     for name, count in after.items():
@@ -90,7 +96,9 @@ def metric_lines(metrics: object) -> int:
 @pytest.mark.timeout(900)
 def test_three_minutes_of_forty_workers_lose_and_double_nothing(tmp_path: Path) -> None:
     found = asyncio.run(run(tmp_path, minutes=3, rollouts=40, rewards=4))
-    slopes = [text for text in found["failures"] if "memory grows" in text]  # judged over fifteen minutes, not over three
+    slopes = [
+        text for text in found["failures"] if "memory grows" in text
+    ]  # judged over fifteen minutes, not over three
     assert [text for text in found["failures"] if text not in slopes] == []
     assert found["groups"]["trained"] > 0
     assert found["ledger_keys"][1] <= len(NAMES) + 1

@@ -41,7 +41,8 @@ def cpu_shares(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def misplaced(audit: Path) -> dict[str, list[int]]:
-    """Groups that were trained more than once, trained and dropped, or that ended nowhere and can be leased by nobody; from the log alone.
+    """Groups that were trained more than once, trained and dropped, or that ended nowhere and can be leased
+    by nobody; from the log alone.
 
     A run without rewinds is expected: each group has one end.
     """

@@ -8,7 +8,9 @@ import torch
 Tensors = dict[str, torch.Tensor]
 
 
-def change(which: int, name: str, changed: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[[tuple[Tensors, Tensors]], None]:
+def change(
+    which: int, name: str, changed: Callable[[torch.Tensor], torch.Tensor | None]
+) -> Callable[[tuple[Tensors, Tensors]], None]:
     """A change of one tensor of (parameters, buffers); None takes it away."""
 
     def apply(tensors: tuple[Tensors, Tensors]) -> None:
@@ -21,7 +23,11 @@ def change(which: int, name: str, changed: Callable[[torch.Tensor], torch.Tensor
 
 def assert_lies_in_shared_memory(model: torch.nn.Module) -> None:
     """Every parameter of the model."""
-    places = [line.split()[0] for line in Path("/proc/self/maps").read_text().splitlines() if "/memfd:tether-shared" in line]
+    places = [
+        line.split()[0]
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if "/memfd:tether-shared" in line
+    ]
     spans = [tuple(int(end, 16) for end in place.split("-")) for place in places]
     for name, parameter in model.named_parameters():
         assert any(start <= parameter.data_ptr() < end for start, end in spans), name

@@ -44,7 +44,9 @@ def scored(spec: GroupSpec, **replaced: Array) -> ScoredRollout:
         "prompt_tokens": Array.of(spec.prompt, "int32"),
         "lengths": Array.of([len(s.tokens) for s in spec.samples], "int32"),
         "tokens": Array.of(flat, "int32"),
-        "logprobs": Array.of([p for s in spec.samples for p in (s.logprobs or [-1.0] * len(s.tokens))], "float32"),
+        "logprobs": Array.of(
+            [p for s in spec.samples for p in (s.logprobs or [-1.0] * len(s.tokens))], "float32"
+        ),
         "loss_mask": Array.of([m for s in spec.samples for m in (s.mask or [1] * len(s.tokens))], "uint8"),
         "spans": Array.of([row for row in spans_of(spec.samples)] or [[0, 0, 0]][:0], "int32"),
     }

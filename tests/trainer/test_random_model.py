@@ -16,7 +16,9 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_model_from_scratch_loads_and_is_the_same_for_a_seed(architecture: str, tied: bool, tmp_path: Path) -> None:
+def test_a_model_from_scratch_loads_and_is_the_same_for_a_seed(
+    architecture: str, tied: bool, tmp_path: Path
+) -> None:
     config = ScratchConfig(architecture=architecture, tie_word_embeddings=tied, num_key_value_heads=2, seed=5)
     state = torch.get_rng_state()
     one, two = build_scratch(config, tmp_path / "one"), build_scratch(config, tmp_path / "two")

@@ -35,7 +35,9 @@ def scripted() -> ScriptedBackend:
 
 def batch(step: int = 0, token: int = 5) -> Batch:
     spec = GroupSpec(samples=[SampleSpec([token, 6], [step, step], 1.0), SampleSpec([7], [step])])
-    return build_batch([(scored(spec), 0)], step=step, algorithm=ALGORITHM, temperature=1.0, mask_late=False).batch
+    return build_batch(
+        [(scored(spec), 0)], step=step, algorithm=ALGORITHM, temperature=1.0, mask_late=False
+    ).batch
 
 
 def weight(backend: ScriptedBackend) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """What an algorithm is: an advantage estimator, a per-token loss and a normalizer, chosen by name.
 
-Shapes: N samples of the whole batch, n of a micro-batch, L tokens. The loss of a step is the plain sum over all samples and tokens of
-`token_loss * weight`, where the weights are computed once from the whole batch. So the split into micro-batches and ranks cannot change it.
+Shapes: N samples of the whole batch, n of a micro-batch, L tokens. The loss of a step is the plain sum over
+all samples and tokens of `token_loss * weight`, where the weights are computed once from the whole batch. So
+the split into micro-batches and ranks cannot change it.
 """
 
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from trainer.config import AlgorithmConfig
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
-    """Per-token quantities of a micro-batch, each [n, L]; only positions under the loss mask mean anything."""
+    """Per-token quantities of a micro-batch, each [n, L]; only positions under the loss mask mean
+    anything."""
 
     loss: torch.Tensor
     ratio: torch.Tensor

@@ -1,4 +1,5 @@
-"""Dr. GRPO: Liu et al. 2025, "Understanding R1-Zero-like training" (arXiv 2503.20783), with the token loss of `surrogate.py`."""
+"""Dr. GRPO: Liu et al. 2025, "Understanding R1-Zero-like training" (arXiv 2503.20783), with the token loss of
+`surrogate.py`."""
 
 import torch
 
@@ -17,8 +18,9 @@ class DrGrpo(Surrogate):
     def token_weights(self, batch: Batch) -> torch.Tensor:
         """weight = 1 / (N M), float32 [N, L].
 
-        M is `length_normalizer`, a constant such as the generation limit (the paper's MAX_TOKENS). If that is 0, M is the number of
-        sampled tokens of the batch's longest sample: constant within a step, but not from step to step.
+        M is `length_normalizer`, a constant such as the generation limit (the paper's MAX_TOKENS). If that is
+        0, M is the number of sampled tokens of the batch's longest sample: constant within a step, but not
+        from step to step.
         """
         budget = self.config.length_normalizer or max(int(batch.sampled_mask.sum(dim=1).max()), 1)
         return batch.loss_mask.float() / (budget * len(batch.loss_mask))

@@ -15,7 +15,8 @@ class Grpo(Surrogate):
         return group_normalised(rewards, group_index, self.config.advantage_eps)
 
     def token_weights(self, batch: Batch) -> torch.Tensor:
-        """weight = 1 / (N |o_i|), float32 [N, L]: the 1/G sum_i 1/|o_i| sum_t of eq. 3, over all groups of the batch.
+        """weight = 1 / (N |o_i|), float32 [N, L]: the 1/G sum_i 1/|o_i| sum_t of eq. 3, over all groups of
+        the batch.
 
         |o_i| counts all *sampled* tokens of sample i, also those that the bound masked: masking takes a token's share away and gives
         it to no other, so that the few fresh tokens of a late sample do not weigh more than they would have on time. N counts all

@@ -1,4 +1,5 @@
-"""The token loss that GRPO and its relatives share: clipped surrogate, truncated importance sampling, entropy bonus, KL."""
+"""The token loss that GRPO and its relatives share: clipped surrogate, truncated importance sampling, entropy
+bonus, KL."""
 
 from dataclasses import dataclass
 
@@ -11,7 +12,8 @@ from trainer.functional.losses import clipped_surrogate, k3_kl, probability_rati
 
 @dataclass(frozen=True, slots=True)
 class Surrogate:
-    """A recipe with this token loss; what differs is how advantages are estimated and how tokens are weighed."""
+    """A recipe with this token loss; what differs is how advantages are estimated and how tokens are
+    weighed."""
 
     config: AlgorithmConfig
 
@@ -27,19 +29,21 @@ class Surrogate:
     ) -> TokenLoss:
         """Per-token loss, all arrays [n, L], float32, not reduced.
 
-            old = pi_proximal if it is given, else pi_behaviour
-            w = min(pi_proximal / pi_behaviour, importance_cap) if pi_proximal is given and importance_cap > 0, else 1
-            loss = w * clipped_surrogate(pi / old, A) - entropy_coef * entropy + kl_coef * k3(pi, pi_ref)
+            old = pi_proximal if it is given, else pi_behaviour w = min(pi_proximal / pi_behaviour,
+            importance_cap) if pi_proximal is given and importance_cap > 0, else 1 loss = w *
+            clipped_surrogate(pi / old, A) - entropy_coef * entropy + kl_coef * k3(pi, pi_ref)
 
-        With `proximal_logprobs` this is the decoupled objective of Hilton et al. 2021 (arXiv 2110.00641). Terms whose coefficient is 0, or
-        whose array is missing, are left out.
+        With `proximal_logprobs` this is the decoupled objective of Hilton et al. 2021 (arXiv 2110.00641).
+        Terms whose coefficient is 0, or whose array is missing, are left out.
         """
         config = self.config
         old = behaviour_logprobs if proximal_logprobs is None else proximal_logprobs
         ratio = probability_ratio(logprobs, old)
         loss, clipped = clipped_surrogate(ratio, advantages, config.clip_low, config.clip_high)
         if proximal_logprobs is not None and config.importance_cap > 0:
-            loss = loss * truncated_importance_weight(proximal_logprobs, behaviour_logprobs, config.importance_cap)
+            loss = loss * truncated_importance_weight(
+                proximal_logprobs, behaviour_logprobs, config.importance_cap
+            )
         if config.entropy_coef and entropy is not None:
             loss = loss - config.entropy_coef * entropy
         if config.kl_coef and reference_logprobs is not None:

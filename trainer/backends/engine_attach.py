@@ -1,4 +1,5 @@
-"""Whether an engine's tensors are those that a model computes with: looked at before the model's own are let go."""
+"""Whether an engine's tensors are those that a model computes with: looked at before the model's own are let
+go."""
 
 from collections.abc import Mapping
 
@@ -8,7 +9,9 @@ from protocol.device.digests import bits_of
 from protocol.errors import SettingsError, WeightError
 
 
-def check_parameters(own: Mapping[str, torch.Tensor], masters: Mapping[str, torch.Tensor], engine: Mapping[str, torch.Tensor]) -> None:
+def check_parameters(
+    own: Mapping[str, torch.Tensor], masters: Mapping[str, torch.Tensor], engine: Mapping[str, torch.Tensor]
+) -> None:
     """Compare names, kinds and bits.
 
     Args:
@@ -25,7 +28,9 @@ def check_parameters(own: Mapping[str, torch.Tensor], masters: Mapping[str, torc
         _check_kind(f"parameter {name}", parameter, engine[name])
     for name, parameter in own.items():
         if not _same_bits(masters[name].detach().to(parameter.dtype), engine[name]):
-            raise WeightError(f"parameter {name}: what the engine serves are other weights than the trainer's")
+            raise WeightError(
+                f"parameter {name}: what the engine serves are other weights than the trainer's"
+            )
 
 
 def check_buffers(own: Mapping[str, torch.Tensor], engine: Mapping[str, torch.Tensor]) -> None:
@@ -38,11 +43,14 @@ def check_buffers(own: Mapping[str, torch.Tensor], engine: Mapping[str, torch.Te
     for name, buffer in own.items():
         _check_kind(f"buffer {name}", buffer, engine[name])
         if not _same_bits(buffer, engine[name]):
-            raise SettingsError(f"buffer {name}: the engine's values are not those that the model's config makes")
+            raise SettingsError(
+                f"buffer {name}: the engine's values are not those that the model's config makes"
+            )
 
 
 def take_parameters(own: Mapping[str, torch.Tensor], engine: Mapping[str, torch.Tensor]) -> None:
-    """Have a model's parameters, which stay the same objects, lie where the engine has them; their own memory is given back."""
+    """Have a model's parameters, which stay the same objects, lie where the engine has them; their own memory
+    is given back."""
     for name, parameter in own.items():
         parameter.data = engine[name]
     if torch.cuda.is_available():
@@ -51,7 +59,9 @@ def take_parameters(own: Mapping[str, torch.Tensor], engine: Mapping[str, torch.
 
 def _check_names(kind: str, own: Mapping[str, torch.Tensor], engine: Mapping[str, torch.Tensor]) -> None:
     for name in sorted(own.keys() ^ engine.keys()):
-        has, lacks = ("the trainer's model", "the engine") if name in own else ("the engine", "the trainer's model")
+        has, lacks = (
+            ("the trainer's model", "the engine") if name in own else ("the engine", "the trainer's model")
+        )
         raise SettingsError(f"{kind} {name}: {has} has it, {lacks} does not")
 
 
@@ -59,7 +69,9 @@ def _check_kind(what: str, own: torch.Tensor, other: torch.Tensor) -> None:
     for fact in ("dtype", "device", "shape"):
         here, there = getattr(own, fact), getattr(other, fact)
         if here != there:
-            raise SettingsError(f"{what}: {fact} {_plain(there)} in the engine, {_plain(here)} in the trainer")
+            raise SettingsError(
+                f"{what}: {fact} {_plain(there)} in the engine, {_plain(here)} in the trainer"
+            )
     if own.stride() != other.stride():
         raise SettingsError(f"{what}: strides {other.stride()} in the engine, {own.stride()} in the trainer")
 

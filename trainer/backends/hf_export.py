@@ -27,8 +27,11 @@ COPIED = (
 """Files of the source that an export takes over."""
 
 
-def save_hf(backend: Backend, directory: Path, *, source: Path, dtype: str = "", shard_bytes: int = SHARD_BYTES) -> None:
-    """Write weights, configuration and tokenizer. A collective: every rank calls it, rank 0 (on which export yields) writes.
+def save_hf(
+    backend: Backend, directory: Path, *, source: Path, dtype: str = "", shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Write weights, configuration and tokenizer. A collective: every rank calls it, rank 0 (on which export
+    yields) writes.
 
     Written aside and renamed: `directory` is complete or not there.
 
@@ -37,10 +40,12 @@ def save_hf(backend: Backend, directory: Path, *, source: Path, dtype: str = "",
         directory: must not exist yet.
         source: the model directory that training began with.
         dtype: float32 or bfloat16; by default the one that the backend exports. config.json says it, too.
-        shard_bytes: bound of the tensors in one file, which are held in memory; a larger tensor has a file of its own.
+        shard_bytes: bound of the tensors in one file, which are held in memory; a larger tensor has a
+            file of its own.
 
     Raises:
-        SettingsError: `directory` exists, or `dtype` is unknown. Rank 0 raises it after its part in the collective.
+        SettingsError: `directory` exists, or `dtype` is unknown. Rank 0 raises it after its part in the
+            collective.
     """
     if dist.is_available() and dist.is_initialized() and dist.get_rank() != 0:
         for _ in backend.export_model():
@@ -74,7 +79,8 @@ def _converted(tensors: Iterator[tuple[str, torch.Tensor]], dtype: str) -> Itera
 
 
 def _write_shards(tensors: Iterator[tuple[str, torch.Tensor]], directory: Path, shard_bytes: int) -> str:
-    """Write one file, or several with an index; holds one shard in memory. Returns the floating-point dtype."""
+    """Write one file, or several with an index; holds one shard in memory. Returns the floating-point
+    dtype."""
     shards: list[list[str]] = []
     shard: dict[str, torch.Tensor] = {}
     size = total = 0

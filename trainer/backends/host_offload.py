@@ -1,4 +1,5 @@
-"""The trainer's memory on its device, moved to the host while somebody else uses the device, and back, bit for bit."""
+"""The trainer's memory on its device, moved to the host while somebody else uses the device, and back, bit
+for bit."""
 
 from collections.abc import Iterable
 
@@ -9,10 +10,12 @@ from protocol.errors import TetherError
 MIB = 1 << 20
 
 
-class HostShelf:
-    """Holds what storages contained. The tensors stay the same objects, and so do their views; in between nobody may touch them.
+class HostOffload:
+    """Holds what storages contained. The tensors stay the same objects, and so do their views; in between
+    nobody may touch them.
 
-    The host's copies are kept for the next time: they are page-locked where the device is a GPU, and that takes long.
+    The host's copies are kept for the next time: they are page-locked where the device is a GPU, and that
+    takes long.
     """
 
     def __init__(self) -> None:
@@ -30,7 +33,9 @@ class HostShelf:
         """What is on the shelf, and what was given back without a copy."""
         return sum(self._copies[key].nbytes for key in self._away) + sum(nbytes for _, nbytes in self._blank)
 
-    def put(self, device: torch.device, tensors: Iterable[torch.Tensor], *, blank: Iterable[torch.Tensor] = ()) -> int:
+    def offload(
+        self, device: torch.device, tensors: Iterable[torch.Tensor], *, blank: Iterable[torch.Tensor] = ()
+    ) -> int:
         """Move what lies on `device`. Returns `nbytes`.
 
         Args:
@@ -44,13 +49,18 @@ class HostShelf:
         for tensor in tensors:
             storage = tensor.untyped_storage()
             # storages on a CPU can be mapped from a file: there is nothing to move
-            if storage.nbytes() and storage.resizable() and tensor.device.type == device.type and storage._cdata not in blanks:
+            if (
+                storage.nbytes()
+                and storage.resizable()
+                and tensor.device.type == device.type
+                and storage._cdata not in blanks
+            ):
                 self._shelve(storage, device)
         if device.type == "cuda":
             torch.cuda.empty_cache()
         return self.nbytes
 
-    def fetch(self, device: torch.device) -> None:
+    def onload(self, device: torch.device) -> None:
         """Put everything back. Nothing happens if nothing is on the shelf.
 
         Raises:
@@ -76,7 +86,9 @@ class HostShelf:
         key, nbytes = storage._cdata, storage.nbytes()
         copy = self._copies.get(key)
         if copy is None or copy.nbytes != nbytes:
-            copy = self._copies[key] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+            copy = self._copies[key] = torch.empty(
+                nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda"
+            )
         copy.untyped_storage().copy_(storage, non_blocking=False)
         storage.resize_(0)
         self._away[key] = storage

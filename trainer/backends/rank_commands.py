@@ -1,6 +1,8 @@
-"""How trainer rank 0 tells the other ranks what to do next: one small command, broadcast as bytes; no pickles between ranks either.
+"""How trainer rank 0 tells the other ranks what to do next: one small command, broadcast as bytes; no pickles
+between ranks either.
 
-Rank 0 decides, every rank calls the same `Backend` method in the same order. The followers' loop is `follow`.
+Rank 0 decides, every rank calls the same `Backend` method in the same order. The followers' loop is
+`follow_commands`.
 """
 
 import dataclasses
@@ -99,7 +101,7 @@ def is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def announce(command: Command) -> None:
+def broadcast_command(command: Command) -> None:
     """Rank 0: send a command to every other rank. Without other ranks this does nothing."""
     if is_distributed():
         data = torch.frombuffer(bytearray(msgspec.msgpack.encode(command)), dtype=torch.uint8)
@@ -119,10 +121,14 @@ def next_command() -> Command:
 
 
 def _control_device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if dist.get_backend() == "nccl"
+        else torch.device("cpu")
+    )
 
 
-def open_batch(command: TrainCommand, algorithm: Algorithm) -> BuiltBatch:
+def decode_batch(command: TrainCommand, algorithm: Algorithm) -> BuiltBatch:
     """The batch of a command, the same on every rank.
 
     Raises:
@@ -135,7 +141,13 @@ def open_batch(command: TrainCommand, algorithm: Algorithm) -> BuiltBatch:
         if not isinstance(message, ScoredRollout):
             raise ProtocolError(f"spool record is a {type(message).__name__}, not a ScoredRollout")
         groups.append((message, bound))
-    return build_batch(groups, step=command.step, algorithm=algorithm, temperature=command.temperature, mask_late=command.mask_late)
+    return build_batch(
+        groups,
+        step=command.step,
+        algorithm=algorithm,
+        temperature=command.temperature,
+        mask_late=command.mask_late,
+    )
 
 
 def run_step(backend: Backend, batch: Batch, command: TrainCommand) -> StepStats:
@@ -147,10 +159,13 @@ def run_step(backend: Backend, batch: Batch, command: TrainCommand) -> StepStats
     return backend.train_step(batch)
 
 
-def lead_step(backend: Backend, algorithm: Algorithm, command: TrainCommand) -> tuple[BuiltBatch, StepStats]:
-    """Rank 0's side of a step: build the batch (nothing has happened yet if that raises), have the other ranks join in, and step."""
-    built = open_batch(command, algorithm)
-    announce(command)
+def run_step_on_all_ranks(
+    backend: Backend, algorithm: Algorithm, command: TrainCommand
+) -> tuple[BuiltBatch, StepStats]:
+    """Rank 0's side of a step: build the batch (nothing has happened yet if that raises), have the other
+    ranks join in, and step."""
+    built = decode_batch(command, algorithm)
+    broadcast_command(command)
     return built, run_step(backend, built.batch, command)
 
 
@@ -162,7 +177,8 @@ def save_part(backend: Backend, directory: Path) -> None:
 
 
 def leave_device(backend: Backend) -> None:
-    """Move what this rank holds on the device to the host, and wait until every rank has: the lock of the device is theirs together."""
+    """Move what this rank holds on the device to the host, and wait until every rank has: the lock of the
+    device is theirs together."""
     backend.offload()
     if is_distributed():
         dist.barrier()
@@ -173,10 +189,10 @@ def _exhaust(backend: Backend) -> None:
         pass
 
 
-def follow(backend: Backend, algorithm: Algorithm) -> None:
+def follow_commands(backend: Backend, algorithm: Algorithm) -> None:
     """Ranks other than 0: do what rank 0 announces until it says exit."""
     actions: dict[type, Callable[..., object]] = {
-        TrainCommand: lambda c: run_step(backend, open_batch(c, algorithm).batch, c),
+        TrainCommand: lambda c: run_step(backend, decode_batch(c, algorithm).batch, c),
         ExportCommand: lambda c: _exhaust(backend),
         ExportHfCommand: lambda c: save_hf(backend, Path(c.directory), source=Path(c.source)),
         SaveCommand: lambda c: save_part(backend, Path(c.directory)),

@@ -20,7 +20,8 @@ MODULUS = 1 << 20
 
 
 class ScriptedBackend(Backend):
-    """Holds one tensor that every step changes by what the batch holds, so that its digest tells which batches were trained."""
+    """Holds one tensor that every step changes by what the batch holds, so that its digest tells which
+    batches were trained."""
 
     architecture = "scripted"
 
@@ -33,7 +34,9 @@ class ScriptedBackend(Backend):
         time.sleep(self._step_s)
         trained = int(batch.loss_mask.sum())
         position = batch.step % len(self._weight)
-        self._weight[position] = (self._weight[position] * 31 + int(batch.tokens.sum()) + trained + 1) % MODULUS
+        self._weight[position] = (
+            self._weight[position] * 31 + int(batch.tokens.sum()) + trained + 1
+        ) % MODULUS
         return StepStats(
             loss=float((self._algorithm.token_weights(batch) * batch.advantages).sum()),
             grad_norm=0.0,
@@ -63,7 +66,9 @@ class ScriptedBackend(Backend):
         try:
             self._weight = safetensors.torch.load_file(directory / PART)[TENSOR]
         except (OSError, SafetensorError, KeyError) as error:
-            raise SettingsError(f"checkpoint {directory}: not one of the scripted backend: {error}") from error
+            raise SettingsError(
+                f"checkpoint {directory}: not one of the scripted backend: {error}"
+            ) from error
 
     def offload(self) -> int:
         return 0

@@ -1,4 +1,5 @@
-"""From scored groups to a batch: every array is checked, tokens over the bound are masked or refused, and the result is checked again."""
+"""From scored groups to a batch: every array is checked, tokens over the bound are masked or refused, and the
+result is checked again."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -51,7 +52,12 @@ class BuiltBatch(NamedTuple):
 
 
 def build_batch(
-    groups: Sequence[tuple[ScoredRollout, int]], *, step: int, algorithm: Algorithm, temperature: float, mask_late: bool
+    groups: Sequence[tuple[ScoredRollout, int]],
+    *,
+    step: int,
+    algorithm: Algorithm,
+    temperature: float,
+    mask_late: bool,
 ) -> BuiltBatch:
     """Make the batch of a step.
 
@@ -63,7 +69,8 @@ def build_batch(
         mask_late: whether sampled tokens over the bound lose their gradient; otherwise they are an error.
 
     Raises:
-        ProtocolError: arrays that do not fit together, are not finite or come from the future; names group and field.
+        ProtocolError: arrays that do not fit together, are not finite or come from the future; names
+            group and field.
         BoundViolation: a token over the bound with `mask_late` off, or one that the masking missed.
     """
     samples: list[Sample] = []
@@ -81,11 +88,14 @@ def build_batch(
     _mask_and_score(batch, samples, algorithm)
     check_bound(batch, samples, batch.loss_mask)
     counts = _trained_counts(batch, [scored.rollout.group for scored, _ in groups])
-    return BuiltBatch(batch, counts, _stats(batch, samples, [scored.rollout.generate_s for scored, _ in groups]))
+    return BuiltBatch(
+        batch, counts, _stats(batch, samples, [scored.rollout.generate_s for scored, _ in groups])
+    )
 
 
 def check_bound(batch: Batch, samples: Sequence[Sample], mask: torch.Tensor) -> None:
-    """Go through every token under `mask`, one by one, and compare its lag with the bound of its group's lease.
+    """Go through every token under `mask`, one by one, and compare its lag with the bound of its group's
+    lease.
 
     Deliberately written against the samples as received and not with the arithmetic that made the mask.
 
@@ -96,7 +106,9 @@ def check_bound(batch: Batch, samples: Sequence[Sample], mask: torch.Tensor) -> 
         for column in mask[row].nonzero()[:, 0].tolist():
             position = column - len(sample.prompt)
             if not 0 <= position < len(sample.tokens) or not sample.sampled[position]:
-                raise BoundViolation(f"group {sample.group}: token {column} of row {row} would be trained but was not sampled")
+                raise BoundViolation(
+                    f"group {sample.group}: token {column} of row {row} would be trained but was not sampled"
+                )
             version = int(sample.versions[position])
             if batch.step - version > sample.max_staleness:
                 raise BoundViolation(
@@ -129,7 +141,9 @@ def _pad(samples: Sequence[Sample], *, step: int, temperature: float) -> Batch:
         batch.tokens[row, :first] = torch.from_numpy(sample.prompt.astype(np.int64))
         batch.tokens[row, first:end] = torch.from_numpy(sample.tokens.astype(np.int64))
         batch.sampled_mask[row, first:end] = sampled
-        batch.behaviour_logprobs[row, first:end] = torch.where(sampled, torch.from_numpy(sample.logprobs.copy()), 0.0)
+        batch.behaviour_logprobs[row, first:end] = torch.where(
+            sampled, torch.from_numpy(sample.logprobs.copy()), 0.0
+        )
         batch.versions[row, first:end] = torch.where(sampled, torch.from_numpy(sample.versions.copy()), -1)
     return batch
 

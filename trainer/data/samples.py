@@ -69,11 +69,23 @@ def samples_of(scored: ScoredRollout, index: int, max_staleness: int, step: int)
     _require(bool((tokens >= 0).all()), rollout.group, "tokens", "has a negative token")
     _require(bool(np.isfinite(logprobs).all()), rollout.group, "logprobs", "is not finite")
     _require(bool(np.isfinite(rewards).all()), rollout.group, "rewards", "is not finite")
-    _require(total == 0 or int(versions.max()) <= step, rollout.group, "spans", f"has a version after step {step}")
+    _require(
+        total == 0 or int(versions.max()) <= step, rollout.group, "spans", f"has a version after step {step}"
+    )
     start = 0
     for length, reward in zip(lengths.tolist(), rewards.tolist(), strict=True):
         own = slice(start, start + length)
-        yield Sample(rollout.group, index, prompt, tokens[own], logprobs[own], sampled[own], versions[own], reward, max_staleness)
+        yield Sample(
+            rollout.group,
+            index,
+            prompt,
+            tokens[own],
+            logprobs[own],
+            sampled[own],
+            versions[own],
+            reward,
+            max_staleness,
+        )
         start += length
 
 
@@ -94,7 +106,8 @@ def _sampled(rollout: Rollout, total: int) -> NDArray[Any]:
 
 
 def _versions(rollout: Rollout, lengths: NDArray[Any]) -> NDArray[Any]:
-    """int32 [T]: the version of each token. The spans must cover every sample from its first token to its last, in order."""
+    """int32 [T]: the version of each token. The spans must cover every sample from its first token to its
+    last, in order."""
     spans = _array(rollout.group, "spans", rollout.spans, "int32", (None, 3)).tolist()
     versions = np.empty(int(lengths.sum()), dtype=np.int32)
     sample, done, start = 0, 0, 0
@@ -102,19 +115,33 @@ def _versions(rollout: Rollout, lengths: NDArray[Any]) -> NDArray[Any]:
         while sample < len(lengths) and done == lengths[sample]:
             start, sample, done = start + done, sample + 1, 0
         fits = sample < len(lengths) and owner == sample and done < end <= lengths[sample]
-        _require(fits, rollout.group, "spans", f"row {row} ({owner}, {end}, {version}) does not continue sample {sample} at token {done}")
+        _require(
+            fits,
+            rollout.group,
+            "spans",
+            f"row {row} ({owner}, {end}, {version}) does not continue sample {sample} at token {done}",
+        )
         _require(version >= 0, rollout.group, "spans", f"row {row} has version {version}")
         versions[start + done : start + end] = version
         done = end
-    _require(start + done == len(versions), rollout.group, "spans", f"cover {start + done} of {len(versions)} tokens")
+    _require(
+        start + done == len(versions),
+        rollout.group,
+        "spans",
+        f"cover {start + done} of {len(versions)} tokens",
+    )
     return versions
 
 
 def _array(group: int, field: str, array: Array, dtype: str, shape: tuple[int | None, ...]) -> NDArray[Any]:
     """The values of `array`, if it has this dtype and shape (None is any length)."""
     _require(array.dtype == dtype, group, field, f"is {array.dtype}, not {dtype}")
-    fits = len(array.shape) == len(shape) and all(want in (None, got) for got, want in zip(array.shape, shape, strict=True))
-    _require(fits, group, field, f"has shape {list(array.shape)}, not {['any' if n is None else n for n in shape]}")
+    fits = len(array.shape) == len(shape) and all(
+        want in (None, got) for got, want in zip(array.shape, shape, strict=True)
+    )
+    _require(
+        fits, group, field, f"has shape {list(array.shape)}, not {['any' if n is None else n for n in shape]}"
+    )
     try:
         return array.numpy()
     except ProtocolError as error:

@@ -1,1 +1,2 @@
-"""Pure tensor functions: log-probabilities, losses and advantages. Formula, source, shapes, reduction and dtype are in each docstring."""
+"""Pure tensor functions: log-probabilities, losses and advantages. Formula, source, shapes, reduction and
+dtype are in each docstring."""

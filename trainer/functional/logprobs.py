@@ -1,7 +1,8 @@
-"""Log-probabilities of given tokens, and entropy, from logits, without keeping a second array of the logits' size.
+"""Log-probabilities of given tokens, and entropy, from logits, without keeping a second array of the logits'
+size.
 
-A plain `log_softmax` keeps its [n, L, V] output in float32 for the backward pass. Here only [n, L] is kept beside the logits, and
-both passes work through the rows in slices.
+A plain `log_softmax` keeps its [n, L, V] output in float32 for the backward pass. Here only [n, L] is kept
+beside the logits, and both passes work through the rows in slices.
 """
 
 from typing import Any
@@ -16,7 +17,8 @@ SLICE_ELEMENTS = 1 << 24
 
 
 class _Selected(torch.autograd.Function):
-    """(logits [R, V], tokens [R], temperature) -> (log-probabilities [R], entropy [R]) in float32, or float64 for float64 logits."""
+    """(logits [R, V], tokens [R], temperature) -> (log-probabilities [R], entropy [R]) in float32, or float64
+    for float64 logits."""
 
     @staticmethod
     def forward(ctx: Any, logits_RV: Tensor, tokens_R: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -49,7 +51,8 @@ class _Selected(torch.autograd.Function):
 
 
 def token_logprobs(logits: LogitsNLV, tokens: IntNL, temperature: float = 1.0) -> tuple[FloatNL, FloatNL]:
-    """Log-probability of each token given those before it, and the entropy of the distribution that it was drawn from.
+    """Log-probability of each token given those before it, and the entropy of the distribution that it was
+    drawn from.
 
         z = logits[:, i - 1] / temperature
         logprob[:, i] = z[tokens[:, i]] - log sum_v exp z_v
@@ -63,7 +66,8 @@ def token_logprobs(logits: LogitsNLV, tokens: IntNL, temperature: float = 1.0) -
         temperature: at which the tokens were sampled; positive.
 
     Returns:
-        (logprobs, entropy), both [n, L] in nats, float32 (float64 for float64 logits); column 0, which nothing predicts, is 0.
+        (logprobs, entropy), both [n, L] in nats, float32 (float64 for float64 logits); column 0, which
+        nothing predicts, is 0.
     """
     samples, length, vocabulary = logits.shape
     before = logits[:, :-1].reshape(-1, vocabulary)

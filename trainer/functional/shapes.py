@@ -1,6 +1,7 @@
 """Array types of this package.
 
-n samples of a micro-batch, N of the whole batch, L tokens of the longest sequence, V entries of the vocabulary.
+n samples of a micro-batch, N of the whole batch, L tokens of the longest sequence, V entries of the
+vocabulary.
 """
 
 from jaxtyping import Float, Int

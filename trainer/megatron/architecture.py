@@ -10,7 +10,12 @@ import torch
 
 from protocol.errors import SettingsError
 
-SUPPORTED = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+SUPPORTED = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
 """model_type and the architecture that exports carry."""
 
 
@@ -26,14 +31,17 @@ class Rope:
     original_max_position_embeddings: int = 8192
 
     def inverse_frequencies(self, head_dim: int) -> torch.Tensor:
-        """float32 [head_dim / 2]. llama3: long wavelengths are stretched by `factor`, short ones kept, those between interpolated."""
+        """float32 [head_dim / 2]. llama3: long wavelengths are stretched by `factor`, short ones kept, those
+        between interpolated."""
         frequencies = 1.0 / self.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
         if self.type == "linear":
             return frequencies / self.factor
         if self.type != "llama3":
             return frequencies
         turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
-        keep = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0.0, 1.0)
+        keep = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(
+            0.0, 1.0
+        )
         return (1 - keep) * frequencies / self.factor + keep * frequencies
 
 
@@ -75,10 +83,14 @@ def read_architecture(model_dir: Path) -> Architecture:
     try:
         config: dict[str, Any] = json.loads(path.read_text())
     except (OSError, json.JSONDecodeError) as error:
-        raise SettingsError(f"cannot read {path}: {error}: the model must be a directory with a Hugging Face checkpoint") from error
+        raise SettingsError(
+            f"cannot read {path}: {error}: the model must be a directory with a Hugging Face checkpoint"
+        ) from error
     model_type = config.get("model_type")
     if model_type not in SUPPORTED:
-        raise SettingsError(f"{path}: model_type {model_type!r} is not supported; supported are {', '.join(sorted(SUPPORTED))}")
+        raise SettingsError(
+            f"{path}: model_type {model_type!r} is not supported; supported are {', '.join(sorted(SUPPORTED))}"
+        )
     _refuse_unsupported(path, config)
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     return Architecture(
@@ -99,7 +111,9 @@ def read_architecture(model_dir: Path) -> Architecture:
 
 
 def _refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
-    windowed = config.get("sliding_window") is not None and config.get("use_sliding_window", config["model_type"] == "mistral")
+    windowed = config.get("sliding_window") is not None and config.get(
+        "use_sliding_window", config["model_type"] == "mistral"
+    )
     positions = config.get("max_position_embeddings") or 0
     unsupported = {
         "hidden_act": config.get("hidden_act", "silu") != "silu",
@@ -112,7 +126,9 @@ def _refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
     }
     for field, present in unsupported.items():
         if present:
-            raise SettingsError(f"{path}: {field} = {config[field]!r} is not supported by the megatron backend")
+            raise SettingsError(
+                f"{path}: {field} = {config[field]!r} is not supported by the megatron backend"
+            )
 
 
 def _rope(path: Path, config: dict[str, Any]) -> Rope:
@@ -124,7 +140,9 @@ def _rope(path: Path, config: dict[str, Any]) -> Rope:
     if kind == "default":
         return Rope(theta)
     if kind not in ("linear", "llama3"):
-        raise SettingsError(f"{path}: {field} of type {kind!r} is not supported; supported are default, linear and llama3")
+        raise SettingsError(
+            f"{path}: {field} of type {kind!r} is not supported; supported are default, linear and llama3"
+        )
     known = ("factor", "low_freq_factor", "high_freq_factor")
     scaling = {key: float(values[key]) for key in known if key in values}
     original = int(values.get("original_max_position_embeddings", 8192))

@@ -12,7 +12,7 @@ from protocol.weights.lora import NO_ADAPTERS, LoraConfig, adapter_targets
 from trainer.algorithms.base import Algorithm
 from trainer.backends.base import Backend, StepStats
 from trainer.backends.engine_attach import check_buffers, check_parameters, take_parameters
-from trainer.backends.host_offload import HostShelf
+from trainer.backends.host_offload import HostOffload
 from trainer.batch import Batch
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.lora import merged
@@ -28,7 +28,8 @@ from trainer.megatron.sharing import buffers_of, parts_of
 
 
 class MegatronBackend(Backend):
-    """Trains a Hugging Face checkpoint under tensor, pipeline and data parallelism; results do not depend on the layout.
+    """Trains a Hugging Face checkpoint under tensor, pipeline and data parallelism; results do not depend on
+    the layout.
 
     Without torchrun it is a world of one. On a machine without CUDA it runs on gloo.
     """
@@ -48,20 +49,26 @@ class MegatronBackend(Backend):
 
         Args:
             adapters: with a rank only these are trained.
-            shared: masters are apart from the parameters in every dtype, and are what is published; `attach` may follow.
+            shared: masters are apart from the parameters in every dtype, and are what is published;
+                `attach` may follow.
 
         Raises:
-            SettingsError: if the model is not supported, or does not fit the layout, or several ranks are to share weights with an engine.
+            SettingsError: if the model is not supported, or does not fit the layout, or several ranks are
+                to share weights with an engine.
         """
         if shared and parallel.world_size != 1:
-            raise SettingsError(f"[parallel] asks for {parallel.world_size} ranks: with weights.transport 'shared' the trainer is one")
+            raise SettingsError(
+                f"[parallel] asks for {parallel.world_size} ranks: with weights.transport 'shared' the trainer is one"
+            )
         if trainer.dtype not in DTYPES:
             raise SettingsError(f"[trainer] dtype is {trainer.dtype!r}: use {' or '.join(DTYPES)}")
         self.algorithm = algorithm
         self._trainer = trainer
         self._model_spec = read_architecture(model_dir)
         self.architecture = self._model_spec.name
-        self._plan = export_plan(self._model_spec, parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
+        self._plan = export_plan(
+            self._model_spec, parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+        )
         if trainer.threads > 0:
             torch.set_num_threads(trainer.threads)
         cpu.install()
@@ -78,20 +85,24 @@ class MegatronBackend(Backend):
             self._buffers = buffers_of(model)
             self._model = wrap_model(model, self._config, self._position)
             self._runner = Runner(self._model, self._model_spec, self._position, trainer.micro_batch_size)
-            self._optimizer = Optimizer(optimizer, self._model, self._position, DTYPES[trainer.dtype], apart=shared)
+            self._optimizer = Optimizer(
+                optimizer, self._model, self._position, DTYPES[trainer.dtype], apart=shared
+            )
             self._masters = self._optimizer.masters
         except BaseException:
             self.close()
             raise
         self._reference: Runner | None = None
         self._reference_model: GPTModel | None = None
-        self._shelf = HostShelf()
+        self._shelf = HostOffload()
 
     def train_step(self, batch: Batch) -> StepStats:
         trained = int(batch.loss_mask.sum())
         self._optimizer.zero_grad(self._model)
         metrics = self._runner.train(batch, self.algorithm)
-        norm, skipped = self._optimizer.step() if trained else (0.0, "no token of the batch is within the bound")
+        norm, skipped = (
+            self._optimizer.step() if trained else (0.0, "no token of the batch is within the bound")
+        )
         count = max(1, trained)
         return StepStats(
             loss=metrics["loss"],
@@ -113,7 +124,8 @@ class MegatronBackend(Backend):
         return self._reference.logprobs(batch)
 
     def keep_reference(self) -> None:
-        """See the interface. After a restart call it before `restore`: checkpoints do not hold the reference."""
+        """See the interface. After a restart call it before `restore`: checkpoints do not hold the
+        reference."""
         model = build_model(self._model_spec, self._config, self._position)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -135,9 +147,11 @@ class MegatronBackend(Backend):
 
     @torch.no_grad()
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See the interface. Tensors are copies, in the training dtype, on the training device; one is in flight at a time.
+        """See the interface. Tensors are copies, in the training dtype, on the training device; one is in
+        flight at a time.
 
-        What an engine shares is exported out of its masters instead, in fp32, as views of them where they are dense.
+        What an engine shares is exported out of its masters instead, in fp32, as views of them where they are
+        dense.
         """
         if not self._masters:
             yield from self._gathered(self._published)
@@ -174,24 +188,34 @@ class MegatronBackend(Backend):
 
     def restore(self, directory: Path) -> None:
         # Masters come last and exactly, so where they are apart the weights may go there first.
-        restore_part(directory, self._masters or self._trained, self._optimizer, self._position, self._layout())
+        restore_part(
+            directory, self._masters or self._trained, self._optimizer, self._position, self._layout()
+        )
         self._optimizer.fill_parameters()
 
     def offload(self) -> int:
         if self._masters:
-            raise SettingsError("setting weights.transport: with 'shared' the trainer's state stays where the engine reads it")
+            raise SettingsError(
+                "setting weights.transport: with 'shared' the trainer's state stays where the engine reads it"
+            )
         if self._shelf.in_use:
             return self._shelf.nbytes
         self._optimizer.zero_grad(self._model)
-        kept: list[torch.Tensor] = [*self._parameters.values(), *self._trained.values(), *self._optimizer.tensors()]
+        kept: list[torch.Tensor] = [
+            *self._parameters.values(),
+            *self._trained.values(),
+            *self._optimizer.tensors(),
+        ]
         if self._reference_model is not None:
             kept += self._reference_model.parameters()
         buffers = [*self._model.buffers, *self._model.expert_parallel_buffers]
         kept += [buffer.param_data for buffer in buffers if buffer.param_data is not None]
-        return self._shelf.put(self._position.device, kept, blank=[buffer.grad_data for buffer in buffers])
+        return self._shelf.offload(
+            self._position.device, kept, blank=[buffer.grad_data for buffer in buffers]
+        )
 
     def onload(self) -> None:
-        self._shelf.fetch(self._position.device)
+        self._shelf.onload(self._position.device)
 
     def close(self) -> None:
         if not self._closed:
@@ -208,12 +232,18 @@ class MegatronBackend(Backend):
         stages = [stage_rules(self._model_spec, pp, stage) for stage in range(pp)]
         self.lora = adapters
         self.targets = adapter_targets({plan.name: plan.shape for plan in self._plan}, adapters)
-        self._published = plan_of([lora.lora_rules(rules, adapters) for rules in stages], parallel.tensor_model_parallel_size)
-        self._trained = lora.attach(model, stages[self._position.pp], adapters, self._position, self._trainer.seed)
+        self._published = plan_of(
+            [lora.lora_rules(rules, adapters) for rules in stages], parallel.tensor_model_parallel_size
+        )
+        self._trained = lora.attach(
+            model, stages[self._position.pp], adapters, self._position, self._trainer.seed
+        )
 
     def _load(self, model_dir: Path) -> None:
         config, position = self._position.config, self._position
-        mark_split(self._parameters, stage_rules(self._model_spec, config.pipeline_model_parallel_size, position.pp))
+        mark_split(
+            self._parameters, stage_rules(self._model_spec, config.pipeline_model_parallel_size, position.pp)
+        )
         load_checkpoint(
             model_dir,
             self._model_spec,
@@ -225,7 +255,8 @@ class MegatronBackend(Backend):
         )
 
     def _receive(self, plan: TensorPlan) -> torch.Tensor:
-        """Put a tensor together on rank 0: own pieces are copied, the others come from their ranks in one message each."""
+        """Put a tensor together on rank 0: own pieces are copied, the others come from their ranks in one
+        message each."""
         tensor = torch.empty(plan.shape, dtype=DTYPES[self._trainer.dtype], device=self._position.device)
         for tp in sorted({piece.tp for piece in plan.pieces}):
             pieces = [piece for piece in plan.pieces if piece.tp == tp]
@@ -239,12 +270,18 @@ class MegatronBackend(Backend):
             shape[plan.dim] = sum(piece.length for piece in pieces)
             message = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
             dist.recv(message, self._position.rank_of(tp, plan.stage))
-            for piece, rows in zip(pieces, message.split([piece.length for piece in pieces], plan.dim), strict=True):
+            for piece, rows in zip(
+                pieces, message.split([piece.length for piece in pieces], plan.dim), strict=True
+            ):
                 tensor.narrow(plan.dim, piece.start, piece.length).copy_(rows)
         return tensor
 
     def _held(self, plan: TensorPlan) -> torch.Tensor:
-        return self._trained[plan.parameter] if plan.parameter in self._trained else self._parameters[plan.parameter]
+        return (
+            self._trained[plan.parameter]
+            if plan.parameter in self._trained
+            else self._parameters[plan.parameter]
+        )
 
     def _send(self, plan: TensorPlan) -> None:
         local = self._held(plan)

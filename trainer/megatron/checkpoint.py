@@ -1,12 +1,13 @@
-"""A rank's part of a checkpoint: parameters, optimizer state and random states as safetensors, and one description of the layout.
+"""A rank's part of a checkpoint: parameters, optimizer state and random states as safetensors, and one
+description of the layout.
 
 Files of a directory:
     layout.json                        model, sizes, dtype; by rank 0
     model-tp0-pp0.safetensors          trained parameters by megatron name; by the first data-parallel rank
     optimizer-tp0-pp0-dp0.safetensors  moments, steps, masters, random states; by each rank whose share is its own
 
-The state is read from and written into torch's optimizer itself: megatron's own checkpoint path of the distributed optimizer refuses
-torch's AdamW on reload.
+The state is read from and written into torch's optimizer itself: megatron's own checkpoint path of the
+distributed optimizer refuses torch's AdamW on reload.
 """
 
 import json
@@ -46,7 +47,11 @@ def layout(architecture: Architecture, position: Position, dtype: str, lora: Lor
 
 
 def save_part(
-    directory: Path, parameters: Mapping[str, torch.Tensor], optimizer: Optimizer, position: Position, description: dict[str, Any]
+    directory: Path,
+    parameters: Mapping[str, torch.Tensor],
+    optimizer: Optimizer,
+    position: Position,
+    description: dict[str, Any],
 ) -> None:
     """Write this rank's files and sync them to disk. Which files: see the module's docstring."""
     if position.rank_of(position.tp, position.pp, position.dp) == 0:
@@ -54,18 +59,26 @@ def save_part(
         path.write_text(json.dumps(description, indent=1))
         _sync(path)
     if position.dp == 0:
-        _write(directory / _model_file(position), {name: parameter.detach() for name, parameter in parameters.items()})
+        _write(
+            directory / _model_file(position),
+            {name: parameter.detach() for name, parameter in parameters.items()},
+        )
     if position.dp == 0 or is_distributed(position):
         _write(directory / _optimizer_file(position), _optimizer_tensors(optimizer))
 
 
 def restore_part(
-    directory: Path, parameters: Mapping[str, torch.Tensor], optimizer: Optimizer, position: Position, description: dict[str, Any]
+    directory: Path,
+    parameters: Mapping[str, torch.Tensor],
+    optimizer: Optimizer,
+    position: Position,
+    description: dict[str, Any],
 ) -> None:
     """Read what `save_part` wrote, bit for bit.
 
     Raises:
-        SettingsError: if the checkpoint is of another layout or model, or incomplete; nothing has changed then.
+        SettingsError: if the checkpoint is of another layout or model, or incomplete; nothing has changed
+            then.
     """
     _check_layout(directory, description)
     files = directory / _model_file(position), directory / _optimizer_file(position)
@@ -74,7 +87,9 @@ def restore_part(
             raise SettingsError(f"the checkpoint lacks {path}: it is incomplete")
     saved = load_file(files[0])
     if set(saved) != set(parameters):
-        raise SettingsError(f"{files[0]} holds other parameters than the model: {sorted(set(saved) ^ set(parameters))[:5]}")
+        raise SettingsError(
+            f"{files[0]} holds other parameters than the model: {sorted(set(saved) ^ set(parameters))[:5]}"
+        )
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(saved[name])
@@ -92,15 +107,24 @@ def _check_layout(directory: Path, description: dict[str, Any]) -> None:
     try:
         saved = json.loads(path.read_text())
     except (OSError, json.JSONDecodeError) as error:
-        raise SettingsError(f"cannot read {path}: {error}: not a checkpoint of the megatron backend") from error
+        raise SettingsError(
+            f"cannot read {path}: {error}: not a checkpoint of the megatron backend"
+        ) from error
     current = json.loads(json.dumps(description))
     different = {key: (saved.get(key), value) for key, value in current.items() if saved.get(key) != value}
     if "model" in different:
         before, now = (values or {} for values in different.pop("model"))
-        different |= {f"model.{key}": (before.get(key), value) for key, value in now.items() if before.get(key) != value}
+        different |= {
+            f"model.{key}": (before.get(key), value) for key, value in now.items() if before.get(key) != value
+        }
     if different:
-        text = "; ".join(f"{key} is {before!r} in the checkpoint and {now!r} in the run" for key, (before, now) in different.items())
-        raise SettingsError(f"{directory}: the checkpoint has another layout: {text}. Restore with the layout that it was saved in")
+        text = "; ".join(
+            f"{key} is {before!r} in the checkpoint and {now!r} in the run"
+            for key, (before, now) in different.items()
+        )
+        raise SettingsError(
+            f"{directory}: the checkpoint has another layout: {text}. Restore with the layout that it was saved in"
+        )
 
 
 def _optimizer_tensors(optimizer: Optimizer) -> dict[str, torch.Tensor]:
@@ -112,11 +136,17 @@ def _optimizer_tensors(optimizer: Optimizer) -> dict[str, torch.Tensor]:
             tensors[f"{key}.master"] = parameter.detach()
             state: dict[str, Any] = inner.state.get(parameter) or {}
             # TransformerEngine and Apex count steps by group.
-            tensors |= {f"{key}.{name}": torch.as_tensor({**group, **state}[name]) for name in STATE if name in state or name in group}
+            tensors |= {
+                f"{key}.{name}": torch.as_tensor({**group, **state}[name])
+                for name in STATE
+                if name in state or name in group
+            }
     return tensors
 
 
-def _restore_optimizer(inner: torch.optim.Optimizer, prefix: str, tensors: Mapping[str, torch.Tensor]) -> None:
+def _restore_optimizer(
+    inner: torch.optim.Optimizer, prefix: str, tensors: Mapping[str, torch.Tensor]
+) -> None:
     for key, group, parameter in _members(inner, prefix):
         with torch.no_grad():
             parameter.copy_(tensors[f"{key}.master"])
@@ -126,13 +156,16 @@ def _restore_optimizer(inner: torch.optim.Optimizer, prefix: str, tensors: Mappi
             group["step"] = int(state.pop("step"))
         if state:
             inner.state[parameter] = {
-                name: value.clone() if name == "step" and not group.get("fused") else value.to(parameter.device, copy=True)
+                name: value.clone()
+                if name == "step" and not group.get("fused")
+                else value.to(parameter.device, copy=True)
                 for name, value in state.items()
             }
 
 
 def _members(inner: torch.optim.Optimizer, prefix: str) -> list[tuple[str, dict[str, Any], torch.Tensor]]:
-    """Key, group and tensor of everything that the optimizer steps, in its own order, which the layout determines."""
+    """Key, group and tensor of everything that the optimizer steps, in its own order, which the layout
+    determines."""
     return [
         (f"{prefix}.{number}.{position}", group, parameter)
         for number, group in enumerate(inner.param_groups)
@@ -150,7 +183,8 @@ def _optimizer_file(position: Position) -> str:
 
 
 def _write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    # Parameters of a distributed optimizer are views of one buffer, which safetensors refuses to guess about: each is written as itself.
+    # Parameters of a distributed optimizer are views of one buffer, which safetensors refuses to guess about:
+    # each is written as itself.
     save_file({name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items()}, path)
     _sync(path)
 

@@ -1,7 +1,7 @@
 """Forward and backward passes of a whole batch through megatron's schedule.
 
-Shapes: N samples and L tokens of the batch; n samples and l tokens of a micro-batch; T tokens whose logits are computed.
-The logits at position i predict token i + 1, so a forward pass takes tokens 0 .. l - 2.
+Shapes: N samples and L tokens of the batch; n samples and l tokens of a micro-batch; T tokens whose logits
+are computed. The logits at position i predict token i + 1, so a forward pass takes tokens 0 .. l - 2.
 """
 
 from collections.abc import Iterator
@@ -41,11 +41,13 @@ class MicroBatch:
     """int64 [T]: the token itself."""
 
 
-def split_batch(batch: Batch, mask: torch.Tensor, position: Position, micro_batch_size: int) -> list[MicroBatch]:
+def split_batch(
+    batch: Batch, mask: torch.Tensor, position: Position, micro_batch_size: int
+) -> list[MicroBatch]:
     """This data-parallel rank's micro-batches; every rank gets equally many.
 
-    Samples are sorted by length, so that those of a micro-batch need little padding, and dealt to the ranks in turn. With a pipeline all
-    micro-batches have one shape, as its stages agree on it beforehand.
+    Samples are sorted by length, so that those of a micro-batch need little padding, and dealt to the ranks
+    in turn. With a pipeline all micro-batches have one shape, as its stages agree on it beforehand.
 
     Args:
         mask: bool [N, L]: tokens whose log-probabilities are wanted.
@@ -58,18 +60,24 @@ def split_batch(batch: Batch, mask: torch.Tensor, position: Position, micro_batc
     result = []
     for first in range(0, len(chunks), pieces):
         mine = chunks[first + position.dp] if first + position.dp < len(chunks) else order[:0]
-        result.append(_micro_batch(batch, mask, position, mine, size if uniform else max(1, len(mine)), uniform))
+        result.append(
+            _micro_batch(batch, mask, position, mine, size if uniform else max(1, len(mine)), uniform)
+        )
     return result
 
 
-def _micro_batch(batch: Batch, mask: torch.Tensor, position: Position, samples: torch.Tensor, size: int, uniform: bool) -> MicroBatch:
+def _micro_batch(
+    batch: Batch, mask: torch.Tensor, position: Position, samples: torch.Tensor, size: int, uniform: bool
+) -> MicroBatch:
     padding = size - len(samples)
     samples = torch.cat([samples, samples.new_zeros(padding)])
     lengths = batch.sequence_lengths if uniform else batch.sequence_lengths[samples]
     length = max(2, int(lengths.max()))
     inputs = batch.tokens[samples, : length - 1]
     if position.sequence_parallel:
-        inputs = torch.nn.functional.pad(inputs, (0, -inputs.size(1) % position.config.tensor_model_parallel_size))
+        inputs = torch.nn.functional.pad(
+            inputs, (0, -inputs.size(1) % position.config.tensor_model_parallel_size)
+        )
     wanted = mask[samples, :length].clone()
     wanted[:, 0] = False
     wanted[size - padding :] = False
@@ -81,18 +89,22 @@ def _micro_batch(batch: Batch, mask: torch.Tensor, position: Position, samples: 
 class Runner:
     """Runs a model over batches: with gradients for a step, without for log-probabilities."""
 
-    def __init__(self, model: Any, architecture: Architecture, position: Position, micro_batch_size: int) -> None:
+    def __init__(
+        self, model: Any, architecture: Architecture, position: Position, micro_batch_size: int
+    ) -> None:
         """Bind to a model (GPTModel, or DistributedDataParallel around one)."""
         self.model = model
         self.architecture = architecture
         self.position = position
         self.micro_batch_size = micro_batch_size
         inner = model if isinstance(model, GPTModel) else model.module
-        # In sequence-parallel layouts the output layer gathers the sequence itself; its logits are selected afterwards.
+        # In sequence-parallel layouts the output layer gathers the sequence itself; its logits are selected
+        # afterwards.
         self._rows = OutputRows(inner) if inner.post_process and not position.sequence_parallel else None
 
     def train(self, batch: Batch, algorithm: Algorithm) -> dict[str, float]:
-        """Forward and backward over the batch; gradients are left in the model's buffers, complete over all ranks.
+        """Forward and backward over the batch; gradients are left in the model's buffers, complete over all
+        ranks.
 
         Returns:
             METRICS, equal on every rank: sums over trained tokens, but the largest error is a maximum.
@@ -112,7 +124,8 @@ class Runner:
 
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> torch.Tensor:
-        """float32 [N, L] on the CPU, complete on every rank: log-probabilities of the sampled tokens, 0 elsewhere."""
+        """float32 [N, L] on the CPU, complete on every rank: log-probabilities of the sampled tokens, 0
+        elsewhere."""
         outputs = self._run(batch, batch.sampled_mask, self._collect, forward_only=True)
         result = torch.zeros(batch.tokens.shape, dtype=torch.float32, device=self.position.device)
         if self.position.tp == 0:
@@ -135,18 +148,25 @@ class Runner:
         )
         return outputs
 
-    def _forward(self, temperature: float, finish: Any, micro_batches: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Any]:
+    def _forward(
+        self, temperature: float, finish: Any, micro_batches: Iterator[MicroBatch], model: Any
+    ) -> tuple[torch.Tensor, Any]:
         """megatron's forward step: the stage's output, and what makes a loss of it on the last stage."""
         micro = next(micro_batches)
         if self._rows is not None:
             index = (micro.columns - 1) * len(micro.samples) + micro.rows
-            # Without a token to train a micro-batch still passes one row, so that every parameter is in its graph.
+            # Without a token to train a micro-batch still passes one row, so that every parameter is in its
+            # graph.
             self._rows.index = index if len(index) else index.new_zeros(1)
         logits = model(micro.inputs, None, None)
         return logits, partial(self._score, temperature, finish, micro)
 
-    def _score(self, temperature: float, finish: Any, micro: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        logits = logits[0, : len(micro.rows)] if self._rows is not None else logits[micro.rows, micro.columns - 1]
+    def _score(
+        self, temperature: float, finish: Any, micro: MicroBatch, logits: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        logits = (
+            logits[0, : len(micro.rows)] if self._rows is not None else logits[micro.rows, micro.columns - 1]
+        )
         logprobs, entropy = vocab_parallel_logprobs(
             logits,
             micro.targets,
@@ -167,7 +187,9 @@ class Runner:
         return context.loss(micro, logprobs, entropy)
 
     @staticmethod
-    def _collect(micro: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    def _collect(
+        micro: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor
+    ) -> tuple[torch.Tensor, Any]:
         samples = micro.samples.to(micro.rows.device)[micro.rows]
         return logprobs.sum(), (samples, micro.columns, logprobs)
 
@@ -183,7 +205,9 @@ class _LossContext:
     fresh: torch.Tensor
     """bool [N, L]: trained tokens of lag 0."""
 
-    def loss(self, micro: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss(
+        self, micro: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The micro-batch's part of the sum, and its METRICS as float64 [5]."""
         batch, device = self.batch, logprobs.device
         width = max(2, int(batch.sequence_lengths[micro.samples].max()))

@@ -1,9 +1,11 @@
-"""The training model as a generator: a GPTModel with megatron-core's static KV cache, called for one step at a time.
+"""The training model as a generator: a GPTModel with megatron-core's static KV cache, called for one step at
+a time.
 
-megatron-core's own static engine runs a batch to its end, with one length for all rows. Here each row of the cache, a slot, has its own
-length: requests come and go between two steps, and weights may change there.
+megatron-core's own static engine runs a batch to its end, with one length for all rows. Here each row of the
+cache, a slot, has its own length: requests come and go between two steps, and weights may change there.
 
-Shapes: B slots in use, which are 0 .. B - 1 without a gap; N sequences, S tokens of the longest; V vocabulary; D head size.
+Shapes: B slots in use, which are 0 .. B - 1 without a gap; N sequences, S tokens of the longest; V
+vocabulary; D head size.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,14 +31,17 @@ INITIAL_DEVIATION = 0.02
 
 
 class SlotCache(StaticInferenceContext):
-    """megatron-core's cache, [length, slots, kv heads, D] for each layer; keys lie in it as they are attended to, rotated."""
+    """megatron-core's cache, [length, slots, kv heads, D] for each layer; keys lie in it as they are attended
+    to, rotated."""
 
     def __init__(self, slots: int, length: int, architecture: Architecture, like: torch.Tensor) -> None:
         """Allocated at once, in dtype and on the device of `like`."""
         super().__init__(slots, length)
         self.materialize_only_last_token_logits = False
         shape = (length, slots, architecture.kv_heads, architecture.head_dim)
-        self.key_value_memory_dict = {layer + 1: (like.new_empty(shape), like.new_empty(shape)) for layer in range(architecture.layers)}
+        self.key_value_memory_dict = {
+            layer + 1: (like.new_empty(shape), like.new_empty(shape)) for layer in range(architecture.layers)
+        }
         self.positions = torch.empty(0)
         """int64, of this pass's tokens: [S, 1] in a prefill, [1, B] when every slot gets one token."""
         self.first = 0
@@ -45,7 +50,8 @@ class SlotCache(StaticInferenceContext):
         """Tokens of the longest slot, with this pass's."""
 
     def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keep this pass's keys and values, [S, N, kv heads, D] or [1, B, ...]; returns all that its queries attend to."""
+        """Keep this pass's keys and values, [S, N, kv heads, D] or [1, B, ...]; returns all that its queries
+        attend to."""
         keys, values = memory = self.key_value_memory_dict[layer]
         if self.is_decode_only():
             slots = torch.arange(key.size(1), device=key.device)
@@ -55,7 +61,9 @@ class SlotCache(StaticInferenceContext):
         for kept, new in zip(memory, (key, value), strict=True):
             part = kept[:, self.first : self.first + new.size(1)]
             part[: len(new)] = new
-            part[len(new) :] = 0  # masked until it is written, but a NaN of an earlier request would come through the mask
+            part[len(new) :] = (
+                0  # masked until it is written, but a NaN of an earlier request would come through the mask
+            )
         return key, value
 
     @property
@@ -65,28 +73,43 @@ class SlotCache(StaticInferenceContext):
 
 
 class SlotAttention(SelfAttention):
-    """Self-attention whose queries and keys are rotated for the positions that a `SlotCache` says, before they are kept."""
+    """Self-attention whose queries and keys are rotated for the positions that a `SlotCache` says, before
+    they are kept."""
 
     def _adjust_key_value_for_inference(
-        self, inference_context: SlotCache, query: Any, key: Any, value: Any, rotary_pos_emb: Any, *unused: Any, **also_unused: Any
+        self,
+        inference_context: SlotCache,
+        query: Any,
+        key: Any,
+        value: Any,
+        rotary_pos_emb: Any,
+        *unused: Any,
+        **also_unused: Any,
     ) -> tuple[Any, ...]:
         angles = rotary_pos_emb[0][:, 0][inference_context.positions]
-        query, key = (apply_rotary_pos_emb(x, angles, config=self.config, cp_group=self.pg_collection.cp) for x in (query, key))
+        query, key = (
+            apply_rotary_pos_emb(x, angles, config=self.config, cp_group=self.pg_collection.cp)
+            for x in (query, key)
+        )
         keys, values = inference_context.store(self.layer_number, key, value)
         return query, keys, values, None, self.attn_mask_type, None
 
 
 class SlotModel:
-    """The whole model on one rank, in a process of its own or beside other users of megatron-core. Not thread-safe."""
+    """The whole model on one rank, in a process of its own or beside other users of megatron-core. Not
+    thread-safe."""
 
-    def __init__(self, model_dir: Path, *, dtype: str, slots: int, length: int, buffer_bytes: int = 0) -> None:
+    def __init__(
+        self, model_dir: Path, *, dtype: str, slots: int, length: int, buffer_bytes: int = 0
+    ) -> None:
         """Load a checkpoint; a directory without one gives random weights.
 
         Args:
             dtype: one of `DTYPES`.
             slots: sequences at a time.
             length: tokens of the longest sequence.
-            buffer_bytes: what the KV cache may take: fewer slots are made if it is too small for all; 0 is no bound.
+            buffer_bytes: what the KV cache may take: fewer slots are made if it is too small for all; 0
+                is no bound.
 
         Raises:
             SettingsError: if the model is not supported, or the buffer holds no sequence.
@@ -104,14 +127,22 @@ class SlotModel:
         self._closed = False
         try:
             config = transformer_config(self.architecture, position, DTYPES[dtype])
-            self.module = build_model(self.architecture, config, position, attention=SlotAttention).eval().requires_grad_(False)
+            self.module = (
+                build_model(self.architecture, config, position, attention=SlotAttention)
+                .eval()
+                .requires_grad_(False)
+            )
             self.parameters: dict[str, torch.Tensor] = dict(self.module.named_parameters())
             if any(model_dir.glob("*.safetensors")):
-                load_checkpoint(model_dir, self.architecture, self.parameters, tp=1, tp_rank=0, pp=1, pp_rank=0)
+                load_checkpoint(
+                    model_dir, self.architecture, self.parameters, tp=1, tp_rank=0, pp=1, pp_rank=0
+                )
             else:
                 for parameter in self.parameters.values():
                     parameter.normal_(0, INITIAL_DEVIATION)
-            self.cache = SlotCache(self.slots, length, self.architecture, next(iter(self.parameters.values())))
+            self.cache = SlotCache(
+                self.slots, length, self.architecture, next(iter(self.parameters.values()))
+            )
         except BaseException:
             self.close()
             raise
@@ -119,7 +150,8 @@ class SlotModel:
         self._device = position.device
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy whole checkpoint tensors to where they belong: the plan of the trainer's export, read backwards."""
+        """Copy whole checkpoint tensors to where they belong: the plan of the trainer's export, read
+        backwards."""
         for name, tensor in tensors:
             plan = self._plan[name]
             for piece in plan.pieces:
@@ -136,10 +168,13 @@ class SlotModel:
 
     @torch.no_grad()
     def prefill(self, first: int, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Fill the slots from `first` on, one for each sequence. Returns logits [N, V] after the last token of each."""
+        """Fill the slots from `first` on, one for each sequence. Returns logits [N, V] after the last token
+        of each."""
         lengths = torch.tensor([len(sequence) for sequence in sequences], device=self._device)
         longest = max(map(len, sequences))
-        tokens = torch.tensor([[*sequence, *[0] * (longest - len(sequence))] for sequence in sequences], device=self._device)
+        tokens = torch.tensor(
+            [[*sequence, *[0] * (longest - len(sequence))] for sequence in sequences], device=self._device
+        )
         self.cache.enable_prefill_mode()
         self.cache.first = first
         self.cache.positions = torch.arange(longest, device=self._device)[:, None]
@@ -148,7 +183,8 @@ class SlotModel:
 
     @torch.no_grad()
     def decode(self, tokens: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-        """One more token in each of the B slots in use, which hold `lengths`. Returns logits [B, V] after it."""
+        """One more token in each of the B slots in use, which hold `lengths`. Returns logits [B, V] after
+        it."""
         positions = torch.tensor(lengths, device=self._device)
         self.cache.enable_decode_mode()
         self.cache.positions, self.cache.width = positions[None], max(lengths) + 1
@@ -168,7 +204,9 @@ class SlotModel:
             parallel.finalize()
 
     def _logits(self, tokens: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        found: torch.Tensor = self.module(tokens, None, mask, inference_context=self.cache, runtime_gather_output=True)
+        found: torch.Tensor = self.module(
+            tokens, None, mask, inference_context=self.cache, runtime_gather_output=True
+        )
         return found
 
 

@@ -1,7 +1,9 @@
-"""Adapters on megatron's parallel layers, split as the layers are, and the rules by which their tensors are exported.
+"""Adapters on megatron's parallel layers, split as the layers are, and the rules by which their tensors are
+exported.
 
-A column-parallel layer (qkv, gate and up) has A on every tensor rank and the rank's rows of B; a row-parallel one (output, down) the
-rank's columns of A and B on every rank. Fused layers have an adapter for each tensor that they hold, under megatron's layer:
+A column-parallel layer (qkv, gate and up) has A on every tensor rank and the rank's rows of B; a row-parallel
+one (output, down) the rank's columns of A and B on every rank. Fused layers have an adapter for each tensor
+that they hold, under megatron's layer:
 
     decoder.layers.0.self_attention.linear_qkv.lora.q_proj.a
 """
@@ -36,7 +38,8 @@ class LowRank(torch.nn.Module):
 
 
 class Adapters(torch.nn.ModuleDict):
-    """The adapters of one layer by the last part of the weight's name; lies in the layer as its submodule `lora`."""
+    """The adapters of one layer by the last part of the weight's name; lies in the layer as its submodule
+    `lora`."""
 
     scaling: float
     groups: int
@@ -54,7 +57,14 @@ def lora_rules(rules: Iterable[Rule], config: LoraConfig) -> list[Rule]:
     rules = list(rules)
     shapes = {name: shape for rule in rules for name, shape in rule.shapes.items()}
     wanted = {target.weight: target for target in adapter_targets(shapes, config)}
-    return [found for rule in rules if rule.owner for name in rule.shapes if name in wanted for found in _pair(rule, wanted[name], config)]
+    return [
+        found
+        for rule in rules
+        if rule.owner
+        for name in rule.shapes
+        if name in wanted
+        for found in _pair(rule, wanted[name], config)
+    ]
 
 
 def _pair(rule: Rule, target: AdapterTarget, config: LoraConfig) -> tuple[Rule, Rule]:
@@ -62,14 +72,23 @@ def _pair(rule: Rule, target: AdapterTarget, config: LoraConfig) -> tuple[Rule, 
     here = f"{rule.parameter.removesuffix('.weight')}.lora.{target.module.rpartition('.')[2]}"
     a, b = (config.rank, target.shape[1]), (target.shape[0], config.rank)
     if isinstance(rule, Split) and rule.dim == 1:
-        return Split(parameter=f"{here}.a", name=target.a, shape=a, dim=1), Direct(parameter=f"{here}.b", name=target.b, shape=b)
+        return Split(parameter=f"{here}.a", name=target.a, shape=a, dim=1), Direct(
+            parameter=f"{here}.b", name=target.b, shape=b
+        )
     if rule.dim != 0 or isinstance(rule, Direct) or "layers" not in rule.parameter:
-        raise SettingsError(f"setting lora.target_modules: {target.weight} cannot have an adapter in the megatron backend")
-    return Direct(parameter=f"{here}.a", name=target.a, shape=a), Split(parameter=f"{here}.b", name=target.b, shape=b)
+        raise SettingsError(
+            f"setting lora.target_modules: {target.weight} cannot have an adapter in the megatron backend"
+        )
+    return Direct(parameter=f"{here}.a", name=target.a, shape=a), Split(
+        parameter=f"{here}.b", name=target.b, shape=b
+    )
 
 
-def attach(model: GPTModel, rules: list[Rule], config: LoraConfig, position: Position, seed: int) -> dict[str, torch.Tensor]:
-    """Freeze the model and put this rank's share of the adapters into it. Returns their parameters by megatron's names.
+def attach(
+    model: GPTModel, rules: list[Rule], config: LoraConfig, position: Position, seed: int
+) -> dict[str, torch.Tensor]:
+    """Freeze the model and put this rank's share of the adapters into it. Returns their parameters by
+    megatron's names.
 
     Args:
         rules: of this rank's pipeline stage, without adapters.
@@ -82,7 +101,9 @@ def attach(model: GPTModel, rules: list[Rule], config: LoraConfig, position: Pos
     model.requires_grad_(False)
     found = lora_rules(rules, config)
     first: dict[str, torch.Tensor] = {}
-    for target in adapter_targets({name: shape for rule in rules for name, shape in rule.shapes.items()}, config):
+    for target in adapter_targets(
+        {name: shape for rule in rules for name, shape in rule.shapes.items()}, config
+    ):
         first |= initial_adapter(target, config.rank, seed)
     for a, b in zip(found[::2], found[1::2], strict=True):
         name, _, key = a.parameter.removesuffix(".a").rpartition(".lora.")
@@ -91,8 +112,11 @@ def attach(model: GPTModel, rules: list[Rule], config: LoraConfig, position: Pos
             layer.lora = _empty(heads.get(f"{name}.weight"), config, position)
             layer.register_forward_hook(_HOOKS[type(layer).__name__])
         like = layer.weight
-        layer.lora[key] = pair = LowRank(*(_share(first, rule, tp, position.tp).to(like.device, like.dtype) for rule in (a, b)))
-        # Of a row-parallel layer's output each rank then has only its tokens: the mark makes megatron add up the gradients.
+        layer.lora[key] = pair = LowRank(
+            *(_share(first, rule, tp, position.tp).to(like.device, like.dtype) for rule in (a, b))
+        )
+        # Of a row-parallel layer's output each rank then has only its tokens: the mark makes megatron add up
+        # the gradients.
         pair.b.sequence_parallel = position.sequence_parallel and isinstance(b, Direct)  # type: ignore[attr-defined]
     parameters = {name: parameter for name, parameter in model.named_parameters() if ".lora." in name}
     mark_split(parameters, found)
@@ -106,7 +130,9 @@ def _empty(rule: FusedQKV | None, config: LoraConfig, position: Position) -> Ada
     if rule is not None:
         tp = position.config.tensor_model_parallel_size
         if rule.groups % tp:
-            raise SettingsError(f"lora with tensor_model_parallel_size = {tp}: it must divide the {rule.groups} key-value heads")
+            raise SettingsError(
+                f"lora with tensor_model_parallel_size = {tp}: it must divide the {rule.groups} key-value heads"
+            )
         adapters.groups, adapters.head_dim = rule.groups // tp, rule.head_dim
     return adapters
 
@@ -141,7 +167,9 @@ def _in_order(adapters: Adapters, deltas: Mapping[str, torch.Tensor], output: to
     groups, head_dim = adapters.groups, adapters.head_dim
     queries = output.shape[-1] // (groups * head_dim) - 2
     parts = [
-        deltas[key].view(*lead, groups, heads * head_dim) if key in deltas else output.new_zeros(*lead, groups, heads * head_dim)
+        deltas[key].view(*lead, groups, heads * head_dim)
+        if key in deltas
+        else output.new_zeros(*lead, groups, heads * head_dim)
         for key, heads in (("q_proj", queries), ("k_proj", 1), ("v_proj", 1))
     ]
     return torch.cat(parts, dim=-1).flatten(-2)

@@ -1,6 +1,7 @@
 """A megatron GPTModel for one rank, with layers of our own spec: no TransformerEngine, no Apex.
 
-Shapes: S tokens of a sequence, B sequences, H hidden size, P tensor ranks; megatron's activations are [S, B, H].
+Shapes: S tokens of a sequence, B sequences, H hidden size, P tensor ranks; megatron's activations are [S, B,
+H].
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,7 +11,11 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -30,8 +35,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class RMSNorm(torch.nn.Module):
-    """Root mean square norm over the last dimension. Unlike megatron's it may stand in sequence-parallel regions: its mark makes megatron
-    add up the weight's gradient over the tensor ranks, of which each sees only its tokens."""
+    """Root mean square norm over the last dimension. Unlike megatron's it may stand in sequence-parallel
+    regions: its mark makes megatron add up the weight's gradient over the tensor ranks, of which each sees
+    only its tokens."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused: Any) -> None:
         super().__init__()
@@ -45,46 +51,61 @@ class RMSNorm(torch.nn.Module):
 
 
 class CausalAttention(MegatronModule):
-    """Attention on torch's own kernels. Sequences are padded on the right, so without a mask causality alone keeps padding out."""
+    """Attention on torch's own kernels. Sequences are padded on the right, so without a mask causality alone
+    keeps padding out."""
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **unused: Any) -> None:
         super().__init__(config=config)
         self.softmax_scale = softmax_scale
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **unused: Any) -> torch.Tensor:
-        """[S, B, heads, head_dim] to [S, B, heads * head_dim]; heads of this tensor rank, fewer for key and value if they are grouped.
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **unused: Any
+    ) -> torch.Tensor:
+        """[S, B, heads, head_dim] to [S, B, heads * head_dim]; heads of this tensor rank, fewer for key and
+        value if they are grouped.
 
         Args:
-            attention_mask: None for causal attention; with one query for each sequence bool [B, 1, 1, keys], true where it attends.
+            attention_mask: None for causal attention; with one query for each sequence bool [B, 1, 1,
+                keys], true where it attends.
         """
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         if attention_mask is None:
             grouped = q.size(1) != k.size(1)
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=grouped)
+            out = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=grouped
+            )
             return out.permute(2, 0, 1, 3).flatten(2)
-        # The query heads of a group attend like tokens of a sequence, so that no key is copied for each of them.
+        # The query heads of a group attend like tokens of a sequence, so that no key is copied for each of
+        # them.
         of_group = q.reshape(*k.shape[:2], -1, q.size(3))
-        return F.scaled_dot_product_attention(of_group, k, v, attn_mask=attention_mask, scale=self.softmax_scale).flatten(1)[None]
+        return F.scaled_dot_product_attention(
+            of_group, k, v, attn_mask=attention_mask, scale=self.softmax_scale
+        ).flatten(1)[None]
 
 
 class OutputRows:
     """Computes logits only where they are needed: prompts and padding do not pay for the vocabulary.
 
-    Set `index` (int64 [T] into the flattened [S, B]) before a forward pass; the model then returns logits [1, T, V / P].
+    Set `index` (int64 [T] into the flattened [S, B]) before a forward pass; the model then returns logits [1,
+    T, V / P].
     """
 
     def __init__(self, model: GPTModel) -> None:
         self.index: torch.Tensor | None = None
         model.output_layer.register_forward_pre_hook(self._select)
 
-    def _select(self, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+    def _select(
+        self, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...] | None:
         if self.index is None:
             return None
         hidden = inputs[0]
         return hidden.flatten(0, 1).index_select(0, self.index).unsqueeze(1), *inputs[1:]
 
 
-def transformer_config(architecture: Architecture, position: Position, dtype: torch.dtype) -> TransformerConfig:
+def transformer_config(
+    architecture: Architecture, position: Position, dtype: torch.dtype
+) -> TransformerConfig:
     """The model in megatron's terms.
 
     Raises:
@@ -126,7 +147,11 @@ def transformer_config(architecture: Architecture, position: Position, dtype: to
 
 
 def build_model(
-    architecture: Architecture, config: TransformerConfig, position: Position, *, attention: type[Any] = SelfAttention
+    architecture: Architecture,
+    config: TransformerConfig,
+    position: Position,
+    *,
+    attention: type[Any] = SelfAttention,
 ) -> GPTModel:
     """This rank's part of the model, with uninitialized weights. A collective: every rank calls it.
 
@@ -134,7 +159,9 @@ def build_model(
         attention: the layers' SelfAttention; generation has one of its own.
     """
     stages = architecture.layers // config.pipeline_model_parallel_size
-    block = TransformerBlockSubmodules(layer_specs=[_layer_spec(architecture.qk_norm, attention)] * stages, layer_norm=RMSNorm)
+    block = TransformerBlockSubmodules(
+        layer_specs=[_layer_spec(architecture.qk_norm, attention)] * stages, layer_norm=RMSNorm
+    )
     model = GPTModel(
         config=config,
         transformer_layer_spec=block,
@@ -148,14 +175,17 @@ def build_model(
         rotary_base=architecture.rope.theta,
     )
     # Ours: megatron's scaling is llama3's with two of its four numbers fixed.
-    model.rotary_pos_emb.inv_freq = architecture.rope.inverse_frequencies(architecture.head_dim).to(position.device)
+    model.rotary_pos_emb.inv_freq = architecture.rope.inverse_frequencies(architecture.head_dim).to(
+        position.device
+    )
     if config.params_dtype is torch.bfloat16:
         model = model.bfloat16()
     return model.to(position.device)
 
 
 def mark_split(parameters: Mapping[str, torch.Tensor], rules: Iterable[Rule]) -> None:
-    """Mark the parameters that are split over tensor ranks, so that gradient norms count them on every rank and replicated ones once.
+    """Mark the parameters that are split over tensor ranks, so that gradient norms count them on every rank
+    and replicated ones once.
 
     megatron does this while it initializes weights at random, which is left out here.
     """
@@ -179,7 +209,9 @@ def _layer_spec(qk_norm: bool, attention: type[Any]) -> ModuleSpec:
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
-            self_attention=ModuleSpec(module=attention, params={"attn_mask_type": AttnMaskType.causal}, submodules=projections),
+            self_attention=ModuleSpec(
+                module=attention, params={"attn_mask_type": AttnMaskType.causal}, submodules=projections
+            ),
             self_attn_bda=_residual,
             pre_mlp_layernorm=RMSNorm,
             mlp=ModuleSpec(module=MLP, submodules=mlp),
@@ -191,7 +223,9 @@ def _layer_spec(qk_norm: bool, attention: type[Any]) -> ModuleSpec:
 def _residual(training: bool, fused: bool) -> Any:
     """Megatron's bias-dropout-add without the dropout, which the models here never have."""
 
-    def add(output_and_bias: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, probability: float) -> torch.Tensor:
+    def add(
+        output_and_bias: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, probability: float
+    ) -> torch.Tensor:
         output, bias = output_and_bias
         return residual + (output if bias is None else output + bias)
 

@@ -1,6 +1,7 @@
 """megatron's optimizer: AdamW on float32 masters, its state spread over data-parallel ranks if asked for.
 
-Of a parameter its master is `main_param`: in bfloat16 megatron sets it, in float32 it has none unless masters are to be apart.
+Of a parameter its master is `main_param`: in bfloat16 megatron sets it, in float32 it has none unless masters
+are to be apart.
 """
 
 import math
@@ -21,22 +22,34 @@ from trainer.megatron.parallel import Position
 
 def wrap_model(model: GPTModel, config: TransformerConfig, position: Position) -> Any:
     """Put the model into megatron's data-parallel wrapper, which sums gradients in float32."""
-    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=is_distributed(position))
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=is_distributed(position)
+    )
     wrapped = DistributedDataParallel(config, settings, model)
     config.finalize_model_grads_func = _finalize_gradients
     return wrapped
 
 
 def is_distributed(position: Position) -> bool:
-    """Whether the optimizer state is spread: over one rank there is nothing to spread, and the copies it would cost are saved."""
+    """Whether the optimizer state is spread: over one rank there is nothing to spread, and the copies it
+    would cost are saved."""
     return position.config.use_distributed_optimizer and position.config.data_parallel_size > 1
 
 
 class Optimizer:
     """Clips, steps and warms up. The learning rate is constant after `lr_warmup_steps` of linear growth."""
 
-    def __init__(self, config: OptimizerConfig, model: Any, position: Position, dtype: torch.dtype, *, apart: bool = False) -> None:
-        """Build on the wrapped model. A collective. Weights must be loaded before: masters are copies of them.
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        model: Any,
+        position: Position,
+        dtype: torch.dtype,
+        *,
+        apart: bool = False,
+    ) -> None:
+        """Build on the wrapped model. A collective. Weights must be loaded before: masters are copies of
+        them.
 
         `apart`: in float32, too, where it else steps the parameters themselves; on one rank.
         """
@@ -62,7 +75,9 @@ class Optimizer:
         if apart and dtype is torch.float32:
             for optimizer in self.torch_optimizers:
                 _set_apart(optimizer)
-        self.masters: dict[str, torch.Tensor] = {name: parameter.main_param for name, parameter in self._parameters.items()}
+        self.masters: dict[str, torch.Tensor] = {
+            name: parameter.main_param for name, parameter in self._parameters.items()
+        }
         """By parameter, if they are to be apart."""
         for group in self.megatron.param_groups:
             # megatron marks what should not decay, but only its own scheduler heeds the mark.
@@ -81,12 +96,20 @@ class Optimizer:
 
     def tensors(self) -> list[torch.Tensor]:
         """Masters and moments of this rank's share."""
-        found = [parameter for inner in self.torch_optimizers for group in inner.param_groups for parameter in group["params"]]
+        found = [
+            parameter
+            for inner in self.torch_optimizers
+            for group in inner.param_groups
+            for parameter in group["params"]
+        ]
         states = [state for inner in self.torch_optimizers for state in inner.state.values()]
-        return found + [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+        return found + [
+            value for state in states for value in state.values() if isinstance(value, torch.Tensor)
+        ]
 
     def leave_parameters(self) -> None:
-        """From now on somebody else brings the masters, which are apart, to the parameters; here nothing writes to them."""
+        """From now on somebody else brings the masters, which are apart, to the parameters; here nothing
+        writes to them."""
         self._fills = False
 
     @torch.no_grad()

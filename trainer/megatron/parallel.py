@@ -24,7 +24,8 @@ _owns_torch = False
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where this process stands in the layout. Ranks count from 0; `tp` varies fastest, then `dp`, then `pp`."""
+    """Where this process stands in the layout. Ranks count from 0; `tp` varies fastest, then `dp`, then
+    `pp`."""
 
     config: ParallelConfig
     device: torch.device
@@ -65,7 +66,11 @@ def initialize(config: ParallelConfig, device: str, seed: int) -> Position:
     global _users, _owns_torch
     place = _device(device)
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-    sizes = (config.tensor_model_parallel_size, config.pipeline_model_parallel_size, config.data_parallel_size)
+    sizes = (
+        config.tensor_model_parallel_size,
+        config.pipeline_model_parallel_size,
+        config.data_parallel_size,
+    )
     if min(sizes) < 1 or world != config.world_size:
         raise SettingsError(
             f"[parallel] asks for {config.world_size} processes (tensor {sizes[0]} x pipeline {sizes[1]} x data {sizes[2]}), but {world} "
@@ -75,7 +80,10 @@ def initialize(config: ParallelConfig, device: str, seed: int) -> Position:
         if not dist.is_initialized():
             _owns_torch = _initialize_torch(place, world)
         if mpu.model_parallel_is_initialized():
-            current = (mpu.get_tensor_model_parallel_world_size(), mpu.get_pipeline_model_parallel_world_size())
+            current = (
+                mpu.get_tensor_model_parallel_world_size(),
+                mpu.get_pipeline_model_parallel_world_size(),
+            )
             if current != sizes[:2]:
                 raise SettingsError(
                     f"this process already holds a layout (tensor, pipeline) = {current}, not {sizes[:2]}: close that backend first"
@@ -114,7 +122,9 @@ def _device(name: str) -> torch.device:
     if name == "cuda" and not available:
         raise SettingsError("[trainer] device is cuda, but torch sees no CUDA device: use auto or cpu")
     if name == "cpu" and available:
-        raise SettingsError("[trainer] device is cpu, but megatron-core uses CUDA where there is one: hide it with CUDA_VISIBLE_DEVICES=''")
+        raise SettingsError(
+            "[trainer] device is cpu, but megatron-core uses CUDA where there is one: hide it with CUDA_VISIBLE_DEVICES=''"
+        )
     if not available:
         return torch.device("cpu")
     place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -128,11 +138,14 @@ def _initialize_torch(device: torch.device, world: int) -> bool:
     device_id = device if device.type == "cuda" else None
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=TIMEOUT, device_id=device_id)
-        # torchrun's store keeps the addresses of the first meeting, so a second one through it would wait forever: this one stays.
+        # torchrun's store keeps the addresses of the first meeting, so a second one through it would wait
+        # forever: this one stays.
         atexit.register(_leave)
         return False
     store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=store, rank=0, world_size=world, timeout=TIMEOUT, device_id=device_id)
+    dist.init_process_group(
+        backend, store=store, rank=0, world_size=world, timeout=TIMEOUT, device_id=device_id
+    )
     return True
 
 

@@ -1,7 +1,8 @@
 """Which slice of which training rank goes to which Hugging Face tensor: a pure plan, plain data.
 
-The plan names for every tensor its pieces; a piece is rows of one rank's parameter. Loading reads it backwards. An engine that is split
-itself needs no other plan, only these pieces cut once more at its own boundaries.
+The plan names for every tensor its pieces; a piece is rows of one rank's parameter. Loading reads it
+backwards. An engine that is split itself needs no other plan, only these pieces cut once more at its own
+boundaries.
 """
 
 from collections.abc import Sequence
@@ -78,7 +79,9 @@ def plan_of(stages: Sequence[Sequence[Rule]], tp: int) -> tuple[TensorPlan, ...]
                 continue
             for plan in _tensor_plans(rule, tp, stage):
                 if plan.name in plans:
-                    raise SettingsError(f"{plan.name} is mapped twice: from {plans[plan.name].parameter} and {plan.parameter}")
+                    raise SettingsError(
+                        f"{plan.name} is mapped twice: from {plans[plan.name].parameter} and {plan.parameter}"
+                    )
                 plans[plan.name] = plan
     return tuple(plans.values())
 
@@ -87,8 +90,17 @@ def _tensor_plans(rule: Rule, tp: int, stage: int) -> list[TensorPlan]:
     pieces: dict[str, dict[int, Piece]] = {name: {} for name in rule.shapes}
     for segment in rule.segments(tp):
         # Replicated rows come from the first rank that has them.
-        pieces[segment.name].setdefault(segment.start, Piece(segment.rank, segment.start, segment.local_start, segment.length))
+        pieces[segment.name].setdefault(
+            segment.start, Piece(segment.rank, segment.start, segment.local_start, segment.length)
+        )
     return [
-        TensorPlan(name, shape, rule.dim, stage, rule.parameter, tuple(pieces[name][start] for start in sorted(pieces[name])))
+        TensorPlan(
+            name,
+            shape,
+            rule.dim,
+            stage,
+            rule.parameter,
+            tuple(pieces[name][start] for start in sorted(pieces[name])),
+        )
         for name, shape in rule.shapes.items()
     ]

@@ -1,5 +1,5 @@
-"""One model's memory as another of the same kind needs it to compute with it: which part is which tensor, and what beside the parameters
-it computes with. One rank."""
+"""One model's memory as another of the same kind needs it to compute with it: which part is which tensor, and
+what beside the parameters it computes with. One rank."""
 
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
@@ -33,6 +33,8 @@ def _part(plan: TensorPlan, parameter: torch.Tensor) -> torch.Tensor:
         return parameter.narrow(plan.dim, first.local_start, first.length)
     distances = {after.local_start - before.local_start for before, after in pairwise(plan.pieces)}
     if plan.dim or len(distances) > 1 or {piece.length for piece in others} != {first.length}:
-        raise SettingsError(f"weights.transport 'shared': tensor {plan.name} does not lie in equal turns in {plan.parameter}")
+        raise SettingsError(
+            f"weights.transport 'shared': tensor {plan.name} does not lie in equal turns in {plan.parameter}"
+        )
     turns = parameter.view(-1, distances.pop(), *parameter.shape[1:])
     return turns.narrow(1, first.local_start, first.length)

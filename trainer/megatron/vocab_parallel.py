@@ -1,6 +1,7 @@
 """Log-probabilities and entropies from logits whose vocabulary is split over tensor ranks.
 
-Shapes: T tokens, V vocabulary, P tensor ranks; rank r holds the logits of rows [r V' / P, (r + 1) V' / P), V' being V padded.
+Shapes: T tokens, V vocabulary, P tensor ranks; rank r holds the logits of rows [r V' / P, (r + 1) V' / P), V'
+being V padded.
 """
 
 from collections.abc import Iterator
@@ -25,8 +26,9 @@ def vocab_parallel_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """log softmax(logits / temperature) at the targets, and the entropy of that distribution, in nats.
 
-    Every rank of the group gets the same result, and in the backward pass the gradient of its own logits, so that no collective is needed
-    there: upstream gradients are the same on all of them. Logits of the padding are left out, as if they were minus infinity.
+    Every rank of the group gets the same result, and in the backward pass the gradient of its own logits, so
+    that no collective is needed there: upstream gradients are the same on all of them. Logits of the padding
+    are left out, as if they were minus infinity.
 
     Args:
         logits: [T, V' / P] any float dtype; computed in float32.
@@ -41,7 +43,8 @@ def vocab_parallel_logprobs(
 
 
 class _VocabParallel(torch.autograd.Function):
-    """Keeps the logits as they came and two numbers a token; both passes work through the tokens in slices."""
+    """Keeps the logits as they came and two numbers a token; both passes work through the tokens in
+    slices."""
 
     @staticmethod
     def forward(
@@ -83,13 +86,18 @@ class _VocabParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """d log p_t / d z_j = ([j = t] - p_j) / temperature and d H / d z_j = -p_j (log p_j + H) / temperature."""
+        """d log p_t / d z_j = ([j = t] - p_j) / temperature and d H / d z_j = -p_j (log p_j + H) /
+        temperature."""
         logits, local, mine, normalizer, entropies = ctx.saved_tensors
         of_logprobs, of_entropies = gradients
         result = torch.zeros_like(logits)
         for rows in _slices(logits) if ctx.valid else ():
             log_p = (logits[rows, : ctx.valid].float() / ctx.temperature).sub_(normalizer[rows, None])
-            factor = torch.zeros_like(log_p) if of_entropies is None else (log_p + entropies[rows, None]) * -of_entropies[rows, None]
+            factor = (
+                torch.zeros_like(log_p)
+                if of_entropies is None
+                else (log_p + entropies[rows, None]) * -of_entropies[rows, None]
+            )
             if of_logprobs is not None:
                 factor -= of_logprobs[rows, None]
             slope = log_p.exp_().mul_(factor)

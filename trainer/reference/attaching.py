@@ -1,4 +1,5 @@
-"""Whether an engine rotates as transformers' model does: by its frequencies, or by a table of the angles that they make."""
+"""Whether an engine rotates as transformers' model does: by its frequencies, or by a table of the angles that
+they make."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +15,8 @@ ROWS = 4096
 
 
 def check_model_buffers(model: Any, engine: Mapping[str, torch.Tensor]) -> None:
-    """Compare what `model` has computed from its config with what the engine has: where that has tables of angles, with those.
+    """Compare what `model` has computed from its config with what the engine has: where that has tables of
+    angles, with those.
 
     Raises:
         SettingsError: a buffer is not on both sides, or differs.
@@ -32,7 +34,9 @@ def _check_angles(model: Any, name: str, table: torch.Tensor) -> None:
     """`table`: [positions, rotary dimension]; cos of every angle, then sin."""
     rotary = getattr(model.base_model, "rotary_emb", None)
     if rotary is None:
-        raise SettingsError(f"buffer {name} of the engine: the trainer's model has no rotary embedding of its own to compare it with")
+        raise SettingsError(
+            f"buffer {name} of the engine: the trainer's model has no rotary embedding of its own to compare it with"
+        )
     half = table.shape[1] // 2
     like = torch.empty(0, dtype=torch.float32, device=table.device)
     for start in range(0, len(table), ROWS):
@@ -40,9 +44,14 @@ def _check_angles(model: Any, name: str, table: torch.Tensor) -> None:
         positions = torch.arange(start, start + len(rows), device=table.device)[None]
         cos, sin = (values[0] for values in rotary(like, positions))
         if cos.shape[1] != table.shape[1]:
-            raise SettingsError(f"buffer {name}: for {table.shape[1]} dimensions in the engine, for {cos.shape[1]} in the trainer")
-        # one rounding of the table's dtype, and a few of an angle of up to so many radians: a GPU's powers differ from the host's in those
+            raise SettingsError(
+                f"buffer {name}: for {table.shape[1]} dimensions in the engine, for {cos.shape[1]} in the trainer"
+            )
+        # one rounding of the table's dtype, and a few of an angle of up to so many radians: a GPU's powers
+        # differ from the host's in those
         bound = 2 * torch.finfo(table.dtype).eps + 8 * (start + len(rows)) * torch.finfo(torch.float32).eps
         difference = float((rows - torch.cat([cos[:, :half], sin[:, :half]], dim=1)).abs().max())
         if not difference <= bound:
-            raise SettingsError(f"buffer {name}: the engine's rotary angles are {difference:g} from those that the model's config makes")
+            raise SettingsError(
+                f"buffer {name}: the engine's rotary angles are {difference:g} from those that the model's config makes"
+            )

@@ -1,4 +1,5 @@
-"""The oracle: plain torch and transformers on one device. Slow, short, and what the other backends are compared with."""
+"""The oracle: plain torch and transformers on one device. Slow, short, and what the other backends are
+compared with."""
 
 import copy
 import dataclasses
@@ -19,7 +20,7 @@ from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from trainer.algorithms.base import Algorithm
 from trainer.backends.base import Backend, StepStats
 from trainer.backends.engine_attach import check_parameters, take_parameters
-from trainer.backends.host_offload import HostShelf
+from trainer.backends.host_offload import HostOffload
 from trainer.batch import Batch
 from trainer.config import OptimizerConfig, TrainerConfig
 from trainer.functional.logprobs import token_logprobs
@@ -27,15 +28,17 @@ from trainer.lora import merged
 from trainer.reference.attaching import check_model_buffers
 from trainer.reference.lora import attach
 from trainer.reference.state import load_state, save_state
-from trainer.reference.tally import Tally
+from trainer.reference.tally import StepMetrics
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class ReferenceBackend(Backend):
-    """AdamW on fp32 masters. Deterministic on the CPU: the same batches from the same checkpoint give the same bits.
+    """AdamW on fp32 masters. Deterministic on the CPU: the same batches from the same checkpoint give the
+    same bits.
 
-    Dropout stays off, so that E = 0 is on-policy. Weight decay spares vectors (norms and biases), as Megatron-core does.
+    Dropout stays off, so that E = 0 is on-policy. Weight decay spares vectors (norms and biases), as
+    Megatron-core does.
     """
 
     def __init__(
@@ -50,10 +53,12 @@ class ReferenceBackend(Backend):
     ) -> None:
         """Load the model of a Hugging Face directory; with a rank in `adapters` only these are trained.
 
-        `shared`: masters are apart from the parameters in every dtype, and are what is published; `attach` may follow.
+        `shared`: masters are apart from the parameters in every dtype, and are what is published; `attach`
+        may follow.
 
         Raises:
-            SettingsError: more than one rank, an unknown dtype or device, or a directory that transformers cannot load.
+            SettingsError: more than one rank, an unknown dtype or device, or a directory that
+                transformers cannot load.
         """
         _require_one_rank()
         checked_name(trainer.dtype, DTYPES, "setting trainer.dtype:")
@@ -70,12 +75,16 @@ class ReferenceBackend(Backend):
         self._masters = dict(self._trained)
         self._shared, self._attached = shared, False
         if shared or trainer.dtype != "float32":
-            self._masters = {name: torch.nn.Parameter(p.detach().clone()) for name, p in self._masters.items()}
-        for parameter in self._model.parameters():  # rotary frequencies stay what they are: an engine's have fp32 as well
+            self._masters = {
+                name: torch.nn.Parameter(p.detach().clone()) for name, p in self._masters.items()
+            }
+        for (
+            parameter
+        ) in self._model.parameters():  # rotary frequencies stay what they are: an engine's have fp32 as well
             parameter.data = parameter.data.to(DTYPES[trainer.dtype])
         self._optimizer = _adamw(self._masters, optimizer)
         self._reference: torch.nn.Module | None = None
-        self._shelf = HostShelf()
+        self._shelf = HostOffload()
 
     @property
     def model(self) -> torch.nn.Module:
@@ -84,10 +93,12 @@ class ReferenceBackend(Backend):
 
     def train_step(self, batch: Batch) -> StepStats:
         weights = self._algorithm.token_weights(batch)
-        tally = Tally()
+        tally = StepMetrics()
         for rows in self._micro_batches(len(batch.tokens)):
             self._accumulate(_part(batch, rows, self._device), weights[rows], tally)
-        grad_norm, skipped = self._step(batch.step) if tally.tokens else (0.0, "no token of the batch is within the bound")
+        grad_norm, skipped = (
+            self._step(batch.step) if tally.tokens else (0.0, "no token of the batch is within the bound")
+        )
         return tally.stats(grad_norm, skipped)
 
     def logprobs(self, batch: Batch) -> torch.Tensor:
@@ -99,7 +110,8 @@ class ReferenceBackend(Backend):
         return self._evaluate(self._reference, batch)
 
     def keep_reference(self) -> None:
-        """Keep a copy of the weights as they are now; further calls do nothing. Not part of checkpoints: call it before `restore`."""
+        """Keep a copy of the weights as they are now; further calls do nothing. Not part of checkpoints: call
+        it before `restore`."""
         if self._reference is None:
             self._reference = copy.deepcopy(self._model).requires_grad_(False)
 
@@ -119,12 +131,20 @@ class ReferenceBackend(Backend):
     @torch.no_grad()
     def export_model(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self._shared:
-            yield from ((name, master.detach().to(DTYPES[self._trainer.dtype])) for name, master in self._masters.items())
+            yield from (
+                (name, master.detach().to(DTYPES[self._trainer.dtype]))
+                for name, master in self._masters.items()
+            )
             return
         targets = {target.weight: target for target in self.targets}
         for name, parameter in self._model.named_parameters():
             if ".lora." not in name:
-                yield name, merged(targets[name], parameter, self._trained, self.lora) if name in targets else parameter.detach()
+                yield (
+                    name,
+                    merged(targets[name], parameter, self._trained, self.lora)
+                    if name in targets
+                    else parameter.detach(),
+                )
 
     def save(self, directory: Path) -> None:
         save_state(directory, self._masters, self._optimizer, self._identity(), self._device)
@@ -135,17 +155,24 @@ class ReferenceBackend(Backend):
 
     def offload(self) -> int:
         if self._shared:
-            raise SettingsError("setting weights.transport: with 'shared' the trainer's state stays where the engine reads it")
+            raise SettingsError(
+                "setting weights.transport: with 'shared' the trainer's state stays where the engine reads it"
+            )
         if self._shelf.in_use:
             return self._shelf.nbytes
         self._optimizer.zero_grad()
         models = [model for model in (self._model, self._reference) if model is not None]
         weights = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
-        moments = [value for state in self._optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
-        return self._shelf.put(self._device, [*weights, *self._masters.values(), *moments])
+        moments = [
+            value
+            for state in self._optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor)
+        ]
+        return self._shelf.offload(self._device, [*weights, *self._masters.values(), *moments])
 
     def onload(self) -> None:
-        self._shelf.fetch(self._device)
+        self._shelf.onload(self._device)
 
     def close(self) -> None:
         """Let go of the model."""
@@ -154,13 +181,19 @@ class ReferenceBackend(Backend):
 
     def _identity(self) -> dict[str, str]:
         lora = f"rank {self.lora.rank} alpha {self.lora.alpha:g}" if self.lora.rank else "none"
-        return {"backend": "reference", "world_size": "1", "architecture": self.architecture, "dtype": self._trainer.dtype, "lora": lora}
+        return {
+            "backend": "reference",
+            "world_size": "1",
+            "architecture": self.architecture,
+            "dtype": self._trainer.dtype,
+            "lora": lora,
+        }
 
     def _micro_batches(self, samples: int) -> list[slice]:
         size = self._trainer.micro_batch_size
         return [slice(start, start + size) for start in range(0, samples, size)]
 
-    def _accumulate(self, part: Batch, weights: torch.Tensor, tally: Tally) -> None:
+    def _accumulate(self, part: Batch, weights: torch.Tensor, tally: StepMetrics) -> None:
         """Add one micro-batch's gradient to that of the masters."""
         logprobs, entropy = self._forward(self._model, part)
         loss = self._algorithm.token_loss(
@@ -204,7 +237,8 @@ class ReferenceBackend(Backend):
                 parameter.copy_(self._masters[name])
 
     def _forward(self, model: torch.nn.Module, part: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities and entropy [n, L]. Padding stands on the right, where causal attention never looks: no mask is needed."""
+        """Log-probabilities and entropy [n, L]. Padding stands on the right, where causal attention never
+        looks: no mask is needed."""
         logits = model(input_ids=part.tokens, use_cache=False).logits
         return token_logprobs(logits, part.tokens, part.temperature)
 
@@ -219,9 +253,15 @@ class ReferenceBackend(Backend):
 
 
 def _require_one_rank() -> None:
-    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    ranks = (
+        dist.get_world_size()
+        if dist.is_available() and dist.is_initialized()
+        else int(os.environ.get("WORLD_SIZE", "1"))
+    )
     if ranks != 1:
-        raise SettingsError(f"the reference backend runs on one rank, not {ranks}: set trainer.backend to megatron, or parallel sizes to 1")
+        raise SettingsError(
+            f"the reference backend runs on one rank, not {ranks}: set trainer.backend to megatron, or parallel sizes to 1"
+        )
 
 
 def _device(name: str) -> torch.device:
@@ -236,18 +276,28 @@ def _load(model_dir: Path) -> torch.nn.Module:
     transformers_logging.disable_progress_bar()
     try:
         with MODEL_BUILDING:
-            model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, local_files_only=True)
+            model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
+                model_dir, dtype=torch.float32, local_files_only=True
+            )
     except (OSError, ValueError) as error:
-        raise SettingsError(f"model.path {model_dir}: not a model that transformers can load: {error}") from error
+        raise SettingsError(
+            f"model.path {model_dir}: not a model that transformers can load: {error}"
+        ) from error
     return model.eval()
 
 
 def _adamw(masters: dict[str, torch.nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
     matrices = [p for p in masters.values() if p.ndim > 1]
     vectors = [p for p in masters.values() if p.ndim <= 1]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=config.lr, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps
+        [group for group in groups if group["params"]],
+        lr=config.lr,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_eps,
     )
 
 

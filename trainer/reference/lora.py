@@ -21,7 +21,9 @@ class LowRank(torch.nn.Module):
         return self.scaling * F.linear(F.linear(x, self.a), self.b)
 
 
-def attach(model: torch.nn.Module, config: LoraConfig, seed: int) -> tuple[list[AdapterTarget], dict[str, torch.nn.Parameter]]:
+def attach(
+    model: torch.nn.Module, config: LoraConfig, seed: int
+) -> tuple[list[AdapterTarget], dict[str, torch.nn.Parameter]]:
     """Freeze the model and put adapters into it. Returns their targets, and their parameters by PEFT's names.
 
     Raises:

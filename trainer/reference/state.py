@@ -1,4 +1,5 @@
-"""The reference backend's part of a checkpoint: one safetensors file with parameters, optimizer state and RNG, bit for bit."""
+"""The reference backend's part of a checkpoint: one safetensors file with parameters, optimizer state and
+RNG, bit for bit."""
 
 import json
 from pathlib import Path
@@ -23,8 +24,8 @@ def save_state(
 ) -> None:
     """Write `PART` into an existing directory.
 
-    Tensors are `master.NAME`, `optimizer.KEY.NAME` (absent before the first step), `rng.cpu` and `rng.cuda`; `identity` goes into the
-    file's metadata.
+    Tensors are `master.NAME`, `optimizer.KEY.NAME` (absent before the first step), `rng.cpu` and `rng.cuda`;
+    `identity` goes into the file's metadata.
     """
     tensors = {MASTER + name: parameter.detach() for name, parameter in masters.items()}
     for name, parameter in masters.items():
@@ -33,8 +34,12 @@ def save_state(
     tensors[RNG + "cpu"] = torch.get_rng_state()
     if device.type == "cuda":
         tensors[RNG + "cuda"] = torch.cuda.get_rng_state(device)
-    metadata = {IDENTITY: json.dumps(identity, sort_keys=True)}  # one key: safetensors writes several in any order
-    safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / PART, metadata=metadata)
+    metadata = {
+        IDENTITY: json.dumps(identity, sort_keys=True)
+    }  # one key: safetensors writes several in any order
+    safetensors.torch.save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, directory / PART, metadata=metadata
+    )
 
 
 def load_state(
@@ -56,7 +61,9 @@ def load_state(
     except (OSError, SafetensorError, json.JSONDecodeError) as error:
         raise SettingsError(f"checkpoint {directory}: not one of the reference backend: {error}") from error
     if found != identity:
-        raise SettingsError(f"checkpoint {directory} was made by {_listed(found)}; this trainer is {_listed(identity)}")
+        raise SettingsError(
+            f"checkpoint {directory} was made by {_listed(found)}; this trainer is {_listed(identity)}"
+        )
     _check_shapes(directory, masters, tensors)
     optimizer.state.clear()
     with torch.no_grad():
@@ -71,13 +78,19 @@ def load_state(
         torch.cuda.set_rng_state(tensors[RNG + "cuda"], device)
 
 
-def _check_shapes(directory: Path, masters: dict[str, torch.nn.Parameter], tensors: dict[str, torch.Tensor]) -> None:
-    saved = {name.removeprefix(MASTER): tuple(t.shape) for name, t in tensors.items() if name.startswith(MASTER)}
+def _check_shapes(
+    directory: Path, masters: dict[str, torch.nn.Parameter], tensors: dict[str, torch.Tensor]
+) -> None:
+    saved = {
+        name.removeprefix(MASTER): tuple(t.shape) for name, t in tensors.items() if name.startswith(MASTER)
+    }
     wanted = {name: tuple(p.shape) for name, p in masters.items()}
     for name in sorted(saved.keys() | wanted.keys()):
         if saved.get(name) != wanted.get(name):
             there, here = saved.get(name, "absent"), wanted.get(name, "absent")
-            raise SettingsError(f"checkpoint {directory} is of another model: {name} is {there} there and {here} here")
+            raise SettingsError(
+                f"checkpoint {directory} is of another model: {name} is {there} there and {here} here"
+            )
 
 
 def _listed(identity: dict[str, str]) -> str:

@@ -10,7 +10,7 @@ from trainer.batch import Batch
 
 
 @dataclass(slots=True)
-class Tally:
+class StepMetrics:
     """Sums over trained tokens."""
 
     tokens: int = 0
@@ -21,7 +21,9 @@ class Tally:
     logprob_error: float = 0.0
     """Largest so far, over tokens of lag 0."""
 
-    def add(self, part: Batch, loss: torch.Tensor, terms: TokenLoss, logprobs: torch.Tensor, entropy: torch.Tensor) -> None:
+    def add(
+        self, part: Batch, loss: torch.Tensor, terms: TokenLoss, logprobs: torch.Tensor, entropy: torch.Tensor
+    ) -> None:
         """Count a micro-batch. `loss` is its weighted sum; `logprobs` and `entropy` are [n, L]."""
         mask = part.loss_mask
         fresh = mask & (part.versions == part.step)
@@ -31,7 +33,9 @@ class Tally:
         self.clipped += float(terms.clipped[mask].sum())
         self.ratio += float(terms.ratio.detach()[mask].sum())
         if fresh.any():
-            self.logprob_error = max(self.logprob_error, float((logprobs - part.behaviour_logprobs)[fresh].abs().max()))
+            self.logprob_error = max(
+                self.logprob_error, float((logprobs - part.behaviour_logprobs)[fresh].abs().max())
+            )
 
     def stats(self, grad_norm: float, skipped: str) -> StepStats:
         """Means over the tokens counted."""

@@ -2,7 +2,8 @@
 
     DIRECTORY/step_00000012.msgpack    one file a step, written aside, brought to the disk and renamed; never changed afterwards
 
-The spool forgets what a checkpoint covers only once it is here. The oldest steps go first when there is no room for all.
+The spool forgets what a checkpoint covers only once it is here. The oldest steps go first when there is no
+room for all.
 """
 
 import re
@@ -47,14 +48,18 @@ class Archive:
         self._limit = limit_mb << 20
 
     def put(self, step: int, records: Sequence[tuple[int, str, bytes]]) -> None:
-        """Keep the records (group, token, payload) of a step. They are on disk when this returns; a file that was there is replaced.
+        """Keep the records (group, token, payload) of a step. They are on disk when this returns; a file that
+        was there is replaced.
 
         Raises:
             SpoolError: if they cannot be written; what was there before is as it was.
         """
         if not self._limit:
             return
-        kept = tuple(ArchivedRecord(group, token, _checksum(group, token, payload), payload) for group, token, payload in records)
+        kept = tuple(
+            ArchivedRecord(group, token, _checksum(group, token, payload), payload)
+            for group, token, payload in records
+        )
         path = self._path(step)
         aside = path.with_suffix(".tmp")
         try:
@@ -103,7 +108,9 @@ class Archive:
             raise SpoolError(f"archive {path} is damaged: {error}") from error
         for record in archived.records:
             if _checksum(record.group, record.token, record.payload) != record.checksum:
-                raise SpoolError(f"archive {path} is damaged: the record of group {record.group} does not match its checksum")
+                raise SpoolError(
+                    f"archive {path} is damaged: the record of group {record.group} does not match its checksum"
+                )
         found = {(record.group, record.token): record for record in archived.records}
         for key in keys:
             if key not in found:
@@ -114,7 +121,9 @@ class Archive:
         """Steps that the archive holds, in order."""
         if not self.directory.is_dir():
             return []
-        return sorted(int(match[1]) for path in self.directory.iterdir() if (match := NAME.fullmatch(path.name)))
+        return sorted(
+            int(match[1]) for path in self.directory.iterdir() if (match := NAME.fullmatch(path.name))
+        )
 
     def _path(self, step: int) -> Path:
         return self.directory / f"step_{step:08d}.msgpack"

@@ -3,7 +3,8 @@
     DIRECTORY/step_00000020/rank_00000.safetensors ...   what each rank's `Backend.save` wrote
     DIRECTORY/step_00000020/manifest.json                written last, aside and renamed
 
-A directory without a manifest, or whose files have other sizes than it says, is torn: it is passed over, and removed by the next save.
+A directory without a manifest, or whose files have other sizes than it says, is torn: it is passed over, and
+removed by the next save.
 """
 
 import re
@@ -74,7 +75,9 @@ class Checkpoint:
             except OSError as error:
                 raise SettingsError(f"checkpoint file {path} cannot be read: {error}") from error
             if found != part.xxh3:
-                raise SettingsError(f"checkpoint file {path} is damaged: remove {self.directory} to go on from the checkpoint before it")
+                raise SettingsError(
+                    f"checkpoint file {path} is damaged: remove {self.directory} to go on from the checkpoint before it"
+                )
 
 
 class Checkpoints:
@@ -96,10 +99,11 @@ class Checkpoints:
         spool_position: int = 0,
         layout: Mapping[str, int] | None = None,
     ) -> Iterator[Path]:
-        """Yield an empty directory for the ranks' parts; on leaving, make it a durable checkpoint and prune older ones.
+        """Yield an empty directory for the ranks' parts; on leaving, make it a durable checkpoint and prune
+        older ones.
 
-        Every rank's part has to be there when the body ends. If the body raises, the directory is removed and the checkpoints from before
-        are as they were.
+        Every rank's part has to be there when the body ends. If the body raises, the directory is removed and
+        the checkpoints from before are as they were.
 
         Raises:
             TetherError: the directory cannot be written; names it.
@@ -133,16 +137,23 @@ class Checkpoints:
 
     def complete(self) -> list[Checkpoint]:
         """All complete checkpoints, oldest first. Compares sizes, not digests."""
-        found = [] if not self.directory.is_dir() else [path for path in self.directory.iterdir() if NAME.fullmatch(path.name)]
+        found = (
+            []
+            if not self.directory.is_dir()
+            else [path for path in self.directory.iterdir() if NAME.fullmatch(path.name)]
+        )
         checkpoints = [checkpoint for path in found if (checkpoint := _open(path)) is not None]
         return sorted(checkpoints, key=lambda checkpoint: checkpoint.version)
 
-    def latest(self, *, verify: bool = True, at_most: int | None = None, digests: Mapping[int, int] | None = None) -> Checkpoint | None:
+    def latest(
+        self, *, verify: bool = True, at_most: int | None = None, digests: Mapping[int, int] | None = None
+    ) -> Checkpoint | None:
         """The newest complete checkpoint, or None.
 
         Args:
             at_most: newest version to look at.
-            digests: version -> digest of the weights that the run's branch has there. One with other weights is of an abandoned branch,
+            digests: version -> digest of the weights that the run's branch has there. One with other
+                weights is of an abandoned branch,
                 and passed over if there is any other.
 
         Raises:
@@ -150,7 +161,9 @@ class Checkpoints:
         """
         checkpoints = [found for found in self.complete() if at_most is None or found.version <= at_most]
         known = digests or {}
-        checkpoints = [c for c in checkpoints if known.get(c.version, c.manifest.digest) == c.manifest.digest] or checkpoints
+        checkpoints = [
+            c for c in checkpoints if known.get(c.version, c.manifest.digest) == c.manifest.digest
+        ] or checkpoints
         if not checkpoints:
             return None
         if verify:
@@ -161,8 +174,9 @@ class Checkpoints:
         return self.directory / f"step_{version:08d}"
 
     def _prune(self, newest: int) -> None:
-        """Of what is not newer, remove torn checkpoints and all but the last complete ones. Newer ones are not this trainer's to touch: it
-        may have slept through its succession, and they are its successor's."""
+        """Of what is not newer, remove torn checkpoints and all but the last complete ones. Newer ones are
+        not this trainer's to touch: it may have slept through its succession, and they are its
+        successor's."""
         kept = {c.directory for c in [c for c in self.complete() if c.version <= newest][-self._keep :]}
         for path in self.directory.iterdir():
             found = NAME.fullmatch(path.name)
@@ -174,7 +188,10 @@ def _open(path: Path) -> Checkpoint | None:
     """The checkpoint in a directory, or None if it is torn."""
     try:
         manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=CheckpointManifest)
-        whole = all(Path(part.name).name == part.name and (path / part.name).stat().st_size == part.nbytes for part in manifest.files)
+        whole = all(
+            Path(part.name).name == part.name and (path / part.name).stat().st_size == part.nbytes
+            for part in manifest.files
+        )
     except (OSError, msgspec.MsgspecError, ValueError, RecursionError):
         return None
     return Checkpoint(path, manifest) if whole and path.name == f"step_{manifest.version:08d}" else None

@@ -1,11 +1,13 @@
-"""The spool: every accepted group on disk, from its acknowledgement until a durable checkpoint covers its step.
+"""The spool: every accepted group on disk, from its acknowledgement until a durable checkpoint covers its
+step.
 
 One SQLite file (WAL, synchronous=FULL), written by the ingest and read by the trainer at the same time:
 
     records(grp, token, payload, accepted_ms)             payload: the encoded `ScoredRollout`, by group and lease token
     journal(seq, event, epoch, step, groups, ledger_seq, details)  accepts and commits in the order in which they were seen
 
-What a method wrote is on disk when it returns. The file must lie on a local disk: WAL needs shared memory between its users.
+What a method wrote is on disk when it returns. The file must lie on a local disk: WAL needs shared memory
+between its users.
 """
 
 import json
@@ -35,7 +37,8 @@ CREATE TABLE IF NOT EXISTS journal (
 _PRUNE = """
 DELETE FROM journal WHERE seq < ? AND ledger_seq < (SELECT MAX(ledger_seq) FROM journal WHERE seq < ? AND ledger_seq <= ?)
 """
-_ADD_DETAILS = "ALTER TABLE journal ADD COLUMN details TEXT NOT NULL DEFAULT '{}'"  # to a spool that is older than they are
+# to a spool that is older than they are
+_ADD_DETAILS = "ALTER TABLE journal ADD COLUMN details TEXT NOT NULL DEFAULT '{}'"
 
 
 class MissingRecord(LookupError):
@@ -62,7 +65,8 @@ class JournalEntry:
     position: int = 0
     """Place in the journal, from 1; set by the spool."""
     details: Mapping[str, Any] = field(default_factory=dict)
-    """JSON values from which a ledger that lost the event can be told it again; see `services/ledger_recovery/restore.py`."""
+    """JSON values from which a ledger that lost the event can be told it again; see
+    `services/ledger_recovery/restore.py`."""
 
 
 class Spool:
@@ -86,7 +90,8 @@ class Spool:
             self._connection = _connect(path, read_only)
 
     def put_many(self, records: Iterable[tuple[int, str, bytes]]) -> None:
-        """Store records (group, token, payload) with one fsync: all of them are on disk when it returns, none if it raises.
+        """Store records (group, token, payload) with one fsync: all of them are on disk when it returns, none
+        if it raises.
 
         A record that is there already (same group and token) is left as it is.
 
@@ -106,18 +111,23 @@ class Spool:
             SpoolError: if the file cannot be read.
         """
         with self._transaction("read", "BEGIN") as connection:
-            found = [connection.execute("SELECT payload FROM records WHERE grp = ? AND token = ?", key).fetchone() for key in keys]
+            found = [
+                connection.execute("SELECT payload FROM records WHERE grp = ? AND token = ?", key).fetchone()
+                for key in keys
+            ]
         for key, row in zip(keys, found, strict=True):
             if row is None:
                 raise MissingRecord(*key)
         return [row[0] for row in found]
 
     def forget(self, groups: Iterable[int], journal_from: int = 0, archived: int = 0) -> int:
-        """Delete the records of groups that were dropped, or whose steps a durable checkpoint covers; returns how many were deleted.
+        """Delete the records of groups that were dropped, or whose steps a durable checkpoint covers; returns
+        how many were deleted.
 
-        Records of all their lease tokens go: nobody will ask for them. So does the journal before the position `journal_from`, as far as
-        the archive of the event log has it, which ends at the ledger's event `archived`. The newest of what could go stays: that the
-        archive begins to lack it tells later that there is a hole between the two.
+        Records of all their lease tokens go: nobody will ask for them. So does the journal before the
+        position `journal_from`, as far as the archive of the event log has it, which ends at the ledger's
+        event `archived`. The newest of what could go stays: that the archive begins to lack it tells later
+        that there is a hole between the two.
         """
         rows = [(group,) for group in sorted(set(groups))]
         with self._transaction("write") as connection:
@@ -126,7 +136,10 @@ class Spool:
 
     def append(self, entries: Iterable[JournalEntry]) -> int:
         """Add entries to the journal with one fsync; returns the new `position`."""
-        rows = [(e.event, e.epoch, e.step, json.dumps(e.groups), e.ledger_sequence, json.dumps(e.details)) for e in entries]
+        rows = [
+            (e.event, e.epoch, e.step, json.dumps(e.groups), e.ledger_sequence, json.dumps(e.details))
+            for e in entries
+        ]
         columns = "event, epoch, step, groups, ledger_seq, details"
         with self._transaction("write") as connection:
             connection.executemany(f"INSERT INTO journal ({columns}) VALUES (?, ?, ?, ?, ?, ?)", rows)
@@ -135,7 +148,9 @@ class Spool:
     def journal(self) -> list[JournalEntry]:
         """All entries that were not forgotten, in order."""
         with self._transaction("read", "BEGIN") as connection:
-            rows = connection.execute("SELECT event, epoch, step, groups, ledger_seq, seq, details FROM journal ORDER BY seq").fetchall()
+            rows = connection.execute(
+                "SELECT event, epoch, step, groups, ledger_seq, seq, details FROM journal ORDER BY seq"
+            ).fetchall()
             return [
                 JournalEntry(event, epoch, step, _groups(groups), seen, position, json.loads(details))
                 for event, epoch, step, groups, seen, position, details in rows
@@ -149,7 +164,8 @@ class Spool:
 
     @property
     def ledger_sequence(self) -> int:
-        """Highest ledger sequence in the journal; 0 if there is none. A ledger that stands below it has lost writes."""
+        """Highest ledger sequence in the journal; 0 if there is none. A ledger that stands below it has lost
+        writes."""
         with self._transaction("read", "BEGIN") as connection:
             return int(connection.execute("SELECT COALESCE(MAX(ledger_seq), 0) FROM journal").fetchone()[0])
 
@@ -179,16 +195,22 @@ class Spool:
     def _explained(self, doing: str) -> Iterator[None]:
         try:
             yield
-        # Beside sqlite's own errors those of what is in the file, or is to be; a damaged schema may even ask for endless memory.
+        # Beside sqlite's own errors those of what is in the file, or is to be; a damaged schema may even ask
+        # for endless memory.
         except (sqlite3.Error, ValueError, TypeError, OverflowError, RecursionError, MemoryError) as error:
             raise SpoolError(f"spool {self.path}: cannot {doing}: {error}") from error
 
 
 def _connect(path: Path, read_only: bool) -> sqlite3.Connection:
-    # A reader of a WAL file takes part in its shared memory, so it opens the file for writing, too, and then forswears writes.
+    # A reader of a WAL file takes part in its shared memory, so it opens the file for writing, too, and then
+    # forswears writes.
     mode = "rw" if read_only else "rwc"
     connection = sqlite3.connect(
-        f"{path.absolute().as_uri()}?mode={mode}", uri=True, timeout=BUSY_S, isolation_level=None, check_same_thread=False
+        f"{path.absolute().as_uri()}?mode={mode}",
+        uri=True,
+        timeout=BUSY_S,
+        isolation_level=None,
+        check_same_thread=False,
     )
     try:
         if read_only:

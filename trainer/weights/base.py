@@ -1,4 +1,5 @@
-"""The sending side of a weight transport: one file for each transport, with the same name as in `rollout/weights/`."""
+"""The sending side of a weight transport: one file for each transport, with the same name as in
+`rollout/weights/`."""
 
 from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
@@ -8,7 +9,7 @@ import torch
 from protocol.messages import WeightDraft, WeightManifest
 
 
-class Sender(Protocol):
+class WeightSender(Protocol):
     """Publishes versions. Lives in trainer rank 0."""
 
     def publish(
@@ -20,8 +21,8 @@ class Sender(Protocol):
         base_model: str = "",
         tied: tuple[tuple[str, str], ...] = (),
     ) -> WeightManifest:
-        """Make a version available and return its manifest. When it returns, the tensors may be written again; with `shared`, when
-        the engine serves it.
+        """Make a version available and return its manifest. When it returns, the tensors may be written
+        again; with `shared`, when the engine serves it.
 
         Raises:
             WeightError: nothing was published; what was written is removed.
@@ -35,11 +36,13 @@ class Sender(Protocol):
 
 
 @runtime_checkable
-class DraftingSender(Sender, Protocol):
+class StreamingSender(WeightSender, Protocol):
     """Sends a version while it is made."""
 
-    def draft(self, epoch: str, version: int) -> WeightDraft | None:
-        """Be asked for a version from now on, which `publish` is about to make; None if that has to wait for its manifest.
+    def provisional(self, epoch: str, version: int) -> WeightDraft | None:
+        """Be asked for a version from now on, which `publish` is about to make; None if that has to wait for
+        its manifest.
 
-        Engines get what `publish` has made so far, and wait for the rest. If it fails, or makes another version, they are hung up on.
+        Engines get what `publish` has made so far, and wait for the rest. If it fails, or makes another
+        version, they are hung up on.
         """

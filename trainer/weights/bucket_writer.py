@@ -17,7 +17,7 @@ Named = Iterable[tuple[str, torch.Tensor]]
 
 
 @dataclass(slots=True)
-class Layout:
+class BucketWriter:
     """`plan_buckets`, one tensor at a time."""
 
     bucket_bytes: int
@@ -53,7 +53,8 @@ def fill_buckets(
     Args:
         tensors: (name, tensor) in order, on any device, contiguous or not.
         bucket_bytes: size of a bucket; a larger tensor gets one of its own.
-        allocate: (index, bytes) -> uint8 tensor of that size, on any device. It is called for one bucket after the other; a bucket is
+        allocate: (index, bytes) -> uint8 tensor of that size, on any device. It is called for one bucket
+            after the other; a bucket is
             complete when it is called for the next one, on a GPU when this function returns.
         reserve: (index, offset, bytes), called before a part of a bucket is written.
 
@@ -63,7 +64,7 @@ def fill_buckets(
     Raises:
         WeightError: no tensors, a name twice, or a dtype that cannot be sent.
     """
-    layout = Layout(bucket_bytes)
+    layout = BucketWriter(bucket_bytes)
     placed: list[tuple[str, str, tuple[int, ...], int, int, int]] = []
     digests = Digests()
     memory = torch.empty(0, dtype=torch.uint8)
@@ -84,7 +85,9 @@ def fill_buckets(
         digests.add(target)
     if not placed:
         raise WeightError("a version without tensors cannot be published")
-    return tuple(TensorEntry(*facts, number) for facts, number in zip(placed, digests.numbers(), strict=True)), tuple(layout.buckets)
+    return tuple(
+        TensorEntry(*facts, number) for facts, number in zip(placed, digests.numbers(), strict=True)
+    ), tuple(layout.buckets)
 
 
 def make_manifest(
@@ -113,13 +116,15 @@ def make_manifest(
 
 
 def in_dtype(tensors: Named, dtype: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors as an engine of that dtype holds them; what is not a floating-point number keeps its own."""
+    """The tensors as an engine of that dtype holds them; what is not a floating-point number keeps its
+    own."""
     kind = getattr(torch, dtype)
     for name, tensor in tensors:
         yield name, tensor.to(kind) if tensor.is_floating_point() else tensor
 
 
-def exhaust(tensors: Named) -> None:
-    """Take what is left and throw it away: an export is a collective that every rank has to see through, also when publishing failed."""
+def drain(tensors: Named) -> None:
+    """Take what is left and throw it away: an export is a collective that every rank has to see through, also
+    when publishing failed."""
     for _ in tensors:
         pass

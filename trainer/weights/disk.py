@@ -1,4 +1,5 @@
-"""Publishes versions as safetensors files, for engines anywhere that the directory is mounted, for late joiners and restarts.
+"""Publishes versions as safetensors files, for engines anywhere that the directory is mounted, for late
+joiners and restarts.
 
     DIRECTORY/v00000012-EPOCH/model.safetensors   `location` of the manifest is the version's directory
     DIRECTORY/v00000012-EPOCH/manifest.json       the manifest, written last
@@ -21,7 +22,7 @@ from protocol.messages import TensorEntry, WeightManifest
 from protocol.weights.buckets import DTYPE_BYTES
 from protocol.weights.digests import digest
 from trainer.config import WeightConfig
-from trainer.weights.bucket_writer import Named, exhaust, make_manifest
+from trainer.weights.bucket_writer import Named, drain, make_manifest
 from trainer.weights.version_directories import VersionDirectories, remove
 
 FILE = "model.safetensors"
@@ -46,7 +47,13 @@ class DiskSender:
             raise WeightError(f"{self.directory}: {error}") from error
 
     def publish(
-        self, epoch: str, version: int, tensors: Named, *, base_model: str = "", tied: tuple[tuple[str, str], ...] = ()
+        self,
+        epoch: str,
+        version: int,
+        tensors: Named,
+        *,
+        base_model: str = "",
+        tied: tuple[tuple[str, str], ...] = (),
     ) -> WeightManifest:
         try:
             host = _on_host(tensors)
@@ -55,7 +62,9 @@ class DiskSender:
             try:
                 safetensors.torch.save_file(host, aside / FILE, metadata={"format": "pt"})
                 layout = _layout(aside / FILE, host)
-                manifest = make_manifest("disk", str(final), epoch, version, layout, base_model=base_model, tied=tied)
+                manifest = make_manifest(
+                    "disk", str(final), epoch, version, layout, base_model=base_model, tied=tied
+                )
                 (aside / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
                 for path in (aside / FILE, aside / MANIFEST, aside):
                     sync(path)
@@ -65,10 +74,10 @@ class DiskSender:
                 remove(aside)
                 raise
         except (OSError, safetensors.SafetensorError) as error:
-            exhaust(tensors)
+            drain(tensors)
             raise WeightError(f"version {version} in {self.directory}: {error}") from error
         except WeightError:
-            exhaust(tensors)
+            drain(tensors)
             raise
         return manifest
 

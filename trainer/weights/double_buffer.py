@@ -20,8 +20,9 @@ class _Set:
     """Which version of this set it holds, counted from 1."""
 
 
-class Turn:
-    """The memory of one version: to be written by who has taken it, then read by engines until its set is taken again."""
+class BufferLease:
+    """The memory of one version: to be written by who has taken it, then read by engines until its set is
+    taken again."""
 
     def __init__(self, held: _Set, changed: threading.Condition, device: torch.device) -> None:
         self._set = held
@@ -30,7 +31,8 @@ class Turn:
         self._device = device
 
     def bucket(self, index: int, nbytes: int) -> torch.Tensor:
-        """Bucket `index`, uint8, of at least `nbytes`: the same memory as in the set's last turn unless that is too small."""
+        """Bucket `index`, uint8, of at least `nbytes`: the same memory as in the set's last turn unless that
+        is too small."""
         buckets = self._set.buckets
         if index == len(buckets):
             buckets.append(torch.empty(nbytes, dtype=torch.uint8, device=self._device))
@@ -40,7 +42,8 @@ class Turn:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Within this, nobody writes to the memory. Raises ValueError if it has been taken for another version."""
+        """Within this, nobody writes to the memory. Raises ValueError if it has been taken for another
+        version."""
         with self._changed:
             if self._set.turn != self._turn:
                 raise ValueError("the version was replaced before it was sent")
@@ -53,7 +56,7 @@ class Turn:
                 self._changed.notify_all()
 
 
-class BucketSets:
+class DoubleBuffer:
     """The memory of versions that engines read by themselves. No set is written to while anybody reads it."""
 
     def __init__(self, device: torch.device) -> None:
@@ -62,7 +65,7 @@ class BucketSets:
         self._next = 0
         self._changed = threading.Condition()
 
-    def take(self, timeout_s: float) -> Turn:
+    def take(self, timeout_s: float) -> BufferLease:
         """The set that was written longest ago, once nobody reads it.
 
         Raises:
@@ -71,11 +74,14 @@ class BucketSets:
         with self._changed:
             held = self._sets[self._next]
             if not self._changed.wait_for(lambda: not held.readers, timeout_s):
-                raise WeightError(f"{held.readers} engine ranks still copy the version before the last after {timeout_s:g} s")
+                raise WeightError(
+                    f"{held.readers} engine ranks still copy the version before the last after {timeout_s:g} s"
+                )
             held.turn += 1
-            return Turn(held, self._changed, self._device)
+            return BufferLease(held, self._changed, self._device)
 
     def published(self) -> None:
-        """What was taken last holds a version now: the next one goes to the other set. Else it is taken again."""
+        """What was taken last holds a version now: the next one goes to the other set. Else it is taken
+        again."""
         with self._changed:
             self._next = (self._next + 1) % SETS

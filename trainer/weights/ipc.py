@@ -1,11 +1,12 @@
-"""Lets engines on the same host copy a version out of the trainer's GPU memory by CUDA IPC handle: `location` is "HOST:PORT".
+"""Lets engines on the same host copy a version out of the trainer's GPU memory by CUDA IPC handle: `location`
+is "HOST:PORT".
 
     receiver -> sender   {"version": v, "epoch": e, "layout": d}                                       `serving.py`
     sender -> receiver   {"gpu": UUID, "buckets": [{"memory": n, "handle": [...]}, ...]}  a handle where `n` is new on this connection
     receiver -> sender   {"done": v}                                                      it has copied all of it
 
-Nobody computes or waits on the trainer's side, and an engine that dies while it copies is a connection that ends. Versions are written to
-two sets of buckets in turns, and never over one that an engine still copies.
+Nobody computes or waits on the trainer's side, and an engine that dies while it copies is a connection that
+ends. Versions are written to two sets of buckets in turns, and never over one that an engine still copies.
 """
 
 import base64
@@ -17,9 +18,9 @@ import torch
 from protocol.errors import SettingsError, WeightError
 from protocol.messages import WeightManifest
 from trainer.config import WeightConfig
-from trainer.weights.bucket_writer import Named, exhaust, fill_buckets, make_manifest
-from trainer.weights.double_buffer import BucketSets
-from trainer.weights.version_server import Line, Published, VersionServer
+from trainer.weights.bucket_writer import Named, drain, fill_buckets, make_manifest
+from trainer.weights.double_buffer import DoubleBuffer
+from trainer.weights.version_server import ReceiverConnection, ServedVersion, VersionServer
 
 
 class IpcSender:
@@ -33,14 +34,22 @@ class IpcSender:
             WeightError: if the address cannot be listened on.
         """
         if not torch.cuda.is_available():
-            raise SettingsError("weights.transport 'ipc' hands over GPU memory, and there is no GPU here; use shm")
+            raise SettingsError(
+                "weights.transport 'ipc' hands over GPU memory, and there is no GPU here; use shm"
+            )
         self._config = config
-        self._sets = BucketSets(torch.device("cuda", torch.cuda.current_device()))
+        self._sets = DoubleBuffer(torch.device("cuda", torch.cuda.current_device()))
         gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
         self._server = VersionServer(config, lambda: _Handles(gpu))
 
     def publish(
-        self, epoch: str, version: int, tensors: Named, *, base_model: str = "", tied: tuple[tuple[str, str], ...] = ()
+        self,
+        epoch: str,
+        version: int,
+        tensors: Named,
+        *,
+        base_model: str = "",
+        tied: tuple[tuple[str, str], ...] = (),
     ) -> WeightManifest:
         memory: list[torch.Tensor] = []
         try:
@@ -52,10 +61,12 @@ class IpcSender:
 
             layout = fill_buckets(tensors, self._config.bucket_mb << 20, allocate)
         except (WeightError, torch.OutOfMemoryError) as error:
-            exhaust(tensors)
+            drain(tensors)
             raise WeightError(f"version {version}: {error}") from error
-        manifest = make_manifest("ipc", self._server.address, epoch, version, layout, base_model=base_model, tied=tied)
-        self._server.current = Published(manifest, tuple(memory), turn.reading)
+        manifest = make_manifest(
+            "ipc", self._server.address, epoch, version, layout, base_model=base_model, tied=tied
+        )
+        self._server.current = ServedVersion(manifest, tuple(memory), turn.reading)
         self._sets.published()
         return manifest
 
@@ -76,7 +87,7 @@ class _Handles:
         self._known: dict[int, tuple[int, torch.Tensor]] = {}
         """Address -> number on the wire, and the bucket: while it is here its address is nobody else's."""
 
-    def send(self, line: Line, published: Published, end: float) -> None:
+    def send(self, line: ReceiverConnection, published: ServedVersion, end: float) -> None:
         line.answer({"gpu": self._gpu, "buckets": [self._name(bucket) for bucket in published.buckets]}, end)
         line.done(published.manifest.version, end)
 

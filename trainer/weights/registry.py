@@ -8,7 +8,7 @@ import torch
 from protocol.choices import checked_name
 from protocol.errors import SettingsError
 from trainer.config import TRANSPORTS, WeightConfig
-from trainer.weights.base import Sender
+from trainer.weights.base import WeightSender
 from trainer.weights.disk import DiskSender
 from trainer.weights.ipc import IpcSender
 from trainer.weights.nccl import NcclSender
@@ -19,10 +19,19 @@ Masters = Callable[[], Mapping[str, torch.Tensor]]
 
 
 def _no_masters() -> Mapping[str, torch.Tensor]:
-    raise SettingsError("setting weights.transport: 'shared' needs a trainer whose masters the engine can read")
+    raise SettingsError(
+        "setting weights.transport: 'shared' needs a trainer whose masters the engine can read"
+    )
 
 
-def make_sender(config: WeightConfig, *, run: str, run_dir: Path, masters: Masters = _no_masters, parts: Masters | None = None) -> Sender:
+def make_sender(
+    config: WeightConfig,
+    *,
+    run: str,
+    run_dir: Path,
+    masters: Masters = _no_masters,
+    parts: Masters | None = None,
+) -> WeightSender:
     """The sender for `config.transport`. Made in trainer rank 0 only.
 
     Args:

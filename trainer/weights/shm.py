@@ -19,7 +19,7 @@ import torch
 from protocol.errors import WeightError
 from protocol.messages import WeightManifest
 from trainer.config import WeightConfig
-from trainer.weights.bucket_writer import Named, exhaust, fill_buckets, make_manifest
+from trainer.weights.bucket_writer import Named, drain, fill_buckets, make_manifest
 from trainer.weights.version_directories import VersionDirectories, remove
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -38,7 +38,9 @@ class ShmSender:
         self._bucket_bytes = config.bucket_mb << 20
         self._last_bytes = 0
         try:
-            self.directory, self._owner = _claim(Path(config.directory)) if config.directory else _claim_shared(run)
+            self.directory, self._owner = (
+                _claim(Path(config.directory)) if config.directory else _claim_shared(run)
+            )
             self._versions = VersionDirectories(self.directory, config.keep)
             self._versions.adopt()
             self._versions.clear()
@@ -48,7 +50,13 @@ class ShmSender:
         self._closed = False
 
     def publish(
-        self, epoch: str, version: int, tensors: Named, *, base_model: str = "", tied: tuple[tuple[str, str], ...] = ()
+        self,
+        epoch: str,
+        version: int,
+        tensors: Named,
+        *,
+        base_model: str = "",
+        tied: tuple[tuple[str, str], ...] = (),
     ) -> WeightManifest:
         try:
             self._require_space(self._last_bytes)
@@ -58,7 +66,9 @@ class ShmSender:
                     tensors,
                     self._bucket_bytes,
                     allocate=lambda index, size: _map(_bucket(aside, index), size),
-                    reserve=lambda index, offset, nbytes: self._reserve(_bucket(aside, index), offset, nbytes),
+                    reserve=lambda index, offset, nbytes: self._reserve(
+                        _bucket(aside, index), offset, nbytes
+                    ),
                 )
                 for index, nbytes in enumerate(layout[1]):
                     os.truncate(_bucket(aside, index), nbytes)
@@ -67,10 +77,10 @@ class ShmSender:
                 remove(aside)
                 raise
         except OSError as error:
-            exhaust(tensors)
+            drain(tensors)
             raise WeightError(f"version {version}: {error}") from error
         except WeightError:
-            exhaust(tensors)
+            drain(tensors)
             raise
         self._last_bytes = sum(layout[1])
         return make_manifest("shm", str(final), epoch, version, layout, base_model=base_model, tied=tied)
@@ -117,7 +127,8 @@ def _map(bucket: Path, size: int) -> torch.Tensor:
 
 
 def _claim(directory: Path) -> tuple[Path, int]:
-    """Make `directory` ours. The lock on the owner file goes with the process, whatever pid namespace a reader or successor is in."""
+    """Make `directory` ours. The lock on the owner file goes with the process, whatever pid namespace a
+    reader or successor is in."""
     directory.mkdir(parents=True, exist_ok=True)
     owner = os.open(directory / OWNER, os.O_RDWR | os.O_CREAT, 0o644)
     try:
@@ -125,14 +136,17 @@ def _claim(directory: Path) -> tuple[Path, int]:
     except BlockingIOError as error:
         pid = os.read(owner, 32).decode(errors="replace")
         os.close(owner)
-        raise WeightError(f"{directory} belongs to the trainer with pid {pid or '?'}, which is alive: give each run its own") from error
+        raise WeightError(
+            f"{directory} belongs to the trainer with pid {pid or '?'}, which is alive: give each run its own"
+        ) from error
     os.truncate(owner, 0)
     os.write(owner, str(os.getpid()).encode())
     return directory, owner
 
 
 def _claim_shared(run: str) -> tuple[Path, int]:
-    """A new directory for this trainer; it gets its name only once it is locked, so that no other trainer takes it for a dead one's."""
+    """A new directory for this trainer; it gets its name only once it is locked, so that no other trainer
+    takes it for a dead one's."""
     stale = re.compile(rf"tether-{re.escape(run)}-[0-9a-f]{{8}}(\.tmp)?")
     for path in SHARED_MEMORY.iterdir():
         if stale.fullmatch(path.name) and _is_dead(path):

@@ -5,7 +5,7 @@ import threading
 import torch
 
 
-class Filling:
+class StreamedBuckets:
     """Buckets come one after the other, from one thread, and are read by others."""
 
     def __init__(self) -> None:

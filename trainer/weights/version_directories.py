@@ -1,4 +1,5 @@
-"""Directories of published versions: named, written aside, renamed, retired. For the transports that keep versions as files."""
+"""Directories of published versions: named, written aside, renamed, retired. For the transports that keep
+versions as files."""
 
 import re
 import shutil
@@ -16,7 +17,8 @@ class VersionDirectories:
         self._published: list[tuple[int, Path]] = []
 
     def adopt(self) -> None:
-        """Take over what an earlier process published here, oldest first, and remove what it did not finish."""
+        """Take over what an earlier process published here, oldest first, and remove what it did not
+        finish."""
         found = []
         for path in self.directory.iterdir():
             if path.name.endswith(".tmp"):

@@ -25,7 +25,7 @@ from protocol.errors import WeightError
 from protocol.messages import WeightManifest
 from protocol.weights.buckets import layout_digest
 from trainer.config import WeightConfig
-from trainer.weights.streamed_buckets import Filling
+from trainer.weights.streamed_buckets import StreamedBuckets
 
 log = logging.getLogger("tether.weights")
 
@@ -49,19 +49,21 @@ CLOSE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
-    """A version in memory. Whoever sends it holds it, so it stays while it is sent, however many versions follow."""
+class ServedVersion:
+    """A version in memory. Whoever sends it holds it, so it stays while it is sent, however many versions
+    follow."""
 
     manifest: WeightManifest
     buckets: tuple[torch.Tensor, ...] = ()
     """Of a transport that hands them over: uint8, each of at least its size in the manifest, complete."""
     sending: Callable[[], AbstractContextManager[None]] = nullcontext
     """Entered for as long as it is sent; ValueError if that cannot begin any more."""
-    filling: Filling = field(default_factory=Filling)
-    """Of a transport that sends them: where they come from, one after the other, while the version is made and after."""
+    filling: StreamedBuckets = field(default_factory=StreamedBuckets)
+    """Of a transport that sends them: where they come from, one after the other, while the version is made
+    and after."""
 
 
-class Line:
+class ReceiverConnection:
     """One connection, a line of JSON at a time."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -77,7 +79,7 @@ class Line:
             ValueError: not a line of JSON.
         """
         while b"\n" not in self._rest:
-            self.connection.settimeout(left(end))
+            self.connection.settimeout(remaining_s(end))
             part = self.connection.recv(MAX_LINE)
             self._rest += part
             if not self._rest:
@@ -90,7 +92,7 @@ class Line:
 
     def answer(self, answer: dict[str, Any], end: float) -> None:
         """Send a line."""
-        self.connection.settimeout(left(end))
+        self.connection.settimeout(remaining_s(end))
         self.connection.sendall(json.dumps(answer).encode() + b"\n")
 
     def done(self, version: int, end: float) -> None:
@@ -123,7 +125,7 @@ class Line:
 class Channel(Protocol):
     """How one connection gets its bytes; lives as long as the connection."""
 
-    def send(self, line: Line, published: Published, end: float) -> None:
+    def send(self, line: ReceiverConnection, published: ServedVersion, end: float) -> None:
         """Answer the request, and return when the receiver has the bytes.
 
         Raises:
@@ -138,11 +140,12 @@ class VersionServer:
     """Listens on a free port of `config.host` and serves `current`, and `coming` to those who know of it."""
 
     def __init__(self, config: WeightConfig, channel: Callable[[], Channel]) -> None:
-        """`channel` is called for each connection. Raises WeightError if the address cannot be listened on."""
+        """`channel` is called for each connection. Raises WeightError if the address cannot be listened
+        on."""
         self._config = config
         self._channel = channel
-        self.current: Published | None = None
-        self.coming: Published | None = None
+        self.current: ServedVersion | None = None
+        self.coming: ServedVersion | None = None
         """A version that is being made; its manifest is a draft."""
         self._closed = threading.Event()
         self._slots = threading.BoundedSemaphore(MAX_RECEIVERS)
@@ -170,7 +173,7 @@ class VersionServer:
         with self._lock:
             threads = list(self._connections.values())
             for connection in self._connections:
-                Line(connection).hang_up()
+                ReceiverConnection(connection).hang_up()
         # A thread that comes back from a library when the interpreter is gone would take the process with it.
         end = time.monotonic() + CLOSE_S
         for thread in [self._thread, *threads]:
@@ -184,7 +187,9 @@ class VersionServer:
                 if self._closed.wait(0.05):  # else out of file descriptors, or a peer that hung up at once
                     return
                 continue
-            thread = threading.Thread(target=self._serve, args=(connection,), name="weights.send", daemon=True)
+            thread = threading.Thread(
+                target=self._serve, args=(connection,), name="weights.send", daemon=True
+            )
             with self._lock:
                 full = len(self._connections) >= MAX_CONNECTIONS
                 if not full:
@@ -195,8 +200,9 @@ class VersionServer:
                 connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
-        """Serve one receiver until it hangs up; whatever goes wrong ends this receiver's connection and nothing else."""
-        line, channel = Line(connection), self._channel()
+        """Serve one receiver until it hangs up; whatever goes wrong ends this receiver's connection and
+        nothing else."""
+        line, channel = ReceiverConnection(connection), self._channel()
         for level, option, value in SOCKET_OPTIONS:
             connection.setsockopt(level, option, value)
         served = 0
@@ -206,7 +212,7 @@ class VersionServer:
             while not self._closed.is_set():
                 if not line.readable(POLL_S):
                     if not served:
-                        left(first)
+                        remaining_s(first)
                     continue
                 end = time.monotonic() + self._config.timeout_s
                 request = line.request(end)
@@ -215,34 +221,38 @@ class VersionServer:
                 served += self._answer(line, channel, request, end)
         except (OSError, RuntimeError, ValueError, WeightError) as error:
             if not self._closed.is_set():
-                log.warning("weights.send_failed error=%s", str(error))  # its traceback would keep the channel open as long as the record
+                log.warning(
+                    "weights.send_failed error=%s", str(error)
+                )  # its traceback would keep the channel open as long as the record
         finally:
             channel.close()
             with self._lock:
                 self._connections.pop(connection, None)
             connection.close()
 
-    def _asked_for(self, request: dict[str, Any]) -> Published | str:
+    def _asked_for(self, request: dict[str, Any]) -> ServedVersion | str:
         """The version of a request, or why it is not served."""
         coming, current = self.coming, self.current  # in this order: what is not coming any more is there
         wanted = (request.get("epoch"), request.get("version"))
         for found in (current, coming):
             if found is not None and (found.manifest.epoch, found.manifest.version) == wanted:
                 layout = layout_digest(found.manifest)
-                if request.get("layout", layout) != layout:  # gloo ends the process of a receiver to whom more comes than it has room for
+                if (
+                    request.get("layout", layout) != layout
+                ):  # gloo ends the process of a receiver to whom more comes than it has room for
                     return f"version {found.manifest.version} is laid out in another way than is expected"
                 return found
         if current is None:
             return "no version is published"
         return f"the current version is {current.manifest.version} of epoch {current.manifest.epoch}"
 
-    def _answer(self, line: Line, channel: Channel, request: dict[str, Any], end: float) -> int:
+    def _answer(self, line: ReceiverConnection, channel: Channel, request: dict[str, Any], end: float) -> int:
         """Serve one request. Returns the number of versions sent: 0 if it is not for the current one."""
         published = self._asked_for(request)
         if isinstance(published, str):
             line.answer({"error": published}, end)
             return 0
-        if not self._slots.acquire(timeout=left(end)):
+        if not self._slots.acquire(timeout=remaining_s(end)):
             raise TimeoutError("no slot became free within weights.timeout_s")
         try:
             with published.sending():
@@ -256,7 +266,7 @@ class VersionServer:
         return 1
 
 
-def left(end: float) -> float:
+def remaining_s(end: float) -> float:
     """Seconds until `end`. Raises TimeoutError if it has passed."""
     seconds = end - time.monotonic()
     if seconds <= 0:

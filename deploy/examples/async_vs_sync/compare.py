@@ -1,11 +1,13 @@
-"""Asynchronous against synchronous training on the same number of samples: one run for each bound and seed, then a table and a picture.
+"""Asynchronous against synchronous training on the same number of samples: one run for each bound and seed,
+then a table and a picture.
 
-    python deploy/examples/async_vs_sync/compare.py deploy/configs/demo.toml --out runs/async_vs_sync [--bounds 0,1,2,4] [--seeds 0,1]
+    python deploy/examples/async_vs_sync/compare.py deploy/configs/demo.toml --out runs/async_vs_sync
+    [--bounds 0,1,2,4] [--seeds 0,1]
         [--steps N] [--set a.b=c]
 
-E = 0 is synchronous and exactly on-policy: nothing is generated while a step is made. Every run has the same steps, groups and samples;
-only `bound.max_staleness` and the seeds differ. Runs are made one after the other, so that each has the machine to itself. A run that is
-complete in OUT is not made again.
+E = 0 is synchronous and exactly on-policy: nothing is generated while a step is made. Every run has the same
+steps, groups and samples; only `bound.max_staleness` and the seeds differ. Runs are made one after the other,
+so that each has the machine to itself. A run that is complete in OUT is not made again.
 """
 
 import argparse
@@ -46,7 +48,9 @@ class Curve:
 
 def read_curve(run_dir: Path, bound: int, seed: int, samples_per_group: int) -> Curve:
     """The run's metrics.jsonl as a curve."""
-    steps: list[dict[str, Any]] = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps: list[dict[str, Any]] = [
+        json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()
+    ]
     began = steps[0]["time"] - steps[0]["train_s"] - steps[0]["publish_s"]
     samples, trained, histogram = 0, [], {}
     for step in steps:
@@ -62,9 +66,16 @@ def read_curve(run_dir: Path, bound: int, seed: int, samples_per_group: int) -> 
     return Curve(bound, seed, rewards, trained, seconds, lag, busy, tokens / seconds[-1], histogram)
 
 
-def make_run(config: Path, run_dir: Path, bound: int, seed: int, steps: int | None, settings: Sequence[str]) -> None:
+def make_run(
+    config: Path, run_dir: Path, bound: int, seed: int, steps: int | None, settings: Sequence[str]
+) -> None:
     """`tether up` for one bound and seed; ends this program if it fails."""
-    overrides = [f"bound.max_staleness={bound}", "eval.at_end=false", *(f"{name}={seed}" for name in SEED_SETTINGS), *settings]
+    overrides = [
+        f"bound.max_staleness={bound}",
+        "eval.at_end=false",
+        *(f"{name}={seed}" for name in SEED_SETTINGS),
+        *settings,
+    ]
     command = [sys.executable, "-m", "services.cli", "up", str(config), "--run-dir", str(run_dir)]
     command += ["--steps", str(steps)] if steps else []
     command += [part for override in overrides for part in ("--set", override)]
@@ -75,17 +86,45 @@ def make_run(config: Path, run_dir: Path, bound: int, seed: int, steps: int | No
 
 def table(curves: Sequence[Curve], reach: float) -> str:
     """A row for each bound: means over the seeds, with the seeds' own values for what is compared."""
-    head = ("E", "final reward", f"samples to {reach:g}", f"seconds to {reach:g}", "seconds", "tokens/s", "engine busy", "mean lag")
+    head = (
+        "E",
+        "final reward",
+        f"samples to {reach:g}",
+        f"seconds to {reach:g}",
+        "seconds",
+        "tokens/s",
+        "engine busy",
+        "mean lag",
+    )
     rows = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for bound in sorted({curve.bound for curve in curves}):
         mine = [curve for curve in curves if curve.bound == bound]
-        first = [next((i for i in range(len(c.rewards)) if statistics.mean(c.rewards[max(0, i - 4) : i + 1]) >= reach), None) for c in mine]
-        samples = ", ".join("never" if i is None else str(c.samples[i]) for c, i in zip(mine, first, strict=True))
-        seconds = ", ".join("never" if i is None else f"{c.seconds[i]:.1f}" for c, i in zip(mine, first, strict=True))
-        means = [statistics.mean(getattr(c, name) for c in mine) for name in ("tokens_per_s", "engine_busy", "lag_mean")]
+        first = [
+            next(
+                (
+                    i
+                    for i in range(len(c.rewards))
+                    if statistics.mean(c.rewards[max(0, i - 4) : i + 1]) >= reach
+                ),
+                None,
+            )
+            for c in mine
+        ]
+        samples = ", ".join(
+            "never" if i is None else str(c.samples[i]) for c, i in zip(mine, first, strict=True)
+        )
+        seconds = ", ".join(
+            "never" if i is None else f"{c.seconds[i]:.1f}" for c, i in zip(mine, first, strict=True)
+        )
+        means = [
+            statistics.mean(getattr(c, name) for c in mine)
+            for name in ("tokens_per_s", "engine_busy", "lag_mean")
+        ]
         finals = ", ".join(f"{c.final:.3f}" for c in mine)
         whole = ", ".join(f"{c.seconds[-1]:.1f}" for c in mine)
-        rows.append(f"| {bound} | {finals} | {samples} | {seconds} | {whole} | {means[0]:.0f} | {means[1]:.2f} | {means[2]:.2f} |")
+        rows.append(
+            f"| {bound} | {finals} | {samples} | {seconds} | {whole} | {means[0]:.0f} | {means[1]:.2f} | {means[2]:.2f} |"
+        )
     return "\n".join(rows)
 
 
@@ -99,16 +138,32 @@ def draw(curves: Sequence[Curve], path: Path) -> None:
     figure, (by_samples, by_time, lags) = pyplot.subplots(1, 3, figsize=(15, 4.5))
     bounds = sorted({curve.bound for curve in curves})
     for curve in curves:
-        color, label = f"C{bounds.index(curve.bound)}", f"E = {curve.bound}" if curve.seed == curves[0].seed else None
+        color, label = (
+            f"C{bounds.index(curve.bound)}",
+            f"E = {curve.bound}" if curve.seed == curves[0].seed else None,
+        )
         smooth = [statistics.mean(curve.rewards[max(0, i - 4) : i + 1]) for i in range(len(curve.rewards))]
         by_samples.plot(curve.samples, smooth, color=color, label=label)
         by_time.plot(curve.seconds, smooth, color=color, label=label)
     for place, bound in enumerate(bounds):
         mine = [curve.lag_histogram for curve in curves if curve.bound == bound]
         total = sum(sum(histogram.values()) for histogram in mine)
-        shares = {lag: sum(histogram.get(lag, 0) for histogram in mine) / total for histogram in mine for lag in histogram}
-        lags.bar([lag + 0.2 * (place - len(bounds) / 2) for lag in shares], list(shares.values()), width=0.2, color=f"C{place}")
-    for axes, label in ((by_samples, "samples trained"), (by_time, "seconds"), (lags, "lag of trained tokens, versions")):
+        shares = {
+            lag: sum(histogram.get(lag, 0) for histogram in mine) / total
+            for histogram in mine
+            for lag in histogram
+        }
+        lags.bar(
+            [lag + 0.2 * (place - len(bounds) / 2) for lag in shares],
+            list(shares.values()),
+            width=0.2,
+            color=f"C{place}",
+        )
+    for axes, label in (
+        (by_samples, "samples trained"),
+        (by_time, "seconds"),
+        (lags, "lag of trained tokens, versions"),
+    ):
         axes.set_xlabel(label)
         axes.grid(alpha=0.3)
     by_samples.set_ylabel("mean reward, five steps")

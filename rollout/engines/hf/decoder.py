@@ -1,4 +1,5 @@
-"""Batched decoding with a transformers model: one token for every running request and step, KV kept for each request."""
+"""Batched decoding with a transformers model: one token for every running request and step, KV kept for each
+request."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,35 +7,39 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from rollout.engines.in_process.running_request import Row
+from rollout.engines.in_process.running_request import RunningRequest
 
 Layers = list[tuple[torch.Tensor, torch.Tensor]]
 """For each layer keys and values, [H, L, D]."""
 
 
 class PaddingDecoder:
-    """Keeps in `Row.kv` the layers of prompt and all tokens but the last, and pads them to one batch at every step."""
+    """Keeps in `RunningRequest.kv` the layers of prompt and all tokens but the last, and pads them to one
+    batch at every step."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model: Any = model
         self._device = next(model.parameters()).device
 
     @torch.no_grad()
-    def step(self, rows: Sequence[Row], version: int) -> None:
+    def step(self, rows: Sequence[RunningRequest], version: int) -> None:
         """See `Decoder`."""
         fresh = [row for row in rows if row.kv is None]
-        for batch, forward in ((fresh, self._prefill), ([row for row in rows if row.kv is not None], self._decode)):
+        for batch, forward in (
+            (fresh, self._prefill),
+            ([row for row in rows if row.kv is not None], self._decode),
+        ):
             if not batch:
                 continue
             for row, logits in zip(batch, forward(batch), strict=True):
                 row.take(logits, version)
 
-    def forget(self, rows: Sequence[Row]) -> None:
+    def forget(self, rows: Sequence[RunningRequest]) -> None:
         """See `Decoder`."""
         for row in rows:
             row.kv = None
 
-    def _prefill(self, rows: list[Row]) -> torch.Tensor:
+    def _prefill(self, rows: list[RunningRequest]) -> torch.Tensor:
         """Right-padded, so that causality alone hides the padding. Returns logits [N, V]."""
         ids = [row.ids for row in rows]
         longest = max(map(len, ids))
@@ -44,10 +49,12 @@ class PaddingDecoder:
         cache = DynamicCache()
         logits = self._model(padded, past_key_values=cache, use_cache=True, logits_to_keep=kept).logits
         for n, row in enumerate(rows):
-            row.kv = [(layer.keys[n, :, : len(ids[n])], layer.values[n, :, : len(ids[n])]) for layer in cache.layers]
+            row.kv = [
+                (layer.keys[n, :, : len(ids[n])], layer.values[n, :, : len(ids[n])]) for layer in cache.layers
+            ]
         return torch.stack([logits[n, where[n]] for n in range(len(rows))])
 
-    def _decode(self, rows: list[Row]) -> torch.Tensor:
+    def _decode(self, rows: list[RunningRequest]) -> torch.Tensor:
         """One token each on left-padded KV. Returns logits [N, V]."""
         kvs = [row.kv for row in rows if row.kv is not None]
         lengths = [kv[0][0].shape[1] for kv in kvs]
@@ -59,7 +66,9 @@ class PaddingDecoder:
         mask = torch.tensor([[0] * (longest - n) + [1] * (n + 1) for n in lengths], device=self._device)
         ids = torch.tensor([[row.tokens[-1]] for row in rows], device=self._device)
         positions = torch.tensor([[n] for n in lengths], device=self._device)
-        logits = self._model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True).logits
+        logits = self._model(
+            ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+        ).logits
         for n, row in enumerate(rows):
             first = longest - lengths[n]
             row.kv = [(layer.keys[n, :, first:], layer.values[n, :, first:]) for layer in cache.layers]

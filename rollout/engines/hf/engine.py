@@ -8,37 +8,45 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from protocol.device.hf_build_lock import MODEL_BUILDING
 from protocol.device.shared_layout import TRANSPORT
-from protocol.device.shared_tensors import Room
+from protocol.device.shared_tensors import SharedTensors
 from protocol.errors import EngineError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from rollout.engines.base import Capabilities, EngineConfig
 from rollout.engines.hf.decoder import PaddingDecoder
 from rollout.engines.hf.lora_merge import MergedStaging
-from rollout.engines.in_process.engine import Model, SteppedEngine
+from rollout.engines.in_process.engine import InProcessEngine, LoadedModel
 from rollout.engines.requests import check_adapters
-from rollout.staging.releasable_memory import Memory, check_room
-from rollout.staging.shared_weights import DirectStaging, describe, share_parameters
-from rollout.staging.staging import Beside, Staging, stored_once, whole_source
+from rollout.staging.releasable_memory import ReleasableMemory, check_room
+from rollout.staging.shared_weights import SharedStaging, describe, share_parameters
+from rollout.staging.staging import LiveAndStaged, Staging, stored_once, whole_source
 from rollout.weights.registry import RECEIVERS
 
 
-class HFEngine(SteppedEngine):
-    """Serves what `AutoModelForCausalLM` loads. A model directory without weights gives a model with random ones."""
+class HFEngine(InProcessEngine):
+    """Serves what `AutoModelForCausalLM` loads. A model directory without weights gives a model with random
+    ones."""
 
     def __init__(
-        self, config: EngineConfig, model_dir: Path, incarnation: str, lora: LoraConfig = NO_ADAPTERS, shared: Path | None = None
+        self,
+        config: EngineConfig,
+        model_dir: Path,
+        incarnation: str,
+        lora: LoraConfig = NO_ADAPTERS,
+        shared: Path | None = None,
     ) -> None:
         """`shared`: the trainer computes with the live weights, and finds them by this file."""
         super().__init__(config, model_dir, incarnation)
         self._lora = lora
         self._shared = shared
-        self._room: Room | None = None
+        self._room: SharedTensors | None = None
         transports = frozenset(RECEIVERS) if shared is None else frozenset({TRANSPORT})
         self.capabilities = Capabilities(transports=transports, lora=True, sleep=shared is None)
 
-    def _load(self) -> Model:
+    def _load(self) -> LoadedModel:
         if self._config.tensor_parallel_size != 1:
-            raise EngineError(f"engine hf: tensor_parallel_size is {self._config.tensor_parallel_size}, only 1 is supported")
+            raise EngineError(
+                f"engine hf: tensor_parallel_size is {self._config.tensor_parallel_size}, only 1 is supported"
+            )
         check_adapters(self._lora, self._model_dir)
         model = _load(self._model_dir, self._config)
         if self._shared is not None:
@@ -47,18 +55,19 @@ class HFEngine(SteppedEngine):
         weights, staging, memory = _staging(model, live, self._lora, self._config.staging_mb)
 
         def checkpoint() -> dict[str, torch.Tensor]:
-            # Copies: a digest is taken through numpy, and a storage that numpy has seen can never be given back again.
+            # Copies: a digest is taken through numpy, and a storage that numpy has seen can never be given
+            # back again.
             return {name: tensor.clone() for name, tensor in weights.live.items()}
 
-        return Model(PaddingDecoder(model), weights, staging, checkpoint, memory)
+        return LoadedModel(PaddingDecoder(model), weights, staging, checkpoint, memory)
 
-    def _share(self, model: Any, path: Path) -> Model:
+    def _share(self, model: Any, path: Path) -> LoadedModel:
         self._room, buffers = share_parameters(model, dict(model.named_buffers()))
         live = stored_once(model.named_parameters())
         describe(self._room, path, live, buffers)
         sources = {name: whole_source(tensor) for name, tensor in live.items()}
-        staging = DirectStaging(sources, architecture=type(model).__name__, tied=_is_tied(model))
-        return Model(PaddingDecoder(model), staging, staging, lambda: live)
+        staging = SharedStaging(sources, architecture=type(model).__name__, tied=_is_tied(model))
+        return LoadedModel(PaddingDecoder(model), staging, staging, lambda: live)
 
     def _unload(self) -> None:
         if self._room is not None and self._shared is not None:
@@ -66,19 +75,26 @@ class HFEngine(SteppedEngine):
             self._room.close()
 
 
-def _staging(model: Any, live: dict[str, torch.Tensor], lora: LoraConfig, staging_mb: int) -> tuple[Beside, Staging, Memory]:
-    """The parameters that updates change and a copy of them, what fills the copy, and what sleep gives back."""
+def _staging(
+    model: Any, live: dict[str, torch.Tensor], lora: LoraConfig, staging_mb: int
+) -> tuple[LiveAndStaged, Staging, ReleasableMemory]:
+    """The parameters that updates change and a copy of them, what fills the copy, and what sleep gives
+    back."""
     architecture = type(model).__name__
     if lora.rank:
         merging = MergedStaging(live, lora, architecture=architecture, staging_mb=staging_mb)
         updated = {name: live[name] for name in merging.copy}
         lost = [*updated.values(), *merging.copy.values(), *merging.adapter.values()]
-        return Beside(updated, merging.copy), merging, Memory(lost, kept=[*live.values(), *merging.base.values()])
+        return (
+            LiveAndStaged(updated, merging.copy),
+            merging,
+            ReleasableMemory(lost, kept=[*live.values(), *merging.base.values()]),
+        )
     check_room(live.values(), staging_mb)
     copy = {name: torch.empty_like(tensor) for name, tensor in live.items()}
     sources = {name: whole_source(tensor) for name, tensor in copy.items()}
     staging = Staging(sources, architecture=architecture, tied=_is_tied(model))
-    return Beside(live, copy), staging, Memory([*live.values(), *copy.values()])
+    return LiveAndStaged(live, copy), staging, ReleasableMemory([*live.values(), *copy.values()])
 
 
 def _is_tied(model: Any) -> bool:

@@ -1,7 +1,8 @@
-"""What the engines with a model in this process share: one thread decodes, one token for every running request and step.
+"""What the engines with a model in this process share: one thread decodes, one token for every running
+request and step.
 
-Between two steps it takes in new requests, aborts, pauses and commits; so no update can fall into a forward pass, and the version of a
-token is known when it is sampled.
+Between two steps it takes in new requests, aborts, pauses and commits; so no update can fall into a forward
+pass, and the version of a token is known when it is sampled.
 """
 
 import asyncio
@@ -20,30 +21,30 @@ import torch
 from protocol.errors import EngineError, PoisonedError, WeightError
 from protocol.messages import WeightManifest
 from rollout.engines.base import Completion, Engine, EngineConfig, KvPolicy, Request, Served
-from rollout.engines.in_process.running_request import Decoder, Row
+from rollout.engines.in_process.running_request import Decoder, RunningRequest
 from rollout.engines.requests import check_request, read_config, spans_of
-from rollout.staging.in_process import LocalUpdates
-from rollout.staging.releasable_memory import Memory
-from rollout.staging.staging import Applicable, Staging, digest_of
+from rollout.staging.in_process import InProcessStaging
+from rollout.staging.releasable_memory import ReleasableMemory
+from rollout.staging.staging import Committable, Staging, digest_of
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class LoadedModel:
     """What an engine has loaded."""
 
     decoder: Decoder
-    weights: Applicable
+    weights: Committable
     """The parameters that updates change."""
     staging: Staging
     checkpoint: Callable[[], Mapping[str, torch.Tensor]]
     """The live weights by the names that manifests give them."""
-    memory: Memory | None = None
+    memory: ReleasableMemory | None = None
     """What sleep gives back; None: the engine cannot sleep."""
 
 
-class SteppedEngine(Engine):
+class InProcessEngine(Engine):
     """A subclass loads the model and says its `capabilities`."""
 
     def __init__(self, config: EngineConfig, model_dir: Path, incarnation: str) -> None:
@@ -56,16 +57,16 @@ class SteppedEngine(Engine):
         self._ids: dict[str, int] = {}
         """Request id -> key in `_rows`."""
         self._numbers = itertools.count()
-        self._rows: dict[int, tuple[Row, asyncio.Future[str]]] = {}
+        self._rows: dict[int, tuple[RunningRequest, asyncio.Future[str]]] = {}
         """Every request that is waiting or running, in order of arrival; guarded by `_wake`."""
         self._aborted: set[int] = set()
         self._jobs: deque[Callable[[], None]] = deque()
         self._paused = False
-        self._hollow = False
+        self._weights_released = False
         """It has slept, and no version was committed since: there are no weights to generate with."""
         self._closing = False
         self._error: BaseException | None = None
-        self._loading: asyncio.Future[Model] | None = None
+        self._loading: asyncio.Future[LoadedModel] | None = None
         self._thread: threading.Thread | None = None
 
     @property
@@ -83,14 +84,18 @@ class SteppedEngine(Engine):
             raise EngineError(
                 f"engine {self._config.name}: {self._model_dir} not loaded within {self._config.start_timeout_s:g} s"
             ) from None
-        self._updates = LocalUpdates(self._model.staging, self._config.stage_timeout_s)
-        self._thread = threading.Thread(target=self._run, name=f"{self._config.name}-engine-{self._name}", daemon=True)
+        self._updates = InProcessStaging(self._model.staging, self._config.stage_timeout_s)
+        self._thread = threading.Thread(
+            target=self._run, name=f"{self._config.name}-engine-{self._name}", daemon=True
+        )
         self._thread.start()
 
     async def generate(self, request: Request) -> Completion:
         await self.check()
-        check_request(request, vocab_size=self._vocab, max_model_len=self._config.max_model_len, running=self._ids)
-        row = Row(request, _generator(request.sampling.seed))
+        check_request(
+            request, vocab_size=self._vocab, max_model_len=self._config.max_model_len, running=self._ids
+        )
+        row = RunningRequest(request, _generator(request.sampling.seed))
         ended: asyncio.Future[str] = self._loop.create_future()
         number = self._ids[request.id] = next(self._numbers)
         try:
@@ -126,7 +131,8 @@ class SteppedEngine(Engine):
         await self._between_steps(lambda: self._set_served(Served(epoch, version, self._served.digest)))
 
     async def live_digest(self) -> int:
-        """Digest of the live parameters, read between two steps; that of the manifest whose bytes they are."""
+        """Digest of the live parameters, read between two steps; that of the manifest whose bytes they
+        are."""
         return await self._between_steps(self._digest)
 
     async def sleep(self) -> None:
@@ -140,7 +146,7 @@ class SteppedEngine(Engine):
         await self.check()
         if self._model.memory is None:
             return await super().wake()
-        await self._between_steps(self._model.memory.take_back)
+        await self._between_steps(self._model.memory.restore)
         self._updates.wake()
 
     async def check(self) -> None:
@@ -156,14 +162,18 @@ class SteppedEngine(Engine):
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
             self._updates.staging.close()
-            if self._model.memory is not None and torch.cuda.is_available():  # this process lives on for a moment
-                self._model.memory.give_back()
-        elif self._loading is not None:  # a start that was given up: its thread goes on, and what it takes is given back
+            if (
+                self._model.memory is not None and torch.cuda.is_available()
+            ):  # this process lives on for a moment
+                self._model.memory.release()
+        elif (
+            self._loading is not None
+        ):  # a start that was given up: its thread goes on, and what it takes is given back
             await asyncio.wait({self._loading}, timeout=self._config.start_timeout_s)
         self._unload()
 
     @abstractmethod
-    def _load(self) -> Model:
+    def _load(self) -> LoadedModel:
         """Load the model; called once, in a thread.
 
         Raises:
@@ -179,7 +189,8 @@ class SteppedEngine(Engine):
             self._wake.notify_all()
 
     async def _between_steps(self, job: Callable[[], T]) -> T:
-        """Have the decoding thread do something between two steps; not undone when the caller is cancelled."""
+        """Have the decoding thread do something between two steps; not undone when the caller is
+        cancelled."""
         await self.check()
         done: asyncio.Future[T] = self._loop.create_future()
 
@@ -189,7 +200,9 @@ class SteppedEngine(Engine):
             except Exception as error:
                 self._refuse(done, error)
 
-        done.add_done_callback(lambda done: done.cancelled() or done.exception())  # a caller who was cancelled does not look at it
+        done.add_done_callback(
+            lambda done: done.cancelled() or done.exception()
+        )  # a caller who was cancelled does not look at it
         self._hand_over(lambda: self._jobs.append(run))
         return await asyncio.shield(done)
 
@@ -222,14 +235,21 @@ class SteppedEngine(Engine):
         with self._wake:
             self._closing = True
             for row, ended in self._rows.values():
-                self._refuse(ended, EngineError(f"request {row.request.id}: engine {self._name} {self._error or 'was closed'}"))
+                self._refuse(
+                    ended,
+                    EngineError(
+                        f"request {row.request.id}: engine {self._name} {self._error or 'was closed'}"
+                    ),
+                )
             self._rows.clear()
             while self._jobs:
                 self._jobs.popleft()()
 
     def _turn(self) -> bool:
         with self._wake:
-            self._wake.wait_for(lambda: self._closing or self._jobs or self._aborted or (self._rows and not self._frozen))
+            self._wake.wait_for(
+                lambda: self._closing or self._jobs or self._aborted or (self._rows and not self._frozen)
+            )
             jobs, self._jobs = self._jobs, deque()
             closing = self._closing
         for job in jobs:
@@ -240,7 +260,9 @@ class SteppedEngine(Engine):
             for number in self._aborted:
                 self._finish(number, "abort")
             self._aborted.clear()
-            rows = {} if self._frozen else dict(itertools.islice(self._rows.items(), self._config.max_running))
+            rows = (
+                {} if self._frozen else dict(itertools.islice(self._rows.items(), self._config.max_running))
+            )
         if rows:
             self._model.decoder.step([row for row, _ in rows.values()], self._served.version)
             with self._wake:
@@ -251,7 +273,7 @@ class SteppedEngine(Engine):
 
     @property
     def _frozen(self) -> bool:
-        return self._paused or self._hollow
+        return self._paused or self._weights_released
 
     def _finish(self, number: int, reason: str) -> None:
         if number in self._rows:
@@ -264,16 +286,16 @@ class SteppedEngine(Engine):
         self._served = served
 
     def _digest(self) -> int:
-        if self._hollow:
+        if self._weights_released:
             raise EngineError(f"engine {self._name} has slept: it holds no weights before the next commit")
         return digest_of(self._model.checkpoint())
 
     def _give_back(self) -> None:
         assert self._model.memory is not None
         self._served = Served()
-        self._hollow = True
+        self._weights_released = True
         self._model.decoder.forget([row for row, _ in self._rows.values()])
-        self._model.memory.give_back()
+        self._model.memory.release()
 
     def _apply(self, manifest: WeightManifest) -> float:
         start = time.perf_counter()
@@ -284,7 +306,7 @@ class SteppedEngine(Engine):
             self._error = PoisonedError(f"version {manifest.version}: {error}")
             raise self._error from error
         self._served = served
-        self._hollow = False
+        self._weights_released = False
         if self._config.kv is KvPolicy.RECOMPUTE:
             self._model.decoder.forget([row for row, _ in self._rows.values()])
         return (time.perf_counter() - start) * 1e3

@@ -11,7 +11,7 @@ from rollout.engines.sampling import sample
 
 
 @dataclass(slots=True, eq=False)
-class Row:
+class RunningRequest:
     """One running request."""
 
     request: Request
@@ -45,8 +45,9 @@ class Row:
 class Decoder(Protocol):
     """Steps rows forward. Not thread-safe: one thread calls it, and weights change only between two steps."""
 
-    def step(self, rows: Sequence[Row], version: int) -> None:
-        """Sample one token for every row under the live weights, which are `version`. A row that does not come again has ended."""
+    def step(self, rows: Sequence[RunningRequest], version: int) -> None:
+        """Sample one token for every row under the live weights, which are `version`. A row that does not
+        come again has ended."""
 
-    def forget(self, rows: Sequence[Row]) -> None:
+    def forget(self, rows: Sequence[RunningRequest]) -> None:
         """Drop the KV of rows; their next step computes it again."""

@@ -1,7 +1,9 @@
-"""Generation with the training model: megatron-core's GPTModel and static KV cache in this process, on a CPU or a GPU.
+"""Generation with the training model: megatron-core's GPTModel and static KV cache in this process, on a CPU
+or a GPU.
 
-Log-probabilities are those of the very layers that training runs. A request that arrives while others run joins them at the next step. One
-rank, no CUDA graphs. Weights come through a transport, as to every engine, or the trainer computes with the live ones, too.
+Log-probabilities are those of the very layers that training runs. A request that arrives while others run
+joins them at the next step. One rank, no CUDA graphs. Weights come through a transport, as to every engine,
+or the trainer computes with the live ones, too.
 """
 
 from collections.abc import Iterator, Sequence, Set
@@ -11,15 +13,15 @@ from pathlib import Path
 import torch
 
 from protocol.device.shared_layout import TRANSPORT
-from protocol.device.shared_tensors import Room
+from protocol.device.shared_tensors import SharedTensors
 from protocol.errors import EngineError, SettingsError
 from rollout.engines.base import Capabilities, EngineConfig
-from rollout.engines.in_process.engine import Model, SteppedEngine
-from rollout.engines.in_process.running_request import Row
+from rollout.engines.in_process.engine import InProcessEngine, LoadedModel
+from rollout.engines.in_process.running_request import RunningRequest
 from rollout.engines.requests import check_fits, read_config
 from rollout.staging.loader_trace import trace
-from rollout.staging.releasable_memory import Memory
-from rollout.staging.shared_weights import DirectStaging, describe, share_parameters
+from rollout.staging.releasable_memory import ReleasableMemory
+from rollout.staging.shared_weights import SharedStaging, describe, share_parameters
 from rollout.staging.staging import whole_source
 from rollout.weights.registry import RECEIVERS
 from trainer.megatron.inference import SlotModel
@@ -27,19 +29,22 @@ from trainer.megatron.inference import SlotModel
 DEFAULT_BATCH_TOKENS = 8192
 
 
-class MegatronEngine(SteppedEngine):
-    """Serves the families that the trainer backend `megatron` trains. A model directory without weights gives random ones."""
+class MegatronEngine(InProcessEngine):
+    """Serves the families that the trainer backend `megatron` trains. A model directory without weights gives
+    random ones."""
 
-    def __init__(self, config: EngineConfig, model_dir: Path, incarnation: str, shared: Path | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, model_dir: Path, incarnation: str, shared: Path | None = None
+    ) -> None:
         """`shared`: the trainer computes with the live weights, and finds them by this file."""
         super().__init__(config, model_dir, incarnation)
         self._shared = shared
-        self._room: Room | None = None
+        self._room: SharedTensors | None = None
         transports = frozenset(RECEIVERS) if shared is None else frozenset({TRANSPORT})
         self.capabilities = Capabilities(transports=transports, sleep=shared is None)
         self._slot_model: SlotModel | None = None
 
-    def _load(self) -> Model:
+    def _load(self) -> LoadedModel:
         config, batch_tokens = self._config, _batch_tokens(self._config)
         check_fits(config, read_config(self._model_dir), self._model_dir)
         try:
@@ -63,19 +68,34 @@ class MegatronEngine(SteppedEngine):
         decoder = SlotDecoder(model, batch_tokens)
         if self._shared is not None:
             return self._share(model, decoder, self._shared)
-        plan = trace(model.load, model.parameters.items(), model.shapes, getattr(torch, config.dtype), config.staging_mb)
+        plan = trace(
+            model.load,
+            model.parameters.items(),
+            model.shapes,
+            getattr(torch, config.dtype),
+            config.staging_mb,
+        )
         plan.calibrate()
         staging = plan.staging(architecture=model.architecture.name, tied=model.architecture.tied)
-        memory = Memory([*plan.live.values(), *plan.buffer.values(), *model.cache.tensors])
-        return Model(decoder, plan, staging, lambda: {name: tensor for name, tensor, _ in plan.gathered()}, memory)
+        memory = ReleasableMemory([*plan.live.values(), *plan.buffer.values(), *model.cache.tensors])
+        return LoadedModel(
+            decoder, plan, staging, lambda: {name: tensor for name, tensor, _ in plan.gathered()}, memory
+        )
 
-    def _share(self, model: SlotModel, decoder: "SlotDecoder", path: Path) -> Model:
+    def _share(self, model: SlotModel, decoder: "SlotDecoder", path: Path) -> LoadedModel:
         self._room, buffers = share_parameters(model.module, model.buffers())
         describe(self._room, path, model.parameters, buffers)
         parts = model.parts()
-        sources = {name: replace(whole_source(part), shape=model.shapes[name]) for name, part in parts.items()}
-        staging = DirectStaging(sources, architecture=model.architecture.name, tied=model.architecture.tied)
-        return Model(decoder, staging, staging, lambda: {name: part.reshape(model.shapes[name]) for name, part in parts.items()})
+        sources = {
+            name: replace(whole_source(part), shape=model.shapes[name]) for name, part in parts.items()
+        }
+        staging = SharedStaging(sources, architecture=model.architecture.name, tied=model.architecture.tied)
+        return LoadedModel(
+            decoder,
+            staging,
+            staging,
+            lambda: {name: part.reshape(model.shapes[name]) for name, part in parts.items()},
+        )
 
     def _unload(self) -> None:
         if self._room is not None and self._shared is not None:
@@ -86,15 +106,16 @@ class MegatronEngine(SteppedEngine):
 
 
 class SlotDecoder:
-    """Keeps rows in the slots of a `SlotModel`: slot i holds the KV of the i-th of its rows, all tokens but the last."""
+    """Keeps rows in the slots of a `SlotModel`: slot i holds the KV of the i-th of its rows, all tokens but
+    the last."""
 
     def __init__(self, model: SlotModel, batch_tokens: int) -> None:
         """`batch_tokens`: in one prefill, padding included."""
         self._model = model
         self._batch_tokens = batch_tokens
-        self._held: list[Row] = []
+        self._held: list[RunningRequest] = []
 
-    def step(self, rows: Sequence[Row], version: int) -> None:
+    def step(self, rows: Sequence[RunningRequest], version: int) -> None:
         """See `Decoder`."""
         self._drop_all_but(set(rows))
         held = list(self._held)
@@ -108,11 +129,11 @@ class SlotDecoder:
             for row, of_row in zip(batch, logits, strict=True):
                 row.take(of_row, version)
 
-    def forget(self, rows: Sequence[Row]) -> None:
+    def forget(self, rows: Sequence[RunningRequest]) -> None:
         """See `Decoder`."""
         self._drop_all_but(set(self._held).difference(rows))
 
-    def _drop_all_but(self, rows: Set[Row]) -> None:
+    def _drop_all_but(self, rows: Set[RunningRequest]) -> None:
         """Free the slots of other rows; the last one in use moves into each gap."""
         slot = 0
         while slot < len(self._held):
@@ -124,9 +145,9 @@ class SlotDecoder:
                 self._held[slot] = last
                 self._model.move(len(self._held), slot)
 
-    def _batches(self, rows: Set[Row]) -> Iterator[list[Row]]:
+    def _batches(self, rows: Set[RunningRequest]) -> Iterator[list[RunningRequest]]:
         """Rows of about one length together, so that little is padded."""
-        batch: list[Row] = []
+        batch: list[RunningRequest] = []
         for row in sorted(rows, key=lambda row: len(row.ids)):
             if (len(batch) + 1) * len(row.ids) > self._batch_tokens and batch:
                 yield batch
@@ -143,9 +164,13 @@ def _batch_tokens(config: EngineConfig) -> int:
         EngineError: naming a setting that this engine does not do.
     """
     if config.tensor_parallel_size != 1:
-        raise EngineError(f"engine megatron: tensor_parallel_size is {config.tensor_parallel_size}, only 1 is supported")
+        raise EngineError(
+            f"engine megatron: tensor_parallel_size is {config.tensor_parallel_size}, only 1 is supported"
+        )
     if not config.enforce_eager:
-        raise EngineError("engine megatron: enforce_eager is false, but it has no CUDA graphs: set it to true")
+        raise EngineError(
+            "engine megatron: enforce_eager is false, but it has no CUDA graphs: set it to true"
+        )
     if config.buffer_size_gb < 0:
         raise EngineError(f"engine megatron: buffer_size_gb is {config.buffer_size_gb}, must be 0 or more")
     least = max(config.max_model_len, config.max_running)

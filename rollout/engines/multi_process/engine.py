@@ -1,4 +1,5 @@
-"""What engines have in common whose model lives in processes of its own: an update is the ranks' answers turned into one state.
+"""What engines have in common whose model lives in processes of its own: an update is the ranks' answers
+turned into one state.
 
 An engine says how its ranks are called (`_call`) and what happens around a commit (`_commit`).
 """
@@ -12,7 +13,7 @@ from typing import Any
 from protocol.errors import EngineError, PoisonedError, Unsupported, WeightError
 from protocol.messages import WeightManifest
 from rollout.engines.base import Completion, Engine, EngineConfig, Served
-from rollout.staging.ranks import RankUpdates
+from rollout.staging.ranks import AllRanksStaging
 
 CALL_TIMEOUT_S = 60.0
 """For one answer of all ranks; a step on a loaded CPU can take seconds."""
@@ -21,8 +22,9 @@ ABORTED = Completion((), (), (), "abort")
 """Of a request that was never submitted."""
 
 
-class RankedEngine(Engine):
-    """Stage, commit, adopt, sleep and wake on all ranks; requests are not submitted while weights change or are not there."""
+class MultiProcessEngine(Engine):
+    """Stage, commit, adopt, sleep and wake on all ranks; requests are not submitted while weights change or
+    are not there."""
 
     def __init__(self, config: EngineConfig, model_dir: Path, incarnation: str) -> None:
         self._config = config
@@ -33,18 +35,23 @@ class RankedEngine(Engine):
         """Request id -> the id that the engine's own processes know."""
         self._changes = 0
         """Commits and renames begun: what was cached or submitted before one may be of other weights."""
-        self._is_open = True
+        self._accepting = True
         """False while weights change or are not there: requests are not submitted then, but wait."""
         self._waiting: dict[str, asyncio.Future[None]] = {}
         """Request id -> resolved when it may look again."""
         self._aborted: set[str] = set()
         """Of those that wait."""
         self._asleep = False
-        self._hollow = False
+        self._weights_released = False
         """It has slept, and no version was committed since: there are no weights to generate with."""
         self._updating = asyncio.Lock()
         self._is_committing = False
-        self._updates = RankUpdates(self._call, self._ask, stage_timeout_s=config.stage_timeout_s, call_timeout_s=CALL_TIMEOUT_S)
+        self._updates = AllRanksStaging(
+            self._call,
+            self._call_anytime,
+            stage_timeout_s=config.stage_timeout_s,
+            call_timeout_s=CALL_TIMEOUT_S,
+        )
         self._poisoned = ""
 
     @property
@@ -54,7 +61,9 @@ class RankedEngine(Engine):
     async def stage(self, manifest: WeightManifest) -> None:
         await self.check()
         if self._asleep:
-            raise WeightError(f"version {manifest.version}: the engine sleeps, there is no memory to stage in")
+            raise WeightError(
+                f"version {manifest.version}: the engine sleeps, there is no memory to stage in"
+            )
         if self._is_committing:  # the ranks hear of both by different ways
             raise WeightError(f"version {manifest.version}: another version is being committed")
         await self._updates.stage(manifest)
@@ -66,11 +75,11 @@ class RankedEngine(Engine):
         self._is_committing = True
         try:
             async with self._updating:
-                self._is_open = False
+                self._accepting = False
                 try:
                     return await self._commit(manifest)
                 finally:
-                    self._let_in()
+                    self._reopen()
         finally:
             self._is_committing = False
 
@@ -79,27 +88,29 @@ class RankedEngine(Engine):
         async with self._updating:
             if self._served.version < 0:
                 raise WeightError(f"{self._name} serves no version yet that could be renamed")
-            self._is_open = False
+            self._accepting = False
             try:
                 self._changes += 1
                 await self._call("rename", version)
                 self._served = Served(epoch, version, self._served.digest)
             finally:
-                self._let_in()
+                self._reopen()
 
     async def sleep(self) -> None:
         await self.check()
         if not self.capabilities.sleep:
-            raise Unsupported(f"engine {self._name} cannot sleep: it was started without engine.enable_sleep_mode")
+            raise Unsupported(
+                f"engine {self._name} cannot sleep: it was started without engine.enable_sleep_mode"
+            )
         async with self._updating:
             if self._asleep:
                 return
             if self._updates.is_staging:
                 raise WeightError("a version is being staged: the engine cannot sleep now")
-            self._asleep = self._hollow = True
-            self._is_open = False
+            self._asleep = self._weights_released = True
+            self._accepting = False
             self._served = Served()
-            await self._whole("sleep", self._give_back)
+            await self._poison_unless_done("sleep", self._give_back)
 
     async def wake(self) -> None:
         await self.check()
@@ -107,19 +118,20 @@ class RankedEngine(Engine):
             raise Unsupported(f"engine {self._name} cannot sleep, so there is nothing to wake")
         async with self._updating:
             if self._asleep:
-                await self._whole("wake", self._updates.wake)
+                await self._poison_unless_done("wake", self._updates.wake)
                 self._asleep = False
 
     async def live_digest(self) -> int:
-        """Digest of the live parameters, read between two steps; with one rank that of the manifest whose bytes they are."""
-        if self._hollow:
+        """Digest of the live parameters, read between two steps; with one rank that of the manifest whose
+        bytes they are."""
+        if self._weights_released:
             raise EngineError(f"engine {self._name} has slept: it holds no weights before the next commit")
         return await self._updates.live_digest()
 
     async def _admitted(self, request_id: str) -> bool:
         """Wait until requests may be submitted; false if this one was aborted meanwhile."""
         try:
-            while not self._is_open and request_id not in self._aborted:
+            while not self._accepting and request_id not in self._aborted:
                 self._waiting[request_id] = asyncio.get_running_loop().create_future()
                 await self._waiting[request_id]
                 await self.check()
@@ -130,14 +142,15 @@ class RankedEngine(Engine):
 
     def _abort_waiting(self, request_ids: Iterable[str]) -> None:
         self._aborted |= self._waiting.keys() & set(request_ids)
-        self._look()
+        self._wake_waiting()
 
-    def _let_in(self) -> None:
-        """The weights have changed, or stayed as they were: requests are submitted again, if there are weights."""
-        self._is_open = not self._hollow
-        self._look()
+    def _reopen(self) -> None:
+        """The weights have changed, or stayed as they were: requests are submitted again, if there are
+        weights."""
+        self._accepting = not self._weights_released
+        self._wake_waiting()
 
-    def _look(self) -> None:
+    def _wake_waiting(self) -> None:
         for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_result(None)
@@ -146,7 +159,7 @@ class RankedEngine(Engine):
     async def _call(self, method: str, *arguments: Any) -> list[Any]:
         """The answers of all ranks, given between two steps. Raises EngineError if one does not answer."""
 
-    async def _ask(self, method: str, *arguments: Any) -> list[Any]:
+    async def _call_anytime(self, method: str, *arguments: Any) -> list[Any]:
         """The same for what a rank may be asked at any time: to stage, how that goes, to end it."""
         return await self._call(method, *arguments)
 
@@ -155,10 +168,11 @@ class RankedEngine(Engine):
         """See `commit`; by way of `_apply`."""
 
     async def _give_back(self) -> None:
-        """Put running requests back, with their tokens, and give all memory back; no step is made before the next commit."""
+        """Put running requests back, with their tokens, and give all memory back; no step is made before the
+        next commit."""
         await self._updates.sleep()
 
-    async def _whole(self, what: str, change: Callable[[], Awaitable[None]]) -> None:
+    async def _poison_unless_done(self, what: str, change: Callable[[], Awaitable[None]]) -> None:
         """Something that leaves the engine useless unless it ends well."""
         ended = False
         try:
@@ -170,7 +184,9 @@ class RankedEngine(Engine):
         finally:
             self._poisoned = self._poisoned or ("" if ended else f"{what} did not end")
 
-    async def _apply(self, manifest: WeightManifest, afterwards: Callable[[], Awaitable[None]] | None = None) -> list[Any]:
+    async def _apply(
+        self, manifest: WeightManifest, afterwards: Callable[[], Awaitable[None]] | None = None
+    ) -> list[Any]:
         """Commit on all ranks and serve the version from now on. Returns the ranks' answers.
 
         Args:
@@ -194,5 +210,5 @@ class RankedEngine(Engine):
             self._poisoned = f"the commit of version {manifest.version} did not end: {error!r}"
             raise PoisonedError(self._poisoned) from error
         self._served = Served(manifest.epoch, manifest.version, manifest.digest)
-        self._hollow = False
+        self._weights_released = False
         return ranks

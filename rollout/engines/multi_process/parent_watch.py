@@ -1,4 +1,5 @@
-"""Engine processes end with the process whose engine they are, however that ends, and hold until then what it gives them to hold."""
+"""Engine processes end with the process whose engine they are, however that ends, and hold until then what it
+gives them to hold."""
 
 import os
 import select
@@ -6,16 +7,18 @@ import threading
 import time
 from collections.abc import Callable
 
-from protocol.host.fd_passing import receive
+from protocol.host.fd_passing import receive_fd
 
 OWNER = "TETHER_ENGINE_OWNER"
 """Environment: pid of the process whose engine this is."""
 
 
-def follow_owner(end: Callable[[int], None]) -> bool:
-    """If this process belongs to another one, watch that in a thread and call `end(its pid)` when it has ended.
+def exit_with_parent(end: Callable[[int], None]) -> bool:
+    """If this process belongs to another one, watch that in a thread and call `end(its pid)` when it has
+    ended.
 
-    To be called before anything is allocated on a device: the lock of the device, if there is one, is held from then on.
+    To be called before anything is allocated on a device: the lock of the device, if there is one, is held
+    from then on.
 
     Returns: whether it does.
 
@@ -31,7 +34,7 @@ def follow_owner(end: Callable[[int], None]) -> bool:
         end(int(owner))
 
     threading.Thread(target=watch, name="tether-owner", daemon=True).start()
-    receive(int(owner))
+    receive_fd(int(owner))
     return True
 
 

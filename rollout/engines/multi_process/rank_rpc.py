@@ -1,10 +1,12 @@
-"""Calls from the engine's process to its ranks over Unix sockets, for what the engine itself offers no such call.
+"""Calls from the engine's process to its ranks over Unix sockets, for what the engine itself offers no such
+call.
 
     engine -> rank   a call: (number, method, arguments)
     rank -> engine   an answer: (number, value, error), one from every rank
 
-A frame is its length in 4 bytes, big endian, and one msgpack value. A call goes to rank 0 alone, which passes it on to the others at a
-place where all of them stand between the same two steps; or, where that does not matter, to every rank.
+A frame is its length in 4 bytes, big endian, and one msgpack value. A call goes to rank 0 alone, which passes
+it on to the others at a place where all of them stand between the same two steps; or, where that does not
+matter, to every rank.
 """
 
 import asyncio
@@ -43,7 +45,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     error: str = ""
 
 
-class CallServer:
+class RankRpcServer:
     """A rank's end. Reads calls in a thread of its own; one connection at a time."""
 
     def __init__(self, path: Path, arrived: Callable[[Call], None]) -> None:
@@ -59,7 +61,8 @@ class CallServer:
     def answer(self, answer: Answer) -> None:
         """Send an answer; lost if nobody is connected any more.
 
-        A call may come by rank 0 before this rank's thread has taken the connection that the answer goes over: wait for it.
+        A call may come by rank 0 before this rank's thread has taken the connection that the answer goes
+        over: wait for it.
         """
         self._met.wait(SEND_S)
         connection = self._connection
@@ -88,27 +91,28 @@ class CallServer:
             self._connection = None
 
 
-class RankCalls:
+class RankRpcClient:
     """The engine's end: one connection to each rank."""
 
     def __init__(self, on_lost: Callable[[], None]) -> None:
         """`on_lost` is called once, when a rank's connection ends that was not closed here."""
         self._on_lost: Callable[[], None] | None = on_lost
         self._numbers = itertools.count()
-        self._lines: list[_Line] = []
+        self._lines: list[_Connection] = []
 
     async def connect(self, paths: Sequence[Path]) -> None:
         """Connect to every rank's socket. Raises EngineError if one is not there."""
         loop = asyncio.get_running_loop()
         for path in paths:
             try:
-                _, line = await loop.create_unix_connection(lambda: _Line(self._lost), str(path))
+                _, line = await loop.create_unix_connection(lambda: _Connection(self._lost), str(path))
             except OSError as error:
                 raise EngineError(f"no answer at {path}: {error}") from error
             self._lines.append(line)
 
     async def call(self, method: str, *arguments: Any) -> list[Any]:
-        """The answers of all ranks to a call that rank 0 passes on. A cancelled call is carried out all the same.
+        """The answers of all ranks to a call that rank 0 passes on. A cancelled call is carried out all the
+        same.
 
         Raises:
             EngineError: a rank could not do it, or is gone.
@@ -119,7 +123,9 @@ class RankCalls:
         """The same of a call that goes to every rank."""
         return await self._answers(self._lines, method, arguments)
 
-    async def _answers(self, asked: Sequence["_Line"], method: str, arguments: Sequence[Any]) -> list[Any]:
+    async def _answers(
+        self, asked: Sequence["_Connection"], method: str, arguments: Sequence[Any]
+    ) -> list[Any]:
         if not asked:
             raise EngineError("not connected")
         number = next(self._numbers)
@@ -149,7 +155,7 @@ class RankCalls:
             on_lost()
 
 
-class _Line(asyncio.Protocol):
+class _Connection(asyncio.Protocol):
     """One connection: frames in, futures out."""
 
     def __init__(self, lost: Callable[[], None]) -> None:

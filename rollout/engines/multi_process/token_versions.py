@@ -1,4 +1,5 @@
-"""Which version sampled which token, written down where it happens: at the scheduler's step, in the process of the model."""
+"""Which version sampled which token, written down where it happens: at the scheduler's step, in the process
+of the model."""
 
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -7,8 +8,9 @@ FINISHED_KEPT = 4096
 """Finished requests whose marks can still be asked for."""
 
 
-class Marks:
-    """For every request the marks (first token, version), a new one at its first step after each change of weights."""
+class TokenVersions:
+    """For every request the marks (first token, version), a new one at its first step after each change of
+    weights."""
 
     def __init__(self, version: int) -> None:
         self._version = version
@@ -22,7 +24,8 @@ class Marks:
         self._change += 1
 
     def step(self, scheduled: Iterable[tuple[str, int]], finished: Iterable[str] = ()) -> None:
-        """A step begins. `scheduled`: requests and how many tokens each has so far; `finished`: requests that ended before it."""
+        """A step begins. `scheduled`: requests and how many tokens each has so far; `finished`: requests that
+        ended before it."""
         for request_id in finished:
             ended = self._alive.pop(request_id, None)
             if ended is not None:

@@ -47,7 +47,9 @@ LAST_WORDS = 600
 class SglangServer:
     """One server with its processes, in a session of their own, and their directory."""
 
-    def __init__(self, config: EngineConfig, model_dir: Path, incarnation: str, lora: LoraConfig = NO_ADAPTERS) -> None:
+    def __init__(
+        self, config: EngineConfig, model_dir: Path, incarnation: str, lora: LoraConfig = NO_ADAPTERS
+    ) -> None:
         self._config = config
         self._lora = lora
         self._model_dir = model_dir
@@ -70,7 +72,11 @@ class SglangServer:
         secret.write_text(f"api-key: {self.key}\n")
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        command = [*server_command(self._config, self._model_dir, self._incarnation, port), "--config", str(secret)]
+        command = [
+            *server_command(self._config, self._model_dir, self._incarnation, port),
+            "--config",
+            str(secret),
+        ]
         if self._lora.rank:
             command += adapter_options(await asyncio.to_thread(self._write_adapter))
         try:
@@ -105,7 +111,8 @@ class SglangServer:
         return "no log"
 
     def kill(self) -> None:
-        """End all of its processes at once; Python's tracker of named semaphores then removes those and ends by itself."""
+        """End all of its processes at once; Python's tracker of named semaphores then removes those and ends
+        by itself."""
         for process in self._group():
             with suppress(psutil.Error):
                 if not any("resource_tracker" in word for word in process.cmdline()):
@@ -155,12 +162,14 @@ def server_command(config: EngineConfig, model_dir: Path, incarnation: str, port
         "host": "127.0.0.1",
         "port": port,
         "log-level": "warning",
-        # what top-k and top-p drop is out of the logits before SGLang samples: the others have nothing to do better
+        # what top-k and top-p drop is out of the logits before SGLang samples: the others have nothing to do
+        # better
         "sampling-backend": "pytorch",
         # engines with one seed would sample the same completions
         "random-seed": xxhash.xxh3_64_intdigest(incarnation.encode()) % 2**31,
     }
-    # with the overlapping scheduler a token may be in flight at a commit, sampled under weights that its step no longer shows
+    # with the overlapping scheduler a token may be in flight at a commit, sampled under weights that its step
+    # no longer shows
     flags = ["skip-tokenizer-init", "skip-server-warmup", "disable-overlap-schedule", "sleep-on-idle"]
     if on_gpu:
         values["mem-fraction-static"] = config.memory_fraction
@@ -174,18 +183,27 @@ def server_command(config: EngineConfig, model_dir: Path, incarnation: str, port
     if config.enable_sleep_mode and on_gpu:
         flags.append("enable-memory-saver")
     options = [f"--{name}={value}" for name, value in values.items()]
-    return [config.python or sys.executable, "-m", "sglang.launch_server", *options, *(f"--{flag}" for flag in flags)]
+    return [
+        config.python or sys.executable,
+        "-m",
+        "sglang.launch_server",
+        *options,
+        *(f"--{flag}" for flag in flags),
+    ]
 
 
 def adapter_options(directory: Path) -> list[str]:
     """What the command has besides where an adapter is trained: it has the only slot."""
     # the base weights come with no version, so SGLang keeps them in host memory while the engine sleeps
-    kernels = ["--enable-weights-cpu-backup"] if torch.cuda.is_available() else ["--lora-backend=torch_native"]
+    kernels = (
+        ["--enable-weights-cpu-backup"] if torch.cuda.is_available() else ["--lora-backend=torch_native"]
+    )
     return ["--enable-lora", "--max-loras-per-batch=1", f"--lora-paths={NAME}={directory}", *kernels]
 
 
 def server_environment(config: EngineConfig, directory: Path) -> dict[str, str]:
-    """Ours, with what makes SGLang find our plug-in and leave nothing elsewhere; `engine.environment` comes last."""
+    """Ours, with what makes SGLang find our plug-in and leave nothing elsewhere; `engine.environment` comes
+    last."""
     given = dict(config.environment)
     here = Path(rollout.__file__).parents[1]
     path = [str(directory), str(here), given.pop("PYTHONPATH", ""), os.environ.get("PYTHONPATH", "")]
@@ -220,7 +238,9 @@ def kv_tokens(config: EngineConfig, model: dict[str, Any]) -> int:
     each = 2 * int(model.get("num_hidden_layers") or 1) * kv_heads * head_dim * itemsize
     found = (config.kv_cache_mb << 20) // max(each, 1)
     if found < config.max_model_len + SPARE_TOKENS:
-        raise EngineError(f"kv_cache_mb {config.kv_cache_mb} holds {found} tokens, max_model_len is {config.max_model_len}")
+        raise EngineError(
+            f"kv_cache_mb {config.kv_cache_mb} holds {found} tokens, max_model_len is {config.max_model_len}"
+        )
     return found
 
 
@@ -231,7 +251,9 @@ def check_model(config: EngineConfig, model_dir: Path, lora: LoraConfig = NO_ADA
         EngineError: naming the culprit.
     """
     if torch.cuda.is_available() and config.dtype == "float32":
-        raise EngineError("setting engine.dtype: SGLang's CUDA kernels compute in bfloat16 and float16, not in float32")
+        raise EngineError(
+            "setting engine.dtype: SGLang's CUDA kernels compute in bfloat16 and float16, not in float32"
+        )
     model = read_config(model_dir)
     check_adapters(lora, model_dir)
     check_fits(config, model, model_dir)

@@ -1,8 +1,9 @@
 """Adapters in SGLang: one of them, in the one slot there is, trained on in place.
 
-SGLang loads an adapter once and copies it into tensors that its kernels read. An update stages and commits these tensors, as it does
-parameters without adapters; SGLang itself must never load or move the adapter again. Where each element ends up is found by sending
-numbers instead of weights through SGLang's own loader: it stacks, cuts and fills up what it loads, and differently for each layer.
+SGLang loads an adapter once and copies it into tensors that its kernels read. An update stages and commits
+these tensors, as it does parameters without adapters; SGLang itself must never load or move the adapter
+again. Where each element ends up is found by sending numbers instead of weights through SGLang's own loader:
+it stacks, cuts and fills up what it loads, and differently for each layer.
 """
 
 import json
@@ -17,7 +18,7 @@ import torch
 from protocol.device.checkpoint_shapes import checkpoint_shapes
 from protocol.errors import EngineError
 from protocol.weights.lora import LoraConfig, adapter_shapes, adapter_targets
-from rollout.staging.loader_trace import Copy, Plan, Recorder, Window
+from rollout.staging.loader_trace import Copy, Recorder, StagingPlan, Window
 
 NAME = "policy"
 SLOT = 0
@@ -27,8 +28,11 @@ NOTHING = 0
 """Number of an element that no tensor brings."""
 
 
-def first_adapter(directory: Path, shapes: Mapping[str, tuple[int, ...]], lora: LoraConfig, dtype: str) -> None:
-    """Write an adapter that changes nothing into a new directory. Its alpha is its rank: what is published later has the scaling in it.
+def first_adapter(
+    directory: Path, shapes: Mapping[str, tuple[int, ...]], lora: LoraConfig, dtype: str
+) -> None:
+    """Write an adapter that changes nothing into a new directory. Its alpha is its rank: what is published
+    later has the scaling in it.
 
     Args:
         shapes: of the model's tensors.
@@ -40,12 +44,19 @@ def first_adapter(directory: Path, shapes: Mapping[str, tuple[int, ...]], lora: 
     }
     directory.mkdir()
     safetensors.torch.save_file(tensors, directory / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.rank, "target_modules": list(whole.target_modules), "bias": "none"}
+    config = {
+        "peft_type": "LORA",
+        "r": lora.rank,
+        "lora_alpha": lora.rank,
+        "target_modules": list(whole.target_modules),
+        "bias": "none",
+    }
     (directory / "adapter_config.json").write_text(json.dumps(config))
 
 
-def trace_adapter(manager: Any, shapes: Mapping[str, tuple[int, ...]], staging_mb: int) -> Plan:
-    """A plan for the tensors that the adapter's slot consists of. Loads the first adapter, and forbids SGLang to do so again.
+def trace_adapter(manager: Any, shapes: Mapping[str, tuple[int, ...]], staging_mb: int) -> StagingPlan:
+    """A plan for the tensors that the adapter's slot consists of. Loads the first adapter, and forbids SGLang
+    to do so again.
 
     Args:
         manager: SGLang's, of a model that has the first adapter.
@@ -70,7 +81,7 @@ def trace_adapter(manager: Any, shapes: Mapping[str, tuple[int, ...]], staging_m
     if missing:
         raise EngineError(f"SGLang has no place for {missing[0]}: leave its layer out of lora.target_modules")
     pool.load_lora_weight_to_buffer = pool.remove_lora = _refuse
-    return Plan(live, shapes, recorder, staging_mb)
+    return StagingPlan(live, shapes, recorder, staging_mb)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +118,9 @@ class Numbered:
         first, owners = rows[:, 0], self._owners(rows[:, 0])
         expected = (first[:, None] + torch.arange(columns)).where(first[:, None] != NOTHING, NOTHING)
         if not torch.equal(rows, expected) or not torch.equal(owners, self._owners(rows[:, -1])):
-            raise EngineError(f"SGLang rearranges the rows of adapter tensor {parameter}: it cannot be updated in place")
+            raise EngineError(
+                f"SGLang rearranges the rows of adapter tensor {parameter}: it cannot be updated in place"
+            )
         copies, fills = [], []
         for begin, end, stride in _runs(first.tolist(), owners.tolist()):
             target = Window(begin * columns, (end - begin, columns), (columns, 1))
@@ -140,22 +153,34 @@ def _runs(numbers: Sequence[int], owners: Sequence[int]) -> list[tuple[int, int,
 
 
 def _load_numbers(manager: Any, uid: str, numbered: Numbered) -> dict[str, torch.Tensor]:
-    """What the slot's tensors would hold if the adapter were one of numbers. They themselves are not written to."""
+    """What the slot's tensors would hold if the adapter were one of numbers. They themselves are not written
+    to."""
     from sglang.srt.lora.lora import LoRAAdapter
 
     pool = manager.memory_pool
     whole = checkpoint_shapes(Path(manager.lora_refs[uid].lora_path))
     tensors = {name: numbered.tensors.get(name, torch.full(shape, NOTHING)) for name, shape in whole.items()}
     adapter = LoRAAdapter(
-        uid, manager.configs[uid], manager.base_hf_config, manager.load_config, manager.lora_backend, base_model=manager.base_model
+        uid,
+        manager.configs[uid],
+        manager.base_hf_config,
+        manager.load_config,
+        manager.lora_backend,
+        base_model=manager.base_model,
     )
     adapter.initialize_weights_from_tensors(tensors)
     real = pool.A_buffer, pool.B_buffer
     pool.A_buffer, pool.B_buffer = (
-        {module: [torch.full(tensor.shape, NOTHING) for tensor in tensors] for module, tensors in buffers.items()} for buffers in real
+        {
+            module: [torch.full(tensor.shape, NOTHING) for tensor in tensors]
+            for module, tensors in buffers.items()
+        }
+        for buffers in real
     )
     try:
-        pool.load_lora_weight_to_buffer(uid, SLOT, adapter, manager.lora_modules, manager.embed_tokens_module, manager.lm_head_module)
+        pool.load_lora_weight_to_buffer(
+            uid, SLOT, adapter, manager.lora_modules, manager.embed_tokens_module, manager.lm_head_module
+        )
         return _buffers(pool)
     finally:
         pool.A_buffer, pool.B_buffer = real
@@ -178,4 +203,6 @@ def _with_fused(modules: Sequence[str], shapes: Mapping[str, tuple[int, ...]]) -
 
 
 def _refuse(*unused: Any) -> None:
-    raise EngineError("SGLang was about to load or drop an adapter: the one that is trained must stay where it is")
+    raise EngineError(
+        "SGLang was about to load or drop an adapter: the one that is trained must stay where it is"
+    )

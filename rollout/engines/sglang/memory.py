@@ -1,7 +1,8 @@
 """The memory of one of SGLang's ranks, given back while the engine sleeps.
 
-SGLang's own release and resume keep what no version brings (buffers, captured graphs) and order the ranks. On a GPU its memory saver gives
-the memory back, and takes it under the same addresses. On a CPU that saver does nothing: there the storages themselves are given back.
+SGLang's own release and resume keep what no version brings (buffers, captured graphs) and order the ranks. On
+a GPU its memory saver gives the memory back, and takes it under the same addresses. On a CPU that saver does
+nothing: there the storages themselves are given back.
 """
 
 import asyncio
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from protocol.errors import EngineError
-from rollout.staging.releasable_memory import Memory
+from rollout.staging.releasable_memory import ReleasableMemory
 
 SAVER = "torch_memory_saver"
 FIND = f"from importlib.util import find_spec; raise SystemExit(find_spec({SAVER!r}) is None)"
@@ -32,11 +33,13 @@ class RankMemory:
         if torch.cuda.is_available():
             if not self._updater.memory_saver_adapter.enabled:
                 raise EngineError("SGLang's memory saver is not at work: sleep would give nothing back")
-            self._storages = Memory([])
+            self._storages = ReleasableMemory([])
             return
         cache = scheduler.token_to_kv_pool_allocator.get_kvcache()
         model = scheduler.tp_worker.model_runner.model
-        self._storages = Memory([*brought, *cache.k_buffer, *cache.v_buffer], kept=model.parameters())
+        self._storages = ReleasableMemory(
+            [*brought, *cache.k_buffer, *cache.v_buffer], kept=model.parameters()
+        )
 
     def give_back(self) -> None:
         """The KV cache must be empty and no request running."""
@@ -44,13 +47,13 @@ class RankMemory:
 
         with _queue_aside(self._scheduler):
             self._updater.release_memory_occupation(ReleaseMemoryOccupationReqInput())
-        self._storages.give_back()
+        self._storages.release()
 
     def take_back(self) -> None:
         """Raises EngineError, or what the memory saver raises, if there is no room."""
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
-        self._storages.take_back()
+        self._storages.restore()
         self._updater.resume_memory_occupation(ResumeMemoryOccupationReqInput())
 
 
@@ -72,7 +75,8 @@ async def check_memory_saver(python: str) -> None:
 
 @contextmanager
 def _queue_aside(scheduler: Any) -> Iterator[None]:
-    """Of requests that wait nothing is in the KV cache, but SGLang 0.5.15 neither empties it nor gives memory back while some do."""
+    """Of requests that wait nothing is in the KV cache, but SGLang 0.5.15 neither empties it nor gives memory
+    back while some do."""
     waiting, scheduler.waiting_queue = scheduler.waiting_queue, []
     try:
         yield

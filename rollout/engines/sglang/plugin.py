@@ -1,8 +1,9 @@
 """Our part inside SGLang's processes: stage, commit, sleep, spans.
 
-SGLang loads `load` through the entry point group `sglang.srt.plugins` in each of its processes; `sglang_start.py` puts the entry point
-where it is found. Calls arrive on a socket of rank 0 and travel with the requests that SGLang gives all ranks at the top of their loops:
-there no forward pass is under way (the overlapping scheduler is off), and every rank stands between the same two steps.
+SGLang loads `load` through the entry point group `sglang.srt.plugins` in each of its processes;
+`sglang_start.py` puts the entry point where it is found. Calls arrive on a socket of rank 0 and travel with
+the requests that SGLang gives all ranks at the top of their loops: there no forward pass is under way (the
+overlapping scheduler is off), and every rank stands between the same two steps.
 """
 
 import os
@@ -22,13 +23,13 @@ import msgspec
 import torch
 
 from protocol.messages import WeightManifest
-from rollout.engines.multi_process.parent_watch import follow_owner
-from rollout.engines.multi_process.rank_rpc import Call, CallServer, socket_path
+from rollout.engines.multi_process.parent_watch import exit_with_parent
+from rollout.engines.multi_process.rank_rpc import Call, RankRpcServer, socket_path
 from rollout.engines.sglang.lora import trace_adapter
 from rollout.engines.sglang.memory import RankMemory, empty_cache
 from rollout.engines.sglang.sampling import CARRIER, as_sampled, with_version
-from rollout.staging.loader_trace import Plan, trace
-from rollout.staging.rank import Share
+from rollout.staging.loader_trace import StagingPlan, trace
+from rollout.staging.rank import RankStaging
 
 DIRECTORY = "TETHER_ENGINE_DIR"
 """Environment: where the ranks' sockets are, a directory of this engine alone."""
@@ -37,7 +38,7 @@ SCHEDULER = "sglang.srt.managers.scheduler"
 
 def load() -> None:
     """Called by SGLang in every process. In one that is not an engine of ours it does nothing."""
-    if not follow_owner(_end) or SCHEDULER not in sys.modules:
+    if not exit_with_parent(_end) or SCHEDULER not in sys.modules:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -50,7 +51,7 @@ def _end(owner: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Terms(msgspec.Struct, frozen=True, kw_only=True):
+class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank has to know of the engine's settings."""
 
     architecture: str
@@ -63,14 +64,14 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     """See `EngineConfig`."""
 
 
-class Rank:
+class SchedulerRank:
     """One rank's scheduler, its share of the weights, and the calls it was given."""
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
         self.version = -1
         """Of the live weights."""
-        self._share: Share | None = None
+        self._share: RankStaging | None = None
         self._memory: RankMemory | None = None
         self._recompute = False
         self._is_held = False
@@ -84,7 +85,7 @@ class Rank:
         # a completion ends where its own request says, not at the model's end-of-text token
         scheduler.model_config.hf_eos_token_id = set()
         number = torch.distributed.get_rank()
-        self._server = CallServer(socket_path(Path(os.environ[DIRECTORY]), number), self._arrive)
+        self._server = RankRpcServer(socket_path(Path(os.environ[DIRECTORY]), number), self._arrive)
 
     def pull(self) -> list[Call]:
         """Calls that have arrived since the last time."""
@@ -104,17 +105,23 @@ class Rank:
 
         Args:
             shapes: of the tensors that versions bring.
-            terms: `Terms` as plain values.
+            terms: `RankSettings` as plain values.
         """
-        with suppress(AttributeError, FileNotFoundError):  # both of its users hold it open; nobody would remove it
+        with suppress(
+            AttributeError, FileNotFoundError
+        ):  # both of its users hold it open; nobody would remove it
             os.unlink(self.scheduler.load_snapshot_writer.path)
         missing = [target for target in [CARRIER, *HOOKS] if not _is_there(target)]
         if missing:
-            raise NotImplementedError(f"this SGLang has no {', '.join(missing)} as tether needs it; 0.5.15 and 0.5.23 have")
-        given = msgspec.convert(terms, Terms)
+            raise NotImplementedError(
+                f"this SGLang has no {', '.join(missing)} as tether needs it; 0.5.15 and 0.5.23 have"
+            )
+        given = msgspec.convert(terms, RankSettings)
         plan = self._trace({name: tuple(shape) for name, shape in shapes.items()}, given)
-        tied = not given.adapter and bool(getattr(self.scheduler.model_config.hf_text_config, "tie_word_embeddings", False))
-        self._share = Share(plan, architecture=given.architecture, tied=tied)
+        tied = not given.adapter and bool(
+            getattr(self.scheduler.model_config.hf_text_config, "tie_word_embeddings", False)
+        )
+        self._share = RankStaging(plan, architecture=given.architecture, tied=tied)
         self._memory = RankMemory(self.scheduler, plan.live.values()) if given.sleeps else None
         self._recompute = given.recompute
         return {"bytes": self._share.bytes}
@@ -124,7 +131,8 @@ class Rank:
         return self.share.stage(msgspec.msgpack.decode(manifest, type=WeightManifest), deadline_s)
 
     def commit(self, manifest: bytes) -> dict[str, Any]:
-        """Make what is staged live; the KV cache of running requests is dropped if it is to be computed again."""
+        """Make what is staged live; the KV cache of running requests is dropped if it is to be computed
+        again."""
         decoded = msgspec.msgpack.decode(manifest, type=WeightManifest)
         start = time.perf_counter()
         _end_kernels()
@@ -132,9 +140,12 @@ class Rank:
         if found["applied"]:
             self.version = decoded.version
             if self._recompute and not self._is_hollow and not self._drop_kv():
-                found |= {"poisoned": True, "error": "the new weights are live, but the KV cache of the old ones could not be dropped"}
+                found |= {
+                    "poisoned": True,
+                    "error": "the new weights are live, but the KV cache of the old ones could not be dropped",
+                }
             self._is_hollow = False
-            self._go_on()
+            self._resume_scheduler()
             found["copy_ms"] = (time.perf_counter() - start) * 1e3
         return found
 
@@ -143,7 +154,8 @@ class Rank:
         self.version = version
 
     def sleep(self) -> dict[str, Any]:
-        """Put running requests back with their tokens, and give all memory back. No step before the next commit. Returns {"error"}."""
+        """Put running requests back with their tokens, and give all memory back. No step before the next
+        commit. Returns {"error"}."""
         assert self._memory is not None, "the engine was not started to sleep"
         _end_kernels()
         self._is_hollow = True
@@ -170,25 +182,30 @@ class Rank:
     def resume(self) -> None:
         """Go on, or if there are no weights at the next commit."""
         self._is_held = False
-        self._go_on()
+        self._resume_scheduler()
 
-    def rest(self) -> None:
-        """Wait for requests and calls, a second at most: a paused scheduler would look for them all the time."""
+    def wait_idle(self) -> None:
+        """Wait for requests and calls, a second at most: a paused scheduler would look for them all the
+        time."""
         if self.scheduler._engine_paused and self.scheduler.idle_sleeper is not None:
             self.scheduler.idle_sleeper.maybe_sleep()
 
     @property
-    def share(self) -> Share:
+    def share(self) -> RankStaging:
         """This rank's share of the weights."""
         assert self._share is not None, "install comes first"
         return self._share
 
-    def _trace(self, shapes: dict[str, tuple[int, ...]], terms: Terms) -> Plan:
+    def _trace(self, shapes: dict[str, tuple[int, ...]], terms: RankSettings) -> StagingPlan:
         runner = self.scheduler.tp_worker.model_runner
         if terms.adapter:
             return trace_adapter(runner.lora_manager, shapes, terms.staging_mb)
         return trace(
-            runner.model.load_weights, runner.model.named_parameters(remove_duplicate=False), shapes, runner.dtype, terms.staging_mb
+            runner.model.load_weights,
+            runner.model.named_parameters(remove_duplicate=False),
+            shapes,
+            runner.dtype,
+            terms.staging_mb,
         )
 
     def _drop_kv(self) -> bool:
@@ -197,10 +214,10 @@ class Rank:
 
         self.scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
         dropped = empty_cache(self.scheduler)
-        self._go_on()
+        self._resume_scheduler()
         return dropped
 
-    def _go_on(self) -> None:
+    def _resume_scheduler(self) -> None:
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
         if not (self._is_held or self._is_hollow):
@@ -212,32 +229,33 @@ class Rank:
 
 
 METHODS: dict[str, Callable[..., Any]] = {
-    "install": Rank.install,
-    "stage": Rank.stage,
+    "install": SchedulerRank.install,
+    "stage": SchedulerRank.stage,
     "status": lambda rank: rank.share.status(),
     "cancel": lambda rank: rank.share.cancel(),
-    "commit": Rank.commit,
-    "sleep": Rank.sleep,
-    "wake": Rank.wake,
-    "rename": Rank.rename,
+    "commit": SchedulerRank.commit,
+    "sleep": SchedulerRank.sleep,
+    "wake": SchedulerRank.wake,
+    "rename": SchedulerRank.rename,
     "live_digest": lambda rank: rank.share.live_digest(),
     "abort": lambda rank, names: end_requests(rank.scheduler, names),
-    "pause": Rank.pause,
-    "resume": Rank.resume,
+    "pause": SchedulerRank.pause,
+    "resume": SchedulerRank.resume,
 }
 """What the engine's process may call."""
 
-_ranks: list[Rank] = []
+_ranks: list[SchedulerRank] = []
 """This process's rank, once its scheduler is there."""
 
 
 def _began(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """After `Scheduler.__init__`: the model is loaded, and its graphs are captured."""
-    _ranks[:] = [Rank(scheduler)]
+    _ranks[:] = [SchedulerRank(scheduler)]
 
 
 def _with_calls(requests: list[Any] | None, receiver: Any) -> list[Any] | None:
-    """After rank 0 has pulled what SGLang's tokenizer process sent: add our calls; SGLang passes all of it to the other ranks."""
+    """After rank 0 has pulled what SGLang's tokenizer process sent: add our calls; SGLang passes all of it to
+    the other ranks."""
     if requests is None or not _ranks:
         return None
     return [*requests, *_ranks[0].pull()]
@@ -250,7 +268,7 @@ def _carried_out(process: Callable[..., Any], scheduler: Any, requests: list[Any
         if isinstance(request, Call):
             _ranks[0].run(request)
     if _ranks and not requests:
-        _ranks[0].rest()
+        _ranks[0].wait_idle()
     return found
 
 
@@ -265,7 +283,10 @@ def _sampled(forward: Callable[..., Any], sampler: Any, output: Any, *args: Any,
 HOOKS: dict[str, tuple[str, Callable[..., Any]]] = {
     f"{SCHEDULER}.Scheduler.__init__": ("after", _began),
     f"{SCHEDULER}.Scheduler.process_input_requests": ("around", _carried_out),
-    "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver._pull_raw_reqs": ("after", _with_calls),
+    "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver._pull_raw_reqs": (
+        "after",
+        _with_calls,
+    ),
     "sglang.srt.layers.sampler.Sampler.forward": ("around", _sampled),
 }
 """What of SGLang is wrapped, and how."""
@@ -286,7 +307,8 @@ def _is_there(target: str) -> bool:
 
 
 def end_requests(scheduler: Any, names: Sequence[str]) -> None:
-    """End requests, wherever they are; SGLang's server answers them with what there is. Called between two steps."""
+    """End requests, wherever they are; SGLang's server answers them with what there is. Called between two
+    steps."""
     from sglang.srt.managers.io_struct import AbortReq
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 

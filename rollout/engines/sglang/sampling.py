@@ -1,4 +1,5 @@
-"""What our part adds to SGLang's sampler: log-probabilities as sampled, and with every token the version it was sampled under."""
+"""What our part adds to SGLang's sampler: log-probabilities as sampled, and with every token the version it
+was sampled under."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,11 +14,14 @@ CARRIER = "sglang.srt.layers.logits_processor.LogitsProcessorOutput.customized_i
 """What SGLang takes there."""
 
 
-def as_sampled(forward: Callable[..., Any], sampler: Any, output: Any, info: Any, *args: Any, **kwargs: Any) -> Any:
+def as_sampled(
+    forward: Callable[..., Any], sampler: Any, output: Any, info: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Around the sampler, where top-k or top-p is asked for: SGLang's log-probabilities would leave both out.
 
-    The tokens that cannot be sampled are taken out of the logits first, and what SGLang samples from and reports is the rest. Greedy rows
-    (top_k 1 in SGLang) then have one token left: their log-probabilities in the whole distribution are put in afterwards.
+    The tokens that cannot be sampled are taken out of the logits first, and what SGLang samples from and
+    reports is the rest. Greedy rows (top_k 1 in SGLang) then have one token left: their log-probabilities in
+    the whole distribution are put in afterwards.
     """
     if info.is_all_greedy or not (info.need_top_k_sampling or info.need_top_p_sampling):
         return forward(sampler, output, info, *args, **kwargs)
@@ -25,7 +29,9 @@ def as_sampled(forward: Callable[..., Any], sampler: Any, output: Any, info: Any
     scores = logits.float() / info.temperatures  # SGLang has greedy rows at 1
     kept = kept_tokens(scores, info.top_ks, info.top_ps)
     greedy = info.top_ks == 1
-    best = torch.zeros_like(kept).scatter(-1, logits.argmax(-1, keepdim=True), True)  # one, where several are equal
+    best = torch.zeros_like(kept).scatter(
+        -1, logits.argmax(-1, keepdim=True), True
+    )  # one, where several are equal
     output.next_token_logits = logits.masked_fill(~torch.where(greedy[:, None], best, kept), -torch.inf)
     asked = info.need_top_k_sampling, info.need_top_p_sampling
     info.need_top_k_sampling = info.need_top_p_sampling = False
@@ -40,7 +46,8 @@ def as_sampled(forward: Callable[..., Any], sampler: Any, output: Any, info: Any
 
 
 def with_version(output: Any, version: int) -> None:
-    """Put the version beside the tokens that were sampled: SGLang keeps both together, through retraction and abort.
+    """Put the version beside the tokens that were sampled: SGLang keeps both together, through retraction and
+    abort.
 
     Args:
         output: SGLang's LogitsProcessorOutput.

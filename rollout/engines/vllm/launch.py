@@ -24,7 +24,8 @@ MIN_BATCHED_TOKENS = 2048
 
 
 def set_environment(config: EngineConfig) -> None:
-    """What vLLM reads from the environment; must come before it is imported, and is passed on to its processes."""
+    """What vLLM reads from the environment; must come before it is imported, and is passed on to its
+    processes."""
     os.environ.update(
         {
             OWNER: str(os.getpid()),
@@ -50,7 +51,8 @@ def set_environment(config: EngineConfig) -> None:
 
 @contextmanager
 def eager_environment(eager: bool) -> Iterator[None]:
-    """While engine processes are started: on a CPU, keep an eager engine from compiling its sampler for half a minute."""
+    """While engine processes are started: on a CPU, keep an eager engine from compiling its sampler for half
+    a minute."""
     name = "TORCHDYNAMO_DISABLE"
     before = os.environ.get(name)
     if eager and not torch.cuda.is_available():
@@ -62,14 +64,20 @@ def eager_environment(eager: bool) -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def engine_arguments(config: EngineConfig, model_dir: Path, incarnation: str, lora: LoraConfig) -> dict[str, Any]:
+def engine_arguments(
+    config: EngineConfig, model_dir: Path, incarnation: str, lora: LoraConfig
+) -> dict[str, Any]:
     """Keyword arguments of vLLM's AsyncEngineArgs.
 
     Raises:
         EngineError: if vLLM does not have adapters of that rank.
     """
     on_gpu = torch.cuda.is_available()
-    memory = {"gpu_memory_utilization": config.memory_fraction} if on_gpu else {"kv_cache_memory_bytes": config.kv_cache_mb << 20}
+    memory = (
+        {"gpu_memory_utilization": config.memory_fraction}
+        if on_gpu
+        else {"kv_cache_memory_bytes": config.kv_cache_mb << 20}
+    )
     kernels = {"attention_backend": config.attention_backend} if on_gpu and config.attention_backend else {}
     return {
         "model": str(model_dir),
@@ -104,9 +112,13 @@ def check_model(config: EngineConfig, model_dir: Path, lora: LoraConfig = NO_ADA
         EngineError: naming the culprit.
     """
     if config.enable_sleep_mode and not torch.cuda.is_available():
-        raise EngineError("engine.enable_sleep_mode is true, but vLLM cannot sleep on a CPU: its sleep would do nothing and not say so")
+        raise EngineError(
+            "engine.enable_sleep_mode is true, but vLLM cannot sleep on a CPU: its sleep would do nothing and not say so"
+        )
     if lora.rank and torch.cuda.is_available() and config.dtype == "float32":
-        raise EngineError("setting engine.dtype: vLLM's adapter kernels on a GPU compute in bfloat16 and float16, not in float32")
+        raise EngineError(
+            "setting engine.dtype: vLLM's adapter kernels on a GPU compute in bfloat16 and float16, not in float32"
+        )
     model = read_config(model_dir)
     check_adapters(lora, model_dir)
     heads = int(model.get("num_attention_heads") or 0)
@@ -114,7 +126,9 @@ def check_model(config: EngineConfig, model_dir: Path, lora: LoraConfig = NO_ADA
     if not torch.cuda.is_available() and head_dim:
         sizes = _cpu_head_sizes()
         if sizes and head_dim not in sizes:
-            raise EngineError(f"{model_dir}: head_dim {head_dim} is not supported by vLLM on a CPU; it can be {', '.join(map(str, sizes))}")
+            raise EngineError(
+                f"{model_dir}: head_dim {head_dim} is not supported by vLLM on a CPU; it can be {', '.join(map(str, sizes))}"
+            )
     check_fits(config, model, model_dir)
     return model
 
@@ -163,12 +177,15 @@ def sampling_parameters(sampling: Sampling) -> Any:
 
 
 def end_context(llm: Any) -> None:
-    """Terminate the zmq context of an AsyncLLM that was shut down; vLLM leaves that to the garbage collector, which complains."""
+    """Terminate the zmq context of an AsyncLLM that was shut down; vLLM leaves that to the garbage collector,
+    which complains."""
     core = getattr(llm, "engine_core", None)
     shadow, context = getattr(core, "ctx", None), getattr(getattr(core, "resources", None), "ctx", None)
     if shadow is None or context is None:
         return
-    if all(socket.closed for socket in [*shadow._sockets, *context._sockets]):  # with an open one `term` would block
+    if all(
+        socket.closed for socket in [*shadow._sockets, *context._sockets]
+    ):  # with an open one `term` would block
         context.term()
 
 
@@ -183,7 +200,8 @@ def shared_files(pids: set[int]) -> set[Path]:
 
 
 def end_processes(pids: set[int], grace_s: float) -> None:
-    """Wait until processes of ours have ended; kill those that have not after `grace_s`. Returns when none is left."""
+    """Wait until processes of ours have ended; kill those that have not after `grace_s`. Returns when none is
+    left."""
     children = [child for child in multiprocessing.active_children() if child.pid in pids]
     others = []
     for pid in pids - {child.pid for child in children}:

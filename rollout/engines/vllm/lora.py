@@ -1,7 +1,7 @@
 """Adapters in vLLM: one of them, in the one slot there is, trained on in place.
 
-vLLM loads an adapter once and copies it into tensors that its kernels read. An update stages and commits these tensors, as it does
-parameters without adapters; vLLM itself must never load or move the adapter again.
+vLLM loads an adapter once and copies it into tensors that its kernels read. An update stages and commits
+these tensors, as it does parameters without adapters; vLLM itself must never load or move the adapter again.
 """
 
 import json
@@ -14,7 +14,7 @@ import torch
 
 from protocol.errors import EngineError
 from protocol.weights.lora import LoraConfig, adapter_shapes, adapter_targets
-from rollout.staging.loader_trace import Plan, trace
+from rollout.staging.loader_trace import StagingPlan, trace
 
 NAME = "policy"
 NUMBER = 1
@@ -33,11 +33,15 @@ def lora_arguments(lora: LoraConfig) -> dict[str, Any]:
 
     ranks = sorted(get_args(MaxLoRARanks))
     if lora.rank not in ranks:
-        raise EngineError(f"setting lora.rank: {lora.rank} is not a rank that vLLM has: {', '.join(map(str, ranks))}")
+        raise EngineError(
+            f"setting lora.rank: {lora.rank} is not a rank that vLLM has: {', '.join(map(str, ranks))}"
+        )
     return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": lora.rank}
 
 
-def first_adapter(directory: Path, shapes: Mapping[str, tuple[int, ...]], lora: LoraConfig, dtype: str) -> Any:
+def first_adapter(
+    directory: Path, shapes: Mapping[str, tuple[int, ...]], lora: LoraConfig, dtype: str
+) -> Any:
     """Write an adapter that changes nothing, and return the LoRARequest that names it.
 
     Its alpha is its rank: what is published later has the scaling in it.
@@ -49,13 +53,22 @@ def first_adapter(directory: Path, shapes: Mapping[str, tuple[int, ...]], lora: 
         for name, shape in adapter_shapes(adapter_targets(shapes, lora), lora.rank).items()
     }
     safetensors.torch.save_file(tensors, directory / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.rank, "target_modules": list(lora.target_modules), "bias": "none"}
+    config = {
+        "peft_type": "LORA",
+        "r": lora.rank,
+        "lora_alpha": lora.rank,
+        "target_modules": list(lora.target_modules),
+        "bias": "none",
+    }
     (directory / "adapter_config.json").write_text(json.dumps(config))
     return LoRARequest(NAME, NUMBER, str(directory))
 
 
-def trace_adapter(runner: Any, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, staging_mb: int = 0) -> Plan:
-    """A plan for the tensors that the adapter's slot consists of, found by watching how vLLM fills it. Forbids vLLM to fill it again.
+def trace_adapter(
+    runner: Any, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, staging_mb: int = 0
+) -> StagingPlan:
+    """A plan for the tensors that the adapter's slot consists of, found by watching how vLLM fills it.
+    Forbids vLLM to fill it again.
 
     Args:
         runner: of a worker that has loaded the first adapter.
@@ -72,7 +85,10 @@ def trace_adapter(runner: Any, shapes: Mapping[str, tuple[int, ...]], dtype: tor
     for name, layer in layers.items():
         for part, member in enumerate(_members(manager, name, shapes)):
             if member:
-                parameters |= {f"{name}.a.{part}": layer.lora_a_stacked[part], f"{name}.b.{part}": layer.lora_b_stacked[part]}
+                parameters |= {
+                    f"{name}.a.{part}": layer.lora_a_stacked[part],
+                    f"{name}.b.{part}": layer.lora_b_stacked[part],
+                }
 
     def load(named: Iterator[tuple[str, torch.Tensor]]) -> None:
         tensors = dict(named)
@@ -92,11 +108,14 @@ def trace_adapter(runner: Any, shapes: Mapping[str, tuple[int, ...]], dtype: tor
 
 
 def _members(manager: Any, name: str, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """PEFT names of the weights that a layer holds, "" for those without an adapter; empty if none has one."""
+    """PEFT names of the weights that a layer holds, "" for those without an adapter; empty if none has
+    one."""
     members = [f"base_model.model.{member}" for member in manager.packed_modules.get(name, [name])]
     found = [member if f"{member}.lora_A.weight" in shapes else "" for member in members]
     return found if any(found) else []
 
 
 def _refuse(*unused: Any) -> None:
-    raise EngineError("vLLM was about to load or drop an adapter: the one that is trained must stay where it is")
+    raise EngineError(
+        "vLLM was about to load or drop an adapter: the one that is trained must stay where it is"
+    )

@@ -1,7 +1,7 @@
 """The event log of a run, and how it gets out of the ledger into a file.
 
-Every script appends one event per state change; `seq` counts up without gaps from 1 over the life of the run. Each event has
-`seq`, `time_ms` (the server's clock) and `event`; empty lists are left out.
+Every script appends one event per state change; `seq` counts up without gaps from 1 over the life of the run.
+Each event has `seq`, `time_ms` (the server's clock) and `event`; empty lists are left out.
 
 | event | further fields | state change |
 |---|---|---|
@@ -20,7 +20,8 @@ Every script appends one event per state change; `seq` counts up without gaps fr
 | claim | epoch, untaken [group] | a new trainer; TAKEN -> SCORED |
 | resume | epoch, version, digest, continued, waiting [group] | the branch goes on, or a rewind: those groups -> WAITING |
 | rebuild | epoch, after, version, issued, trained, dropped, scored [group], waiting [group], told [event] | the ledger had lost writes: \
- events after `after` are lost, but for the accepts and commits `told` by the journal (see `restore.py`); leased and taken groups go back |
+ events after `after` are lost, but for the accepts and commits `told` by the journal (see `restore.py`);
+ leased and taken groups go back |
 | take | epoch, step, groups [group] | SCORED -> TAKEN |
 | commit | epoch, step, version, digest, groups {group: {version: tokens}}, issued, trained, dropped, active | TAKEN -> TRAINED |
 | publish | epoch, version | a manifest without a commit |
@@ -30,7 +31,8 @@ Every script appends one event per state change; `seq` counts up without gaps fr
 | checkpoint | version | steps below `version` are durable |
 
 In the file each line has one more field, `chain`, at its end (see `services/ledger/event_log/hash_chain.py`).
-Digests are decimal strings (JSON numbers end at 53 bits). `verify` (see `services/ledger/verify/verifier.py`) proves the bound from the log alone.
+Digests are decimal strings (JSON numbers end at 53 bits). `verify` (see `services/ledger/verify/verifier.py`)
+proves the bound from the log alone.
 """
 
 import asyncio
@@ -63,7 +65,8 @@ class LostWrites(TetherError):
 
 
 class Archiver:
-    """Copies a ledger's events to a file, one JSON line each, and lets the ledger forget them once they are on disk."""
+    """Copies a ledger's events to a file, one JSON line each, and lets the ledger forget them once they are
+    on disk."""
 
     def __init__(self, ledger: Ledger, directory: Path, batch: int = 2000) -> None:
         """`directory`: that of the run. `batch`: events copied in one go."""
@@ -72,28 +75,37 @@ class Archiver:
         self._batch = batch
 
     async def archive(self) -> int:
-        """Copy what is new, at most one batch, and return the number of events copied, by this or another archiver of the run.
+        """Copy what is new, at most one batch, and return the number of events copied, by this or another
+        archiver of the run.
 
-        Cancelled, it may leave whole lines that the ledger still holds too; the next call does not copy them again.
+        Cancelled, it may leave whole lines that the ledger still holds too; the next call does not copy them
+        again.
 
         Raises:
             LostWrites: if the ledger's log ends before the file does.
             TetherError: if the ledger's log does not go on where the file ends: the file has lost events.
-            OSError: if the file cannot be written, or another archiver holds it for long; the ledger keeps the events.
+            OSError: if the file cannot be written, or another archiver holds it for long; the ledger
+                keeps the events.
         """
         last = await asyncio.to_thread(last_sequence, self.path)
         events = await self._ledger.events(last, self._batch)
         if events:
-            follows = events[0]["seq"] == last + 1 or events[0].get("after") == last  # the latter is a `rebuild`
+            follows = (
+                events[0]["seq"] == last + 1 or events[0].get("after") == last
+            )  # the latter is a `rebuild`
             if not follows and await asyncio.to_thread(last_sequence, self.path) == last:
-                raise TetherError(f"{self.path} ends at event {last}, the ledger goes on at {events[0]['seq']}: events are missing")
+                raise TetherError(
+                    f"{self.path} ends at event {last}, the ledger goes on at {events[0]['seq']}: events are missing"
+                )
             if not follows or not await asyncio.to_thread(_add, self.path, events, last):
                 return len(events)
             last = int(events[-1]["seq"])
         if last:
             head = await self._ledger.head()
             if head.sequence < last:
-                raise LostWrites(f"the ledger is at event {head.sequence}, {self.path} at {last}: the ledger lost acknowledged writes")
+                raise LostWrites(
+                    f"the ledger is at event {head.sequence}, {self.path} at {last}: the ledger lost acknowledged writes"
+                )
             await self._ledger.archived(last)
         return len(events)
 
@@ -117,7 +129,8 @@ def last_sequence(path: Path) -> int:
 
 
 def _add(path: Path, events: Sequence[Mapping[str, Any]], last: int) -> bool:
-    """Write events after event `last`, durably. False if the file does not end there any more: another archiver of the run was quicker."""
+    """Write events after event `last`, durably. False if the file does not end there any more: another
+    archiver of the run was quicker."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with _held(path):
         if _last_sequence(path) != last:
@@ -128,7 +141,8 @@ def _add(path: Path, events: Sequence[Mapping[str, Any]], last: int) -> bool:
 
 @contextlib.contextmanager
 def _held(path: Path) -> Iterator[None]:
-    """Hold the directory of a log: an ingest that is ending, or was stopped for a while, and its successor do not write at once."""
+    """Hold the directory of a log: an ingest that is ending, or was stopped for a while, and its successor do
+    not write at once."""
     directory = os.open(path.parent, os.O_RDONLY)
     try:
         end = time.monotonic() + HELD_S
@@ -138,7 +152,9 @@ def _held(path: Path) -> Iterator[None]:
                 break
             except BlockingIOError as error:
                 if time.monotonic() > end:
-                    raise BlockingIOError(f"{path} is being written by another process, which does not end") from error
+                    raise BlockingIOError(
+                        f"{path} is being written by another process, which does not end"
+                    ) from error
             time.sleep(0.01)
         yield
     finally:
@@ -166,4 +182,6 @@ def _last_sequence(path: Path) -> int:
         try:
             return int(json.loads(whole.splitlines()[-1])["seq"])
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-            raise TetherError(f"{path}: the last line is not an event ({error}); move the file away") from error
+            raise TetherError(
+                f"{path}: the last line is not an event ({error}); move the file away"
+            ) from error

@@ -1,7 +1,9 @@
-"""Each line of an archived event log ends with a link: a digest of the line and of the link before it. The newest link stands in a file
-beside the log, too. So a line that was edited, moved, doubled or taken out is noticed, whatever field it is in, and so is a lost end.
+"""Each line of an archived event log ends with a link: a digest of the line and of the link before it. The
+newest link stands in a file beside the log, too. So a line that was edited, moved, doubled or taken out is
+noticed, whatever field it is in, and so is a lost end.
 
-Links are no signatures: who rewrites the whole log and the file beside it is found out only by what the events say.
+Links are no signatures: who rewrites the whole log and the file beside it is found out only by what the
+events say.
 """
 
 import hashlib
@@ -82,7 +84,8 @@ def _last(file: IO[bytes]) -> bytes:
 
 
 def _head(path: Path) -> tuple[int, bytes]:
-    """Number and link in the file beside the log; an empty link if there is no such file. One that is not ours matches no link."""
+    """Number and link in the file beside the log; an empty link if there is no such file. One that is not
+    ours matches no link."""
     try:
         content = path.with_name(HEAD).read_bytes()
     except FileNotFoundError:

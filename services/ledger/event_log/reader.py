@@ -1,4 +1,5 @@
-"""The steps of a run as its event log tells them: what each took, under which leases, and what was trained."""
+"""The steps of a run as its event log tells them: what each took, under which leases, and what was
+trained."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -31,7 +32,9 @@ def read_events(path: Path) -> Iterator[Event]:
     try:
         file = path.open("rb")
     except OSError as error:
-        raise SettingsError(f"no event log {path}: {error.strerror or error}; give the directory of a run, such as runs/demo") from error
+        raise SettingsError(
+            f"no event log {path}: {error.strerror or error}; give the directory of a run, such as runs/demo"
+        ) from error
     with file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
@@ -45,8 +48,9 @@ def read_events(path: Path) -> Iterator[Event]:
             yield event
 
 
-def with_told(events: Iterable[Event]) -> Iterator[Event]:
-    """The events, and before each `rebuild` those that the journal told it, at its time (see `restore.py`)."""
+def with_journal_events(events: Iterable[Event]) -> Iterator[Event]:
+    """The events, and before each `rebuild` those that the journal told it, at its time (see
+    `restore.py`)."""
     for event in events:
         if event["event"] == "rebuild":
             place = {"seq": event["seq"], "time_ms": event["time_ms"]}
@@ -66,7 +70,7 @@ def committed_steps(events: Iterable[Event], wanted: range) -> dict[int, LoggedS
     leases: dict[int, Event] = {}
     counts: dict[int, Event] = {}
     taken: list[int] = []
-    for event in with_told(events):
+    for event in with_journal_events(events):
         kind = event["event"]
         try:
             if kind == "lease":
@@ -81,7 +85,9 @@ def committed_steps(events: Iterable[Event], wanted: range) -> dict[int, LoggedS
                 taken = list(event["groups"])
             elif kind == "commit":
                 numbers = [int(group) for group in event["groups"]]
-                if sorted(numbers) != sorted(taken):  # the take is lost; this is the order in which groups are taken
+                if sorted(numbers) != sorted(
+                    taken
+                ):  # the take is lost; this is the order in which groups are taken
                     taken = sorted(numbers, key=lambda group: (leases[group]["deadline"], group))
                 groups = tuple(_taken_group(leases.pop(group), counts.pop(group)) for group in taken)
                 if event["step"] in wanted:
@@ -89,14 +95,25 @@ def committed_steps(events: Iterable[Event], wanted: range) -> dict[int, LoggedS
             elif kind == "resume" and not event["continued"]:
                 steps = {step: logged for step, logged in steps.items() if step < event["version"]}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise SettingsError(f"event {event.get('seq')} ({kind}) does not fit the ones before it; see `tether verify`") from error
+            raise SettingsError(
+                f"event {event.get('seq')} ({kind}) does not fit the ones before it; see `tether verify`"
+            ) from error
     return steps
 
 
 def _logged(commit: Event, groups: tuple[TakenGroup, ...]) -> LoggedStep:
     record = StepRecord(commit["step"], commit["epoch"], int(commit["digest"]), groups)
-    return LoggedStep(record, {int(group): decode_counts(counts) for group, counts in commit["groups"].items()})
+    return LoggedStep(
+        record, {int(group): decode_counts(counts) for group, counts in commit["groups"].items()}
+    )
 
 
 def _taken_group(lease: Event, counts: Mapping[str, int]) -> TakenGroup:
-    return TakenGroup(lease["group"], lease["token"], lease["deadline"], lease["bound"], lease["version"], decode_counts(counts))
+    return TakenGroup(
+        lease["group"],
+        lease["token"],
+        lease["deadline"],
+        lease["bound"],
+        lease["version"],
+        decode_counts(counts),
+    )

@@ -1,4 +1,5 @@
-"""One group's life, from the event log alone: who held it and when, what became of its tokens, and how it ended."""
+"""One group's life, from the event log alone: who held it and when, what became of its tokens, and how it
+ended."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -6,7 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from protocol.lifecycle import Event, GroupState, after
-from services.ledger.event_log.reader import with_told
+from services.ledger.event_log.reader import with_journal_events
 from services.ledger.redis.json_codec import decode_counts
 
 ROWS = frozenset(str(event) for event in Event)
@@ -35,13 +36,22 @@ def trace(events: Iterable[Mapping[str, Any]], group: int) -> list[Moment]:
     """The moments of a group's life, oldest first; empty if the log never names it."""
     moments: list[Moment] = []
     state, before = GroupState.WAITING, 0
-    for event in with_told(events):
+    for event in with_journal_events(events):
         for name, facts in _concerns(event, group):
             if name in ROWS:
                 state = after(state, Event(name)) or state
             elif name == "rebuild":
                 state = GroupState(facts["state"])
-            moments.append(Moment(event["seq"], event["time_ms"], event["time_ms"] - before if moments else 0, name, state, facts))
+            moments.append(
+                Moment(
+                    event["seq"],
+                    event["time_ms"],
+                    event["time_ms"] - before if moments else 0,
+                    name,
+                    state,
+                    facts,
+                )
+            )
             before = event["time_ms"]
     return moments
 
@@ -56,7 +66,10 @@ def _concerns(event: Mapping[str, Any], group: int) -> Iterator[tuple[str, dict[
     elif kind == "commit" and str(group) in event["groups"]:
         trained = decode_counts(event["groups"][str(group)])
         lags = [event["step"] - version for version, n in trained.items() if n]
-        yield "commit", {"step": event["step"], "trained": event["groups"][str(group)], "lag_max": max(lags, default=0)}
+        yield (
+            "commit",
+            {"step": event["step"], "trained": event["groups"][str(group)], "lag_max": max(lags, default=0)},
+        )
     elif kind == "claim" and group in event.get("untaken", ()):
         yield "untake", {"epoch": event["epoch"]}
     elif kind == "resume" and group in event.get("waiting", ()):
@@ -68,17 +81,26 @@ def _concerns(event: Mapping[str, Any], group: int) -> Iterator[tuple[str, dict[
 
 
 def render_trace(group: int, moments: list[Moment]) -> str:
-    """A group's life for people: how it stands, then a line an event with the time (UTC) and the seconds since the one before."""
+    """A group's life for people: how it stands, then a line an event with the time (UTC) and the seconds
+    since the one before."""
     leases = [moment for moment in moments if moment.event == "lease"]
     seconds = (moments[-1].time_ms - moments[0].time_ms) / 1e3
-    lines = [f"group {group}: {moments[-1].state} after {len(leases)} lease{'s' if len(leases) != 1 else ''}, {seconds:.3f} s in all"]
+    lines = [
+        f"group {group}: {moments[-1].state} after {len(leases)} lease{'s' if len(leases) != 1 else ''}, {seconds:.3f} s in all"
+    ]
     for moment in moments:
         clock = datetime.fromtimestamp(moment.time_ms / 1e3, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
         facts = "  ".join(f"{name} {_value(value)}" for name, value in moment.facts.items() if value != "")
-        lines.append(f"{clock}  +{moment.since_ms / 1e3:.3f} s  {moment.event:<8} -> {moment.state:<8} {facts}")
+        lines.append(
+            f"{clock}  +{moment.since_ms / 1e3:.3f} s  {moment.event:<8} -> {moment.state:<8} {facts}"
+        )
     return "\n".join(lines)
 
 
 def _value(value: Any) -> str:
     """Counts as `tokens of version`, anything else as it is."""
-    return ", ".join(f"{n} of version {version}" for version, n in value.items()) if isinstance(value, dict) else str(value)
+    return (
+        ", ".join(f"{n} of version {version}" for version, n in value.items())
+        if isinstance(value, dict)
+        else str(value)
+    )

@@ -1,4 +1,5 @@
-"""The ledger in memory: the oracle that the Redis one is checked against, and a ledger for tests that need no server.
+"""The ledger in memory: the oracle that the Redis one is checked against, and a ledger for tests that need no
+server.
 
 No method awaits anything: each one is atomic within one event loop.
 """
@@ -25,7 +26,7 @@ from services.ledger.interface import (
     check_bound,
     check_spec,
 )
-from services.ledger.memory.run_state import Book, Group, Registry, bound_values
+from services.ledger.memory.run_state import Group, Registry, RunState, bound_values
 from services.ledger.memory.trainer_transitions import checkpointed, claim, commit, rebuild, resume, take
 from services.ledger.redis.json_codec import encode_counts
 
@@ -41,18 +42,22 @@ class MemoryLedger:
     """One run; see `services/ledger/interface.py` for what the methods promise."""
 
     def __init__(
-        self, *, clock: Callable[[], int] = monotonic_ms, archive_limit: int = ARCHIVE_LIMIT, tokens: Callable[[], str] = new_token
+        self,
+        *,
+        clock: Callable[[], int] = monotonic_ms,
+        archive_limit: int = ARCHIVE_LIMIT,
+        tokens: Callable[[], str] = new_token,
     ) -> None:
         """`clock` gives milliseconds; `tokens` draws lease tokens."""
         self.durability = "the ledger is in memory: it ends with this process"
         self._clock = clock
         self._archive_limit = archive_limit
         self._tokens = tokens
-        self._book: Book | None = None
+        self._book: RunState | None = None
         self._registry = Registry(clock)
 
     @property
-    def book(self) -> Book:
+    def book(self) -> RunState:
         """The state of the run. Refuses NO_RUN."""
         if self._book is None:
             raise Refused(Reason.NO_RUN, "the run was never created on this ledger")
@@ -62,7 +67,7 @@ class MemoryLedger:
         check_spec(spec)
         book = self._book
         if book is None:
-            self._book = book = Book(spec, self._clock, spec.bound)
+            self._book = book = RunState(spec, self._clock, spec.bound)
             book.append(
                 "create", fingerprint=spec.fingerprint, prompts=-1 if spec.prompts is None else spec.prompts, steps=spec.steps,
                 **bound_values(spec.bound),
@@ -85,7 +90,8 @@ class MemoryLedger:
     async def head(self) -> Head:
         return Head(self.book.epoch, self.book.version, self.book.sequence)
 
-    # -- engines and processes ---------------------------------------------------------------------------------------
+    # -- engines and processes
+    # ---------------------------------------------------------------------------------------
     async def register(self, peer: Peer, ttl_ms: int) -> None:
         self._registry.entries[peer.incarnation] = (self._clock() + ttl_ms, peer)
 
@@ -99,31 +105,39 @@ class MemoryLedger:
 
     async def endpoints(self, topic: str) -> Mapping[str, str]:
         served = {peer.incarnation: peer.info.get("endpoints", {}) for peer in self._registry.live()}
-        return {incarnation: endpoints[topic] for incarnation, endpoints in served.items() if topic in endpoints}
+        return {
+            incarnation: endpoints[topic] for incarnation, endpoints in served.items() if topic in endpoints
+        }
 
     async def applied(self, engine: str, epoch: str, version: int) -> None:
         book = self.book
         if epoch not in book.lineage:
             raise Refused(Reason.STALE_EPOCH, f"epoch {epoch} is not of the current branch")
         if version > book.version:
-            raise Refused(Reason.WRONG_STATE, f"version {version} is not committed; the run is at {book.version}")
+            raise Refused(
+                Reason.WRONG_STATE, f"version {version} is not committed; the run is at {book.version}"
+            )
         known = book.engines.get(engine)
         if known is None or known[0] != epoch or known[1] < version:
             book.engines[engine] = (epoch, version)
             book.append("applied", engine=engine, epoch=epoch, version=version)
 
-    # -- a group's life ----------------------------------------------------------------------------------------------
+    # -- a group's life
+    # ----------------------------------------------------------------------------------------------
     async def lease(self, *, request: str, engine: str, holder: str, lease_ms: int) -> Lease:
         book = self.book
         answered = book.requests.get(request)
         if answered is not None:
             return answered
-        book.reap()
+        book.expire_leases()
         epoch, version = self._admit(book, engine)
         group = self._next_group(book, deadline(version, book.bound.max_staleness))
-        book.move(group, Event.LEASE)
+        book.transition(group, Event.LEASE)
         group.token, group.holder, group.version = self._tokens(), holder, version
-        group.max_staleness, group.deadline = book.bound.max_staleness, deadline(version, book.bound.max_staleness)
+        group.max_staleness, group.deadline = (
+            book.bound.max_staleness,
+            deadline(version, book.bound.max_staleness),
+        )
         group.attempt += 1
         group.expires_ms = self._clock() + lease_ms
         book.append(
@@ -131,13 +145,15 @@ class MemoryLedger:
             deadline=group.deadline, bound=group.max_staleness, groups_per_step=book.bound.groups_per_step,
             policy=book.bound.policy.value, attempt=group.attempt,
         )  # fmt: skip
-        lease = Lease(group.group, group.token, epoch, version, group.deadline, group.max_staleness, group.attempt)
+        lease = Lease(
+            group.group, group.token, epoch, version, group.deadline, group.max_staleness, group.attempt
+        )
         book.requests.pop(group.request, None)
         group.request = request
         book.requests[request] = lease
         return lease
 
-    def _admit(self, book: Book, engine: str) -> tuple[str, int]:
+    def _admit(self, book: RunState, engine: str) -> tuple[str, int]:
         """Epoch and version that `engine` serves, if leases are granted to it at all."""
         if book.halted:
             raise Refused(Reason.HALTED, book.halted)
@@ -152,13 +168,13 @@ class MemoryLedger:
             raise Refused(Reason.PENDING, "a change of the bound waits until rule F holds with it")
         return epoch, version
 
-    def _next_group(self, book: Book, due: int) -> Group:
+    def _next_group(self, book: RunState, due: int) -> Group:
         """The group to lease; ones that have used up their attempts are dropped on the way."""
-        if len(book.places()) >= (book.spec.steps - book.next_step()) * book.bound.groups_per_step:
+        if len(book.slot_deadlines()) >= (book.spec.steps - book.next_step()) * book.bound.groups_per_step:
             raise Refused(Reason.DONE)
         if not book.leasable() and book.exhausted():
             raise Refused(Reason.EXHAUSTED, f"{book.spec.prompts} prompts")
-        if not admits(book.places(), due, book.next_step(), book.bound):
+        if not admits(book.slot_deadlines(), due, book.next_step(), book.bound):
             raise Refused(Reason.BOUND, f"no room for deadline {due} at step {book.next_step()}")
         for group in book.leasable():
             if group.attempt < book.spec.max_attempts:
@@ -177,15 +193,15 @@ class MemoryLedger:
         found = book.held(group, token)
         if found.state is not _S.LEASED:
             raise Refused(Reason.NOT_HELD, f"group {group} is {found.state}")
-        book.reap()
+        book.expire_leases()
         self._readmit(book, found)
-        book.move(found, Event.EXTEND)
+        book.transition(found, Event.EXTEND)
         found.expires_ms = self._clock() + lease_ms
         if found.expired:
             found.expired = False
             book.append("extend", group=group, token=token)
 
-    def _readmit(self, book: Book, group: Group) -> None:
+    def _readmit(self, book: RunState, group: Group) -> None:
         if group.expired and not book.room_for([group.deadline]):
             raise Refused(Reason.BOUND, f"group {group.group} had expired and its place is gone")
 
@@ -198,22 +214,32 @@ class MemoryLedger:
         if known is not None and known.token != token and known.previous == token:
             return
         found = book.held(group, token)
-        book.move(found, event)
+        book.transition(found, event)
         found.previous, found.why = token, why
-        book.append(event.value, group=group, token=token, **({"reason": why} if event is Event.RELEASE else {}))
+        book.append(
+            event.value, group=group, token=token, **({"reason": why} if event is Event.RELEASE else {})
+        )
         book.apply_pending()
 
-    async def accept(self, group: int, token: str, counts: Mapping[int, int], reward: float | None = None) -> TakenGroup:
+    async def accept(
+        self, group: int, token: str, counts: Mapping[int, int], reward: float | None = None
+    ) -> TakenGroup:
         book = self.book
         found = book.held(group, token, forgotten=Reason.DUPLICATE)
         if found.state in (_S.SCORED, _S.TAKEN, _S.TRAINED):
             return found.taken()
         if found.state is _S.LEASED:
-            book.reap()
+            book.expire_leases()
             self._readmit(book, found)
-        book.move(found, Event.ACCEPT)
+        book.transition(found, Event.ACCEPT)
         found.counts = dict(counts)
-        book.append("accept", group=group, token=token, counts=encode_counts(counts), **({} if reward is None else {"reward": reward}))
+        book.append(
+            "accept",
+            group=group,
+            token=token,
+            counts=encode_counts(counts),
+            **({} if reward is None else {"reward": reward}),
+        )
         return found.taken()
 
     async def lost(self, group: int, token: str) -> None:
@@ -225,7 +251,8 @@ class MemoryLedger:
             self.book.drop(found, reason, wasted_tokens=wasted_tokens)
             self.book.apply_pending()
 
-    # -- the trainer -------------------------------------------------------------------------------------------------
+    # -- the trainer
+    # -------------------------------------------------------------------------------------------------
     async def claim(self, epoch: str) -> LedgerStatus:
         claim(self.book, epoch)
         return self.book.status()
@@ -237,7 +264,14 @@ class MemoryLedger:
         return take(self.book, epoch)
 
     async def commit(
-        self, epoch: str, step: int, trained: Mapping[int, Mapping[int, int]], *, digest: int, report: bytes, manifest: bytes
+        self,
+        epoch: str,
+        step: int,
+        trained: Mapping[int, Mapping[int, int]],
+        *,
+        digest: int,
+        report: bytes,
+        manifest: bytes,
     ) -> int:
         return commit(self.book, epoch, step, trained, digest=digest, report=report, manifest=manifest)
 
@@ -254,17 +288,30 @@ class MemoryLedger:
         return self._book.manifest if self._book is not None else None
 
     async def step_records(self, first: int) -> Sequence[StepRecord]:
-        return [record for step, record in sorted(self._book.steps.items()) if step >= first] if self._book else []
+        return (
+            [record for step, record in sorted(self._book.steps.items()) if step >= first]
+            if self._book
+            else []
+        )
 
     async def reports(self, first: int) -> Sequence[bytes]:
-        return [report for step, report in sorted(self._book.step_reports.items()) if step >= first] if self._book else []
+        return (
+            [report for step, report in sorted(self._book.step_reports.items()) if step >= first]
+            if self._book
+            else []
+        )
 
     async def checkpointed(self, version: int) -> None:
         checkpointed(self.book, version, self._registry.entries)
 
-    # -- settings ----------------------------------------------------------------------------------------------------
+    # -- settings
+    # ----------------------------------------------------------------------------------------------------
     async def set_bound(
-        self, *, max_staleness: int | None = None, groups_per_step: int | None = None, policy: Policy | None = None
+        self,
+        *,
+        max_staleness: int | None = None,
+        groups_per_step: int | None = None,
+        policy: Policy | None = None,
     ) -> Bound | None:
         check_bound(max_staleness, groups_per_step)
         book = self.book
@@ -274,7 +321,7 @@ class MemoryLedger:
             base.groups_per_step if groups_per_step is None else groups_per_step,
             base.policy if policy is None else policy,
         )
-        book.reap()
+        book.expire_leases()
         if wanted == book.bound:
             if book.pending is not None:
                 book.pending = None
@@ -295,7 +342,8 @@ class MemoryLedger:
             book.draining = on
             book.append("drain", on=on)
 
-    # -- the event log -----------------------------------------------------------------------------------------------
+    # -- the event log
+    # -----------------------------------------------------------------------------------------------
     async def events(self, after: int, limit: int) -> Sequence[Mapping[str, Any]]:
         return [event for event in self._book.log if event["seq"] > after][:limit] if self._book else []
 

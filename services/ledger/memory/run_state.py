@@ -1,7 +1,7 @@
 """The state of a run in memory: groups, counters and event log, and the moves that several transitions share.
 
-Which transition is legal is `protocol.lifecycle`'s to say, and what rule F allows `protocol.staleness`'s; nothing of either is
-restated here.
+Which transition is legal is `protocol.lifecycle`'s to say, and what rule F allows `protocol.staleness`'s;
+nothing of either is restated here.
 """
 
 from collections import Counter, deque
@@ -42,11 +42,13 @@ class Group:
 
     def taken(self) -> TakenGroup:
         """As a batch lists it."""
-        return TakenGroup(self.group, self.token, self.deadline, self.max_staleness, self.version, dict(self.counts))
+        return TakenGroup(
+            self.group, self.token, self.deadline, self.max_staleness, self.version, dict(self.counts)
+        )
 
 
 @dataclass(slots=True)
-class Book:
+class RunState:
     """Everything that the ledger knows of one run."""
 
     spec: RunSpec
@@ -63,7 +65,7 @@ class Book:
     digest: int | None = None
     """Digest of `version`'s weights, as far as it is known."""
     running: Taken | None = None
-    gone: list[int] = field(default_factory=list)
+    unreported_drops: list[int] = field(default_factory=list)
     """Groups dropped by takes that no batch has reported yet."""
     checkpoint: int = 0
     issued: int = 0
@@ -96,7 +98,9 @@ class Book:
 
     def of(self, *states: GroupState) -> list[Group]:
         """Groups in these states, in order of id."""
-        return sorted((group for group in self.groups.values() if group.state in states), key=lambda group: group.group)
+        return sorted(
+            (group for group in self.groups.values() if group.state in states), key=lambda group: group.group
+        )
 
     def live(self) -> list[Group]:
         """Leases that hold a place in rule F."""
@@ -114,15 +118,15 @@ class Book:
         """Whether no new prompt is left."""
         return self.spec.prompts is not None and self.issued >= self.spec.prompts
 
-    def places(self) -> list[int]:
+    def slot_deadlines(self) -> list[int]:
         """Deadlines of all groups that hold a place in rule F."""
         return [group.deadline for group in (*self.live(), *self.of(GroupState.SCORED))]
 
     def room_for(self, deadlines: Iterable[int]) -> bool:
         """Whether rule F holds with groups of these deadlines added."""
-        return holds([*self.places(), *deadlines], self.next_step(), self.bound)
+        return holds([*self.slot_deadlines(), *deadlines], self.next_step(), self.bound)
 
-    def reap(self) -> None:
+    def expire_leases(self) -> None:
         """Take the place of every lease that has run out."""
         now = self.clock()
         for group in sorted(self.live(), key=lambda group: (group.expires_ms, group.group)):
@@ -131,19 +135,22 @@ class Book:
                 self.append("expire", group=group.group)
 
     def apply_pending(self) -> bool:
-        """Put a pending bound in force if rule F holds with it, and would hold if the running step were untaken now or later."""
+        """Put a pending bound in force if rule F holds with it, and would hold if the running step were
+        untaken now or later."""
         if self.pending is None:
             return True
-        if not holds(self.places(), self.next_step(), self.pending):
+        if not holds(self.slot_deadlines(), self.next_step(), self.pending):
             return False
         taken = [group.deadline for group in self.of(GroupState.TAKEN)]
-        if len(taken) > self.pending.groups_per_step or (taken and not holds([*self.places(), *taken], self.version, self.pending)):
+        if len(taken) > self.pending.groups_per_step or (
+            taken and not holds([*self.slot_deadlines(), *taken], self.version, self.pending)
+        ):
             return False
         self.bound, self.pending = self.pending, None
         self.append("bound", **bound_values(self.bound))
         return True
 
-    def move(self, group: Group, event: Event) -> None:
+    def transition(self, group: Group, event: Event) -> None:
         """Move a group on, or refuse WRONG_STATE if the table has no such row."""
         state = after(group.state, event)
         if state is None:
@@ -170,16 +177,26 @@ class Book:
         """Give a group up, and halt the run if `reason` has too large a share of the recent ones."""
         wasted = max(wasted_tokens, sum(group.counts.values()))
         before = group.state
-        self.move(group, Event.DROP)
+        self.transition(group, Event.DROP)
         self.dropped += 1
         self.wasted_tokens += wasted
         self.reasons[reason] += 1
         self.append(
-            "drop", group=group.group, token=group.token, reason=reason, detail=detail, wasted_tokens=wasted, **{"from": before.value}
+            "drop",
+            group=group.group,
+            token=group.token,
+            reason=reason,
+            detail=detail,
+            wasted_tokens=wasted,
+            **{"from": before.value},
         )
         self.finish(reason)
         window = self.spec.drop_window
-        if not self.halted and len(self.outcomes) >= window and self.outcomes.count(reason) >= self.spec.drop_share * window:
+        if (
+            not self.halted
+            and len(self.outcomes) >= window
+            and self.outcomes.count(reason) >= self.spec.drop_share * window
+        ):
             self.halted = reason
             self.append("halt", reason=reason)
 
@@ -190,7 +207,8 @@ class Book:
             self.outcomes.pop()
 
     def unhalt(self) -> None:
-        """Let a halted run go on: drops, and attempts of groups that can be leased again, are counted anew."""
+        """Let a halted run go on: drops, and attempts of groups that can be leased again, are counted
+        anew."""
         self.append("unhalt", reason=self.halted)
         self.halted = ""
         self.outcomes.clear()
@@ -240,4 +258,8 @@ class Registry:
 
 def bound_values(bound: Bound) -> dict[str, Any]:
     """A bound as events write it."""
-    return {"max_staleness": bound.max_staleness, "groups_per_step": bound.groups_per_step, "policy": bound.policy.value}
+    return {
+        "max_staleness": bound.max_staleness,
+        "groups_per_step": bound.groups_per_step,
+        "policy": bound.policy.value,
+    }

@@ -1,4 +1,4 @@
-"""The trainer's transitions on a `Book`: claim, resume, take, commit, and what a checkpoint lets go."""
+"""The trainer's transitions on a `RunState`: claim, resume, take, commit, and what a checkpoint lets go."""
 
 from collections import Counter
 from collections.abc import Callable, Container, Mapping
@@ -8,14 +8,14 @@ from protocol.errors import Reason, Refused
 from protocol.lifecycle import Event, GroupState
 from protocol.staleness import Policy, holds, lag, straggler, trainable_counts
 from services.ledger.interface import RunSpec, Snapshot, StepRecord, Taken, TakenGroup, check_spec
-from services.ledger.memory.run_state import Book, Group
+from services.ledger.memory.run_state import Group, RunState
 from services.ledger.redis.json_codec import encode_counts
 from services.ledger.redis.keys import padded
 
 _S = GroupState
 
 
-def claim(book: Book, epoch: str) -> None:
+def claim(book: RunState, epoch: str) -> None:
     """A new trainer takes the run over; see `Ledger.claim`."""
     if epoch == book.epoch:
         return
@@ -25,12 +25,12 @@ def claim(book: Book, epoch: str) -> None:
     book.epoch, book.running = epoch, None
     untaken = sorted(book.of(_S.TAKEN), key=lambda group: (group.deadline, group.group))
     for group in untaken:
-        book.move(group, Event.UNTAKE)
+        book.transition(group, Event.UNTAKE)
     book.append("claim", epoch=epoch, **({"untaken": [group.group for group in untaken]} if untaken else {}))
     book.apply_pending()
 
 
-def resume(book: Book, epoch: str, version: int, digest: int) -> bool:
+def resume(book: RunState, epoch: str, version: int, digest: int) -> bool:
     """Go on with the branch, or rewind; see `Ledger.resume`."""
     book.fence(epoch)
     if book.resumed[0] == epoch:
@@ -59,7 +59,7 @@ def resume(book: Book, epoch: str, version: int, digest: int) -> bool:
     return continued
 
 
-def _rewind(book: Book, version: int, newest: int) -> list[int]:
+def _rewind(book: RunState, version: int, newest: int) -> list[int]:
     """Undo everything after `version`; tokens of versions over `newest` are of no use any more."""
     waiting = []
     for group in book.of(_S.LEASED, _S.SCORED, _S.TRAINED):
@@ -69,7 +69,7 @@ def _rewind(book: Book, version: int, newest: int) -> list[int]:
             if group.step < version:
                 continue
             book.trained -= 1
-        book.move(group, Event.REWIND)
+        book.transition(group, Event.REWIND)
         group.attempt, group.previous, group.why = 0, "", ""
         waiting.append(group.group)
     book.steps = {step: record for step, record in book.steps.items() if step < version}
@@ -78,7 +78,7 @@ def _rewind(book: Book, version: int, newest: int) -> list[int]:
     return waiting
 
 
-def take(book: Book, epoch: str) -> Taken:
+def take(book: RunState, epoch: str) -> Taken:
     """The batch of the next step; see `Ledger.take`."""
     book.fence(epoch)
     if book.running is not None:
@@ -88,31 +88,31 @@ def take(book: Book, epoch: str) -> Taken:
     if book.version >= book.spec.steps:
         raise Refused(Reason.DONE, f"{book.spec.steps} steps")
     if book.draining:
-        book.reap()
+        book.expire_leases()
     book.apply_pending()
     if book.bound.policy is Policy.MASK:
         _drop_stale(book)
     batch = _choose(book)
     _settle_stragglers(book, batch)
     for group in batch:
-        book.move(group, Event.TAKE)
-    book.running = Taken(book.version, tuple(group.taken() for group in batch), tuple(book.gone))
-    book.gone = []
+        book.transition(group, Event.TAKE)
+    book.running = Taken(book.version, tuple(group.taken() for group in batch), tuple(book.unreported_drops))
+    book.unreported_drops = []
     book.append("take", epoch=epoch, step=book.version, groups=[group.group for group in batch])
     return book.running
 
 
-def _drop_stale(book: Book) -> None:
+def _drop_stale(book: RunState) -> None:
     def last_step(group: Group) -> float:
         return max((v for v, n in group.counts.items() if n), default=-1_000_000_000) + group.max_staleness
 
     for group in sorted(book.scored(), key=lambda group: (last_step(group), group.group)):
         if not trainable_counts(book.version, group.counts, group.max_staleness):
             book.drop(group, "stale")
-            book.gone.append(group.group)
+            book.unreported_drops.append(group.group)
 
 
-def _choose(book: Book) -> list[Group]:
+def _choose(book: RunState) -> list[Group]:
     """The scored groups to take: B, or all there are if no more can come."""
     scored, wanted = book.scored(), book.bound.groups_per_step
     if len(scored) < wanted:
@@ -125,7 +125,7 @@ def _choose(book: Book) -> list[Group]:
     return scored[:wanted]
 
 
-def _settle_stragglers(book: Book, batch: list[Group]) -> None:
+def _settle_stragglers(book: RunState, batch: list[Group]) -> None:
     """Wait for, or give up, unscored groups that could not be on time any more once `batch` is taken."""
     taken = {group.group for group in batch}
     while book.bound.policy is not Policy.MASK:
@@ -137,11 +137,18 @@ def _settle_stragglers(book: Book, batch: list[Group]) -> None:
         if book.bound.policy is Policy.WAIT:
             raise Refused(Reason.STRAGGLER, str(int(late)))
         book.drop(book.groups[int(late)], "straggler")
-        book.gone.append(int(late))
+        book.unreported_drops.append(int(late))
 
 
 def commit(
-    book: Book, epoch: str, step: int, trained: Mapping[int, Mapping[int, int]], *, digest: int, report: bytes, manifest: bytes
+    book: RunState,
+    epoch: str,
+    step: int,
+    trained: Mapping[int, Mapping[int, int]],
+    *,
+    digest: int,
+    report: bytes,
+    manifest: bytes,
 ) -> int:
     """All groups of the running step are trained; see `Ledger.commit`."""
     book.fence(epoch)
@@ -156,7 +163,7 @@ def commit(
         _check_counts(group, step, trained[group.group])
     for group in running.groups:
         found = book.groups[group.group]
-        book.move(found, Event.COMMIT)
+        book.transition(found, Event.COMMIT)
         found.step = step
         book.finish("")
     book.trained += len(running.groups)
@@ -175,19 +182,30 @@ def commit(
 def _check_counts(group: TakenGroup, step: int, trained: Mapping[int, int]) -> None:
     for version, count in trained.items():
         if count > 0 and lag(step, version) > group.max_staleness:
-            raise Refused(Reason.BOUND, f"group {group.group}: tokens of version {version} are over the bound at step {step}")
+            raise Refused(
+                Reason.BOUND,
+                f"group {group.group}: tokens of version {version} are over the bound at step {step}",
+            )
         if count > group.counts.get(version, 0):
-            raise Refused(Reason.WRONG_STATE, f"group {group.group}: more tokens of version {version} trained than accepted")
+            raise Refused(
+                Reason.WRONG_STATE,
+                f"group {group.group}: more tokens of version {version} trained than accepted",
+            )
 
 
-def checkpointed(book: Book, version: int, registered: Container[str]) -> None:
-    """Forget what a durable checkpoint covers; see `Ledger.checkpointed`. `registered`: processes that are known."""
+def checkpointed(book: RunState, version: int, registered: Container[str]) -> None:
+    """Forget what a durable checkpoint covers; see `Ledger.checkpointed`. `registered`: processes that are
+    known."""
     if version > book.version:
         raise Refused(Reason.WRONG_STATE, f"version {version} is not committed; the run is at {book.version}")
     if version > book.checkpoint:
         for step in range(book.checkpoint, version):
             book.step_reports.pop(step, None)
-        book.engines = {name: served for name, served in book.engines.items() if name in registered or served[1] >= version}
+        book.engines = {
+            name: served
+            for name, served in book.engines.items()
+            if name in registered or served[1] >= version
+        }
         book.checkpoint = version
         book.append("checkpoint", version=version)
     book.steps = {step: record for step, record in book.steps.items() if step >= book.checkpoint}
@@ -196,7 +214,7 @@ def checkpointed(book: Book, version: int, registered: Container[str]) -> None:
             del book.groups[group.group]
 
 
-def rebuild(book: Book | None, spec: RunSpec, snapshot: Snapshot, clock: Callable[[], int]) -> Book:
+def rebuild(book: RunState | None, spec: RunSpec, snapshot: Snapshot, clock: Callable[[], int]) -> RunState:
     """The run as `snapshot` says; `book` is what the ledger holds now, or None if the run is not there."""
     check_spec(spec)
     if book is not None and book.epoch == snapshot.epoch:
@@ -204,7 +222,7 @@ def rebuild(book: Book | None, spec: RunSpec, snapshot: Snapshot, clock: Callabl
     found = -1 if book is None else book.sequence
     if found != snapshot.found:
         raise Refused(Reason.WRONG_STATE, f"the ledger is at event {found}, not at {snapshot.found}")
-    new = Book(spec, clock, spec.bound)
+    new = RunState(spec, clock, spec.bound)
     new.version, new.digest, new.checkpoint = snapshot.version, snapshot.digest, snapshot.checkpoint
     new.epoch, new.epochs = snapshot.epoch, {*snapshot.epochs, snapshot.epoch}
     new.sequence, new.archived = snapshot.sequence, snapshot.after
@@ -221,7 +239,11 @@ def rebuild(book: Book | None, spec: RunSpec, snapshot: Snapshot, clock: Callabl
         for group in record.groups:
             new.groups[group.group] = trained = _held(group, _S.TRAINED, snapshot)
             trained.step = record.step
-    lists = {"scored": [group.group for group in snapshot.scored], "waiting": list(snapshot.waiting), "told": list(snapshot.told)}
+    lists = {
+        "scored": [group.group for group in snapshot.scored],
+        "waiting": list(snapshot.waiting),
+        "told": list(snapshot.told),
+    }
     new.append(
         "rebuild", epoch=snapshot.epoch, after=snapshot.after, version=new.version, issued=new.issued, trained=new.trained,
         dropped=new.dropped, **{name: values for name, values in lists.items() if values},

@@ -1,4 +1,5 @@
-"""What the scripts answer in JSON, as the values of the interface. What does not fit them is a ProtocolError."""
+"""What the scripts answer in JSON, as the values of the interface. What does not fit them is a
+ProtocolError."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -111,7 +112,9 @@ def decode_status(data: bytes) -> LedgerStatus:
     """The answer of `status` and `claim`."""
     record = _read(data, _Status)
     values = {name: getattr(record, name) for name in _Status.__struct_fields__}
-    return LedgerStatus(**{**values, "engines": {engine: _served(text) for engine, text in record.engines.items()}})
+    return LedgerStatus(
+        **{**values, "engines": {engine: _served(text) for engine, text in record.engines.items()}}
+    )
 
 
 def encode_snapshot(snapshot: Snapshot) -> list[bytes | int]:
@@ -124,7 +127,12 @@ def encode_snapshot(snapshot: Snapshot) -> list[bytes | int]:
         "waiting": [{"group": group, "attempt": attempt} for group, attempt in snapshot.waiting.items()],
         "attempts": encode_counts(snapshot.attempts),
         "steps": [
-            {"step": step.step, "epoch": step.epoch, "digest": str(step.digest), "groups": [_encode_group(group) for group in step.groups]}
+            {
+                "step": step.step,
+                "epoch": step.epoch,
+                "digest": str(step.digest),
+                "groups": [_encode_group(group) for group in step.groups],
+            }
             for step in snapshot.steps
         ],
     }
@@ -150,11 +158,14 @@ def _served(text: str) -> tuple[str, int]:
     try:
         return epoch, int(version)
     except ValueError:
-        raise ProtocolError(f"ledger record: an engine serves {text[:80]!r}, not an epoch and a version") from None
+        raise ProtocolError(
+            f"ledger record: an engine serves {text[:80]!r}, not an epoch and a version"
+        ) from None
 
 
 def _read(data: bytes, kind: type[T]) -> T:
-    """`data` as `kind`. Lua writes whole numbers as it likes (1e+15, or text where they came from a hash): they are taken as numbers."""
+    """`data` as `kind`. Lua writes whole numbers as it likes (1e+15, or text where they came from a hash):
+    they are taken as numbers."""
     try:
         return msgspec.json.decode(data, type=kind, strict=False)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

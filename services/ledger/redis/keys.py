@@ -1,4 +1,5 @@
-"""The key space of the ledger. Every key of a run carries the hash tag `{tether:RUN}`, so one cluster slot holds the run.
+"""The key space of the ledger. Every key of a run carries the hash tag `{tether:RUN}`, so one cluster slot
+holds the run.
 
 | key | type | holds |
 |---|---|---|
@@ -29,7 +30,8 @@
 | `requests` | hash | lease request -> JSON of the lease that it was granted, while the group is LEASED by it |
 | `events` | stream | the event log; id `SEQ-0`, one field `e` with the JSON of the event |
 
-Group ids are zero-padded to 12 digits wherever they are members or fields, so that the order of strings is the order of ids.
+Group ids are zero-padded to 12 digits wherever they are members or fields, so that the order of strings is
+the order of ids.
 """
 
 NAMES = (

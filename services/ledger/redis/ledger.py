@@ -1,4 +1,5 @@
-"""The ledger on Redis or Valkey: each method is one Lua script, atomic on the server and harmless to repeat."""
+"""The ledger on Redis or Valkey: each method is one Lua script, atomic on the server and harmless to
+repeat."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
@@ -46,7 +47,8 @@ _READ = 512  # step fields read by one command
 class RedisLedger:
     """One run on one server; see `services/ledger/interface.py` for what the methods promise.
 
-    Safe for concurrent use by the tasks of one event loop. A cancelled call may or may not have taken effect; call it again.
+    Safe for concurrent use by the tasks of one event loop. A cancelled call may or may not have taken effect;
+    call it again.
     """
 
     def __init__(
@@ -61,7 +63,8 @@ class RedisLedger:
         """Use `connect` instead; `tokens` draws the lease tokens."""
         self.run = run
         self.durability = durability
-        """What the server does not promise, to be printed as a warning; empty if no acknowledged write can be lost."""
+        """What the server does not promise, to be printed as a warning; empty if no acknowledged write can be
+        lost."""
         self.keys = Keys(run)
         self._connection = connection
         self._archive_limit = archive_limit
@@ -92,12 +95,19 @@ class RedisLedger:
 
         Raises:
             Unavailable: if the server does not answer within `timeout_s`.
-            SettingsError: if the URL or the run name is not valid, the user is denied, or the server may evict keys.
+            SettingsError: if the URL or the run name is not valid, the user is denied, or the server may
+                evict keys.
         """
         connection = Connection(url, timeout_s=timeout_s, retry_s=retry_s)
         try:
             durability = await connection.check()
-            return cls(connection, checked_run_id(run), durability=durability, archive_limit=archive_limit, tokens=tokens)
+            return cls(
+                connection,
+                checked_run_id(run),
+                durability=durability,
+                archive_limit=archive_limit,
+                tokens=tokens,
+            )
         except BaseException:
             await connection.close()
             raise
@@ -121,7 +131,8 @@ class RedisLedger:
             return Head(status.epoch, status.version, status.sequence)
         return Head(fields[0].decode(), int(fields[1]), int(fields[2]))
 
-    # -- engines and processes ---------------------------------------------------------------------------------------
+    # -- engines and processes
+    # ---------------------------------------------------------------------------------------
     async def register(self, peer: Peer, ttl_ms: int) -> None:
         await self._run("register", peer.incarnation, encode_peer(peer), ttl_ms, encode_endpoints(peer))
 
@@ -144,9 +155,12 @@ class RedisLedger:
     async def applied(self, engine: str, epoch: str, version: int) -> None:
         await self._run("applied", engine, epoch, version)
 
-    # -- a group's life ----------------------------------------------------------------------------------------------
+    # -- a group's life
+    # ----------------------------------------------------------------------------------------------
     async def lease(self, *, request: str, engine: str, holder: str, lease_ms: int) -> Lease:
-        answer = await self._run("lease", engine, holder, lease_ms, self._tokens(), self._archive_limit, request)
+        answer = await self._run(
+            "lease", engine, holder, lease_ms, self._tokens(), self._archive_limit, request
+        )
         return decode_lease(answer[0])
 
     async def extend(self, group: int, token: str, lease_ms: int) -> None:
@@ -155,9 +169,13 @@ class RedisLedger:
     async def release(self, group: int, token: str, reason: str) -> None:
         await self._run("release", group, token, reason)
 
-    async def accept(self, group: int, token: str, counts: Mapping[int, int], reward: float | None = None) -> TakenGroup:
+    async def accept(
+        self, group: int, token: str, counts: Mapping[int, int], reward: float | None = None
+    ) -> TakenGroup:
         tokens = msgspec.json.encode(encode_counts(counts))
-        return decode_group((await self._run("accept", group, token, tokens, "" if reward is None else reward))[0])
+        return decode_group(
+            (await self._run("accept", group, token, tokens, "" if reward is None else reward))[0]
+        )
 
     async def lost(self, group: int, token: str) -> None:
         await self._run("lost", group, token)
@@ -165,7 +183,8 @@ class RedisLedger:
     async def drop(self, group: int, token: str, reason: str, wasted_tokens: int = 0) -> None:
         await self._run("drop", group, token, reason, wasted_tokens)
 
-    # -- the trainer -------------------------------------------------------------------------------------------------
+    # -- the trainer
+    # -------------------------------------------------------------------------------------------------
     async def claim(self, epoch: str) -> LedgerStatus:
         return decode_status((await self._run("claim", epoch))[0])
 
@@ -176,7 +195,14 @@ class RedisLedger:
         return decode_taken((await self._run("take", epoch))[0])
 
     async def commit(
-        self, epoch: str, step: int, trained: Mapping[int, Mapping[int, int]], *, digest: int, report: bytes, manifest: bytes
+        self,
+        epoch: str,
+        step: int,
+        trained: Mapping[int, Mapping[int, int]],
+        *,
+        digest: int,
+        report: bytes,
+        manifest: bytes,
     ) -> int:
         groups = msgspec.json.encode({str(group): encode_counts(counts) for group, counts in trained.items()})
         return int((await self._run("commit", epoch, step, groups, str(digest), report, manifest))[0])
@@ -207,9 +233,14 @@ class RedisLedger:
         while (await self._run("checkpointed", version))[0]:
             pass
 
-    # -- settings ----------------------------------------------------------------------------------------------------
+    # -- settings
+    # ----------------------------------------------------------------------------------------------------
     async def set_bound(
-        self, *, max_staleness: int | None = None, groups_per_step: int | None = None, policy: Policy | None = None
+        self,
+        *,
+        max_staleness: int | None = None,
+        groups_per_step: int | None = None,
+        policy: Policy | None = None,
     ) -> Bound | None:
         check_bound(max_staleness, groups_per_step)
         numbers = ("" if n is None else n for n in (max_staleness, groups_per_step))
@@ -219,21 +250,27 @@ class RedisLedger:
     async def drain(self, on: bool = True) -> None:
         await self._run("drain", int(on))
 
-    # -- the event log -----------------------------------------------------------------------------------------------
+    # -- the event log
+    # -----------------------------------------------------------------------------------------------
     async def events(self, after: int, limit: int) -> Sequence[Mapping[str, Any]]:
-        entries = await self._connection.command("XRANGE", self.keys.of("events"), f"{after + 1}-0", "+", "COUNT", limit)
+        entries = await self._connection.command(
+            "XRANGE", self.keys.of("events"), f"{after + 1}-0", "+", "COUNT", limit
+        )
         return [decode_event(_event(fields)) for _, fields in entries]
 
     async def archived(self, sequence: int) -> None:
         await self._run("archived", sequence)
 
-    # -- the server --------------------------------------------------------------------------------------------------
+    # -- the server
+    # --------------------------------------------------------------------------------------------------
     async def guard(self) -> None:
-        """From now on, wait (as for a server that is away) until the run was looked at on the server that answers."""
+        """From now on, wait (as for a server that is away) until the run was looked at on the server that
+        answers."""
         await self._connection.guard(self.keys.of("run"))
 
     async def looked_at(self) -> tuple[str, str]:
-        """The server process that answers, and the one on which the run was last looked at; empty if it never was."""
+        """The server process that answers, and the one on which the run was last looked at; empty if it never
+        was."""
         noted = await self._connection.command("HGET", self.keys.of("run"), SERVER_FIELD)
         return await self._connection.server(), noted.decode() if noted else ""
 
@@ -253,7 +290,15 @@ def _spec_arguments(spec: RunSpec) -> tuple[str | int | float, ...]:
     check_spec(spec)
     prompts, bound = -1 if spec.prompts is None else spec.prompts, spec.bound
     limits = (spec.max_attempts, spec.drop_share, spec.drop_window)
-    return (spec.fingerprint, prompts, spec.steps, bound.max_staleness, bound.groups_per_step, bound.policy.value, *limits)
+    return (
+        spec.fingerprint,
+        prompts,
+        spec.steps,
+        bound.max_staleness,
+        bound.groups_per_step,
+        bound.policy.value,
+        *limits,
+    )
 
 
 def _event(fields: Any) -> bytes:

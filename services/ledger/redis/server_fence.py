@@ -1,8 +1,10 @@
 """Which server process a connection talks to, and whether the run was looked at since that one started.
 
-A server that restarts or fails over may have lost acknowledged writes. It is another process then, with another `run_id`, and all
-connections to it are new ones. The run's keeper (`services/ledger_recovery/reconcile.py`) compares what the server holds with what is on disk, and notes the
-`run_id` in the run (field `server`). Until then a guarded connection is not used: nobody writes history on top of a lost one.
+A server that restarts or fails over may have lost acknowledged writes. It is another process then, with
+another `run_id`, and all connections to it are new ones. The run's keeper
+(`services/ledger_recovery/reconcile.py`) compares what the server holds with what is on disk, and notes the
+`run_id` in the run (field `server`). Until then a guarded connection is not used: nobody writes history on
+top of a lost one.
 """
 
 import re
@@ -20,14 +22,14 @@ def run_id(info: bytes) -> str:
     return found.group(1).decode() if found else ""
 
 
-class Guard:
+class ServerFence:
     """What a new connection does first."""
 
     def __init__(self) -> None:
         self.run_key = ""
         """Key of the hash `run`; empty while connections are not guarded."""
 
-    async def greet(self, connection: AbstractConnection) -> None:
+    async def on_connect(self, connection: AbstractConnection) -> None:
         """Log in, and refuse a server that the run is on but was not looked at.
 
         Raises:

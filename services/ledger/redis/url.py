@@ -24,7 +24,9 @@ def complete_url(url: str, password_file: str = "", ca_file: str = "") -> str:
         raise refused_url(url) from None
     if password_file:
         if given is not None:
-            raise SettingsError("setting ledger.password_file: the ledger's URL holds a password too; give one of them")
+            raise SettingsError(
+                "setting ledger.password_file: the ledger's URL holds a password too; give one of them"
+            )
         user, _, host = parts.netloc.rpartition("@")
         parts = parts._replace(netloc=f"{user}:{quote(_secret(password_file), safe='')}@{host}")
     if ca_file:
@@ -38,7 +40,8 @@ def complete_url(url: str, password_file: str = "", ca_file: str = "") -> str:
 
 
 def redacted(url: str) -> str:
-    """`url` for messages: scheme, host, port and database. Nothing of the rest, which may be a password in a place where none belongs."""
+    """`url` for messages: scheme, host, port and database. Nothing of the rest, which may be a password in a
+    place where none belongs."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port
@@ -67,9 +70,13 @@ def _secret(path: str) -> str:
         mode = Path(path).stat().st_mode
         text = Path(path).read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"setting ledger.password_file: {path} cannot be read ({type(error).__name__})") from None
+        raise SettingsError(
+            f"setting ledger.password_file: {path} cannot be read ({type(error).__name__})"
+        ) from None
     if mode & 0o077:
-        raise SettingsError(f"setting ledger.password_file: {path} can be read by other users (mode {mode & 0o777:o}); chmod 600 it")
+        raise SettingsError(
+            f"setting ledger.password_file: {path} can be read by other users (mode {mode & 0o777:o}); chmod 600 it"
+        )
     if not text:
         raise SettingsError(f"setting ledger.password_file: {path} is empty")
     return text

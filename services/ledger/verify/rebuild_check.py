@@ -1,4 +1,5 @@
-"""What `verify` asks of a `rebuild` event: the ledger holds what the log and the journal say, and nothing that was trained is forgotten."""
+"""What `verify` asks of a `rebuild` event: the ledger holds what the log and the journal say, and nothing
+that was trained is forgotten."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ def check_rebuild(run: "Verifier", event: Mapping[str, Any]) -> None:
     for number, group in run.groups.items():
         if group.state is _S.TAKEN:
             run.place(number, _S.SCORED)
-            run.passed(group, "take", -1)
+            run.count_transition(group, "take", -1)
         elif group.state is _S.LEASED:
             run.place(number, _S.WAITING)
     for number in event.get("waiting", ()):
@@ -32,10 +33,10 @@ def check_rebuild(run: "Verifier", event: Mapping[str, Any]) -> None:
     for name in ("scored", "waiting"):
         present = sorted(number for number, group in run.groups.items() if group.state == name)
         if sorted(event.get(name, ())) != present:
-            run.wrong(f"groups {sorted(event.get(name, ()))} are {name}, but the log says {present}")
+            run.violation(f"groups {sorted(event.get(name, ()))} are {name}, but the log says {present}")
     stated, told_so = (event["version"], event["issued"], event["trained"], event["dropped"]), run.counters()
     if stated != told_so:
-        run.wrong(f"version, issued, trained, dropped are {stated} in the event and {told_so} in the log")
+        run.violation(f"version, issued, trained, dropped are {stated} in the event and {told_so} in the log")
 
 
 def _issue(run: "Verifier", issued: int) -> None:
@@ -48,7 +49,9 @@ def _accept(run: "Verifier", told: Mapping[str, Any]) -> None:
     _issue(run, told["group"] + 1)
     group = run.group(told["group"])
     if group.state in (_S.TRAINED, _S.DROPPED):
-        return run.wrong(f"group {told['group']} is {group.state}, and the journal says that it was accepted after that")
+        return run.violation(
+            f"group {told['group']} is {group.state}, and the journal says that it was accepted after that"
+        )
     group.token, group.deadline, group.bound = told["token"], told["deadline"], told["bound"]
     group.counts = {int(version): n for version, n in told["counts"].items()}
     group.passed = {"accept": 1}
@@ -59,13 +62,15 @@ def _accept(run: "Verifier", told: Mapping[str, Any]) -> None:
 def _commit(run: "Verifier", told: Mapping[str, Any]) -> None:
     step = told["step"]
     if step > run.version or step < run.checkpoint:
-        run.wrong(f"the journal says that step {step} was committed, at version {run.version}")
+        run.violation(f"the journal says that step {step} was committed, at version {run.version}")
     if step < run.version:  # after a rewind that the log does not have
         for number, group in run.groups.items():
             if group.state is _S.TRAINED and group.step >= step:
                 run.place(number, _S.WAITING)
                 run.trained -= 1
-            elif group.state is _S.SCORED and any(n and version > step for version, n in group.counts.items()):
+            elif group.state is _S.SCORED and any(
+                n and version > step for version, n in group.counts.items()
+            ):
                 run.place(number, _S.WAITING)
     for accepted in told["accepted"]:
         _accept(run, accepted)

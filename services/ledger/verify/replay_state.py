@@ -6,7 +6,7 @@ from protocol.lifecycle import GroupState
 
 
 @dataclass(slots=True)
-class Replayed:
+class ReplayedGroup:
     """A group as the log tells it."""
 
     state: GroupState = GroupState.WAITING

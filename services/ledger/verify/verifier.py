@@ -1,7 +1,7 @@
 """Proof of a run from its event log alone: nothing trained twice, nothing lost, no token over the bound.
 
-The log is replayed through `protocol.lifecycle`'s table and `protocol.staleness`'s rules; what does not fit is a violation that names
-the event and the group. `services/ledger/event_log/archiver.py` lists the events.
+The log is replayed through `protocol.lifecycle`'s table and `protocol.staleness`'s rules; what does not fit
+is a violation that names the event and the group. `services/ledger/event_log/archiver.py` lists the events.
 """
 
 import json
@@ -13,7 +13,7 @@ from protocol.lifecycle import ACTIVE, Event, GroupState, after
 from protocol.staleness import Bound, Policy, deadline, lag
 from services.ledger.event_log.hash_chain import Chain
 from services.ledger.verify.rebuild_check import check_rebuild
-from services.ledger.verify.replay_state import Replayed
+from services.ledger.verify.replay_state import ReplayedGroup
 from services.ledger.verify.result import AuditResult
 from services.ledger.verify.rules import Rules
 
@@ -40,7 +40,7 @@ def verify(path: Path) -> AuditResult:
             sound = chain.follows(line)
             replay.step(_event(line))
             if not sound:
-                replay.wrong("the line is not as it was archived, or does not follow the one before it")
+                replay.violation("the line is not as it was archived, or does not follow the one before it")
     return replay.result(chain.missing())
 
 
@@ -65,7 +65,7 @@ class Verifier:
 
     def __init__(self) -> None:
         self.violations: list[str] = []
-        self.groups: dict[int, Replayed] = {}
+        self.groups: dict[int, ReplayedGroup] = {}
         self.holding: dict[int, int] = {}
         """Group -> deadline, of groups that hold a place in rule F."""
         self.trained = 0
@@ -86,49 +86,52 @@ class Verifier:
         self.seq += 1
         self.now = f"seq {self.seq}"
         if event is None:
-            return self.wrong("the line is not an event")
+            return self.violation("the line is not an event")
         if event.get("seq") != self.seq:
             if event.get("event") != "rebuild" or event.get("after") != self.seq - 1:
-                self.wrong(f"the log goes on at {event.get('seq')}: a gap")
+                self.violation(f"the log goes on at {event.get('seq')}: a gap")
             self.seq = event["seq"] if isinstance(event.get("seq"), int) else self.seq
         self.now = f"seq {self.seq} ({(kind := event.get('event'))})"
         handler: Callable[[Mapping[str, Any]], None] | None = getattr(self, f"on_{kind}", None)
         if handler is None and kind not in ("steps", "halt", "unhalt", "publish", "bound_pending", "drain"):
-            return self.wrong("unknown event")
+            return self.violation("unknown event")
         odd = [name for name in INTEGERS if name in event and type(event[name]) is not int]
         if odd:
-            return self.wrong(f"malformed: {odd[0]} is {event[odd[0]]!r}, not a whole number")
+            return self.violation(f"malformed: {odd[0]} is {event[odd[0]]!r}, not a whole number")
         try:
             self.rules.before(kind, event)
             if handler is not None:
                 handler(event)
             self.rules.after(kind, event)
         except (KeyError, ValueError, TypeError, AttributeError) as error:
-            self.wrong(f"malformed: {type(error).__name__} {error}")
+            self.violation(f"malformed: {type(error).__name__} {error}")
 
-    def wrong(self, what: str) -> None:
+    def violation(self, what: str) -> None:
         if len(self.violations) < MOST_VIOLATIONS:
             self.violations.append(f"{self.now}: {what}")
 
-    def move(self, number: int, event: Event, token: str | None = None) -> Replayed:
-        """Follow the lifecycle table; the group moves on even if the table forbids it, so that one fault is told once."""
+    def move(self, number: int, event: Event, token: str | None = None) -> ReplayedGroup:
+        """Follow the lifecycle table; the group moves on even if the table forbids it, so that one fault is
+        told once."""
         if number not in self.groups:
-            self.wrong(f"group {number} was never leased")
+            self.violation(f"group {number} was never leased")
         group = self.group(number)
         if token is not None and token != group.token:
-            self.wrong(f"group {number}: token {token} is not the current one, {group.token}")
+            self.violation(f"group {number}: token {token} is not the current one, {group.token}")
         state = after(group.state, event)
         if state is None:
-            self.wrong(f"group {number}: {event} from {group.state} is not in the table")
-        state = state or {Event.ACCEPT: _S.SCORED, Event.TAKE: _S.TAKEN, Event.COMMIT: _S.TRAINED}.get(event, group.state)
+            self.violation(f"group {number}: {event} from {group.state} is not in the table")
+        state = state or {Event.ACCEPT: _S.SCORED, Event.TAKE: _S.TAKEN, Event.COMMIT: _S.TRAINED}.get(
+            event, group.state
+        )
         if event is Event.LEASE or (event is Event.EXTEND and state is _S.LEASED):
             group.expired = False
         self.place(number, state)
         return group
 
-    def group(self, number: int) -> Replayed:
+    def group(self, number: int) -> ReplayedGroup:
         """The group, made if the log has not named it."""
-        return self.groups.setdefault(number, Replayed())
+        return self.groups.setdefault(number, ReplayedGroup())
 
     def place(self, number: int, state: GroupState) -> None:
         """Bring a group into `state`, with or without a place in rule F."""
@@ -143,7 +146,7 @@ class Verifier:
 
     def on_create(self, event: Mapping[str, Any]) -> None:
         if self.seq != 1:
-            self.wrong("the run is created twice")
+            self.violation("the run is created twice")
         self.on_bound(event)
 
     def on_bound(self, event: Mapping[str, Any]) -> None:
@@ -151,7 +154,9 @@ class Verifier:
 
     def on_applied(self, event: Mapping[str, Any]) -> None:
         if event["version"] > self.version:
-            self.wrong(f"engine {event['engine']} serves version {event['version']}, which is not committed")
+            self.violation(
+                f"engine {event['engine']} serves version {event['version']}, which is not committed"
+            )
         self.engines[event["engine"]] = (event["epoch"], event["version"])
 
     def on_lease(self, event: Mapping[str, Any]) -> None:
@@ -159,27 +164,31 @@ class Verifier:
         new = number not in self.groups
         if new:
             if number != len(self.groups):
-                self.wrong(f"group {number} is new, but {len(self.groups)} is the next one")
-            self.groups[number] = Replayed()
+                self.violation(f"group {number} is new, but {len(self.groups)} is the next one")
+            self.groups[number] = ReplayedGroup()
         elif self.groups[number].state is _S.LEASED and not self.groups[number].expired:
-            self.wrong(f"group {number}: leased again before its lease expired")
+            self.violation(f"group {number}: leased again before its lease expired")
         group = self.groups[number]
         group.token, group.deadline, group.bound = event["token"], event["deadline"], event["bound"]
         self.move(number, Event.LEASE)
         if group.deadline != deadline(event["version"], group.bound):
-            self.wrong(f"group {number}: deadline {group.deadline} is not version {event['version']} + bound {group.bound}")
+            self.violation(
+                f"group {number}: deadline {group.deadline} is not version {event['version']} + bound {group.bound}"
+            )
         bound = Bound(event["bound"], event["groups_per_step"], Policy(event["policy"]))
         if bound != self.bound:
-            self.wrong(f"group {number}: leased under {bound}, but {self.bound} is in force")
+            self.violation(f"group {number}: leased under {bound}, but {self.bound} is in force")
         if self.engines.get(event["engine"]) != (event["epoch"], event["version"]):
-            self.wrong(f"group {number}: engine {event['engine']} did not acknowledge version {event['version']}")
+            self.violation(
+                f"group {number}: engine {event['engine']} did not acknowledge version {event['version']}"
+            )
         if group.deadline < self.version + (self.running is not None):
-            self.wrong(f"group {number}: leased when it is late already")
+            self.violation(f"group {number}: leased when it is late already")
 
     def on_expire(self, event: Mapping[str, Any]) -> None:
         group = self.groups[event["group"]]
         if group.state is not _S.LEASED or group.expired:
-            self.wrong(f"group {event['group']}: no live lease to expire")
+            self.violation(f"group {event['group']}: no live lease to expire")
         group.expired = True
         self.holding.pop(event["group"], None)
 
@@ -192,7 +201,7 @@ class Verifier:
     def on_accept(self, event: Mapping[str, Any]) -> None:
         group = self.move(event["group"], Event.ACCEPT, event["token"])
         group.counts = {int(version): n for version, n in event["counts"].items()}
-        self.passed(group, "accept", 1)
+        self.count_transition(group, "accept", 1)
 
     def on_lost(self, event: Mapping[str, Any]) -> None:
         self.move(event["group"], Event.LOST, event["token"])
@@ -205,20 +214,20 @@ class Verifier:
         self.epoch = event["epoch"]
         untaken = event.get("untaken", [])
         if sorted(untaken) != sorted(self.running or []):
-            self.wrong(f"untaken {untaken}, but {self.running} were taken")
+            self.violation(f"untaken {untaken}, but {self.running} were taken")
         for number in untaken:
-            self.passed(self.move(number, Event.UNTAKE), "take", -1)
+            self.count_transition(self.move(number, Event.UNTAKE), "take", -1)
         self.running = None
 
     def on_resume(self, event: Mapping[str, Any]) -> None:
-        self.fenced(event)
+        self.check_epoch(event)
         version = event["version"]
         if event["continued"]:
             if version != self.version:
-                self.wrong(f"continues at version {version}, but {self.version} is committed")
+                self.violation(f"continues at version {version}, but {self.version} is committed")
             return
         if not self.checkpoint <= version <= self.version:
-            self.wrong(f"rewound to version {version}, which is not in {self.checkpoint}..{self.version}")
+            self.violation(f"rewound to version {version}, which is not in {self.checkpoint}..{self.version}")
         for number in event.get("waiting", []):
             self.trained -= self.groups[number].state is _S.TRAINED
             self.move(number, Event.REWIND)
@@ -228,42 +237,50 @@ class Verifier:
         check_rebuild(self, event)
 
     def on_take(self, event: Mapping[str, Any]) -> None:
-        self.fenced(event)
+        self.check_epoch(event)
         if self.running is not None or event["step"] != self.version:
-            self.wrong(f"step {event['step']} is taken at version {self.version} while {self.running} run")
+            self.violation(
+                f"step {event['step']} is taken at version {self.version} while {self.running} run"
+            )
         self.running = list(event["groups"])
         for number in self.running:
-            self.passed(self.move(number, Event.TAKE), "take", 1)
+            self.count_transition(self.move(number, Event.TAKE), "take", 1)
 
     def on_commit(self, event: Mapping[str, Any]) -> None:
-        self.fenced(event)
+        self.check_epoch(event)
         step = event["step"]
         if event["version"] != self.version + 1 or step != self.version:
-            self.wrong(f"version {event['version']} from step {step} does not follow version {self.version}")
+            self.violation(
+                f"version {event['version']} from step {step} does not follow version {self.version}"
+            )
         if sorted(int(number) for number in event["groups"]) != sorted(self.running or []):
-            self.wrong(f"groups {sorted(event['groups'])} are committed, {self.running} were taken")
+            self.violation(f"groups {sorted(event['groups'])} are committed, {self.running} were taken")
         for name, counts in event["groups"].items():
             self.train(int(name), step, {int(version): n for version, n in counts.items()})
         self.version, self.running = step + 1, None
         present = (*self.counters()[1:], len(self.groups) - self.trained - self.dropped)
         stated = (event["issued"], event["trained"], event["dropped"], event["active"])
         if stated != present or stated[0] != sum(stated[1:]):
-            self.wrong(f"issued, trained, dropped, active are {stated} in the event and {present} in the log")
+            self.violation(
+                f"issued, trained, dropped, active are {stated} in the event and {present} in the log"
+            )
 
     def train(self, number: int, step: int, counts: Mapping[int, int]) -> None:
         """One group of a commit."""
         group = self.move(number, Event.COMMIT)
-        self.passed(group, "commit", 1)
+        self.count_transition(group, "commit", 1)
         self.trained += 1
         group.step = step
         if group.passed != {"accept": 1, "take": 1, "commit": 1}:
-            self.wrong(f"group {number}: {group.passed} on the path to this commit, not one of each")
+            self.violation(f"group {number}: {group.passed} on the path to this commit, not one of each")
         group.trained_lag = max((lag(step, version) for version, n in counts.items() if n), default=0)
         if group.trained_lag > group.bound:
-            self.wrong(f"group {number}: a token of lag {group.trained_lag} was trained, over the bound {group.bound}")
+            self.violation(
+                f"group {number}: a token of lag {group.trained_lag} was trained, over the bound {group.bound}"
+            )
         over = [version for version, n in counts.items() if n > group.counts.get(version, 0)]
         if over:
-            self.wrong(f"group {number}: more tokens of versions {over} trained than accepted")
+            self.violation(f"group {number}: more tokens of versions {over} trained than accepted")
 
     def on_checkpoint(self, event: Mapping[str, Any]) -> None:
         self.checkpoint = event["version"]
@@ -272,12 +289,12 @@ class Verifier:
         """Version, groups issued, trained, dropped."""
         return self.version, len(self.groups), self.trained, self.dropped
 
-    def passed(self, group: Replayed, what: str, by: int) -> None:
+    def count_transition(self, group: ReplayedGroup, what: str, by: int) -> None:
         group.passed[what] = group.passed.get(what, 0) + by
 
-    def fenced(self, event: Mapping[str, Any]) -> None:
+    def check_epoch(self, event: Mapping[str, Any]) -> None:
         if event["epoch"] != self.epoch:
-            self.wrong(f"epoch {event['epoch']} acts, but {self.epoch} holds the run")
+            self.violation(f"epoch {event['epoch']} acts, but {self.epoch} holds the run")
 
     def result(self, missing: str | None = None) -> AuditResult:
         """The counters at the end of the log, of which `missing` is not there."""
@@ -285,9 +302,11 @@ class Verifier:
         active = sum(group.state in ACTIVE for group in self.groups.values())
         self.now = "end"
         if missing:
-            self.wrong(missing)
+            self.violation(missing)
         if len(self.groups) != len(trained) + self.dropped + active:
-            self.wrong(f"{len(self.groups)} groups issued, but {len(trained)} trained, {self.dropped} dropped and {active} active")
+            self.violation(
+                f"{len(self.groups)} groups issued, but {len(trained)} trained, {self.dropped} dropped and {active} active"
+            )
         steps = len({group.step for group in trained})
         return AuditResult(
             issued=len(self.groups), trained=len(trained), dropped=self.dropped, active=active,

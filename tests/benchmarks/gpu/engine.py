@@ -82,7 +82,8 @@ async def start_engine(config: EngineConfig, model_dir: Path) -> MeasuredEngine:
 
 
 class Load:
-    """Requests as long as the model allows, each followed by another. One of them is streamed, and its tokens are timed as they come."""
+    """Requests as long as the model allows, each followed by another. One of them is streamed, and its tokens
+    are timed as they come."""
 
     def __init__(self, engine: MeasuredEngine, model: str) -> None:
         self._engine = engine
@@ -98,7 +99,7 @@ class Load:
         """Keeps the requests running inside the block; a request that fails ends it."""
         async with asyncio.TaskGroup() as group:
             for slot in range(self._size.requests - 1):
-                group.create_task(self._repeat(slot, self._whole), name=f"request-{slot}")
+                group.create_task(self._repeat(slot, self._poison_unless_done), name=f"request-{slot}")
             group.create_task(self._repeat(-1, self._streamed), name="streamed")
             try:
                 await self._full()
@@ -122,7 +123,7 @@ class Load:
             await one(slot, Request(f"bench-{slot}-{count}", prompt, sampling))
             count += 1
 
-    async def _whole(self, slot: int, request: Request) -> None:
+    async def _poison_unless_done(self, slot: int, request: Request) -> None:
         self._ids[slot] = request.id
         await self._engine.generate(request)
 

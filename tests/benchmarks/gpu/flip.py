@@ -1,8 +1,9 @@
-"""An experiment: a commit that copies nothing. Two sets of weights lie on the GPU, each with CUDA graphs of its own; a commit swaps them.
+"""An experiment: a commit that copies nothing. Two sets of weights lie on the GPU, each with CUDA graphs of
+its own; a commit swaps them.
 
-It reaches into vLLM: parameters are pointed at the other set's memory (for what runs without a graph), and the dictionaries of captured
-graphs are exchanged. What it costs is the memory of a second set, which staging takes anyway, and the graphs'. Nothing can follow it on
-the same engine.
+It reaches into vLLM: parameters are pointed at the other set's memory (for what runs without a graph), and
+the dictionaries of captured graphs are exchanged. What it costs is the memory of a second set, which staging
+takes anyway, and the graphs'. Nothing can follow it on the same engine.
 """
 
 import time
@@ -21,16 +22,23 @@ PROBE = tuple(range(10, 26))
 
 
 class WeightSets:
-    """In the worker: two sets, one of them live. In the second the rows of the output layer are moved by one: tokens tell them apart."""
+    """In the worker: two sets, one of them live. In the second the rows of the output layer are moved by one:
+    tokens tell them apart."""
 
     def __init__(self, runner: Any) -> None:
         """Copy the weights and capture the graphs over the copy; no request may be running."""
         model = runner.get_model()
         named = dict(model.named_parameters())
         self._parameters = list(named.values())
-        self._tensors = [[parameter.data for parameter in self._parameters], [parameter.data.clone() for parameter in self._parameters]]
+        self._tensors = [
+            [parameter.data for parameter in self._parameters],
+            [parameter.data.clone() for parameter in self._parameters],
+        ]
         self._holders = list(graph_holders(runner))
-        self._graphs = [[getattr(holder, name) for holder, name in self._holders], [{} for _ in self._holders]]
+        self._graphs = [
+            [getattr(holder, name) for holder, name in self._holders],
+            [{} for _ in self._holders],
+        ]
         self._live = 0
         if HEAD in named:
             index = list(named).index(HEAD)
@@ -57,7 +65,8 @@ class WeightSets:
 
 
 def graph_holders(runner: Any) -> Iterator[tuple[Any, str]]:
-    """Where vLLM keeps captured graphs: (object, attribute that is a dictionary of them). None on a CPU or in an eager engine."""
+    """Where vLLM keeps captured graphs: (object, attribute that is a dictionary of them). None on a CPU or in
+    an eager engine."""
     if not torch.cuda.is_available() or runner.vllm_config.model_config.enforce_eager:
         return
     from vllm.compilation.cuda_graph import CUDAGraphWrapper
@@ -94,5 +103,7 @@ class Flip:
         return moved and self._graphs[0] == self._graphs[1]
 
     async def _token(self) -> int:
-        completion = await self._engine.generate(Request(f"probe-{monotonic()}", PROBE, Sampling(max_tokens=2, temperature=0.0)))
+        completion = await self._engine.generate(
+            Request(f"probe-{monotonic()}", PROBE, Sampling(max_tokens=2, temperature=0.0))
+        )
         return completion.tokens[0]

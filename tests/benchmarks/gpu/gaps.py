@@ -1,4 +1,5 @@
-"""From the times of decode steps to what a request sees: gaps between tokens, and tokens per second, by what went on meanwhile."""
+"""From the times of decode steps to what a request sees: gaps between tokens, and tokens per second, by what
+went on meanwhile."""
 
 import statistics
 from bisect import bisect_left, bisect_right
@@ -34,13 +35,17 @@ class Phase:
         return (self.ended - self.began) * 1e3
 
 
-def gaps_by_phase(times: Sequence[float], phases: Sequence[Phase], prefills: Sequence[float] = ()) -> list[list[float]]:
-    """Milliseconds between neighbouring `times`, for each phase those that it touches and no later phase does.
+def gaps_by_phase(
+    times: Sequence[float], phases: Sequence[Phase], prefills: Sequence[float] = ()
+) -> list[list[float]]:
+    """Milliseconds between neighbouring `times`, for each phase those that it touches and no later phase
+    does.
 
     Args:
         times: ascending.
         phases: in order of their beginning.
-        prefills: ascending; a gap that begins, ends or lies at one of these times says nothing about updates and is left out.
+        prefills: ascending; a gap that begins, ends or lies at one of these times says nothing about
+            updates and is left out.
     """
     found: list[list[float]] = [[] for _ in phases]
     begins = [phase.began for phase in phases]
@@ -54,10 +59,13 @@ def gaps_by_phase(times: Sequence[float], phases: Sequence[Phase], prefills: Seq
 
 
 def rate(steps: Sequence[Step], began: float, ended: float) -> tuple[int, float]:
-    """(tokens, seconds) of the whole steps around a window, so that short windows are not a step too many or too few."""
+    """(tokens, seconds) of the whole steps around a window, so that short windows are not a step too many or
+    too few."""
     times = [step.at for step in steps]
     first, last = max(0, bisect_right(times, began) - 1), min(len(times) - 1, bisect_left(times, ended))
-    return sum(step.requests for step in steps[first:last]), times[last] - times[first] if last > first else 0.0
+    return sum(step.requests for step in steps[first:last]), times[last] - times[
+        first
+    ] if last > first else 0.0
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:

@@ -1,4 +1,5 @@
-"""A process group of two, made by hand as everybody does who broadcasts weights: rank 0 sends, rank 1 receives."""
+"""A process group of two, made by hand as everybody does who broadcasts weights: rank 0 sends, rank 1
+receives."""
 
 import socket
 from datetime import timedelta

@@ -84,7 +84,9 @@ def between_two(model: str, group: Any) -> dict[str, float]:
     for megabytes in BUCKETS_MB:
         bucket = torch.zeros(megabytes << 20, dtype=torch.uint8, device=device())
         found[f"broadcast, {megabytes} MiB buckets"] = median_ms(partial(in_buckets, bucket))
-    found["broadcast, one call a tensor"] = median_ms(lambda: [broadcast(group, tensor) for tensor in tensors])
+    found["broadcast, one call a tensor"] = median_ms(
+        lambda: [broadcast(group, tensor) for tensor in tensors]
+    )
     return found
 
 
@@ -107,7 +109,15 @@ def main() -> None:
         say("end", part="limits", result=result)
         return
     port = free_port()
-    command = [sys.executable, "-m", "tests.benchmarks.gpu.limits", "--model", arguments.model, "--peer", str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.benchmarks.gpu.limits",
+        "--model",
+        arguments.model,
+        "--peer",
+        str(port),
+    ]
     with subprocess.Popen(command, cwd=ROOT, env=os.environ.copy()) as peer:
         try:
             found |= between_two(arguments.model, join_pair(port, rank=0))

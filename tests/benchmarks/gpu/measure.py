@@ -1,4 +1,5 @@
-"""Updates and undisturbed stretches in turn, over a running load: what an update takes, and what requests see of it."""
+"""Updates and undisturbed stretches in turn, over a running load: what an update takes, and what requests see
+of it."""
 
 import asyncio
 import statistics
@@ -72,16 +73,20 @@ async def measure(
     return found
 
 
-def summary(updates: list[Update], steps: list[Step], streams: list[list[float]], prefills: list[float]) -> dict[str, Any]:
+def summary(
+    updates: list[Update], steps: list[Step], streams: list[list[float]], prefills: list[float]
+) -> dict[str, Any]:
     """Medians and spreads over the updates, and every update.
 
-    Returns: "ms" by phase and "total"; "gaps" and "token_gaps" (milliseconds between steps, and between the tokens of a streamed
-    request) by phase; "stall_ms": of each update's longest gap less the median undisturbed one; "decode": tokens/s undisturbed and
-    during updates.
+    Returns: "ms" by phase and "total"; "gaps" and "token_gaps" (milliseconds between steps, and between the
+    tokens of a streamed request) by phase; "stall_ms": of each update's longest gap less the median
+    undisturbed one; "decode": tokens/s undisturbed and during updates.
     """
     names = [phase.name for phase in updates[0].phases]
     rows = [
-        {phase.name: phase.ms for phase in update.phases} | update.figures | {"total": (update.ended - update.began) * 1e3}
+        {phase.name: phase.ms for phase in update.phases}
+        | update.figures
+        | {"total": (update.ended - update.began) * 1e3}
         for update in updates
     ]
     timeline = [phase for update in updates for phase in (update.quiet, *update.phases)]
@@ -92,11 +97,18 @@ def summary(updates: list[Update], steps: list[Step], streams: list[list[float]]
         for held, more in zip(by_token, gaps_by_phase(stream, timeline, prefills), strict=True):
             held += more
     usual = statistics.median(
-        [gap for phase, gaps in zip(timeline, by_step, strict=True) if phase.name == UNDISTURBED for gap in gaps] or [0.0]
+        [
+            gap
+            for phase, gaps in zip(timeline, by_step, strict=True)
+            if phase.name == UNDISTURBED
+            for gap in gaps
+        ]
+        or [0.0]
     )
     width = 1 + len(names)
     stalls = [
-        max((gap for gaps in by_step[i * width + 1 : (i + 1) * width] for gap in gaps), default=usual) - usual for i in range(len(updates))
+        max((gap for gaps in by_step[i * width + 1 : (i + 1) * width] for gap in gaps), default=usual) - usual
+        for i in range(len(updates))
     ]
     return {
         "updates": len(updates),
@@ -117,14 +129,27 @@ def _merged(timeline: list[Phase], gaps: list[list[float]]) -> dict[str, Any]:
 
 
 def _decode(updates: list[Update], steps: list[Step], prefills: list[float]) -> dict[str, float]:
-    """Tokens per second over all stretches of a kind, without those in which prompts were computed if any other is left.
+    """Tokens per second over all stretches of a kind, without those in which prompts were computed if any
+    other is left.
 
-    "during" is from the beginning of an update to its end, "before_commit" to the beginning of its last phase.
+    "during" is from the beginning of an update to its end, "before_commit" to the beginning of its last
+    phase.
     """
-    clean = [update for update in updates if not any(update.quiet.began <= at <= update.ended for at in prefills)] or updates
+    clean = [
+        update for update in updates if not any(update.quiet.began <= at <= update.ended for at in prefills)
+    ] or updates
     quiet = [rate(steps, update.quiet.began, update.quiet.ended) for update in clean]
     during = [rate(steps, update.began, update.ended) for update in clean]
     before = [rate(steps, update.began, update.phases[-1].began) for update in clean]
-    speeds = [sum(tokens for tokens, _ in kind) / max(1e-9, sum(seconds for _, seconds in kind)) for kind in (quiet, during, before)]
+    speeds = [
+        sum(tokens for tokens, _ in kind) / max(1e-9, sum(seconds for _, seconds in kind))
+        for kind in (quiet, during, before)
+    ]
     share = speeds[1] / speeds[0] if speeds[0] else 0.0
-    return {"undisturbed": speeds[0], "during": speeds[1], "before_commit": speeds[2], "share": share, "updates": len(clean)}
+    return {
+        "undisturbed": speeds[0],
+        "during": speeds[1],
+        "before_commit": speeds[2],
+        "share": share,
+        "updates": len(clean),
+    }

@@ -35,7 +35,14 @@ class Partner:
         Raises:
             RuntimeError: if it does not come up within `limit_s`.
         """
-        command = ("-m", "tests.benchmarks.gpu.trainer", "--model", str(model_dir), "--dtype", SIZES[model].dtype)
+        command = (
+            "-m",
+            "tests.benchmarks.gpu.trainer",
+            "--model",
+            str(model_dir),
+            "--dtype",
+            SIZES[model].dtype,
+        )
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             *command,

@@ -1,10 +1,12 @@
-"""`make bench-gpu`: weight updates of a serving engine, against the limits of the machine and against the usual ways, in one run.
+"""`make bench-gpu`: weight updates of a serving engine, against the limits of the machine and against the
+usual ways, in one run.
 
-    python -m tests.benchmarks.gpu.run --out runs/bench-gpu.json [--model 7b|0.5b|tiny] [--parts nccl,vllm-nccl,...] [--minutes 8] [--tiny]
+    python -m tests.benchmarks.gpu.run --out runs/bench-gpu.json [--model 7b|0.5b|tiny] [--parts
+    nccl,vllm-nccl,...] [--minutes 8] [--tiny]
 
-Each section runs in processes of its own. One that fails or hangs is reported, its engine is started anew if it is gone, and the
-others go on. Results are written after every part; the table comes last. Exit code 1 if a part failed. An aim that is missed is printed,
-and is no failure.
+Each section runs in processes of its own. One that fails or hangs is reported, its engine is started anew if
+it is gone, and the others go on. Results are written after every part; the table comes last. Exit code 1 if a
+part failed. An aim that is missed is printed, and is no failure.
 """
 
 import argparse
@@ -61,7 +63,13 @@ class Lines:
 
     def __init__(self, command: list[str], environment: dict[str, str]) -> None:
         self._process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, errors="replace", start_new_session=True
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
         )
         self._hung = False
         self._lines: queue.Queue[str | None] = queue.Queue(maxsize=10_000)
@@ -81,7 +89,8 @@ class Lines:
                 self._process.wait(GRACE_S)
 
     def next(self, limit_s: float) -> dict[str, Any]:
-        """The next event; {"event": "hung"} or {"event": "gone"} if none comes. What is no event is passed on to stderr."""
+        """The next event; {"event": "hung"} or {"event": "gone"} if none comes. What is no event is passed on
+        to stderr."""
         end = time.monotonic() + limit_s
         while True:
             try:
@@ -128,7 +137,9 @@ class Report:
 def run_limits(report: Report, arguments: argparse.Namespace, environment: dict[str, str]) -> None:
     """The section of the machine's limits."""
     print("bench-gpu: limits ...", file=sys.stderr, flush=True)
-    with Lines([sys.executable, "-m", "tests.benchmarks.gpu.limits", "--model", arguments.model], environment) as lines:
+    with Lines(
+        [sys.executable, "-m", "tests.benchmarks.gpu.limits", "--model", arguments.model], environment
+    ) as lines:
         event = lines.next(LIMITS_S)
         while event["event"] == "begin":
             event = lines.next(LIMITS_S)
@@ -139,7 +150,9 @@ def run_limits(report: Report, arguments: argparse.Namespace, environment: dict[
         report.fail("limits", f"{event['event']}: no result within {LIMITS_S:g} s")
 
 
-def run_parts(report: Report, arguments: argparse.Namespace, environment: dict[str, str], left_s: float) -> None:
+def run_parts(
+    report: Report, arguments: argparse.Namespace, environment: dict[str, str], left_s: float
+) -> None:
     """All parts on one engine; after a part that took the engine with it, the rest on another one."""
     end = time.monotonic() + left_s
     parts = list(arguments.parts)
@@ -152,7 +165,13 @@ def run_parts(report: Report, arguments: argparse.Namespace, environment: dict[s
         report.fail(part, "not begun")
 
 
-def run_session(report: Report, arguments: argparse.Namespace, environment: dict[str, str], parts: list[str], left_s: float) -> list[str]:
+def run_session(
+    report: Report,
+    arguments: argparse.Namespace,
+    environment: dict[str, str],
+    parts: list[str],
+    left_s: float,
+) -> list[str]:
     """One engine. Returns the parts that are over, well or not."""
     command = [
         sys.executable,
@@ -199,7 +218,9 @@ def facts_of(arguments: argparse.Namespace) -> dict[str, Any]:
             versions[name] = version(name)
     with suppress(OSError, subprocess.SubprocessError):
         command = ("git", "describe", "--always", "--dirty", "--abbrev=12")
-        versions["commit"] = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+        versions["commit"] = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=20, check=True
+        ).stdout.strip()
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": sys.argv,
@@ -214,13 +235,21 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Weight updates on GPUs.")
     parser.add_argument("--out", type=Path, default=ROOT / "runs/bench-gpu.json", help="where the JSON goes")
     parser.add_argument("--model", choices=SIZES, default="7b")
-    parser.add_argument("--tiny", action="store_true", help="a rehearsal: a tiny model, one update or two; also without a GPU")
     parser.add_argument(
-        "--parts", type=lambda text: [part for part in text.split(",") if part], help=f"of {','.join(WAYS)}; '' for limits alone"
+        "--tiny", action="store_true", help="a rehearsal: a tiny model, one update or two; also without a GPU"
     )
-    parser.add_argument("--minutes", type=float, default=8.0, help="for everything; what does not fit in is left out")
+    parser.add_argument(
+        "--parts",
+        type=lambda text: [part for part in text.split(",") if part],
+        help=f"of {','.join(WAYS)}; '' for limits alone",
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=8.0, help="for everything; what does not fit in is left out"
+    )
     parser.add_argument("--updates", type=int, default=12)
-    parser.add_argument("--quiet-s", type=float, default=1.0, help="length of the undisturbed stretch before each update")
+    parser.add_argument(
+        "--quiet-s", type=float, default=1.0, help="length of the undisturbed stretch before each update"
+    )
     parser.add_argument("--part-s", type=float, default=40.0, help="for the measured updates of one part")
     parser.add_argument("--bucket-mb", type=int, default=0, help="weights.bucket_mb, if not the default")
     parser.add_argument("--memory-fraction", type=float, default=0.25)
@@ -240,7 +269,10 @@ def parse() -> argparse.Namespace:
     arguments.devices = engine if alone else f"{engine},{trainer}"
     named = ("updates", "quiet_s", "part_s", "bucket_mb", "memory_fraction", "kv")
     arguments.passed = [f"--{name.replace('_', '-')}={getattr(arguments, name)}" for name in named]
-    arguments.passed += [f"--trainer-devices={trainer if alone else f'{trainer},{engine}'}", f"--same-devices={arguments.devices}"]
+    arguments.passed += [
+        f"--trainer-devices={trainer if alone else f'{trainer},{engine}'}",
+        f"--same-devices={arguments.devices}",
+    ]
     arguments.passed += ["--eager"] if arguments.eager or arguments.tiny else []
     return arguments
 
@@ -257,7 +289,12 @@ def main() -> None:
     try:
         if not arguments.no_limits:
             run_limits(report, arguments, environment)
-        run_parts(report, arguments, environment | {"CUDA_VISIBLE_DEVICES": arguments.devices}, end - time.monotonic())
+        run_parts(
+            report,
+            arguments,
+            environment | {"CUDA_VISIBLE_DEVICES": arguments.devices},
+            end - time.monotonic(),
+        )
     finally:
         print(render(report.facts), flush=True)
     sys.exit(1 if report.facts["failed"] else 0)

@@ -2,8 +2,9 @@
 
     python -m tests.benchmarks.gpu.session --model 7b --parts nccl,vllm-nccl,per-tensor
 
-Says what happens by lines of JSON on stdout: {"event": "ready" | "begin" | "end" | "fail", ...}. A part of the project's own that fails
-is not the end if the engine is still well. "PART@same" is the part with the trainer on the engine's GPU.
+Says what happens by lines of JSON on stdout: {"event": "ready" | "begin" | "end" | "fail", ...}. A part of
+the project's own that fails is not the end if the engine is still well. "PART@same" is the part with the
+trainer on the engine's GPU.
 """
 
 import argparse
@@ -49,7 +50,9 @@ class Session:
         try:
             async with asyncio.TaskGroup() as group:
                 starting = group.create_task(start_engine(self._config(), self._model_dir), name="engine")
-                if self._devices(arguments.parts[0]) != arguments.same_devices:  # else it would disturb vLLM's look at its memory
+                if (
+                    self._devices(arguments.parts[0]) != arguments.same_devices
+                ):  # else it would disturb vLLM's look at its memory
                     group.create_task(self._trainer(arguments.parts[0]), name="trainer")
             partner = await self._trainer(arguments.parts[0])
         except Exception as error:
@@ -57,7 +60,13 @@ class Session:
             raise
         engine = starting.result()
         memory = await engine.worker("memory")
-        say("ready", start_s=time.monotonic() - began, bytes=partner.bytes, tensors=len(partner.shapes), memory=memory)
+        say(
+            "ready",
+            start_s=time.monotonic() - began,
+            bytes=partner.bytes,
+            tensors=len(partner.shapes),
+            memory=memory,
+        )
         try:
             for part in arguments.parts:
                 say("begin", part=part)
@@ -88,7 +97,10 @@ class Session:
             seconds=arguments.part_s,
             first=self._first,
         )
-        found["memory"] = {"engine": await engine.worker("memory"), "trainer": (await partner.ask("memory"))["peak"]}
+        found["memory"] = {
+            "engine": await engine.worker("memory"),
+            "trainer": (await partner.ask("memory"))["peak"],
+        }
         await partner.ask("close")
         return found
 
@@ -101,7 +113,10 @@ class Session:
         place = self._devices(part)
         if self._partner is None or self._place != place:
             await self._drop_trainer()
-            self._partner, self._place = await Partner.start(self._arguments.model, self._model_dir, place, TRAINER_START_S), place
+            self._partner, self._place = (
+                await Partner.start(self._arguments.model, self._model_dir, place, TRAINER_START_S),
+                place,
+            )
         return self._partner
 
     def _devices(self, part: str) -> str:

@@ -1,4 +1,5 @@
-"""The models that are moved: directories with a config.json and no weights, which engine and trainer fill at random on their devices."""
+"""The models that are moved: directories with a config.json and no weights, which engine and trainer fill at
+random on their devices."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +72,11 @@ def shapes_of(name: str) -> list[tuple[int, ...]]:
 
 def device() -> torch.device:
     """The device that this process measures on."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
 
 
 def settle() -> None:

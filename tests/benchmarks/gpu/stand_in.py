@@ -1,4 +1,5 @@
-"""For a rehearsal on a machine without a GPU: gloo in place of vLLM's NCCL communicator, files in place of IPC handles, idle streams."""
+"""For a rehearsal on a machine without a GPU: gloo in place of vLLM's NCCL communicator, files in place of
+IPC handles, idle streams."""
 
 import tempfile
 from contextlib import nullcontext
@@ -30,7 +31,8 @@ class _Communicator:
 
 
 def _to_file(tensor: torch.Tensor) -> tuple[None, tuple[Any, ...]]:
-    """As torch's `reduce_tensor` for memory of a GPU: what `_from_file` takes, the seventh of them a device."""
+    """As torch's `reduce_tensor` for memory of a GPU: what `_from_file` takes, the seventh of them a
+    device."""
     with tempfile.NamedTemporaryFile(prefix="tether-bench-", delete=False) as file:
         file.write(tensor.contiguous().view(torch.uint8).numpy().tobytes())
     return None, (file.name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), 0, 0, 0, 0)
@@ -50,7 +52,9 @@ def install() -> None:
     from torch.multiprocessing import reductions
     from vllm.distributed.weight_transfer import nccl_common, packed_tensor
 
-    def init_group(master_address: str, master_port: int, rank: int, world_size: int, device: Any) -> _Communicator:
+    def init_group(
+        master_address: str, master_port: int, rank: int, world_size: int, device: Any
+    ) -> _Communicator:
         return _Communicator(master_port, rank)
 
     nccl_common.stateless_init_process_group = init_group

@@ -20,13 +20,17 @@ def render(facts: Mapping[str, Any]) -> str:
     """Limits, ways, phases and what failed."""
     limits = facts["limits"].get("ms", {})
     engine, machine = facts["engine"], facts["limits"].get("machine", {})
-    blocks = [f"Weight updates, model {facts['model']}, {engine.get('bytes', 0) / 1e9:.2f} GB in {engine.get('tensors', 0)} tensors"]
+    blocks = [
+        f"Weight updates, model {facts['model']}, {engine.get('bytes', 0) / 1e9:.2f} GB in {engine.get('tensors', 0)} tensors"
+    ]
     blocks.append(f"{machine} {facts['versions']}")
     if limits:
         blocks.append(_grid([["limit", "ms"]] + [[name, _number(ms)] for name, ms in limits.items()]))
     parts: Mapping[str, Mapping[str, Any]] = facts["parts"]
     if parts:
-        blocks.append(_grid([list(_HEAD), *([name, *_summary(name, part, limits)] for name, part in parts.items())]))
+        blocks.append(
+            _grid([list(_HEAD), *([name, *_summary(name, part, limits)] for name, part in parts.items())])
+        )
         blocks += [f"{name}: {phases(part)}" for name, part in parts.items()]
     blocks += [f"failed: {name}: {why}" for name, why in facts["failed"].items()]
     return "\n\n".join(blocks)
@@ -48,7 +52,8 @@ _HEAD = (
 
 
 def limit_of(way: str, limits: Mapping[str, float]) -> float | None:
-    """The quickest that the same bytes can move between the places that a way moves them between; None if it moves nothing."""
+    """The quickest that the same bytes can move between the places that a way moves them between; None if it
+    moves nothing."""
     if way.startswith("flip"):
         return None
     if way.endswith("@same"):
@@ -86,11 +91,17 @@ def phases(part: Mapping[str, Any]) -> str:
     found = []
     for name, ms in part["ms"].items():
         gaps = part["gaps"].get(name, {"n": 0})
-        seen = f" (gaps p50 {_number(gaps['p50'])}, p99 {_number(gaps['p99'])}, max {_number(gaps['max'])})" if gaps["n"] else ""
+        seen = (
+            f" (gaps p50 {_number(gaps['p50'])}, p99 {_number(gaps['p99'])}, max {_number(gaps['max'])})"
+            if gaps["n"]
+            else ""
+        )
         found.append(f"{name} {_number(ms)}{seen}")
     tokens = part["token_gaps"]
     stream = "; ".join(
-        f"{name} {_number(gap['p50'])}/{_number(gap['p99'])}/{_number(gap['max'])}" for name, gap in tokens.items() if gap["n"]
+        f"{name} {_number(gap['p50'])}/{_number(gap['p99'])}/{_number(gap['max'])}"
+        for name, gap in tokens.items()
+        if gap["n"]
     )
     decode = part["decode"]
     speeds = f"{_number(decode['undisturbed'])} undisturbed, {_number(decode['during'])} during updates"
@@ -114,7 +125,10 @@ def _number(value: float | None) -> str:
 
 def _grid(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
+        for row in rows
+    ]
     return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
 
 

@@ -21,7 +21,12 @@ def steps() -> list[Step]:
 
 def test_a_gap_belongs_to_the_last_phase_that_it_touches() -> None:
     gaps = gaps_by_phase([0.5, 1.5, 2.9, 3.1, 9.0], [QUIET, *PHASES])
-    assert gaps == [[], [pytest.approx(1000)], [pytest.approx(1400)], [pytest.approx(200), pytest.approx(5900)]]
+    assert gaps == [
+        [],
+        [pytest.approx(1000)],
+        [pytest.approx(1400)],
+        [pytest.approx(200), pytest.approx(5900)],
+    ]
 
 
 def test_a_gap_with_a_prefill_is_left_out_and_so_is_one_outside_all_phases() -> None:

@@ -13,7 +13,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.engine]
 
 
 @pytest.mark.timeout(900)
-def test_tiny_run_measures_the_projects_way_and_a_usual_one_and_both_bring_the_right_weights(tmp_path: Path) -> None:
+def test_tiny_run_measures_the_projects_way_and_a_usual_one_and_both_bring_the_right_weights(
+    tmp_path: Path,
+) -> None:
     out = tmp_path / "bench.json"
     command = [
         sys.executable,
@@ -32,7 +34,10 @@ def test_tiny_run_measures_the_projects_way_and_a_usual_one_and_both_bring_the_r
     assert facts["failed"] == {}, done.stderr[-4000:]
     assert done.returncode == 0
     assert {"copy on one GPU", "broadcast, one call a tensor"} <= set(facts["limits"]["ms"])
-    for name, phases in (("nccl", {"publish", "stage", "commit"}), ("per-tensor", {"pause", "transfer", "resume"})):
+    for name, phases in (
+        ("nccl", {"publish", "stage", "commit"}),
+        ("per-tensor", {"pause", "transfer", "resume"}),
+    ):
         part = facts["parts"][name]
         assert part["verified"] is True
         assert phases < set(part["ms"])

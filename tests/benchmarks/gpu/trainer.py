@@ -1,8 +1,10 @@
-"""The trainer's process: holds the weights on its device under their checkpoint names, and publishes them when it is told to.
+"""The trainer's process: holds the weights on its device under their checkpoint names, and publishes them
+when it is told to.
 
     python -m tests.benchmarks.gpu.trainer --model DIR --dtype bfloat16
 
-Orders come as lines of JSON on stdin, {"do": NAME, ...}; each is answered by one line on stdout, {"error"} if it could not be done.
+Orders come as lines of JSON on stdin, {"do": NAME, ...}; each is answered by one line on stdout, {"error"} if
+it could not be done.
 """
 
 import argparse
@@ -27,12 +29,13 @@ from tests.benchmarks.gpu import stand_in
 from tests.benchmarks.gpu.groups import HOST, broadcast, join_pair
 from tests.benchmarks.gpu.shapes import device, group_backend, settle
 from trainer.config import WeightConfig
-from trainer.weights.base import DraftingSender, Sender
+from trainer.weights.base import StreamingSender, WeightSender
 from trainer.weights.bucket_writer import in_dtype
 from trainer.weights.registry import make_sender
 
 STEP = 1.015625
-"""What a step multiplies all weights with, and the next one divides them by: every byte of a version may differ from the one before."""
+"""What a step multiplies all weights with, and the next one divides them by: every byte of a version may
+differ from the one before."""
 
 
 class Trainer:
@@ -43,21 +46,27 @@ class Trainer:
         self._dtype = dtype
         shapes = checkpoint_shapes(model_dir)
         self._tensors = {
-            name: torch.empty(shape, dtype=getattr(torch, dtype), device=device()).normal_(std=0.02) for name, shape in shapes.items()
+            name: torch.empty(shape, dtype=getattr(torch, dtype), device=device()).normal_(std=0.02)
+            for name, shape in shapes.items()
         }
-        self._sender: Sender | None = None
+        self._sender: WeightSender | None = None
         self._steps = 0
         self._began = 0.0
         """When the last step had ended."""
         self._group: Any = None
         self._communicator: Any = None
-        self._directory = tempfile.TemporaryDirectory(prefix="tether-bench-trainer-", ignore_cleanup_errors=True)
+        self._directory = tempfile.TemporaryDirectory(
+            prefix="tether-bench-trainer-", ignore_cleanup_errors=True
+        )
         settle()
 
     def describe(self) -> dict[str, Any]:
         """Of the weights: bytes, and (name, shape) of each tensor."""
         nbytes = sum(tensor.nbytes for tensor in self._tensors.values())
-        return {"bytes": nbytes, "shapes": [(name, list(tensor.shape)) for name, tensor in self._tensors.items()]}
+        return {
+            "bytes": nbytes,
+            "shapes": [(name, list(tensor.shape)) for name, tensor in self._tensors.items()],
+        }
 
     def open(self, transport: str, bucket_mb: int) -> dict[str, Any]:
         """Make the sender of a transport."""
@@ -70,13 +79,21 @@ class Trainer:
 
     def draft(self, version: int) -> dict[str, Any]:
         """Whether the version can be received while it is published."""
-        return {"drafted": isinstance(self._sender, DraftingSender) and self._sender.draft("bench", version) is not None}
+        return {
+            "drafted": isinstance(self._sender, StreamingSender)
+            and self._sender.provisional("bench", version) is not None
+        }
 
     def publish(self, version: int) -> dict[str, Any]:
-        """What the trainer does after a step. Returns the manifest, in hex, when the step had ended and when this has."""
+        """What the trainer does after a step. Returns the manifest, in hex, when the step had ended and when
+        this has."""
         assert self._sender is not None
         manifest = self._sender.publish("bench", version, in_dtype(self._tensors.items(), self._dtype))
-        return {"began": self._began, "ended": time.monotonic(), "manifest": msgspec.msgpack.encode(manifest).hex()}
+        return {
+            "began": self._began,
+            "ended": time.monotonic(),
+            "manifest": msgspec.msgpack.encode(manifest).hex(),
+        }
 
     def retire(self, version: int) -> dict[str, Any]:
         """Forget versions before this one."""
@@ -123,7 +140,9 @@ class Trainer:
         """Broadcast packed, with vLLM's producer and its own defaults."""
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
-        packed_nccl_broadcast_producer(iter(self._tensors.items()), self._communicator, 0, lambda item: item[1])
+        packed_nccl_broadcast_producer(
+            iter(self._tensors.items()), self._communicator, 0, lambda item: item[1]
+        )
         settle()
         return {"began": self._began, "ended": time.monotonic()}
 
@@ -139,7 +158,9 @@ class Trainer:
             "names": list(self._tensors),
             "dtype_names": [self._dtype] * len(self._tensors),
             "shapes": [list(tensor.shape) for tensor in self._tensors.values()],
-            "ipc_handles": [{where: reductions.reduce_tensor(tensor)[1]} for tensor in self._tensors.values()],
+            "ipc_handles": [
+                {where: reductions.reduce_tensor(tensor)[1]} for tensor in self._tensors.values()
+            ],
         }
         return {"began": self._began, "ended": time.monotonic(), "info": clients._json_safe_update_info(info)}
 

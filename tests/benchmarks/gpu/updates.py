@@ -1,4 +1,5 @@
-"""The ways of bringing a new version to the engine that are compared: each takes one version, and says when its phases began and ended."""
+"""The ways of bringing a new version to the engine that are compared: each takes one version, and says when
+its phases began and ended."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from typing import Any, Protocol
 import msgspec
 
 from protocol.messages import WeightManifest
-from protocol.weights.provisional import draft_of
+from protocol.weights.provisional import provisional_manifest
 from tests.benchmarks.gpu.engine import MeasuredEngine
 from tests.benchmarks.gpu.flip import Flip
 from tests.benchmarks.gpu.gaps import Phase
@@ -17,7 +18,8 @@ from tests.benchmarks.gpu.partner import Partner
 
 
 class Way(Protocol):
-    """One way of updating. The time before the first phase's beginning is not the update's: the optimizer's step."""
+    """One way of updating. The time before the first phase's beginning is not the update's: the optimizer's
+    step."""
 
     async def prepare(self) -> None:
         """What is done once."""
@@ -32,7 +34,8 @@ class Way(Protocol):
 class Ours:
     """The project's own: publish, stage while decoding goes on, commit between two steps.
 
-    Where a version is received while it is published, the phase "stage" is what is left of that when it is published.
+    Where a version is received while it is published, the phase "stage" is what is left of that when it is
+    published.
     """
 
     def __init__(self, engine: MeasuredEngine, partner: Partner, transport: str, bucket_mb: int) -> None:
@@ -50,7 +53,9 @@ class Ours:
         drafted = (await self._partner.ask("draft", version=version))["drafted"]
         async with asyncio.TaskGroup() as group:
             if drafted and self._manifest is not None:
-                group.create_task(self._engine.stage(draft_of(self._manifest, version)), name="stage")
+                group.create_task(
+                    self._engine.stage(provisional_manifest(self._manifest, version)), name="stage"
+                )
             sent = await self._partner.ask("publish", version=version)
             began = monotonic()
         manifest = msgspec.msgpack.decode(bytes.fromhex(sent["manifest"]), type=WeightManifest)
@@ -97,7 +102,8 @@ class Paused:
 
 
 class VllmNccl(Paused):
-    """vLLM's own weight transfer over NCCL, packed, as its documentation says: pause, start, update, finish, resume."""
+    """vLLM's own weight transfer over NCCL, packed, as its documentation says: pause, start, update, finish,
+    resume."""
 
     async def prepare(self) -> None:
         from vllm.distributed.weight_transfer import nccl_engine
@@ -105,13 +111,22 @@ class VllmNccl(Paused):
 
         await self._engine.worker("transfer", "nccl")
         port = free_port()
-        info: dict[str, Any] = {"master_address": HOST, "master_port": port, "rank_offset": 1, "world_size": 2}
+        info: dict[str, Any] = {
+            "master_address": HOST,
+            "master_port": port,
+            "rank_offset": 1,
+            "world_size": 2,
+        }
         packed = {"packed": True}
-        at_start = "packed" in nccl_engine.NCCLWeightTransferInitInfo.__dataclass_fields__  # newer ones are told here
+        at_start = (
+            "packed" in nccl_engine.NCCLWeightTransferInitInfo.__dataclass_fields__
+        )  # newer ones are told here
         async with asyncio.TaskGroup() as group:
             group.create_task(self._partner.ask("join_vllm", port=port), name="join-trainer")
             group.create_task(
-                self._engine.llm.init_weight_transfer_engine(WeightTransferInitRequest(info | (packed if at_start else {}))),
+                self._engine.llm.init_weight_transfer_engine(
+                    WeightTransferInitRequest(info | (packed if at_start else {}))
+                ),
                 name="join-engine",
             )
         self._info = {
@@ -128,14 +143,21 @@ class VllmNccl(Paused):
         started = monotonic()
         async with asyncio.TaskGroup() as group:
             group.create_task(self._partner.ask("send_vllm"), name="send")
-            group.create_task(llm.update_weights(WeightTransferUpdateRequest(dict(self._info))), name="receive")
+            group.create_task(
+                llm.update_weights(WeightTransferUpdateRequest(dict(self._info))), name="receive"
+            )
         received = monotonic()
         await llm.finish_weight_update()
-        return [Phase("start", began, started), Phase("transfer", started, received), Phase("finish", received, monotonic())]
+        return [
+            Phase("start", began, started),
+            Phase("transfer", started, received),
+            Phase("finish", received, monotonic()),
+        ]
 
 
 class VllmIpc(Paused):
-    """vLLM's own weight transfer by CUDA IPC, all tensors in one call as it does by default. Trainer and engine share a GPU."""
+    """vLLM's own weight transfer by CUDA IPC, all tensors in one call as it does by default. Trainer and
+    engine share a GPU."""
 
     async def prepare(self) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
@@ -153,7 +175,11 @@ class VllmIpc(Paused):
         await llm.update_weights(WeightTransferUpdateRequest(info))
         received = monotonic()
         await llm.finish_weight_update()
-        return [Phase("start", began, started), Phase("transfer", started, received), Phase("finish", received, monotonic())]
+        return [
+            Phase("start", began, started),
+            Phase("transfer", started, received),
+            Phase("finish", received, monotonic()),
+        ]
 
 
 class PerTensor(Paused):
@@ -168,11 +194,17 @@ class PerTensor(Paused):
     async def _move(self, began: float) -> list[Phase]:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._partner.ask("send"), name="send")
-            group.create_task(self._engine.worker("receive", self._partner.shapes, self._engine.dtype), name="receive")
+            group.create_task(
+                self._engine.worker("receive", self._partner.shapes, self._engine.dtype), name="receive"
+            )
         return [Phase("transfer", began, monotonic())]
 
 
-PAUSED: dict[str, Callable[[MeasuredEngine, Partner], Way]] = {"vllm-nccl": VllmNccl, "vllm-ipc": VllmIpc, "per-tensor": PerTensor}
+PAUSED: dict[str, Callable[[MeasuredEngine, Partner], Way]] = {
+    "vllm-nccl": VllmNccl,
+    "vllm-ipc": VllmIpc,
+    "per-tensor": PerTensor,
+}
 """Ways that are not the project's."""
 
 

@@ -1,4 +1,5 @@
-"""The engine's worker with a clock on its steps, and with what the usual ways of loading weights need. Measured, not shipped."""
+"""The engine's worker with a clock on its steps, and with what the usual ways of loading weights need.
+Measured, not shipped."""
 
 import importlib.util
 import sys
@@ -7,7 +8,8 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-from rollout.engines.vllm.worker import WorkerExtension  # isort: skip - it wants to be the first of ours in vLLM's process
+# isort: skip - it wants to be the first of ours in vLLM's process
+from rollout.engines.vllm.worker import WorkerExtension
 
 import torch
 
@@ -18,7 +20,8 @@ from tests.benchmarks.gpu.shapes import device, settle
 
 
 class MeasuredWorker(WorkerExtension):
-    """What `bench_` methods there are is called by `collective_rpc`, as the project's own `tether_` methods are."""
+    """What `bench_` methods there are is called by `collective_rpc`, as the project's own `tether_` methods
+    are."""
 
     def bench_clock(self) -> None:
         """Write down every step from now on."""
@@ -27,7 +30,9 @@ class MeasuredWorker(WorkerExtension):
         self._bench_steps: list[tuple[float, int, bool]] = []
 
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-            requests = len(scheduler_output.scheduled_new_reqs) + len(scheduler_output.scheduled_cached_reqs.req_ids)
+            requests = len(scheduler_output.scheduled_new_reqs) + len(
+                scheduler_output.scheduled_cached_reqs.req_ids
+            )
             if requests:
                 prefill = scheduler_output.total_num_scheduled_tokens != requests
                 self._bench_steps.append((time.monotonic(), requests, prefill))
@@ -45,7 +50,8 @@ class MeasuredWorker(WorkerExtension):
         return torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
 
     def bench_transfer(self, backend: str) -> None:
-        """Give the worker vLLM's own weight transfer of that name, as `weight_transfer_config` would at the start."""
+        """Give the worker vLLM's own weight transfer of that name, as `weight_transfer_config` would at the
+        start."""
         from vllm.config import WeightTransferConfig
         from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
@@ -76,7 +82,8 @@ class MeasuredWorker(WorkerExtension):
         self._bench_group = join_pair(port, rank=1)
 
     def bench_receive(self, shapes: Sequence[tuple[str, Sequence[int]]], dtype: str) -> float:
-        """Receive each tensor by a broadcast of its own and load it. Returns the milliseconds that it took."""
+        """Receive each tensor by a broadcast of its own and load it. Returns the milliseconds that it
+        took."""
         from vllm.config import set_current_vllm_config
 
         model = self.model_runner.get_model()  # type: ignore[attr-defined]

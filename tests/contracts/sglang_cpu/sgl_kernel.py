@@ -1,4 +1,5 @@
-"""Stands in for SGLang's kernels, which have no build for every CPU, so that SGLang itself runs in tests. On its server's PYTHONPATH only.
+"""Stands in for SGLang's kernels, which have no build for every CPU, so that SGLang itself runs in tests. On
+its server's PYTHONPATH only.
 
 Every name can be imported; to call one raises. One function is really needed.
 """

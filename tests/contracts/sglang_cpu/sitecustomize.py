@@ -1,7 +1,8 @@
 """Stands in for what a CPU lacks in SGLang's processes: two operators of torchvision, and pinned memory.
 
-torchvision looks the operators up when it is imported: its CUDA build cannot define them with a CPU torch. SGLang's adapter layers pin
-small tensors on any device, which torch refuses where there is no accelerator: here they stay where they are.
+torchvision looks the operators up when it is imported: its CUDA build cannot define them with a CPU torch.
+SGLang's adapter layers pin small tensors on any device, which torch refuses where there is no accelerator:
+here they stay where they are.
 """
 
 from collections.abc import Callable

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from protocol.device import bounded_init
-from protocol.device.bounded_init import make_group
+from protocol.device.bounded_init import init_with_deadline
 
 
 class Library:
@@ -24,7 +24,7 @@ class Library:
 
     def give_up(self, *, hung_up: bool = False) -> None:
         with pytest.raises(ConnectionError if hung_up else TimeoutError):
-            make_group(self.make, self.discarded.append, 600 if hung_up else 0, lambda: hung_up)
+            init_with_deadline(self.make, self.discarded.append, 600 if hung_up else 0, lambda: hung_up)
 
 
 @contextmanager

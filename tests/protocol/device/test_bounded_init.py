@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from protocol.device import bounded_init
-from protocol.device.bounded_init import MAX_STUCK, check_stuck, make_group
+from protocol.device.bounded_init import MAX_STUCK, check_stuck, init_with_deadline
 from protocol.errors import PoisonedError
 from tests.protocol.device.stuck import Library, stuck, until_none_is_left
 
@@ -17,9 +17,14 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_made_in_time_is_returned_and_what_goes_wrong_is_raised() -> None:
-    assert make_group(lambda hold: "group", pytest.fail, 600, lambda: False) == "group"
+    assert init_with_deadline(lambda hold: "group", pytest.fail, 600, lambda: False) == "group"
     with pytest.raises(RuntimeError, match="no such device"):
-        make_group(lambda hold: (_ for _ in ()).throw(RuntimeError("no such device")), pytest.fail, 600, lambda: False)
+        init_with_deadline(
+            lambda hold: (_ for _ in ()).throw(RuntimeError("no such device")),
+            pytest.fail,
+            600,
+            lambda: False,
+        )
 
 
 def test_what_comes_too_late_is_discarded_by_its_own_thread() -> None:
@@ -39,7 +44,7 @@ def test_what_was_handed_over_is_discarded_at_once_so_that_its_thread_comes_back
 
     discarded: list[str] = []
     with pytest.raises(ConnectionError):
-        make_group(make, lambda group: (discarded.append(group), aborted.set()), 600, lambda: True)
+        init_with_deadline(make, lambda group: (discarded.append(group), aborted.set()), 600, lambda: True)
     until_none_is_left()
     assert set(discarded) == {"group"}
 
@@ -52,7 +57,7 @@ def test_a_look_that_fails_leaves_nothing_behind_that_is_not_known() -> None:
 
     with stuck(library, 0, more=1):
         with pytest.raises(ConnectionResetError):
-            make_group(library.make, library.discarded.append, 600, reset)
+            init_with_deadline(library.make, library.discarded.append, 600, reset)
         assert len(bounded_init._left) == 1
     assert library.discarded == ["group"]
 
@@ -60,12 +65,18 @@ def test_a_look_that_fails_leaves_nothing_behind_that_is_not_known() -> None:
 def test_a_process_bears_a_few_threads_that_are_stuck_and_recovers_when_they_return() -> None:
     library = Library()
     with stuck(library, MAX_STUCK - 1):
-        assert make_group(lambda hold: "other", pytest.fail, 600, lambda: False) == "other"
+        assert init_with_deadline(lambda hold: "other", pytest.fail, 600, lambda: False) == "other"
         check_stuck()
     with stuck(Library(), MAX_STUCK):
         before = threading.active_count()
-        for refused in (check_stuck, lambda: make_group(pytest.fail, pytest.fail, 600, lambda: False)):
-            with pytest.raises(PoisonedError, match="4 threads are stuck where process groups are made: this process has to be started"):
+        for refused in (
+            check_stuck,
+            lambda: init_with_deadline(pytest.fail, pytest.fail, 600, lambda: False),
+        ):
+            with pytest.raises(
+                PoisonedError,
+                match="4 threads are stuck where process groups are made: this process has to be started",
+            ):
                 refused()
         assert threading.active_count() == before
     check_stuck()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from protocol.device.shared_tensors import Room, mapped
+from protocol.device.shared_tensors import SharedTensors, map_tensors
 from protocol.errors import WeightError
 
 OWNER = """
@@ -27,7 +27,9 @@ sys.stdin.read()
 
 def owner(path: Path) -> "subprocess.Popen[bytes]":
     """A process that has described a tensor; for a line of input it writes to it."""
-    process = subprocess.Popen([sys.executable, "-c", OWNER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     assert process.stdout is not None
     assert process.stdout.readline()
     return process
@@ -37,7 +39,7 @@ def test_tensors_of_another_process_are_seen_and_outlive_it(tmp_path: Path) -> N
     with owner(tmp_path / "o.msgpack") as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        found = mapped(tmp_path / "o.msgpack")["a"]["x"]
+        found = map_tensors(tmp_path / "o.msgpack")["a"]["x"]
         assert found.tolist() == [0, 1, 2, 3, 4]
         process.stdin.write(b"\n")
         process.stdin.flush()
@@ -46,13 +48,13 @@ def test_tensors_of_another_process_are_seen_and_outlive_it(tmp_path: Path) -> N
         process.kill()
     assert found.tolist() == [1, 2, 3, 4, 5]
     with pytest.raises(WeightError, match="the process whose tensors it describes has ended"):
-        mapped(tmp_path / "o.msgpack")
+        map_tensors(tmp_path / "o.msgpack")
 
 
 def test_what_a_reader_writes_stays_with_it(tmp_path: Path) -> None:
-    room = Room([torch.zeros(3)])
+    room = SharedTensors([torch.zeros(3)])
     room.write(tmp_path / "o.msgpack", {"a": {"x": room.tensors[0]}})
-    mapped(tmp_path / "o.msgpack")["a"]["x"].fill_(7)
+    map_tensors(tmp_path / "o.msgpack")["a"]["x"].fill_(7)
     assert room.tensors[0].tolist() == [0, 0, 0]
     room.close()
 
@@ -60,11 +62,14 @@ def test_what_a_reader_writes_stays_with_it(tmp_path: Path) -> None:
 def test_every_kind_of_tensor_comes_as_it_is(tmp_path: Path) -> None:
     tied = torch.randn(4, 3)
     given = [tied, torch.randn(6, 2).T, torch.tensor(5), torch.randn(3).bfloat16(), torch.empty(0, 3), tied]
-    room = Room(given)
+    room = SharedTensors(given)
     assert room.tensors[0].data_ptr() == room.tensors[5].data_ptr() != tied.data_ptr()
     named = {str(number): tensor for number, tensor in enumerate(room.tensors)}
-    room.write(tmp_path / "o.msgpack", {"whole": named, "parts": {"rows": room.tensors[0][1:3], "columns": room.tensors[0][:, 1]}})
-    found = mapped(tmp_path / "o.msgpack")
+    room.write(
+        tmp_path / "o.msgpack",
+        {"whole": named, "parts": {"rows": room.tensors[0][1:3], "columns": room.tensors[0][:, 1]}},
+    )
+    found = map_tensors(tmp_path / "o.msgpack")
     for number, tensor in enumerate(given):
         other = found["whole"][str(number)]
         assert (other.dtype, other.shape, other.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
@@ -78,29 +83,33 @@ def test_every_kind_of_tensor_comes_as_it_is(tmp_path: Path) -> None:
 
 
 def test_a_descriptor_that_means_another_file_is_not_mapped(tmp_path: Path) -> None:
-    room = Room([torch.zeros(100)])
+    room = SharedTensors([torch.zeros(100)])
     room.write(tmp_path / "o.msgpack", {"a": {"x": room.tensors[0]}})
     room.close()
-    other = Room([torch.ones(100)])  # takes the number that has become free
+    other = SharedTensors([torch.ones(100)])  # takes the number that has become free
     with pytest.raises(WeightError, match="has ended"):
-        mapped(tmp_path / "o.msgpack")
+        map_tensors(tmp_path / "o.msgpack")
     other.close()
 
 
-@pytest.mark.parametrize("content", [b"", b"\x93\x01\x02\x03", b"\x80", bytes(range(255, 191, -1))], ids=["empty", "array", "map", "noise"])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\x93\x01\x02\x03", b"\x80", bytes(range(255, 191, -1))],
+    ids=["empty", "array", "map", "noise"],
+)
 def test_a_file_that_is_none_of_ours_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "o.msgpack").write_bytes(content)
     with pytest.raises(WeightError, match=r"o\.msgpack"):
-        mapped(tmp_path / "o.msgpack")
+        map_tensors(tmp_path / "o.msgpack")
     with pytest.raises(WeightError, match=r"none\.msgpack"):
-        mapped(tmp_path / "none.msgpack")
+        map_tensors(tmp_path / "none.msgpack")
 
 
 def test_a_file_is_read_by_its_user_alone_and_removes_those_of_the_dead(tmp_path: Path) -> None:
     with owner(tmp_path / "shared/dead.msgpack") as process:
         process.kill()
     with owner(tmp_path / "shared/alive.msgpack") as process:
-        room = Room([torch.zeros(3)])
+        room = SharedTensors([torch.zeros(3)])
         room.write(tmp_path / "shared/o.msgpack", {})
         assert {path.name for path in (tmp_path / "shared").iterdir()} == {"alive.msgpack", "o.msgpack"}
         room.close()
@@ -110,7 +119,7 @@ def test_a_file_is_read_by_its_user_alone_and_removes_those_of_the_dead(tmp_path
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("")
-    room = Room([])
+    room = SharedTensors([])
     with pytest.raises(WeightError, match="taken"):
         room.write(tmp_path / "taken/o.msgpack", {})
     room.close()

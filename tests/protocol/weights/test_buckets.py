@@ -7,7 +7,14 @@ from hypothesis import strategies as st
 
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
-from protocol.weights.buckets import ALIGNMENT, ALONE_BYTES, check_manifest, manifest_digest, pieces, plan_buckets
+from protocol.weights.buckets import (
+    ALIGNMENT,
+    ALONE_BYTES,
+    check_manifest,
+    chunks,
+    manifest_digest,
+    plan_buckets,
+)
 
 SIZES = st.lists(st.integers(0, 500), max_size=30)
 
@@ -42,7 +49,13 @@ def test_plan_refuses_repeats_and_silly_sizes() -> None:
 
 def manifest(*entries: TensorEntry, buckets: tuple[int, ...] = (64,)) -> WeightManifest:
     return WeightManifest(
-        epoch="e", version=1, transport="shm", location="/x", buckets=buckets, tensors=entries, digest=manifest_digest(entries)
+        epoch="e",
+        version=1,
+        transport="shm",
+        location="/x",
+        buckets=buckets,
+        tensors=entries,
+        digest=manifest_digest(entries),
     )
 
 
@@ -72,7 +85,9 @@ def test_contradictions_are_refused_and_named(entries: tuple[TensorEntry, ...], 
 
 def test_an_edited_manifest_does_not_match_its_digest() -> None:
     with pytest.raises(WeightError, match="digest"):
-        check_manifest(msgspec.structs.replace(manifest(A, B), tensors=(A, msgspec.structs.replace(B, digest=3))))
+        check_manifest(
+            msgspec.structs.replace(manifest(A, B), tensors=(A, msgspec.structs.replace(B, digest=3)))
+        )
 
 
 def test_digest_ignores_order_and_buckets_but_not_content() -> None:
@@ -83,14 +98,18 @@ def test_digest_ignores_order_and_buckets_but_not_content() -> None:
 
 
 @given(
-    st.lists(st.sampled_from([0, 4, 1000, ALONE_BYTES - 1, ALONE_BYTES, 2 * ALONE_BYTES]), min_size=1, max_size=20),
+    st.lists(
+        st.sampled_from([0, 4, 1000, ALONE_BYTES - 1, ALONE_BYTES, 2 * ALONE_BYTES]), min_size=1, max_size=20
+    ),
     st.sampled_from([ALONE_BYTES, 2 * ALONE_BYTES]),
 )
 def test_pieces_hold_every_tensor_once_and_the_large_ones_alone(sizes: list[int], alone: int) -> None:
     placements, buckets = plan_buckets(((f"t{i}", n) for i, n in enumerate(sizes)), 3 * ALONE_BYTES)
     entries = [TensorEntry(p.name, "uint8", (p.nbytes,), p.bucket, p.offset, p.nbytes, 0) for p in placements]
-    found = pieces(manifest(*entries, buckets=tuple(buckets)), alone)
-    assert sorted(entry.name for piece in found for entry in piece.entries) == sorted(f"t{i}" for i in range(len(sizes)))
+    found = chunks(manifest(*entries, buckets=tuple(buckets)), alone)
+    assert sorted(entry.name for piece in found for entry in piece.entries) == sorted(
+        f"t{i}" for i in range(len(sizes))
+    )
     for piece in found:
         assert len(piece.entries) == 1 or all(entry.nbytes < alone for entry in piece.entries)
         for entry in piece.entries:

@@ -48,7 +48,10 @@ def test_what_goes_wrong_on_the_way_changes_the_digest() -> None:
         "the signs of two numbers": lambda d: (d.__setitem__(3, d[3] ^ 128), d.__setitem__(7, d[7] ^ 128)),
         "two words swapped": lambda d: d.__setitem__(slice(0, 8), d[4:8] + d[0:4]),
         "two rows swapped": lambda d: d.__setitem__(slice(0, 8 * ROW), d[4 * ROW : 8 * ROW] + d[: 4 * ROW]),
-        "the same bit in two rows": lambda d: (d.__setitem__(0, d[0] ^ 1), d.__setitem__(4 * ROW, d[4 * ROW] ^ 1)),
+        "the same bit in two rows": lambda d: (
+            d.__setitem__(0, d[0] ^ 1),
+            d.__setitem__(4 * ROW, d[4 * ROW] ^ 1),
+        ),
         "the end cut off": lambda d: d.__delitem__(slice(-4, None)),
         "zeros at the end": lambda d: d.extend(bytes(4)),
     }

@@ -1,4 +1,5 @@
-"""The sandbox against code that misbehaves. What needs the kernel's help is skipped where the kernel does not give it."""
+"""The sandbox against code that misbehaves. What needs the kernel's help is skipped where the kernel does not
+give it."""
 
 import os
 import socket
@@ -14,7 +15,9 @@ from reward.sandbox.child import fork, wait_for
 from reward.sandbox.runner import IsolationLevel, Limits, Verdict, run_tests
 from reward.verifiers.registry import make_verifier
 
-pytestmark = pytest.mark.xdist_group("sandbox")  # its tests look at what is left in the shared temporary directory
+pytestmark = pytest.mark.xdist_group(
+    "sandbox"
+)  # its tests look at what is left in the shared temporary directory
 
 LIMITS = Limits(wall_s=20.0, cpu_s=1, memory_mb=256, file_mb=1, processes=4)
 FINE = "f = lambda x: 2 * x"
@@ -32,7 +35,9 @@ def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 def leftovers() -> set[int | str]:
     children = {child.pid for child in psutil.Process().children(recursive=True)}
-    return children | {name for name in os.listdir(tempfile.gettempdir()) if name.startswith("tether-sandbox-")}
+    return children | {
+        name for name in os.listdir(tempfile.gettempdir()) if name.startswith("tether-sandbox-")
+    }
 
 
 def run(code: str, *tests: str, limits: Limits = LIMITS) -> Verdict:
@@ -50,7 +55,15 @@ def needs(kind: str, isolation: frozenset[str]) -> None:
 
 
 def test_every_test_is_judged_by_itself() -> None:
-    verdict = run(FINE, WORKS, "assert f(2) == 5", "1 / 0", "import json; assert json.dumps(f(1)) == '2'", "syntax error", "exit()")
+    verdict = run(
+        FINE,
+        WORKS,
+        "assert f(2) == 5",
+        "1 / 0",
+        "import json; assert json.dumps(f(1)) == '2'",
+        "syntax error",
+        "exit()",
+    )
     assert verdict.passed == {0, 3}
     assert not verdict.timed_out
 
@@ -86,9 +99,7 @@ def test_a_report_without_end_is_cut_off() -> None:
 
 
 def test_a_report_that_the_code_forges_is_not_believed() -> None:
-    forged = (
-        "import os\nfor fd in range(3, 20):\n    try: os.write(fd, b'\\n0\\nisolation\\nabc 0\\n')\n    except OSError: pass\nos._exit(0)"
-    )
+    forged = "import os\nfor fd in range(3, 20):\n    try: os.write(fd, b'\\n0\\nisolation\\nabc 0\\n')\n    except OSError: pass\nos._exit(0)"
     assert run(forged).passed == frozenset()
 
 
@@ -107,16 +118,22 @@ def test_processes_that_leave_the_group_end_too() -> None:
 
 
 def test_threads_that_go_on_do_not_hold_it_up() -> None:
-    assert run(f"import threading, time\nthreading.Thread(target=time.sleep, args=(3600,)).start()\n{FINE}").passed == {0}
+    assert run(
+        f"import threading, time\nthreading.Thread(target=time.sleep, args=(3600,)).start()\n{FINE}"
+    ).passed == {0}
 
 
 def test_a_directory_that_cannot_be_read_is_removed() -> None:
-    assert run(f"import os\nos.makedirs('d/e')\nopen('d/e/f', 'w').close()\nos.chmod('d/e', 0)\nos.chmod('d', 0)\n{FINE}").passed == {0}
+    assert run(
+        f"import os\nos.makedirs('d/e')\nopen('d/e/f', 'w').close()\nos.chmod('d/e', 0)\nos.chmod('d', 0)\n{FINE}"
+    ).passed == {0}
 
 
 def test_the_environment_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET", "s3cret")
-    assert run("import os", "assert 'SECRET' not in os.environ", "assert os.getcwd() == os.environ['HOME']").passed == {0, 1}
+    assert run(
+        "import os", "assert 'SECRET' not in os.environ", "assert os.getcwd() == os.environ['HOME']"
+    ).passed == {0, 1}
 
 
 def test_files_are_written_in_the_working_directory_only(tmp_path: Path, isolation: frozenset[str]) -> None:
@@ -142,7 +159,13 @@ def test_other_files_are_not_read(tmp_path: Path, isolation: frozenset[str]) -> 
     needs("landlock", isolation)
     secret = tmp_path / "secret"
     secret.write_text("x")
-    verdict = run("", f"open({str(secret)!r})", "open('/etc/passwd')", f"open('/proc/{os.getpid()}/environ')", "open('/proc/1/environ')")
+    verdict = run(
+        "",
+        f"open({str(secret)!r})",
+        "open('/etc/passwd')",
+        f"open('/proc/{os.getpid()}/environ')",
+        "open('/proc/1/environ')",
+    )
     assert verdict.passed == frozenset()
 
 

@@ -15,7 +15,9 @@ from reward.verifiers.registry import VERIFIERS, make_verifier
 from rollout.prompts.base import PromptConfig
 from rollout.prompts.registry import make_source
 
-pytestmark = pytest.mark.xdist_group("sandbox")  # its tests look at what is left in the shared temporary directory
+pytestmark = pytest.mark.xdist_group(
+    "sandbox"
+)  # its tests look at what is left in the shared temporary directory
 
 PERSON = {"type": "object", "properties": {"age": {"type": "integer", "minimum": 0}}, "required": ["age"]}
 ANSWER: dict[str, dict[str, Any]] = {
@@ -82,7 +84,8 @@ def test_last_integer_finds_every_integer(number: int, words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("response", "expected"), [("237", 1.0), ("273", 1 / 3), ("23", 2 / 3), ("2371", 3 / 4), ("", 0.0), ("1237", 0.0), (" 237 ", 1.0)]
+    ("response", "expected"),
+    [("237", 1.0), ("273", 1 / 3), ("23", 2 / 3), ("2371", 3 / 4), ("", 0.0), ("1237", 0.0), (" 237 ", 1.0)],
 )
 def test_positions(response: str, expected: float) -> None:
     assert score("positions", response, {"answer": "237"}) == pytest.approx(expected)
@@ -159,7 +162,9 @@ def test_python_tests_without_tests_fail(tests: object) -> None:
         score("python_tests", SQUARE, {"tests": tests})
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # families leave their data files open
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # families leave their data files open
 def test_reasoning_gym_gives_full_marks_to_the_right_answer_of_every_family() -> None:
     from reasoning_gym.factory import DATASETS
 
@@ -223,12 +228,18 @@ GARBAGE = st.one_of(
     st.text(max_size=60),
     st.binary(max_size=40).map(lambda b: b.decode("utf-8", "replace")),
     st.from_regex(r"[-\d.,\\{}$()^/x=]{0,40}"),
-    st.sampled_from(["```python\n```", "\\boxed{", "$$", "{", "[[[[", "\x00", "9" * 5000, "1e999", "-", "\ud7ff"]),
+    st.sampled_from(
+        ["```python\n```", "\\boxed{", "$$", "{", "[[[[", "\x00", "9" * 5000, "1e999", "-", "\ud7ff"]
+    ),
 )
 
 
 @pytest.mark.parametrize("name", sorted(set(VERIFIERS) - {"python_tests"}))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(response=GARBAGE)
 def test_no_response_makes_a_verifier_raise(name: str, response: str) -> None:
     value = score(name, response)

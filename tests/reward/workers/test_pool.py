@@ -20,7 +20,9 @@ from reward.config import RewardConfig, VerifierConfig
 from reward.score import score_rollout
 from reward.workers.pool import ScorePool
 
-pytestmark = pytest.mark.xdist_group("sandbox")  # its tests look at what is left in the shared temporary directory
+pytestmark = pytest.mark.xdist_group(
+    "sandbox"
+)  # its tests look at what is left in the shared temporary directory
 
 UNRULY = '''
 """Does what the response says."""
@@ -54,7 +56,11 @@ def score(prompt_text, response, metadata, options):
     return ACTS[response](options) if response in ACTS else float(metadata["answer"])
 '''
 METADATA = msgspec.msgpack.encode({"answer": "7"})
-CONFIG = RewardConfig(verifiers=(VerifierConfig("exact_match"), VerifierConfig("unruly.verifier", 2.0)), timeout_s=60.0, workers=1)
+CONFIG = RewardConfig(
+    verifiers=(VerifierConfig("exact_match"), VerifierConfig("unruly.verifier", 2.0)),
+    timeout_s=60.0,
+    workers=1,
+)
 
 
 OTHERS: set[psutil.Process] = set()
@@ -109,7 +115,9 @@ async def test_a_group_is_scored_by_all_verifiers(pool: ScorePool) -> None:
         ("quit", "exit code 4", False),
     ],
 )
-async def test_a_failing_verifier_is_named_and_the_next_group_is_scored(pool: ScorePool, response: str, error: str, survives: bool) -> None:
+async def test_a_failing_verifier_is_named_and_the_next_group_is_scored(
+    pool: ScorePool, response: str, error: str, survives: bool
+) -> None:
     before = workers()
     with pytest.raises(VerifierError, match=error) as caught:
         await pool.score("q", ["7", response], METADATA)
@@ -124,7 +132,9 @@ async def test_a_hanging_verifier_is_ended_with_what_it_started(config: RewardCo
         before = workers()
         async with asyncio.TaskGroup() as tasks:
             started = tasks.create_task(hanging(tmp_path))
-            with pytest.raises(VerifierError, match=r"unruly\.verifier: no score for sample 1 within reward\.timeout_s 2\.0"):
+            with pytest.raises(
+                VerifierError, match=r"unruly\.verifier: no score for sample 1 within reward\.timeout_s 2\.0"
+            ):
                 await pool.score("q", ["7", "hang"], METADATA)
         assert not psutil.pid_exists(before[0])
         async with asyncio.timeout(60):
@@ -148,7 +158,9 @@ async def test_cancelling_a_score_ends_its_worker(pool: ScorePool, tmp_path: Pat
     assert (await pool.score("q", ["7"], METADATA))[0] == [15.0]
 
 
-async def test_closing_fails_what_is_being_scored_and_what_waits(config: RewardConfig, tmp_path: Path) -> None:
+async def test_closing_fails_what_is_being_scored_and_what_waits(
+    config: RewardConfig, tmp_path: Path
+) -> None:
     pool = ScorePool(config)
     failures: list[str] = []
 
@@ -162,7 +174,10 @@ async def test_closing_fails_what_is_being_scored_and_what_waits(config: RewardC
         tasks.create_task(failing("7"))
         await hanging(tmp_path)
         await pool.close()
-    assert sorted(failures) == ["the score pool is closed", "unruly.verifier: the worker process ended, exit code -9"]
+    assert sorted(failures) == [
+        "the score pool is closed",
+        "unruly.verifier: the worker process ended, exit code -9",
+    ]
     assert workers() == []
     await pool.close()
 
@@ -186,7 +201,9 @@ async def test_groups_are_scored_at_once_by_as_many_workers_as_allowed(config: R
         ([VerifierConfig()], {"workers": 0}, r"reward\.workers"),
     ],
 )
-async def test_wrong_settings_are_found_at_the_start(verifiers: list[VerifierConfig], change: dict[str, Any], why: str) -> None:
+async def test_wrong_settings_are_found_at_the_start(
+    verifiers: list[VerifierConfig], change: dict[str, Any], why: str
+) -> None:
     with pytest.raises(SettingsError, match=why):
         async with ScorePool(RewardConfig(verifiers=tuple(verifiers), **change)):
             pass
@@ -222,7 +239,12 @@ async def test_a_rollout_becomes_a_scored_rollout_or_a_failure(pool: ScorePool) 
     }  # fmt: skip
     failure = await score_rollout(rollout("7", "raise"), pool, "reward.1")
     assert isinstance(failure, ScoreFailure)
-    assert (failure.group, failure.token, failure.verifier, failure.scorer) == (3, "t", "unruly.verifier", "reward.1")
+    assert (failure.group, failure.token, failure.verifier, failure.scorer) == (
+        3,
+        "t",
+        "unruly.verifier",
+        "reward.1",
+    )
     assert "division by zero" in failure.error
     for environment in ([0.5], [[0.5], [1.0]], 0.5):
         broken = await score_rollout(rollout("7", "8", environment=environment), pool, "reward.1")

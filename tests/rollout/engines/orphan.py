@@ -1,4 +1,5 @@
-"""Starts an engine, prints the pids of its processes, and generates until it is killed. Run by `test_orphans.py`.
+"""Starts an engine, prints the pids of its processes, and generates until it is killed. Run by
+`test_orphans.py`.
 
 Beside the model lies the lock of its device, which it holds.
 """
@@ -11,14 +12,14 @@ import psutil
 
 from rollout.engines.base import EngineConfig, Request, Sampling
 from rollout.engines.registry import make_engine
-from services.gpu_sharing.device_lock import Device
+from services.gpu_sharing.device_lock import DeviceLock
 from tests.contracts.sglang_environment import sglang_settings
 
 
 async def main(name: str, model_dir: Path) -> None:
-    device = Device(model_dir.parent)
-    assert device.take(alone=False)
-    device.give()
+    device = DeviceLock(model_dir.parent)
+    assert device.try_acquire(exclusive=False)
+    device.allow_children()
     own = sglang_settings() if name == "sglang" else {}
     engine = make_engine(EngineConfig(name=name, **own), model_dir, "orphan.1")
     await engine.start()

@@ -76,24 +76,57 @@ SETUPS = [
     engine_under_test("vllm-shared", Setup("vllm", KvPolicy.RECOMPUTE, shares=True), ENGINE),
     engine_under_test("vllm-sleeps", Setup("vllm", KvPolicy.KEEP, sleeps=True), ENGINE, GPU),
     engine_under_test(
-        "vllm-lora-sleeps", Setup("vllm", KvPolicy.RECOMPUTE, dtype="float16", lora=LoraConfig(rank=8), sleeps=True), ENGINE, GPU
+        "vllm-lora-sleeps",
+        Setup("vllm", KvPolicy.RECOMPUTE, dtype="float16", lora=LoraConfig(rank=8), sleeps=True),
+        ENGINE,
+        GPU,
     ),
-    engine_under_test("vllm-graphs", Setup("vllm", KvPolicy.RECOMPUTE, dtype="bfloat16", graphs=True), ENGINE, GPU),
-    engine_under_test("sglang-recompute", Setup("sglang", KvPolicy.RECOMPUTE, sleeps=True), ENGINE, LONG_START),
-    engine_under_test("sglang-lora", Setup("sglang", KvPolicy.RECOMPUTE, lora=PARTIAL, sleeps=True), ENGINE, LONG_START),
-    engine_under_test("sglang-lora-tp2", Setup("sglang", KvPolicy.KEEP, ranks=2, lora=PARTIAL, sleeps=True), ENGINE, LONG_START, SLOW),
+    engine_under_test(
+        "vllm-graphs", Setup("vllm", KvPolicy.RECOMPUTE, dtype="bfloat16", graphs=True), ENGINE, GPU
+    ),
+    engine_under_test(
+        "sglang-recompute", Setup("sglang", KvPolicy.RECOMPUTE, sleeps=True), ENGINE, LONG_START
+    ),
+    engine_under_test(
+        "sglang-lora", Setup("sglang", KvPolicy.RECOMPUTE, lora=PARTIAL, sleeps=True), ENGINE, LONG_START
+    ),
+    engine_under_test(
+        "sglang-lora-tp2",
+        Setup("sglang", KvPolicy.KEEP, ranks=2, lora=PARTIAL, sleeps=True),
+        ENGINE,
+        LONG_START,
+        SLOW,
+    ),
     engine_under_test("sglang-keep", Setup("sglang", KvPolicy.KEEP), ENGINE, LONG_START, SLOW),
     engine_under_test("sglang-tp2", Setup("sglang", KvPolicy.KEEP, ranks=2), ENGINE, LONG_START, SLOW),
-    engine_under_test("sglang-sleeps", Setup("sglang", KvPolicy.RECOMPUTE, dtype="float16", sleeps=True), ENGINE, LONG_START, GPU),
     engine_under_test(
-        "sglang-lora-sleeps", Setup("sglang", KvPolicy.KEEP, dtype="float16", lora=PARTIAL, sleeps=True), ENGINE, LONG_START, GPU
+        "sglang-sleeps",
+        Setup("sglang", KvPolicy.RECOMPUTE, dtype="float16", sleeps=True),
+        ENGINE,
+        LONG_START,
+        GPU,
     ),
-    engine_under_test("sglang-graphs", Setup("sglang", KvPolicy.RECOMPUTE, dtype="bfloat16", graphs=True), ENGINE, LONG_START, GPU),
+    engine_under_test(
+        "sglang-lora-sleeps",
+        Setup("sglang", KvPolicy.KEEP, dtype="float16", lora=PARTIAL, sleeps=True),
+        ENGINE,
+        LONG_START,
+        GPU,
+    ),
+    engine_under_test(
+        "sglang-graphs",
+        Setup("sglang", KvPolicy.RECOMPUTE, dtype="bfloat16", graphs=True),
+        ENGINE,
+        LONG_START,
+        GPU,
+    ),
 ]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=SETUPS)
-async def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench]:
+async def bench(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Bench]:
     setup: Setup = request.param
     dtype: torch.dtype = getattr(torch, setup.dtype)
     models = {"A": tiny_model(1, dtype=dtype), "B": tiny_model(2, dtype=dtype)}
@@ -102,7 +135,10 @@ async def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     models["A"].save_pretrained(directory / "model")
     if setup.lora.rank:
         made = {name: adapted(models["A"], setup.lora, seed, dtype) for seed, name in enumerate(models)}
-        models, published = {name: model for name, (model, _) in made.items()}, {name: adapter for name, (_, adapter) in made.items()}
+        models, published = (
+            {name: model for name, (model, _) in made.items()},
+            {name: adapter for name, (_, adapter) in made.items()},
+        )
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     own = sglang_settings(setup.ranks) if setup.name == "sglang" else {}
     config = EngineConfig(
@@ -143,14 +179,19 @@ async def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     assert shared is None or not shared.exists()
     with pytest.raises(EngineError):
         await engine.generate(Request("late/0", (1,), Sampling(max_tokens=1)))
-    left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before and is_engines(child)]
+    left = [
+        child
+        for child in psutil.Process().children(recursive=True)
+        if child.pid not in before and is_engines(child)
+    ]
     assert not left, left
     assert not multiprocessing.active_children()
     assert not any(path.exists() for path in files)
 
 
 def is_engines(child: psutil.Process) -> bool:
-    """Whether it is the engine's: multiprocessing's resource tracker is the test's own, and what ends just now is nobody's."""
+    """Whether it is the engine's: multiprocessing's resource tracker is the test's own, and what ends just
+    now is nobody's."""
     try:
         return "resource_tracker" not in " ".join(child.cmdline())
     except psutil.NoSuchProcess:

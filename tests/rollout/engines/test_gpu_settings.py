@@ -15,7 +15,9 @@ from rollout.engines.base import EngineConfig
 from tests.contracts.engine_models import tiny_model
 
 
-@pytest.mark.parametrize(("check", "lora"), [(vllm_start.check_model, LoraConfig(rank=4)), (sglang_start.check_model, NO_ADAPTERS)])
+@pytest.mark.parametrize(
+    ("check", "lora"), [(vllm_start.check_model, LoraConfig(rank=4)), (sglang_start.check_model, NO_ADAPTERS)]
+)
 def test_float32_is_refused_where_the_kernels_lack_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: Callable[..., Any], lora: LoraConfig
 ) -> None:

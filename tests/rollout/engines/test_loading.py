@@ -22,13 +22,17 @@ async def test_models_loaded_side_by_side_leave_transformers_as_it_was(tmp_path:
         for number, engine in enumerate(engines):
             group.create_task(engine.start())
             group.create_task(asyncio.to_thread(checkpoint_shapes, tmp_path / "bare"))
-            group.create_task(asyncio.to_thread(build_scratch, ScratchConfig(), tmp_path / f"scratch{number}"))
+            group.create_task(
+                asyncio.to_thread(build_scratch, ScratchConfig(), tmp_path / f"scratch{number}")
+            )
     for engine in engines:
         await engine.close()
     assert PreTrainedModel.tie_weights is ties
 
 
-async def test_a_start_that_is_given_up_has_ended_when_the_engine_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_start_that_is_given_up_has_ended_when_the_engine_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tiny_model(1).save_pretrained(tmp_path / "model")
     engine = make_engine(EngineConfig(name="hf"), tmp_path / "model", "e")
     loaded, load = [], engine._load

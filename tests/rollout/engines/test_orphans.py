@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.gpu_sharing.device_lock import Device
+from services.gpu_sharing.device_lock import DeviceLock
 from tests.contracts.engine_models import tiny_model
 
 DEADLINE_S = 30.0
@@ -29,7 +29,7 @@ def test_an_engine_does_not_outlive_a_killed_owner_and_holds_the_device_until_it
     tmp_path: Path, tmpdir_of_engine: Path, name: str
 ) -> None:
     tiny_model(1).save_pretrained(tmp_path / "model")
-    device = Device(tmp_path)
+    device = DeviceLock(tmp_path)
     root = Path(__file__).parents[3]
     command = [sys.executable, "-m", "tests.rollout.engines.orphan", name, str(tmp_path / "model")]
     with (tmp_path / "log").open("wb") as log:
@@ -43,7 +43,9 @@ def test_an_engine_does_not_outlive_a_killed_owner_and_holds_the_device_until_it
     assert owner.stdout is not None
     try:
         # engines log to stdout too: ours is the one line of numbers
-        line = next((words for raw in owner.stdout if (words := raw.split()) and all(map(bytes.isdigit, words))), None)
+        line = next(
+            (words for raw in owner.stdout if (words := raw.split()) and all(map(bytes.isdigit, words))), None
+        )
         assert line, (tmp_path / "log").read_text()
         processes = [psutil.Process(int(pid)) for pid in line]
         assert processes
@@ -57,16 +59,18 @@ def test_an_engine_does_not_outlive_a_killed_owner_and_holds_the_device_until_it
         owner.stdout.close()
         owner.wait(DEADLINE_S)
     try:
-        assert not device.take(alone=True)
+        assert not device.try_acquire(exclusive=True)
         assert set(device.holders()) == {process.pid for process in holders}
     finally:
         for process in holders:
             process.resume()
     _, alive = psutil.wait_procs(processes, timeout=DEADLINE_S)
-    alive = [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    alive = [
+        process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    ]
     for process in alive:
         process.kill()
     assert not alive
-    assert device.take(alone=True)
+    assert device.try_acquire(exclusive=True)
     device.close()
     assert not list(tmpdir_of_engine.glob("tether-*"))

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from protocol.device.checkpoint_shapes import checkpoint_shapes
 from protocol.errors import EngineError, SettingsError, WeightError
 from rollout.engines.base import EngineConfig, Sampling
-from rollout.engines.multi_process.token_versions import Marks
+from rollout.engines.multi_process.token_versions import TokenVersions
 from rollout.engines.registry import ENGINES, make_engine
 from rollout.engines.requests import read_config, spans_from_marks, spans_of
 from rollout.engines.sampling import sample, sampled_distribution
 from rollout.engines.vllm.launch import check_model
-from rollout.staging.loader_trace import Plan, trace
-from rollout.staging.rank import Share
+from rollout.staging.loader_trace import StagingPlan, trace
+from rollout.staging.rank import RankStaging
 from rollout.staging.staging import Staging, digest_of, stored_once, whole_source
 from tests.contracts.engine_models import tiny_model, weights, write_shm
 
@@ -70,7 +70,7 @@ def test_spans_leave_out_versions_without_tokens_and_end_with_the_tokens() -> No
 
 
 def test_marks_record_a_request_at_its_first_step_after_a_change() -> None:
-    marks = Marks(1)
+    marks = TokenVersions(1)
     marks.step([("a", 0)])
     marks.step([("a", 1)])
     marks.switch(2)
@@ -85,9 +85,13 @@ def test_marks_record_a_request_at_its_first_step_after_a_change() -> None:
 
 def test_the_sampled_distribution_is_that_of_temperature_then_top_k_then_top_p() -> None:
     logits = torch.tensor([0.5, 0.25, 0.15, 0.1]).log()
-    assert sampled_distribution(logits, Sampling(1, top_p=0.6)).exp().tolist() == pytest.approx([2 / 3, 1 / 3, 0, 0])
+    assert sampled_distribution(logits, Sampling(1, top_p=0.6)).exp().tolist() == pytest.approx(
+        [2 / 3, 1 / 3, 0, 0]
+    )
     assert sampled_distribution(logits, Sampling(1, top_p=0.5)).exp().tolist() == pytest.approx([1, 0, 0, 0])
-    assert sampled_distribution(logits, Sampling(1, top_k=3)).exp().tolist() == pytest.approx([5 / 9, 2.5 / 9, 1.5 / 9, 0])
+    assert sampled_distribution(logits, Sampling(1, top_k=3)).exp().tolist() == pytest.approx(
+        [5 / 9, 2.5 / 9, 1.5 / 9, 0]
+    )
     cold = sampled_distribution(logits, Sampling(1, temperature=0.5)).exp()
     assert cold.tolist() == pytest.approx((torch.tensor([0.25, 0.0625, 0.0225, 0.01]) / 0.345).tolist())
     token, logprob = sample(logits, Sampling(1, temperature=0), torch.Generator())
@@ -116,7 +120,7 @@ class Fused(torch.nn.Module):
 SHAPES = {"q": (4, 4), "k": (2, 4), "embed": (5, 4)}
 
 
-def traced(model: Fused, shapes: dict[str, tuple[int, ...]] = SHAPES) -> Plan:
+def traced(model: Fused, shapes: dict[str, tuple[int, ...]] = SHAPES) -> StagingPlan:
     return trace(model.load_weights, model.named_parameters(remove_duplicate=False), shapes, torch.float32)
 
 
@@ -146,7 +150,7 @@ def test_a_plan_gives_its_buffer_back_and_takes_it_again_with_its_padding(tmp_pa
     with torch.no_grad():
         model.embed[5:] = 7.0
     plan = traced(model)
-    share = Share(plan, architecture="", tied=False)
+    share = RankStaging(plan, architecture="", tied=False)
     assert share.sleep() == share.sleep() == {"error": ""}
     assert all(tensor.untyped_storage().nbytes() == 0 for tensor in plan.buffer.values())
     new = {name: torch.randn(shape) for name, shape in SHAPES.items()}
@@ -260,7 +264,9 @@ def test_checkpoint_shapes_come_from_files_or_from_the_architecture(tmp_path: Pa
         ({}, EngineConfig(tensor_parallel_size=3), "tensor_parallel_size 3 does not divide the 4 heads"),
     ],
 )
-def test_a_model_that_vllm_could_not_run_is_refused(tmp_path: Path, change: dict[str, int], config: EngineConfig, words: str) -> None:
+def test_a_model_that_vllm_could_not_run_is_refused(
+    tmp_path: Path, change: dict[str, int], config: EngineConfig, words: str
+) -> None:
     tiny_model(1).config.save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))

@@ -23,7 +23,9 @@ CONTEXT_BYTES = 3 * GIB
 
 
 @pytest.mark.parametrize("lora", [NO_ADAPTERS, LoraConfig(rank=4)], ids=["whole", "lora"])
-async def test_the_reference_engine_holds_no_weights_while_it_sleeps(tmp_path: Path, lora: LoraConfig) -> None:
+async def test_the_reference_engine_holds_no_weights_while_it_sleeps(
+    tmp_path: Path, lora: LoraConfig
+) -> None:
     model = tiny_model(1)
     model.save_pretrained(tmp_path / "model")
     tensors = adapted(model, lora, 1)[1] if lora.rank else weights(model)
@@ -35,7 +37,11 @@ async def test_the_reference_engine_holds_no_weights_while_it_sleeps(tmp_path: P
             await engine.stage(manifest)
             await engine.commit(manifest)
             tokens = (await engine.generate(ask("before", PROMPTS[0], 16))).tokens
-            held = [*engine._model.weights.live.values(), *engine._model.weights.copy.values(), *engine._model.decoder._model.parameters()]  # type: ignore[attr-defined]
+            held = [
+                *engine._model.weights.live.values(),
+                *engine._model.weights.copy.values(),
+                *engine._model.decoder._model.parameters(),
+            ]  # type: ignore[attr-defined]
             await engine.sleep()
             assert [tuple(tensor.shape) for tensor in held if tensor.untyped_storage().nbytes()] == []
             await engine.wake()
@@ -50,12 +56,16 @@ async def test_the_reference_engine_holds_no_weights_while_it_sleeps(tmp_path: P
 async def test_vllm_that_is_to_sleep_on_a_cpu_is_refused_by_name(tmp_path: Path) -> None:
     tiny_model(1).save_pretrained(tmp_path)
     engine = make_engine(EngineConfig(name="vllm", enable_sleep_mode=True), tmp_path, "e")
-    with pytest.raises(EngineError, match=r"engine\.enable_sleep_mode is true, but vLLM cannot sleep on a CPU"):
+    with pytest.raises(
+        EngineError, match=r"engine\.enable_sleep_mode is true, but vLLM cannot sleep on a CPU"
+    ):
         await engine.start()
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["hf", *(pytest.param(name, marks=pytest.mark.engine) for name in STARTED_TO_SLEEP)])
+@pytest.mark.parametrize(
+    "name", ["hf", *(pytest.param(name, marks=pytest.mark.engine) for name in STARTED_TO_SLEEP)]
+)
 @pytest.mark.timeout(600)
 async def test_a_sleeping_engine_leaves_the_gpu_to_others(tmp_path: Path, name: str) -> None:
     half = torch.bfloat16

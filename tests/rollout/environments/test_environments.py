@@ -48,7 +48,12 @@ def test_a_single_turn_is_the_completion(renderer: Renderer) -> None:
     player = Player(renderer, "abc")
     sample = play(make_environment(EnvironmentConfig()), renderer, player)
     assert renderer.text(sample.tokens) == "abc"
-    assert (sample.loss_mask, sample.spans, sample.finish_reason, sample.reward) == ((1, 1, 1), ((3, 0),), "stop", None)
+    assert (sample.loss_mask, sample.spans, sample.finish_reason, sample.reward) == (
+        (1, 1, 1),
+        ((3, 0),),
+        "stop",
+        None,
+    )
     assert player.asked == [(renderer.prompt_tokens(PROMPT), None)]
 
 

@@ -21,7 +21,12 @@ def test_families_take_turns_and_indices_are_pure() -> None:
     first, second = make_source(config), make_source(config)
     indices = [5000, 0, 1, 2, 1499, 1500, 5000]
     assert [first.at(i) for i in indices] == [second.at(i) for i in reversed(indices)][::-1]
-    assert [first.at(i).metadata["family"] for i in range(4)] == ["chain_sum", "spell_backward", "gcd", "chain_sum"]
+    assert [first.at(i).metadata["family"] for i in range(4)] == [
+        "chain_sum",
+        "spell_backward",
+        "gcd",
+        "chain_sum",
+    ]
     assert first.size is None
     assert first.fingerprint == second.fingerprint != make_source(replace(config, seed=4)).fingerprint
 
@@ -31,7 +36,9 @@ def test_chunks_do_not_show() -> None:
 
     whole = reasoning_gym.create_dataset("chain_sum", size=1200, seed=11)
     source = make_source(replace(CONFIG, seed=11))
-    assert [source.at(i).text for i in (0, 499, 500, 1199)] == [whole[i]["question"] for i in (0, 499, 500, 1199)]
+    assert [source.at(i).text for i in (0, 499, 500, 1199)] == [
+        whole[i]["question"] for i in (0, 499, 500, 1199)
+    ]
 
 
 def test_a_finite_stream_repeats_its_prompts_in_every_pass() -> None:
@@ -57,7 +64,9 @@ def test_a_family_too_small_for_its_held_out_prompts_is_named() -> None:
 
 
 def test_an_endless_stream_holds_out_other_seeds() -> None:
-    source = make_source(replace(CONFIG, held_out=20, params={"chain_sum": {"min_terms": 6, "min_digits": 4}}))
+    source = make_source(
+        replace(CONFIG, held_out=20, params={"chain_sum": {"min_terms": 6, "min_digits": 4}})
+    )
     assert len({p.text for p in source.held_out()}) == 20
     assert not {source.at(i).text for i in range(2000)} & {p.text for p in source.held_out()}
 
@@ -82,7 +91,9 @@ def test_wrong_settings_say_what_to_do(change: dict[str, object], why: str) -> N
 
 
 @pytest.mark.parametrize("family", sorted(UNSTABLE))
-def test_families_that_depend_on_hash_seeds_need_a_fixed_one(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_families_that_depend_on_hash_seeds_need_a_fixed_one(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     with pytest.raises(SettingsError, match="set PYTHONHASHSEED=0"):
         make_source(replace(CONFIG, families=(family,)))
@@ -95,7 +106,12 @@ def test_prompts_are_the_same_in_processes_with_other_hash_seeds() -> None:
         f"s = make_source(PromptConfig(source='reasoning_gym', families={families!r})); print([s.at(i) for i in range(10)])"
     )
     outputs = {
-        subprocess.run([sys.executable, "-c", script], env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, check=True).stdout
+        subprocess.run(
+            [sys.executable, "-c", script],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+        ).stdout
         for seed in ("1", "2")
     }
     assert len(outputs) == 1

@@ -59,16 +59,26 @@ def test_held_out_prompts_are_the_last_ones_and_never_in_the_stream(tmp_path: Pa
 
 
 def test_a_held_out_prompt_that_repeats_a_trained_one_is_left_out(tmp_path: Path) -> None:
-    rows = [*numbered(10), {"prompt": "q3", "answer": "3"}, {"prompt": "new", "answer": "1"}, {"prompt": "new", "answer": "1"}]
+    rows = [
+        *numbered(10),
+        {"prompt": "q3", "answer": "3"},
+        {"prompt": "new", "answer": "1"},
+        {"prompt": "new", "answer": "1"},
+    ]
     source = make_source(replace(written(tmp_path / "a.jsonl", rows), held_out=3))
     assert [p.text for p in source.held_out()] == ["new"]
     with pytest.raises(SettingsError, match="all 1 held-out prompts also occur in training"):
-        make_source(replace(written(tmp_path / "b.jsonl", [*numbered(3), {"prompt": "q0", "answer": "0"}]), held_out=1))
+        make_source(
+            replace(
+                written(tmp_path / "b.jsonl", [*numbered(3), {"prompt": "q0", "answer": "0"}]), held_out=1
+            )
+        )
 
 
 def test_held_out_prompts_may_have_a_file_of_their_own(tmp_path: Path) -> None:
     other = written(
-        tmp_path / "held.jsonl", [{"prompt": "h", "answer": "1"}, {"prompt": "q1", "answer": "1"}, {"prompt": "i", "answer": "2"}]
+        tmp_path / "held.jsonl",
+        [{"prompt": "h", "answer": "1"}, {"prompt": "q1", "answer": "1"}, {"prompt": "i", "answer": "2"}],
     )
     config = replace(written(tmp_path / "a.jsonl", numbered(4)), held_out_path=other.path, passes=1)
     assert [p.text for p in make_source(config).held_out()] == ["h", "i"]
@@ -82,13 +92,21 @@ def test_the_fingerprint_changes_with_content_and_order_but_not_with_the_path(tm
     changed = written(tmp_path / "c.jsonl", [*numbered(8), {"prompt": "q8", "answer": "nine"}])
     base = make_source(config).fingerprint
     assert make_source(same).fingerprint == base
-    others = [changed, replace(config, seed=1), replace(config, shuffle=False), replace(config, held_out=2), replace(config, passes=2)]
+    others = [
+        changed,
+        replace(config, seed=1),
+        replace(config, shuffle=False),
+        replace(config, held_out=2),
+        replace(config, passes=2),
+    ]
     assert len({base, *(make_source(c).fingerprint for c in others)}) == 1 + len(others)
 
 
 def test_a_prompt_may_be_a_conversation_and_fields_may_have_other_names(tmp_path: Path) -> None:
     conversation = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
-    config = written(tmp_path / "a.jsonl", [{"chat": conversation, "solution": "4", "tests": ["assert True"]}])
+    config = written(
+        tmp_path / "a.jsonl", [{"chat": conversation, "solution": "4", "tests": ["assert True"]}]
+    )
     prompt = make_source(replace(config, prompt_field="chat", answer_field="solution")).at(0)
     assert prompt.text == "2+2?"
     assert prompt.messages == (("system", "Be brief."), ("user", "2+2?"))
@@ -145,12 +163,15 @@ def test_a_saved_data_set_and_its_files_give_the_same_stream(tmp_path: Path) -> 
     table.to_parquet(tmp_path / "files" / "a.parquet")
     (tmp_path / "lines.json").write_text("".join(json.dumps(row) + "\n" for row in table))
     sources = [
-        make_source(PromptConfig(source="hf", path=str(tmp_path / p), held_out=2)) for p in ("saved", "splits", "files", "lines.json")
+        make_source(PromptConfig(source="hf", path=str(tmp_path / p), held_out=2))
+        for p in ("saved", "splits", "files", "lines.json")
     ]
     texts = [[source.at(i).text for i in range(20)] for source in sources]
     assert all(one == texts[0] for one in texts)
     assert [p.text for p in sources[0].held_out()] == ["q10", "q11"]
-    assert make_source(PromptConfig(source="hf", path=str(tmp_path / "splits"), split="test")).at(5).text == "q0"
+    assert (
+        make_source(PromptConfig(source="hf", path=str(tmp_path / "splits"), split="test")).at(5).text == "q0"
+    )
     with pytest.raises(SettingsError, match="did you mean 'train'"):
         make_source(PromptConfig(source="hf", path=str(tmp_path / "splits"), split="trian"))
     with pytest.raises(SettingsError, match="no field 'question'"):

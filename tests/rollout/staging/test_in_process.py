@@ -1,4 +1,5 @@
-"""What a cancelled staging leaves behind: nothing staged, and no thread that still writes to the copy of the next one."""
+"""What a cancelled staging leaves behind: nothing staged, and no thread that still writes to the copy of the
+next one."""
 
 import asyncio
 import gc
@@ -17,10 +18,10 @@ from protocol.errors import EngineError, PoisonedError, WeightError
 from protocol.messages import WeightManifest
 from rollout.engines.base import EngineConfig, Request, Sampling
 from rollout.engines.hf.engine import HFEngine
-from rollout.staging.in_process import LocalUpdates
+from rollout.staging.in_process import InProcessStaging
 from rollout.staging.loader_trace import trace
-from rollout.staging.rank import Share
-from rollout.staging.ranks import RankUpdates
+from rollout.staging.rank import RankStaging
+from rollout.staging.ranks import AllRanksStaging
 from rollout.staging.staging import Staging, whole_source
 from tests.contracts.engine_models import tiny_model, write_shm
 from tests.protocol.device.stuck import Library, stuck
@@ -35,7 +36,7 @@ def staging() -> Staging:
 
 
 async def test_stage_is_refused_until_the_thread_of_a_cancelled_one_has_let_go(tmp_path: Path) -> None:
-    updates = LocalUpdates(staging(), timeout_s=20)
+    updates = InProcessStaging(staging(), timeout_s=20)
     stuck, good = write_shm(tmp_path / "v1", OLD, 1), write_shm(tmp_path / "v2", NEW, 2)
     pipe = tmp_path / "v1" / "bucket_00000.bin"
     pipe.unlink()
@@ -69,7 +70,8 @@ def test_fetch_that_is_cancelled_before_it_begins_ends_and_the_next_one_does_not
 
 
 async def test_engine_that_ends_while_it_is_asked_refuses(tmp_path: Path) -> None:
-    """Between the look whether it lives and the handing over there is a moment in which its thread may end."""
+    """Between the look whether it lives and the handing over there is a moment in which its thread may
+    end."""
 
     class Ending(HFEngine):
         async def check(self) -> None:
@@ -77,7 +79,10 @@ async def test_engine_that_ends_while_it_is_asked_refuses(tmp_path: Path) -> Non
             await self.close()
 
     tiny_model(1).config.save_pretrained(tmp_path)
-    for ask in (lambda engine: engine.generate(Request("r/0", (1,), Sampling(4))), lambda engine: engine.pause()):
+    for ask in (
+        lambda engine: engine.generate(Request("r/0", (1,), Sampling(4))),
+        lambda engine: engine.pause(),
+    ):
         engine = Ending(EngineConfig(name="hf"), tmp_path, "e")
         await engine.start()
         with pytest.raises(EngineError, match="closed"):
@@ -93,7 +98,9 @@ async def test_refusal_after_its_caller_was_cancelled_is_no_complaint_of_the_loo
     await engine.start()
     async with asyncio.TaskGroup() as tasks:
         with engine._wake:  # the decoding thread waits
-            committing = tasks.create_task(engine.commit(write_shm(tmp_path / "v1", OLD, 1)))  # it was not staged
+            committing = tasks.create_task(
+                engine.commit(write_shm(tmp_path / "v1", OLD, 1))
+            )  # it was not staged
             await asyncio.sleep(0)
             committing.cancel()
             await asyncio.wait([committing])
@@ -107,7 +114,14 @@ async def test_refusal_after_its_caller_was_cancelled_is_no_complaint_of_the_loo
 async def test_a_staging_that_is_cancelled_twice_leaves_ranks_that_can_stage_again(tmp_path: Path) -> None:
     good = write_shm(tmp_path / "v1", OLD, 1)
     copy = staging()
-    staged = {"state": "staged", "error": "", "epoch": good.epoch, "version": 1, "digest": good.digest, "covered": 16}
+    staged = {
+        "state": "staged",
+        "error": "",
+        "epoch": good.epoch,
+        "version": 1,
+        "digest": good.digest,
+        "covered": 16,
+    }
     silent, asked = asyncio.Event(), asyncio.Event()
 
     async def ask(method: str, *arguments: Any) -> list[Any]:
@@ -118,7 +132,7 @@ async def test_a_staging_that_is_cancelled_twice_leaves_ranks_that_can_stage_aga
             copy.fetch(good, 10)
         return [staged]
 
-    updates = RankUpdates(ask, ask, stage_timeout_s=20, call_timeout_s=20)
+    updates = AllRanksStaging(ask, ask, stage_timeout_s=20, call_timeout_s=20)
     async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
         staging_now = tasks.create_task(updates.stage(good))
         await asked.wait()
@@ -142,10 +156,16 @@ class OneTensor(torch.nn.Module):
             self.a.copy_(tensor)
 
 
-async def test_a_rank_that_can_make_no_more_groups_is_poisoned_for_the_engine_too(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_rank_that_can_make_no_more_groups_is_poisoned_for_the_engine_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("protocol.device.bounded_init.GRACE_S", 0.0)
     model = OneTensor()
-    share = Share(trace(model.load_weights, model.named_parameters(), {"a": (4,)}, torch.float32), architecture="", tied=False)
+    share = RankStaging(
+        trace(model.load_weights, model.named_parameters(), {"a": (4,)}, torch.float32),
+        architecture="",
+        tied=False,
+    )
 
     async def ask(method: str, *arguments: Any) -> list[Any]:
         if method == "stage":
@@ -156,7 +176,9 @@ async def test_a_rank_that_can_make_no_more_groups_is_poisoned_for_the_engine_to
         manifest = sender.publish("e1", 1, OLD.items())
         with stuck(Library(), MAX_STUCK):
             with pytest.raises(PoisonedError, match="this process has to be started again"):
-                await RankUpdates(ask, ask, stage_timeout_s=20, call_timeout_s=20).stage(manifest)
-            with pytest.raises(WeightError, match="version 2: 4 threads are stuck"):  # nor does a trainer go on
+                await AllRanksStaging(ask, ask, stage_timeout_s=20, call_timeout_s=20).stage(manifest)
+            with pytest.raises(
+                WeightError, match="version 2: 4 threads are stuck"
+            ):  # nor does a trainer go on
                 sender.publish("e1", 2, NEW.items())
         assert share.live_digest()[1] != manifest.digest

@@ -1,4 +1,5 @@
-"""Weights that are committed out of the trainer's masters: what is traced, what a commit does, and when it is refused."""
+"""Weights that are committed out of the trainer's masters: what is traced, what a commit does, and when it is
+refused."""
 
 import time
 from pathlib import Path
@@ -8,27 +9,29 @@ import pytest
 import torch
 
 from protocol.device.shared_layout import BUFFERS, PARAMETERS
-from protocol.device.shared_tensors import mapped
+from protocol.device.shared_tensors import map_tensors
 from protocol.errors import EngineError, WeightError
 from protocol.messages import WeightManifest
 from rollout.staging.loader_trace import record
-from rollout.staging.rank import Share
-from rollout.staging.shared_weights import DirectPlan, DirectStaging, describe, share_parameters
+from rollout.staging.rank import RankStaging
+from rollout.staging.shared_weights import SharedPlan, SharedStaging, describe, share_parameters
 from rollout.staging.staging import digest_of, whole_source
 from tests.contracts.engine_models import write_shared, write_shm
 from tests.rollout.engines.test_parts import SHAPES, Fused
 
 
-def planned(model: torch.nn.Module, shapes: dict[str, tuple[int, ...]] = SHAPES, dtype: torch.dtype = torch.float32) -> DirectPlan:
+def planned(
+    model: torch.nn.Module, shapes: dict[str, tuple[int, ...]] = SHAPES, dtype: torch.dtype = torch.float32
+) -> SharedPlan:
     load = model.load_weights
-    return DirectPlan(*record(load, model.named_parameters(remove_duplicate=False), shapes, dtype))  # type: ignore[arg-type]
+    return SharedPlan(*record(load, model.named_parameters(remove_duplicate=False), shapes, dtype))  # type: ignore[arg-type]
 
 
 def new_weights() -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape) for name, shape in SHAPES.items()}
 
 
-def staged(share: Share, manifest: WeightManifest) -> dict[str, object]:
+def staged(share: RankStaging, manifest: WeightManifest) -> dict[str, object]:
     """Stage, and what the share then says of itself."""
     assert share.stage(manifest, 10) == {"error": ""}
     end = time.monotonic() + 10
@@ -46,7 +49,7 @@ def test_a_model_whose_parameters_are_shared_is_seen_by_checkpoint_name(tmp_path
     assert model.head is model.embed
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.named_parameters())
     describe(room, tmp_path / "e.msgpack", plan.views(), buffers)
-    found = mapped(tmp_path / "e.msgpack")
+    found = map_tensors(tmp_path / "e.msgpack")
     assert {name: tuple(tensor.shape) for name, tensor in found[PARAMETERS].items()} == SHAPES
     assert torch.equal(found[PARAMETERS]["k"], before["qk"][4:])
     assert torch.equal(found[BUFFERS]["angles"], torch.arange(3.0))
@@ -61,7 +64,7 @@ def test_a_commit_converts_masters_into_the_live_parameters(tmp_path: Path, dtyp
     model = Fused().to(dtype)
     with torch.no_grad():
         model.embed[5:] = 7
-    share = Share(planned(model, dtype=dtype), architecture="", tied=False)
+    share = RankStaging(planned(model, dtype=dtype), architecture="", tied=False)
     new = new_weights()
     manifest, _, room = write_shared(tmp_path / "v1.msgpack", new, 1, dtype=dtype)
     live = digest_of(dict(model.named_parameters()))
@@ -77,7 +80,7 @@ def test_a_commit_converts_masters_into_the_live_parameters(tmp_path: Path, dtyp
 
 def test_a_version_that_was_withdrawn_is_refused_before_the_copy_and_poisons_after_it(tmp_path: Path) -> None:
     model = Fused()
-    share = Share(planned(model), architecture="", tied=False)
+    share = RankStaging(planned(model), architecture="", tied=False)
     manifest, _, room = write_shared(tmp_path / "v1.msgpack", new_weights(), 1)
     held = room.tensors[0]
     assert staged(share, manifest)["state"] == "staged"
@@ -91,7 +94,7 @@ def test_a_version_that_was_withdrawn_is_refused_before_the_copy_and_poisons_aft
     held.fill_(1)
     assert staged(share, manifest)["state"] == "staged"
     staging = share._staging
-    assert isinstance(staging, DirectStaging)
+    assert isinstance(staging, SharedStaging)
     staging._live["embed"] = WithdrawnMeanwhile(staging._live["embed"], held)  # type: ignore[assignment]
     broken = share.commit(manifest)
     assert (broken["applied"], broken["poisoned"]) == (False, True)
@@ -120,7 +123,9 @@ def test_a_tensor_that_is_cut_up_cannot_be_shared() -> None:
                 else:
                     self.embed.data.copy_(tensor)
 
-    with pytest.raises(EngineError, match=r"tensor qk is not one dense part of a parameter: weights\.transport"):
+    with pytest.raises(
+        EngineError, match=r"tensor qk is not one dense part of a parameter: weights\.transport"
+    ):
         planned(Halves(), {"qk": (6, 4), "embed": (8, 4)})
 
 
@@ -139,15 +144,18 @@ def test_a_loader_that_writes_one_place_twice_fails_calibration() -> None:
 
 
 def test_an_engine_that_shares_takes_no_other_transport(tmp_path: Path) -> None:
-    staging = DirectStaging({name: whole_source(tensor) for name, tensor in new_weights().items()})
+    staging = SharedStaging({name: whole_source(tensor) for name, tensor in new_weights().items()})
     with pytest.raises(WeightError, match="comes by shm, this engine takes what is shared"):
         staging.fetch(write_shm(tmp_path / "v1", new_weights(), 1), 10)
 
 
 def test_a_tied_name_gets_the_bytes_of_its_holder(tmp_path: Path) -> None:
     weights = new_weights()
-    live = {**{name: torch.zeros(shape) for name, shape in SHAPES.items()}, "head": torch.zeros(SHAPES["embed"])}
-    staging = DirectStaging({name: whole_source(tensor) for name, tensor in live.items()})
+    live = {
+        **{name: torch.zeros(shape) for name, shape in SHAPES.items()},
+        "head": torch.zeros(SHAPES["embed"]),
+    }
+    staging = SharedStaging({name: whole_source(tensor) for name, tensor in live.items()})
     plain, _, room = write_shared(tmp_path / "v1.msgpack", weights, 1)
     manifest = msgspec.structs.replace(plain, tied=(("head", "embed"),))
     staging.fetch(manifest, 10)

@@ -1,4 +1,5 @@
-"""A sender that hangs up is noticed at once: what is mapped of it is released, what is under way ends, and no thread stays."""
+"""A sender that hangs up is noticed at once: what is mapped of it is released, what is under way ends, and no
+thread stays."""
 
 import json
 import os
@@ -16,15 +17,15 @@ import torch
 
 from protocol.errors import WeightError
 from protocol.messages import WeightManifest
-from protocol.weights.buckets import Piece, pieces
-from rollout.weights.base import Place
-from rollout.weights.connected_receiver import StandingReceiver
+from protocol.weights.buckets import Chunk, chunks
+from rollout.weights.base import Destination
+from rollout.weights.connected_receiver import ConnectedReceiver
 from rollout.weights.nccl import NcclReceiver
 from rollout.weights.sender_connection import parse_address
 from rollout.weights.verification import Deadline
 from trainer.config import WeightConfig
 from trainer.weights.bucket_writer import fill_buckets, make_manifest
-from trainer.weights.version_server import Line, Published, VersionServer
+from trainer.weights.version_server import ReceiverConnection, ServedVersion, VersionServer
 
 CONFIG = WeightConfig(transport="nccl", bucket_mb=1, timeout_s=60)
 TENSORS = {"a": torch.arange(300_000.0), "b": torch.ones(300_000)}
@@ -56,7 +57,7 @@ def many_descriptors() -> Iterator[None]:
 class Spoken:
     """A channel whose receivers have the bytes already."""
 
-    def send(self, line: Line, published: Published, end: float) -> None:
+    def send(self, line: ReceiverConnection, published: ServedVersion, end: float) -> None:
         line.answer({"ready": True}, end)
         line.done(published.manifest.version, end)
 
@@ -64,7 +65,7 @@ class Spoken:
         pass
 
 
-class Mapping(StandingReceiver):
+class Mapping(ConnectedReceiver):
     """Maps the memory of a sender in this very process, as `ipc` does that of another one's GPU."""
 
     def __init__(self, memory: list[torch.Tensor]) -> None:
@@ -76,14 +77,14 @@ class Mapping(StandingReceiver):
         return parse_address(manifest.location, manifest.location)
 
     def _pieces(
-        self, answer: dict[str, Any], manifest: WeightManifest, deadline: Deadline, place: Place
-    ) -> Iterator[tuple[Piece, torch.Tensor]]:
+        self, answer: dict[str, Any], manifest: WeightManifest, deadline: Deadline, place: Destination
+    ) -> Iterator[tuple[Chunk, torch.Tensor]]:
         self.mapped = self._memory
-        for piece in pieces(manifest):
+        for piece in chunks(manifest):
             assert self.mapped, "released beneath a copy"
             yield piece, self.mapped[piece.bucket][piece.start : piece.end]
 
-    def _settle(self) -> None:
+    def _drain_device(self) -> None:
         pass
 
     def _interrupt(self) -> None:
@@ -103,9 +104,15 @@ def mapping() -> Iterator[tuple[VersionServer, WeightManifest, Mapping]]:
 
     with closing(VersionServer(CONFIG, Spoken)) as server, closing(Mapping(memory)) as receiver:
         manifest = make_manifest(
-            "ipc", server.address, "e1", 1, fill_buckets(iter(TENSORS.items()), 1 << 20, allocate), base_model="", tied=()
+            "ipc",
+            server.address,
+            "e1",
+            1,
+            fill_buckets(iter(TENSORS.items()), 1 << 20, allocate),
+            base_model="",
+            tied=(),
         )
-        server.current = Published(manifest, tuple(memory))
+        server.current = ServedVersion(manifest, tuple(memory))
         yield server, manifest, receiver
 
 
@@ -142,7 +149,7 @@ def test_a_successor_at_another_address_is_watched_in_its_place() -> None:
         assert len(list(receiver.tensors(manifest, 60))) == len(TENSORS)
         assert server.current is not None
         moved = msgspec.structs.replace(manifest, location=successor.address)
-        successor.current = Published(moved, server.current.buckets)
+        successor.current = ServedVersion(moved, server.current.buckets)
         assert len(list(receiver.tensors(moved, 60))) == len(TENSORS)
         server.close()
         until(lambda: len(watchers()) == 1)
@@ -163,7 +170,11 @@ def test_a_closed_receiver_leaves_no_thread_and_may_be_used_again() -> None:
 
 def test_a_group_is_not_waited_for_when_the_sender_hangs_up_although_its_store_lives() -> None:
     store = torch.distributed.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
-    with mapping() as (_, manifest, _), socket.create_server(("127.0.0.1", 0)) as listener, closing(NcclReceiver()) as receiver:
+    with (
+        mapping() as (_, manifest, _),
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        closing(NcclReceiver()) as receiver,
+    ):
 
         def serve() -> None:
             connection, _ = listener.accept()

@@ -19,7 +19,9 @@ from trainer.config import WeightConfig
 from trainer.weights.nccl import NcclSender
 
 DEADLINE_S = 20.0
-STRANGE_PORTS = [b'{"store_port": %s}\n' % port for port in (b'"x"', b"null", b"[]", b"70000", b"-1", b"99999999999")]
+STRANGE_PORTS = [
+    b'{"store_port": %s}\n' % port for port in (b'"x"', b"null", b"[]", b"70000", b"-1", b"99999999999")
+]
 
 Tensors = dict[str, torch.Tensor]
 
@@ -63,7 +65,9 @@ def received(manifest: WeightManifest, deadline_s: float = DEADLINE_S) -> Tensor
         receiver.close()
 
 
-def test_every_transport_delivers_the_bits(publish: Callable[[Tensors], WeightManifest], tensors: Tensors) -> None:
+def test_every_transport_delivers_the_bits(
+    publish: Callable[[Tensors], WeightManifest], tensors: Tensors
+) -> None:
     found = received(publish(tensors))
     assert sorted(found) == sorted(tensors)
     for name, tensor in tensors.items():
@@ -72,26 +76,37 @@ def test_every_transport_delivers_the_bits(publish: Callable[[Tensors], WeightMa
         assert torch.equal(found[name], tensor)
 
 
-def test_every_transport_refuses_bytes_that_do_not_match(publish: Callable[[Tensors], WeightManifest], tensors: Tensors) -> None:
+def test_every_transport_refuses_bytes_that_do_not_match(
+    publish: Callable[[Tensors], WeightManifest], tensors: Tensors
+) -> None:
     manifest = publish(tensors)
     entries = [msgspec.structs.replace(e, digest=e.digest ^ (e.name == "large")) for e in manifest.tensors]
     with pytest.raises(WeightError, match="tensor large: digest"):
         received(msgspec.structs.replace(manifest, tensors=tuple(entries), digest=manifest_digest(entries)))
 
 
-def test_every_transport_checks_the_manifest_first(publish: Callable[[Tensors], WeightManifest], tensors: Tensors) -> None:
+def test_every_transport_checks_the_manifest_first(
+    publish: Callable[[Tensors], WeightManifest], tensors: Tensors
+) -> None:
     manifest = publish(tensors)
     with pytest.raises(WeightError, match="digest does not match"):
         received(msgspec.structs.replace(manifest, digest=manifest.digest ^ 1, location="nowhere"))
 
 
-def test_every_transport_ends_at_its_deadline(publish: Callable[[Tensors], WeightManifest], tensors: Tensors) -> None:
+def test_every_transport_ends_at_its_deadline(
+    publish: Callable[[Tensors], WeightManifest], tensors: Tensors
+) -> None:
     with pytest.raises(WeightError, match="within 0 s"):
         received(publish(tensors), deadline_s=0)
 
 
-@pytest.mark.parametrize(("keep", "words"), [(None, "No such file"), (0, "0 bytes, the manifest says"), (-1, "bytes, the manifest says")])
-def test_shm_names_a_file_that_is_missing_or_short(tmp_path: Path, tensors: Tensors, keep: int | None, words: str) -> None:
+@pytest.mark.parametrize(
+    ("keep", "words"),
+    [(None, "No such file"), (0, "0 bytes, the manifest says"), (-1, "bytes, the manifest says")],
+)
+def test_shm_names_a_file_that_is_missing_or_short(
+    tmp_path: Path, tensors: Tensors, keep: int | None, words: str
+) -> None:
     manifest = write_shm(tmp_path / "v1", tensors, 1, bucket_bytes=256)
     bucket = next(e.bucket for e in manifest.tensors if e.name == "large")
     path = tmp_path / "v1" / f"bucket_{bucket:05d}.bin"
@@ -116,7 +131,9 @@ def test_shm_survives_that_the_publisher_unlinks_what_is_mapped(tmp_path: Path, 
 def test_shm_refuses_an_offset_that_is_not_aligned(tmp_path: Path) -> None:
     manifest = write_shm(tmp_path / "v1", {"a": torch.ones(4)}, 1)
     entry = msgspec.structs.replace(manifest.tensors[0], offset=1)
-    moved = msgspec.structs.replace(manifest, tensors=(entry,), buckets=(17,), digest=manifest_digest([entry]))
+    moved = msgspec.structs.replace(
+        manifest, tensors=(entry,), buckets=(17,), digest=manifest_digest([entry])
+    )
     with (tmp_path / "v1" / "bucket_00000.bin").open("ab") as file:
         file.write(b"x")
     with pytest.raises(WeightError, match="tensor a at offset 1"):
@@ -181,7 +198,9 @@ def test_nccl_refuses_an_answer_that_is_none(sender: NcclSender, tensors: Tensor
         thread = threading.Thread(target=serve)
         thread.start()
         with pytest.raises(WeightError):
-            received(msgspec.structs.replace(manifest, location=f"127.0.0.1:{listener.getsockname()[1]}/gloo"))
+            received(
+                msgspec.structs.replace(manifest, location=f"127.0.0.1:{listener.getsockname()[1]}/gloo")
+            )
         thread.join(DEADLINE_S)
     assert asked == [{"version": 1, "epoch": "e1", "layout": layout_digest(manifest)}]
 
@@ -230,7 +249,10 @@ def test_nccl_gives_up_on_a_sender_that_hangs_in_the_group(sender: NcclSender, t
         thread = threading.Thread(target=serve)
         thread.start()
         with pytest.raises(WeightError):
-            received(msgspec.structs.replace(manifest, location=f"127.0.0.1:{listener.getsockname()[1]}/gloo"), deadline_s=1.0)
+            received(
+                msgspec.structs.replace(manifest, location=f"127.0.0.1:{listener.getsockname()[1]}/gloo"),
+                deadline_s=1.0,
+            )
         thread.join(DEADLINE_S)
     assert not thread.is_alive()
 
@@ -241,7 +263,9 @@ def test_nccl_leaves_the_default_group_alone(sender: NcclSender, tensors: Tensor
     assert not torch.distributed.is_initialized()
 
 
-@pytest.mark.parametrize("location", ["", "host", "host:1", "host:x/gloo", ":1/gloo", "host:1/mpi", "host:1/"])
+@pytest.mark.parametrize(
+    "location", ["", "host", "host:1", "host:x/gloo", ":1/gloo", "host:1/mpi", "host:1/"]
+)
 def test_a_location_that_is_none_is_refused(location: str) -> None:
     with pytest.raises(WeightError, match="location"):
         parse_location(location)

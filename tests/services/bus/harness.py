@@ -1,4 +1,5 @@
-"""What the bus tests share: messages, a registry in a dict, raw peers that speak ZeroMQ only, and a receiver in another process."""
+"""What the bus tests share: messages, a registry in a dict, raw peers that speak ZeroMQ only, and a receiver
+in another process."""
 
 import asyncio
 import signal
@@ -49,7 +50,10 @@ def receiver(incarnation: str = "ingest.1", topic: Topic = SCORED, config: BusCo
 
 
 def sender(
-    discover: Callable[[], Awaitable[Mapping[str, str]]], incarnation: str = "reward.1", topic: Topic = SCORED, config: BusConfig = QUICK
+    discover: Callable[[], Awaitable[Mapping[str, str]]],
+    incarnation: str = "reward.1",
+    topic: Topic = SCORED,
+    config: BusConfig = QUICK,
 ) -> Sender:
     return Sender(topic, run=RUN, incarnation=incarnation, role="reward", config=config, discover=discover)
 
@@ -136,10 +140,18 @@ class Raw:
 
 
 @asynccontextmanager
-async def holder(incarnation: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str, asyncio.StreamReader]]:
-    """Another process with a receiver that holds what it gets: (process, endpoint, its output: a line per message)."""
+async def holder(
+    incarnation: str,
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, str, asyncio.StreamReader]]:
+    """Another process with a receiver that holds what it gets: (process, endpoint, its output: a line per
+    message)."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.services.bus.harness", incarnation, cwd=ROOT, stdout=asyncio.subprocess.PIPE
+        sys.executable,
+        "-m",
+        "tests.services.bus.harness",
+        incarnation,
+        cwd=ROOT,
+        stdout=asyncio.subprocess.PIPE,
     )
     try:
         assert process.stdout is not None

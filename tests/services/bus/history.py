@@ -1,7 +1,9 @@
-"""Random histories of a DELIVER edge: two senders and two receivers, real sockets, a man in the middle before each receiver.
+"""Random histories of a DELIVER edge: two senders and two receivers, real sockets, a man in the middle before
+each receiver.
 
-What the application does is played here: a message takes effect in `World.effects`, keyed by its id as the ledger keys its own, before it
-is acknowledged. Whatever the history was, `World.settle` ends all disturbance and waits until every promise is kept.
+What the application does is played here: a message takes effect in `World.effects`, keyed by its id as the
+ledger keys its own, before it is acknowledged. Whatever the history was, `World.settle` ends all disturbance
+and waits until every promise is kept.
 """
 
 import asyncio
@@ -43,7 +45,11 @@ MOVES = st.one_of(
     st.builds(Move, st.just("send"), END, st.integers(1, 6)),
     st.builds(Move, st.just("disturb"), END, faults=FAULTS),
     st.builds(Move, st.just("disturb"), END, faults=FAULTS),
-    st.builds(Move, st.sampled_from(["kill_sender", "kill_receiver", "close_receiver", "cut", "hang", "hold", "release"]), END),
+    st.builds(
+        Move,
+        st.sampled_from(["kill_sender", "kill_receiver", "close_receiver", "cut", "hang", "hold", "release"]),
+        END,
+    ),
     st.builds(Move, st.just("turns"), count=st.integers(1, 20)),
 )
 
@@ -75,10 +81,13 @@ class World:
         self.outboxes: list[Sender | None] = [None, None]
         self._names = 0
 
-    # -- the two kinds of ends -----------------------------------------------------------------------------------------
+    # -- the two kinds of ends
+    # -----------------------------------------------------------------------------------------
     def begin(self, kind: str, end: int) -> None:
         life = self.lives[kind, end] = Life()
-        self._tasks.create_task(self._sender(end, life) if kind == "sender" else self._receiver(end, life), name=f"{kind}.{end}")
+        self._tasks.create_task(
+            self._sender(end, life) if kind == "sender" else self._receiver(end, life), name=f"{kind}.{end}"
+        )
 
     async def _sender(self, end: int, life: Life) -> None:
         async with sender(self.registry, self._name("reward"), topic=self.topic, config=CONFIG) as outbox:
@@ -92,7 +101,10 @@ class World:
 
     async def _receiver(self, end: int, life: Life) -> None:
         name = self._name("ingest")
-        async with receiver(name, topic=self.topic, config=CONFIG) as inbox, Middle(inbox.endpoint).running() as middle:
+        async with (
+            receiver(name, topic=self.topic, config=CONFIG) as inbox,
+            Middle(inbox.endpoint).running() as middle,
+        ):
             self.middles[end] = middle
             self.registry[name] = middle.endpoint
             async with asyncio.TaskGroup() as tasks:
@@ -102,7 +114,9 @@ class World:
             del self.registry[name]
             self.middles[end] = None
         self.damaged += middle.damaged
-        self.counted += inbox.stats.malformed  # what a broken connection still brings after its peer was forgotten is `unknown_peer`
+        self.counted += (
+            inbox.stats.malformed
+        )  # what a broken connection still brings after its peer was forgotten is `unknown_peer`
         life.ended.set()
 
     async def _bring_through(self, outbox: Sender, end: int, id: str, group: int) -> None:
@@ -133,7 +147,7 @@ class World:
                     assert id not in seen, "handed out twice"
                     seen.add(id)
                     if self.topic.window:
-                        count = inbox.who()["held"]
+                        count = inbox.snapshot()["held"]
                         assert isinstance(count, int)
                         assert count <= self.topic.window + middle.connections
             while held and not self.holding[end].is_set():
@@ -152,7 +166,8 @@ class World:
         self._names += 1
         return f"{role}.{self._names}"
 
-    # -- moves -----------------------------------------------------------------------------------------------------------
+    # -- moves
+    # -----------------------------------------------------------------------------------------------------------
     async def play(self, move: Move) -> None:
         """Do what a move says; returns when it is done, not when its consequences are."""
         middle, outbox = self.middles[move.end], self.outboxes[move.end]
@@ -181,7 +196,8 @@ class World:
                 await asyncio.sleep(0.002 * move.count)
 
     async def end(self, kind: str, end: int, *, abruptly: bool) -> None:
-        """End one life and begin the next. Abruptly: its connections break first, so that it can say nothing more."""
+        """End one life and begin the next. Abruptly: its connections break first, so that it can say nothing
+        more."""
         life = self.lives[kind, end]
         if abruptly:
             for middle in self.middles if kind == "sender" else [self.middles[end]]:

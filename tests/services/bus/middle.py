@@ -1,7 +1,8 @@
-"""A man in the middle: a TCP proxy that knows ZeroMQ's frames and loses, repeats, holds back, swaps, cuts and damages messages.
+"""A man in the middle: a TCP proxy that knows ZeroMQ's frames and loses, repeats, holds back, swaps, cuts and
+damages messages.
 
-One connection of a sender is one connection to the target, so that what ZeroMQ promises of a connection holds unless a fault breaks it.
-Greetings and ZeroMQ's own commands pass untouched.
+One connection of a sender is one connection to the target, so that what ZeroMQ promises of a connection holds
+unless a fault breaks it. Greetings and ZeroMQ's own commands pass untouched.
 """
 
 import asyncio
@@ -34,7 +35,8 @@ DELAY_S = 0.02
 
 
 class Middle:
-    """Listens at `endpoint` for connections to `target`. `plan`: faults for the next messages, in either direction; then all pass."""
+    """Listens at `endpoint` for connections to `target`. `plan`: faults for the next messages, in either
+    direction; then all pass."""
 
     def __init__(self, target: str) -> None:
         self.target = target
@@ -61,7 +63,9 @@ class Middle:
                 def accept() -> None:
                     with suppress(OSError):  # it is gone already
                         connection, _ = listening.accept()
-                        accepted.enter_context(connection)  # a server of asyncio loses those that it is just accepting when the loop ends
+                        accepted.enter_context(
+                            connection
+                        )  # a server of asyncio loses those that it is just accepting when the loop ends
                         connection.setblocking(False)
                         relay = tasks.create_task(self._relay(connection))
                         self._relays.add(relay)
@@ -84,14 +88,19 @@ class Middle:
     async def _relay(self, connection: socket.socket) -> None:
         host, _, port = self.target.removeprefix("tcp://").rpartition(":")
         with suppress(OSError):
-            async with self._opened(sock=connection) as (reader, writer), self._opened(host, int(port)) as (back_reader, back_writer):
+            async with (
+                self._opened(sock=connection) as (reader, writer),
+                self._opened(host, int(port)) as (back_reader, back_writer),
+            ):
                 self.connections += 1
                 async with asyncio.TaskGroup() as both:
                     both.create_task(self._pass_on(reader, back_writer, writer))
                     both.create_task(self._pass_on(back_reader, writer, back_writer))
 
     @asynccontextmanager
-    async def _opened(self, *where: Any, **how: Any) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    async def _opened(
+        self, *where: Any, **how: Any
+    ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
         """A connection, until the end of the block; then it is gone, not only about to be closed."""
         reader, writer = await asyncio.open_connection(*where, **how)
         self._open.add(writer)
@@ -103,10 +112,14 @@ class Middle:
             with suppress(OSError):
                 await writer.wait_closed()
 
-    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, other: asyncio.StreamWriter) -> None:
+    async def _pass_on(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, other: asyncio.StreamWriter
+    ) -> None:
         kept = b""
         with suppress(OSError, asyncio.IncompleteReadError):
-            for _ in range(GREETING):  # as it comes: each end sends the rest of its greeting when it has the beginning of the other's
+            for _ in range(
+                GREETING
+            ):  # as it comes: each end sends the rest of its greeting when it has the beginning of the other's
                 part = await reader.readexactly(1)
                 if writer.is_closing():
                     raise ConnectionResetError
@@ -129,7 +142,9 @@ class Middle:
                     break
                 if fault is Fault.DELAY:
                     await asyncio.sleep(DELAY_S)
-                writer.write(b"".join(_frame(flags, changed) for changed in self._changed(fault, number, body)) + kept)
+                writer.write(
+                    b"".join(_frame(flags, changed) for changed in self._changed(fault, number, body)) + kept
+                )
                 kept = b""
         writer.close()  # what was written still goes out
         other.transport.abort()
@@ -153,7 +168,11 @@ class Middle:
 async def _read(reader: asyncio.StreamReader) -> tuple[int, bytes]:
     """Flags and body of the next frame."""
     flags = (await reader.readexactly(1))[0]
-    length = struct.unpack(">Q", await reader.readexactly(8))[0] if flags & LONG else (await reader.readexactly(1))[0]
+    length = (
+        struct.unpack(">Q", await reader.readexactly(8))[0]
+        if flags & LONG
+        else (await reader.readexactly(1))[0]
+    )
     return flags, await reader.readexactly(length)
 
 

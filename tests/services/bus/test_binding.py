@@ -12,7 +12,18 @@ from protocol.messages import Hello
 from protocol.topics import ROLLOUTS, SCORED, TOPICS
 from services.bus.config import BusConfig, bind_address, is_loopback, public_endpoint
 from services.bus.curve import create_keys, load_authorized, main
-from tests.services.bus.harness import QUICK, Raw, Registry, acknowledge, background, eventually, frame, receiver, score, sender
+from tests.services.bus.harness import (
+    QUICK,
+    Raw,
+    Registry,
+    acknowledge,
+    background,
+    eventually,
+    frame,
+    receiver,
+    score,
+    sender,
+)
 
 
 async def test_taken_port_is_named() -> None:
@@ -54,7 +65,14 @@ def test_advertised_host_is_registered() -> None:
 
 @pytest.mark.parametrize(
     "values",
-    [{"heartbeat_s": 0.0}, {"heartbeat_s": 5.0}, {"max_outstanding": 0}, {"high_water_mark": 0}, {"port_base": 65535}, {"port_base": -1}],
+    [
+        {"heartbeat_s": 0.0},
+        {"heartbeat_s": 5.0},
+        {"max_outstanding": 0},
+        {"high_water_mark": 0},
+        {"port_base": 65535},
+        {"port_base": -1},
+    ],
 )
 def test_settings_that_cannot_work_are_refused(values: dict[str, float]) -> None:
     with pytest.raises(SettingsError):
@@ -65,7 +83,10 @@ async def test_authorized_key_may_connect_even_off_loopback(tmp_path: Path) -> N
     create_keys(tmp_path)
     groups: list[int] = []
     config = replace(QUICK, host="0.0.0.0", advertise="127.0.0.1", curve_dir=str(tmp_path))
-    async with receiver(config=config) as inbox, sender(Registry({"ingest.1": inbox.endpoint}), config=config) as outbox:
+    async with (
+        receiver(config=config) as inbox,
+        sender(Registry({"ingest.1": inbox.endpoint}), config=config) as outbox,
+    ):
         async with background(acknowledge(inbox, groups)):
             await outbox.send(score(1))
     assert groups == [1]
@@ -106,7 +127,9 @@ async def test_a_secret_key_that_others_can_read_is_refused(tmp_path: Path) -> N
     create_keys(tmp_path)
     config = replace(QUICK, curve_dir=str(tmp_path))
     (tmp_path / "server.key_secret").chmod(0o640)
-    with pytest.raises(SettingsError, match=r"server\.key_secret can be read by other users \(mode 640\); chmod 600 it"):
+    with pytest.raises(
+        SettingsError, match=r"server\.key_secret can be read by other users \(mode 640\); chmod 600 it"
+    ):
         await receiver(config=config).start()
     (tmp_path / "server.key_secret").chmod(0o600)
     (tmp_path / "client.key_secret").chmod(0o604)
@@ -126,7 +149,9 @@ def test_keys_are_private_and_not_overwritten(tmp_path: Path) -> None:
     assert [path.read_bytes() for path in secrets] == before
 
 
-def test_key_command_makes_keys_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_key_command_makes_keys_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("sys.argv", ["curve", str(tmp_path)])
     main()
     assert len(load_authorized(tmp_path)) == 1

@@ -14,7 +14,9 @@ from tests.services.bus.harness import DEADLINE_S, QUICK, RUN, Raw, Registry, ev
 
 
 def manifest(version: int, location: str = "/dev/shm/x") -> WeightManifest:
-    return WeightManifest(epoch="e", version=version, transport="shm", location=location, buckets=(), tensors=())
+    return WeightManifest(
+        epoch="e", version=version, transport="shm", location=location, buckets=(), tensors=()
+    )
 
 
 def applied(version: int) -> WeightApplied:
@@ -26,7 +28,9 @@ def broadcaster(incarnation: str = "trainer.1", config: BusConfig = QUICK) -> Br
 
 
 def listener(registry: Registry, incarnation: str = "rollout.1", config: BusConfig = QUICK) -> Listener:
-    return Listener(WEIGHTS, run=RUN, incarnation=incarnation, role="rollout", config=config, discover=registry)
+    return Listener(
+        WEIGHTS, run=RUN, incarnation=incarnation, role="rollout", config=config, discover=registry
+    )
 
 
 async def test_published_message_reaches_all_and_answers_come_back() -> None:
@@ -83,7 +87,11 @@ async def test_answer_waits_for_a_connection() -> None:
 
 async def test_peer_whose_queue_is_full_is_counted_and_gets_the_newest_later() -> None:
     config = replace(QUICK, high_water_mark=2)
-    async with broadcaster(config=config) as trainer, Raw(trainer.endpoint, hwm=1) as stuck, asyncio.timeout(DEADLINE_S):
+    async with (
+        broadcaster(config=config) as trainer,
+        Raw(trainer.endpoint, hwm=1) as stuck,
+        asyncio.timeout(DEADLINE_S),
+    ):
         async with listener(Registry({"trainer.1": trainer.endpoint}), config=QUICK) as engine:
             await stuck.say(frame(Hello(sender="stuck.1", role="rollout")))
             await eventually(lambda: len(trainer.peers) == 2)
@@ -113,7 +121,11 @@ async def test_dead_peer_is_forgotten() -> None:
 
 async def test_answers_that_nobody_reads_are_bounded() -> None:
     config = replace(QUICK, high_water_mark=4)
-    async with broadcaster(config=config) as trainer, Raw(trainer.endpoint) as raw, asyncio.timeout(DEADLINE_S):
+    async with (
+        broadcaster(config=config) as trainer,
+        Raw(trainer.endpoint) as raw,
+        asyncio.timeout(DEADLINE_S),
+    ):
         await raw.hello()
         for version in range(10):
             await raw.say(frame(applied(version), f"a{version}"))

@@ -15,7 +15,17 @@ from protocol.topics import WEIGHTS
 from services.bus.broadcast import Broadcaster, Listener
 from services.bus.curve import create_keys
 from services.bus.sender import Declined
-from tests.services.bus.harness import QUICK, RUN, Registry, acknowledge, background, eventually, receiver, score, sender
+from tests.services.bus.harness import (
+    QUICK,
+    RUN,
+    Registry,
+    acknowledge,
+    background,
+    eventually,
+    receiver,
+    score,
+    sender,
+)
 
 
 def descriptors() -> int:
@@ -28,15 +38,23 @@ def threads() -> int:
 
 
 @pytest.mark.parametrize("run_loop", [asyncio.run, uvloop.run])
-def test_cycles_leave_no_task_thread_or_descriptor(run_loop: Callable[[Coroutine[Any, Any, None]], None], tmp_path: Path) -> None:
+def test_cycles_leave_no_task_thread_or_descriptor(
+    run_loop: Callable[[Coroutine[Any, Any, None]], None], tmp_path: Path
+) -> None:
     create_keys(tmp_path)
 
     async def cycle(number: int) -> None:
         config = replace(QUICK, curve_dir=str(tmp_path)) if number % 5 == 0 else QUICK
         trainer = Broadcaster(WEIGHTS, run=RUN, incarnation="trainer.1", config=config)
-        async with receiver(config=config) as inbox, trainer, sender(Registry({"ingest.1": inbox.endpoint}), config=config) as outbox:
+        async with (
+            receiver(config=config) as inbox,
+            trainer,
+            sender(Registry({"ingest.1": inbox.endpoint}), config=config) as outbox,
+        ):
             registry = Registry({"trainer.1": trainer.endpoint})
-            async with Listener(WEIGHTS, run=RUN, incarnation="rollout.1", role="rollout", config=config, discover=registry):
+            async with Listener(
+                WEIGHTS, run=RUN, incarnation="rollout.1", role="rollout", config=config, discover=registry
+            ):
                 async with background(acknowledge(inbox, [])):
                     await outbox.send(score(1, "x" * 200_000))
                     await eventually(lambda: len(trainer.peers) == 1)
@@ -47,7 +65,8 @@ def test_cycles_leave_no_task_thread_or_descriptor(run_loop: Callable[[Coroutine
         for number in range(50):
             await cycle(number)
             assert len(asyncio.all_tasks()) == 1
-        # A thread that was waited for is in /proc for a moment still, and what other tests have left may end meanwhile.
+        # A thread that was waited for is in /proc for a moment still, and what other tests have left may end
+        # meanwhile.
         await eventually(lambda: descriptors() <= before[0] and threads() <= before[1])
 
     run_loop(main())
@@ -63,7 +82,7 @@ async def test_lost_links_release_their_descriptors() -> None:
                 async with background(acknowledge(inbox, [])):
                     await outbox.send(score(life))
                 registry.clear()
-                await eventually(lambda: outbox.who()["receivers"] == {})
+                await eventually(lambda: outbox.snapshot()["receivers"] == {})
             if life < 2:
                 counts.append(descriptors())
         await eventually(lambda: descriptors() <= max(counts))

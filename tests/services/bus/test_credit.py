@@ -25,11 +25,15 @@ from tests.services.bus.harness import (
     windowed,
 )
 
-STEPS = st.lists(st.tuples(st.sampled_from(["join", "send", "finish", "leave"]), st.integers(0, 9)), max_size=200)
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["join", "send", "finish", "leave"]), st.integers(0, 9)), max_size=200
+)
 
 
 @given(window=st.integers(1, 20), steps=STEPS)
-def test_promises_stay_within_the_window_plus_one_per_sender(window: int, steps: list[tuple[str, int]]) -> None:
+def test_promises_stay_within_the_window_plus_one_per_sender(
+    window: int, steps: list[tuple[str, int]]
+) -> None:
     accounts: list[Account] = []
     orphans = 0
     most = 0
@@ -95,10 +99,14 @@ def test_window_holds_over_sockets(window: int, senders: int, finish) -> None:  
                 held: list[Delivery] = []
                 while done < 12 * senders:
                     held.append(await inbox.receive())
-                    who = inbox.who()
+                    who = inbox.snapshot()
                     assert isinstance(who["held"], int)
                     assert who["held"] <= window + senders
-                    if finish.random() < 0.5 or len(held) >= min(window, senders) or done + len(held) == 12 * senders:
+                    if (
+                        finish.random() < 0.5
+                        or len(held) >= min(window, senders)
+                        or done + len(held) == 12 * senders
+                    ):
                         finish.shuffle(held)
                         while held:
                             inbox.ack(held.pop())
@@ -122,17 +130,20 @@ async def test_message_beyond_the_credit_is_dropped_and_counted() -> None:
             await raw.say(frame(score(index), f"m{index}"))
         await eventually(lambda: inbox.stats.received + inbox.stats.dropped_full == 10)
         assert inbox.stats.received <= 3
-        assert inbox.who()["held"] == inbox.stats.received
+        assert inbox.snapshot()["held"] == inbox.stats.received
 
 
 async def test_sender_waits_for_credit() -> None:
     topic = windowed(2)
-    async with receiver(topic=topic) as inbox, sender(Registry({"ingest.1": inbox.endpoint}), topic=topic) as outbox:
+    async with (
+        receiver(topic=topic) as inbox,
+        sender(Registry({"ingest.1": inbox.endpoint}), topic=topic) as outbox,
+    ):
         async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
             for index in range(5):
                 group.create_task(outbox.send(score(index)))
             held = [await inbox.receive() for _ in range(2)]
-            await eventually(lambda: outbox.who()["waiting"] == 3)
+            await eventually(lambda: outbox.snapshot()["waiting"] == 3)
             assert inbox.stats.received == 2
             for _ in range(3):
                 inbox.ack(held.pop())
@@ -143,12 +154,15 @@ async def test_sender_waits_for_credit() -> None:
 
 
 async def test_senders_share_idle_receivers_evenly() -> None:
-    """Each sender has credit at each receiver, and none is better than another: they must not all take the same."""
+    """Each sender has credit at each receiver, and none is better than another: they must not all take the
+    same."""
     taken: dict[str, list[int]] = {f"reward.{index}": [] for index in range(4)}
     async with AsyncExitStack() as stack:
         inboxes = {name: await stack.enter_async_context(receiver(name)) for name in taken}
         registry = Registry({name: inbox.endpoint for name, inbox in inboxes.items()})
-        outboxes = [await stack.enter_async_context(sender(registry, f"rollout.{index}")) for index in range(40)]
+        outboxes = [
+            await stack.enter_async_context(sender(registry, f"rollout.{index}")) for index in range(40)
+        ]
         async with background(*(acknowledge(inboxes[name], groups) for name, groups in taken.items())):
             await eventually(lambda: all(knows(outbox, len(taken)) for outbox in outboxes))
             for outbox in outboxes:
@@ -158,5 +172,5 @@ async def test_senders_share_idle_receivers_evenly() -> None:
 
 def knows(outbox: Sender, receivers: int) -> bool:
     """Whether a sender has heard from so many receivers."""
-    links: dict[str, dict[str, Any]] = outbox.who()["receivers"]  # type: ignore[assignment]
+    links: dict[str, dict[str, Any]] = outbox.snapshot()["receivers"]  # type: ignore[assignment]
     return sum(link["ready"] for link in links.values()) == receivers

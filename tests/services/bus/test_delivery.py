@@ -38,14 +38,22 @@ def run_loop(request: pytest.FixtureRequest) -> Runner:
 
 def test_send_returns_when_acknowledged(run_loop: Runner) -> None:
     async def main() -> None:
-        async with receiver() as inbox, sender(Registry({"ingest.1": inbox.endpoint})) as outbox, asyncio.timeout(DEADLINE_S):
+        async with (
+            receiver() as inbox,
+            sender(Registry({"ingest.1": inbox.endpoint})) as outbox,
+            asyncio.timeout(DEADLINE_S),
+        ):
             async with asyncio.TaskGroup() as group:
                 sending = group.create_task(outbox.send(score(7), id="m1", epoch="e", group=7, token="t"))
                 delivery = await inbox.receive()
                 assert not sending.done()
                 assert outbox.outstanding == 1
                 assert delivery.message == score(7)
-                assert (delivery.envelope.id, delivery.envelope.epoch, delivery.envelope.group) == ("m1", "e", 7)
+                assert (delivery.envelope.id, delivery.envelope.epoch, delivery.envelope.group) == (
+                    "m1",
+                    "e",
+                    7,
+                )
                 inbox.ack(delivery)
                 inbox.ack(delivery)
             assert outbox.outstanding == 0
@@ -82,7 +90,11 @@ def test_cancelled_receive_loses_nothing_under_load(run_loop: Runner) -> None:
 
 
 async def test_refused_message_raises_declined() -> None:
-    async with receiver() as inbox, sender(Registry({"ingest.1": inbox.endpoint})) as outbox, asyncio.timeout(DEADLINE_S):
+    async with (
+        receiver() as inbox,
+        sender(Registry({"ingest.1": inbox.endpoint})) as outbox,
+        asyncio.timeout(DEADLINE_S),
+    ):
         async with asyncio.TaskGroup() as group:
             sending = group.create_task(outcome(outbox.send(score(1))))
             inbox.refuse(await inbox.receive(), "not_held: group 1")
@@ -136,7 +148,12 @@ async def test_refusal_is_repeated_for_a_duplicate() -> None:
 
 
 async def test_acknowledgement_goes_to_the_connection_that_sent_last() -> None:
-    async with receiver() as inbox, Raw(inbox.endpoint) as first, Raw(inbox.endpoint) as second, asyncio.timeout(DEADLINE_S):
+    async with (
+        receiver() as inbox,
+        Raw(inbox.endpoint) as first,
+        Raw(inbox.endpoint) as second,
+        asyncio.timeout(DEADLINE_S),
+    ):
         await first.hello("reward.1")
         await second.hello("reward.1")
         await first.say(frame(score(1), "m1"))
@@ -176,11 +193,14 @@ async def test_message_of_another_topic_is_refused_for_good() -> None:
 async def test_full_inbox_stops_reading_and_loses_nothing() -> None:
     config = replace(QUICK, high_water_mark=8)
     groups: list[int] = []
-    async with receiver(config=config) as inbox, sender(Registry({"ingest.1": inbox.endpoint}), config=config) as outbox:
+    async with (
+        receiver(config=config) as inbox,
+        sender(Registry({"ingest.1": inbox.endpoint}), config=config) as outbox,
+    ):
         async with background(), asyncio.TaskGroup() as group:
             for index in range(500):
                 group.create_task(outbox.send(score(index)))
-            await eventually(lambda: inbox.who()["waiting"] == 8)
+            await eventually(lambda: inbox.snapshot()["waiting"] == 8)
             reader = group.create_task(acknowledge(inbox, groups))
             await eventually(lambda: len(groups) == 500)
             reader.cancel()

@@ -1,4 +1,5 @@
-"""Whatever happens to messages, links and ends: what is confirmed took effect, what took effect did so once, and nothing stays behind."""
+"""Whatever happens to messages, links and ends: what is confirmed took effect, what took effect did so once,
+and nothing stays behind."""
 
 import asyncio
 

@@ -50,7 +50,11 @@ NOISE = st.lists(
 def test_noise_hurts_no_traffic(noise: list[list[bytes]], known: bool) -> None:
     async def main() -> None:
         groups: list[int] = []
-        async with receiver() as inbox, sender(Registry({"ingest.1": inbox.endpoint})) as outbox, Raw(inbox.endpoint) as raw:
+        async with (
+            receiver() as inbox,
+            sender(Registry({"ingest.1": inbox.endpoint})) as outbox,
+            Raw(inbox.endpoint) as raw,
+        ):
             if known:
                 await raw.hello()
 
@@ -76,7 +80,11 @@ def test_noise_from_a_receiver_hurts_no_sender(noise: list[list[bytes]]) -> None
         groups: list[int] = []
         async with receiver() as inbox, Raw() as raw:
             registry = Registry({"raw.1": raw.endpoint, "ingest.1": inbox.endpoint})
-            async with sender(registry) as outbox, background(acknowledge(inbox, groups)), asyncio.TaskGroup() as group:
+            async with (
+                sender(registry) as outbox,
+                background(acknowledge(inbox, groups)),
+                asyncio.TaskGroup() as group,
+            ):
                 [peer], _ = await raw.hear_from()
                 for frames in noise:
                     await raw.say(peer, *frames)
@@ -98,7 +106,8 @@ async def test_peer_that_said_no_hello_is_unknown() -> None:
 
 
 async def test_damaged_message_makes_the_sender_send_again() -> None:
-    """Through a relay that damages the first message: the checksum fails, and the heartbeat shows that it is not held."""
+    """Through a relay that damages the first message: the checksum fails, and the heartbeat shows that it is
+    not held."""
     groups: list[int] = []
     async with receiver() as inbox, Raw() as front, Raw(inbox.endpoint) as back:
         broken = 0
@@ -149,10 +158,15 @@ def _say(endpoint: str, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("attack", [_oversize, _not_zeromq])
-async def test_frames_that_zeromq_itself_refuses_hurt_no_traffic(attack: Callable[[str], Awaitable[None]]) -> None:
+async def test_frames_that_zeromq_itself_refuses_hurt_no_traffic(
+    attack: Callable[[str], Awaitable[None]],
+) -> None:
     groups: list[int] = []
     async with receiver(config=replace(QUICK, max_frame_bytes=10_000)) as inbox:
-        async with sender(Registry({"ingest.1": inbox.endpoint})) as outbox, background(acknowledge(inbox, groups)):
+        async with (
+            sender(Registry({"ingest.1": inbox.endpoint})) as outbox,
+            background(acknowledge(inbox, groups)),
+        ):
             await outbox.send(score(1))
             await attack(inbox.endpoint)
             async with asyncio.timeout(DEADLINE_S):

@@ -28,7 +28,9 @@ from tests.services.bus.harness import (
 async def test_dead_receiver_s_messages_go_to_another(how: signal.Signals) -> None:
     groups: list[int] = []
     registry = Registry()
-    config = replace(QUICK, peer_timeout_s=4.0 if how is signal.SIGSTOP else 20.0)  # a busy machine is silent for a second
+    config = replace(
+        QUICK, peer_timeout_s=4.0 if how is signal.SIGSTOP else 20.0
+    )  # a busy machine is silent for a second
     outbox = sender(registry, config=config)
     async with holder("ingest.1") as (process, endpoint, output), receiver("ingest.2") as second, outbox:
         registry["ingest.1"] = endpoint
@@ -76,7 +78,11 @@ async def test_receiver_that_leaves_the_registry_loses_its_messages_to_another()
     groups: list[int] = []
     async with receiver("ingest.1") as first, receiver("ingest.2") as second:
         registry = Registry({"ingest.1": first.endpoint})
-        async with sender(registry) as outbox, background(acknowledge(second, groups)), asyncio.TaskGroup() as group:
+        async with (
+            sender(registry) as outbox,
+            background(acknowledge(second, groups)),
+            asyncio.TaskGroup() as group,
+        ):
             group.create_task(outbox.send(score(1)))
             await first.receive()
             registry["ingest.2"] = second.endpoint
@@ -107,7 +113,11 @@ async def test_restarted_receiver_gets_what_its_predecessor_held() -> None:
 
 
 async def test_message_that_the_receiver_has_seen_and_does_not_hold_is_sent_again() -> None:
-    async with Raw() as raw, sender(Registry({"raw.1": raw.endpoint})) as outbox, asyncio.TaskGroup() as group:
+    async with (
+        Raw() as raw,
+        sender(Registry({"raw.1": raw.endpoint})) as outbox,
+        asyncio.TaskGroup() as group,
+    ):
         peer = await _greet(raw)
         sending = group.create_task(outbox.send(score(1), id="m1"))
         assert await raw.hear_news_from() == score(1)
@@ -119,8 +129,13 @@ async def test_message_that_the_receiver_has_seen_and_does_not_hold_is_sent_agai
 
 
 async def test_message_that_was_lost_is_sent_again_even_if_none_follows_it() -> None:
-    """The sender says how many it has sent; the receiver counts those as seen, and its next heartbeat names what it holds of them."""
-    async with Raw() as raw, sender(Registry({"raw.1": raw.endpoint})) as outbox, asyncio.TaskGroup() as group:
+    """The sender says how many it has sent; the receiver counts those as seen, and its next heartbeat names
+    what it holds of them."""
+    async with (
+        Raw() as raw,
+        sender(Registry({"raw.1": raw.endpoint})) as outbox,
+        asyncio.TaskGroup() as group,
+    ):
         peer = await _greet(raw)
         group.create_task(outbox.send(score(1), id="m1"))
         assert await raw.hear_news_from() == score(1)
@@ -136,7 +151,11 @@ async def test_message_that_was_lost_is_sent_again_even_if_none_follows_it() -> 
 
 
 async def test_message_that_is_held_or_not_seen_yet_or_told_out_of_date_is_not_sent_again() -> None:
-    async with Raw() as raw, sender(Registry({"raw.1": raw.endpoint})) as outbox, asyncio.TaskGroup() as group:
+    async with (
+        Raw() as raw,
+        sender(Registry({"raw.1": raw.endpoint})) as outbox,
+        asyncio.TaskGroup() as group,
+    ):
         peer = await _greet(raw)
         group.create_task(outbox.send(score(1), id="m1"))
         await raw.hear_from()
@@ -154,9 +173,12 @@ async def test_receiver_under_another_s_address_is_not_used() -> None:
     registry = Registry()
     async with receiver("ingest.2") as other, receiver("ingest.3") as right, sender(registry) as outbox:
         registry["ingest.1"] = other.endpoint
-        async with background(acknowledge(other, groups), acknowledge(right, groups)), asyncio.TaskGroup() as group:
+        async with (
+            background(acknowledge(other, groups), acknowledge(right, groups)),
+            asyncio.TaskGroup() as group,
+        ):
             group.create_task(outbox.send(score(1)))
-            await eventually(lambda: other.who()["peers"] != {})
+            await eventually(lambda: other.snapshot()["peers"] != {})
             assert groups == []
             registry["ingest.3"] = right.endpoint
         assert (other.stats.received, right.stats.received) == (0, 1)
@@ -231,6 +253,6 @@ async def _greet(raw: Raw, name: str = "raw.1") -> bytes:
 
 
 def _ready(outbox: Sender) -> set[str]:
-    receivers = outbox.who()["receivers"]
+    receivers = outbox.snapshot()["receivers"]
     assert isinstance(receivers, dict)
     return {name for name, state in receivers.items() if state["ready"]}

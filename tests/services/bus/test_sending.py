@@ -1,4 +1,5 @@
-"""What `send` promises its caller: an end to every wait, a slot in its turn, one message for one id; and what is refused at once."""
+"""What `send` promises its caller: an end to every wait, a slot in its turn, one message for one id; and what
+is refused at once."""
 
 import asyncio
 from dataclasses import replace
@@ -68,7 +69,11 @@ async def test_same_id_twice_is_refused_and_changes_nothing() -> None:
 
 async def test_slot_that_a_refused_message_waited_for_goes_to_the_next() -> None:
     config = replace(QUICK, max_outstanding=2)
-    async with receiver() as inbox, sender(Registry({"ingest.1": inbox.endpoint}), config=config) as outbox, asyncio.timeout(DEADLINE_S):
+    async with (
+        receiver() as inbox,
+        sender(Registry({"ingest.1": inbox.endpoint}), config=config) as outbox,
+        asyncio.timeout(DEADLINE_S),
+    ):
         async with asyncio.TaskGroup() as group:
             for id in ("m1", "m2"):
                 group.create_task(outbox.send(score(1), id=id))
@@ -110,7 +115,11 @@ def test_wrapped_payload_is_the_frame_that_encode_makes() -> None:
 
 
 async def test_payload_frame_is_sent_as_it_is() -> None:
-    async with receiver() as inbox, sender(Registry({"ingest.1": inbox.endpoint})) as outbox, asyncio.timeout(DEADLINE_S):
+    async with (
+        receiver() as inbox,
+        sender(Registry({"ingest.1": inbox.endpoint})) as outbox,
+        asyncio.timeout(DEADLINE_S),
+    ):
         async with asyncio.TaskGroup() as group:
             group.create_task(outbox.send(score(5), payload_frame=encode_payload(score(5))))
             delivery = await inbox.receive()

@@ -1,7 +1,8 @@
-"""A process that holds the device's lock with one that it starts as vLLM does: `python -m tests.services.gpu_sharing.device_owner RUN_DIR [HOW]`.
+"""A process that holds the device's lock with one that it starts as vLLM does: `python -m
+tests.services.gpu_sharing.device_owner RUN_DIR [HOW]`.
 
-HOW: "" holds it as an engine that is awake, "asleep" has left it, "ranks" as the ranks of a trainer. It prints the pid of the other one,
-which by then has what it was given.
+HOW: "" holds it as an engine that is awake, "asleep" has left it, "ranks" as the ranks of a trainer. It
+prints the pid of the other one, which by then has what it was given.
 """
 
 import multiprocessing
@@ -11,12 +12,12 @@ import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from rollout.engines.multi_process.parent_watch import OWNER, follow_owner
-from services.gpu_sharing.device_lock import Device, given_device
+from rollout.engines.multi_process.parent_watch import OWNER, exit_with_parent
+from services.gpu_sharing.device_lock import DeviceLock, given_device
 
 
 def engine(ready: Connection) -> None:
-    assert follow_owner(lambda owner: os._exit(1))
+    assert exit_with_parent(lambda owner: os._exit(1))
     ready.send("")
     signal.pause()
 
@@ -24,23 +25,27 @@ def engine(ready: Connection) -> None:
 def rank(run_dir: Path, ready: Connection) -> None:
     device = given_device(run_dir)
     assert device is not None
-    assert device.take(alone=True)
+    assert device.try_acquire(exclusive=True)
     ready.send("")
     signal.pause()
 
 
 def main(run_dir: Path, how: str) -> None:
     os.environ[OWNER] = str(os.getpid())
-    device = Device(run_dir)
-    device.give()
-    assert how == "ranks" or device.take(alone=False)
+    device = DeviceLock(run_dir)
+    device.allow_children()
+    assert how == "ranks" or device.try_acquire(exclusive=False)
     ours, theirs = multiprocessing.Pipe()
     spawning = multiprocessing.get_context("spawn")
-    child = spawning.Process(target=rank, args=(run_dir, theirs)) if how == "ranks" else spawning.Process(target=engine, args=(theirs,))
+    child = (
+        spawning.Process(target=rank, args=(run_dir, theirs))
+        if how == "ranks"
+        else spawning.Process(target=engine, args=(theirs,))
+    )
     child.start()
     ours.recv()
     if how == "asleep":
-        device.leave()
+        device.release()
     print(child.pid, flush=True)
     signal.pause()
 

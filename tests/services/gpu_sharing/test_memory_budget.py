@@ -1,10 +1,11 @@
-"""What a GPU that is shared has to hold in each turn; the numbers are those of a 7 B model on 80 and 140 GiB."""
+"""What a GPU that is shared has to hold in each turn; the numbers are those of a 7 B model on 80 and 140
+GiB."""
 
 import pytest
 
 from protocol.errors import SettingsError
 from rollout.engines.base import EngineConfig
-from services.gpu_sharing.memory_budget import CONTEXT_GB, Shares, check_budget
+from services.gpu_sharing.memory_budget import CONTEXT_GB, GpuMemory, check_budget
 from trainer.config import AlgorithmConfig, ParallelConfig, TrainerConfig, WeightConfig
 
 PARAMETERS = 7 << 30
@@ -19,7 +20,7 @@ def shares(
     ranks: int = 1,
     transport: str = "shm",
     adapters: bool = False,
-) -> Shares:
+) -> GpuMemory:
     return check_budget(
         total_gb=total_gb,
         parameters=PARAMETERS,
@@ -35,9 +36,12 @@ def shares(
 
 def test_the_turns_are_added_up_from_the_settings() -> None:
     found = shares(140, engine={"memory_fraction": 0.5})
-    assert found == Shares(engines=70, staging=14, published=0, trainer=7 * (2 + 4 + 4 + 8))
+    assert found == GpuMemory(engines=70, staging=14, published=0, trainer=7 * (2 + 4 + 4 + 8))
     assert (found.engines_turn, found.trainers_turn(1)) == (84 + CONTEXT_GB, 126 + CONTEXT_GB)
-    assert shares(140, engine={"memory_fraction": 0.5, "staging_mb": 2048}, trainer={"memory_gb": 40}).staging == 2
+    assert (
+        shares(140, engine={"memory_fraction": 0.5, "staging_mb": 2048}, trainer={"memory_gb": 40}).staging
+        == 2
+    )
     assert shares(140, engine={"memory_fraction": 0.5}, adapters=True).trainer == 14
     assert shares(140, engine={"name": "sglang", "memory_fraction": 0.5}) == found
     assert shares(140, engine={"name": "megatron", "buffer_size_gb": 3}).engines == 14 + 3
@@ -46,14 +50,31 @@ def test_the_turns_are_added_up_from_the_settings() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"total_gb": 140, "engine": {"memory_fraction": 0.9}}, ("126.0 for 1 engine", "engine.memory_fraction", "14.0 staging")),
-        ({"total_gb": 140, "workers": 2, "engine": {"memory_fraction": 0.5}}, ("140.0 for 2 engine", "28.0 staging")),
-        ({"total_gb": 80, "engine": {"memory_fraction": 0.5}}, ("trainer's turn", "126.0 for training", "trainer.memory_gb", "[parallel]")),
-        ({"total_gb": 140, "engine": {"memory_fraction": 0.5}, "trainer": {"memory_gb": 139}}, ("139.0 for training (trainer.memory_gb)",)),
-        ({"total_gb": 140, "engine": {"memory_fraction": 0.5}, "transport": "ipc"}, ("28.0 published (weights.transport ipc)",)),
+        (
+            {"total_gb": 140, "engine": {"memory_fraction": 0.9}},
+            ("126.0 for 1 engine", "engine.memory_fraction", "14.0 staging"),
+        ),
+        (
+            {"total_gb": 140, "workers": 2, "engine": {"memory_fraction": 0.5}},
+            ("140.0 for 2 engine", "28.0 staging"),
+        ),
+        (
+            {"total_gb": 80, "engine": {"memory_fraction": 0.5}},
+            ("trainer's turn", "126.0 for training", "trainer.memory_gb", "[parallel]"),
+        ),
+        (
+            {"total_gb": 140, "engine": {"memory_fraction": 0.5}, "trainer": {"memory_gb": 139}},
+            ("139.0 for training (trainer.memory_gb)",),
+        ),
+        (
+            {"total_gb": 140, "engine": {"memory_fraction": 0.5}, "transport": "ipc"},
+            ("28.0 published (weights.transport ipc)",),
+        ),
     ],
 )
-def test_what_does_not_fit_is_refused_with_settings_and_numbers(given: dict[str, object], words: tuple[str, ...]) -> None:
+def test_what_does_not_fit_is_refused_with_settings_and_numbers(
+    given: dict[str, object], words: tuple[str, ...]
+) -> None:
     with pytest.raises(SettingsError) as error:
         shares(**given)  # type: ignore[arg-type]
     assert [word for word in words if word not in str(error.value)] == []

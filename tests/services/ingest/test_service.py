@@ -12,11 +12,13 @@ from protocol.topics import Role
 from services import ingest
 from services.ledger.embedded_server import EmbeddedServer
 from services.prepare import prepare
-from services.runtime.process import connected, opened
+from services.runtime.process import open_ledger, open_process
 from tests.integration.loop import settings_for
 
 
-async def test_the_error_that_ends_it_is_not_hidden_by_an_archive_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_error_that_ends_it_is_not_hidden_by_an_archive_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("services.ledger.event_log.archiver.HELD_S", 0.05)
     settings = settings_for(tmp_path, "stragglers.toml")
     spec = await asyncio.to_thread(prepare, settings)
@@ -25,9 +27,13 @@ async def test_the_error_that_ends_it_is_not_hidden_by_an_archive_that_fails(tmp
     settings = dataclasses.replace(settings, ledger=dataclasses.replace(settings.ledger, url=url))
     held = os.open(tmp_path, os.O_RDONLY)
     try:
-        async with connected(settings) as ledger:
+        async with open_ledger(settings) as ledger:
             await ledger.create(spec)
-        async with asyncio.timeout(60), opened(Role.INGEST, settings, "ingest") as process, asyncio.TaskGroup() as tasks:
+        async with (
+            asyncio.timeout(60),
+            open_process(Role.INGEST, settings, "ingest") as process,
+            asyncio.TaskGroup() as tasks,
+        ):
             serving = tasks.create_task(ingest.serve(process), name="ingest")
             while "endpoints" not in process.info:  # noqa: ASYNC110 (info is a plain dict)
                 await asyncio.sleep(0.01)

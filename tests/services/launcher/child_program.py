@@ -1,6 +1,8 @@
-"""A service for the tests of `services/launcher/child.py`: `python -m tests.services.launcher.child_program`, told by BEHAVIOUR what to do.
+"""A service for the tests of `services/launcher/child.py`: `python -m tests.services.launcher.child_program`,
+told by BEHAVIOUR what to do.
 
-It connects to the socket ROLL and says who it is; it and what it starts keep that connection open as long as they live.
+It connects to the socket ROLL and says who it is; it and what it starts keep that connection open as long as
+they live.
 """
 
 import json
@@ -20,7 +22,9 @@ def main() -> None:
         sys.exit(int(code))
     with socket.socket(socket.AF_UNIX) as roll:
         roll.connect(os.environ["ROLL"])
-        helper = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], pass_fds=(roll.fileno(),))
+        helper = subprocess.Popen(
+            [sys.executable, "-c", "import signal; signal.pause()"], pass_fds=(roll.fileno(),)
+        )
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         facts = {"pid": os.getpid(), "helper": helper.pid, "instance": os.environ["TETHER_INSTANCE"]}
         roll.sendall(json.dumps(facts).encode() + b"\n")

@@ -1,4 +1,5 @@
-"""Services as child processes: real ones, which call in over a socket and hold it open as long as they live."""
+"""Services as child processes: real ones, which call in over a socket and hold it open as long as they
+live."""
 
 import asyncio
 import json
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from protocol.errors import SettingsError
-from services.launcher.child import Child, ServiceFailed, ServiceSpec, last_words
+from services.launcher.child import ServiceFailed, ServiceSpec, SupervisedProcess, last_log_line
 from tests.integration.loop import ROOT
 
 PROGRAM = "tests.services.launcher.child_program"
@@ -69,22 +70,26 @@ async def roll(tmp_path: Path) -> AsyncIterator[Roll]:
 
 
 @pytest.fixture
-def make(tmp_path: Path, roll: Roll) -> Callable[..., Child]:
-    def child(behaviour: str, *, restarts: int = 2, finishes: bool = False) -> Child:
+def make(tmp_path: Path, roll: Roll) -> Callable[..., SupervisedProcess]:
+    def child(behaviour: str, *, restarts: int = 2, finishes: bool = False) -> SupervisedProcess:
         environ = {"BEHAVIOUR": behaviour, "ROLL": str(roll.path), "PYTHONPATH": str(ROOT)}
-        return Child(ServiceSpec("worker.0", PROGRAM, environ, finishes), tmp_path / "worker.0.log", restarts)
+        return SupervisedProcess(
+            ServiceSpec("worker.0", PROGRAM, environ, finishes), tmp_path / "worker.0.log", restarts
+        )
 
     return child
 
 
 @asynccontextmanager
-async def kept(child: Child) -> AsyncIterator[asyncio.Task[None]]:
+async def kept(child: SupervisedProcess) -> AsyncIterator[asyncio.Task[None]]:
     """Keep a child running for the block, which has to stop it."""
     async with asyncio.timeout(90), asyncio.TaskGroup() as tasks:
         yield tasks.create_task(child.keep_running())
 
 
-async def test_a_child_knows_its_name_and_leads_a_session(make: Callable[..., Child], roll: Roll) -> None:
+async def test_a_child_knows_its_name_and_leads_a_session(
+    make: Callable[..., SupervisedProcess], roll: Roll
+) -> None:
     child = make("serve")
     async with kept(child):
         caller = await roll.caller()
@@ -94,7 +99,9 @@ async def test_a_child_knows_its_name_and_leads_a_session(make: Callable[..., Ch
     assert child.pid is None
 
 
-async def test_a_killed_child_is_started_again_and_leaves_nothing(make: Callable[..., Child], roll: Roll) -> None:
+async def test_a_killed_child_is_started_again_and_leaves_nothing(
+    make: Callable[..., SupervisedProcess], roll: Roll
+) -> None:
     child = make("serve")
     async with kept(child):
         first = await roll.caller()
@@ -107,40 +114,44 @@ async def test_a_killed_child_is_started_again_and_leaves_nothing(make: Callable
         await second.gone()
 
 
-async def test_a_child_that_goes_on_dying_is_given_up(make: Callable[..., Child]) -> None:
+async def test_a_child_that_goes_on_dying_is_given_up(make: Callable[..., SupervisedProcess]) -> None:
     child = make("3 out of cheese", restarts=2)
     with pytest.raises(ServiceFailed) as failure:
         await child.keep_running()
-    assert str(failure.value) == (f"worker.0 died 3 times in a minute, last with exit code 3: out of cheese (see {child.log_path})")
+    assert str(failure.value) == (
+        f"worker.0 died 3 times in a minute, last with exit code 3: out of cheese (see {child.log_path})"
+    )
     assert child.log_path.read_text() == "out of cheese\n" * 3
 
 
-async def test_wrong_settings_are_not_tried_again(make: Callable[..., Child]) -> None:
+async def test_wrong_settings_are_not_tried_again(make: Callable[..., SupervisedProcess]) -> None:
     child = make("2 tether worker: setting x is wrong")
     with pytest.raises(SettingsError, match=r"^tether worker: setting x is wrong$"):
         await child.keep_running()
     assert child.restarts == 0
 
 
-async def test_wrong_settings_without_a_word_name_the_log(make: Callable[..., Child]) -> None:
+async def test_wrong_settings_without_a_word_name_the_log(make: Callable[..., SupervisedProcess]) -> None:
     child = make("2 ")
     with pytest.raises(SettingsError, match=r"worker\.0: wrong settings, see .*worker\.0\.log"):
         await child.keep_running()
 
 
-async def test_work_that_is_done_is_not_started_again(make: Callable[..., Child]) -> None:
+async def test_work_that_is_done_is_not_started_again(make: Callable[..., SupervisedProcess]) -> None:
     child = make("0 done", finishes=True)
     await child.keep_running()
     assert child.finished.is_set()
     assert child.restarts == 0
 
 
-async def test_a_service_that_just_ends_is_started_again(make: Callable[..., Child]) -> None:
+async def test_a_service_that_just_ends_is_started_again(make: Callable[..., SupervisedProcess]) -> None:
     with pytest.raises(ServiceFailed, match="exit code 0"):
         await make("0 bye", restarts=1).keep_running()
 
 
-async def test_stop_lets_a_child_drain_and_ends_what_it_started(make: Callable[..., Child], roll: Roll) -> None:
+async def test_stop_lets_a_child_drain_and_ends_what_it_started(
+    make: Callable[..., SupervisedProcess], roll: Roll
+) -> None:
     child = make("serve")
     async with kept(child) as keeping:
         caller = await roll.caller()
@@ -151,7 +162,9 @@ async def test_stop_lets_a_child_drain_and_ends_what_it_started(make: Callable[.
     assert child.finished.is_set()
 
 
-async def test_stop_kills_a_child_that_does_not_drain(make: Callable[..., Child], roll: Roll) -> None:
+async def test_stop_kills_a_child_that_does_not_drain(
+    make: Callable[..., SupervisedProcess], roll: Roll
+) -> None:
     child = make("stubborn")
     async with kept(child):
         caller = await roll.caller()
@@ -160,7 +173,9 @@ async def test_stop_kills_a_child_that_does_not_drain(make: Callable[..., Child]
     assert child.pid is None
 
 
-async def test_a_child_that_is_stopped_while_it_starts_does_not_stay(make: Callable[..., Child]) -> None:
+async def test_a_child_that_is_stopped_while_it_starts_does_not_stay(
+    make: Callable[..., SupervisedProcess],
+) -> None:
     child = make("stubborn")
     async with kept(child):
         await asyncio.sleep(0)
@@ -168,7 +183,7 @@ async def test_a_child_that_is_stopped_while_it_starts_does_not_stay(make: Calla
     assert child.pid is None
 
 
-async def test_a_cancelled_keeper_leaves_nothing(make: Callable[..., Child], roll: Roll) -> None:
+async def test_a_cancelled_keeper_leaves_nothing(make: Callable[..., SupervisedProcess], roll: Roll) -> None:
     child = make("stubborn")
     async with kept(child) as keeping:
         caller = await roll.caller()
@@ -193,6 +208,6 @@ async def test_a_child_drains_when_its_supervisor_is_killed(tmp_path: Path, roll
 def test_last_words_are_the_last_line_that_says_something(tmp_path: Path) -> None:
     log = tmp_path / "x.log"
     log.write_bytes(b"first\nlast \xff words\n\n  \n")
-    assert last_words(log) == "last \ufffd words"
-    assert last_words(log, limit=4) == "last"
-    assert last_words(tmp_path / "none.log") == ""
+    assert last_log_line(log) == "last \ufffd words"
+    assert last_log_line(log, limit=4) == "last"
+    assert last_log_line(tmp_path / "none.log") == ""

@@ -1,4 +1,5 @@
-"""The numbers of processes are changed by a file that a running fleet obeys: real child processes, no run around them."""
+"""The numbers of processes are changed by a file that a running fleet obeys: real child processes, no run
+around them."""
 
 import asyncio
 import json
@@ -11,7 +12,7 @@ import pytest
 from protocol.errors import SettingsError
 from protocol.topics import Role
 from services.launcher.fleet import Fleet
-from services.launcher.scaling import FILE, ask, is_up, locked, obey_loop, parse_counts
+from services.launcher.scaling import FILE, is_up, parse_counts, request_scale, run_lock, scale_loop
 from tests.integration.loop import settings_for
 
 
@@ -22,13 +23,15 @@ async def never() -> bool:
 @asynccontextmanager
 async def up(run_dir: Path) -> AsyncIterator[Fleet]:
     """A fleet without workers that obeys, whose services can never be of use: their ledger is not there."""
-    settings = settings_for(run_dir, "stragglers.toml", "services.rollouts=0", "services.rewards=0", "services.restarts=1000")
+    settings = settings_for(
+        run_dir, "stragglers.toml", "services.rollouts=0", "services.rewards=0", "services.restarts=1000"
+    )
     (run_dir / "logs").mkdir(parents=True)
     fleet = Fleet(settings, "redis://127.0.0.1:1/0", never)
-    with locked(run_dir):
+    with run_lock(run_dir):
         async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
             fleet._tasks = tasks  # without `start`: the trainer and the ingest stay out of it
-            obeying = tasks.create_task(obey_loop(run_dir, fleet))
+            obeying = tasks.create_task(scale_loop(run_dir, fleet))
             yield fleet
             obeying.cancel()
             await fleet.stop()
@@ -37,11 +40,11 @@ async def up(run_dir: Path) -> AsyncIterator[Fleet]:
 async def test_a_running_fleet_grows_and_shrinks_on_request(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     async with up(run_dir) as fleet:
-        await asyncio.to_thread(ask, run_dir, {Role.ROLLOUT: 2, Role.REWARD: 1})
+        await asyncio.to_thread(request_scale, run_dir, {Role.ROLLOUT: 2, Role.REWARD: 1})
         assert [child.spec.name for child in fleet.children[Role.ROLLOUT]] == ["rollout.0", "rollout.1"]
         assert [child.spec.name for child in fleet.children[Role.REWARD]] == ["reward.0"]
         retired = fleet.children[Role.ROLLOUT][1]
-        await asyncio.to_thread(ask, run_dir, {Role.ROLLOUT: 1})
+        await asyncio.to_thread(request_scale, run_dir, {Role.ROLLOUT: 1})
         assert [child.spec.name for child in fleet.children[Role.ROLLOUT]] == ["rollout.0"]
         assert retired.pid is None
         assert not (run_dir / FILE).exists()
@@ -62,13 +65,13 @@ async def test_a_request_that_is_none_changes_nothing(tmp_path: Path, text: str)
 
 async def test_two_requests_at_once_and_one_to_nobody_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="no `tether up` is running"):
-        ask(tmp_path, {Role.REWARD: 1})
-    with locked(tmp_path):
+        request_scale(tmp_path, {Role.REWARD: 1})
+    with run_lock(tmp_path):
         assert is_up(tmp_path)
         (tmp_path / FILE).write_text(json.dumps(["rewards=1"]))
         with pytest.raises(SettingsError, match="under way"):
-            ask(tmp_path, {Role.REWARD: 1})
-        with pytest.raises(SettingsError, match="another `tether up`"), locked(tmp_path):
+            request_scale(tmp_path, {Role.REWARD: 1})
+        with pytest.raises(SettingsError, match="another `tether up`"), run_lock(tmp_path):
             pass
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", FILE]
 

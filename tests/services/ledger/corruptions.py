@@ -1,4 +1,5 @@
-"""Ways to spoil an event log. Each changes a log in place, closes up its numbers, and returns words that `verify` has to say."""
+"""Ways to spoil an event log. Each changes a log in place, closes up its numbers, and returns words that
+`verify` has to say."""
 
 import copy
 from collections.abc import Callable
@@ -35,7 +36,8 @@ def trained_group(log: Log) -> tuple[Event, int, Event]:
     return commit, group, find(log, "accept", group=group)
 
 
-# -- trained twice, trained wrongly --------------------------------------------------------------------------------------
+# -- trained twice, trained wrongly
+# --------------------------------------------------------------------------------------
 @corruption
 def a_doubled_commit(log: Log) -> str:
     commit = find(log, "commit")
@@ -109,7 +111,8 @@ def a_commit_of_a_fenced_trainer(log: Log) -> str:
     return "epoch e0 acts"
 
 
-# -- counted wrongly -----------------------------------------------------------------------------------------------------
+# -- counted wrongly
+# -----------------------------------------------------------------------------------------------------
 def miscounted(name: str) -> Corruption:
     def spoil(log: Log) -> str:
         commit = find(log, "commit")
@@ -124,7 +127,8 @@ for counter in ("issued", "trained", "dropped", "active"):
     corruption(miscounted(counter))
 
 
-# -- vanished ------------------------------------------------------------------------------------------------------------
+# -- vanished
+# ------------------------------------------------------------------------------------------------------------
 @corruption
 def a_vanished_group(log: Log) -> str:
     remove(log, *[event for event in log if event.get("group") == 7])
@@ -178,7 +182,14 @@ def a_vanished_drop(log: Log) -> str:
 @corruption
 def a_vanished_expiry(log: Log) -> str:
     lease = find(log, "lease", attempt=2)
-    remove(log, *[event for event in log if event["event"] in ("expire", "release", "lost") and event["group"] == lease["group"]])
+    remove(
+        log,
+        *[
+            event
+            for event in log
+            if event["event"] in ("expire", "release", "lost") and event["group"] == lease["group"]
+        ],
+    )
     return f"group {lease['group']}: "
 
 
@@ -195,7 +206,8 @@ def a_gap(log: Log) -> str:
     return "a gap"
 
 
-# -- in the wrong order, or twice ----------------------------------------------------------------------------------------
+# -- in the wrong order, or twice
+# ----------------------------------------------------------------------------------------
 @corruption
 def a_doubled_accept(log: Log) -> str:
     accept = find(log, "accept")

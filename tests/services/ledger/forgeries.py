@@ -1,10 +1,12 @@
-"""More ways to spoil an event log: forged leases, steps, rewinds and bounds. See `corruptions.py`, whose list they join."""
+"""More ways to spoil an event log: forged leases, steps, rewinds and bounds. See `corruptions.py`, whose list
+they join."""
 
 from tests.services.ledger.corruptions import corruption, insert, remove
 from tests.services.ledger.logs import Log, find
 
 
-# -- forged leases -------------------------------------------------------------------------------------------------------
+# -- forged leases
+# -------------------------------------------------------------------------------------------------------
 @corruption
 def a_forged_token(log: Log) -> str:
     accept = find(log, "accept")
@@ -55,7 +57,8 @@ def a_lease_of_an_engine_that_serves_something_else(log: Log) -> str:
     return f"group {lease['group']}: engine {lease['engine']} did not acknowledge version 3"
 
 
-# -- forged steps, rewinds and bounds ------------------------------------------------------------------------------------
+# -- forged steps, rewinds and bounds
+# ------------------------------------------------------------------------------------
 @corruption
 def a_crowd(log: Log) -> str:
     """Leases under a smaller B than the one in force."""
@@ -127,7 +130,8 @@ def a_checkpoint_of_what_is_not_committed(log: Log) -> str:
     return f"version {checkpoint['version']} is durable"
 
 
-# -- no events -----------------------------------------------------------------------------------------------------------
+# -- no events
+# -----------------------------------------------------------------------------------------------------------
 @corruption
 def nonsense_in_a_field(log: Log) -> str:
     take = find(log, "take", 1)

@@ -41,13 +41,18 @@ def _logged(scenario: Scenario) -> list[str]:
 
 
 def rough_log() -> Log:
-    """About 400 events: leases that expired, releases, drops, crashes, a rewind, changes of the bound. The caller may change them."""
+    """About 400 events: leases that expired, releases, drops, crashes, a rewind, changes of the bound. The
+    caller may change them."""
     return [json.loads(line) for line in _logged(ROUGH)]
 
 
 def find(log: Log, kind: str, n: int = -1, **fields: Any) -> Event:
     """The n-th event of a kind that has these values."""
-    return [event for event in log if event["event"] == kind and all(event.get(key) == value for key, value in fields.items())][n]
+    return [
+        event
+        for event in log
+        if event["event"] == kind and all(event.get(key) == value for key, value in fields.items())
+    ][n]
 
 
 def renumbered(log: Log) -> Log:

@@ -23,7 +23,9 @@ class Machine(Moves):
         E=st.integers(0, 2), B=st.integers(1, 3), policy=st.sampled_from(Policy), prompts=st.sampled_from([None, None, 12]),
         steps=st.sampled_from([3, 50, 50]), attempts=st.integers(1, 4), window=st.sampled_from([4, 64, 64]),
     )  # fmt: skip
-    def create(self, E: int, B: int, policy: Policy, prompts: int | None, steps: int, attempts: int, window: int) -> None:
+    def create(
+        self, E: int, B: int, policy: Policy, prompts: int | None, steps: int, attempts: int, window: int
+    ) -> None:
         values = {"prompts": prompts, "max_attempts": attempts, "drop_window": window}
         self.spec = spec("x", E=E, B=B, policy=policy, steps=steps, **values)
         self.both(lambda ledger: ledger.create(self.spec))
@@ -32,7 +34,8 @@ class Machine(Moves):
         for engine in ENGINES[:2]:
             self.both(lambda ledger, engine=engine: ledger.applied(engine, self.epochs[-1], 0))
 
-    # -- rules -------------------------------------------------------------------------------------------------------
+    # -- rules
+    # -------------------------------------------------------------------------------------------------------
     def play(self, move: str, pick: Pick) -> None:
         getattr(self, move)(pick)
         if pick(range(0, 6)) == 5:
@@ -49,7 +52,11 @@ class Machine(Moves):
         """What a run does when nothing goes wrong."""
         for engine in ENGINES[:2]:
             self.both(lambda ledger, engine=engine: ledger.applied(engine, self.epochs[-1], self.version))
-        for move in ["lease"] * (self.memory.ledger.book.bound.groups_per_step + 1) + ["accept"] * 4 + ["take", "commit"]:
+        for move in (
+            ["lease"] * (self.memory.ledger.book.bound.groups_per_step + 1)
+            + ["accept"] * 4
+            + ["take", "commit"]
+        ):
             self.play(move, picker(data))
 
     @rule(data=st.data())
@@ -66,7 +73,10 @@ class Machine(Moves):
         status = self.both(lambda ledger: ledger.status())
         assert status.issued == status.trained + status.dropped + status.active
         logs = [self.runner.run(rig.ledger.events(self.newest, 10_000)) for rig in (self.memory, self.redis)]
-        plain = [[{key: value for key, value in event.items() if key != "time_ms"} for event in log] for log in logs]
+        plain = [
+            [{key: value for key, value in event.items() if key != "time_ms"} for event in log]
+            for log in logs
+        ]
         assert plain[0] == plain[1]
         self.events += plain[0]
 
@@ -84,10 +94,10 @@ class Machine(Moves):
             return
         book = self.memory.ledger.book
         if book.bound.policy is not Policy.MASK:
-            assert holds(book.places(), book.next_step(), book.bound)
+            assert holds(book.slot_deadlines(), book.next_step(), book.bound)
             if book.running is not None:
                 taken = [group.deadline for group in book.of(GroupState.TAKEN)]
-                assert holds([*book.places(), *taken], book.version, book.bound)
+                assert holds([*book.slot_deadlines(), *taken], book.version, book.bound)
 
     def teardown(self) -> None:
         try:

@@ -1,4 +1,5 @@
-"""What can happen to a run, on Redis and on the oracle in memory at once: each move calls both, and they must answer the same."""
+"""What can happen to a run, on Redis and on the oracle in memory at once: each move calls both, and they must
+answer the same."""
 
 import asyncio
 import dataclasses
@@ -58,7 +59,8 @@ class Moves(RuleBasedStateMachine):
         return expected
 
     def lose_answer(self) -> None:
-        """The caller of the newest call has not got its answer and makes it again: the answer is the same, and nothing changes."""
+        """The caller of the newest call has not got its answer and makes it again: the answer is the same,
+        and nothing changes."""
         call, answer, before = self.last, self.answer, self.memory.ledger.book.sequence
         if call is not None:
             assert self.both(call) == answer
@@ -80,12 +82,15 @@ class Moves(RuleBasedStateMachine):
         """The newest epoch, or now and then the one before."""
         return self.epochs[-2 if pick(range(0, 8)) == 7 and len(self.epochs) > 1 else -1]
 
-    # -- what brings a run forward -----------------------------------------------------------------------------------
+    # -- what brings a run forward
+    # -----------------------------------------------------------------------------------
     def lease(self, pick: Pick) -> None:
         engine, again = pick(ENGINES), pick(range(0, 10)) == 9
         request = self.request if again else f"r{self.calls}"
         self.request = request
-        lease = self.both(lambda ledger: ledger.lease(request=request, engine=engine, holder="w", lease_ms=HOUR_MS))
+        lease = self.both(
+            lambda ledger: ledger.lease(request=request, engine=engine, holder="w", lease_ms=HOUR_MS)
+        )
         if isinstance(lease, Lease):
             self.leases.append(lease)
 
@@ -112,7 +117,10 @@ class Moves(RuleBasedStateMachine):
         taken = self.taken
         if taken is None:
             return
-        trained = {group.group: trainable_counts(taken.step, group.counts, group.max_staleness) for group in taken.groups}
+        trained = {
+            group.group: trainable_counts(taken.step, group.counts, group.max_staleness)
+            for group in taken.groups
+        }
         spoil = pick(["", "", "", "", "", "all", "over", "fewer", "epoch"])
         if spoil == "all":
             trained = {group.group: dict(group.counts) for group in taken.groups}
@@ -122,9 +130,14 @@ class Moves(RuleBasedStateMachine):
             del trained[taken.groups[0].group]
         epoch = "e?" if spoil == "epoch" else self.epochs[-1]
         name = f"{taken.step}-{self.calls}".encode()
-        self.both(lambda ledger: ledger.commit(epoch, taken.step, trained, digest=taken.step + 1, report=name, manifest=name))
+        self.both(
+            lambda ledger: ledger.commit(
+                epoch, taken.step, trained, digest=taken.step + 1, report=name, manifest=name
+            )
+        )
 
-    # -- what may happen to it ---------------------------------------------------------------------------------------
+    # -- what may happen to it
+    # ---------------------------------------------------------------------------------------
     def expire(self, pick: Pick) -> None:
         live = self.memory.ledger.book.live()
         if live:
@@ -182,7 +195,11 @@ class Moves(RuleBasedStateMachine):
         self.both(lambda ledger: ledger.create(again))
 
     def publish(self, pick: Pick) -> None:
-        content, version, epoch = pick((b"", b"\xff")), self.version - pick(range(0, 2)), self.some_epoch(pick)
+        content, version, epoch = (
+            pick((b"", b"\xff")),
+            self.version - pick(range(0, 2)),
+            self.some_epoch(pick),
+        )
         self.both(lambda ledger: ledger.publish(epoch, content, version))
 
     def process(self, pick: Pick) -> None:
@@ -196,7 +213,8 @@ class Moves(RuleBasedStateMachine):
         self.both(lambda ledger: ledger.archived(self.newest))
 
     def restart(self, pick: Pick) -> None:
-        """A new trainer; it may stand where the ledger stands, or behind, or on other weights, or die before it resumes."""
+        """A new trainer; it may stand where the ledger stands, or behind, or on other weights, or die before
+        it resumes."""
         epoch = f"e{len(self.epochs)}"
         self.both(lambda ledger: ledger.claim(epoch))
         self.epochs.append(epoch)
@@ -206,7 +224,8 @@ class Moves(RuleBasedStateMachine):
             self.both(lambda ledger: ledger.resume(epoch, version, digest))
 
     def rebuild(self, pick: Pick) -> None:
-        """The server loses its newest events; the archive ends somewhere, and the journal has the accepts and commits after that."""
+        """The server loses its newest events; the archive ends somewhere, and the journal has the accepts and
+        commits after that."""
         archive = self.events[: max(1, len(self.events) - pick((0, 1, 2, 5, 20)))]
         epoch = f"e{len(self.epochs)}"
         restorer = restorer_of(archive, told_of(self.events, len(archive)))

@@ -48,7 +48,12 @@ async def test_a_good_log_is_proven() -> None:
     status = await driver.ledger.status()
     assert result.violations == []
     assert result.ok
-    assert (result.issued, result.trained, result.dropped, result.active) == (status.issued, status.trained, status.dropped, status.active)
+    assert (result.issued, result.trained, result.dropped, result.active) == (
+        status.issued,
+        status.trained,
+        status.dropped,
+        status.active,
+    )
     assert (result.steps, result.max_lag, result.bound) == (3, 1, 1)
 
 
@@ -180,7 +185,9 @@ async def test_archive_cuts_off_a_torn_line(driver: Driver, tmp_path: Path) -> N
     assert verify(path).violations == []
     assert await Archiver(driver.ledger, tmp_path).archive() == len(events) - 3
     assert verify(path).violations == []
-    assert [json.loads(line)["seq"] for line in path.read_bytes().splitlines()] == list(range(1, len(events) + 1))
+    assert [json.loads(line)["seq"] for line in path.read_bytes().splitlines()] == list(
+        range(1, len(events) + 1)
+    )
     path.write_bytes(b'{"seq": 1')
     assert last_sequence(path) == 0
     assert path.read_bytes() == b""

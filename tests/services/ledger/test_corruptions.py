@@ -1,5 +1,5 @@
-"""`verify` finds out what was done to a log: by a careful forger, who closes numbers and links up, from what the events say; of any
-other, from the links."""
+"""`verify` finds out what was done to a log: by a careful forger, who closes numbers and links up, from what
+the events say; of any other, from the links."""
 
 import copy
 import tempfile
@@ -39,19 +39,41 @@ def test_a_careful_forgery_is_found_out_and_named(corrupt: Corruption) -> None:
 
 
 FREE = {
-    "lease": {"token": "until the group is leased again nobody names it", "engine": "one that serves the same"},
-    "accept": {"counts": "more tokens than are trained, or of a group that is not trained", "reward": "a number to look at"},
-    "commit": {"groups": "fewer tokens than were accepted, or in another order", "digest": "until a trainer resumes there"},
-    "drop": {"reason": "any but stale and straggler", "detail": "a text", "wasted_tokens": "more than were accepted"},
+    "lease": {
+        "token": "until the group is leased again nobody names it",
+        "engine": "one that serves the same",
+    },
+    "accept": {
+        "counts": "more tokens than are trained, or of a group that is not trained",
+        "reward": "a number to look at",
+    },
+    "commit": {
+        "groups": "fewer tokens than were accepted, or in another order",
+        "digest": "until a trainer resumes there",
+    },
+    "drop": {
+        "reason": "any but stale and straggler",
+        "detail": "a text",
+        "wasted_tokens": "more than were accepted",
+    },
     "claim": {"untaken": "in another order"},
     "resume": {"digest": "of weights that nobody has named before"},
-    "applied": {"engine": "that leases nothing then", "epoch": "another one of the branch", "version": "under which nothing is leased"},
-    "bound_pending": {"max_staleness": "only asked for", "groups_per_step": "only asked for", "policy": "only asked for"},
+    "applied": {
+        "engine": "that leases nothing then",
+        "epoch": "another one of the branch",
+        "version": "under which nothing is leased",
+    },
+    "bound_pending": {
+        "max_staleness": "only asked for",
+        "groups_per_step": "only asked for",
+        "policy": "only asked for",
+    },
     "checkpoint": {"version": "any that is committed: it allows fewer rewinds, and no other is in the log"},
     "create": {"fingerprint": "a name", "steps": "more than were made"},
     "release": {"reason": "a text"},
 }
-"""Kind of event -> field -> which edits of it contradict nothing else that the log says. `time_ms` and `holder` contradict nothing ever."""
+"""Kind of event -> field -> which edits of it contradict nothing else that the log says. `time_ms` and
+`holder` contradict nothing ever."""
 NOTHING_LOST = {"applied", "checkpoint", "publish", "bound", "bound_pending"}
 """Events that may be doubled, and most of which may vanish: they move no group."""
 
@@ -78,7 +100,9 @@ def edited(value: Any, data: st.DataObject) -> Any:
 def test_an_edit_of_a_field_is_found_out_or_contradicts_nothing(data: st.DataObject) -> None:
     log = rough_log()
     event = data.draw(st.sampled_from(log))
-    field = data.draw(st.sampled_from([name for name, value in event.items() if name != "event" and value != []]))
+    field = data.draw(
+        st.sampled_from([name for name, value in event.items() if name != "event" and value != []])
+    )
     before, event[field] = event[field], edited(event[field], data)
     if event[field] != before and verify_events(log).ok:
         assert field in {"time_ms", "holder", *FREE.get(event["event"], {})}, (event, field, before)
@@ -127,11 +151,15 @@ def test_any_change_of_an_archived_byte_is_found_out(archive: Path, data: st.Dat
 
 @settings(max_examples=40, derandomize=True)
 @given(st.data())
-def test_archived_lines_that_are_doubled_swapped_or_taken_out_are_found_out(archive: Path, data: st.DataObject) -> None:
+def test_archived_lines_that_are_doubled_swapped_or_taken_out_are_found_out(
+    archive: Path, data: st.DataObject
+) -> None:
     lines = archive.read_bytes().splitlines(keepends=True)
     index = data.draw(st.integers(0, len(lines) - 2))
     line, following = lines[index : index + 2]
-    lines[index : index + 2] = data.draw(st.sampled_from([[following], [line, line, following], [following, line]]))
+    lines[index : index + 2] = data.draw(
+        st.sampled_from([[following], [line, line, following], [following, line]])
+    )
     with tempfile.TemporaryDirectory() as directory:
         assert spoilt(archive, Path(directory), lines)
 
@@ -139,7 +167,9 @@ def test_archived_lines_that_are_doubled_swapped_or_taken_out_are_found_out(arch
 @pytest.mark.parametrize("lost", [1, 5, 300])
 def test_a_lost_end_is_found_out(archive: Path, tmp_path: Path, lost: int) -> None:
     lines = archive.read_bytes().splitlines(keepends=True)
-    assert spoilt(archive, tmp_path, lines[:-lost]) == [f"end: event {len(lines)} was archived, but the log does not hold it"]
+    assert spoilt(archive, tmp_path, lines[:-lost]) == [
+        f"end: event {len(lines)} was archived, but the log does not hold it"
+    ]
 
 
 def test_a_log_without_the_file_beside_it_is_still_proven(archive: Path, tmp_path: Path) -> None:

@@ -36,14 +36,27 @@ async def test_steps_are_those_of_the_ledger_after_a_rewind() -> None:
     steps = committed_steps(log, range(0, 10))
     assert [logged.record for logged in steps.values()] == list(await driver.ledger.step_records(0))
     assert [logged.record.epoch for logged in steps.values()] == ["e1", "e2"]
-    assert all(logged.trained == {group.group: group.counts for group in logged.record.groups} for logged in steps.values())
+    assert all(
+        logged.trained == {group.group: group.counts for group in logged.record.groups}
+        for logged in steps.values()
+    )
     assert list(committed_steps(log, range(1, 2))) == [1]
 
 
 async def test_a_rewound_group_lives_twice() -> None:
     _, log = await rewound()
     moments = trace(log, 2)
-    assert [moment.event for moment in moments] == ["lease", "accept", "take", "commit", "rewind", "lease", "accept", "take", "commit"]
+    assert [moment.event for moment in moments] == [
+        "lease",
+        "accept",
+        "take",
+        "commit",
+        "rewind",
+        "lease",
+        "accept",
+        "take",
+        "commit",
+    ]
     assert [str(moment.state) for moment in moments[3:6]] == ["trained", "waiting", "leased"]
     assert moments[-1].facts == {"step": 1, "trained": {"1": 10}, "lag_max": 0}
     untaken = trace(log, 4)
@@ -69,14 +82,33 @@ async def test_a_dropped_group_tells_why_and_what_was_wasted() -> None:
 async def test_what_only_the_journal_knows_is_told_by_the_rebuild() -> None:
     _, log = await rewound()
     commit = next(event for event in reversed(log) if event["event"] == "commit")
-    lost = [event for event in log if event["seq"] <= next(e["seq"] for e in log if e["event"] == "resume" and not e["continued"])]
+    lost = [
+        event
+        for event in log
+        if event["seq"] <= next(e["seq"] for e in log if e["event"] == "resume" and not e["continued"])
+    ]
     accepted = [
         {"group": group.group, "token": group.token, "version": group.version, "deadline": group.deadline, "bound": group.max_staleness,
          "counts": {str(version): n for version, n in group.counts.items()}}
         for group in reversed(committed_steps(log, range(1, 2))[1].record.groups)
     ]  # fmt: skip
-    told = {"event": "commit", "epoch": "e2", "step": 1, "digest": commit["digest"], "groups": commit["groups"], "accepted": accepted}
-    rebuild = {"seq": 900, "time_ms": 5, "event": "rebuild", "epoch": "e3", "after": lost[-1]["seq"], "told": [told], "waiting": [4]}
+    told = {
+        "event": "commit",
+        "epoch": "e2",
+        "step": 1,
+        "digest": commit["digest"],
+        "groups": commit["groups"],
+        "accepted": accepted,
+    }
+    rebuild = {
+        "seq": 900,
+        "time_ms": 5,
+        "event": "rebuild",
+        "epoch": "e3",
+        "after": lost[-1]["seq"],
+        "told": [told],
+        "waiting": [4],
+    }
     steps = committed_steps([*lost, rebuild], range(0, 9))
     assert steps == committed_steps(log, range(0, 9))
     moments = trace([*lost, rebuild], 4)

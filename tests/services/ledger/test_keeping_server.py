@@ -15,7 +15,9 @@ async def test_a_server_that_cannot_start_for_a_while_comes_back(tmp_path: Path)
     """As on a disk that is full: the program ends at once until there is room."""
     broken, tried = tmp_path / "broken", tmp_path / "tried"
     program = tmp_path / "program"
-    program.write_text(f'#!/bin/sh\nif [ -e {broken} ]; then echo >> {tried}; exit 1; fi\nexec {valkey_binary()} "$@"\n')
+    program.write_text(
+        f'#!/bin/sh\nif [ -e {broken} ]; then echo >> {tried}; exit 1; fi\nexec {valkey_binary()} "$@"\n'
+    )
     program.chmod(0o755)
     server = EmbeddedServer(tmp_path / "ledger", str(program))
     url = await server.start()

@@ -1,4 +1,5 @@
-"""Drives the ledger on Redis and the oracle in memory through many histories; they must agree after every call."""
+"""Drives the ledger on Redis and the oracle in memory through many histories; they must agree after every
+call."""
 
 import asyncio
 import os
@@ -19,7 +20,11 @@ from tests.services.ledger.machine import DISTURB, PROGRESS, Machine
 
 def run(url: str, examples: int, *, derandomize: bool = True) -> None:
     checks = settings(
-        max_examples=examples, stateful_step_count=10, derandomize=derandomize, suppress_health_check=list(HealthCheck), print_blob=True
+        max_examples=examples,
+        stateful_step_count=10,
+        derandomize=derandomize,
+        suppress_health_check=list(HealthCheck),
+        print_blob=True,
     )
     run_state_machine_as_test(type("ServerMachine", (Machine,), {"url": url}), settings=checks)  # type: ignore[no-untyped-call]
 
@@ -58,7 +63,9 @@ def test_valkey_follows_the_oracle_on_long_walks(valkey_url: str, seed: int) -> 
 
 
 @pytest.mark.parametrize("binary", [valkey_binary, redis_binary])
-def test_a_server_that_is_killed_again_and_again_follows_the_oracle(binary: Callable[[], str], tmp_path: Path) -> None:
+def test_a_server_that_is_killed_again_and_again_follows_the_oracle(
+    binary: Callable[[], str], tmp_path: Path
+) -> None:
     """With `appendfsync always`, as it runs in production: no acknowledged write is lost."""
     servers = [EmbeddedServer(tmp_path, binary())]
     url = asyncio.run(servers[0].start())

@@ -1,5 +1,5 @@
-"""Many workers and two trainers at once on a real server, each on connections of its own; the server is killed among them. Which call
-comes first is up to the server; whichever it is, the log must prove the run."""
+"""Many workers and two trainers at once on a real server, each on connections of its own; the server is
+killed among them. Which call comes first is up to the server; whichever it is, the log must prove the run."""
 
 import asyncio
 import os
@@ -46,15 +46,22 @@ class Crowd:
             try:
                 head = await ledger.status()
                 await ledger.applied(name, head.epoch, max(0, head.version - self.random.randrange(2)))
-                lease = await ledger.lease(request=f"{name}-{number}", engine=name, holder=name, lease_ms=MINUTE_MS)
+                lease = await ledger.lease(
+                    request=f"{name}-{number}", engine=name, holder=name, lease_ms=MINUTE_MS
+                )
                 self.leases.append(lease)
-                await self.finish(ledger, lease if self.random.random() < 0.7 else self.random.choice(self.leases[-20:]), head.version)
+                await self.finish(
+                    ledger,
+                    lease if self.random.random() < 0.7 else self.random.choice(self.leases[-20:]),
+                    head.version,
+                )
             except Refused:
                 await asyncio.sleep(0.002)
         await ledger.close()
 
     async def finish(self, ledger: RedisLedger, lease: Lease, version: int) -> None:
-        """Do something with a lease, perhaps with one that is not one's own any more. `version`: one that is committed."""
+        """Do something with a lease, perhaps with one that is not one's own any more. `version`: one that is
+        committed."""
         group, token = lease.group, lease.token
         kind = self.random.random()
         if kind < 0.05:
@@ -94,8 +101,13 @@ class Crowd:
                     raise
                 await asyncio.sleep(0.002)
                 continue
-            trained = {group.group: trainable_counts(taken.step, group.counts, group.max_staleness) for group in taken.groups}
-            version = await ledger.commit(epoch, taken.step, trained, digest=taken.step + 1, report=b"", manifest=b"")
+            trained = {
+                group.group: trainable_counts(taken.step, group.counts, group.max_staleness)
+                for group in taken.groups
+            }
+            version = await ledger.commit(
+                epoch, taken.step, trained, digest=taken.step + 1, report=b"", manifest=b""
+            )
             self.versions[version].set()
             if version % 7 == 0:
                 await ledger.checkpointed(version)
@@ -111,7 +123,11 @@ class Crowd:
                 if due and pick((True, False)):
                     client.zadd(ledger.keys.of("leases"), {due[0]: 0}, xx=True)
                 if pick((True, False, False, False)):
-                    await ledger.set_bound(max_staleness=pick((0, 1, 2)), groups_per_step=pick((2, 3, 4)), policy=pick((None, *Policy)))
+                    await ledger.set_bound(
+                        max_staleness=pick((0, 1, 2)),
+                        groups_per_step=pick((2, 3, 4)),
+                        policy=pick((None, *Policy)),
+                    )
             except redis_sync.ConnectionError:
                 pass  # the server is away
             await asyncio.sleep(0.01)
@@ -133,7 +149,11 @@ class Crowd:
         await ledger.close()
         assert result.violations == []
         assert (result.steps, status.version) == (self.steps, self.steps)
-        assert (result.issued, result.trained, result.dropped) == (status.issued, status.trained, status.dropped)
+        assert (result.issued, result.trained, result.dropped) == (
+            status.issued,
+            status.trained,
+            status.dropped,
+        )
         return result
 
 

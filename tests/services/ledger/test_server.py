@@ -98,7 +98,9 @@ async def test_a_busy_port_is_left_alone(tmp_path: Path) -> None:
     first, second = EmbeddedServer(tmp_path / "a"), EmbeddedServer(tmp_path / "b")
     await first.start()
     (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "endpoint.json").write_text(json.dumps({"url": first.url.replace(":", ":x", 2), "pid": 0}).replace(":x//", "://"))
+    (tmp_path / "b" / "endpoint.json").write_text(
+        json.dumps({"url": first.url.replace(":", ":x", 2), "pid": 0}).replace(":x//", "://")
+    )
     await second.start()
     assert second.url.rpartition(":")[2] != first.url.rpartition(":")[2]
     await first.stop()

@@ -1,6 +1,8 @@
-"""Every reachable state of small runs, on the oracle's own code: no token over the bound, and no state without a way out.
+"""Every reachable state of small runs, on the oracle's own code: no token over the bound, and no state
+without a way out.
 
-Versions are taken relative to the committed one, so runs of any length are covered. Groups that are alike are interchangeable.
+Versions are taken relative to the committed one, so runs of any length are covered. Groups that are alike are
+interchangeable.
 """
 
 import copy
@@ -35,7 +37,17 @@ def now(call: Coroutine[Any, Any, Any]) -> Any:
 
 def start(E: int, B: int, policy: Policy, **values: Any) -> MemoryLedger:
     ledger = MemoryLedger(clock=lambda: 0, archive_limit=1 << 60, tokens=lambda: "t")
-    now(ledger.create(spec("x", E=E, B=B, policy=policy, **{"steps": 1 << 40, "max_attempts": 1 << 40, "drop_window": 1 << 40, **values})))
+    now(
+        ledger.create(
+            spec(
+                "x",
+                E=E,
+                B=B,
+                policy=policy,
+                **{"steps": 1 << 40, "max_attempts": 1 << 40, "drop_window": 1 << 40, **values},
+            )
+        )
+    )
     now(ledger.claim("e0"))
     now(ledger.resume("e0", 0, 0))
     for engine in "ab":
@@ -65,7 +77,8 @@ def clone(ledger: MemoryLedger) -> MemoryLedger:
 
 
 def key(ledger: MemoryLedger, budget: int) -> Any:
-    """What distinguishes a state from others; versions relative to the committed one, and everything that is too late alike."""
+    """What distinguishes a state from others; versions relative to the committed one, and everything that is
+    too late alike."""
     book = ledger.book
     oldest = -1 - max(bound.max_staleness for bound in (book.bound, book.pending) if bound)
     oldest = min(oldest, -1 - MOST_E) if budget else oldest
@@ -74,14 +87,32 @@ def key(ledger: MemoryLedger, budget: int) -> Any:
         return max(version - book.version, -1)
 
     groups = sorted(
-        (group.state, step(group.deadline), group.expired, step(max(group.counts, default=-9) + group.max_staleness))
+        (
+            group.state,
+            step(group.deadline),
+            group.expired,
+            step(max(group.counts, default=-9) + group.max_staleness),
+        )
         for group in book.groups.values()
         if group.state in ACTIVE
     )
     left = None if book.spec.prompts is None else book.spec.prompts - book.issued
-    engines = tuple(sorted((max(version - book.version, oldest), epoch in book.lineage) for epoch, version in book.engines.values()))
+    engines = tuple(
+        sorted(
+            (max(version - book.version, oldest), epoch in book.lineage)
+            for epoch, version in book.engines.values()
+        )
+    )
     bounds = (book.bound, book.pending)
-    return tuple(groups), engines, bounds, book.running is not None, budget, left, book.resumed[0] == book.epoch
+    return (
+        tuple(groups),
+        engines,
+        bounds,
+        book.running is not None,
+        budget,
+        left,
+        book.resumed[0] == book.epoch,
+    )
 
 
 def moves(ledger: MemoryLedger, budget: int, changes: tuple[tuple[int, int], ...]) -> Iterator[Edge]:
@@ -101,7 +132,10 @@ def moves(ledger: MemoryLedger, budget: int, changes: tuple[tuple[int, int], ...
 
     for engine in "ab":
         version = book.engines[engine][1]
-        yield from attempt(f"lease {engine}", lambda t, e=engine: t.lease(request=f"{book.sequence}", engine=e, holder="w", lease_ms=1))
+        yield from attempt(
+            f"lease {engine}",
+            lambda t, e=engine: t.lease(request=f"{book.sequence}", engine=e, holder="w", lease_ms=1),
+        )
         if book.engines[engine] != (book.epoch, book.version) and book.resumed[0] == book.epoch:
             yield from attempt(f"apply {engine}", lambda t, e=engine: t.applied(e, book.epoch, book.version))
         assert version <= book.version
@@ -110,20 +144,33 @@ def moves(ledger: MemoryLedger, budget: int, changes: tuple[tuple[int, int], ...
         yield from attempt("commit", lambda t: commit(t, book.running))
     for number, group in list(book.groups.items()):
         if group.state is GroupState.LEASED:
-            yield from attempt(f"accept {number}", lambda t, n=number, v=group.version: t.accept(n, "t", {v: 1}))
+            yield from attempt(
+                f"accept {number}", lambda t, n=number, v=group.version: t.accept(n, "t", {v: 1})
+            )
             if book.bound.policy is Policy.MASK and group.version < book.version:
                 fresh = {group.version: 1, book.version: 1}
                 yield from attempt(f"accept fresh {number}", lambda t, n=number, c=fresh: t.accept(n, "t", c))
         if budget and group.state is GroupState.LEASED and not group.expired:
             yield from attempt(f"expire {number}", lambda t, n=number: expire(t, n), left=budget - 1)
         if budget and group.state is GroupState.SCORED:
-            yield from attempt(f"filter {number}", lambda t, n=number: t.drop(n, "t", "filter"), left=budget - 1)
+            yield from attempt(
+                f"filter {number}", lambda t, n=number: t.drop(n, "t", "filter"), left=budget - 1
+            )
     if budget:
         epoch = f"e{len(book.epochs)}"
-        yield from attempt("crash", lambda t: t.claim(epoch), lambda t: t.resume(epoch, book.version, book.digest or 0), left=budget - 1)
+        yield from attempt(
+            "crash",
+            lambda t: t.claim(epoch),
+            lambda t: t.resume(epoch, book.version, book.digest or 0),
+            left=budget - 1,
+        )
         for E, B in changes:
             if (book.bound.max_staleness, book.bound.groups_per_step) != (E, B):
-                yield from attempt(f"set {E} {B}", lambda t, e=E, b=B: t.set_bound(max_staleness=e, groups_per_step=b), left=budget - 1)
+                yield from attempt(
+                    f"set {E} {B}",
+                    lambda t, e=E, b=B: t.set_bound(max_staleness=e, groups_per_step=b),
+                    left=budget - 1,
+                )
 
 
 async def expire(ledger: MemoryLedger, number: int) -> None:
@@ -131,19 +178,23 @@ async def expire(ledger: MemoryLedger, number: int) -> None:
 
 
 async def commit(ledger: MemoryLedger, taken: Taken) -> None:
-    """Under wait and drop every token must be within the bound; under mask every group must have one that is."""
+    """Under wait and drop every token must be within the bound; under mask every group must have one that
+    is."""
     trained = {}
     for group in taken.groups:
         trained[group.group] = trainable_counts(taken.step, group.counts, group.max_staleness)
         if ledger.book.bound.policy is Policy.MASK:
             assert trained[group.group], f"group {group.group} has no fresh token"
         else:
-            assert trained[group.group] == dict(group.counts), f"group {group.group} has tokens over the bound"
+            assert trained[group.group] == dict(group.counts), (
+                f"group {group.group} has tokens over the bound"
+            )
     await ledger.commit(ledger.book.epoch, taken.step, trained, digest=0, report=b"", manifest=b"")
 
 
 def search(ledger: MemoryLedger, budget: int, changes: tuple[tuple[int, int], ...] = ()) -> int:
-    """Visit every state; return how many. Fails on a violation, and on a state from which no commit can be reached."""
+    """Visit every state; return how many. Fails on a violation, and on a state from which no commit can be
+    reached."""
     first = key(ledger, budget)
     parents: dict[Any, Any] = {first: None}
     before: dict[Any, list[Any]] = {}
@@ -154,7 +205,9 @@ def search(ledger: MemoryLedger, budget: int, changes: tuple[tuple[int, int], ..
         for label, there, after in moves(here, left, changes):
             book = there.book
             if book.bound.policy is not Policy.MASK:
-                assert holds(book.places(), book.next_step(), book.bound), trace(parents, state, label)
+                assert holds(book.slot_deadlines(), book.next_step(), book.bound), trace(
+                    parents, state, label
+                )
             found = key(there, after)
             before.setdefault(found, []).append(state)
             if label == "commit":
@@ -192,22 +245,31 @@ SMALL = [(0, 1), (0, 2), (1, 1)]
 slow = (pytest.mark.slow, pytest.mark.timeout(3600))
 
 
-def cases(strict: list[tuple[int, int]], mask: list[tuple[int, int]], late: list[tuple[int, int, Policy]]) -> list[Any]:
-    """(E, B, policy): the first under wait and drop, the others under mask, which has many more states; `late` ones are slow."""
+def cases(
+    strict: list[tuple[int, int]], mask: list[tuple[int, int]], late: list[tuple[int, int, Policy]]
+) -> list[Any]:
+    """(E, B, policy): the first under wait and drop, the others under mask, which has many more states;
+    `late` ones are slow."""
     quick = [(E, B, policy) for policy in STRICT for E, B in strict] + [(E, B, Policy.MASK) for E, B in mask]
     return [*quick, *(pytest.param(*case, marks=slow) for case in late)]
 
 
 @pytest.mark.parametrize(
     ("E", "B", "policy"),
-    cases([*SMALL, (2, 1), (1, 2), (1, 3)], SMALL, [(2, 1, MASK), (1, 2, MASK), (2, 2, Policy.WAIT), (2, 2, Policy.DROP)]),
+    cases(
+        [*SMALL, (2, 1), (1, 2), (1, 3)],
+        SMALL,
+        [(2, 1, MASK), (1, 2, MASK), (2, 2, Policy.WAIT), (2, 2, Policy.DROP)],
+    ),
 )
 def test_undisturbed_runs_keep_the_bound_and_never_stick(E: int, B: int, policy: Policy) -> None:
     assert search(start(E, B, policy), 0) > 5
 
 
 @pytest.mark.parametrize(("E", "B", "policy"), cases([*SMALL, (2, 1)], SMALL, [(2, 1, MASK)]))
-def test_expiries_filters_and_crashes_neither_break_the_bound_nor_stick(E: int, B: int, policy: Policy) -> None:
+def test_expiries_filters_and_crashes_neither_break_the_bound_nor_stick(
+    E: int, B: int, policy: Policy
+) -> None:
     assert search(start(E, B, policy), 2) > 20
 
 

@@ -19,7 +19,7 @@ from services.ledger.event_log.archiver import FILE
 from services.ledger.redis.ledger import RedisLedger
 from services.ledger.verify.verifier import verify
 from services.ledger_recovery.journal_entries import accept_entry, commit_entry
-from services.ledger_recovery.reconcile import Keeper
+from services.ledger_recovery.reconcile import LedgerReconciler
 from services.settings.load import dump_settings
 from services.settings.sections import Settings
 from tests.contracts.ledger_rig import Driver, RedisRig, new_run
@@ -36,7 +36,7 @@ class Kept:
     driver: Driver
     guarded: RedisLedger
     spool: Spool
-    keeper: Keeper
+    keeper: LedgerReconciler
 
     async def restart(self) -> None:
         """kill -9, and start again."""
@@ -71,7 +71,7 @@ async def kept(directory: Path) -> AsyncIterator[Kept]:
     try:
         driver = await Driver(rig).begin(B=1)
         await driver.step(1)
-        keeper = Keeper(rig.ledger, settings, spool)
+        keeper = LedgerReconciler(rig.ledger, settings, spool)
         await keeper.archive_all()
         await guarded.guard()
         assert (await guarded.status()).version == 1
@@ -88,14 +88,16 @@ async def test_nobody_uses_a_server_that_was_started_again_until_it_was_looked_a
         await here.restart()
         with pytest.raises(Unavailable, match="is the ingest running"):
             await here.guarded.drain()
-        await here.keeper.look()
+        await here.keeper.reconcile_and_archive()
         await here.guarded.drain()
         assert (await here.driver.ledger.status()).draining
         await here.archived()
         assert here.rebuilds() == 0
 
 
-async def test_commands_change_nothing_on_a_server_that_was_started_again_until_it_was_looked_at(tmp_path: Path) -> None:
+async def test_commands_change_nothing_on_a_server_that_was_started_again_until_it_was_looked_at(
+    tmp_path: Path,
+) -> None:
     async with kept(tmp_path) as here:
         dump_settings(here.settings, tmp_path / "settings.json")
         before = await here.archived()
@@ -105,7 +107,7 @@ async def test_commands_change_nothing_on_a_server_that_was_started_again_until_
         with pytest.raises(Unavailable, match="is the ingest running"):
             await asyncio.to_thread(set_value, tmp_path, "groups-per-step", "3")
         assert (await here.driver.ledger.status()).sequence == before
-        await here.keeper.look()
+        await here.keeper.reconcile_and_archive()
         await asyncio.to_thread(set_value, tmp_path, "groups-per-step", "3")
         await asyncio.to_thread(drain, tmp_path)
         status = await here.driver.ledger.status()
@@ -116,7 +118,7 @@ async def test_a_restart_of_a_server_that_does_not_sync_each_write_counts_as_a_l
     async with kept(tmp_path) as here:
         await here.restart()
         here.command("CONFIG", "SET", "appendfsync", "everysec")
-        await here.keeper.look()
+        await here.keeper.reconcile_and_archive()
         await here.archived()
         assert here.rebuilds() == 1
         assert (await here.guarded.head()).version == 1
@@ -131,7 +133,13 @@ async def test_what_the_journal_has_is_told_to_an_emptied_server(tmp_path: Path)
         taken = await ledger.take("e1")
         await driver.commit(taken)
         trained = {group.group: dict(group.counts) for group in taken.groups}
-        here.spool.append([commit_entry("e1", taken, trained, (await ledger.head()).sequence, digest=101, report=b"report1")])
+        here.spool.append(
+            [
+                commit_entry(
+                    "e1", taken, trained, (await ledger.head()).sequence, digest=101, report=b"report1"
+                )
+            ]
+        )
         late = await driver.lease()
         accepted = await ledger.accept(late.group, late.token, {1: 6})
         before = await ledger.status()
@@ -139,9 +147,14 @@ async def test_what_the_journal_has_is_told_to_an_emptied_server(tmp_path: Path)
         here.command("FLUSHALL")
         with pytest.raises(Unavailable, match="does not hold the run"):
             await here.guarded.status()
-        await here.keeper.look()
+        await here.keeper.reconcile_and_archive()
         after = await here.guarded.status()
-        assert (after.version, after.trained, after.issued, after.states) == (2, 2, before.issued, before.states)
+        assert (after.version, after.trained, after.issued, after.states) == (
+            2,
+            2,
+            before.issued,
+            before.states,
+        )
         assert (await ledger.reports(0))[-1] == b"report1"
         assert after.sequence == before.sequence + 1
         await ledger.claim("e2")
@@ -152,7 +165,9 @@ async def test_what_the_journal_has_is_told_to_an_emptied_server(tmp_path: Path)
         assert (result.violations, result.trained) == ([], 2)
 
 
-async def test_a_run_that_was_drained_is_drained_after_a_rebuild_and_its_last_step_may_be_short(tmp_path: Path) -> None:
+async def test_a_run_that_was_drained_is_drained_after_a_rebuild_and_its_last_step_may_be_short(
+    tmp_path: Path,
+) -> None:
     async with kept(tmp_path) as here:
         ledger = here.driver.ledger
         await ledger.set_bound(groups_per_step=3)
@@ -160,7 +175,7 @@ async def test_a_run_that_was_drained_is_drained_after_a_rebuild_and_its_last_st
         await ledger.drain()
         await here.archived()
         here.command("FLUSHALL")
-        await here.keeper.look()
+        await here.keeper.reconcile_and_archive()
         assert (await here.guarded.status()).draining
         await ledger.claim("e2")
         assert await ledger.resume("e2", 1, 100)
@@ -177,7 +192,7 @@ async def test_a_change_that_was_pending_is_asked_for_again(tmp_path: Path) -> N
         assert pending is not None
         await here.archived()
         here.command("FLUSHALL")
-        await here.keeper.look()
+        await here.keeper.reconcile_and_archive()
         status = await here.guarded.status()
         assert (status.pending, status.bound.groups_per_step) == (pending, 3)
 
@@ -188,7 +203,7 @@ async def test_a_ledger_without_its_archive_cannot_be_rebuilt_and_says_so(tmp_pa
         (tmp_path / FILE).unlink()
         here.command("FLUSHALL")
         with pytest.raises(SettingsError, match=FILE):
-            await Keeper(here.driver.ledger, here.settings, here.spool).look()
+            await LedgerReconciler(here.driver.ledger, here.settings, here.spool).reconcile_and_archive()
 
 
 async def test_a_hole_between_archive_and_journal_is_refused_and_changes_nothing(tmp_path: Path) -> None:
@@ -201,6 +216,8 @@ async def test_a_hole_between_archive_and_journal_is_refused_and_changes_nothing
         here.spool.forget([], 99, last)
         (tmp_path / FILE).write_bytes(old)
         here.command("FLUSHALL")
-        with pytest.raises(SettingsError, match=rf"{FILE} ends at event \d+, and the journal goes on after event \d+"):
-            await Keeper(here.driver.ledger, here.settings, here.spool).look()
+        with pytest.raises(
+            SettingsError, match=rf"{FILE} ends at event \d+, and the journal goes on after event \d+"
+        ):
+            await LedgerReconciler(here.driver.ledger, here.settings, here.spool).reconcile_and_archive()
         assert here.command("DBSIZE") == 0

@@ -25,7 +25,10 @@ class Served:
         self.port = 0
 
     async def get(self, path: str) -> tuple[int, str]:
-        async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1:{self.port}{path}") as answer:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(f"http://127.0.0.1:{self.port}{path}") as answer,
+        ):
             return answer.status, await answer.text()
 
     async def samples(self) -> dict[tuple[str, tuple[str, ...]], float]:
@@ -37,7 +40,11 @@ class Served:
 
 def samples_of(text: str) -> dict[tuple[str, tuple[str, ...]], float]:
     families = text_string_to_metric_families(text)
-    return {(sample.name, tuple(sample.labels.values())): sample.value for family in families for sample in family.samples}
+    return {
+        (sample.name, tuple(sample.labels.values())): sample.value
+        for family in families
+        for sample in family.samples
+    }
 
 
 @pytest.fixture
@@ -83,7 +90,11 @@ async def test_a_watched_dictionary_is_read_when_it_is_asked_for(served: Served)
 async def test_waits_are_shown_while_they_last(served: Served) -> None:
     process = Process(Role.REWARD, Settings(), MemoryLedger(), "reward.0")  # type: ignore[arg-type]
     process.metrics = served.metrics
-    with process.waiting("ingest for group 7"), process.waiting("ingest for group 8"), process.waiting("weights"):
+    with (
+        process.waiting("ingest for group 7"),
+        process.waiting("ingest for group 8"),
+        process.waiting("weights"),
+    ):
         await process.register()
         waits = {labels for name, labels in await served.samples() if name == "tether_waiting_seconds"}
     assert waits == {("ingest for group N",), ("weights",)}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import SettingsError
-from services.observability.redirect_output import printing_to
+from services.observability.redirect_output import redirect_output
 
 PROGRAM = """
 import logging, os, subprocess, sys
@@ -32,7 +32,9 @@ print("after", file=sys.stderr)
 
 def test_only_what_is_printed_outside_of_the_block_is_seen(tmp_path: Path) -> None:
     log = tmp_path / "logs/eval.log"
-    found = subprocess.run([sys.executable, "-c", PROGRAM, str(log)], capture_output=True, text=True, timeout=60, check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(log)], capture_output=True, text=True, timeout=60, check=True
+    )
     assert (found.stdout, found.stderr) == ("before\nin the middle\n", "after\n")
     said = log.read_text()
     for words in ("a library", "ERROR:root:a logger", "a foreign function", "a process", "its error"):
@@ -41,5 +43,5 @@ def test_only_what_is_printed_outside_of_the_block_is_seen(tmp_path: Path) -> No
 
 def test_a_log_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "logs").touch()
-    with pytest.raises(SettingsError, match=r"logs"), printing_to(tmp_path / "logs/eval.log"):
+    with pytest.raises(SettingsError, match=r"logs"), redirect_output(tmp_path / "logs/eval.log"):
         pass

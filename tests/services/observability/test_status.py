@@ -19,11 +19,18 @@ from tests.contracts.ledger_rig import Driver, MemoryRig
 
 @pytest.fixture
 async def driver() -> Driver:
-    """E = 1, B = 2, wait: three groups are leased, two of them scored; one of two engines is in the registry."""
+    """E = 1, B = 2, wait: three groups are leased, two of them scored; one of two engines is in the
+    registry."""
     driver = await Driver(MemoryRig()).begin(engines=("eng", "gone"))
     await driver.scored(2)
     await driver.lease()
-    info = {"name": "rollout.0", "pid": 12, "host": "h", "http": 8, "waits": {"lease: bound": 3.4, "group 7": 0.2}}
+    info = {
+        "name": "rollout.0",
+        "pid": 12,
+        "host": "h",
+        "http": 8,
+        "waits": {"lease: bound": 3.4, "group 7": 0.2},
+    }
     await driver.ledger.register(Peer("rollout", "eng", info), 60_000)
     return driver
 
@@ -35,7 +42,12 @@ async def test_the_status_is_data_that_json_can_hold(driver: Driver) -> None:
 
 async def test_the_status_counts_groups_by_state(driver: Driver) -> None:
     status = await collect_status(driver.ledger)
-    assert (status["run_state"], status["version"], status["steps"], status["epoch"]) == ("running", 0, 100, "e1")
+    assert (status["run_state"], status["version"], status["steps"], status["epoch"]) == (
+        "running",
+        0,
+        100,
+        "e1",
+    )
     assert (status["issued"], status["trained"], status["dropped"], status["active"]) == (3, 0, 0, 3)
     assert {state: count for state, count in status["groups"].items() if count} == {"leased": 1, "scored": 2}
     assert status["bound"] == {"max_staleness": 1, "groups_per_step": 2, "policy": "wait"}
@@ -79,7 +91,8 @@ async def test_a_draining_run_says_so(driver: Driver) -> None:
     assert (await collect_status(driver.ledger))["run_state"] == "draining"
 
 
-# -- who waits for whom ------------------------------------------------------------------------------------------------
+# -- who waits for whom
+# ------------------------------------------------------------------------------------------------
 async def test_waits_that_differ_in_a_number_only_are_one(driver: Driver) -> None:
     waits = {"acknowledgement of group 7": 2.0, "acknowledgement of group 8": 9.4, "ingest for group 3": 0.5}
     await driver.ledger.register(Peer("rollout", "other", {"name": "rollout.1", "waits": waits}), 60_000)
@@ -102,13 +115,24 @@ async def test_a_ledger_that_is_away_is_what_is_waited_for() -> None:
     assert await describe_waits(Away()) == "waiting: the ledger does not answer (127.0.0.1:1 is away)"
 
 
-# -- progress ----------------------------------------------------------------------------------------------------------
+# -- progress
+# ----------------------------------------------------------------------------------------------------------
 async def test_progress_prints_every_step_once_and_how_it_ended(tmp_path: Path, driver: Driver) -> None:
     out = io.StringIO()
     progress = Progress(tmp_path, 100, out)
     log = StepLog(tmp_path / "metrics.jsonl")
     for step in range(2):
-        log.append(StepReport(step=step, version=step + 1, epoch="e1", reward_mean=0.25, lag_max=1, trained_tokens=30, train_s=3.0))
+        log.append(
+            StepReport(
+                step=step,
+                version=step + 1,
+                epoch="e1",
+                reward_mean=0.25,
+                lag_max=1,
+                trained_tokens=30,
+                train_s=3.0,
+            )
+        )
     progress._print_steps(restarts=2)
     progress.finish(await driver.ledger.status())
     lines = out.getvalue().splitlines()
@@ -128,7 +152,11 @@ def test_progress_prints_steps_that_a_rewind_made_again(tmp_path: Path) -> None:
         log.append(StepReport(step=step, version=step + 1, epoch=epoch, reward_mean=0.0))
         progress._print_steps(restarts=0)
     progress._print_steps(restarts=0)
-    assert [line.split("/")[0] for line in out.getvalue().splitlines()] == ["step    2", "step    1", "step    2"]
+    assert [line.split("/")[0] for line in out.getvalue().splitlines()] == [
+        "step    2",
+        "step    1",
+        "step    2",
+    ]
 
 
 async def test_progress_is_quiet_about_nothing(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""metrics.jsonl as a run leaves it: torn lines, crashes before a line was written, steps made again after a rewind."""
+"""metrics.jsonl as a run leaves it: torn lines, crashes before a line was written, steps made again after a
+rewind."""
 
 from pathlib import Path
 

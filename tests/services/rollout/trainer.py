@@ -1,4 +1,5 @@
-"""The trainer's side of a weight history: real ledger transitions, real senders, a real broadcaster, and the ways in which it dies."""
+"""The trainer's side of a weight history: real ledger transitions, real senders, a real broadcaster, and the
+ways in which it dies."""
 
 import asyncio
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from tests.services.bus.history import CONFIG
 from tests.services.bus.middle import Middle
 from tests.services.rollout.versions import Versions, Weights
 from trainer.config import WeightConfig
-from trainer.weights.base import DraftingSender, Sender
+from trainer.weights.base import StreamingSender, WeightSender
 from trainer.weights.registry import make_sender
 from trainer.weights.shared import SharedSender
 
@@ -34,16 +35,19 @@ class Dying(Exception):
 
 
 class Trainer:
-    """One trainer after the other. `branch[v]` are the weights of version v on the branch that the ledger is on."""
+    """One trainer after the other. `branch[v]` are the weights of version v on the branch that the ledger is
+    on."""
 
-    def __init__(self, transport: str, directory: Path, ledger: MemoryLedger, registry: Registry, versions: Versions) -> None:
+    def __init__(
+        self, transport: str, directory: Path, ledger: MemoryLedger, registry: Registry, versions: Versions
+    ) -> None:
         self._ledger = ledger
         self._registry = registry
         self._versions = versions
         self._config = WeightConfig(transport=transport, bucket_mb=1, timeout_s=5.0)
         self._directory = directory
         self._lives = 0
-        self._senders: list[Sender] = []
+        self._senders: list[WeightSender] = []
         self._stack = AsyncExitStack()
         self._casters: list[tuple[str, Broadcaster, WeightManifest | None]] = []
         self.middle: Middle | None = None
@@ -55,18 +59,28 @@ class Trainer:
 
     async def begin(self) -> None:
         await self._ledger.create(
-            RunSpec(run=RUN, fingerprint="f", prompts=None, steps=10_000, bound=Bound(20, 1, Policy.MASK), max_attempts=10_000)
+            RunSpec(
+                run=RUN,
+                fingerprint="f",
+                prompts=None,
+                steps=10_000,
+                bound=Bound(20, 1, Policy.MASK),
+                max_attempts=10_000,
+            )
         )
         await self.restart(0)
 
     async def restart(self, back: int = 0, *, zombie: bool = False) -> None:
-        """The trainer ends at once; the next one goes on where it was, or `back` versions before. A zombie goes on talking."""
+        """The trainer ends at once; the next one goes on where it was, or `back` versions before. A zombie
+        goes on talking."""
         await self._end(zombie=zombie)
         self._lives += 1
         self.epoch = f"e{self._lives}"
         config = replace(self._config, directory=str(self._directory / self.epoch))
         self._masters = {name: torch.nn.Parameter(tensor.clone()) for name, tensor in self.branch[0].items()}
-        self._senders.append(make_sender(config, run=RUN, run_dir=self._directory / self.epoch, masters=lambda: self._masters))
+        self._senders.append(
+            make_sender(config, run=RUN, run_dir=self._directory / self.epoch, masters=lambda: self._masters)
+        )
         await self._bind()
         status = await self._ledger.claim(self.epoch)
         version = max(0, status.version - back)
@@ -103,7 +117,10 @@ class Trainer:
         if dies == "written":
             await self.restart()
             return
-        trained = {group.group: trainable_counts(taken.step, group.counts, group.max_staleness) for group in taken.groups}
+        trained = {
+            group.group: trainable_counts(taken.step, group.counts, group.max_staleness)
+            for group in taken.groups
+        }
         await self._ledger.commit(
             self.epoch, taken.step, trained, digest=manifest.digest, report=b"", manifest=encode_payload(manifest)
         )  # fmt: skip
@@ -157,13 +174,15 @@ class Trainer:
     async def _draft(self, version: int) -> None:
         """Let engines receive the version while it is made, where the transport can."""
         sender = self._senders[-1]
-        if isinstance(sender, DraftingSender):
-            coming = sender.draft(self.epoch, version)
+        if isinstance(sender, StreamingSender):
+            coming = sender.provisional(self.epoch, version)
             assert coming is not None
             self._casters[-1][1].publish(coming, epoch=self.epoch)
             await asyncio.sleep(0.002)  # so that some are asked for it before it is complete, as in a run
 
-    async def _publish(self, version: int, weights: Weights, *, until: int = 1000, known: bool = True) -> WeightManifest:
+    async def _publish(
+        self, version: int, weights: Weights, *, until: int = 1000, known: bool = True
+    ) -> WeightManifest:
         def export() -> Iterator[tuple[str, torch.Tensor]]:
             for number, item in enumerate(weights.items()):
                 if number == until:
@@ -172,8 +191,10 @@ class Trainer:
 
         def publish() -> WeightManifest:
             sender, masters = self._senders[-1], self._masters
-            if isinstance(sender, SharedSender):  # as a step does it, but for that this trainer waits for no engine
-                sender.withdraw()
+            if isinstance(
+                sender, SharedSender
+            ):  # as a step does it, but for that this trainer waits for no engine
+                sender.invalidate()
                 _write(masters, weights)
             return sender.publish(self.epoch, version, export(), base_model="Qwen2ForCausalLM")
 

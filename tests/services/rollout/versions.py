@@ -1,4 +1,5 @@
-"""A model of a few thousand parameters, versions of its weights, and which of them tokens can have come from."""
+"""A model of a few thousand parameters, versions of its weights, and which of them tokens can have come
+from."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,7 +9,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 VOCAB = 64
 TIE = 1e-3
-"""Logits closer than this are as good as equal: a forward pass over all tokens rounds otherwise than one over each."""
+"""Logits closer than this are as good as equal: a forward pass over all tokens rounds otherwise than one over
+each."""
 
 Weights = Mapping[str, torch.Tensor]
 
@@ -32,15 +34,23 @@ class Versions:
 
     def new(self) -> Weights:
         """Weights that agree with no others on a token for long."""
-        return {name: torch.randn(tensor.shape, generator=self._generator) * 0.3 for name, tensor in self.model.named_parameters()}
+        return {
+            name: torch.randn(tensor.shape, generator=self._generator) * 0.3
+            for name, tensor in self.model.named_parameters()
+        }
 
     @torch.no_grad()
-    def could_make(self, candidates: Sequence[Weights], context: Sequence[int], tokens: Sequence[int]) -> bool:
-        """Whether each of `tokens` is the greedy one after `context` and the tokens before it, under one of the candidates."""
+    def could_make(
+        self, candidates: Sequence[Weights], context: Sequence[int], tokens: Sequence[int]
+    ) -> bool:
+        """Whether each of `tokens` is the greedy one after `context` and the tokens before it, under one of
+        the candidates."""
         ids = torch.tensor([[*context, *tokens]])
         fits = torch.zeros(len(tokens), dtype=torch.bool)
         for weights in candidates:
-            logits = torch.func.functional_call(self.model, dict(weights), (ids,)).logits[0, len(context) - 1 : -1]
+            logits = torch.func.functional_call(self.model, dict(weights), (ids,)).logits[
+                0, len(context) - 1 : -1
+            ]
             found = logits.gather(1, torch.tensor(list(tokens))[:, None])[:, 0]
             fits |= found >= logits.max(1).values - TIE
         return bool(fits.all())

@@ -1,8 +1,10 @@
-"""Random histories of weight updates: a trainer, an engine, requests that never stop, and everything that may go wrong between them.
+"""Random histories of weight updates: a trainer, an engine, requests that never stop, and everything that may
+go wrong between them.
 
-Real parts: ledger rules (in memory), senders and receivers of a transport, the broadcast edge with a man in the middle, the updater of
-the rollout service, and the `hf` engine. Every completion is recomputed: its tokens must be those of the versions that it names, and if
-the ledger accepts it, those of the branch that the ledger is on.
+Real parts: ledger rules (in memory), senders and receivers of a transport, the broadcast edge with a man in
+the middle, the updater of the rollout service, and the `hf` engine. Every completion is recomputed: its
+tokens must be those of the versions that it names, and if the ledger accepts it, those of the branch that the
+ledger is on.
 """
 
 import asyncio
@@ -22,7 +24,7 @@ from protocol.lifecycle import GroupState
 from protocol.topics import WEIGHTS, Role
 from rollout.engines.base import Completion, EngineConfig, Request, Sampling
 from rollout.engines.hf.engine import HFEngine
-from rollout.staging.staging import Beside
+from rollout.staging.staging import LiveAndStaged
 from services.bus.broadcast import Listener
 from services.ledger.interface import Lease
 from services.ledger.memory.ledger import MemoryLedger
@@ -88,7 +90,8 @@ class World:
             for process in self._processes
         )
 
-    # -- the engine ------------------------------------------------------------------------------------------------------
+    # -- the engine
+    # ------------------------------------------------------------------------------------------------------
     async def _engine_life(self) -> None:
         """One process of the rollout service: it ends when it is cancelled, or by its engine's poison."""
         self._lives += 1
@@ -99,9 +102,16 @@ class World:
         engine = HFEngine(config, self._model, process.incarnation, shared=shared)
         await engine.start()
         try:
-            identity: dict[str, Any] = {"run": RUN, "incarnation": process.incarnation, "role": Role.ROLLOUT, "config": CONFIG}
+            identity: dict[str, Any] = {
+                "run": RUN,
+                "incarnation": process.incarnation,
+                "role": Role.ROLLOUT,
+                "config": CONFIG,
+            }
             async with Listener(WEIGHTS, discover=self.registry, **identity) as listener:
-                updater = WeightUpdater(process, engine, listener, on_abort=lambda groups: None, on_applied=lambda: None)
+                updater = WeightUpdater(
+                    process, engine, listener, on_abort=lambda groups: None, on_applied=lambda: None
+                )
                 self.engine, self._updater, self._name = engine, updater, process.incarnation
                 async with asyncio.TaskGroup() as tasks:
                     for loop in (updater.listen_loop, updater.poll_loop, updater.apply_loop):
@@ -131,16 +141,21 @@ class World:
             lease = None
             if engine is not None:
                 with suppress(Refused):
-                    lease = await self.ledger.lease(request=f"{number}.{count}", engine=self._name, holder="w", lease_ms=HOUR_MS)
+                    lease = await self.ledger.lease(
+                        request=f"{number}.{count}", engine=self._name, holder="w", lease_ms=HOUR_MS
+                    )
             if lease is None or engine is None:
                 await asyncio.sleep(0.005)
                 continue
             prompt = tuple(torch.randint(VOCAB, (3 + number,)).tolist())
             try:
-                found = await engine.generate(Request(f"{lease.group}.{lease.token}/0", prompt, Sampling(TOKENS, temperature=0)))
+                found = await engine.generate(
+                    Request(f"{lease.group}.{lease.token}/0", prompt, Sampling(TOKENS, temperature=0))
+                )
             except EngineError:
                 if self.engine is engine:
-                    self.engine = None  # as in the service: whose engine is dead takes no more leases, and its process ends
+                    # as in the service: whose engine is dead takes no more leases, and its process ends
+                    self.engine = None
                 with suppress(Refused):
                     await self.ledger.release(lease.group, lease.token, "engine")
                 continue
@@ -165,9 +180,11 @@ class World:
         self.check(prompt, found, branch=True)
 
     def check(self, prompt: tuple[int, ...], found: Completion, *, branch: bool) -> None:
-        """Every token is of a published version that its span names; with `branch`, of the one on the ledger's branch.
+        """Every token is of a published version that its span names; with `branch`, of the one on the
+        ledger's branch.
 
-        Without: two branches may have a version of the same number, and a request whose lease is void may have seen both.
+        Without: two branches may have a version of the same number, and a request whose lease is void may
+        have seen both.
         """
         start = 0
         for end, version in found.spans:
@@ -180,7 +197,8 @@ class World:
             self.spans += 1
         self.checked += 1
 
-    # -- moves -----------------------------------------------------------------------------------------------------------
+    # -- moves
+    # -----------------------------------------------------------------------------------------------------------
     async def play(self, move: Move) -> None:
         """Do what a move says."""
         trainer, engine = self.trainer, self.engine
@@ -207,7 +225,9 @@ class World:
                 with pytest.raises((WeightError, EngineError)):
                     await engine.commit(msgspec.structs.replace(trainer.manifest, version=10_000))
                 assert engine.served == served or engine.served.version < 10_000
-            case "sleep" | "wake" if engine is not None and self._updater is not None and self._shared is None:
+            case "sleep" | "wake" if (
+                engine is not None and self._updater is not None and self._shared is None
+            ):
                 try:
                     await (self._updater.sleep() if move.name == "sleep" else self._updater.wake())
                 except (EngineError, WeightError):
@@ -216,7 +236,8 @@ class World:
                 await asyncio.sleep(0.002 * move.count)
 
     async def new_engine(self) -> None:
-        """Kill the engine's process, once it has loaded its model (two loads at once do not work in one process); the next one comes up."""
+        """Kill the engine's process, once it has loaded its model (two loads at once do not work in one
+        process); the next one comes up."""
         await eventually(lambda: self.engine is not None)
         lives = self._lives
         if self._engine_task is not None:
@@ -224,14 +245,17 @@ class World:
         await eventually(lambda: self._lives > lives)
 
     async def settle(self) -> None:
-        """No more disturbance: a good version is published, the engine serves it and says so, and generates with it."""
+        """No more disturbance: a good version is published, the engine serves it and says so, and generates
+        with it."""
         self._stage_timeout_s = 30.0
         await self.new_engine()
         trainer = self.trainer
         await trainer.restart()
         assert trainer.manifest is not None
         goal = (trainer.epoch, trainer.manifest.version)
-        await eventually(lambda: self.engine is not None and (self.engine.served.epoch, self.engine.served.version) == goal)
+        await eventually(
+            lambda: self.engine is not None and (self.engine.served.epoch, self.engine.served.version) == goal
+        )
         await eventually(lambda: self.ledger.book.engines.get(self._name) == goal)
         checked = self.checked
         await eventually(lambda: self.checked > checked + 2)
@@ -242,7 +266,9 @@ class World:
         try:
             async with asyncio.TaskGroup() as tasks:
                 loops = [self._engine_loop(), self._worker_loop(0), self._worker_loop(1)]
-                running = [tasks.create_task(loop, name=f"world.{number}") for number, loop in enumerate(loops)]
+                running = [
+                    tasks.create_task(loop, name=f"world.{number}") for number, loop in enumerate(loops)
+                ]
                 try:
                     yield self
                 finally:
@@ -260,7 +286,7 @@ async def _cancelled_is_fine(life: Awaitable[None]) -> None:
 
 def _break_commit(weights: Any) -> None:
     """It fails when it has copied some."""
-    if isinstance(weights, Beside):
+    if isinstance(weights, LiveAndStaged):
         weights.copy[next(reversed(weights.copy))] = torch.empty(1, 2, 3)
     else:
         name, target = list(weights._live.items())[-1]

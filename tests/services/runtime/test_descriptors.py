@@ -15,5 +15,7 @@ print(resource.getrlimit(resource.RLIMIT_NOFILE) == (min(hard, DESCRIPTORS) if h
 
 
 def test_service_raises_its_limit_of_descriptors() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.strip() == "True"

@@ -14,10 +14,20 @@ from tests.integration.loop import ROOT
 
 
 def test_a_service_that_finds_no_ledger_asks_to_be_started_again(tmp_path: Path) -> None:
-    """A ledger that is away for a while must not look like wrong settings: `tether up` would give the run up."""
-    variables = {"TETHER_REDIS_URL": "redis://127.0.0.1:1/0", "TETHER_RUN_DIR": str(tmp_path), "TETHER_LEDGER__TIMEOUT_S": "0.2"}
+    """A ledger that is away for a while must not look like wrong settings: `tether up` would give the run
+    up."""
+    variables = {
+        "TETHER_REDIS_URL": "redis://127.0.0.1:1/0",
+        "TETHER_RUN_DIR": str(tmp_path),
+        "TETHER_LEDGER__TIMEOUT_S": "0.2",
+    }
     result = subprocess.run(
-        [sys.executable, "-m", "services.monitor"], cwd=ROOT, env=environment(**variables), capture_output=True, text=True, check=False
+        [sys.executable, "-m", "services.monitor"],
+        cwd=ROOT,
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert result.returncode == 1
     assert "did not answer" in result.stderr.splitlines()[-1]
@@ -40,7 +50,8 @@ async def serve(process):
 last = Last()
 service_main(Role.MONITOR, serve)
 """
-"""It leaves, after Python has put its own handlers of signals away, when it is told to on its standard input."""
+"""It leaves, after Python has put its own handlers of signals away, when it is told to on its standard
+input."""
 
 
 async def test_a_service_that_has_ended_by_itself_is_not_killed_by_being_told_to_end(tmp_path: Path) -> None:
@@ -49,7 +60,13 @@ async def test_a_service_that_has_ended_by_itself_is_not_killed_by_being_told_to
     variables = {"TETHER_REDIS_URL": await server.start(), "TETHER_RUN_DIR": str(tmp_path)}
     try:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", SLOW_TO_LEAVE, cwd=ROOT, env=environment(**variables), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            sys.executable,
+            "-c",
+            SLOW_TO_LEAVE,
+            cwd=ROOT,
+            env=environment(**variables),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
         )
         assert process.stdin is not None
         assert process.stdout is not None
@@ -63,7 +80,8 @@ async def test_a_service_that_has_ended_by_itself_is_not_killed_by_being_told_to
 
 @pytest.mark.slow
 async def test_wrong_settings_of_a_rank_are_told_once_and_as_such(tmp_path: Path) -> None:
-    """torchrun ends with 1 whatever its ranks ended with: `tether up` would start the trainer again and again."""
+    """torchrun ends with 1 whatever its ranks ended with: `tether up` would start the trainer again and
+    again."""
     server = EmbeddedServer(tmp_path / "ledger")
     url = await server.start()
     try:

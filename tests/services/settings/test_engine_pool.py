@@ -26,7 +26,10 @@ def test_each_worker_of_a_pool_gets_its_own_engine(tmp_path: Path) -> None:
     assert settings.services.rollout_workers == 3
     dump_settings(settings, tmp_path / "settings.json")
     engines = [
-        load_settings(str(tmp_path / "settings.json"), environ=pool_variables(settings.services.pool, index)).engine for index in range(4)
+        load_settings(
+            str(tmp_path / "settings.json"), environ=pool_variables(settings.services.pool, index)
+        ).engine
+        for index in range(4)
     ]
     assert [engine.name for engine in engines] == ["scripted", "scripted", "sglang", "scripted"]
     assert [engine.max_model_len for engine in engines] == [64] * 4
@@ -46,10 +49,16 @@ def test_without_a_pool_every_worker_has_the_one_engine() -> None:
     [
         ("[{ cout = 1 }]", r"services\.pool\.0\.cout is not known; did you mean count\?"),
         ("[{ count = 0 }]", r"services\.pool\.0\.count: 0 is less than 1"),
-        ("[{}, { engine = { nmae = 'hf' } }]", r"services\.pool\.1\.engine\.nmae is not known; did you mean name\?"),
+        (
+            "[{}, { engine = { nmae = 'hf' } }]",
+            r"services\.pool\.1\.engine\.nmae is not known; did you mean name\?",
+        ),
         ("[{ engine = { name = 'sgland' } }]", r"services\.pool\.0\.engine\.name.*sglang"),
         ("[{ engine = { max_running = 'many' } }]", r"services\.pool\.0\.engine\.max_running"),
-        ("[{ engine = { dtype = 'bfloat16' } }]", r"services\.pool\.0\.engine\.dtype: bfloat16, but weights are published in .* float32"),
+        (
+            "[{ engine = { dtype = 'bfloat16' } }]",
+            r"services\.pool\.0\.engine\.dtype: bfloat16, but weights are published in .* float32",
+        ),
     ],
 )
 def test_a_wrong_pool_is_refused_by_name(pool: str, words: str) -> None:

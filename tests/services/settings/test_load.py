@@ -33,7 +33,8 @@ def toml(tmp_path: Path) -> Path:
     return path
 
 
-# -- precedence --------------------------------------------------------------------------------------------------------
+# -- precedence
+# --------------------------------------------------------------------------------------------------------
 def test_defaults_are_those_of_the_readme() -> None:
     settings = load()
     assert settings.bound.bound == Bound(1, 8, Policy.MASK)
@@ -50,7 +51,9 @@ def test_the_environment_beats_the_file(toml: Path) -> None:
 
 
 def test_set_beats_the_environment(toml: Path) -> None:
-    assert load(toml, "bound.max_staleness=0", TETHER_MAX_STALENESS="4").bound.bound == Bound(0, 3, Policy.MASK)
+    assert load(toml, "bound.max_staleness=0", TETHER_MAX_STALENESS="4").bound.bound == Bound(
+        0, 3, Policy.MASK
+    )
 
 
 def test_the_last_set_counts() -> None:
@@ -69,7 +72,8 @@ def test_a_given_file_beats_the_one_of_the_variable(toml: Path, tmp_path: Path) 
     assert load(toml, TETHER_CONFIG=str(tmp_path / "nowhere.toml")).bound.max_staleness == 2
 
 
-# -- names -------------------------------------------------------------------------------------------------------------
+# -- names
+# -------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("variable", "text", "value"),
     [
@@ -101,7 +105,9 @@ def test_variables_that_are_read_elsewhere_are_let_through(name: str) -> None:
 
 
 def test_a_variable_names_a_section_and_a_key() -> None:
-    settings = load(None, TETHER_SAMPLING__MAX_TOKENS="77", TETHER_ENGINE__KV="keep", TETHER_MONITOR__ENABLED="false")
+    settings = load(
+        None, TETHER_SAMPLING__MAX_TOKENS="77", TETHER_ENGINE__KV="keep", TETHER_MONITOR__ENABLED="false"
+    )
     assert (settings.sampling.max_tokens, settings.engine.kv, settings.monitor.enabled) == (77, "keep", False)
 
 
@@ -112,7 +118,12 @@ def test_a_variable_reaches_into_a_nested_section() -> None:
 
 
 def test_values_are_toml() -> None:
-    settings = load(None, 'reward.verifiers=[{name="math", weight=0.5}]', 'prompts.families=["chain_sum"]', "optimizer.lr=1e-4")
+    settings = load(
+        None,
+        'reward.verifiers=[{name="math", weight=0.5}]',
+        'prompts.families=["chain_sum"]',
+        "optimizer.lr=1e-4",
+    )
     assert [(verifier.name, verifier.weight) for verifier in settings.reward.verifiers] == [("math", 0.5)]
     assert settings.prompts.families == ("chain_sum",)
     assert settings.optimizer.lr == 1e-4
@@ -131,7 +142,8 @@ def test_json_is_read_like_toml(tmp_path: Path, toml: Path) -> None:
     assert load(path) == load(toml)
 
 
-# -- refusals ----------------------------------------------------------------------------------------------------------
+# -- refusals
+# ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("override", "said"),
     [
@@ -172,7 +184,9 @@ def test_a_path_through_a_value_is_refused(toml: Path) -> None:
     assert "max_staleness is not a section" in refusal(toml, "bound.max_staleness.deep=2")
 
 
-@pytest.mark.parametrize(("name", "text"), [("a.toml", "[bound\n"), ("a.json", "{"), ("b.json", "[1]"), ("c.toml", "x = 1\n")])
+@pytest.mark.parametrize(
+    ("name", "text"), [("a.toml", "[bound\n"), ("a.json", "{"), ("b.json", "[1]"), ("c.toml", "x = 1\n")]
+)
 def test_a_file_that_is_not_settings_is_named(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text)
     assert ("x is not known" if name == "c.toml" else name) in refusal(tmp_path / name)
@@ -190,7 +204,8 @@ def test_two_models_exclude_each_other(tmp_path: Path) -> None:
     assert "exclude each other" in refusal(None, f"model.path='{tmp_path}'", "model.scratch.hidden_size=32")
 
 
-# -- the file of a run -------------------------------------------------------------------------------------------------
+# -- the file of a run
+# -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("config", ["demo.toml", "stragglers.toml"])
 def test_the_file_of_a_run_gives_the_same_settings(tmp_path: Path, config: str) -> None:
     settings = load(ROOT / "deploy/configs" / config, f"run.dir='{tmp_path}'", "bound.staleness_policy=drop")
@@ -199,7 +214,9 @@ def test_the_file_of_a_run_gives_the_same_settings(tmp_path: Path, config: str) 
     assert [path.name for path in tmp_path.iterdir()] == ["settings.json"]
 
 
-def test_the_file_of_a_run_names_its_directory_whatever_the_working_directory_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_of_a_run_names_its_directory_whatever_the_working_directory_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = load(None, "run.name=mine")
     dump_settings(settings, tmp_path / "settings.json")
     expected = Path("runs/mine").absolute()
@@ -217,15 +234,23 @@ def test_the_file_of_a_run_holds_no_url_and_no_password(tmp_path: Path) -> None:
 
 
 def test_engines_that_share_a_gpu_can_sleep_and_are_of_one_kind() -> None:
-    with pytest.raises(SettingsError, match=r"setting colocated\.enabled: engine 'scripted' cannot sleep; use hf or megatron or sglang or"):
+    with pytest.raises(
+        SettingsError,
+        match=r"setting colocated\.enabled: engine 'scripted' cannot sleep; use hf or megatron or sglang or",
+    ):
         load(None, TETHER_COLOCATED__ENABLED="true", TETHER_ENGINE__NAME="scripted")
     with pytest.raises(SettingsError, match=r"colocated\.enabled and services\.pool exclude each other"):
         load(None, TETHER_COLOCATED__ENABLED="true", TETHER_SERVICES__POOL='[{engine = {name = "hf"}}]')
 
 
-# -- documents ---------------------------------------------------------------------------------------------------------
+# -- documents
+# ---------------------------------------------------------------------------------------------------------
 def test_the_readme_names_every_section_and_no_other() -> None:
-    rows = [line.split("|")[1] for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| `[")]
+    rows = [
+        line.split("|")[1]
+        for line in (ROOT / "README.md").read_text().splitlines()
+        if line.startswith("| `[")
+    ]
     named = {name for row in rows for name in re.findall(r"\[([a-z.]+)\]", row)}
     sections = {field.name for field in dataclasses.fields(Settings)}
     others = {"run", "bound"}  # named one by one in the table of variables

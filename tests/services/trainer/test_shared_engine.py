@@ -1,4 +1,5 @@
-"""Transport `shared`: the trainer goes on only with an engine that serves what it published, and ends with it."""
+"""Transport `shared`: the trainer goes on only with an engine that serves what it published, and ends with
+it."""
 
 import asyncio
 import dataclasses
@@ -13,17 +14,17 @@ import pytest_asyncio
 import torch
 
 from protocol.device.shared_layout import DESCRIBED
-from protocol.device.shared_tensors import Description, Owner
+from protocol.device.shared_tensors import Description, ProcessIdentity
 from protocol.errors import SettingsError, TetherError
 from protocol.messages import WeightManifest
 from protocol.staleness import Bound, Policy
 from protocol.topics import Role
 from services.ledger.embedded_server import EmbeddedServer
 from services.ledger.interface import RunSpec
-from services.runtime.process import Process, opened
+from services.runtime.process import Process, open_process
 from services.settings.checks import check_workers
 from services.settings.sections import Settings
-from services.trainer.shared_engine import EngineShare
+from services.trainer.shared_engine import SharedEngine
 from tests.integration.loop import settings_for
 from trainer.config import WeightConfig
 from trainer.weights.shared import SharedSender
@@ -38,12 +39,14 @@ class Trainer:
 
     process: Process
     sender: SharedSender
-    share: EngineShare
+    share: SharedEngine
     attached: list[Path] = field(default_factory=list)
 
     async def ready(self, version: int = 0) -> bool:
         """Whether it may go on from a version."""
-        manifest = WeightManifest(epoch=EPOCH, version=version, transport="shared", location="", buckets=(), tensors=())
+        manifest = WeightManifest(
+            epoch=EPOCH, version=version, transport="shared", location="", buckets=(), tensors=()
+        )
 
         async def attach(path: Path) -> None:
             self.attached.append(path)
@@ -65,13 +68,15 @@ async def settings(tmp_path: Path) -> AsyncIterator[Settings]:
 
 @asynccontextmanager
 async def trainer(settings: Settings, timeout_s: float = 30) -> AsyncIterator[Trainer]:
-    async with opened(Role.TRAINER, settings, "trainer") as process:
-        spec = RunSpec(run=process.run, fingerprint="f", prompts=None, steps=9, bound=Bound(1, 1, Policy.MASK))
+    async with open_process(Role.TRAINER, settings, "trainer") as process:
+        spec = RunSpec(
+            run=process.run, fingerprint="f", prompts=None, steps=9, bound=Bound(1, 1, Policy.MASK)
+        )
         await process.ledger.create(spec)
         await process.ledger.claim(EPOCH)
         await process.ledger.resume(EPOCH, 0, 1)
         sender = SharedSender(settings.run_dir, {"a": torch.nn.Parameter(torch.zeros(3))})
-        yield Trainer(process, sender, EngineShare(process, sender, timeout_s))
+        yield Trainer(process, sender, SharedEngine(process, sender, timeout_s))
         sender.close()
 
 
@@ -80,8 +85,8 @@ async def engine(settings: Settings, name: str, *, serves: bool = True) -> Async
     """A worker, and the process that its weights are memory of, which is killed at the end."""
     owner = await asyncio.create_subprocess_exec("sleep", "600")
     path = settings.run_dir / f"{name}.msgpack"
-    path.write_bytes(msgspec.msgpack.encode(Description(Owner.of(owner.pid), (), {})))
-    async with opened(Role.ROLLOUT, settings, name) as process, asyncio.TaskGroup() as tasks:
+    path.write_bytes(msgspec.msgpack.encode(Description(ProcessIdentity.of(owner.pid), (), {})))
+    async with open_process(Role.ROLLOUT, settings, name) as process, asyncio.TaskGroup() as tasks:
         process.info[DESCRIBED] = str(path)
         await process.register()
         if serves:
@@ -98,17 +103,26 @@ async def engine(settings: Settings, name: str, *, serves: bool = True) -> Async
 async def test_a_trainer_attaches_once_to_the_engine_that_serves_its_version(settings: Settings) -> None:
     async with trainer(settings) as mine, asyncio.TaskGroup() as tasks:
         waiting = tasks.create_task(mine.ready())
-        async with opened(Role.ROLLOUT, settings, "other"), engine(settings, "stale", serves=False), engine(settings, "fresh"):
+        async with (
+            open_process(Role.ROLLOUT, settings, "other"),
+            engine(settings, "stale", serves=False),
+            engine(settings, "fresh"),
+        ):
             assert await waiting
             assert mine.attached == [settings.run_dir / "fresh.msgpack"]
             assert await mine.ready()
             assert len(mine.attached) == 1
 
 
-async def test_a_trainer_does_not_go_on_before_its_engine_serves_what_was_published(settings: Settings) -> None:
+async def test_a_trainer_does_not_go_on_before_its_engine_serves_what_was_published(
+    settings: Settings,
+) -> None:
     async with trainer(settings, timeout_s=0.3) as mine, engine(settings, "rollout.0") as worker:
         assert await mine.ready()
-        with pytest.raises(TetherError, match=rf"engine {worker.incarnation} did not serve version 1 within 0.3 s \(weights\.timeout_s\)"):
+        with pytest.raises(
+            TetherError,
+            match=rf"engine {worker.incarnation} did not serve version 1 within 0.3 s \(weights\.timeout_s\)",
+        ):
             await mine.ready(1)
 
 
@@ -121,7 +135,9 @@ async def test_a_trainer_ends_with_its_engine_even_if_another_one_has_come(setti
                 await mine.ready()
 
 
-async def test_a_registration_that_ran_out_does_not_end_a_trainer_whose_engine_lives(settings: Settings) -> None:
+async def test_a_registration_that_ran_out_does_not_end_a_trainer_whose_engine_lives(
+    settings: Settings,
+) -> None:
     async with trainer(settings) as mine, engine(settings, "rollout.0") as worker:
         assert await mine.ready()
         async with asyncio.timeout(60):
@@ -135,11 +151,13 @@ async def test_a_registration_that_ran_out_does_not_end_a_trainer_whose_engine_l
         assert waiting.result()
 
 
-async def test_the_next_trainer_does_not_attach_to_an_engine_that_is_gone_and_still_registered(settings: Settings) -> None:
+async def test_the_next_trainer_does_not_attach_to_an_engine_that_is_gone_and_still_registered(
+    settings: Settings,
+) -> None:
     async with trainer(settings) as mine:
         async with engine(settings, "gone") as gone:
             pass
-        async with opened(Role.ROLLOUT, settings, "other") as other:
+        async with open_process(Role.ROLLOUT, settings, "other") as other:
             other.info[DESCRIBED] = gone.info[DESCRIBED]
             await other.register()
             await other.ledger.applied(other.incarnation, EPOCH, 0)
@@ -172,8 +190,14 @@ async def test_a_trainer_that_is_to_stop_does_not_wait(settings: Settings) -> No
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("trainer.backend=megatron", "trainer.backend is 'megatron'; with engine.name 'hf' it has to be 'reference'"),
-        ("engine.name=megatron", "trainer.backend is 'reference'; with engine.name 'megatron' it has to be 'megatron'"),
+        (
+            "trainer.backend=megatron",
+            "trainer.backend is 'megatron'; with engine.name 'hf' it has to be 'reference'",
+        ),
+        (
+            "engine.name=megatron",
+            "trainer.backend is 'reference'; with engine.name 'megatron' it has to be 'megatron'",
+        ),
         ("engine.name=sglang", "engine.name is 'sglang'; it has to be hf or megatron or vllm"),
         ("parallel.tensor_model_parallel_size=2", "[parallel] asks for 2 ranks; the trainer has to be one"),
         ("engine.tensor_parallel_size=2", "engine.tensor_parallel_size is 2"),
@@ -186,7 +210,9 @@ async def test_a_trainer_that_is_to_stop_does_not_wait(settings: Settings) -> No
         ("services.trainer_gpus=1", "services.trainer_gpus is '1', services.rollout_gpus ''"),
     ],
 )
-def test_settings_that_do_not_go_with_it_are_refused_by_name(tmp_path: Path, override: str, said: str) -> None:
+def test_settings_that_do_not_go_with_it_are_refused_by_name(
+    tmp_path: Path, override: str, said: str
+) -> None:
     with pytest.raises(SettingsError) as error:
         settings_for(tmp_path, "demo.toml", *SHARED, override)
     assert str(error.value).startswith("setting weights.transport: with 'shared', ")
@@ -195,9 +221,23 @@ def test_settings_that_do_not_go_with_it_are_refused_by_name(tmp_path: Path, ove
 
 
 def test_settings_that_go_with_it_are_taken(tmp_path: Path) -> None:
-    settings_for(tmp_path, "demo.toml", *SHARED, "engine.name=vllm", "services.trainer_gpus=1", "services.rollout_gpus='1,2'")
+    settings_for(
+        tmp_path,
+        "demo.toml",
+        *SHARED,
+        "engine.name=vllm",
+        "services.trainer_gpus=1",
+        "services.rollout_gpus='1,2'",
+    )
     settings_for(tmp_path, "demo.toml", *SHARED, "engine.name=megatron", "trainer.backend=megatron")
-    settings_for(tmp_path, "demo.toml", *SHARED, "trainer.dtype=bfloat16", "engine.dtype=bfloat16", "services.rollouts=0")
+    settings_for(
+        tmp_path,
+        "demo.toml",
+        *SHARED,
+        "trainer.dtype=bfloat16",
+        "engine.dtype=bfloat16",
+        "services.rollouts=0",
+    )
 
 
 def test_a_second_worker_is_refused(tmp_path: Path) -> None:

@@ -17,8 +17,12 @@ def algorithm(name: str = "grpo", **values: float) -> Algorithm:
 
 def batch(name: str = "grpo") -> Batch:
     """Two samples of 1 and 4 tokens; the second has an inserted token and a late one."""
-    spec = GroupSpec(samples=[SampleSpec([5], [2], 1.0), SampleSpec([5, 6, 7, 8], [0, 2, 2, 2], 0.0, mask=[1, 1, 0, 1])])
-    return build_batch([(scored(spec), 1)], step=2, algorithm=algorithm(name), temperature=1.0, mask_late=True).batch
+    spec = GroupSpec(
+        samples=[SampleSpec([5], [2], 1.0), SampleSpec([5, 6, 7, 8], [0, 2, 2, 2], 0.0, mask=[1, 1, 0, 1])]
+    )
+    return build_batch(
+        [(scored(spec), 1)], step=2, algorithm=algorithm(name), temperature=1.0, mask_late=True
+    ).batch
 
 
 def test_grpo_weights_are_means_over_sampled_tokens_then_samples() -> None:
@@ -44,7 +48,9 @@ def test_weights_are_zero_outside_the_loss_mask(name: str) -> None:
 
 def test_advantages_by_hand() -> None:
     rewards, groups = torch.tensor([1.0, 0.0]), torch.tensor([0, 0])
-    torch.testing.assert_close(algorithm(advantage_eps=0.5).advantages(rewards, groups), torch.tensor([0.5, -0.5]))
+    torch.testing.assert_close(
+        algorithm(advantage_eps=0.5).advantages(rewards, groups), torch.tensor([0.5, -0.5])
+    )
     torch.testing.assert_close(algorithm("dr_grpo").advantages(rewards, groups), torch.tensor([0.5, -0.5]))
 
 
@@ -54,7 +60,11 @@ def row(*values: float) -> torch.Tensor:
 
 def test_token_loss_without_extras_is_the_clipped_surrogate_against_the_behaviour() -> None:
     got = algorithm().token_loss(row(math.log(0.4)), row(math.log(0.2)), row(1.0))
-    assert (got.loss.item(), got.ratio.item(), got.clipped.item()) == (pytest.approx(-1.2), pytest.approx(2.0), 1.0)
+    assert (got.loss.item(), got.ratio.item(), got.clipped.item()) == (
+        pytest.approx(-1.2),
+        pytest.approx(2.0),
+        1.0,
+    )
 
 
 def test_token_loss_is_decoupled_with_proximal_logprobs() -> None:
@@ -68,7 +78,9 @@ def test_token_loss_is_decoupled_with_proximal_logprobs() -> None:
 
 def test_token_loss_adds_entropy_bonus_and_kl() -> None:
     made = algorithm(entropy_coef=0.1, kl_coef=0.5)
-    got = made.token_loss(row(0.0), row(0.0), row(0.0), entropy=row(2.0), reference_logprobs=row(math.log(0.5)))
+    got = made.token_loss(
+        row(0.0), row(0.0), row(0.0), entropy=row(2.0), reference_logprobs=row(math.log(0.5))
+    )
     assert got.loss.item() == pytest.approx(-0.2 + 0.5 * (0.5 + math.log(2) - 1))
 
 
@@ -79,7 +91,9 @@ def test_the_sum_does_not_depend_on_how_the_batch_is_cut(name: str) -> None:
     logprobs = torch.full_like(made.behaviour_logprobs, -0.9)
     whole = (recipe.token_loss(logprobs, made.behaviour_logprobs, made.advantages).loss * weights).sum()
     parts = [
-        (recipe.token_loss(logprobs[i], made.behaviour_logprobs[i], made.advantages[i]).loss * weights[i]).sum()
+        (
+            recipe.token_loss(logprobs[i], made.behaviour_logprobs[i], made.advantages[i]).loss * weights[i]
+        ).sum()
         for i in range(len(weights))
     ]
     torch.testing.assert_close(sum(parts), whole)

@@ -25,9 +25,12 @@ def backend(model_dir: Path, dtype: str = "float32", name: str = "reference") ->
 
 @pytest.mark.parametrize("shard_bytes", [1 << 30, 200_000])
 @pytest.mark.parametrize(
-    ("trained", "asked", "wanted"), [("float32", "", "float32"), ("bfloat16", "", "bfloat16"), ("float32", "bfloat16", "bfloat16")]
+    ("trained", "asked", "wanted"),
+    [("float32", "", "float32"), ("bfloat16", "", "bfloat16"), ("float32", "bfloat16", "bfloat16")],
 )
-def test_an_export_loads_in_transformers(trained: str, asked: str, wanted: str, shard_bytes: int, model_dir: Path, tmp_path: Path) -> None:
+def test_an_export_loads_in_transformers(
+    trained: str, asked: str, wanted: str, shard_bytes: int, model_dir: Path, tmp_path: Path
+) -> None:
     made = backend(model_dir, trained)
     save_hf(made, tmp_path / "out", source=model_dir, dtype=asked, shard_bytes=shard_bytes)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")

@@ -7,7 +7,7 @@ import torch
 from protocol.errors import TetherError
 from tests.trainer.reference.test_backend import batch
 from trainer.algorithms import AlgorithmConfig, make_algorithm
-from trainer.backends.host_offload import HostShelf
+from trainer.backends.host_offload import HostOffload
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.registry import make_backend
 
@@ -15,14 +15,18 @@ CPU = torch.device("cpu")
 
 
 def test_views_and_storages_come_back_as_they_were_and_blank_ones_as_zeros() -> None:
-    shelf, flat, scratch = HostShelf(), torch.randn(10), torch.ones(6)
+    shelf, flat, scratch = HostOffload(), torch.randn(10), torch.ones(6)
     view, before = flat[3:7], flat.clone()
     for _ in range(2):
-        assert shelf.put(CPU, [flat, view, scratch], blank=[scratch, scratch[2:]]) == flat.nbytes + scratch.nbytes == shelf.nbytes
+        assert (
+            shelf.offload(CPU, [flat, view, scratch], blank=[scratch, scratch[2:]])
+            == flat.nbytes + scratch.nbytes
+            == shelf.nbytes
+        )
         assert flat.untyped_storage().nbytes() == scratch.untyped_storage().nbytes() == 0
         assert shelf.in_use
-        shelf.fetch(CPU)
-        shelf.fetch(CPU)
+        shelf.onload(CPU)
+        shelf.onload(CPU)
         assert not shelf.in_use
         assert torch.equal(view, before[3:7])
         assert scratch.tolist() == [0.0] * 6
@@ -40,16 +44,16 @@ def test_a_trainer_leaves_the_gpu_and_comes_back_bit_for_bit(model_dir: Path, na
 
 @pytest.mark.gpu
 def test_a_device_without_room_is_named_and_nothing_has_changed() -> None:
-    shelf, device = HostShelf(), torch.device("cuda", torch.cuda.current_device())
+    shelf, device = HostOffload(), torch.device("cuda", torch.cuda.current_device())
     tensor = torch.full((1 << 30,), 3, dtype=torch.uint8, device=device)
-    shelf.put(device, [tensor])
+    shelf.offload(device, [tensor])
     taken = torch.empty(torch.cuda.mem_get_info()[0] - (1 << 29), dtype=torch.uint8, device=device)
     with pytest.raises(TetherError, match=r"the trainer's state takes 1024 MiB, \d+ MiB are free on cuda:0"):
-        shelf.fetch(device)
+        shelf.onload(device)
     assert tensor.untyped_storage().nbytes() == 0
     del taken
     torch.cuda.empty_cache()
-    shelf.fetch(device)
+    shelf.onload(device)
     assert bool((tensor == 3).all())
 
 

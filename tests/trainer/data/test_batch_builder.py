@@ -17,7 +17,13 @@ GRPO = make_algorithm(AlgorithmConfig(advantage_eps=0.5))
 
 
 def build(*specs: GroupSpec, step: int = 3, bound: int = 1, mask_late: bool = True) -> BuiltBatch:
-    return build_batch([(scored(spec), bound) for spec in specs], step=step, algorithm=GRPO, temperature=0.7, mask_late=mask_late)
+    return build_batch(
+        [(scored(spec), bound) for spec in specs],
+        step=step,
+        algorithm=GRPO,
+        temperature=0.7,
+        mask_late=mask_late,
+    )
 
 
 LATE = GroupSpec(
@@ -39,8 +45,13 @@ def test_batch_by_hand() -> None:
     assert batch.sampled_mask.int().tolist() == [[0, 0, 1, 1, 1], [0, 0, 0, 1, 0], [0, 1, 0, 0, 0]]
     assert batch.loss_mask.int().tolist() == [[0, 0, 0, 1, 1], [0, 0, 0, 1, 0], [0, 1, 0, 0, 0]]
     assert batch.versions.tolist() == [[-1, -1, 1, 2, 3], [-1, -1, -1, 3, -1], [-1, 2, -1, -1, -1]]
-    torch.testing.assert_close(batch.behaviour_logprobs, torch.tensor([[0, 0, -0.1, -0.2, -0.3], [0, 0, 0, -0.5, 0], [0, -1.0, 0, 0, 0]]))
-    torch.testing.assert_close(batch.advantages, torch.tensor([[0, 0, 0, 0.5, 0.5], [0, 0, 0, -0.5, 0], [0.0] * 5]))
+    torch.testing.assert_close(
+        batch.behaviour_logprobs,
+        torch.tensor([[0, 0, -0.1, -0.2, -0.3], [0, 0, 0, -0.5, 0], [0, -1.0, 0, 0, 0]]),
+    )
+    torch.testing.assert_close(
+        batch.advantages, torch.tensor([[0, 0, 0, 0.5, 0.5], [0, 0, 0, -0.5, 0], [0.0] * 5])
+    )
     assert batch.group_index.tolist() == [0, 0, 1]
     assert batch.rewards.tolist() == [1.0, 0.0, 2.0]
     assert (batch.step, batch.temperature) == (3, 0.7)
@@ -57,7 +68,9 @@ def test_counts_and_statistics_by_hand() -> None:
 
 
 def test_a_late_token_is_a_violation_without_masking() -> None:
-    with pytest.raises(BoundViolation, match="group 7: token 0 of version 1 has lag 2 in step 3, over the bound of 1"):
+    with pytest.raises(
+        BoundViolation, match="group 7: token 0 of version 1 has lag 2 in step 3, over the bound of 1"
+    ):
         build(LATE, mask_late=False)
     assert build(LATE, bound=2, mask_late=False).stats.masked_tokens == 0
 
@@ -109,13 +122,27 @@ BROKEN = {
 @pytest.mark.parametrize("field", BROKEN)
 def test_a_broken_array_is_refused_by_group_and_field(field: str) -> None:
     with pytest.raises(ProtocolError, match=rf"group 7: {field} "):
-        build_batch([(scored(LATE, **{field: BROKEN[field]}), 1)], step=3, algorithm=GRPO, temperature=1.0, mask_late=True)
+        build_batch(
+            [(scored(LATE, **{field: BROKEN[field]}), 1)],
+            step=3,
+            algorithm=GRPO,
+            temperature=1.0,
+            mask_late=True,
+        )
 
 
-@pytest.mark.parametrize("field", ["lengths", "tokens", "logprobs", "loss_mask", "spans", "prompt_tokens", "rewards"])
+@pytest.mark.parametrize(
+    "field", ["lengths", "tokens", "logprobs", "loss_mask", "spans", "prompt_tokens", "rewards"]
+)
 def test_an_array_of_another_dtype_is_refused(field: str) -> None:
     with pytest.raises(ProtocolError, match=rf"group 7: {field} is float64"):
-        build_batch([(scored(LATE, **{field: Array.of([1.0], "float64")}), 1)], step=3, algorithm=GRPO, temperature=1.0, mask_late=True)
+        build_batch(
+            [(scored(LATE, **{field: Array.of([1.0], "float64")}), 1)],
+            step=3,
+            algorithm=GRPO,
+            temperature=1.0,
+            mask_late=True,
+        )
 
 
 @pytest.mark.parametrize(
@@ -139,7 +166,13 @@ def test_spans_must_cover_every_sample_exactly(rows: list[list[int]]) -> None:
 
 def test_lengths_must_sum_to_the_tokens() -> None:
     with pytest.raises(ProtocolError, match=r"group 7: tokens has shape \[5\], not \[4\]"):
-        build_batch([(scored(LATE, lengths=Array.of([2, 2], "int32")), 1)], step=3, algorithm=GRPO, temperature=1.0, mask_late=True)
+        build_batch(
+            [(scored(LATE, lengths=Array.of([2, 2], "int32")), 1)],
+            step=3,
+            algorithm=GRPO,
+            temperature=1.0,
+            mask_late=True,
+        )
 
 
 def test_a_group_twice_and_an_empty_batch_are_refused() -> None:
@@ -156,7 +189,9 @@ group_samples = st.lists(sample_specs, min_size=1, max_size=4)
 
 
 @given(st.lists(st.tuples(group_samples, st.integers(0, 4)), min_size=1, max_size=3), st.integers(6, 9))
-def test_trained_tokens_are_those_that_the_ledger_may_train(parts: list[tuple[list[SampleSpec], int]], step: int) -> None:
+def test_trained_tokens_are_those_that_the_ledger_may_train(
+    parts: list[tuple[list[SampleSpec], int]], step: int
+) -> None:
     groups = [(scored(GroupSpec(group=g, samples=made)), bound) for g, (made, bound) in enumerate(parts)]
     built = build_batch(groups, step=step, algorithm=GRPO, temperature=1.0, mask_late=True)
     batch = built.batch

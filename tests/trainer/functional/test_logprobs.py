@@ -7,7 +7,9 @@ from trainer.functional import logprobs as module
 from trainer.functional.logprobs import token_logprobs
 
 
-def plain(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+def plain(
+    logits: torch.Tensor, tokens: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     log_p = (logits[:, :-1] / temperature).log_softmax(-1)
     chosen = log_p.gather(-1, tokens[:, 1:, None])[..., 0]
     entropy = torch.distributions.Categorical(logits=log_p).entropy()
@@ -26,7 +28,9 @@ def test_token_logprobs_by_hand() -> None:
 
 
 @pytest.mark.parametrize("slice_elements", [1, 14, 1 << 24])
-def test_token_logprobs_and_gradients_equal_log_softmax(slice_elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_logprobs_and_gradients_equal_log_softmax(
+    slice_elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "SLICE_ELEMENTS", slice_elements)
     generator = torch.Generator().manual_seed(0)
     ours = torch.randn(3, 5, 7, dtype=torch.float64, generator=generator, requires_grad=True)
@@ -41,7 +45,9 @@ def test_token_logprobs_and_gradients_equal_log_softmax(slice_elements: int, mon
 
 
 def test_token_logprobs_passes_gradcheck() -> None:
-    logits = torch.randn(2, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    logits = torch.randn(
+        2, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True
+    )
     tokens = torch.tensor([[0, 1, 2], [3, 3, 0]])
     assert torch.autograd.gradcheck(lambda x: token_logprobs(x, tokens, 1.3), (logits,))
 
@@ -64,7 +70,9 @@ def test_token_logprobs_of_bfloat16_logits_are_float32() -> None:
     logprobs.sum().backward()
     assert logprobs.dtype == entropy.dtype == torch.float32
     assert logits.grad.dtype == torch.bfloat16
-    torch.testing.assert_close(logprobs, plain(logits.detach().float(), torch.zeros(2, 4, dtype=torch.int64), 1.0)[0])
+    torch.testing.assert_close(
+        logprobs, plain(logits.detach().float(), torch.zeros(2, 4, dtype=torch.int64), 1.0)[0]
+    )
 
 
 @pytest.mark.parametrize("length", [0, 1])

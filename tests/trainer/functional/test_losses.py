@@ -11,7 +11,9 @@ def row(*values: float) -> torch.Tensor:
 
 
 def test_probability_ratio_by_hand() -> None:
-    torch.testing.assert_close(probability_ratio(row(math.log(0.5), -1.0), row(math.log(0.25), -1.0)), row(2.0, 1.0))
+    torch.testing.assert_close(
+        probability_ratio(row(math.log(0.5), -1.0), row(math.log(0.25), -1.0)), row(2.0, 1.0)
+    )
 
 
 def test_probability_ratio_stays_finite() -> None:
@@ -37,7 +39,9 @@ def test_clipped_surrogate_by_hand(ratio: float, advantage: float, loss: float, 
 def test_clipped_surrogate_gradient_vanishes_where_clipped() -> None:
     logprobs = row(0.0, 1.0, -1.0, 1.0, -1.0).requires_grad_()
     advantages = row(2.0, 2.0, 2.0, -2.0, -2.0)
-    loss, clipped = clipped_surrogate(probability_ratio(logprobs, torch.zeros_like(logprobs)), advantages, 0.2, 0.2)
+    loss, clipped = clipped_surrogate(
+        probability_ratio(logprobs, torch.zeros_like(logprobs)), advantages, 0.2, 0.2
+    )
     loss.sum().backward()
     # d loss / d logprob = -r A where it is not clipped
     torch.testing.assert_close(logprobs.grad, row(-2.0, 0.0, -2 * math.exp(-1), 2 * math.e, 0.0))
@@ -53,7 +57,9 @@ def test_truncated_importance_weight_is_capped_and_constant() -> None:
 
 def test_k3_kl_by_hand() -> None:
     # q = pi_ref / pi = 1/2: q - log q - 1
-    torch.testing.assert_close(k3_kl(row(math.log(0.5), -1.0), row(math.log(0.25), -1.0)), row(0.5 + math.log(2) - 1, 0.0))
+    torch.testing.assert_close(
+        k3_kl(row(math.log(0.5), -1.0), row(math.log(0.25), -1.0)), row(0.5 + math.log(2) - 1, 0.0)
+    )
 
 
 def test_k3_kl_is_unbiased() -> None:
@@ -65,5 +71,7 @@ def test_k3_kl_is_unbiased() -> None:
 def test_losses_pass_gradcheck() -> None:
     logprobs = row(-0.3, -0.9, -2.0).requires_grad_()
     old, advantages = row(-0.4, -0.5, -1.9), row(1.0, -1.0, 0.5)
-    assert torch.autograd.gradcheck(lambda x: clipped_surrogate(probability_ratio(x, old), advantages, 0.2, 0.2)[0], (logprobs,))
+    assert torch.autograd.gradcheck(
+        lambda x: clipped_surrogate(probability_ratio(x, old), advantages, 0.2, 0.2)[0], (logprobs,)
+    )
     assert torch.autograd.gradcheck(lambda x: k3_kl(x, old), (logprobs,))

@@ -35,6 +35,8 @@ def fits(value: Any, annotation: Any) -> bool:
 def test_annotations_hold(function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     signature = inspect.signature(function)
     with jaxtyped("context"):
-        for (name, value), parameter in zip(signature.bind(*arguments).arguments.items(), signature.parameters.values(), strict=True):
+        for (name, value), parameter in zip(
+            signature.bind(*arguments).arguments.items(), signature.parameters.values(), strict=True
+        ):
             assert fits(value, parameter.annotation), name
         assert fits(function(*arguments), signature.return_annotation)

@@ -1,4 +1,5 @@
-"""Adapter training by hand: the weights are merged anew for each step, and torch differentiates through the merge."""
+"""Adapter training by hand: the weights are merged anew for each step, and torch differentiates through the
+merge."""
 
 import torch
 from torch.func import functional_call
@@ -24,10 +25,16 @@ def trained_by_hand(name: str, lora: LoraConfig = LORA) -> tuple[list[float], di
     model = make_model(name).requires_grad_(False)
     weights = dict(model.named_parameters())
     targets = targets_of(name, lora)
-    adapter = {key: t.requires_grad_(True) for target in targets for key, t in initial_adapter(target, lora.rank, 0).items()}
+    adapter = {
+        key: t.requires_grad_(True)
+        for target in targets
+        for key, t in initial_adapter(target, lora.rank, 0).items()
+    }
     betas = (OPTIMIZER.adam_beta1, OPTIMIZER.adam_beta2)
     decay = OPTIMIZER.weight_decay
-    optimizer = torch.optim.AdamW(adapter.values(), lr=OPTIMIZER.lr, betas=betas, eps=OPTIMIZER.adam_eps, weight_decay=decay)
+    optimizer = torch.optim.AdamW(
+        adapter.values(), lr=OPTIMIZER.lr, betas=betas, eps=OPTIMIZER.adam_eps, weight_decay=decay
+    )
     losses = []
     for step in range(STEPS):
         batch = make_batch(name, step)

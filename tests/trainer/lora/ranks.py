@@ -20,7 +20,14 @@ from trainer.megatron.backend import MegatronBackend
 
 def make_backend(model_dir: Path, layout: str) -> MegatronBackend:
     trainer = TrainerConfig(micro_batch_size=7, device="cpu")
-    return MegatronBackend(model_dir, parallel=LAYOUTS[layout], optimizer=OPTIMIZER, trainer=trainer, algorithm=ALGORITHM, adapters=LORA)
+    return MegatronBackend(
+        model_dir,
+        parallel=LAYOUTS[layout],
+        optimizer=OPTIMIZER,
+        trainer=trainer,
+        algorithm=ALGORITHM,
+        adapters=LORA,
+    )
 
 
 def run(layout: str, name: str, model_dir: Path, out: Path) -> None:
@@ -46,7 +53,9 @@ def run(layout: str, name: str, model_dir: Path, out: Path) -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
         save_file(after, out / "after.safetensors")
         save_file(again, out / "again.safetensors")
-        (out / "facts.json").write_text(json.dumps({"losses": losses, "reference": torch.equal(reference, before)}))
+        (out / "facts.json").write_text(
+            json.dumps({"losses": losses, "reference": torch.equal(reference, before)})
+        )
 
 
 if __name__ == "__main__":

@@ -24,7 +24,9 @@ SLOW = [pytest.param(layout, marks=pytest.mark.slow) for layout in ("tp2", "pp2"
 
 def reference(model_dir: Path, adapters: LoraConfig = LORA, **trainer: object) -> ReferenceBackend:
     config = TrainerConfig(micro_batch_size=7, device="cpu", **trainer)
-    return ReferenceBackend(model_dir, optimizer=OPTIMIZER, trainer=config, algorithm=ALGORITHM, adapters=adapters)
+    return ReferenceBackend(
+        model_dir, optimizer=OPTIMIZER, trainer=config, algorithm=ALGORITHM, adapters=adapters
+    )
 
 
 @pytest.mark.parametrize("layout", ["single", "tp2-sequence", *SLOW])
@@ -35,7 +37,9 @@ def test_a_layout_trains_what_the_merged_weights_say(name: str, layout: str, tmp
         run(layout, name, model_dir, out)
     else:
         ranks = LAYOUTS[layout].world_size
-        launch(ranks, "tests.trainer.lora.ranks", layout, name, str(model_dir), str(out), logs=tmp_path / "logs")
+        launch(
+            ranks, "tests.trainer.lora.ranks", layout, name, str(model_dir), str(out), logs=tmp_path / "logs"
+        )
     losses, expected = trained_by_hand(name)
     facts, found = json.loads((out / "facts.json").read_text()), load_file(out / "after.safetensors")
     assert facts["losses"] == pytest.approx(losses, abs=2e-5)
@@ -54,7 +58,9 @@ def check_merged_model(name: str, path: Path, adapter: dict[str, torch.Tensor]) 
     for key, weight in source.items():
         if key in targets:
             assert not torch.equal(exported[key], weight)
-            torch.testing.assert_close(exported[key], merged(targets[key], weight.detach(), adapter, LORA), atol=0, rtol=0)
+            torch.testing.assert_close(
+                exported[key], merged(targets[key], weight.detach(), adapter, LORA), atol=0, rtol=0
+            )
         else:
             assert torch.equal(exported[key], weight)
 
@@ -98,7 +104,9 @@ def test_a_saved_adapter_and_the_merged_model_say_the_same(tmp_path: Path) -> No
     assert {name: tuple(t.shape) for name, t in saved.items()} == adapter_shapes(targets_of("llama"), 4)
     save_hf(backend, tmp_path / "hf", source=tmp_path / "llama")
     whole = reference(tmp_path / "hf", NO_ADAPTERS)
-    torch.testing.assert_close(whole.logprobs(make_batch("llama", 9)), backend.logprobs(make_batch("llama", 9)), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        whole.logprobs(make_batch("llama", 9)), backend.logprobs(make_batch("llama", 9)), atol=1e-5, rtol=0
+    )
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,13 @@ from torch.distributed import TCPStore
 
 ROOT = Path(__file__).parents[3]
 DEADLINE_S = 800
-"""Ranks import torch, all at once; on a machine with other work that alone takes a minute or two. Below the limit of one test."""
+"""Ranks import torch, all at once; on a machine with other work that alone takes a minute or two. Below the
+limit of one test."""
 
 
 def launch(ranks: int, module: str, *arguments: str, logs: Path, deadline_s: float = DEADLINE_S) -> None:
-    """Run `python -m module arguments` on every rank as torchrun would; fails with the logs if a rank fails or the deadline passes."""
+    """Run `python -m module arguments` on every rank as torchrun would; fails with the logs if a rank fails
+    or the deadline passes."""
     # The store lives here, on a port that the system chose: no rank can lose a race for it.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {
@@ -32,7 +34,9 @@ def launch(ranks: int, module: str, *arguments: str, logs: Path, deadline_s: flo
         environment = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         with (logs / f"rank{rank}.log").open("w") as log:
             command = [sys.executable, "-m", module, *arguments]
-            processes.append(subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT))
+            processes.append(
+                subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+            )
     try:
         end = time.monotonic() + deadline_s
         for process in processes:
@@ -45,7 +49,10 @@ def launch(ranks: int, module: str, *arguments: str, logs: Path, deadline_s: flo
             process.kill()
             process.wait()
     if any(codes):
-        text = "\n".join(f"--- rank {rank}: {code}\n{(logs / f'rank{rank}.log').read_text()[-3000:]}" for rank, code in enumerate(codes))
+        text = "\n".join(
+            f"--- rank {rank}: {code}\n{(logs / f'rank{rank}.log').read_text()[-3000:]}"
+            for rank, code in enumerate(codes)
+        )
         raise AssertionError(f"{module} {arguments} (None is the deadline of {deadline_s} s)\n{text}")
     if None in codes:
         raise AssertionError(f"{module} {arguments}: deadline of {deadline_s} s: {codes}")

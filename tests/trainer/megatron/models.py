@@ -32,7 +32,15 @@ MODELS = {
     "qwen2": ("Qwen2", {"vocab_size": 131, "tie_word_embeddings": False}),
     "qwen2-tied": ("Qwen2", {"vocab_size": 96, "tie_word_embeddings": True, "num_key_value_heads": 1}),
     "qwen3-tied": ("Qwen3", {"vocab_size": 131, "tie_word_embeddings": True, "rms_norm_eps": 1e-5}),
-    "llama": ("Llama", {"vocab_size": 96, "tie_word_embeddings": False, "rope_parameters": LLAMA3_ROPE, "num_key_value_heads": 4}),
+    "llama": (
+        "Llama",
+        {
+            "vocab_size": 96,
+            "tie_word_embeddings": False,
+            "rope_parameters": LLAMA3_ROPE,
+            "num_key_value_heads": 4,
+        },
+    ),
 }
 SHARDED = "llama"
 """Saved in several files, with an index."""
@@ -59,8 +67,17 @@ def save_model(name: str, directory: Path) -> Path:
     return path
 
 
-def make_batch(name: str, seed: int = 0, *, samples: int = 13, length: int = 12, prompt: int = 4, temperature: float = 0.7) -> Batch:
-    """Responses of unequal length; some sampled tokens are over the bound, one sample trains no token at all."""
+def make_batch(
+    name: str,
+    seed: int = 0,
+    *,
+    samples: int = 13,
+    length: int = 12,
+    prompt: int = 4,
+    temperature: float = 0.7,
+) -> Batch:
+    """Responses of unequal length; some sampled tokens are over the bound, one sample trains no token at
+    all."""
     vocabulary = int(MODELS[name][1]["vocab_size"])
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(prompt + 1, length + 1, (samples,), generator=generator)
@@ -76,7 +93,9 @@ def make_batch(name: str, seed: int = 0, *, samples: int = 13, length: int = 12,
     versions = torch.where(sampled, torch.where(position % 2 == 0, seed, seed - 1), -1).int()
     group = torch.arange(samples) // 4
     rewards = torch.rand(samples, generator=generator)
-    return Batch(seed, tokens, lengths, trained, sampled, behaviour, versions, advantages, group, rewards, temperature)
+    return Batch(
+        seed, tokens, lengths, trained, sampled, behaviour, versions, advantages, group, rewards, temperature
+    )
 
 
 def plain_logprobs(model: PreTrainedModel, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,14 +107,18 @@ def plain_logprobs(model: PreTrainedModel, batch: Batch) -> tuple[torch.Tensor, 
 
 
 class PlainTrainer:
-    """Hugging Face model and torch's AdamW, one pass over the whole batch: what every layout must agree with."""
+    """Hugging Face model and torch's AdamW, one pass over the whole batch: what every layout must agree
+    with."""
 
     def __init__(self, name: str, algorithm: Algorithm) -> None:
         self.model = make_model(name)
         self.algorithm = algorithm
         decayed = [p for p in self.model.parameters() if p.dim() > 1]
         others = [p for p in self.model.parameters() if p.dim() <= 1]
-        groups = [{"params": decayed, "weight_decay": OPTIMIZER.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        groups = [
+            {"params": decayed, "weight_decay": OPTIMIZER.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ]
         betas = (OPTIMIZER.adam_beta1, OPTIMIZER.adam_beta2)
         self.optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=betas, eps=OPTIMIZER.adam_eps)
         self.steps = 0
@@ -126,4 +149,6 @@ class PlainTrainer:
 
     def weights(self) -> dict[str, torch.Tensor]:
         names = {name for name, _ in self.model.named_parameters()}
-        return {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items() if name in names}
+        return {
+            name: tensor.detach().clone() for name, tensor in self.model.state_dict().items() if name in names
+        }

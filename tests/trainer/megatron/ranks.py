@@ -1,4 +1,5 @@
-"""What each rank of a layout does in the tests: everything that needs that layout, in one launch. Rank 0 writes down what it saw."""
+"""What each rank of a layout does in the tests: everything that needs that layout, in one launch. Rank 0
+writes down what it saw."""
 
 import faulthandler
 import json
@@ -38,7 +39,9 @@ ALGORITHM = Grpo(AlgorithmConfig(entropy_coef=0.02, kl_coef=0.0))
 
 def make_backend(model_dir: Path, layout: str, dtype: str = "float32") -> MegatronBackend:
     trainer = TrainerConfig(micro_batch_size=7, dtype=dtype, device="cpu")
-    return MegatronBackend(model_dir, parallel=LAYOUTS[layout], optimizer=OPTIMIZER, trainer=trainer, algorithm=ALGORITHM)
+    return MegatronBackend(
+        model_dir, parallel=LAYOUTS[layout], optimizer=OPTIMIZER, trainer=trainer, algorithm=ALGORITHM
+    )
 
 
 def drain(backend: Backend) -> dict[str, torch.Tensor]:
@@ -71,7 +74,9 @@ def _train_and_restore(name: str, layout: str, model_dir: Path, out: Path) -> No
             checkpoint = _checkpoint(backend, out / "after-one")
     _write(out / "after", backend.export())
     _checkpoint(backend, out / "at-end")
-    _write(out / "reference", [("first", backend.reference_logprobs(before)), ("now", backend.logprobs(before))])
+    _write(
+        out / "reference", [("first", backend.reference_logprobs(before)), ("now", backend.logprobs(before))]
+    )
     save_hf(backend, out / "hf", source=model_dir, shard_bytes=50_000)
     if name == FRESH:
         backend.close()
@@ -83,7 +88,9 @@ def _train_and_restore(name: str, layout: str, model_dir: Path, out: Path) -> No
         (out / "stats.json").write_text(json.dumps(stats))
 
 
-def _go_on(backend: MegatronBackend, name: str, *, by_turns: bool = False) -> Iterable[tuple[str, torch.Tensor]]:
+def _go_on(
+    backend: MegatronBackend, name: str, *, by_turns: bool = False
+) -> Iterable[tuple[str, torch.Tensor]]:
     """`by_turns`: the device is free between two steps."""
     for step in range(1, STEPS):
         backend.train_step(make_batch(name, step))

@@ -20,7 +20,9 @@ def write_config(directory: Path, **changes: object) -> Path:
 
 
 def test_an_unsupported_family_is_refused_with_the_supported_ones(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="'gpt2' is not supported; supported are llama, mistral, qwen2, qwen3"):
+    with pytest.raises(
+        SettingsError, match="'gpt2' is not supported; supported are llama, mistral, qwen2, qwen3"
+    ):
         read_architecture(write_config(tmp_path, model_type="gpt2"))
 
 
@@ -42,12 +44,17 @@ def test_an_unsupported_field_is_named(tmp_path: Path, field: str, value: object
 def test_a_sliding_window_shorter_than_the_context_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="sliding_window = 8"):
         read_architecture(write_config(tmp_path, model_type="mistral", sliding_window=8))
-    assert read_architecture(write_config(tmp_path, model_type="mistral", sliding_window=None)).model_type == "mistral"
+    assert (
+        read_architecture(write_config(tmp_path, model_type="mistral", sliding_window=None)).model_type
+        == "mistral"
+    )
 
 
 def test_an_unsupported_rope_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="rope_parameters of type 'yarn'"):
-        read_architecture(write_config(tmp_path, rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}))
+        read_architecture(
+            write_config(tmp_path, rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0})
+        )
 
 
 def test_a_missing_config_is_refused(tmp_path: Path) -> None:
@@ -56,13 +63,22 @@ def test_a_missing_config_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "rope", [{"rope_type": "default", "rope_theta": 5e5}, {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}, LLAMA3_ROPE]
+    "rope",
+    [
+        {"rope_type": "default", "rope_theta": 5e5},
+        {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+        LLAMA3_ROPE,
+    ],
 )
 @pytest.mark.parametrize("old_style", [False, True])
-def test_rope_frequencies_equal_those_of_transformers(tmp_path: Path, rope: dict[str, object], old_style: bool) -> None:
+def test_rope_frequencies_equal_those_of_transformers(
+    tmp_path: Path, rope: dict[str, object], old_style: bool
+) -> None:
     if old_style:
         scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-        path = write_config(tmp_path, rope_parameters=None, rope_scaling=scaling, rope_theta=rope["rope_theta"])
+        path = write_config(
+            tmp_path, rope_parameters=None, rope_scaling=scaling, rope_theta=rope["rope_theta"]
+        )
     else:
         path = write_config(tmp_path, rope_parameters=rope)
     frequencies = read_architecture(path).rope.inverse_frequencies(32)

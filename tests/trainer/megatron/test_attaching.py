@@ -1,4 +1,5 @@
-"""When the Megatron trainer computes with the weights of an engine of its own layers, and when it refuses to."""
+"""When the Megatron trainer computes with the weights of an engine of its own layers, and when it refuses
+to."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
@@ -10,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from protocol.device.shared_tensors import mapped
+from protocol.device.shared_tensors import map_tensors
 from protocol.errors import SettingsError, WeightError
-from rollout.staging.shared_weights import DirectStaging, describe, share_parameters
+from rollout.staging.shared_weights import SharedStaging, describe, share_parameters
 from rollout.staging.staging import digest_of, whole_source
 from tests.trainer.attached import Tensors, assert_lies_in_shared_memory, change
 from tests.trainer.megatron.models import MODELS, OPTIMIZER, make_batch, save_model
@@ -42,12 +43,19 @@ class Place:
         model_dir = save_model(name, self.directory)
         settings = TrainerConfig(device="cpu", dtype=dtype)
         made = MegatronBackend(
-            model_dir, parallel=ParallelConfig(), optimizer=OPTIMIZER, trainer=settings, algorithm=ALGORITHM, shared=shared
+            model_dir,
+            parallel=ParallelConfig(),
+            optimizer=OPTIMIZER,
+            trainer=settings,
+            algorithm=ALGORITHM,
+            shared=shared,
         )
         return self._stack.enter_context(closing(made))
 
     def engine(self, name: str = NAME, dtype: str = "float32") -> SlotModel:
-        return self._stack.enter_context(closing(SlotModel(save_model(name, self.directory), dtype=dtype, slots=2, length=16)))
+        return self._stack.enter_context(
+            closing(SlotModel(save_model(name, self.directory), dtype=dtype, slots=2, length=16))
+        )
 
 
 @pytest.fixture
@@ -75,13 +83,19 @@ def exported(backend: MegatronBackend) -> Tensors:
 
 
 def same_bits(a: Tensors, b: Tensors) -> bool:
-    return list(a) == list(b) and all(torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8)) for name in a)
+    return list(a) == list(b) and all(
+        torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8)) for name in a
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", MODELS)
 def test_steps_with_an_engines_weights_are_those_with_ones_own(place: Place, name: str, dtype: str) -> None:
-    alone, attached, engine = place.trainer(name, dtype, shared=False), place.trainer(name, dtype), place.engine(name, dtype)
+    alone, attached, engine = (
+        place.trainer(name, dtype, shared=False),
+        place.trainer(name, dtype),
+        place.engine(name, dtype),
+    )
     attached.attach(engine.parameters, engine.buffers())
     for step in range(3):
         assert alone.train_step(make_batch(name, step)) == attached.train_step(make_batch(name, step))
@@ -104,7 +118,9 @@ def test_a_step_writes_to_masters_alone(place: Place, dtype: str) -> None:
     assert not same_bits(before, exported(backend))
     saved(backend, place.directory / "saved")  # of the new version, although the engine serves the old one
     weights = load_file(place.directory / "saved" / "model-tp0-pp0.safetensors")
-    assert all(torch.equal(weights[name], master.to(DTYPES[dtype])) for name, master in backend.masters().items())
+    assert all(
+        torch.equal(weights[name], master.to(DTYPES[dtype])) for name, master in backend.masters().items()
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -136,16 +152,27 @@ def test_a_checkpoint_goes_on_with_and_without_an_engine(place: Place, dtype: st
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_version_is_committed_out_of_the_masters_and_has_the_digest_of_any_transport(place: Place, dtype: str) -> None:
-    backend, alone, engine = place.trainer(dtype=dtype), place.trainer(dtype=dtype, shared=False), place.engine(dtype=dtype)
+def test_a_version_is_committed_out_of_the_masters_and_has_the_digest_of_any_transport(
+    place: Place, dtype: str
+) -> None:
+    backend, alone, engine = (
+        place.trainer(dtype=dtype),
+        place.trainer(dtype=dtype, shared=False),
+        place.engine(dtype=dtype),
+    )
     room, buffers = share_parameters(engine.module, engine.buffers())
     describe(room, place.directory / "e.msgpack", engine.parameters, buffers)
-    found = mapped(place.directory / "e.msgpack")
+    found = map_tensors(place.directory / "e.msgpack")
     sender = SharedSender(place.directory, backend.masters(), backend.master_parts)
     backend.attach(found["parameters"], found["buffers"])
-    staging = DirectStaging({name: replace(whole_source(part), shape=engine.shapes[name]) for name, part in engine.parts().items()})
+    staging = SharedStaging(
+        {
+            name: replace(whole_source(part), shape=engine.shapes[name])
+            for name, part in engine.parts().items()
+        }
+    )
     for version in range(1, 3):
-        sender.withdraw()
+        sender.invalidate()
         assert backend.train_step(make_batch(NAME, version)) == alone.train_step(make_batch(NAME, version))
         manifest = sender.publish("e1", version, in_dtype(backend.export(), dtype))
         assert manifest.digest == digest_of(exported(alone))
@@ -153,7 +180,10 @@ def test_a_version_is_committed_out_of_the_masters_and_has_the_digest_of_any_tra
         staging.take(manifest)
         staging.apply()
         staging.check_live(manifest)
-        assert all(torch.equal(engine.parameters[name], master.to(DTYPES[dtype])) for name, master in backend.masters().items())
+        assert all(
+            torch.equal(engine.parameters[name], master.to(DTYPES[dtype]))
+            for name, master in backend.masters().items()
+        )
     assert torch.equal(backend.logprobs(make_batch(NAME)), alone.logprobs(make_batch(NAME)))
     sender.close()
     room.close()
@@ -162,8 +192,13 @@ def test_a_version_is_committed_out_of_the_masters_and_has_the_digest_of_any_tra
 def test_an_engine_of_other_layers_finds_the_tensor_that_lies_otherwise(place: Place) -> None:
     backend = place.trainer()
     sender = SharedSender(place.directory, backend.masters(), backend.master_parts)
-    staging = DirectStaging({name: whole_source(torch.zeros(tensor.shape)) for name, tensor in backend.export()})
-    with pytest.raises(WeightError, match=r"tensor model\.layers\.0\.self_attn\.q_proj\.weight lies between others in the trainer"):
+    staging = SharedStaging(
+        {name: whole_source(torch.zeros(tensor.shape)) for name, tensor in backend.export()}
+    )
+    with pytest.raises(
+        WeightError,
+        match=r"tensor model\.layers\.0\.self_attn\.q_proj\.weight lies between others in the trainer",
+    ):
         staging.fetch(sender.publish("e1", 1, backend.export()), 30)
     assert staging.staged is None
     sender.close()
@@ -175,7 +210,7 @@ def test_an_attached_model_lies_where_the_engine_has_it_and_nowhere_else(place: 
     own = [StorageWeakRef(parameter.untyped_storage()) for parameter in backend._parameters.values()]
     room, buffers = share_parameters(engine.module, engine.buffers())
     describe(room, place.directory / "e.msgpack", engine.parameters, buffers)
-    found = mapped(place.directory / "e.msgpack")
+    found = map_tensors(place.directory / "e.msgpack")
     backend.attach(found["parameters"], found["buffers"])
     assert_lies_in_shared_memory(backend._model.module)
     assert all(storage.expired() for storage in own)
@@ -185,14 +220,46 @@ def test_an_attached_model_lies_where_the_engine_has_it_and_nowhere_else(place: 
 @pytest.mark.parametrize(
     ("changed", "kind", "said"),
     [
-        (change(0, QKV, lambda t: None), SettingsError, f"parameter {QKV}: the trainer's model has it, the engine does not"),
-        (change(0, "lm_head.weight", lambda t: t), SettingsError, "parameter lm_head.weight: the engine has it, the trainer's model does"),
-        (change(0, QKV, lambda t: t.detach().bfloat16()), SettingsError, f"parameter {QKV}: dtype torch.bfloat16 in the engine"),
-        (change(0, QKV, lambda t: t.detach()[1:]), SettingsError, f"parameter {QKV}: shape [255, 64] in the engine"),
-        (change(0, QKV, lambda t: t.detach().T.contiguous().T), SettingsError, f"parameter {QKV}: strides (1, 256) in the engine"),
-        (change(0, QKV, lambda t: t.detach().nextafter(torch.tensor(9.0))), WeightError, f"parameter {QKV}: what the engine serves"),
-        (change(1, FREQUENCIES, lambda t: None), SettingsError, f"buffer {FREQUENCIES}: the trainer's model has it"),
-        (change(1, FREQUENCIES, lambda t: t * 1.01), SettingsError, f"buffer {FREQUENCIES}: the engine's values are not those"),
+        (
+            change(0, QKV, lambda t: None),
+            SettingsError,
+            f"parameter {QKV}: the trainer's model has it, the engine does not",
+        ),
+        (
+            change(0, "lm_head.weight", lambda t: t),
+            SettingsError,
+            "parameter lm_head.weight: the engine has it, the trainer's model does",
+        ),
+        (
+            change(0, QKV, lambda t: t.detach().bfloat16()),
+            SettingsError,
+            f"parameter {QKV}: dtype torch.bfloat16 in the engine",
+        ),
+        (
+            change(0, QKV, lambda t: t.detach()[1:]),
+            SettingsError,
+            f"parameter {QKV}: shape [255, 64] in the engine",
+        ),
+        (
+            change(0, QKV, lambda t: t.detach().T.contiguous().T),
+            SettingsError,
+            f"parameter {QKV}: strides (1, 256) in the engine",
+        ),
+        (
+            change(0, QKV, lambda t: t.detach().nextafter(torch.tensor(9.0))),
+            WeightError,
+            f"parameter {QKV}: what the engine serves",
+        ),
+        (
+            change(1, FREQUENCIES, lambda t: None),
+            SettingsError,
+            f"buffer {FREQUENCIES}: the trainer's model has it",
+        ),
+        (
+            change(1, FREQUENCIES, lambda t: t * 1.01),
+            SettingsError,
+            f"buffer {FREQUENCIES}: the engine's values are not those",
+        ),
     ],
 )
 def test_tensors_that_differ_are_named_and_nothing_changes(
@@ -213,7 +280,11 @@ def test_tensors_that_differ_are_named_and_nothing_changes(
 def test_a_tensor_in_unequal_turns_cannot_be_shared() -> None:
     equal = (Piece(0, 0, 1, 2), Piece(0, 2, 5, 2), Piece(0, 4, 9, 2))
     parameter = torch.arange(12)
-    assert parts_of([TensorPlan("q", (6,), 0, 0, "p", equal)], {"p": parameter})["q"].tolist() == [[1, 2], [5, 6], [9, 10]]
+    assert parts_of([TensorPlan("q", (6,), 0, 0, "p", equal)], {"p": parameter})["q"].tolist() == [
+        [1, 2],
+        [5, 6],
+        [9, 10],
+    ]
     for unequal in (Piece(0, 4, 10, 2), Piece(0, 4, 9, 1)):
         with pytest.raises(SettingsError, match="tensor q does not lie in equal turns in p"):
             parts_of([TensorPlan("q", (6,), 0, 0, "p", (*equal[:2], unequal))], {"p": parameter})
@@ -224,7 +295,10 @@ def test_what_does_not_go_with_sharing_is_refused(place: Place) -> None:
         place.trainer(shared=False).masters()
     with pytest.raises(SettingsError, match="stays where the engine reads it"):
         place.trainer().offload()
-    with pytest.raises(SettingsError, match=r"\[parallel\] asks for 2 ranks: with weights\.transport 'shared' the trainer is one"):
+    with pytest.raises(
+        SettingsError,
+        match=r"\[parallel\] asks for 2 ranks: with weights\.transport 'shared' the trainer is one",
+    ):
         MegatronBackend(
             place.directory,
             parallel=ParallelConfig(tensor_model_parallel_size=2),

@@ -25,9 +25,17 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(NAME, tmp_path_factory.mktemp("model"))
 
 
-def make_backend(model_dir: Path, *, parallel: ParallelConfig | None = None, **trainer: object) -> MegatronBackend:
+def make_backend(
+    model_dir: Path, *, parallel: ParallelConfig | None = None, **trainer: object
+) -> MegatronBackend:
     settings = TrainerConfig(device="cpu", **trainer)  # type: ignore[arg-type]
-    return MegatronBackend(model_dir, parallel=parallel or ParallelConfig(), optimizer=OPTIMIZER, trainer=settings, algorithm=ALGORITHM)
+    return MegatronBackend(
+        model_dir,
+        parallel=parallel or ParallelConfig(),
+        optimizer=OPTIMIZER,
+        trainer=settings,
+        algorithm=ALGORITHM,
+    )
 
 
 @pytest.fixture
@@ -58,7 +66,9 @@ def test_the_micro_batch_size_does_not_change_the_result(model_dir: Path, size: 
 
 
 def test_a_world_of_another_size_is_refused(model_dir: Path) -> None:
-    with pytest.raises(SettingsError, match=r"asks for 2 processes .* but 1 are running: start the trainer with torchrun"):
+    with pytest.raises(
+        SettingsError, match=r"asks for 2 processes .* but 1 are running: start the trainer with torchrun"
+    ):
         make_backend(model_dir, parallel=ParallelConfig(tensor_model_parallel_size=2))
     assert not dist.is_initialized()
 
@@ -110,7 +120,9 @@ def test_a_checkpoint_of_another_model_is_refused(backend: MegatronBackend, tmp_
     checkpoint.mkdir()
     other.save(checkpoint)
     other.close()
-    with pytest.raises(SettingsError, match=r"model\.model_type is 'llama' in the checkpoint and 'qwen2' in the run"):
+    with pytest.raises(
+        SettingsError, match=r"model\.model_type is 'llama' in the checkpoint and 'qwen2' in the run"
+    ):
         backend.restore(checkpoint)
 
 
@@ -126,12 +138,20 @@ def test_an_incomplete_checkpoint_is_refused(backend: MegatronBackend, tmp_path:
 def test_every_wanted_token_is_in_one_micro_batch_of_one_rank(tp: int, pp: int, dp: int, size: int) -> None:
     batch = make_batch(NAME, 3)
     config = ParallelConfig(tp, pp, dp, sequence_parallel=tp > 1)
-    parts = [split_batch(batch, batch.sampled_mask, Position(config, torch.device("cpu"), 0, 0, rank), size) for rank in range(dp)]
+    parts = [
+        split_batch(batch, batch.sampled_mask, Position(config, torch.device("cpu"), 0, 0, rank), size)
+        for rank in range(dp)
+    ]
     assert len({len(part) for part in parts}) == 1
     seen = torch.zeros_like(batch.tokens)
     for micro in (micro for part in parts for micro in part):
-        seen.index_put_((micro.samples[micro.rows], micro.columns), torch.ones_like(micro.rows), accumulate=True)
-        assert torch.equal(micro.inputs[micro.rows, micro.columns - 1], batch.tokens[micro.samples[micro.rows], micro.columns - 1])
+        seen.index_put_(
+            (micro.samples[micro.rows], micro.columns), torch.ones_like(micro.rows), accumulate=True
+        )
+        assert torch.equal(
+            micro.inputs[micro.rows, micro.columns - 1],
+            batch.tokens[micro.samples[micro.rows], micro.columns - 1],
+        )
         assert torch.equal(micro.targets, batch.tokens[micro.samples[micro.rows], micro.columns])
         assert micro.inputs.size(1) % tp == 0
         assert len(micro.samples) <= size

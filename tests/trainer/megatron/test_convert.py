@@ -22,7 +22,8 @@ PIPELINE_SIZES = (1, 2)
 
 @st.composite
 def architectures(draw: st.DrawFn) -> Architecture:
-    """Small models of every family that split over up to 4 tensor and 2 pipeline ranks; also fewer kv heads than tensor ranks."""
+    """Small models of every family that split over up to 4 tensor and 2 pipeline ranks; also fewer kv heads
+    than tensor ranks."""
     kv_heads = draw(st.sampled_from([1, 2, 4]))
     heads = max(4, kv_heads * draw(st.integers(1, 3)) // 4 * 4)
     return Architecture(
@@ -56,7 +57,9 @@ def fill(rule: Rule, source: dict[str, torch.Tensor], tp: int, rank: int) -> tor
     local = torch.zeros(rule.local_shape(tp), dtype=torch.float64)
     for s in rule.segments(tp):
         if s.rank == rank:
-            local.narrow(rule.dim, s.local_start, s.length).copy_(source[s.name].narrow(rule.dim, s.start, s.length))
+            local.narrow(rule.dim, s.local_start, s.length).copy_(
+                source[s.name].narrow(rule.dim, s.start, s.length)
+            )
     return local
 
 
@@ -72,7 +75,9 @@ def test_what_is_loaded_is_exported(architecture: Architecture, tp: int, pp: int
     for plan in export_plan(architecture, tp, pp):
         tensor = torch.full(plan.shape, -1.0, dtype=torch.float64)
         for piece in plan.pieces:
-            rows = held[plan.stage, piece.tp, plan.parameter].narrow(plan.dim, piece.local_start, piece.length)
+            rows = held[plan.stage, piece.tp, plan.parameter].narrow(
+                plan.dim, piece.local_start, piece.length
+            )
             target = tensor.narrow(plan.dim, piece.start, piece.length)
             assert (target == -1).all(), "covered twice"
             target.copy_(rows)
@@ -80,7 +85,9 @@ def test_what_is_loaded_is_exported(architecture: Architecture, tp: int, pp: int
 
 
 @given(architectures(), st.sampled_from(TENSOR_SIZES), st.sampled_from(PIPELINE_SIZES))
-def test_every_row_of_a_parameter_has_one_source_or_is_padding(architecture: Architecture, tp: int, pp: int) -> None:
+def test_every_row_of_a_parameter_has_one_source_or_is_padding(
+    architecture: Architecture, tp: int, pp: int
+) -> None:
     source = numbered(architecture)
     for stage in range(pp):
         for rule in stage_rules(architecture, pp, stage):
@@ -97,13 +104,19 @@ def test_every_row_of_a_parameter_has_one_source_or_is_padding(architecture: Arc
 
 @given(architectures())
 def test_the_order_of_the_export_does_not_depend_on_the_layout(architecture: Architecture) -> None:
-    orders = {tuple(plan.name for plan in export_plan(architecture, tp, pp)) for tp in TENSOR_SIZES for pp in PIPELINE_SIZES}
+    orders = {
+        tuple(plan.name for plan in export_plan(architecture, tp, pp))
+        for tp in TENSOR_SIZES
+        for pp in PIPELINE_SIZES
+    }
     assert len(orders) == 1
 
 
 def test_a_layout_that_does_not_divide_is_refused_with_what_to_change(tmp_path: Path) -> None:
     architecture = read_architecture(save_model("qwen2", tmp_path))
-    with pytest.raises(SettingsError, match="pipeline_model_parallel_size = 3 does not divide the model's 2 layers"):
+    with pytest.raises(
+        SettingsError, match="pipeline_model_parallel_size = 3 does not divide the model's 2 layers"
+    ):
         export_plan(architecture, 1, 3)
     with pytest.raises(SettingsError, match="tensor_model_parallel_size = 5 does not divide"):
         export_plan(architecture, 5, 1)
@@ -139,7 +152,9 @@ def test_a_missing_name_is_refused(model_dir: Path) -> None:
 
 def test_a_wrong_shape_is_refused(model_dir: Path) -> None:
     change_tensors(model_dir, **{"model.norm.weight": torch.zeros(3)})
-    with pytest.raises(SettingsError, match=r"model\.norm\.weight has shape \(3,\), but by config\.json it should be \(64,\)"):
+    with pytest.raises(
+        SettingsError, match=r"model\.norm\.weight has shape \(3,\), but by config\.json it should be \(64,\)"
+    ):
         check(model_dir)
 
 
@@ -150,7 +165,9 @@ def test_a_tied_output_layer_that_is_saved_once_more_is_no_error(model_dir: Path
 
 def test_a_missing_shard_is_refused(tmp_path: Path) -> None:
     model_dir = save_model("llama", tmp_path)
-    lost = json.loads((model_dir / "model.safetensors.index.json").read_text())["weight_map"]["model.norm.weight"]
+    lost = json.loads((model_dir / "model.safetensors.index.json").read_text())["weight_map"][
+        "model.norm.weight"
+    ]
     (model_dir / lost).unlink()
     with pytest.raises(SettingsError, match=f"lacks {lost}"):
         check(model_dir)

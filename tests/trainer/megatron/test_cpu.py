@@ -22,5 +22,7 @@ assert torch.zeros(1, device="cuda").device.type == "cpu"
 
 
 def test_models_load_as_ever_beside_megatron_on_a_cpu(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stderr[-2000:]

@@ -1,4 +1,5 @@
-"""Every layout starts from the source's own bits, trains as plain torch does, and continues from its checkpoints bit for bit."""
+"""Every layout starts from the source's own bits, trains as plain torch does, and continues from its
+checkpoints bit for bit."""
 
 import json
 from pathlib import Path
@@ -9,13 +10,24 @@ import transformers
 from safetensors.torch import load_file
 
 from tests.trainer.megatron.launch import launch
-from tests.trainer.megatron.models import MODELS, PlainTrainer, make_batch, make_model, plain_logprobs, save_model
+from tests.trainer.megatron.models import (
+    MODELS,
+    PlainTrainer,
+    make_batch,
+    make_model,
+    plain_logprobs,
+    save_model,
+)
 from tests.trainer.megatron.ranks import ALGORITHM, LAYOUTS, STEPS, run
 
 pytestmark = pytest.mark.xdist_group("layouts")  # what the module sets up once, not one for each process
 
-FOUR_RANKS = [pytest.param(layout, marks=pytest.mark.slow) for layout in LAYOUTS if LAYOUTS[layout].world_size > 2]
-EACH_LAYOUT = pytest.mark.parametrize("layout", [*(layout for layout in LAYOUTS if LAYOUTS[layout].world_size <= 2), *FOUR_RANKS])
+FOUR_RANKS = [
+    pytest.param(layout, marks=pytest.mark.slow) for layout in LAYOUTS if LAYOUTS[layout].world_size > 2
+]
+EACH_LAYOUT = pytest.mark.parametrize(
+    "layout", [*(layout for layout in LAYOUTS if LAYOUTS[layout].world_size <= 2), *FOUR_RANKS]
+)
 EACH_MODEL = pytest.mark.parametrize("model", MODELS)
 
 
@@ -39,7 +51,12 @@ class Runs:
             else:
                 self("single")
                 arguments = (layout, str(self.models), str(self.root / layout))
-                launch(LAYOUTS[layout].world_size, "tests.trainer.megatron.ranks", *arguments, logs=self.root / f"logs-{layout}")
+                launch(
+                    LAYOUTS[layout].world_size,
+                    "tests.trainer.megatron.ranks",
+                    *arguments,
+                    logs=self.root / f"logs-{layout}",
+                )
         return self.root / layout
 
     def plain(self, model: str) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
@@ -144,13 +161,22 @@ def test_bfloat16_trains_on_float32_masters(runs: Runs, layout: str) -> None:
         torch.testing.assert_close(tensor.float(), expected[name], atol=5e-3, rtol=1e-2)
     assert same_bits(directory / "after.safetensors", directory / "restored.safetensors")
     files = [load_file(path) for path in (directory / "after-one").glob("optimizer-*.safetensors")]
-    assert all(tensor.dtype is torch.float32 for file in files for name, tensor in file.items() if name.endswith(".master"))
+    assert all(
+        tensor.dtype is torch.float32
+        for file in files
+        for name, tensor in file.items()
+        if name.endswith(".master")
+    )
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2"])
 def test_checkpoint_of_another_layout_is_refused(runs: Runs, layout: str) -> None:
     refused = json.loads((runs(layout) / "refused.json").read_text())
-    field = {"tp2": "tensor_model_parallel_size", "pp2": "pipeline_model_parallel_size", "dp2": "data_parallel_size"}[layout]
+    field = {
+        "tp2": "tensor_model_parallel_size",
+        "pp2": "pipeline_model_parallel_size",
+        "dp2": "data_parallel_size",
+    }[layout]
     assert f"{field} is 1 in the checkpoint and 2 in the run" in refused["message"]
     assert refused["unchanged"]
 
@@ -161,33 +187,50 @@ def gather_by_hand(directory: Path, layout: str, model: str) -> dict[str, torch.
     parallel = LAYOUTS[layout]
     result = {}
     for stage in range(parallel.pipeline_model_parallel_size):
-        files = [load_file(directory / f"model-tp{tp}-pp{stage}.safetensors") for tp in range(parallel.tensor_model_parallel_size)]
+        files = [
+            load_file(directory / f"model-tp{tp}-pp{stage}.safetensors")
+            for tp in range(parallel.tensor_model_parallel_size)
+        ]
         first = stage * config.num_hidden_layers // parallel.pipeline_model_parallel_size
         for name in files[0]:
             parts = [file[name] for file in files]
             if name.startswith("decoder.layers."):
                 local, kind = name.removeprefix("decoder.layers.").split(".", 1)
                 layer = f"model.layers.{int(local) + first}."
-                result.update({layer + key: value for key, value in layer_by_hand(kind, parts, config).items()})
+                result.update(
+                    {layer + key: value for key, value in layer_by_hand(kind, parts, config).items()}
+                )
             elif name == "decoder.final_layernorm.weight":
                 result["model.norm.weight"] = parts[0]
             else:
                 tied = config.tie_word_embeddings or name.startswith("embedding")
-                result["model.embed_tokens.weight" if tied else "lm_head.weight"] = torch.cat(parts)[: config.vocab_size]
+                result["model.embed_tokens.weight" if tied else "lm_head.weight"] = torch.cat(parts)[
+                    : config.vocab_size
+                ]
     return result
 
 
-def layer_by_hand(kind: str, parts: list[torch.Tensor], config: transformers.PretrainedConfig) -> dict[str, torch.Tensor]:
+def layer_by_hand(
+    kind: str, parts: list[torch.Tensor], config: transformers.PretrainedConfig
+) -> dict[str, torch.Tensor]:
     suffix = kind.rsplit(".", 1)[1]
     if "linear_qkv" in kind:
         fused = torch.cat(parts)
         groups, queries = config.num_key_value_heads, config.num_attention_heads // config.num_key_value_heads
         split = fused.view(groups, queries + 2, config.head_dim, *fused.shape[1:]).split([queries, 1, 1], 1)
-        return {f"self_attn.{x}_proj.{suffix}": part.reshape(-1, *fused.shape[1:]) for x, part in zip("qkv", split, strict=True)}
+        return {
+            f"self_attn.{x}_proj.{suffix}": part.reshape(-1, *fused.shape[1:])
+            for x, part in zip("qkv", split, strict=True)
+        }
     if "linear_fc1" in kind:
         halves = zip(*(part.chunk(2) for part in parts), strict=True)
-        return {f"mlp.{x}_proj.weight": torch.cat(half) for x, half in zip(("gate", "up"), halves, strict=True)}
-    columns = {"self_attention.linear_proj.weight": "self_attn.o_proj.weight", "mlp.linear_fc2.weight": "mlp.down_proj.weight"}
+        return {
+            f"mlp.{x}_proj.weight": torch.cat(half) for x, half in zip(("gate", "up"), halves, strict=True)
+        }
+    columns = {
+        "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+        "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+    }
     if kind in columns:
         return {columns[kind]: torch.cat(parts, 1)}
     names = {

@@ -1,4 +1,5 @@
-"""Log-probabilities and entropies of one rank; the ranks of a split vocabulary are compared with plain torch in test_layouts.py."""
+"""Log-probabilities and entropies of one rank; the ranks of a split vocabulary are compared with plain torch
+in test_layouts.py."""
 
 import pytest
 import torch
@@ -34,7 +35,9 @@ def test_gradients_flow_through_one_output_alone() -> None:
     logits = torch.randn(4, 7, generator=torch.Generator().manual_seed(1)).requires_grad_()
     targets = torch.tensor([0, 1, 2, 6])
     for index in range(2):
-        (gradient,) = torch.autograd.grad(vocab_parallel_logprobs(logits, targets, vocabulary=7)[index].sum(), logits)
+        (gradient,) = torch.autograd.grad(
+            vocab_parallel_logprobs(logits, targets, vocabulary=7)[index].sum(), logits
+        )
         torch.testing.assert_close(gradient.sum(-1), torch.zeros(4), atol=1e-6, rtol=0)
         assert gradient.abs().max() > 0.01
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from protocol.device.shared_tensors import Room, mapped
+from protocol.device.shared_tensors import SharedTensors, map_tensors
 from protocol.errors import SettingsError, WeightError
 from tests.trainer.attached import Tensors, assert_lies_in_shared_memory, change
 from tests.trainer.reference.test_backend import assert_same_bits, batch, exported, make
@@ -30,15 +30,23 @@ def commit(backend: ReferenceBackend, parameters: Tensors) -> None:
         parameters[name].copy_(master.detach())
 
 
-def angles(model_dir: Path, dtype: torch.dtype = torch.float32, theta: float = 10000.0, positions: int = 64) -> Tensors:
+def angles(
+    model_dir: Path, dtype: torch.dtype = torch.float32, theta: float = 10000.0, positions: int = 64
+) -> Tensors:
     """As vLLM keeps them."""
     inverse = 1.0 / theta ** (torch.arange(0, 32, 2, dtype=torch.float32) / 32)
     table = torch.arange(positions, dtype=torch.float32)[:, None] * inverse
-    return {"model.layers.0.self_attn.rotary_emb.cos_sin_cache": torch.cat([table.cos(), table.sin()], dim=1).to(dtype)}
+    return {
+        "model.layers.0.self_attn.rotary_emb.cos_sin_cache": torch.cat([table.cos(), table.sin()], dim=1).to(
+            dtype
+        )
+    }
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_steps_with_an_engines_weights_are_those_with_ones_own(model_dir: Path, tmp_path: Path, dtype: str) -> None:
+def test_steps_with_an_engines_weights_are_those_with_ones_own(
+    model_dir: Path, tmp_path: Path, dtype: str
+) -> None:
     alone, attached = make(model_dir, dtype=dtype), shared(model_dir, dtype)
     parameters, buffers = engine(model_dir, dtype)
     attached.attach(parameters, buffers)
@@ -46,12 +54,17 @@ def test_steps_with_an_engines_weights_are_those_with_ones_own(model_dir: Path, 
         assert alone.train_step(batch(step, seed=step)) == attached.train_step(batch(step, seed=step))
         commit(attached, parameters)
     assert torch.equal(alone.logprobs(batch()), attached.logprobs(batch()))
-    assert_same_bits(exported(alone), {name: tensor.to(DTYPES[dtype]) for name, tensor in exported(attached).items()})
+    assert_same_bits(
+        exported(alone), {name: tensor.to(DTYPES[dtype]) for name, tensor in exported(attached).items()}
+    )
     assert all(tensor.dtype == DTYPES[dtype] for _, tensor in attached.export_model())
     for backend, directory in ((alone, tmp_path / "alone"), (attached, tmp_path / "attached")):
         directory.mkdir()
         backend.save(directory)
-    files = [next(iter(directory.iterdir())).read_bytes() for directory in (tmp_path / "alone", tmp_path / "attached")]
+    files = [
+        next(iter(directory.iterdir())).read_bytes()
+        for directory in (tmp_path / "alone", tmp_path / "attached")
+    ]
     assert files[0] == files[1]
 
 
@@ -76,9 +89,9 @@ def test_before_it_is_attached_a_backend_steps_with_weights_of_its_own(model_dir
 def test_an_attached_model_lies_where_the_engine_has_it(model_dir: Path, tmp_path: Path) -> None:
     backend = shared(model_dir)
     parameters, buffers = engine(model_dir)
-    room = Room(list(parameters.values()))
+    room = SharedTensors(list(parameters.values()))
     room.write(tmp_path / "e.msgpack", {"parameters": dict(zip(parameters, room.tensors, strict=True))})
-    backend.attach(mapped(tmp_path / "e.msgpack")["parameters"], buffers)
+    backend.attach(map_tensors(tmp_path / "e.msgpack")["parameters"], buffers)
     assert_lies_in_shared_memory(backend.model)
     room.close()
 
@@ -89,16 +102,52 @@ WEIGHT, FREQUENCIES = "model.layers.1.mlp.up_proj.weight", "model.rotary_emb.inv
 @pytest.mark.parametrize(
     ("changed", "kind", "said"),
     [
-        (change(0, WEIGHT, lambda t: None), SettingsError, f"parameter {WEIGHT}: the trainer's model has it, the engine does not"),
-        (change(0, "lm_head.bias", lambda t: t), SettingsError, "parameter lm_head.bias: the engine has it, the trainer's model does not"),
-        (change(0, WEIGHT, lambda t: t.half()), SettingsError, f"parameter {WEIGHT}: dtype torch.float16 in the engine"),
-        (change(0, WEIGHT, lambda t: t[:-1]), SettingsError, f"parameter {WEIGHT}: shape [127, 128] in the engine"),
-        (change(0, WEIGHT, lambda t: t.T.contiguous().T), SettingsError, f"parameter {WEIGHT}: strides (1, 128) in the engine"),
-        (change(0, WEIGHT, lambda t: t.nextafter(torch.tensor(9.0))), WeightError, f"parameter {WEIGHT}: what the engine serves are other"),
-        (change(1, FREQUENCIES, lambda t: None), SettingsError, f"buffer {FREQUENCIES}: the trainer's model has it"),
+        (
+            change(0, WEIGHT, lambda t: None),
+            SettingsError,
+            f"parameter {WEIGHT}: the trainer's model has it, the engine does not",
+        ),
+        (
+            change(0, "lm_head.bias", lambda t: t),
+            SettingsError,
+            "parameter lm_head.bias: the engine has it, the trainer's model does not",
+        ),
+        (
+            change(0, WEIGHT, lambda t: t.half()),
+            SettingsError,
+            f"parameter {WEIGHT}: dtype torch.float16 in the engine",
+        ),
+        (
+            change(0, WEIGHT, lambda t: t[:-1]),
+            SettingsError,
+            f"parameter {WEIGHT}: shape [127, 128] in the engine",
+        ),
+        (
+            change(0, WEIGHT, lambda t: t.T.contiguous().T),
+            SettingsError,
+            f"parameter {WEIGHT}: strides (1, 128) in the engine",
+        ),
+        (
+            change(0, WEIGHT, lambda t: t.nextafter(torch.tensor(9.0))),
+            WeightError,
+            f"parameter {WEIGHT}: what the engine serves are other",
+        ),
+        (
+            change(1, FREQUENCIES, lambda t: None),
+            SettingsError,
+            f"buffer {FREQUENCIES}: the trainer's model has it",
+        ),
         (change(1, "x.scale", lambda t: t), SettingsError, "buffer x.scale: the engine has it"),
-        (change(1, FREQUENCIES, lambda t: t * 1.01), SettingsError, f"buffer {FREQUENCIES}: the engine's values are not those"),
-        (change(1, FREQUENCIES, lambda t: t.bfloat16()), SettingsError, f"buffer {FREQUENCIES}: dtype torch.bfloat16"),
+        (
+            change(1, FREQUENCIES, lambda t: t * 1.01),
+            SettingsError,
+            f"buffer {FREQUENCIES}: the engine's values are not those",
+        ),
+        (
+            change(1, FREQUENCIES, lambda t: t.bfloat16()),
+            SettingsError,
+            f"buffer {FREQUENCIES}: dtype torch.bfloat16",
+        ),
     ],
 )
 def test_tensors_that_differ_are_named_and_nothing_changes(
@@ -125,7 +174,10 @@ def test_a_table_of_rotary_angles_is_compared_with_ones_own(model_dir: Path, dty
             {name: tensor[:, 2:] for name, tensor in angles(model_dir, dtype).items()},
             "for 30 dimensions in the engine, for 32 in the trainer",
         ),
-        ({name: tensor * float("nan") for name, tensor in angles(model_dir, dtype).items()}, "rotary angles are nan"),
+        (
+            {name: tensor * float("nan") for name, tensor in angles(model_dir, dtype).items()},
+            "rotary angles are nan",
+        ),
     ):
         with pytest.raises(SettingsError, match=said):
             backend.attach(parameters, wrong)

@@ -43,9 +43,17 @@ def batch(step: int = 1, seed: int = 0, temperature: float = 0.8) -> Batch:
             logprobs = (-3 * torch.rand(length, generator=generator)).tolist()
             mask = [int(i != 2) for i in range(length)]
             reward = float(torch.rand(1, generator=generator))
-            samples.append(SampleSpec(tokens, [max(step - 1, 0)] + [step] * (length - 1), reward, mask, logprobs))
+            samples.append(
+                SampleSpec(tokens, [max(step - 1, 0)] + [step] * (length - 1), reward, mask, logprobs)
+            )
         groups.append((scored(GroupSpec(group=group, prompt=[3, 4, 5][: group + 2], samples=samples)), 1))
-    return build_batch(groups, step=step, algorithm=make_algorithm(AlgorithmConfig()), temperature=temperature, mask_late=True).batch
+    return build_batch(
+        groups,
+        step=step,
+        algorithm=make_algorithm(AlgorithmConfig()),
+        temperature=temperature,
+        mask_late=True,
+    ).batch
 
 
 def exported(backend: ReferenceBackend) -> dict[str, torch.Tensor]:
@@ -59,7 +67,10 @@ def assert_same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> 
 
 @pytest.fixture
 def tied_dir(tmp_path: Path) -> Path:
-    return build_scratch(ScratchConfig(architecture="llama", tie_word_embeddings=True, num_key_value_heads=2, seed=3), tmp_path / "tied")
+    return build_scratch(
+        ScratchConfig(architecture="llama", tie_word_embeddings=True, num_key_value_heads=2, seed=3),
+        tmp_path / "tied",
+    )
 
 
 def test_export_is_the_checkpoint_before_the_first_step(model_dir: Path) -> None:
@@ -77,7 +88,11 @@ def test_logprobs_equal_plain_transformers_and_are_zero_where_not_sampled(model_
     with torch.no_grad():
         for row, length in enumerate(made.sequence_lengths.tolist()):
             tokens = made.tokens[row : row + 1, :length]
-            log_p = (model(input_ids=tokens).logits[:, :-1] / 0.8).log_softmax(-1).gather(-1, tokens[:, 1:, None])[0, :, 0]
+            log_p = (
+                (model(input_ids=tokens).logits[:, :-1] / 0.8)
+                .log_softmax(-1)
+                .gather(-1, tokens[:, 1:, None])[0, :, 0]
+            )
             sampled = made.sampled_mask[row, 1:length]
             torch.testing.assert_close(got[row, 1:length][sampled], log_p[sampled], atol=1e-5, rtol=0)
     assert not got[~made.sampled_mask].any()
@@ -113,7 +128,9 @@ def test_a_step_equals_plain_adamw_on_the_sum_of_losses(tied_dir: Path) -> None:
     assert stats.ratio_mean == pytest.approx(float(ratio[mask].mean()), rel=1e-4)
     assert stats.clip_fraction == pytest.approx(float(terms.clipped[mask].mean()), rel=1e-4)
     fresh = mask & (made.versions == made.step)
-    assert stats.logprob_error_max == pytest.approx(float((logprobs - made.behaviour_logprobs)[fresh].abs().max()), rel=1e-4)
+    assert stats.logprob_error_max == pytest.approx(
+        float((logprobs - made.behaviour_logprobs)[fresh].abs().max()), rel=1e-4
+    )
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(exported(backend)[name], parameter.detach(), atol=2e-6, rtol=0)
 
@@ -160,7 +177,9 @@ def test_restore_goes_on_bit_for_bit(dtype: str, model_dir: Path, tmp_path: Path
     assert_same_bits(exported(fresh), exported(backend))
 
 
-def test_a_checkpoint_from_before_the_first_step_clears_the_optimizer(model_dir: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_from_before_the_first_step_clears_the_optimizer(
+    model_dir: Path, tmp_path: Path
+) -> None:
     backend = make(model_dir)
     backend.save(tmp_path)
     first = backend.train_step(batch(0)), exported(backend)
@@ -192,7 +211,10 @@ def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(
     tied_dir: Path, model_dir: Path, others: Path, tmp_path: Path
 ) -> None:
     small = build_scratch(ScratchConfig(hidden_size=64), tmp_path / "small")
-    for directory, text in ((tied_dir, "Qwen2ForCausalLM.*LlamaForCausalLM"), (small, "another model: .* is .* there and .* here")):
+    for directory, text in (
+        (tied_dir, "Qwen2ForCausalLM.*LlamaForCausalLM"),
+        (small, "another model: .* is .* there and .* here"),
+    ):
         backend = make(directory)
         before = exported(backend)
         with pytest.raises(SettingsError, match=text):
@@ -253,7 +275,11 @@ def test_a_gradient_that_is_not_finite_is_skipped(model_dir: Path, tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("settings", "text"),
-    [({"dtype": "float16"}, "trainer.dtype: 'float16'"), ({"device": "gpu"}, "trainer.device: 'gpu'"), ({"device": "cuda"}, "no GPU")],
+    [
+        ({"dtype": "float16"}, "trainer.dtype: 'float16'"),
+        ({"device": "gpu"}, "trainer.device: 'gpu'"),
+        ({"device": "cuda"}, "no GPU"),
+    ],
 )
 def test_settings_that_cannot_work_are_refused(settings: dict[str, str], text: str, model_dir: Path) -> None:
     if settings.get("device") == "cuda" and torch.cuda.is_available():

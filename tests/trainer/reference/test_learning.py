@@ -1,4 +1,5 @@
-"""GRPO with the reference backend learns the largest of three digits, at lag 0 and with a policy that is one version old."""
+"""GRPO with the reference backend learns the largest of three digits, at lag 0 and with a policy that is one
+version old."""
 
 from pathlib import Path
 
@@ -29,7 +30,9 @@ def rollouts(model: torch.nn.Module, version: int, generator: torch.Generator) -
     groups = []
     for i, prompt in enumerate(prompts.tolist()):
         sequences = torch.cat([prompts[i].expand(SAMPLES, -1), tokens[i][:, None]], dim=1)
-        logprobs = token_logprobs(torch.cat([logits[i], logits[i, -1:]]).expand(SAMPLES, -1, -1), sequences)[0][:, -1]
+        logprobs = token_logprobs(torch.cat([logits[i], logits[i, -1:]]).expand(SAMPLES, -1, -1), sequences)[
+            0
+        ][:, -1]
         best = int(digits[i].max()) + DIGIT
         samples = [
             SampleSpec([token], [version], reward=float(token == best), logprobs=[logprob])

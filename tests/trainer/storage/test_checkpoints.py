@@ -15,7 +15,9 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def write(checkpoints: Checkpoints, version: int, text: str = "weights") -> Path:
-    with checkpoints.writing(version, epoch="e1", digest=(1 << 64) - 1, sequence=40 + version, layout={"tensor": 1}) as directory:
+    with checkpoints.writing(
+        version, epoch="e1", digest=(1 << 64) - 1, sequence=40 + version, layout={"tensor": 1}
+    ) as directory:
         (directory / "rank_00000.safetensors").write_text(text)
         (directory / "rank_00001.safetensors").write_text(text * 2)
     return directory
@@ -34,8 +36,16 @@ def test_a_checkpoint_says_what_it_is(tmp_path: Path) -> None:
     assert found is not None
     assert (found.directory, found.version) == (directory, 20)
     manifest = found.manifest
-    assert (manifest.epoch, manifest.sequence, manifest.digest, manifest.layout) == ("e1", 60, (1 << 64) - 1, {"tensor": 1})
-    assert [(part.name, part.nbytes) for part in manifest.files] == [("rank_00000.safetensors", 7), ("rank_00001.safetensors", 14)]
+    assert (manifest.epoch, manifest.sequence, manifest.digest, manifest.layout) == (
+        "e1",
+        60,
+        (1 << 64) - 1,
+        {"tensor": 1},
+    )
+    assert [(part.name, part.nbytes) for part in manifest.files] == [
+        ("rank_00000.safetensors", 7),
+        ("rank_00001.safetensors", 14),
+    ]
 
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:

@@ -27,7 +27,9 @@ for group in range(1000000):
 
 def writer(path: Path) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True, env=environment)
+    return subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True, env=environment
+    )
 
 
 def records(spool: Spool) -> int:
@@ -72,7 +74,10 @@ def test_forget_removes_covered_groups_only(tmp_path: Path) -> None:
 def test_the_journal_keeps_order_and_positions(tmp_path: Path) -> None:
     spool = Spool(tmp_path / "spool.sqlite")
     assert (spool.position, spool.ledger_sequence, spool.journal()) == (0, 0, [])
-    assert spool.append([JournalEntry("accept", "e1", -1, (4,), 11), JournalEntry("accept", "e1", -1, (5,), 13)]) == 2
+    assert (
+        spool.append([JournalEntry("accept", "e1", -1, (4,), 11), JournalEntry("accept", "e1", -1, (5,), 13)])
+        == 2
+    )
     spool.append([JournalEntry("commit", "e1", 0, (4, 5), 14)])
     reopened = Spool(tmp_path / "spool.sqlite")
     assert (reopened.position, reopened.ledger_sequence) == (3, 14)
@@ -82,9 +87,13 @@ def test_the_journal_keeps_order_and_positions(tmp_path: Path) -> None:
     ]
 
 
-def test_the_journal_lets_go_only_of_what_the_archive_has_and_keeps_its_newest_as_a_witness(tmp_path: Path) -> None:
+def test_the_journal_lets_go_only_of_what_the_archive_has_and_keeps_its_newest_as_a_witness(
+    tmp_path: Path,
+) -> None:
     spool = Spool(tmp_path / "spool.sqlite")
-    spool.append([JournalEntry("accept", "e", -1, (group,), seen) for group, seen in enumerate((3, 8, 5, 9, 12, 14))])
+    spool.append(
+        [JournalEntry("accept", "e", -1, (group,), seen) for group, seen in enumerate((3, 8, 5, 9, 12, 14))]
+    )
     for journal_from, archived, left in (
         (6, 0, [3, 8, 5, 9, 12, 14]), (3, 8, [8, 5, 9, 12, 14]), (6, 7, [8, 5, 9, 12, 14]), (6, 11, [9, 12, 14]), (99, 99, [14]),
     ):  # fmt: skip

@@ -14,7 +14,7 @@ import torch
 from protocol.messages import WeightManifest
 from tests.gpus import visible_gpus
 from tests.trainer.weights.receiver import COUNT, SIZE
-from trainer.weights.base import Sender
+from trainer.weights.base import WeightSender
 
 ROOT = Path(__file__).parents[3]
 
@@ -52,7 +52,9 @@ def started(gpu: int | None = None) -> Iterator[Engine]:
     """On the CPU, or on the GPU of that number, the only one that it sees."""
     environment = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": visible_gpus()[gpu]})
     command = [sys.executable, "-m", "tests.trainer.weights.receiver", "cpu" if gpu is None else "cuda"]
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         try:
             yield Engine(process)
         finally:
@@ -63,15 +65,24 @@ def started(gpu: int | None = None) -> Iterator[Engine]:
 def trainer(transport: str, device: str) -> Iterator[tuple["subprocess.Popen[str]", list[WeightManifest]]]:
     """A process that serves the second of two versions that it has published."""
     command = [sys.executable, "-m", "tests.trainer.weights.publisher", transport, device]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         try:
             assert process.stdout is not None
             lines = [process.stdout.readline() for _ in range(2)]
-            yield process, [msgspec.msgpack.decode(bytes.fromhex(line), type=WeightManifest) for line in lines]
+            yield (
+                process,
+                [msgspec.msgpack.decode(bytes.fromhex(line), type=WeightManifest) for line in lines],
+            )
         finally:
             process.kill()
 
 
-def publish(sender: Sender, version: int, device: str = "cpu") -> WeightManifest:
+def publish(sender: WeightSender, version: int, device: str = "cpu") -> WeightManifest:
     """A version of 16 tensors, other numbers in each."""
-    return sender.publish("e1", version, [(f"t{i}", torch.full((SIZE,), float(100 * version + i), device=device)) for i in range(COUNT)])
+    return sender.publish(
+        "e1",
+        version,
+        [(f"t{i}", torch.full((SIZE,), float(100 * version + i), device=device)) for i in range(COUNT)],
+    )

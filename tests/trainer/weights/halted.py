@@ -1,4 +1,5 @@
-"""One end of a pair that stands still from the moment in which the group is made: `python -m tests.trainer.weights.halted SIDE ...`.
+"""One end of a pair that stands still from the moment in which the group is made: `python -m
+tests.trainer.weights.halted SIDE ...`.
 
 sender              listens, prints its port, answers one request with the port of a store, and stops itself
 receiver HEX COUNT  asks for the version on so many connections, says on each that it is there, prints a line, and stops itself
@@ -16,7 +17,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from protocol.messages import WeightManifest
 from rollout.weights.nccl import parse_location
-from rollout.weights.sender_connection import Line
+from rollout.weights.sender_connection import SenderConnection
 from rollout.weights.verification import Deadline
 
 TIMEOUT = timedelta(seconds=60)
@@ -38,7 +39,7 @@ def receive(manifest: WeightManifest, count: int) -> None:
     kept = []
     for _ in range(count):
         deadline = Deadline(manifest, TIMEOUT.total_seconds())
-        line = Line(host, port, deadline)
+        line = SenderConnection(host, port, deadline)
         answer = line.ask(manifest, deadline)
         store = TCPStore(host, int(answer["store_port"]), 2, False, TIMEOUT)
         store.set("receiver", "here")

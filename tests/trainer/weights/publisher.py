@@ -14,7 +14,9 @@ from trainer.weights.registry import make_sender
 
 
 def main(transport: str, device: str) -> None:
-    sender = make_sender(WeightConfig(transport=transport, bucket_mb=1, timeout_s=60), run="publisher", run_dir=Path())
+    sender = make_sender(
+        WeightConfig(transport=transport, bucket_mb=1, timeout_s=60), run="publisher", run_dir=Path()
+    )
     for version in (1, 2):
         print(msgspec.msgpack.encode(publish(sender, version, device)).hex(), flush=True)
     sys.stdin.read()

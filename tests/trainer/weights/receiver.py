@@ -1,4 +1,5 @@
-"""An engine's side of a transfer as a process: `python -m tests.trainer.weights.receiver DEVICE`; a line in, a line of JSON out.
+"""An engine's side of a transfer as a process: `python -m tests.trainer.weights.receiver DEVICE`; a line in,
+a line of JSON out.
 
 stage HEX   fetch the version into the copy        {"staged": version}, or {"error": text}
 hang HEX    fetch until half of it has come        {"came": tensors}; then nothing more, until it is killed
@@ -59,7 +60,12 @@ def main() -> None:
         torch._foreach_copy_(list(live.values()), list(copy.values()))
         return {"served": served.version}
 
-    commands: dict[str, Callable[[WeightManifest], dict[str, object]]] = {"stage": stage, "hang": hang, "wait": wait, "commit": commit}
+    commands: dict[str, Callable[[WeightManifest], dict[str, object]]] = {
+        "stage": stage,
+        "hang": hang,
+        "wait": wait,
+        "commit": commit,
+    }
     for line in sys.stdin:
         command, _, text = line.strip().partition(" ")
         if command == "digest":

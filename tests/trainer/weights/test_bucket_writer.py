@@ -6,13 +6,13 @@ from hypothesis import strategies as st
 from protocol.errors import WeightError
 from protocol.weights.buckets import plan_buckets
 from protocol.weights.digests import digest
-from trainer.weights.bucket_writer import Layout, fill_buckets, in_dtype
+from trainer.weights.bucket_writer import BucketWriter, fill_buckets, in_dtype
 
 
 @given(st.lists(st.integers(0, 500), max_size=30), st.integers(1, 600))
 def test_one_at_a_time_gives_the_plan_of_the_protocol(sizes: list[int], bucket_bytes: int) -> None:
     named = [(f"t{i}", size) for i, size in enumerate(sizes)]
-    layout = Layout(bucket_bytes)
+    layout = BucketWriter(bucket_bytes)
     placed = [layout.place(*entry) for entry in named]
     placements, buckets = plan_buckets(named, bucket_bytes)
     assert placed == [(p.bucket, p.offset) for p in placements]
@@ -63,7 +63,11 @@ def test_what_cannot_be_sent_is_refused() -> None:
 
 
 def test_weights_are_published_as_the_engine_holds_them() -> None:
-    masters = [("w", torch.tensor([1.0, 1.001953125])), ("mask", torch.tensor([True])), ("step", torch.tensor(3))]
+    masters = [
+        ("w", torch.tensor([1.0, 1.001953125])),
+        ("mask", torch.tensor([True])),
+        ("step", torch.tensor(3)),
+    ]
     found = dict(in_dtype(masters, "bfloat16"))
     assert torch.equal(found["w"], torch.tensor([1.0, 1.0], dtype=torch.bfloat16))
     assert (found["mask"].dtype, found["step"].dtype) == (torch.bool, torch.int64)

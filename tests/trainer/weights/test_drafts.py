@@ -1,4 +1,5 @@
-"""Versions that are sent while they are made: what has come is what the manifest says later, or is not taken for it."""
+"""Versions that are sent while they are made: what has come is what the manifest says later, or is not taken
+for it."""
 
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import torch
 
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
-from protocol.weights.provisional import draft_of
+from protocol.weights.provisional import provisional_manifest
 from rollout.staging.staging import Staging, whole_source
 from rollout.weights.nccl import NcclReceiver
 from rollout.weights.registry import make_receiver
@@ -20,7 +21,7 @@ from tests.trainer.weights import receiver as process
 from tests.trainer.weights.engines import ROOT, publish, started
 from tests.trainer.weights.making import WAIT_S, Making
 from trainer.config import WeightConfig
-from trainer.weights.base import DraftingSender
+from trainer.weights.base import StreamingSender
 from trainer.weights.nccl import NcclSender
 from trainer.weights.registry import make_sender
 
@@ -49,10 +50,10 @@ def workers() -> Iterator[ThreadPoolExecutor]:
 
 def coming(sender: NcclSender, before: WeightManifest) -> WeightManifest:
     """The draft of the next version, as an engine makes it from the manifest before."""
-    said = sender.draft(before.epoch, before.version + 1)
+    said = sender.provisional(before.epoch, before.version + 1)
     assert said is not None
     assert (said.epoch, said.version, said.like) == (before.epoch, before.version + 1, before.version)
-    return draft_of(before, said.version)
+    return provisional_manifest(before, said.version)
 
 
 def receive(receiver: NcclReceiver, manifest: WeightManifest) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
@@ -79,7 +80,9 @@ def test_tensors_come_before_the_version_is_complete(sender: NcclSender, workers
         assert receiver.digest == published.result(WAIT_S).digest
 
 
-def test_what_has_come_is_committed_as_the_version_that_its_manifest_says(sender: NcclSender, workers: ThreadPoolExecutor) -> None:
+def test_what_has_come_is_committed_as_the_version_that_its_manifest_says(
+    sender: NcclSender, workers: ThreadPoolExecutor
+) -> None:
     before = sender.publish("e1", 1, weights(1.0))
     copy = staging()
     draft = coming(sender, before)
@@ -95,13 +98,17 @@ def test_what_has_come_is_committed_as_the_version_that_its_manifest_says(sender
 
 
 def test_a_version_is_drafted_only_behind_another_of_its_epoch(sender: NcclSender) -> None:
-    assert sender.draft("e1", 0) is None
+    assert sender.provisional("e1", 0) is None
     sender.publish("e1", 1, weights(1.0))
-    assert sender.draft("e2", 2) is None
+    assert sender.provisional("e2", 2) is None
 
 
-@pytest.mark.parametrize("end", ["it fails", "another is published", "another is drafted", "the sender is closed"])
-def test_who_receives_a_version_that_is_not_made_is_hung_up_on(sender: NcclSender, workers: ThreadPoolExecutor, end: str) -> None:
+@pytest.mark.parametrize(
+    "end", ["it fails", "another is published", "another is drafted", "the sender is closed"]
+)
+def test_who_receives_a_version_that_is_not_made_is_hung_up_on(
+    sender: NcclSender, workers: ThreadPoolExecutor, end: str
+) -> None:
     before = sender.publish("e1", 1, weights(1.0))
     making = Making(weights(10.0))
     with closing(NcclReceiver()) as receiver:
@@ -118,7 +125,7 @@ def test_who_receives_a_version_that_is_not_made_is_hung_up_on(sender: NcclSende
         if end == "another is published":
             sender.publish("e1", 5, weights(3.0))
         elif end == "another is drafted":
-            sender.draft("e1", 5)
+            sender.provisional("e1", 5)
         elif end == "the sender is closed":
             sender.close()
         with pytest.raises(WeightError, match="version 2"):
@@ -126,7 +133,12 @@ def test_who_receives_a_version_that_is_not_made_is_hung_up_on(sender: NcclSende
     if end != "the sender is closed":
         with closing(make_receiver("nccl")) as receiver:
             manifest = sender.publish("e1", 6, weights(7.0))
-            assert [float(tensor[0]) for _, tensor in receiver.tensors(manifest, WAIT_S)] == [7.0, 8.0, 9.0, 10.0]
+            assert [float(tensor[0]) for _, tensor in receiver.tensors(manifest, WAIT_S)] == [
+                7.0,
+                8.0,
+                9.0,
+                10.0,
+            ]
 
 
 @pytest.mark.parametrize(("size", "count"), [(SIZE // 2, COUNT), (2 * SIZE, COUNT), (SIZE, COUNT // 2)])
@@ -143,7 +155,9 @@ def test_a_version_that_is_laid_out_in_another_way_is_not_taken_for_what_came(
     copy.close()
 
 
-def test_a_receiver_that_leaves_before_the_version_is_made_holds_up_nobody(sender: NcclSender, workers: ThreadPoolExecutor) -> None:
+def test_a_receiver_that_leaves_before_the_version_is_made_holds_up_nobody(
+    sender: NcclSender, workers: ThreadPoolExecutor
+) -> None:
     before = sender.publish("e1", 1, weights(1.0))
     making = Making(weights(10.0))
     draft = coming(sender, before)
@@ -164,11 +178,14 @@ def test_a_receiver_that_leaves_before_the_version_is_made_holds_up_nobody(sende
 @pytest.mark.parametrize("transport", ["shm", "disk"])
 def test_a_draft_of_a_transport_that_sends_none_is_refused(transport: str, tmp_path: Path) -> None:
     config = WeightConfig(transport=transport, directory=str(tmp_path), bucket_mb=1)
-    with closing(make_sender(config, run="r", run_dir=tmp_path)) as sender, closing(make_receiver(transport)) as receiver:
-        assert not isinstance(sender, DraftingSender)
+    with (
+        closing(make_sender(config, run="r", run_dir=tmp_path)) as sender,
+        closing(make_receiver(transport)) as receiver,
+    ):
+        assert not isinstance(sender, StreamingSender)
         manifest = sender.publish("e1", 1, weights(1.0))
         with pytest.raises(WeightError, match="tensor t0: digest"):
-            list(receiver.tensors(draft_of(manifest, 1), WAIT_S))
+            list(receiver.tensors(provisional_manifest(manifest, 1), WAIT_S))
 
 
 def test_who_expects_another_layout_than_a_version_has_is_refused(sender: NcclSender) -> None:
@@ -179,19 +196,26 @@ def test_who_expects_another_layout_than_a_version_has_is_refused(sender: NcclSe
 
 
 @pytest.mark.parametrize("gpu", [None, pytest.param(1, marks=pytest.mark.gpu)])
-def test_an_engine_in_a_process_of_its_own_receives_what_is_made(workers: ThreadPoolExecutor, gpu: int | None) -> None:
+def test_an_engine_in_a_process_of_its_own_receives_what_is_made(
+    workers: ThreadPoolExecutor, gpu: int | None
+) -> None:
     if gpu is not None and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     backend, device = ("gloo", "cpu") if gpu is None else ("nccl", "cuda:0")
     with (
-        closing(NcclSender(WeightConfig(transport="nccl", backend=backend, bucket_mb=1, timeout_s=WAIT_S))) as sender,
+        closing(
+            NcclSender(WeightConfig(transport="nccl", backend=backend, bucket_mb=1, timeout_s=WAIT_S))
+        ) as sender,
         started(gpu) as engine,
     ):
         before = publish(sender, 1, device)
         engine.serve(before)
         for version in (2, 3):
             engine.tell("stage", coming(sender, before))
-            making = Making((f"t{i}", torch.full((process.SIZE,), float(100 * version + i), device=device)) for i in range(process.COUNT))
+            making = Making(
+                (f"t{i}", torch.full((process.SIZE,), float(100 * version + i), device=device))
+                for i in range(process.COUNT)
+            )
             published = workers.submit(sender.publish, "e1", version, making)
             for _ in range(process.COUNT):
                 making.let(1)
@@ -226,7 +250,7 @@ def receive():
         for _ in NcclReceiver().tensors(draft_of(before, 2), 60):
             begun.set()
 
-assert sender.draft("e1", 2) is not None
+assert sender.provisional("e1", 2) is not None
 receiving = threading.Thread(target=receive)
 receiving.start()
 with suppress(OSError):  # it does not listen any more
@@ -238,5 +262,11 @@ receiving.join()
 def test_a_trainer_that_ends_in_the_middle_ends_as_it_wants_to() -> None:
     """No thread of a transfer is left that would let go of a group while the interpreter ends."""
     for _ in range(2):
-        found = subprocess.run([sys.executable, "-c", CLOSED_IN_THE_MIDDLE], cwd=ROOT, capture_output=True, text=True, timeout=120)
+        found = subprocess.run(
+            [sys.executable, "-c", CLOSED_IN_THE_MIDDLE],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
         assert found.returncode == 0, found.stderr

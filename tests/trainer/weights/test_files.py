@@ -78,7 +78,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_shm_removes_what_a_dead_trainer_of_the_run_left(tmp_path: Path) -> None:
     arguments = ["dead-test", "", "dead-test-b", "", "dead-test", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    killed = subprocess.run([sys.executable, "-c", DIE, *arguments], capture_output=True, text=True, env=environment, check=False)
+    killed = subprocess.run(
+        [sys.executable, "-c", DIE, *arguments], capture_output=True, text=True, env=environment, check=False
+    )
     assert killed.returncode == -9, killed.stderr
     own, other, given = (Path(line) for line in killed.stdout.split())
     assert names(own) == names(other) == names(given) == ["owner.pid", "v00000007-e0"]
@@ -108,7 +110,9 @@ Space = namedtuple("Space", "f_bavail f_frsize")
 
 
 @pytest.mark.parametrize("transport", ["shm", "disk"])
-def test_too_little_space_is_said_with_numbers_and_leaves_nothing(transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_space_is_said_with_numbers_and_leaves_nothing(
+    transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = WeightConfig(directory=str(tmp_path), bucket_mb=8)
     sender = ShmSender(config, "file-test") if transport == "shm" else DiskSender(config, tmp_path)
     sender.publish("e1", 1, weights())

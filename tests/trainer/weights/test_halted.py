@@ -1,4 +1,5 @@
-"""The other end stands still in the moment in which the group is made: each end gives it up at its deadline, and serves or asks others."""
+"""The other end stands still in the moment in which the group is made: each end gives it up at its deadline,
+and serves or asks others."""
 
 import multiprocessing
 import os
@@ -22,7 +23,7 @@ from tests.trainer.weights.engines import ROOT, publish, started
 from tests.trainer.weights.receiver import COUNT
 from trainer.config import WeightConfig
 from trainer.weights.nccl import NcclSender, _Pair
-from trainer.weights.version_server import MAX_RECEIVERS, Line, Published
+from trainer.weights.version_server import MAX_RECEIVERS, ReceiverConnection, ServedVersion
 
 
 @contextmanager
@@ -66,7 +67,9 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 @contextmanager
 def sending(backend: str, timeout_s: float) -> Iterator[tuple[NcclSender, WeightManifest]]:
-    with closing(NcclSender(WeightConfig(transport="nccl", backend=backend, bucket_mb=1, timeout_s=timeout_s))) as sender:
+    with closing(
+        NcclSender(WeightConfig(transport="nccl", backend=backend, bucket_mb=1, timeout_s=timeout_s))
+    ) as sender:
         yield sender, publish(sender, 1, "cpu" if backend == "gloo" else "cuda")
 
 
@@ -90,20 +93,24 @@ def test_a_sender_that_gives_up_lets_go_of_the_group_though_its_error_is_kept(
 ) -> None:
     broadcast = _Pair._broadcast
 
-    def too_late(pair: _Pair, line: Line, published: Published, end: float) -> None:
+    def too_late(pair: _Pair, line: ReceiverConnection, published: ServedVersion, end: float) -> None:
         broadcast(pair, line, published, 0.0)
 
     monkeypatch.setattr(_Pair, "_broadcast", too_late)
     with sending("gloo", 60) as (_, manifest), pytest.raises(WeightError, match=r"hung up|was closed"):
         receive(manifest, 60)
-    assert [record.getMessage() for record in caplog.records] == ["weights.send_failed error=not complete within weights.timeout_s"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "weights.send_failed error=not complete within weights.timeout_s"
+    ]
 
 
 @pytest.mark.gpu
 def test_what_is_stuck_in_nccl_is_left_behind_and_when_it_is_too_much_the_trainer_says_so() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    process = multiprocessing.get_context("spawn").Process(target=stick)  # no other test could make a group in this one afterwards
+    process = multiprocessing.get_context("spawn").Process(
+        target=stick
+    )  # no other test could make a group in this one afterwards
     process.start()
     try:
         process.join(240)
@@ -113,7 +120,8 @@ def test_what_is_stuck_in_nccl_is_left_behind_and_when_it_is_too_much_the_traine
 
 
 def stick() -> None:
-    """Receivers stand still one after the other, until the process bears no more. Ends the process, which its threads would keep."""
+    """Receivers stand still one after the other, until the process bears no more. Ends the process, which its
+    threads would keep."""
     try:
         _stick()
     except BaseException:

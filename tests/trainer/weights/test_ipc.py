@@ -1,4 +1,5 @@
-"""Versions in the trainer's GPU memory, copied by engines that see one GPU each: the trainer's own, and another."""
+"""Versions in the trainer's GPU memory, copied by engines that see one GPU each: the trainer's own, and
+another."""
 
 import time
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from protocol.errors import SettingsError, WeightError
 from tests.trainer.weights.engines import publish, started, trainer
 from tests.trainer.weights.receiver import COUNT, SIZE
 from trainer.config import WeightConfig
-from trainer.weights.double_buffer import BucketSets
+from trainer.weights.double_buffer import DoubleBuffer
 from trainer.weights.ipc import IpcSender
 
 GPUS = [pytest.param(0, marks=pytest.mark.gpu), pytest.param(1, marks=pytest.mark.gpu)]
@@ -38,7 +39,7 @@ def test_without_a_gpu_it_is_refused() -> None:
 
 
 def test_no_set_is_written_to_while_it_is_read() -> None:
-    sets = BucketSets(torch.device("cpu"))
+    sets = DoubleBuffer(torch.device("cpu"))
     first = sets.take(1)
     memory = first.bucket(0, 64)
     sets.published()
@@ -90,7 +91,9 @@ def test_a_trainer_that_dies_while_an_engine_copies_costs_at_most_that_engine(gp
             assert engine.ask("digest") == {"digest": second.digest}
 
 
-def test_the_memory_of_a_trainer_that_died_is_released_by_an_engine_that_is_asked_nothing(gpu: int, sender: IpcSender) -> None:
+def test_the_memory_of_a_trainer_that_died_is_released_by_an_engine_that_is_asked_nothing(
+    gpu: int, sender: IpcSender
+) -> None:
     with started(gpu) as engine:
         engine.serve(publish(sender, 1, "cuda"))  # by then it has loaded what it needs
         before = torch.cuda.mem_get_info(0)[0]

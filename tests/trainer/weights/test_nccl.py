@@ -65,7 +65,9 @@ def test_requests_that_come_at_once_are_answered_one_by_one(sender: NcclSender) 
     with connect(sender) as connection, connection.makefile("rwb") as file:
         file.write(request(1) + request(3))
         file.flush()
-        assert [json.loads(file.readline()) for _ in range(2)] == [{"error": "the current version is 2 of epoch e1"}] * 2
+        assert [json.loads(file.readline()) for _ in range(2)] == [
+            {"error": "the current version is 2 of epoch e1"}
+        ] * 2
 
 
 @pytest.mark.parametrize("line", [b"not json\n", b"x" * 10_000, b"\xff\n"])
@@ -126,19 +128,30 @@ def test_the_connection_and_the_group_stay_for_the_next_version(sender: NcclSend
     with closing(NcclReceiver()) as receiver:
         groups = set()
         for version in range(1, 4):
-            got = [float(t[0]) for _, t in receiver.tensors(sender.publish("e1", version, weights(10.0 * version)), 30)]
+            got = [
+                float(t[0])
+                for _, t in receiver.tensors(sender.publish("e1", version, weights(10.0 * version)), 30)
+            ]
             assert got == [10.0 * version + i for i in range(4)]
             groups.add(id(receiver._group))
         assert len(groups) == 1
 
 
 def test_a_large_tensor_comes_straight_to_its_place_and_is_verified_there(sender: NcclSender) -> None:
-    sent = [("small", torch.ones(7)), ("large", torch.arange(300_000.0)), ("other", torch.full((300_000,), 3.0)), ("last", torch.zeros(2))]
+    sent = [
+        ("small", torch.ones(7)),
+        ("large", torch.arange(300_000.0)),
+        ("other", torch.full((300_000,), 3.0)),
+        ("last", torch.zeros(2)),
+    ]
     manifest = sender.publish("e1", 1, sent)
     target = torch.zeros(300_000)
     with closing(NcclReceiver()) as receiver:
         got = dict(
-            (entry.name, tensor) for entry, tensor in receiver.tensors(manifest, 30, lambda e: target if e.name == "large" else None)
+            (entry.name, tensor)
+            for entry, tensor in receiver.tensors(
+                manifest, 30, lambda e: target if e.name == "large" else None
+            )
         )
     assert got["large"].data_ptr() == target.data_ptr()
     for name, tensor in sent:

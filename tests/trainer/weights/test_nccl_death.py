@@ -1,4 +1,5 @@
-"""kill -9 of either end in the middle of a transfer: nobody else notices, and the next update succeeds. Once on gloo, once on two GPUs."""
+"""kill -9 of either end in the middle of a transfer: nobody else notices, and the next update succeeds. Once
+on gloo, once on two GPUs."""
 
 from contextlib import ExitStack
 
@@ -40,7 +41,9 @@ def test_a_receiver_killed_in_the_middle_hurts_neither_sender_nor_the_other(devi
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_a_trainer_killed_in_the_middle_is_an_error_at_once_and_its_successor_serves_the_engine(device: str) -> None:
+def test_a_trainer_killed_in_the_middle_is_an_error_at_once_and_its_successor_serves_the_engine(
+    device: str,
+) -> None:
     if device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     with ExitStack() as stack:

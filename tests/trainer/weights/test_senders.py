@@ -11,14 +11,15 @@ from protocol.messages import WeightManifest
 from protocol.weights.buckets import check_manifest, manifest_digest
 from rollout.weights.registry import make_receiver
 from trainer.config import WeightConfig
-from trainer.weights.base import Sender
+from trainer.weights.base import WeightSender
 from trainer.weights.registry import make_sender
 
 TRANSPORTS = ("shm", "disk", "nccl")
 
 
 def tensors(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
-    """Over three buckets of 1 MiB: float32, bfloat16 that is not contiguous, a scalar, an empty one, one larger than a bucket."""
+    """Over three buckets of 1 MiB: float32, bfloat16 that is not contiguous, a scalar, an empty one, one
+    larger than a bucket."""
     generator = torch.Generator().manual_seed(seed)
     return [
         ("embed", torch.randn(300, 500, generator=generator)),
@@ -31,7 +32,7 @@ def tensors(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
 
 
 @pytest.fixture(params=TRANSPORTS)
-def sender(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Sender]:
+def sender(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[WeightSender]:
     config = WeightConfig(transport=request.param, bucket_mb=1, timeout_s=30)
     made = make_sender(config, run="sender-test", run_dir=tmp_path)
     yield made
@@ -54,9 +55,11 @@ def assert_arrived(manifest: WeightManifest, sent: list[tuple[str, torch.Tensor]
         assert torch.equal(got[name], tensor)
 
 
-def test_what_is_published_arrives_byte_for_byte(sender: Sender) -> None:
+def test_what_is_published_arrives_byte_for_byte(sender: WeightSender) -> None:
     sent = tensors()
-    manifest = sender.publish("e1", 3, iter(sent), base_model="Qwen2ForCausalLM", tied=(("lm_head.weight", "embed"),))
+    manifest = sender.publish(
+        "e1", 3, iter(sent), base_model="Qwen2ForCausalLM", tied=(("lm_head.weight", "embed"),)
+    )
     check_manifest(manifest)
     assert (manifest.epoch, manifest.version, manifest.base_model) == ("e1", 3, "Qwen2ForCausalLM")
     assert manifest.tied == (("lm_head.weight", "embed"),)
@@ -65,7 +68,7 @@ def test_what_is_published_arrives_byte_for_byte(sender: Sender) -> None:
     assert_arrived(manifest, sent)  # as often as engines ask
 
 
-def test_the_tensors_may_be_written_once_publish_has_returned(sender: Sender) -> None:
+def test_the_tensors_may_be_written_once_publish_has_returned(sender: WeightSender) -> None:
     live = torch.ones(1000)
     manifest = sender.publish("e1", 1, [("a", live)])
     live.zero_()
@@ -75,7 +78,9 @@ def test_the_tensors_may_be_written_once_publish_has_returned(sender: Sender) ->
 def test_equal_weights_have_equal_digests_over_every_transport(tmp_path: Path) -> None:
     found = set()
     for transport in TRANSPORTS:
-        made = make_sender(WeightConfig(transport=transport, bucket_mb=2), run="sender-test", run_dir=tmp_path)
+        made = make_sender(
+            WeightConfig(transport=transport, bucket_mb=2), run="sender-test", run_dir=tmp_path
+        )
         found.add(made.publish("e1", 1, tensors()).digest)
         found.add(made.publish("e2", 2, tensors()[::-1]).digest)
         assert made.publish("e2", 3, tensors(seed=1)).digest not in found
@@ -83,7 +88,7 @@ def test_equal_weights_have_equal_digests_over_every_transport(tmp_path: Path) -
     assert len(found) == 1
 
 
-def test_a_newer_version_is_served_beside_the_current_ones(sender: Sender) -> None:
+def test_a_newer_version_is_served_beside_the_current_ones(sender: WeightSender) -> None:
     first = sender.publish("e1", 1, tensors(1))
     second = sender.publish("e1", 2, tensors(2))
     assert_arrived(second, tensors(2))
@@ -94,7 +99,7 @@ def test_a_newer_version_is_served_beside_the_current_ones(sender: Sender) -> No
         assert_arrived(first, tensors(1))
 
 
-def test_an_export_that_fails_publishes_nothing_and_leaves_the_last_version(sender: Sender) -> None:
+def test_an_export_that_fails_publishes_nothing_and_leaves_the_last_version(sender: WeightSender) -> None:
     manifest = sender.publish("e1", 1, tensors(1))
 
     def broken() -> Iterator[tuple[str, torch.Tensor]]:
@@ -107,7 +112,7 @@ def test_an_export_that_fails_publishes_nothing_and_leaves_the_last_version(send
     assert_arrived(sender.publish("e1", 2, tensors(2)), tensors(2))
 
 
-def test_a_refused_publish_sees_the_export_through(sender: Sender) -> None:
+def test_a_refused_publish_sees_the_export_through(sender: WeightSender) -> None:
     seen = []
 
     def export() -> Iterator[tuple[str, torch.Tensor]]:
@@ -120,18 +125,18 @@ def test_a_refused_publish_sees_the_export_through(sender: Sender) -> None:
     assert seen == ["a", "a", "b", "c"]
 
 
-def test_the_digest_is_that_of_the_entries(sender: Sender) -> None:
+def test_the_digest_is_that_of_the_entries(sender: WeightSender) -> None:
     manifest = sender.publish("e1", 1, tensors())
     assert manifest.digest == manifest_digest(manifest.tensors)
 
 
-def test_close_is_idempotent(sender: Sender) -> None:
+def test_close_is_idempotent(sender: WeightSender) -> None:
     sender.publish("e1", 1, tensors())
     sender.close()
     sender.close()
 
 
-def test_the_same_version_may_be_published_again(sender: Sender) -> None:
+def test_the_same_version_may_be_published_again(sender: WeightSender) -> None:
     sender.publish("e1", 1, tensors(1))
     assert_arrived(sender.publish("e1", 1, tensors(2)), tensors(2))
 

@@ -1,4 +1,5 @@
-"""The sender of `shared` with its receiver: masters are converted where they are read, and never while the trainer writes to them."""
+"""The sender of `shared` with its receiver: masters are converted where they are read, and never while the
+trainer writes to them."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,10 @@ CONFIG = WeightConfig(transport="shared")
 @pytest.fixture
 def masters() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return {name: torch.nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in (("a", (30, 50)), ("b", (7,)))}
+    return {
+        name: torch.nn.Parameter(torch.randn(shape, generator=generator))
+        for name, shape in (("a", (30, 50)), ("b", (7,)))
+    }
 
 
 @pytest.fixture
@@ -34,7 +38,9 @@ def sender(masters: dict[str, torch.Tensor], tmp_path: Path) -> Iterator[SharedS
     made.close()
 
 
-def publish(sender: SharedSender, masters: dict[str, torch.Tensor], version: int, dtype: str = "bfloat16") -> WeightManifest:
+def publish(
+    sender: SharedSender, masters: dict[str, torch.Tensor], version: int, dtype: str = "bfloat16"
+) -> WeightManifest:
     return sender.publish("e1", version, in_dtype(masters.items(), dtype), base_model="M", tied=(("c", "a"),))
 
 
@@ -48,17 +54,27 @@ def test_a_version_is_what_the_masters_make_and_has_the_digest_of_any_transport(
 ) -> None:
     manifest = publish(sender, masters, 3, dtype)
     check_manifest(manifest)
-    assert (manifest.epoch, manifest.version, manifest.base_model, manifest.tied) == ("e1", 3, "M", (("c", "a"),))
+    assert (manifest.epoch, manifest.version, manifest.base_model, manifest.tied) == (
+        "e1",
+        3,
+        "M",
+        (("c", "a"),),
+    )
     found = receive(manifest)
     assert list(found) == ["a", "b"]
-    assert all(torch.equal(found[name], master.detach().to(getattr(torch, dtype))) for name, master in masters.items())
+    assert all(
+        torch.equal(found[name], master.detach().to(getattr(torch, dtype)))
+        for name, master in masters.items()
+    )
     other = make_sender(WeightConfig(transport="disk"), run="r", run_dir=tmp_path / "disk")
     assert other.publish("e1", 3, in_dtype(masters.items(), dtype)).digest == manifest.digest
 
 
-def test_masters_stay_the_trainers_and_are_read_where_it_has_them(sender: SharedSender, masters: dict[str, torch.Tensor]) -> None:
+def test_masters_stay_the_trainers_and_are_read_where_it_has_them(
+    sender: SharedSender, masters: dict[str, torch.Tensor]
+) -> None:
     publish(sender, masters, 1)
-    sender.withdraw()
+    sender.invalidate()
     with torch.no_grad():
         masters["b"].add_(1)
     assert torch.equal(receive(publish(sender, masters, 2, "float32"))["b"], masters["b"].detach())
@@ -81,7 +97,9 @@ def test_tensors_that_lie_in_turns_in_a_master_are_read_out_of_it(tmp_path: Path
     sender.close()
 
 
-def test_masters_that_changed_since_are_no_version(sender: SharedSender, masters: dict[str, torch.Tensor]) -> None:
+def test_masters_that_changed_since_are_no_version(
+    sender: SharedSender, masters: dict[str, torch.Tensor]
+) -> None:
     manifest = publish(sender, masters, 1)
     with torch.no_grad():
         masters["b"][3] += 1
@@ -89,12 +107,14 @@ def test_masters_that_changed_since_are_no_version(sender: SharedSender, masters
         receive(manifest)
 
 
-def test_nothing_is_read_as_a_version_once_it_is_withdrawn(sender: SharedSender, masters: dict[str, torch.Tensor]) -> None:
+def test_nothing_is_read_as_a_version_once_it_is_withdrawn(
+    sender: SharedSender, masters: dict[str, torch.Tensor]
+) -> None:
     receiver = SharedReceiver()
     first = publish(sender, masters, 1)
     assert len(list(receiver.tensors(first, 30))) == 2
     assert receiver.masters(first).keys() == masters.keys()
-    sender.withdraw()
+    sender.invalidate()
     with pytest.raises(WeightError, match="version 1 is not held by the trainer any more"):
         receiver.masters(first)
     with pytest.raises(WeightError, match="version 1 is not held"):
@@ -108,8 +128,15 @@ def test_nothing_is_read_as_a_version_once_it_is_withdrawn(sender: SharedSender,
         receiver.masters(second)
 
 
-def test_what_is_not_a_master_is_not_published(sender: SharedSender, masters: dict[str, torch.Tensor]) -> None:
-    for wrong in ({"c": torch.zeros(3)}, {"b": torch.zeros(8)}, {"b": torch.zeros(7, dtype=torch.complex64)}, {}):
+def test_what_is_not_a_master_is_not_published(
+    sender: SharedSender, masters: dict[str, torch.Tensor]
+) -> None:
+    for wrong in (
+        {"c": torch.zeros(3)},
+        {"b": torch.zeros(8)},
+        {"b": torch.zeros(7, dtype=torch.complex64)},
+        {},
+    ):
         with pytest.raises(WeightError, match="version 1: "):
             sender.publish("e1", 1, wrong.items())
     assert receive(publish(sender, masters, 1))

@@ -1,1 +1,2 @@
-"""Hugging Face checkpoints to megatron parameters and back: one table of rules per family, used in both directions."""
+"""Hugging Face checkpoints to megatron parameters and back: one table of rules per family, used in both
+directions."""

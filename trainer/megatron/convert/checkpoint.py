@@ -1,4 +1,5 @@
-"""Reading a Hugging Face checkpoint straight into a rank's parameters: one pass, and only the rows that the rank holds."""
+"""Reading a Hugging Face checkpoint straight into a rank's parameters: one pass, and only the rows that the
+rank holds."""
 
 import json
 from collections.abc import Mapping
@@ -38,7 +39,9 @@ class SafetensorsReader:
             missing = [] if files else ["*.safetensors"]
             self._files = {name: file for file in files for name in self._file(file).keys()}  # noqa: SIM118 (not a mapping)
         if missing:
-            raise SettingsError(f"{model_dir} lacks {', '.join(missing)}: the model must be a complete safetensors checkpoint")
+            raise SettingsError(
+                f"{model_dir} lacks {', '.join(missing)}: the model must be a complete safetensors checkpoint"
+            )
 
     @property
     def names(self) -> set[str]:
@@ -62,14 +65,23 @@ class SafetensorsReader:
     def __enter__(self) -> "SafetensorsReader":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for file in self._open.values():
             file.__exit__(None, None, None)
         self._open.clear()
 
 
 def load_checkpoint(
-    model_dir: Path, architecture: Architecture, parameters: Mapping[str, torch.Tensor], *, tp: int, tp_rank: int, pp: int, pp_rank: int
+    model_dir: Path,
+    architecture: Architecture,
+    parameters: Mapping[str, torch.Tensor],
+    *,
+    tp: int,
+    tp_rank: int,
+    pp: int,
+    pp_rank: int,
 ) -> None:
     """Fill this rank's parameters.
 
@@ -77,7 +89,8 @@ def load_checkpoint(
         parameters: the model's, by megatron name; written in place, in their own dtype.
 
     Raises:
-        SettingsError: if the checkpoint has a tensor that no rule maps, lacks one, or has one of another shape.
+        SettingsError: if the checkpoint has a tensor that no rule maps, lacks one, or has one of another
+            shape.
     """
     rules = stage_rules(architecture, pp, pp_rank)
     check_parameters(rules, parameters, tp)
@@ -101,13 +114,17 @@ def check_names(reader: SafetensorsReader, architecture: Architecture, tp: int, 
     shapes = {plan.name: plan.shape for plan in export_plan(architecture, tp, pp)}
     unmapped = sorted(name for name in reader.names - set(shapes) if not ignorable(architecture, name))
     if unmapped:
-        raise SettingsError(f"{reader.model_dir}: no rule of {architecture.model_type} maps {_some(unmapped)}")
+        raise SettingsError(
+            f"{reader.model_dir}: no rule of {architecture.model_type} maps {_some(unmapped)}"
+        )
     missing = sorted(set(shapes) - reader.names)
     if missing:
         raise SettingsError(f"{reader.model_dir} lacks {_some(missing)}, which its config.json asks for")
     for name, shape in shapes.items():
         if reader.shape(name) != shape:
-            raise SettingsError(f"{reader.model_dir}: {name} has shape {reader.shape(name)}, but by config.json it should be {shape}")
+            raise SettingsError(
+                f"{reader.model_dir}: {name} has shape {reader.shape(name)}, but by config.json it should be {shape}"
+            )
 
 
 def check_parameters(rules: list[Rule], parameters: Mapping[str, torch.Tensor], tp: int) -> None:

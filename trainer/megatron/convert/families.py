@@ -52,8 +52,17 @@ def layer_rules(architecture: Architecture, layer: int, local_layer: int) -> lis
             dim=1,
         ),
         norm("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", hidden),
-        GatedMLP(parameter=here + "mlp.linear_fc1.weight", names=(mlp + "gate_proj.weight", mlp + "up_proj.weight"), shape=wide),
-        Split(parameter=here + "mlp.linear_fc2.weight", name=mlp + "down_proj.weight", shape=(wide[1], wide[0]), dim=1),
+        GatedMLP(
+            parameter=here + "mlp.linear_fc1.weight",
+            names=(mlp + "gate_proj.weight", mlp + "up_proj.weight"),
+            shape=wide,
+        ),
+        Split(
+            parameter=here + "mlp.linear_fc2.weight",
+            name=mlp + "down_proj.weight",
+            shape=(wide[1], wide[0]),
+            dim=1,
+        ),
     ]
     return rules
 
@@ -62,9 +71,14 @@ def output_rules(architecture: Architecture, *, with_embedding: bool) -> list[Ru
     """What the last stage holds beside its layers.
 
     Args:
-        with_embedding: the embedding is on this stage too, so a tied output layer has no parameter of its own.
+        with_embedding: the embedding is on this stage too, so a tied output layer has no parameter of its
+            own.
     """
-    rules: list[Rule] = [Direct(parameter="decoder.final_layernorm.weight", name="model.norm.weight", shape=(architecture.hidden,))]
+    rules: list[Rule] = [
+        Direct(
+            parameter="decoder.final_layernorm.weight", name="model.norm.weight", shape=(architecture.hidden,)
+        )
+    ]
     shape = (architecture.vocabulary, architecture.hidden)
     if not architecture.tied:
         rules.append(Vocabulary(parameter="output_layer.weight", name=OUTPUT, shape=shape))
@@ -74,5 +88,6 @@ def output_rules(architecture: Architecture, *, with_embedding: bool) -> list[Ru
 
 
 def ignorable(architecture: Architecture, name: str) -> bool:
-    """A name that checkpoints may hold and the model does not need: a tied output layer once more, saved rope buffers."""
+    """A name that checkpoints may hold and the model does not need: a tied output layer once more, saved rope
+    buffers."""
     return (architecture.tied and name == OUTPUT) or _NOT_WEIGHTS.fullmatch(name) is not None

@@ -1,7 +1,8 @@
 """How one megatron parameter is put together from Hugging Face tensors, and taken apart again.
 
-A rule lists segments: stretches of rows (or columns) that are the same in a Hugging Face tensor and in a rank's part of the megatron
-parameter. Reading the list from left to right loads, from right to left exports, so a rule cannot disagree with its inverse.
+A rule lists segments: stretches of rows (or columns) that are the same in a Hugging Face tensor and in a
+rank's part of the megatron parameter. Reading the list from left to right loads, from right to left exports,
+so a rule cannot disagree with its inverse.
 """
 
 from abc import ABC, abstractmethod
@@ -12,7 +13,8 @@ from protocol.errors import SettingsError
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """`length` rows of tensor `name` from `start` lie at `local_start` of tensor rank `rank`'s parameter; rows count along `Rule.dim`."""
+    """`length` rows of tensor `name` from `start` lie at `local_start` of tensor rank `rank`'s parameter;
+    rows count along `Rule.dim`."""
 
     name: str
     start: int
@@ -86,7 +88,8 @@ class Split(Rule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedQKV(Rule):
-    """Query, key and value interleaved by group: for each kv head its query heads, its key head, its value head; split in equal parts."""
+    """Query, key and value interleaved by group: for each kv head its query heads, its key head, its value
+    head; split in equal parts."""
 
     names: tuple[str, str, str]
     groups: int
@@ -99,7 +102,10 @@ class FusedQKV(Rule):
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         heads = (self.queries, 1, 1)
-        return {name: (self.groups * n * self.head_dim, *self.columns) for name, n in zip(self.names, heads, strict=True)}
+        return {
+            name: (self.groups * n * self.head_dim, *self.columns)
+            for name, n in zip(self.names, heads, strict=True)
+        }
 
     def segments(self, tp: int) -> tuple[Segment, ...]:
         part = _share(self.parameter, self.groups * (self.queries + 2) * self.head_dim, tp)
@@ -127,12 +133,17 @@ class GatedMLP(Rule):
 
     def segments(self, tp: int) -> tuple[Segment, ...]:
         part = _share(self.parameter, self.shape[0], tp)
-        return tuple(Segment(name, rank * part, rank, half * part, part) for half, name in enumerate(self.names) for rank in range(tp))
+        return tuple(
+            Segment(name, rank * part, rank, half * part, part)
+            for half, name in enumerate(self.names)
+            for rank in range(tp)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary(Rule):
-    """Embedding or output rows, padded at the end to a multiple of the tensor ranks; the padding is no tensor's and stays zero."""
+    """Embedding or output rows, padded at the end to a multiple of the tensor ranks; the padding is no
+    tensor's and stays zero."""
 
     name: str
     shape: tuple[int, int]
@@ -156,7 +167,9 @@ def padded_vocabulary(vocabulary: int, tp: int) -> int:
 
 def _share(name: str, size: int, tp: int) -> int:
     if size % tp:
-        raise SettingsError(f"tensor_model_parallel_size = {tp} does not divide the {size} rows of {name}: choose a divisor")
+        raise SettingsError(
+            f"tensor_model_parallel_size = {tp} does not divide the {size} rows of {name}: choose a divisor"
+        )
     return size // tp
 
 

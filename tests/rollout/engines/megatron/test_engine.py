@@ -1,4 +1,5 @@
-"""What the contract suite does not ask of the engine `megatron`: all families, slots that come and go, its own settings."""
+"""What the contract suite does not ask of the engine `megatron`: all families, slots that come and go, its
+own settings."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -27,7 +28,9 @@ LENGTH = 64
 
 @asynccontextmanager
 async def started(model_dir: Path, **settings: Any) -> AsyncIterator[MegatronEngine]:
-    engine = MegatronEngine(EngineConfig(**{"name": "megatron", "max_model_len": LENGTH, **settings}), model_dir, "e")
+    engine = MegatronEngine(
+        EngineConfig(**{"name": "megatron", "max_model_len": LENGTH, **settings}), model_dir, "e"
+    )
     try:
         await engine.start()
         yield engine
@@ -40,14 +43,19 @@ def ragged_requests(count: int, vocabulary: int) -> list[Request]:
     generator = torch.Generator().manual_seed(3)
     sizes = torch.randint(1, LENGTH // 2, (count, 2), generator=generator).tolist()
     prompts = [torch.randint(0, vocabulary, (size,), generator=generator).tolist() for size, _ in sizes]
-    return [ask(f"r{i}", prompt, tokens) for i, (prompt, (_, tokens)) in enumerate(zip(prompts, sizes, strict=True))]
+    return [
+        ask(f"r{i}", prompt, tokens)
+        for i, (prompt, (_, tokens)) in enumerate(zip(prompts, sizes, strict=True))
+    ]
 
 
 @torch.no_grad()
 def is_greedy(model: PreTrainedModel, request: Request, found: Completion) -> bool:
     ids = torch.tensor([[*request.prompt, *found.tokens]])
     logits = model(ids).logits[0, len(request.prompt) - 1 : -1]
-    return logits.argmax(-1).tolist() == list(found.tokens) and len(found.tokens) == request.sampling.max_tokens
+    return (
+        logits.argmax(-1).tolist() == list(found.tokens) and len(found.tokens) == request.sampling.max_tokens
+    )
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
@@ -55,12 +63,16 @@ async def test_ragged_requests_in_few_slots_and_small_passes_are_greedy(name: st
     model, requests = make_model(name).eval(), ragged_requests(24, int(MODELS[name][1]["vocab_size"]))
     async with started(save_model(name, tmp_path), max_running=5, max_batch_tokens=LENGTH) as engine:
         found = await together(engine, requests)
-    assert all(is_greedy(model, request, completion) for request, completion in zip(requests, found, strict=True))
+    assert all(
+        is_greedy(model, request, completion) for request, completion in zip(requests, found, strict=True)
+    )
 
 
 async def test_a_buffer_bounds_the_requests_that_run_at_once(tmp_path: Path) -> None:
     model_dir = save_model("qwen2", tmp_path)
-    buffer_bytes = int(2.9 * 2 * 2 * 2 * 32 * LENGTH * 4)  # keys and values, layers, kv heads, head size, tokens, bytes
+    buffer_bytes = int(
+        2.9 * 2 * 2 * 2 * 32 * LENGTH * 4
+    )  # keys and values, layers, kv heads, head size, tokens, bytes
     model = SlotModel(model_dir, dtype="float32", slots=64, length=LENGTH, buffer_bytes=buffer_bytes)
     assert model.slots == 2
     model.close()
@@ -84,7 +96,9 @@ async def test_a_buffer_bounds_the_requests_that_run_at_once(tmp_path: Path) -> 
         ({"buffer_size_gb": -1.0}, "buffer_size_gb is -1.0"),
     ],
 )
-async def test_a_setting_that_it_does_not_do_is_refused_by_name(settings: dict[str, Any], words: str, tmp_path: Path) -> None:
+async def test_a_setting_that_it_does_not_do_is_refused_by_name(
+    settings: dict[str, Any], words: str, tmp_path: Path
+) -> None:
     with pytest.raises(EngineError, match=f"^(engine megatron: )?.*{words}"):
         async with started(save_model("qwen2", tmp_path), **settings):
             pass
@@ -92,7 +106,9 @@ async def test_a_setting_that_it_does_not_do_is_refused_by_name(settings: dict[s
 
 async def test_a_family_that_the_trainer_lacks_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "vocab_size": 7}')
-    with pytest.raises(EngineError, match=r"engine megatron: .*model_type 'gpt2' is not supported; supported are"):
+    with pytest.raises(
+        EngineError, match=r"engine megatron: .*model_type 'gpt2' is not supported; supported are"
+    ):
         async with started(tmp_path):
             pass
 
@@ -101,13 +117,16 @@ async def test_a_family_that_the_trainer_lacks_is_refused(tmp_path: Path) -> Non
 async def test_logprobs_are_those_of_the_training_forward_pass(dtype: str, tmp_path: Path) -> None:
     model_dir = save_model("qwen2", tmp_path)
     requests = [
-        replace(request, sampling=replace(request.sampling, temperature=0.7, seed=i)) for i, request in enumerate(ragged_requests(8, 131))
+        replace(request, sampling=replace(request.sampling, temperature=0.7, seed=i))
+        for i, request in enumerate(ragged_requests(8, 131))
     ]
     async with started(model_dir, dtype=dtype) as engine:
         found = await together(engine, requests)
     batch = batch_of(requests, found)
     settings = TrainerConfig(device="cpu", dtype=dtype)
-    backend = MegatronBackend(model_dir, parallel=ParallelConfig(), optimizer=OPTIMIZER, trainer=settings, algorithm=ALGORITHM)
+    backend = MegatronBackend(
+        model_dir, parallel=ParallelConfig(), optimizer=OPTIMIZER, trainer=settings, algorithm=ALGORITHM
+    )
     recomputed = backend.logprobs(batch)
     backend.close()
     difference = (recomputed - batch.behaviour_logprobs)[batch.sampled_mask].abs()
@@ -126,7 +145,19 @@ def batch_of(requests: Sequence[Request], found: Sequence[Completion]) -> Batch:
         sampled[row, len(request.prompt) : len(ids)] = True
         logprobs[row, len(request.prompt) : len(ids)] = torch.tensor(completion.logprobs)
     versions, nothing = torch.where(sampled, 0, -1).int(), torch.zeros(count, LENGTH)
-    return Batch(0, tokens, lengths, sampled, sampled, logprobs, versions, nothing, torch.zeros(count).long(), torch.zeros(count), 0.7)
+    return Batch(
+        0,
+        tokens,
+        lengths,
+        sampled,
+        sampled,
+        logprobs,
+        versions,
+        nothing,
+        torch.zeros(count).long(),
+        torch.zeros(count),
+        0.7,
+    )
 
 
 def test_a_slot_keeps_nothing_of_weights_that_were_not_finite(tmp_path: Path) -> None:
@@ -148,7 +179,12 @@ async def test_asleep_it_holds_neither_weights_nor_cache(tmp_path: Path) -> None
         await engine.generate(Request("a/0", (1,), Sampling(max_tokens=2)))
         loaded, model = engine._model, engine._slot_model
         assert model is not None
-        held = [*model.parameters.values(), *model.cache.tensors, *loaded.weights.live.values(), *loaded.weights.buffer.values()]
+        held = [
+            *model.parameters.values(),
+            *model.cache.tensors,
+            *loaded.weights.live.values(),
+            *loaded.weights.buffer.values(),
+        ]
         await engine.sleep()
         assert sum(tensor.untyped_storage().nbytes() for tensor in held) == 0
         await engine.wake()

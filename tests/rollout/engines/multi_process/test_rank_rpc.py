@@ -8,26 +8,34 @@ import pytest
 import uvloop
 
 from protocol.errors import EngineError
-from rollout.engines.multi_process.rank_rpc import MAX_FRAME, Answer, Call, CallServer, RankCalls, frame, socket_path
+from rollout.engines.multi_process.rank_rpc import (
+    MAX_FRAME,
+    Answer,
+    Call,
+    RankRpcClient,
+    RankRpcServer,
+    frame,
+    socket_path,
+)
 
 DEADLINE_S = 20
 
 
-def serve(directory: Path, rank: int, answer: Callable[[Call], Answer]) -> CallServer:
+def serve(directory: Path, rank: int, answer: Callable[[Call], Answer]) -> RankRpcServer:
     """A rank that answers at once, from its reading thread."""
-    servers: list[CallServer] = []
-    servers.append(CallServer(socket_path(directory, rank), lambda call: servers[0].answer(answer(call))))
+    servers: list[RankRpcServer] = []
+    servers.append(RankRpcServer(socket_path(directory, rank), lambda call: servers[0].answer(answer(call))))
     return servers[0]
 
 
-async def connected(directory: Path, ranks: int, on_lost: Callable[[], None] = lambda: None) -> RankCalls:
-    calls = RankCalls(on_lost)
+async def connected(directory: Path, ranks: int, on_lost: Callable[[], None] = lambda: None) -> RankRpcClient:
+    calls = RankRpcClient(on_lost)
     await calls.connect([socket_path(directory, rank) for rank in range(ranks)])
     return calls
 
 
 async def test_every_rank_answers_a_call_that_rank_zero_gets(tmp_path: Path) -> None:
-    other = CallServer(socket_path(tmp_path, 1), lambda call: pytest.fail("rank 1 was asked"))
+    other = RankRpcServer(socket_path(tmp_path, 1), lambda call: pytest.fail("rank 1 was asked"))
 
     def both(call: Call) -> Answer:
         other.answer(Answer(call.number, "one"))
@@ -40,7 +48,7 @@ async def test_every_rank_answers_a_call_that_rank_zero_gets(tmp_path: Path) -> 
 
 
 def test_an_answer_given_before_the_connection_is_taken_is_not_lost(tmp_path: Path) -> None:
-    server = CallServer(socket_path(tmp_path, 1), lambda call: None)
+    server = RankRpcServer(socket_path(tmp_path, 1), lambda call: None)
     early = threading.Thread(target=server.answer, args=(Answer(7, "early"),))
     early.start()
     with socket.socket(socket.AF_UNIX) as engine:
@@ -61,7 +69,7 @@ async def test_a_rank_that_refuses_is_an_error_with_its_words(tmp_path: Path) ->
 async def test_the_late_answer_of_a_cancelled_call_is_not_that_of_the_next(tmp_path: Path) -> None:
     held: asyncio.Queue[Call] = asyncio.Queue()
     loop = asyncio.get_running_loop()
-    server = CallServer(socket_path(tmp_path, 0), lambda call: put(loop, held, call))
+    server = RankRpcServer(socket_path(tmp_path, 0), lambda call: put(loop, held, call))
     calls = await connected(tmp_path, 1)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0):
@@ -95,7 +103,7 @@ def put(loop: asyncio.AbstractEventLoop, queue: "asyncio.Queue[Call]", call: Cal
     loop.call_soon_threadsafe(queue.put_nowait, call)
 
 
-async def refused(calls: RankCalls) -> str:
+async def refused(calls: RankRpcClient) -> str:
     with pytest.raises(EngineError) as error:
         await calls.call("anything")
     return str(error.value)

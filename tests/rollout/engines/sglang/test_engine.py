@@ -26,7 +26,14 @@ from rollout.engines.base import EngineConfig, Request, Sampling
 from rollout.engines.registry import make_engine
 from rollout.engines.sampling import kept_tokens, sampled_distribution
 from rollout.engines.sglang.engine import completion_of, new_session
-from rollout.engines.sglang.launch import HIGHEST_PORT, adapter_options, free_port, kv_tokens, server_command, server_environment
+from rollout.engines.sglang.launch import (
+    HIGHEST_PORT,
+    adapter_options,
+    free_port,
+    kv_tokens,
+    server_command,
+    server_environment,
+)
 from rollout.engines.sglang.lora import Numbered, first_adapter
 from rollout.engines.sglang.memory import SAVER, check_memory_saver
 from rollout.engines.sglang.sampling import VERSIONS
@@ -53,7 +60,11 @@ def abandoned() -> set[str]:
     for pid in psutil.pids():
         with suppress(OSError):
             maps.append(Path(f"/proc/{pid}/maps").read_text())
-    return {name for name in os.listdir("/dev/shm") if name.startswith("sglang") and not any(name in text for text in maps)}
+    return {
+        name
+        for name in os.listdir("/dev/shm")
+        if name.startswith("sglang") and not any(name in text for text in maps)
+    }
 
 
 def test_a_completion_has_a_version_for_every_token() -> None:
@@ -62,7 +73,9 @@ def test_a_completion_has_a_version_for_every_token() -> None:
     assert found.spans == ((1, 5), (3, 6))
 
 
-@pytest.mark.parametrize("wrong", [answer([]), answer([4, 4]), answer([4, None, 4]), answer([4, 4, 4], logprobs=2)])
+@pytest.mark.parametrize(
+    "wrong", [answer([]), answer([4, 4]), answer([4, None, 4]), answer([4, 4, 4], logprobs=2)]
+)
 def test_an_answer_that_leaves_something_out_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(EngineError, match="r/0"):
         completion_of(REQUEST, wrong)
@@ -73,9 +86,14 @@ def test_the_only_token_that_can_be_sampled_has_probability_one() -> None:
     assert completion_of(request, answer([4, 4, 4])).logprobs == (0.0, 0.0, 0.0)
 
 
-@given(st.lists(st.tuples(st.integers(0, 12), st.floats(0.01, 1.0)), min_size=1, max_size=5), st.integers(0, 2**31))
+@given(
+    st.lists(st.tuples(st.integers(0, 12), st.floats(0.01, 1.0)), min_size=1, max_size=5),
+    st.integers(0, 2**31),
+)
 def test_tokens_kept_in_a_batch_are_those_of_each_row(limits: list[tuple[int, float]], seed: int) -> None:
-    scores = torch.randn(len(limits), 9, generator=torch.Generator().manual_seed(seed)).round(decimals=1)  # with equals
+    scores = torch.randn(len(limits), 9, generator=torch.Generator().manual_seed(seed)).round(
+        decimals=1
+    )  # with equals
     kept = kept_tokens(scores, torch.tensor([k for k, _ in limits]), torch.tensor([p for _, p in limits]))
     for row, (k, p), found in zip(scores, limits, kept, strict=True):
         assert found.any()
@@ -84,20 +102,40 @@ def test_tokens_kept_in_a_batch_are_those_of_each_row(limits: list[tuple[int, fl
 
 def test_the_command_names_what_was_set(tmp_path: Path) -> None:
     tiny_model(1).save_pretrained(tmp_path)
-    config = EngineConfig(name="sglang", python="/x/python", dtype="bfloat16", max_model_len=256, max_running=3, tensor_parallel_size=2)
+    config = EngineConfig(
+        name="sglang",
+        python="/x/python",
+        dtype="bfloat16",
+        max_model_len=256,
+        max_running=3,
+        tensor_parallel_size=2,
+    )
     command = server_command(config, tmp_path, "rollout.0.a", 4000)
     assert command[:3] == ["/x/python", "-m", "sglang.launch_server"]
-    assert {"--dtype=bfloat16", "--tp-size=2", "--max-running-requests=3", "--load-format=auto", "--port=4000"} <= set(command)
+    assert {
+        "--dtype=bfloat16",
+        "--tp-size=2",
+        "--max-running-requests=3",
+        "--load-format=auto",
+        "--port=4000",
+    } <= set(command)
     assert command != server_command(config, tmp_path, "rollout.1.a", 4000)  # another seed
 
 
-def test_the_server_gets_no_setting_of_ours_and_what_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_server_gets_no_setting_of_ours_and_what_it_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TETHER_REDIS_URL", "redis://secret")
     monkeypatch.setenv("PYTHONPATH", "/inherited")
     config = EngineConfig(name="sglang", environment={"PYTHONPATH": "/given", "OMP_NUM_THREADS": "3"})
     environment = server_environment(config, tmp_path)
     assert "redis://secret" not in environment.values()
-    assert environment["PYTHONPATH"].split(os.pathsep) == [str(tmp_path), str(Path(__file__).parents[4]), "/given", "/inherited"]
+    assert environment["PYTHONPATH"].split(os.pathsep) == [
+        str(tmp_path),
+        str(Path(__file__).parents[4]),
+        "/given",
+        "/inherited",
+    ]
     assert environment["OMP_NUM_THREADS"] == "3"
 
 
@@ -168,7 +206,12 @@ def test_a_tensor_that_a_loader_turns_is_refused() -> None:
 def test_the_first_adapter_changes_nothing_and_has_all_of_a_fused_layer(tmp_path: Path) -> None:
     model = tiny_model(1)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    first_adapter(tmp_path / "adapter", shapes, LoraConfig(rank=4, target_modules=("v_proj", "up_proj", "o_proj")), "bfloat16")
+    first_adapter(
+        tmp_path / "adapter",
+        shapes,
+        LoraConfig(rank=4, target_modules=("v_proj", "up_proj", "o_proj")),
+        "bfloat16",
+    )
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert config["target_modules"] == ["v_proj", "up_proj", "o_proj", "q_proj", "k_proj", "gate_proj"]
     assert config["lora_alpha"] == config["r"] == 4
@@ -185,8 +228,13 @@ async def test_sleep_on_a_gpu_without_the_memory_saver_is_refused_by_its_name() 
         await check_memory_saver(sys.executable)
 
 
-@pytest.mark.parametrize(("python", "words"), [("", "No module named 'sglang'"), ("/nowhere/python", r"engine\.python: /nowhere/python")])
-def test_an_interpreter_without_sglang_is_an_error_that_says_so(tmp_path: Path, python: str, words: str) -> None:
+@pytest.mark.parametrize(
+    ("python", "words"),
+    [("", "No module named 'sglang'"), ("/nowhere/python", r"engine\.python: /nowhere/python")],
+)
+def test_an_interpreter_without_sglang_is_an_error_that_says_so(
+    tmp_path: Path, python: str, words: str
+) -> None:
     tiny_model(1).save_pretrained(tmp_path)
     engine = make_engine(EngineConfig(name="sglang", python=python), tmp_path, "sglang.test")
     with pytest.raises(EngineError, match=words):
@@ -203,7 +251,10 @@ async def test_a_server_answers_its_owner_alone_and_a_killed_scheduler_ends_all_
     await engine.start()
     processes = [process for process in psutil.Process().children(recursive=True) if process not in before]
     port = next(word.partition("=")[2] for word in processes[0].cmdline() if word.startswith("--port="))
-    async with aiohttp.ClientSession() as stranger, stranger.post(f"http://127.0.0.1:{port}/generate", json={"input_ids": [1]}) as refused:
+    async with (
+        aiohttp.ClientSession() as stranger,
+        stranger.post(f"http://127.0.0.1:{port}/generate", json={"input_ids": [1]}) as refused,
+    ):
         assert refused.status == 401
     scheduler = next(process for process in processes if "scheduler" in " ".join(process.cmdline()))
     scheduler.send_signal(signal.SIGKILL)
@@ -221,14 +272,24 @@ async def test_a_server_answers_its_owner_alone_and_a_killed_scheduler_ends_all_
 @pytest.mark.timeout(900)
 async def test_a_sleeping_server_holds_neither_weights_nor_their_copy(tmp_path: Path) -> None:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
-    config = Qwen2Config(vocab_size=1 << 16, hidden_size=256, intermediate_size=64, num_hidden_layers=1, **heads)
+    config = Qwen2Config(
+        vocab_size=1 << 16, hidden_size=256, intermediate_size=64, num_hidden_layers=1, **heads
+    )
     model = Qwen2ForCausalLM(config)
     model.save_pretrained(tmp_path / "model")
     held = 2 * sum(parameter.nbytes for parameter in model.parameters())
-    engine = make_engine(EngineConfig(name="sglang", enable_sleep_mode=True, **sglang_settings()), tmp_path / "model", "sglang.test")
+    engine = make_engine(
+        EngineConfig(name="sglang", enable_sleep_mode=True, **sglang_settings()),
+        tmp_path / "model",
+        "sglang.test",
+    )
     await engine.start()
     try:
-        rank = next(child for child in psutil.Process().children(recursive=True) if "scheduler" in " ".join(child.cmdline()))
+        rank = next(
+            child
+            for child in psutil.Process().children(recursive=True)
+            if "scheduler" in " ".join(child.cmdline())
+        )
         for version in range(2):
             manifest = write_shm(tmp_path / f"v{version}", weights(model), version)
             await engine.stage(manifest)
@@ -244,12 +305,18 @@ async def test_a_sleeping_server_holds_neither_weights_nor_their_copy(tmp_path: 
 @pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-async def test_an_adapter_that_sglang_has_no_place_for_is_refused_by_its_name_and_leaves_nothing(tmp_path: Path) -> None:
+async def test_an_adapter_that_sglang_has_no_place_for_is_refused_by_its_name_and_leaves_nothing(
+    tmp_path: Path,
+) -> None:
     tiny_model(1).save_pretrained(tmp_path / "model")
     before = abandoned()
     lora = LoraConfig(rank=4, target_modules=("lm_head", "q_proj"))
-    engine = make_engine(EngineConfig(name="sglang", **sglang_settings()), tmp_path / "model", "sglang.test", lora)
-    with pytest.raises(EngineError, match=r"no place for base_model\.model\.lm_head\.lora_A\.weight: leave its layer out"):
+    engine = make_engine(
+        EngineConfig(name="sglang", **sglang_settings()), tmp_path / "model", "sglang.test", lora
+    )
+    with pytest.raises(
+        EngineError, match=r"no place for base_model\.model\.lm_head\.lora_A\.weight: leave its layer out"
+    ):
         await engine.start()
     assert not abandoned() - before
 
@@ -257,7 +324,9 @@ async def test_an_adapter_that_sglang_has_no_place_for_is_refused_by_its_name_an
 @pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-async def test_a_request_that_is_aborted_while_it_is_computed_again_in_pieces_keeps_its_tokens(tmp_path: Path) -> None:
+async def test_a_request_that_is_aborted_while_it_is_computed_again_in_pieces_keeps_its_tokens(
+    tmp_path: Path,
+) -> None:
     model = tiny_model(1)
     model.config.max_position_embeddings = 8192
     model.save_pretrained(tmp_path / "model")
