@@ -3,7 +3,7 @@
     receiver -> sender   {"version": v, "epoch": e, "layout": d}
     sender -> receiver   {"store_port": p}, then both make a TCPStore(HOST, p) and a group of rank 0 (sender) and rank 1; or {"ready": true}
     both                 a byte, broadcast by rank 0 when the group is new: only then a GPU's is complete
-    both                 the pieces of the buckets (`protocol.weights.buckets.pieces`), broadcast by rank 0 in order
+    both                 the pieces of the buckets (`protocol.weights.buckets.chunks`), broadcast by rank 0 in order
     receiver -> sender   {"done": v}
 
 The group stays for the next version, and is aborted when anything goes wrong. Pairwise groups: an engine that

@@ -6,7 +6,7 @@
                                                                next versions
                          {"ready": true}                       on later ones
     both                 a byte, broadcast by rank 0 when the group is new: only then a GPU's is complete
-    both                 the pieces of the buckets (`protocol.weights.buckets.pieces`), broadcast by rank 0 in order
+    both                 the pieces of the buckets (`protocol.weights.buckets.chunks`), broadcast by rank 0 in order
     receiver -> sender   {"done": v}
 
 Pairwise groups: a receiver that hangs or dies holds up no other, and no default process group is touched. The

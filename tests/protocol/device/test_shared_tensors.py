@@ -14,8 +14,8 @@ from protocol.errors import WeightError
 OWNER = """
 import sys, torch
 from pathlib import Path
-from protocol.device.shared_tensors import Room
-room = Room([torch.arange(5.0)])
+from protocol.device.shared_tensors import SharedTensors
+room = SharedTensors([torch.arange(5.0)])
 room.write(Path(sys.argv[1]), {"a": {"x": room.tensors[0]}})
 print(flush=True)
 sys.stdin.readline()

@@ -12,12 +12,12 @@ from services.observability.redirect_output import redirect_output
 PROGRAM = """
 import logging, os, subprocess, sys
 from pathlib import Path
-from services.observability.redirect_output import printing_to
+from services.observability.redirect_output import redirect_output
 
 logging.basicConfig(stream=sys.stderr)
 print("before")
 try:
-    with printing_to(Path(sys.argv[1])):
+    with redirect_output(Path(sys.argv[1])):
         print("a library")
         logging.error("a logger")
         os.write(1, b"a foreign function\\n")

@@ -5,11 +5,11 @@ import sys
 
 PROGRAM = """
 import resource
-from services.runtime.process import DESCRIPTORS, take_descriptors
+from services.runtime.process import DESCRIPTORS, raise_fd_limit
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-take_descriptors()
-take_descriptors()
+raise_fd_limit()
+raise_fd_limit()
 print(resource.getrlimit(resource.RLIMIT_NOFILE) == (min(hard, DESCRIPTORS) if hard != resource.RLIM_INFINITY else DESCRIPTORS, hard))
 """
 

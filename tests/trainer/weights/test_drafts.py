@@ -228,7 +228,7 @@ def test_an_engine_in_a_process_of_its_own_receives_what_is_made(
 CLOSED_IN_THE_MIDDLE = """
 import threading, torch
 from contextlib import suppress
-from protocol.weights.provisional import draft_of
+from protocol.weights.provisional import provisional_manifest
 from protocol.errors import WeightError
 from rollout.weights.nccl import NcclReceiver
 from trainer.config import WeightConfig
@@ -247,7 +247,7 @@ def making():
 
 def receive():
     with suppress(WeightError):
-        for _ in NcclReceiver().tensors(draft_of(before, 2), 60):
+        for _ in NcclReceiver().tensors(provisional_manifest(before, 2), 60):
             begun.set()
 
 assert sender.provisional("e1", 2) is not None
