@@ -14,7 +14,7 @@ def written_aside(path: Path, *, mode: int = 0o644, durable: bool = True) -> Ite
     Args:
         path: the file to be; an older one is replaced in one step.
         mode: permission bits of the new file, set before anything is written to it.
-        durable: also bring bytes and directory entry to the disk, so that a crash of the machine loses neither.
+        durable: also bring bytes and directory entry to the disk, so that no crash loses them.
 
     Raises:
         OSError: the file cannot be written; `path` is as it was. A block that raises leaves it so, too.
