@@ -1,0 +1,75 @@
+"""Decides what a rollout worker does next about its engine's weights: a pure function of what it knows.
+
+The newest committed version comes first, then a version that the trainer is still making. Nothing is staged
+while the engine sleeps.
+"""
+
+from dataclasses import dataclass
+
+from protocol.messages import WeightManifest
+from rollout.engines.base import Served
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Stage a committed version and commit it, if the ledger still names its epoch by then."""
+
+    manifest: WeightManifest
+
+
+@dataclass(frozen=True, slots=True)
+class StageProvisional:
+    """Stage a version that the trainer is still making, without committing it."""
+
+    manifest: WeightManifest
+    """Provisional: the layout of an earlier version, without digests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adopt:
+    """Rename the live weights: they are those of the manifest, under an epoch that is over."""
+
+    manifest: WeightManifest
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Do nothing until something changes."""
+
+
+UpdateAction = Stage | StageProvisional | Adopt | Wait
+
+
+def next_action(
+    wanted: WeightManifest | None,
+    provisional: WeightManifest | None,
+    served: Served,
+    *,
+    awake: bool,
+    staging: WeightManifest | None = None,
+) -> UpdateAction:
+    """Return what is to be done now.
+
+    Args:
+        wanted: newest manifest of the epoch that the ledger names; None before the first.
+        provisional: manifest of a version that the trainer is making and that was not begun yet.
+        served: the engine's live weights.
+        awake: whether the engine holds its memory and may stage.
+        staging: provisional manifest that is being staged. The answer is `StageProvisional` of it while that
+            is of use, anything else says that it is to be cancelled.
+    """
+    if not awake:
+        return Wait()
+    if staging is not None and not _supersedes(wanted, staging):
+        return StageProvisional(staging)
+    if wanted is not None and (wanted.epoch, wanted.version) != (served.epoch, served.version):
+        same_weights = (wanted.version, wanted.digest) == (served.version, served.digest)
+        return Adopt(wanted) if same_weights else Stage(wanted)
+    if provisional is not None and provisional.epoch == served.epoch and provisional.version > served.version:
+        return StageProvisional(provisional)
+    return Wait()
+
+
+def _supersedes(wanted: WeightManifest | None, staging: WeightManifest) -> bool:
+    """Return whether another epoch or a later version is wanted than the one that is being staged."""
+    return wanted is not None and (wanted.epoch != staging.epoch or wanted.version > staging.version)
