@@ -1,8 +1,8 @@
-"""Section `[colocated]`, and whether what shares a GPU fits on it: pure arithmetic on the settings, done
-before anything is allocated.
+"""Checks from the settings whether trainer and engines fit on the GPU that they share.
 
-By turns: the engines' share, their staging copies and what the trainer leaves behind; then the trainer's
-state and what sleeping engines leave behind. GiB throughout.
+Pure arithmetic, done before anything is allocated. In the engines' turn the device holds the engines, their
+staging copies and what the trainer leaves behind; in the trainer's turn the trainer's state and what sleeping
+engines leave behind. All sizes are GiB.
 """
 
 from dataclasses import dataclass
@@ -16,27 +16,30 @@ ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 SIZED_BY_FRACTION = ("sglang", "vllm")
 """Engines that take `engine.memory_fraction` of the device, whatever the model needs."""
 CONTEXT_GB = 1.5
-"""CUDA context, libraries, captured graphs and communicators of one process: they stay on the device while it
-sleeps."""
+"""CUDA context, libraries, captured graphs and communicators of one process: they stay while it sleeps."""
 IPC_VERSIONS = 2
 """Versions that the transport `ipc` keeps on the trainer's GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuMemory:
-    """What is on one device at a time, GiB."""
+    """Memory that each part of a colocated run takes on one device, GiB."""
 
     engines: float
+    """Weights and KV cache of all engines on the device."""
     staging: float
+    """Staging copies of their weights."""
     published: float
+    """Versions that the trainer keeps on the device for engines to copy."""
     trainer: float
+    """The trainer's state."""
 
     @property
     def engines_turn(self) -> float:
         return self.engines + self.staging + self.published + CONTEXT_GB
 
     def trainers_turn(self, workers: int) -> float:
-        """With so many engines asleep beside it."""
+        """Return what the trainer's turn takes beside that many sleeping engines, GiB."""
         return self.trainer + self.published + workers * CONTEXT_GB
 
 
@@ -52,56 +55,65 @@ def check_budget(
     weights: WeightConfig,
     adapters: bool = False,
 ) -> GpuMemory:
-    """Compare both turns with what a device has.
+    """Compare both turns with the memory of a device.
 
     Args:
-        total_gb: memory of one device.
-        parameters: of the whole model.
+        total_gb: memory of one device, GiB.
+        parameters: number of parameters of the whole model.
         workers: engines that sleep on each device.
         adapters: only adapters are trained and published; they are small enough to be left out.
 
     Raises:
-        SettingsError: with the settings and the numbers.
+        SettingsError: a turn does not fit; names the settings and the numbers.
     """
+    weights_gb = parameters * ITEM_BYTES[engine.dtype] / GIB
+    version_gb = 0.0 if adapters else weights_gb
+    staging_gb = engine.staging_mb / 1024 or version_gb / engine.tensor_parallel_size
+    if engine.name in SIZED_BY_FRACTION:
+        engine_gb = engine.memory_fraction * total_gb
+    else:
+        engine_gb = weights_gb + engine.buffer_size_gb
     ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
-    version = 0.0 if adapters else parameters * ITEM_BYTES[engine.dtype] / GIB
-    copy = engine.staging_mb / 1024 or version / engine.tensor_parallel_size
-    live = (
-        0.0
-        if engine.name in SIZED_BY_FRACTION
-        else parameters * ITEM_BYTES[engine.dtype] / GIB + engine.buffer_size_gb
-    )
-    shares = GpuMemory(
-        engines=workers * (live or engine.memory_fraction * total_gb),
-        staging=workers * copy,
-        published=IPC_VERSIONS * version if weights.transport == "ipc" else 0.0,
+    memory = GpuMemory(
+        engines=workers * engine_gb,
+        staging=workers * staging_gb,
+        published=IPC_VERSIONS * version_gb if weights.transport == "ipc" else 0.0,
         trainer=trainer.memory_gb or _state_gb(parameters, trainer, algorithm, adapters=adapters) / ranks,
     )
-    if shares.engines_turn > total_gb:
-        held = "engine.memory_fraction" if not live else "the model"
+    _check_fits(memory, total_gb, workers, engine, trainer, weights)
+    return memory
+
+
+def _check_fits(
+    memory: GpuMemory,
+    total_gb: float,
+    workers: int,
+    engine: EngineConfig,
+    trainer: TrainerConfig,
+    weights: WeightConfig,
+) -> None:
+    published = f"{memory.published:.1f} published (weights.transport {weights.transport})"
+    if memory.engines_turn > total_gb:
+        source = "engine.memory_fraction" if engine.name in SIZED_BY_FRACTION else "the model"
         raise SettingsError(
-            f"the engines' turn does not fit on a GPU of {total_gb:.1f} GiB: {shares.engines:.1f} for {workers} engine(s) ({held}), "
-            f"{shares.staging:.1f} staging (engine.staging_mb), {shares.published:.1f} published (weights.transport {weights.transport}), "
+            f"the engines' turn does not fit on a GPU of {total_gb:.1f} GiB: {memory.engines:.1f} for "
+            f"{workers} engine(s) ({source}), {memory.staging:.1f} staging (engine.staging_mb), {published}, "
             f"{CONTEXT_GB:.1f} the trainer's context: lower engine.memory_fraction"
         )
-    if shares.trainers_turn(workers) > total_gb:
-        said = (
-            "trainer.memory_gb"
-            if trainer.memory_gb
-            else "by the model's size; activations come on top, set trainer.memory_gb"
-        )
+    if memory.trainers_turn(workers) > total_gb:
+        estimate = "by the model's size; activations come on top, set trainer.memory_gb"
+        source = "trainer.memory_gb" if trainer.memory_gb else estimate
         raise SettingsError(
-            f"the trainer's turn does not fit on a GPU of {total_gb:.1f} GiB: {shares.trainer:.1f} for training ({said}), "
-            f"{shares.published:.1f} published (weights.transport {weights.transport}), {workers * CONTEXT_GB:.1f} the context of "
-            f"{workers} sleeping engine(s): lower trainer.memory_gb, or spread the trainer over more GPUs ([parallel])"
+            f"the trainer's turn does not fit on a GPU of {total_gb:.1f} GiB: {memory.trainer:.1f} for "
+            f"training ({source}), {published}, {workers * CONTEXT_GB:.1f} the context of {workers} sleeping "
+            "engine(s): lower trainer.memory_gb, or spread the trainer over more GPUs ([parallel])"
         )
-    return shares
 
 
 def _state_gb(
     parameters: int, trainer: TrainerConfig, algorithm: AlgorithmConfig, *, adapters: bool
 ) -> float:
-    """Parameters, gradients, masters and moments, and a reference model if there is one."""
+    """Return the GiB of parameters, gradients, masters, moments and, if there is one, the reference model."""
     item = ITEM_BYTES[trainer.dtype]
     masters = 0 if trainer.dtype == "float32" else 4
     state = item if adapters else item + 4 + masters + 8

@@ -1,17 +1,17 @@
-"""Trainer and engines that share a GPU use it by turns: who is to have it, how the other is asked to leave,
-and how both know.
+"""Defines how the trainer and the engines time-slice one GPU: whose turn it is, and who holds the device.
 
-The registry says whose turn it is, and a message on the bus only that it is worth a look; neither keeps
-anybody out. That does the lock of the device (`device.py`), which whoever is on it holds: the trainer begins
-when all engines have left it, an engine takes it in the engines' turn when the trainer has. So both can never
-have it, whatever is late, lost or away.
+The registry says whose turn it is, and a message on the bus that the turn may have changed. Neither excludes
+anybody: the lock of the device (`device_lock.py`) does, and whoever uses the GPU holds it. The trainer begins
+when all engines have released it; an engine takes it in the engines' turn, when the trainer has released it.
+So both never hold the GPU at once, whatever message is late or lost and whichever process is down.
 
-Where no trainer is registered, it has died, or the ledger was away: engines that sleep sleep on until its
-successor has made its first turn, those that generate go on.
+While no trainer is registered (it has died, or the ledger was unreachable), engines that sleep continue to
+sleep until its successor has ended its first turn, and engines that generate continue to generate.
+
+The two sides are `services/trainer/gpu_turn.py` and `services/rollout/gpu_turn.py`.
 """
 
 import asyncio
-import logging
 from contextlib import suppress
 from enum import StrEnum
 
@@ -20,28 +20,30 @@ from protocol.topics import Role
 from services.gpu_sharing.device_lock import DeviceLock
 from services.runtime.process import Process
 
-log = logging.getLogger("tether.turns")
-
-TURN, HOLDS = "turn", "holds_device"
-"""What trainer and engine write into the registry; HOLDS is for people, and for names in errors."""
-LOOK_S = 1.0
-"""How often an engine looks without being told to, and the trainer who it waits for."""
-POLL_S = 0.01
+TURN = "turn"
+"""Key of the trainer's registry entry: a `Turn`."""
+HOLDS = "holds_device"
+"""Key of an engine's registry entry: whether it holds the device. Used for names in messages only."""
+REGISTRY_TIMEOUT_S = 1.0
 
 
 class Turn(StrEnum):
-    """Who uses the device."""
+    """Side that may use the device."""
 
     TRAINER = "trainer"
     ENGINES = "engines"
 
 
 async def holders(process: Process, device: DeviceLock) -> str:
-    """Who holds the device, for people: what the registry says of it, and what else this host shows."""
+    """Return the names of the processes that hold the device, for messages.
+
+    A holder of this host that is registered is named by its incarnation, any other by pid and command; of
+    other hosts those are named whose registry entry says that they hold it.
+    """
     seen = await asyncio.to_thread(device.holders)
     known: dict[str, int] = {}
-    with suppress(TetherError, TimeoutError):  # the ledger may be away
-        async with asyncio.timeout(LOOK_S):
+    with suppress(TetherError, TimeoutError):  # the ledger may be unreachable
+        async with asyncio.timeout(REGISTRY_TIMEOUT_S):
             peers = [*await process.ledger.peers(Role.ROLLOUT), *await process.ledger.peers(Role.TRAINER)]
         pids = {
             peer.incarnation: int(peer.info.get("pid", 0))

@@ -1,56 +1,61 @@
-"""Takes and leaves the shared GPU on a rollout worker's side; its engine sleeps and wakes with the turns."""
+"""Takes and releases the shared GPU on the engine's side; the engine sleeps and wakes with the turns."""
 
 import asyncio
+import logging
 import time
 from contextlib import suppress
 
 from protocol.errors import TetherError
 from protocol.topics import Role
 from services.gpu_sharing.device_lock import DeviceLock
-from services.gpu_sharing.turn import HOLDS, LOOK_S, TURN, Turn, holders, log
+from services.gpu_sharing.turn import HOLDS, TURN, Turn, holders
 from services.rollout.weight_updater import WeightUpdater
 from services.runtime.process import Process
 
+log = logging.getLogger("tether.turns")
+
+POLL_S = 1.0
+"""Seconds between two looks into the registry while no message says that the turn may have changed."""
+
 
 class EngineGpuTurn:
-    """A rollout worker's side."""
+    """One engine's part in time-slicing the GPU with the trainer."""
 
     def __init__(self, process: Process, device: DeviceLock) -> None:
         self._process = process
         self._device = device
-        self._look = asyncio.Event()
+        self._notified = asyncio.Event()
 
     def notify(self) -> None:
-        """Something may have changed."""
-        self._look.set()
+        """Read the registry again at once: the turn may have changed."""
+        self._notified.set()
 
     async def acquire(self) -> bool:
         """Wait until the engines may use the device, and hold it; false if the process is to stop instead.
 
         Raises:
-            TetherError: it is the engines' turn, and for `colocated.wait_s` somebody held the device all
-                the same.
+            TetherError: it is the engines' turn, but another process held the device for `colocated.wait_s`.
         """
-        barred: float | None = None
+        barred_since: float | None = None
         with self._process.waiting("the trainer's turn to end"):
             while not self._process.stop.is_set():
                 if await self._turn() is not Turn.ENGINES:
-                    barred = None
+                    barred_since = None
                 elif self._device.try_acquire(exclusive=False):
                     log.info("device.held engine=%s", self._process.incarnation)
-                    await self._say(True)
+                    await self._register_holding(True)
                     return True
                 else:
-                    barred = barred or time.monotonic()
-                    await self._bound(barred)
-                await self._looked()
+                    barred_since = barred_since or time.monotonic()
+                    await self._check_barred(barred_since)
+                await self._notified_or_polled()
         return False
 
     async def turns_loop(self, updater: WeightUpdater) -> None:
         """Sleep and wake with the turns, until cancelled; begins with an engine that holds the device."""
         while True:
             while await self._turn() is not Turn.TRAINER:
-                await self._looked()
+                await self._notified_or_polled()
             await updater.sleep()
             await self.release()
             if not await self.acquire():
@@ -58,32 +63,33 @@ class EngineGpuTurn:
             await updater.wake()
 
     async def release(self) -> None:
-        """Hold the device no longer. Nothing of the engine may be on it any more."""
+        """Release the device. Nothing of the engine may be on it any more."""
         log.info("device.left engine=%s", self._process.incarnation)
         self._device.release()
-        await self._say(False)
+        await self._register_holding(False)
 
     async def _turn(self) -> Turn | None:
-        """None: there is no trainer."""
+        """Return whose turn the registry says it is; None if there is no trainer."""
         written = {peer.info.get(TURN) for peer in await self._process.ledger.peers(Role.TRAINER)}
         if not written:
             return None
         return Turn.ENGINES if written == {Turn.ENGINES} else Turn.TRAINER
 
-    async def _bound(self, since: float) -> None:
+    async def _check_barred(self, since: float) -> None:
         wait_s = self._process.settings.colocated.wait_s
         if time.monotonic() - since > wait_s:
             names = await holders(self._process, self._device)
             raise TetherError(
-                f"{names} still held the device after {wait_s:g} s (colocated.wait_s), in the engines' turn: end it"
+                f"{names} still held the device after {wait_s:g} s (colocated.wait_s), "
+                "in the engines' turn: end it"
             )
 
-    async def _say(self, holds: bool) -> None:
+    async def _register_holding(self, holds: bool) -> None:
         self._process.info[HOLDS] = holds
         await self._process.register()
 
-    async def _looked(self) -> None:
+    async def _notified_or_polled(self) -> None:
         with suppress(TimeoutError):
-            async with asyncio.timeout(LOOK_S):
-                await self._look.wait()
-        self._look.clear()
+            async with asyncio.timeout(POLL_S):
+                await self._notified.wait()
+        self._notified.clear()

@@ -1,14 +1,22 @@
 """Takes and leaves the shared GPU on the trainer's side."""
 
 import asyncio
+import logging
 import time
 
 from protocol.errors import TetherError
 from protocol.messages import Action, Control
 from services.bus.broadcast import Broadcaster
 from services.gpu_sharing.device_lock import DeviceLock
-from services.gpu_sharing.turn import LOOK_S, POLL_S, TURN, Turn, holders, log
+from services.gpu_sharing.turn import TURN, Turn, holders
 from services.runtime.process import Process
+
+log = logging.getLogger("tether.turns")
+
+LOOK_S = 1.0
+"""Seconds after which a wait for the device shows again who holds it."""
+POLL_S = 0.01
+"""Seconds between two attempts to lock the device."""
 
 
 class TrainerGpuTurn:

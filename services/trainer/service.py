@@ -25,12 +25,11 @@ from protocol.topics import WEIGHTS, Role
 from services.bus.broadcast import Broadcaster
 from services.gpu_sharing.device_lock import DeviceLock, given_device
 from services.gpu_sharing.memory_budget import GIB, check_budget
-from services.gpu_sharing.turn import POLL_S
 from services.observability.steps import StepLog
 from services.runtime.process import EXIT_FAILED, EXIT_SETTINGS, Process, configure_logging, service_main
 from services.settings.load import load_settings
 from services.settings.sections import Settings
-from services.trainer.gpu_turn import TrainerGpuTurn
+from services.trainer.gpu_turn import POLL_S, TrainerGpuTurn
 from services.trainer.leader import LeaderRank, build_backend
 from services.trainer.shared_engine import SharedEngine
 from services.trainer.takeover import take_over
