@@ -1,7 +1,8 @@
-"""`python -m services.reward`: scores rollouts. Stateless; any number of them.
+"""Runs `python -m services.reward`: scores rollouts. Stateless; a run may have any number of them.
 
 Consumes: `Rollout` messages. Produces: `ScoredRollout`, or `ScoreFailure` where no score could be computed.
-A rollout is acknowledged once the ingest has acknowledged its score; until then its sender keeps it.
+Waits for: rollouts, and the ingest's acknowledgement. A rollout is acknowledged once the ingest has
+acknowledged its score; until then its sender keeps it.
 """
 
 import asyncio
@@ -20,8 +21,11 @@ log = logging.getLogger("tether.reward")
 
 
 async def serve(process: Process) -> None:
-    """Run one reward worker until it is stopped. What it holds then is sent again by the rollout workers, to
-    another one."""
+    """Run one reward worker until it is stopped.
+
+    It finishes what it holds within `rollout.drain_s`; the rest is sent again by the rollout workers, to
+    another reward worker.
+    """
     settings = process.settings
     identity: dict[str, Any] = {
         "run": process.run,
@@ -37,6 +41,7 @@ async def serve(process: Process) -> None:
     ):
         process.metrics.watch("tether_bus_rollouts", "Bus counters, edge rollouts", receiver.stats.as_dict)
         process.metrics.watch("tether_bus_scored", "Bus counters, edge scored", sender.stats.as_dict)
+        process.edges |= {ROLLOUTS.name: receiver.snapshot, SCORED.name: sender.snapshot}
         process.info["endpoints"] = {ROLLOUTS.name: receiver.endpoint}
         await process.register()
         async with asyncio.TaskGroup() as tasks:
@@ -55,7 +60,7 @@ async def serve(process: Process) -> None:
 async def _accept_loop(
     process: Process, tasks: asyncio.TaskGroup, pool: ScorePool, receiver: Receiver, sender: Sender
 ) -> None:
-    """One task for each rollout; the credit that the receiver grants bounds how many there are."""
+    """Score each rollout in a task of its own; the credit that the receiver grants bounds their number."""
     while True:
         delivery = await receiver.receive()
         tasks.create_task(

@@ -1,3 +1,5 @@
+"""Runs `python -m services.ingest`."""
+
 from services.ingest.service import main
 
 main()

@@ -1,3 +1,5 @@
+"""Runs `python -m services.rollout`."""
+
 from services.rollout.service import main
 
 main()

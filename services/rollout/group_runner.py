@@ -1,9 +1,8 @@
-"""How a rollout worker gets its groups and what becomes of them: lease, generate, send, hold until
-acknowledged, or hand back.
+"""Leases prompt groups, generates them, sends them, and keeps each until it is acknowledged or handed back.
 
-Every group has a task of its own; at most `groups_in_flight` of them live at a time, and a finished one frees
-its place. While a task lives its lease is extended; when the ledger says that the lease is gone, the task is
-cancelled and its work is forgotten.
+Each group has a task of its own; at most `groups_in_flight` of them run at a time, and a finished one frees
+its slot. While a task runs, its lease is extended; when the ledger says that the lease is lost, the task is
+cancelled and its result discarded.
 """
 
 import asyncio
@@ -27,19 +26,21 @@ from services.runtime.process import Process
 log = logging.getLogger("tether.leasing")
 
 POLL_S = (0.02, 2.0)
-"""Shortest and longest wait between two attempts to lease. Most room comes with a version, which wakes a
-worker at once; thousands that ask in vain four times a second would be the ledger's largest load."""
-LOOK_S = 0.25
-"""How often a worker whose places are all taken looks whether it is to stop."""
-ENDS = frozenset({Reason.HALTED})
+"""Shortest and longest wait between two attempts to lease, seconds.
+
+Room under the bound mostly comes with a version, which wakes a worker at once; thousands of workers that ask
+in vain four times a second would be the ledger's largest load.
+"""
+STOP_POLL_S = 0.25
+"""Seconds between two checks whether the process is to stop, while nothing can be leased."""
 
 
 class LeaseLost(Exception):
-    """The lease of a group went to somebody else, or the group was dropped."""
+    """Raised in the task of a group whose lease another worker took over, or which was dropped."""
 
 
 class GroupRunner:
-    """Leases groups and runs one task for each."""
+    """Leases groups while `run` runs, and works on each in a task of its own."""
 
     def __init__(
         self,
@@ -53,28 +54,31 @@ class GroupRunner:
         self._process, self._engine, self._renderer = process, engine, renderer
         self._environment, self._prompts, self._sender = environment, prompts, sender
         self._config = process.settings.rollout
-        self._places = asyncio.Semaphore(self._config.groups_in_flight)
+        self._slots = asyncio.Semaphore(self._config.groups_in_flight)
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._nudged = asyncio.Event()
         self._meter = BusyMeter()
         process.on_heartbeat.append(lambda: process.info.update(busy_s=round(self._meter.seconds(), 3)))
 
     async def run(self) -> None:
-        """Lease until the process is to stop, then drain: finish for `drain_s`, hand back the rest."""
+        """Lease until the process is to stop, then drain: finish within `drain_s`, hand back the rest.
+
+        Raises:
+            Refused: HALTED, if the run was halted.
+        """
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._nudge_at_stop(), name="lease.stop")
             await self._lease_loop(tasks)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._config.drain_s):
-                    while (
-                        self._tasks and self._serves()
-                    ):  # what an engine that sleeps has begun is handed back at once
+                    # what a sleeping engine has begun is handed back at once
+                    while self._tasks and self._serves():
                         await asyncio.wait(list(self._tasks.values()), return_when=asyncio.FIRST_COMPLETED)
             for task in self._tasks.values():
                 task.cancel()
 
     def nudge(self) -> None:
-        """There may be room under the bound now: ask for a lease at once."""
+        """Ask for a lease at once: there may be room under the bound now."""
         self._nudged.set()
 
     async def _nudge_at_stop(self) -> None:
@@ -82,8 +86,10 @@ class GroupRunner:
         self.nudge()
 
     def abort(self, groups: tuple[int, ...]) -> None:
-        """Stop working on groups that the trainer dropped. Their tasks find their lease gone; nothing is
-        handed back."""
+        """Stop working on groups that the trainer dropped.
+
+        The ledger has ended their leases, so it refuses the release that their tasks attempt.
+        """
         self.nudge()
         for group in groups:
             if group in self._tasks:
@@ -93,17 +99,15 @@ class GroupRunner:
     async def _lease_loop(self, tasks: asyncio.TaskGroup) -> None:
         while not self._process.stop.is_set():
             try:
-                async with asyncio.timeout(LOOK_S):
-                    await self._places.acquire()
+                async with asyncio.timeout(STOP_POLL_S):
+                    await self._slots.acquire()
             except TimeoutError:
-                continue  # every place is taken; look whether the process is to stop
+                continue
             lease = await self._next_lease()
             if lease is None:
-                self._places.release()
+                self._slots.release()
                 return
-            if (
-                lease.group in self._tasks
-            ):  # our own expired lease, granted to us again: the old attempt is void
+            if lease.group in self._tasks:  # its own expired lease, granted again: the old attempt is void
                 self._tasks[lease.group].cancel()
             task = tasks.create_task(self._run_group(lease), name=f"group-{lease.group}")
             self._tasks[lease.group] = task
@@ -112,18 +116,18 @@ class GroupRunner:
     def _finished(self, group: int, task: asyncio.Task[None]) -> None:
         if self._tasks.get(group) is task:
             del self._tasks[group]
-        self._places.release()
+        self._slots.release()
         self._process.metrics.busy.set(len(self._tasks))
 
     async def _next_lease(self) -> Lease | None:
-        """The next lease, waiting for room under the bound; None if the process is to stop."""
+        """Wait for room under the bound and return a lease; None if the process is to stop."""
         delay, request = POLL_S[0], new_token()
         began = time.monotonic()
         with self._process.waiting("a lease") as set_detail:
             while not self._process.stop.is_set():
                 if not self._serves():
                     set_detail("the engine serves no version")
-                    await self._nudged_within(LOOK_S)
+                    await self._nudged_within(STOP_POLL_S)
                     continue
                 try:
                     lease = await self._process.ledger.lease(
@@ -133,7 +137,7 @@ class GroupRunner:
                         lease_ms=int(self._config.lease_s * 1000),
                     )
                 except Refused as refusal:
-                    if refusal.reason in ENDS:
+                    if refusal.reason is Reason.HALTED:
                         raise
                     self._process.metrics.count(f"lease.refused.{refusal.reason}")
                     set_detail(refusal.reason)
@@ -144,8 +148,10 @@ class GroupRunner:
         return None
 
     def _serves(self) -> bool:
-        """Not at the start, nor while the engine sleeps; leases that are held then are extended, and their
-        work goes on afterwards."""
+        """Return whether the engine serves a version: not at the start, nor while it sleeps.
+
+        Leases that are held while it sleeps are extended, and their requests continue when it has woken.
+        """
         return self._engine.served.version >= 0
 
     async def _nudged_within(self, seconds: float) -> bool:
@@ -159,17 +165,17 @@ class GroupRunner:
 
     async def _run_group(self, lease: Lease) -> None:
         try:
-            await self._hold(lease)
+            await self._generate_under_lease(lease)
         except asyncio.CancelledError:
             await self._hand_back(lease, "drain")
             raise
 
-    async def _hold(self, lease: Lease) -> None:
+    async def _generate_under_lease(self, lease: Lease) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
-                keeper = tasks.create_task(self._extend_loop(lease), name=f"extend-{lease.group}")
+                extending = tasks.create_task(self._extend_loop(lease), name=f"extend-{lease.group}")
                 await self._generate_and_send(lease)
-                keeper.cancel()
+                extending.cancel()
         except* LeaseLost:
             self._process.metrics.count("lease.lost")
             log.info("lease.lost group=%d token=%s", lease.group, lease.token)
@@ -198,7 +204,7 @@ class GroupRunner:
                 )
         except (SettingsError, EngineError) as error:
             await self._engine.check()  # a dead engine ends the process; a bad prompt ends the group
-            await self._give_up(lease, error)
+            await self._fail(lease, error)
             return
         self._process.metrics.seconds.labels("generate").observe(rollout.generate_s)
         self._process.metrics.count("tokens.generated", int(rollout.loss_mask.numpy().sum()))
@@ -220,8 +226,8 @@ class GroupRunner:
             except Refused as refusal:
                 raise LeaseLost from refusal
 
-    async def _give_up(self, lease: Lease, error: Exception) -> None:
-        """A prompt that cannot be generated is handed back, and dropped once it has had its attempts."""
+    async def _fail(self, lease: Lease, error: Exception) -> None:
+        """Hand back a group whose prompt cannot be generated, or drop it after `prompt_failures` attempts."""
         log.warning("group.failed group=%d attempt=%d error=%s", lease.group, lease.attempt, error)
         self._process.metrics.count("group.failed")
         with contextlib.suppress(Refused):

@@ -8,7 +8,6 @@ acknowledgement.
 import asyncio
 import dataclasses
 import time
-from typing import Any
 
 from protocol.device.shared_layout import DESCRIBED, TRANSPORT, description_file
 from protocol.errors import SettingsError
@@ -30,30 +29,26 @@ from services.settings.sections import Settings
 
 
 async def serve(process: Process) -> None:
-    """Run one rollout worker until it is stopped; drains by finishing or handing back what it holds."""
+    """Run one rollout worker until it is stopped; drains by finishing or handing back what it holds.
+
+    Raises:
+        SettingsError: there is no model, or a part of the worker cannot be made from the settings.
+        PoisonedError: the engine may hold mixed weights.
+    """
     settings = process.settings
     if not (settings.model_dir / "config.json").is_file():
         raise SettingsError(
-            f"no model in {settings.model_dir}: `tether up` or `python -m services.prepare` makes it from [model.scratch]; "
-            "or set model.path to a Hugging Face directory"
+            f"no model in {settings.model_dir}: `tether up` or `python -m services.prepare` makes it from "
+            "[model.scratch]; or set model.path to a Hugging Face directory"
         )
     prompts = await asyncio.to_thread(make_source, settings.prompts)
     renderer = await asyncio.to_thread(Renderer, settings.model_dir, settings.render)
     environment = make_environment(settings.environment)
-    shared = (
-        description_file(settings.run_dir, process.incarnation)
-        if settings.weights.transport == TRANSPORT
-        else None
-    )
+    described = settings.weights.transport == TRANSPORT
+    shared = description_file(settings.run_dir, process.incarnation) if described else None
     engine = make_engine(
         _engine_config(settings), settings.model_dir, process.incarnation, settings.lora, shared=shared
     )
-    identity: dict[str, Any] = {
-        "run": process.run,
-        "incarnation": process.incarnation,
-        "role": Role.ROLLOUT,
-        "config": settings.bus,
-    }
     process.info["engine"] = settings.engine.name
     device = _device(settings, engine) if settings.colocated.enabled else None
     turn = EngineGpuTurn(process, device) if device else None
@@ -67,37 +62,70 @@ async def serve(process: Process) -> None:
         if shared is not None:
             process.info[DESCRIBED] = str(shared)
             await process.register()
-        async with (
-            Listener(WEIGHTS, discover=lambda: process.discover(WEIGHTS.name), **identity) as listener,
-            Sender(ROLLOUTS, discover=lambda: process.discover(ROLLOUTS.name), **identity) as sender,
-        ):
-            process.metrics.watch("tether_bus_rollouts", "Bus counters, edge rollouts", sender.stats.as_dict)
-            process.metrics.watch("tether_bus_weights", "Bus counters, edge weights", listener.stats.as_dict)
+        async with _listener(process) as listener, _sender(process) as sender:
             runner = GroupRunner(process, engine, renderer, environment, prompts, sender)
-            on_turn = turn.notify if turn else None
             updater = WeightUpdater(
-                process, engine, listener, on_abort=runner.abort, on_applied=runner.nudge, on_turn=on_turn
+                process,
+                engine,
+                listener,
+                on_abort=runner.abort,
+                on_applied=runner.nudge,
+                on_turn=turn.notify if turn else None,
             )
-            async with asyncio.TaskGroup() as tasks:
-                updates = [
-                    tasks.create_task(updater.listen_loop(), name="weights.listen"),
-                    tasks.create_task(updater.poll_loop(), name="weights.poll"),
-                    tasks.create_task(updater.apply_loop(), name="weights.apply"),
-                ]
-                if turn is not None:
-                    updates.append(tasks.create_task(turn.turns_loop(updater), name="turns"))
-                await runner.run()
-                for task in updates:
-                    task.cancel()
+            await _run(runner, updater, turn)
     finally:
         await engine.close()
         if device is not None:
             device.close()
 
 
+async def _run(runner: GroupRunner, updater: WeightUpdater, turn: EngineGpuTurn | None) -> None:
+    """Keep the engine's weights current while groups are generated, until the runner has drained."""
+    async with asyncio.TaskGroup() as tasks:
+        updates = [
+            tasks.create_task(updater.listen_loop(), name="weights.listen"),
+            tasks.create_task(updater.poll_loop(), name="weights.poll"),
+            tasks.create_task(updater.apply_loop(), name="weights.apply"),
+        ]
+        if turn is not None:
+            updates.append(tasks.create_task(turn.turns_loop(updater), name="turns"))
+        await runner.run()
+        for task in updates:
+            task.cancel()
+
+
+def _listener(process: Process) -> Listener:
+    listener = Listener(
+        WEIGHTS,
+        run=process.run,
+        incarnation=process.incarnation,
+        role=Role.ROLLOUT,
+        config=process.settings.bus,
+        discover=lambda: process.discover(WEIGHTS.name),
+    )
+    process.metrics.watch("tether_bus_weights", "Bus counters, edge weights", listener.stats.as_dict)
+    return listener
+
+
+def _sender(process: Process) -> Sender:
+    sender = Sender(
+        ROLLOUTS,
+        run=process.run,
+        incarnation=process.incarnation,
+        role=Role.ROLLOUT,
+        config=process.settings.bus,
+        discover=lambda: process.discover(ROLLOUTS.name),
+    )
+    process.metrics.watch("tether_bus_rollouts", "Bus counters, edge rollouts", sender.stats.as_dict)
+    process.edges[ROLLOUTS.name] = sender.snapshot
+    return sender
+
+
 def _device(settings: Settings, engine: Engine) -> DeviceLock:
-    """The lock of the device; an engine's own processes hold it too, so they keep it when this one is killed
-    and they are not gone yet."""
+    """Open the lock of the device.
+
+    An engine's own processes hold it too: it stays held while they live, even if this process was killed.
+    """
     device = DeviceLock(settings.run_dir)
     if isinstance(engine, MultiProcessEngine):
         device.allow_children()
@@ -105,7 +133,7 @@ def _device(settings: Settings, engine: Engine) -> DeviceLock:
 
 
 def _engine_config(settings: Settings) -> EngineConfig:
-    """An engine that shares its device must be able to sleep, which some have to know when they start."""
+    """Return the engine's section; on a shared GPU, with sleep enabled where an engine needs it at start."""
     sleeps = settings.colocated.enabled and settings.engine.name in STARTED_TO_SLEEP
     return dataclasses.replace(settings.engine, enable_sleep_mode=True) if sleeps else settings.engine
 

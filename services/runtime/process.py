@@ -64,6 +64,8 @@ class Process:
         self._registering = asyncio.Lock()
         self.on_heartbeat: list[Callable[[], None]] = []
         """Called before each registration, to bring `info` up to date."""
+        self.edges: dict[str, Callable[[], Mapping[str, object]]] = {}
+        """State of the service's bus sockets by topic, shown by `/health`: who waits for whom."""
 
     @property
     def run(self) -> str:
@@ -182,6 +184,7 @@ async def open_process(role: Role, settings: Settings, name: str) -> AsyncIterat
                 "role": role,
                 "incarnation": process.incarnation,
                 "waits": list(process._waits),
+                "edges": {topic: snapshot() for topic, snapshot in process.edges.items()},
             },
         )
         process.info["http"] = await server.start(settings.bus.host, 0)

@@ -1,0 +1,142 @@
+"""Admits scored groups to the run: checks them, stores them in the spool, and has the ledger accept them."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from protocol.codec import encode_payload
+from protocol.errors import ProtocolError, Reason, Refused, TetherError
+from protocol.messages import ScoredRollout, ScoreFailure
+from services.bus.receiver import Delivery, Receiver
+from services.ledger.interface import TakenGroup
+from services.ledger_recovery.journal_entries import accept_entry
+from services.runtime.process import Process
+from trainer.data.samples import samples_of, token_counts
+from trainer.storage.spool import Spool
+
+log = logging.getLogger("tether.ingest")
+T = TypeVar("T")
+
+BATCH = 64
+"""Messages stored by one fsync."""
+SPOOL_RETRY_S = 1.0
+NOT_HELD_ANY_MORE = frozenset({Reason.NOT_HELD, Reason.WRONG_STATE, Reason.UNKNOWN_GROUP, Reason.DUPLICATE})
+"""Refusals of a release that say that there is nothing left to release."""
+
+
+def check_scored(message: ScoredRollout, version: int) -> dict[int, int]:
+    """Check that a scored rollout can be trained on, and return its sampled tokens per version.
+
+    Args:
+        message: as received.
+        version: the committed version; no token can be of a later one.
+
+    Raises:
+        ProtocolError: if an array contradicts another, or a number is not finite; names group and field.
+    """
+    for _ in samples_of(message, 0, 0, version):
+        pass
+    return token_counts(message.rollout)
+
+
+class Admission:
+    """Takes messages from the edge `scored` and acknowledges those that are stored and accepted."""
+
+    def __init__(self, process: Process, receiver: Receiver, spool: Spool) -> None:
+        self._process = process
+        self._receiver = receiver
+        self._spool = spool
+
+    async def admit_loop(self) -> None:
+        """Admit what arrives, in batches of what is waiting, until cancelled."""
+        while True:
+            batch = [await self._receiver.receive()]
+            while self._receiver.waiting and len(batch) < BATCH:
+                batch.append(await self._receiver.receive())
+            await self._admit(batch)
+
+    async def _admit(self, batch: Sequence[Delivery]) -> None:
+        """Store a batch with one fsync, accept its groups, journal that with one fsync, then acknowledge."""
+        process = self._process
+        head = await process.ledger.head()
+        checked = await self._checked(batch, head.version)
+        if not checked:
+            return
+        records = [
+            (message.rollout.group, message.rollout.token, encode_payload(message))
+            for _, message, _ in checked
+        ]
+        await self._store(self._spool.put_many, records)
+        accepted = [
+            (delivery, group)
+            for delivery, message, counts in checked
+            if (group := await self._accept(delivery, message, counts))
+        ]
+        if accepted:
+            sequence = (await process.ledger.head()).sequence
+            entry = accept_entry(head.epoch, [group for _, group in accepted], sequence)
+            await self._store(self._spool.append, [entry])
+        for delivery, _ in accepted:
+            process.metrics.count("accepted")
+            self._receiver.ack(delivery)
+
+    async def _checked(
+        self, batch: Sequence[Delivery], version: int
+    ) -> list[tuple[Delivery, ScoredRollout, dict[int, int]]]:
+        """Return the rollouts that can be trained on, with their tokens per version; finish the others."""
+        checked = []
+        for delivery in batch:
+            message = delivery.message
+            if isinstance(message, ScoreFailure):
+                await self._release(delivery, message)
+            elif isinstance(message, ScoredRollout):
+                try:
+                    checked.append((delivery, message, check_scored(message, version)))
+                except ProtocolError as error:
+                    self._process.metrics.count("scored.malformed")
+                    log.warning("scored.malformed group=%d error=%s", message.rollout.group, error)
+                    self._receiver.refuse(delivery, str(error))
+        return checked
+
+    async def _store(self, write: Callable[[list[T]], object], rows: list[T]) -> None:
+        """Write to the spool, repeatedly while the disk is full: senders keep what is not acknowledged."""
+        while True:
+            try:
+                await asyncio.to_thread(write, rows)
+                return
+            except TetherError as error:
+                self._process.metrics.count("spool.failed")
+                log.error("spool.failed rows=%d error=%s", len(rows), error)
+                with self._process.waiting("spool"):
+                    await asyncio.sleep(SPOOL_RETRY_S)
+
+    async def _accept(
+        self, delivery: Delivery, message: ScoredRollout, counts: dict[int, int]
+    ) -> TakenGroup | None:
+        """Return the group as the ledger accepted it; None if the ledger, and so this ingest, refused it."""
+        rollout = message.rollout
+        try:
+            return await self._process.ledger.accept(
+                rollout.group, rollout.token, counts, round(float(message.rewards.numpy().mean()), 6)
+            )
+        except Refused as refusal:
+            self._process.metrics.count(f"accept.refused.{refusal.reason}")
+            self._receiver.refuse(delivery, str(refusal))
+            return None
+
+    async def _release(self, delivery: Delivery, failure: ScoreFailure) -> None:
+        """Hand a group back whose scoring failed; a failure is never a reward.
+
+        The ledger drops the group after `max_attempts` leases.
+        """
+        log.warning(
+            "score.failed group=%d verifier=%s error=%s", failure.group, failure.verifier, failure.error
+        )
+        self._process.metrics.count("score.failed")
+        try:
+            await self._process.ledger.release(failure.group, failure.token, f"reward:{failure.verifier}")
+        except Refused as refusal:
+            if refusal.reason not in NOT_HELD_ANY_MORE:
+                raise
+        self._receiver.ack(delivery)
