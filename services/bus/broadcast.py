@@ -1,9 +1,9 @@
-"""Both ends of a BROADCAST edge: the newest word of the trainer to every engine, and the engines' answers.
+"""Implements both ends of a BROADCAST edge: the trainer's messages to every engine, and their answers.
 
-Nothing here is waited for or resent: the ledger holds what a peer missed. What is bounded: frames per peer
-(`high_water_mark`; a peer whose queue is full misses the message and is counted), answers and messages that
-wait to be received (the oldest is dropped and counted), answers that wait for a connection (`MAX_UNSENT`,
-likewise).
+Nothing is acknowledged or resent: the ledger holds what a peer missed. Everything is bounded: frames queued
+per peer by `high_water_mark` (a peer whose queue is full misses the message, which is counted), answers and
+messages that wait to be received by `high_water_mark`, answers that wait for a connection by `MAX_UNSENT`. Of
+the last two the oldest is dropped and counted.
 """
 
 import asyncio
@@ -30,47 +30,52 @@ from services.bus.stats import BusStats
 log = logging.getLogger(__name__)
 
 STICKY: tuple[type[Message], ...] = (WeightManifest,)
-"""Types of which the newest message is sent to newcomers too."""
+"""Message types of which the newest is also sent to peers that connect later."""
 MAX_UNSENT = 64
+"""Most answers of a listener that wait for a connection."""
 
 Answer = tuple[Envelope, AnyMessage]
+"""A received message with its envelope."""
 
 
 @dataclass(slots=True)
-class _Peer:
+class _Subscriber:
     incarnation: str
     missed: set[type[Message]] = field(default_factory=set)
-    """Sticky types whose newest message did not fit into its queue: tried again at each heartbeat."""
+    """Sticky types whose newest message did not fit into its queue; sent again at each heartbeat."""
 
 
 class Broadcaster:
-    """Binds; publishes to all peers that said hello. `async with Broadcaster(...) as it`, or `start` and
-    `close`."""
+    """Binding end of a BROADCAST edge: publishes to all peers that sent a hello.
+
+    Use it as `async with Broadcaster(...) as caster`, or call `start` and `close`.
+    """
 
     def __init__(self, topic: Topic, *, run: str, incarnation: str, config: BusConfig) -> None:
         if topic.pattern is not Pattern.BROADCAST:
             raise TypeError(f"topic {topic.name} is not a {Pattern.BROADCAST} topic")
         self.stats = BusStats()
         self.endpoint = ""
+        """Endpoint to register, once started."""
         self._topic = topic
         self._run = run
         self._incarnation = incarnation
         self._config = config
         self._router = Router(topic, config=config, stats=self.stats, on_frame=self._on_frame)
         self._answers: Inbox[Answer] = Inbox(f"broadcaster of {topic.name}", config.high_water_mark)
-        self._peers: dict[bytes, _Peer] = {}
+        self._peers: dict[bytes, _Subscriber] = {}
         self._newest: dict[type[Message], bytes] = {}
         self._sequence = 0
         self._timer: asyncio.TimerHandle | None = None
 
     async def start(self) -> str:
-        """Bind; returns the endpoint to register.
+        """Bind; return the endpoint to register.
 
         Raises:
-            SettingsError: if the port is taken, or the address needs keys that are not there.
+            SettingsError: if the port is taken, or the address requires keys that do not exist.
         """
         self.endpoint = self._router.open()
-        self._timer = asyncio.get_running_loop().call_later(self._config.heartbeat_s, self._beat)
+        self._timer = asyncio.get_running_loop().call_later(self._config.heartbeat_s, self._on_timer)
         return self.endpoint
 
     async def __aenter__(self) -> Self:
@@ -83,8 +88,10 @@ class Broadcaster:
         await self.close()
 
     def publish(self, message: AnyMessage, epoch: str = "") -> int:
-        """Hand a message to every connected peer; returns to how many. A peer whose queue is full is counted,
-        not waited for."""
+        """Send a message to every connected peer; return to how many.
+
+        Never waits: a peer whose queue is full misses the message and is counted.
+        """
         if not isinstance(message, self._topic.carries):
             raise TypeError(f"topic {self._topic.name} does not carry {type(message).__name__}")
         frame = encode(message, run=self._run, id=new_token(), epoch=epoch)
@@ -94,11 +101,11 @@ class Broadcaster:
         reached = 0
         for connection, peer in list(self._peers.items()):
             peer.missed.discard(kind)
-            reached += self._hand(connection, peer, kind, frame)
+            reached += self._send(connection, peer, kind, frame)
         return reached
 
     async def answers(self) -> Answer:
-        """The next answer of a peer. Cancelled, it leaves every answer in place.
+        """Wait for the next answer of a peer and return it. Cancelled, it leaves every answer in place.
 
         Raises:
             Unavailable: if the broadcaster was closed.
@@ -111,18 +118,18 @@ class Broadcaster:
         return tuple(peer.incarnation for peer in self._peers.values())
 
     async def close(self) -> None:
-        """Close the sockets; what they have not sent is dropped."""
+        """Close the sockets; what they have not sent is dropped. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         self._router.close()
         self._answers.close()
 
-    def _hand(self, connection: bytes, peer: _Peer, kind: type[Message], frame: bytes) -> bool:
+    def _send(self, connection: bytes, peer: _Subscriber, kind: type[Message], frame: bytes) -> bool:
         outcome = self._router.send(connection, frame)
         if outcome is Outcome.SENT:
             self.stats.sent += 1
-        elif outcome is Outcome.GONE:
+        elif outcome is Outcome.UNREACHABLE:
             self._peers.pop(connection, None)
         else:
             self.stats.dropped_full += 1
@@ -143,44 +150,43 @@ class Broadcaster:
             log.debug("bus.malformed topic=%s error=%s", self._topic.name, error)
             return
         if isinstance(message, Hello):
-            self._greet(connection, message)
+            self._on_hello(connection, message)
         elif connection not in self._peers:
             self.stats.unknown_peer += 1
         else:
             self.stats.received += 1
             _put(self._answers, (envelope, message), self.stats)
 
-    def _greet(self, connection: bytes, hello: Hello) -> None:
+    def _on_hello(self, connection: bytes, hello: Hello) -> None:
         if connection not in self._peers:
             if len(self._peers) >= MAX_PEERS:
                 self.stats.dropped_full += 1
                 return
-            self._peers[connection] = _Peer(hello.sender, set(self._newest))
-        self._heartbeat(connection)
+            self._peers[connection] = _Subscriber(hello.sender, set(self._newest))
+        self._send_heartbeat(connection)
 
-    def _beat(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(self._config.heartbeat_s, self._beat)
+    def _on_timer(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._config.heartbeat_s, self._on_timer)
         self._sequence += 1
         for connection in list(self._peers):
-            self._heartbeat(connection)
+            self._send_heartbeat(connection)
 
-    def _heartbeat(self, connection: bytes) -> None:
+    def _send_heartbeat(self, connection: bytes) -> None:
         beat = encode(Heartbeat(receiver=self._incarnation, sequence=self._sequence), run=self._run, id="")
         outcome = self._router.send(connection, beat)
-        if outcome is Outcome.GONE:
+        if outcome is Outcome.UNREACHABLE:
             del self._peers[connection]
         elif outcome is Outcome.SENT:
             peer = self._peers[connection]
             missed, peer.missed = peer.missed, set()
             for kind in missed:
-                self._hand(connection, peer, kind, self._newest[kind])
+                self._send(connection, peer, kind, self._newest[kind])
 
 
 class Listener:
-    """Connects to every broadcaster that the registry names: `async with Listener(...) as it: await
-    it.receive()`.
+    """Connecting end of a BROADCAST edge, with a link to every broadcaster; used by `async with`.
 
-    After a reconnect the newest sticky message comes again: the reader tells by its content what is new.
+    After a reconnect the newest sticky message is received again: readers must compare its content.
     """
 
     def __init__(
@@ -219,7 +225,7 @@ class Listener:
             self._inbox.close()
 
     async def receive(self) -> Answer:
-        """The next message. Cancelled, it leaves every message in place.
+        """Wait for the next message and return it. Cancelled, it leaves every message in place.
 
         Raises:
             Unavailable: if the listener was closed.
@@ -227,8 +233,10 @@ class Listener:
         return await self._inbox.get()
 
     def answer(self, message: AnyMessage, epoch: str = "") -> None:
-        """Send an answer to every connected broadcaster, or to the next one that connects. Never waits; may
-        be lost."""
+        """Send an answer to every connected broadcaster, or to the next one that connects.
+
+        Never waits; the answer may be lost.
+        """
         if not isinstance(message, self._topic.answers):
             raise TypeError(f"topic {self._topic.name} has no answer {type(message).__name__}")
         if len(self._unsent) >= MAX_UNSENT:

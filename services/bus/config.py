@@ -1,4 +1,4 @@
-"""Settings of the bus, and where a socket may be bound with them."""
+"""Configures the bus, and derives from that which addresses its sockets bind and register."""
 
 import ipaddress
 import socket
@@ -16,28 +16,29 @@ class BusConfig:
     """Section `[bus]`."""
 
     host: str = "127.0.0.1"
-    """Address that receivers bind. Off loopback `curve_dir` is required."""
+    """Address that receivers bind; `curve_dir` is required unless it is a loopback address."""
     advertise: str = ""
-    """Host that others connect to. Empty: `host`, or this machine's name where `host` is a wildcard."""
+    """Host that others connect to; empty: `host`, or this machine's name where `host` is a wildcard."""
     port_base: int = 0
-    """Topic number i binds port_base + i; 0 takes any free port."""
+    """Topic number i of `protocol.topics.TOPICS` binds port_base + i; 0: any free port."""
     heartbeat_s: float = 0.5
-    """Seconds between two heartbeats of a receiver, and between two looks into the registry of a sender."""
+    """Seconds between two heartbeats of a receiver, and between two reads of the registry by a sender."""
     peer_timeout_s: float = 5.0
-    """Silence after which a receiver counts as dead and its messages go to another."""
+    """Seconds of silence after which a receiver counts as dead and its messages go to another one."""
     max_outstanding: int = 1024
-    """Unacknowledged messages of one sender."""
+    """Most unacknowledged messages of one sender."""
     high_water_mark: int = 1000
-    """Frames that a socket queues per connection, and messages that wait for `receive`."""
+    """Most frames that a socket queues per connection, and most messages that wait for `receive`."""
     curve_dir: str = ""
-    """Directory of keys (see `services/bus/curve.py`); empty: no CURVE, loopback only."""
+    """Directory of CURVE keys (`services/bus/curve.py`); empty: no encryption, loopback only."""
     max_frame_bytes: int = MAX_FRAME_BYTES
-    """A peer that sends a larger frame is disconnected before the frame is read."""
+    """Largest frame, bytes; a peer that sends a larger one is disconnected before it is read."""
 
     def __post_init__(self) -> None:
         if self.heartbeat_s <= 0 or self.peer_timeout_s < 2 * self.heartbeat_s:
             raise SettingsError(
-                f"bus.peer_timeout_s = {self.peer_timeout_s}: use at least twice bus.heartbeat_s = {self.heartbeat_s}, which is > 0"
+                f"bus.peer_timeout_s = {self.peer_timeout_s}: use at least twice "
+                f"bus.heartbeat_s = {self.heartbeat_s}, which must be > 0"
             )
         if self.max_outstanding < 1 or self.high_water_mark < 1:
             raise SettingsError("bus.max_outstanding and bus.high_water_mark must be at least 1")
@@ -48,7 +49,7 @@ class BusConfig:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` can be reached from this machine only."""
+    """Return whether `host` can be reached from this machine only."""
     if host == "localhost":
         return True
     try:
@@ -58,15 +59,15 @@ def is_loopback(host: str) -> bool:
 
 
 def bind_address(topic: Topic, config: BusConfig) -> str:
-    """The ZeroMQ address to bind for `topic`.
+    """Return the ZeroMQ address to bind for `topic`.
 
     Raises:
-        SettingsError: if the address can be reached from outside and there are no keys.
+        SettingsError: if the address can be reached from other machines and there are no keys.
     """
     if not is_loopback(config.host) and not config.curve_dir:
         raise SettingsError(
-            f"bus.host = {config.host!r} can be reached from other machines: make keys with `tether keys DIR` and set bus.curve_dir, "
-            "or bind 127.0.0.1"
+            f"bus.host = {config.host!r} can be reached from other machines: "
+            "make keys with `tether keys DIR` and set bus.curve_dir, or bind 127.0.0.1"
         )
     names = list(TOPICS)
     offset = names.index(topic.name) if topic.name in names else 0
@@ -75,7 +76,7 @@ def bind_address(topic: Topic, config: BusConfig) -> str:
 
 
 def public_endpoint(bound: str, config: BusConfig) -> str:
-    """The endpoint to register for a socket whose last endpoint is `bound`."""
+    """Return the endpoint to register for a socket that is bound to `bound`."""
     host = config.advertise or (socket.gethostname() if config.host in WILDCARDS else config.host)
     return f"tcp://{_bracketed(host)}:{bound.rpartition(':')[2]}"
 

@@ -1,14 +1,14 @@
-"""How a receiver splits its window among its senders. Pure.
+"""Splits a receiver's window of unfinished messages among its senders. Pure.
 
-Legend: a sender's window is absolute (`granted` messages in total on its connection), so that repeating or
-losing a grant does no harm. Promised = granted but not sent yet + received but not finished. The receiver
-keeps
+A sender's credit is absolute: `granted` messages in total on its connection, so that repeating or losing a
+grant does no harm. Messages promised to a sender are those granted but not sent yet plus those received but
+not finished. The receiver keeps
 
     sum over senders of promised + orphans <= window + number of senders
 
-where orphans are unfinished messages of senders that are gone. Each sender has at least one message promised;
-nobody has more than `ahead` granted without using it, so that idle senders cannot hoard the window; what is
-free goes to whoever has least.
+where orphans are unfinished messages of senders that have disconnected. Each sender has at least one message
+promised. None has more than `ahead` messages granted and unused, so that idle senders cannot hoard the
+window; what is free goes to the sender with the fewest promised.
 """
 
 from collections.abc import Collection
@@ -17,14 +17,14 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Account:
-    """One sender's side of the window."""
+    """Messages granted to one sender, and what it has made of them."""
 
     granted: int = 0
-    """Messages that it may have sent in total."""
+    """Messages that it may have sent on its connection in total."""
     seen: int = 0
-    """Messages that have arrived."""
+    """Messages of these that have arrived."""
     unfinished: int = 0
-    """Of these, neither acknowledged nor refused."""
+    """Messages that have arrived and are neither acknowledged nor refused."""
 
     @property
     def unused(self) -> int:
@@ -36,7 +36,13 @@ class Account:
 
 
 def top_up(window: int, accounts: Collection[Account], orphans: int = 0) -> list[Account]:
-    """Raise grants as far as the window allows; returns the accounts that were raised."""
+    """Raise grants as far as the window allows; return the accounts that were raised.
+
+    Args:
+        window: messages that the receiver works on at a time.
+        accounts: its connected senders.
+        orphans: unfinished messages of senders that have disconnected.
+    """
     if not accounts:
         return []
     raised: dict[int, Account] = {}
@@ -51,9 +57,9 @@ def top_up(window: int, accounts: Collection[Account], orphans: int = 0) -> list
     ahead = max(1, window // (2 * len(accounts)))
     free = window - orphans - sum(account.promised for account in accounts)
     while free > 0:
-        hungry = [account for account in accounts if account.unused < ahead]
-        if not hungry:
+        eligible = [account for account in accounts if account.unused < ahead]
+        if not eligible:
             break
-        grant(min(hungry, key=lambda account: account.promised))
+        grant(min(eligible, key=lambda account: account.promised))
         free -= 1
     return list(raised.values())

@@ -1,10 +1,12 @@
-"""CURVE keys, and the check of who may connect.
+"""Makes and reads CURVE keys, and answers which keys may connect.
 
-DIR/server.key        public key of every socket that binds
-DIR/server.key_secret its secret part; needed where sockets bind
-DIR/client.key        public key of this machine's connecting sockets
-DIR/client.key_secret its secret part; needed where sockets connect
-DIR/authorized/*.key  public keys that may connect; needed where sockets bind, read again when an unknown key appears
+A directory DIR holds the keys of one machine; public keys end in .key, secret ones in .key_secret:
+
+- DIR/server.key, DIR/server.key_secret: pair of every socket that binds. The secret is needed where sockets
+  bind, the public key where sockets connect.
+- DIR/client.key, DIR/client.key_secret: pair of this machine's connecting sockets; needed where they are.
+- DIR/authorized/*.key: public keys that may connect; needed where sockets bind, and read again when an
+  unknown key appears.
 """
 
 import logging
@@ -31,8 +33,9 @@ KEY_BYTES = 32
 
 
 def create_keys(directory: str | Path) -> None:
-    """Make a server and a client key pair in `directory`, readable by the owner only, and authorize the
-    client.
+    """Make a server and a client key pair in `directory`, and authorize the client.
+
+    The secret keys are readable by their owner only.
 
     Raises:
         SettingsError: if there are keys already: replacing them would lock out running peers.
@@ -51,10 +54,10 @@ def create_keys(directory: str | Path) -> None:
 
 
 def load_pair(directory: str | Path, name: str) -> tuple[bytes, bytes]:
-    """Public and secret key `name` ("server" or "client").
+    """Return public and secret key of the pair `name` ("server" or "client"), as Z85 text.
 
     Raises:
-        SettingsError: if the file is missing, holds no secret key, or others than its owner can read it.
+        SettingsError: if the file is missing, holds no secret key, or can be read by others than its owner.
     """
     path = Path(directory) / f"{name}.key_secret"
     public, secret = _load(path, directory)
@@ -63,13 +66,14 @@ def load_pair(directory: str | Path, name: str) -> tuple[bytes, bytes]:
     mode = path.stat().st_mode
     if mode & 0o077:
         raise SettingsError(
-            f"bus.curve_dir: {path} can be read by other users (mode {mode & 0o777:o}); chmod 600 it, or make new keys"
+            f"bus.curve_dir: {path} can be read by other users (mode {mode & 0o777:o}); "
+            "chmod 600 it, or make new keys"
         )
     return public, secret
 
 
 def load_public(directory: str | Path, name: str) -> bytes:
-    """Public key `name`.
+    """Return public key `name` ("server" or "client"), as Z85 text.
 
     Raises:
         SettingsError: if the file is missing or holds no key.
@@ -87,19 +91,19 @@ def _load(path: Path, directory: str | Path) -> tuple[bytes, bytes | None]:
 
 
 def _read(path: Path) -> tuple[bytes, bytes | None]:
-    """Public and, if there is one, secret key of a file. Raises OSError or ValueError."""
+    """Return the public and, if there is one, the secret key of a file. Raises OSError or ValueError."""
     try:
         public, secret = zmq.auth.load_certificate(path)
-        whole = all(len(z85.decode(key)) == KEY_BYTES for key in (public, secret) if key is not None)
-    except (LookupError, struct.error):  # of a file that looks like keys up to there
-        whole = False
-    if not whole:
-        raise ValueError("a key in it is not 40 characters of Z85")
+        valid = all(len(z85.decode(key)) == KEY_BYTES for key in (public, secret) if key is not None)
+    except (LookupError, struct.error):  # other characters than Z85, or another length
+        valid = False
+    if not valid:
+        raise ValueError("it holds a key that is not 40 characters of Z85")
     return public, secret
 
 
 def load_authorized(directory: str | Path) -> frozenset[bytes]:
-    """Public keys that may connect, as Z85 text. Files that hold none are skipped and logged."""
+    """Return the public keys that may connect, as Z85 text. Files without a key are skipped and logged."""
     keys: set[bytes] = set()
     for path in sorted((Path(directory) / "authorized").glob("*.key")):
         try:
@@ -110,7 +114,7 @@ def load_authorized(directory: str | Path) -> frozenset[bytes]:
 
 
 def secure_server(socket: zmq.Socket[bytes], directory: str) -> None:
-    """Make a socket that is about to bind demand CURVE."""
+    """Require CURVE on a socket, before it binds."""
     socket.curve_publickey, socket.curve_secretkey = load_pair(directory, "server")
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
@@ -118,15 +122,18 @@ def secure_server(socket: zmq.Socket[bytes], directory: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ClientKeys:
-    """What a connecting socket needs."""
+    """Keys that a connecting socket needs."""
 
     public: bytes
+    """This machine's public key, Z85."""
     secret: bytes = field(repr=False)
+    """Its secret part, Z85."""
     server: bytes
+    """Public key of the binding side, Z85."""
 
     @classmethod
     def load(cls, directory: str | Path) -> "ClientKeys":
-        """Read this machine's pair and the server's public key.
+        """Read the client's pair and the server's public key from a directory.
 
         Raises:
             SettingsError: if a file is missing or holds no key.
@@ -135,7 +142,7 @@ class ClientKeys:
         return cls(public, secret, load_public(directory, "server"))
 
     def secure(self, socket: zmq.Socket[bytes]) -> None:
-        """Make a socket that is about to connect speak CURVE."""
+        """Set the keys of a socket, before it connects."""
         socket.curve_publickey, socket.curve_secretkey, socket.curve_serverkey = (
             self.public,
             self.secret,
@@ -144,7 +151,7 @@ class ClientKeys:
 
 
 class Authenticator:
-    """Answers ZeroMQ's question whether a key may connect, for all sockets of one context."""
+    """ZAP handler (RFC 27): decides for all sockets of one context whether a key may connect."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], directory: str, stats: BusStats) -> None:
         self._directory = directory
@@ -156,31 +163,32 @@ class Authenticator:
         self._pump = Pump(self._socket, self._answer)
 
     def close(self) -> None:
+        """Stop answering and close the socket."""
         self._pump.close()
         self._socket.close(0)
 
     def _answer(self) -> None:
         request = self._socket.recv_multipart(zmq.NOBLOCK)
-        number = request[1] if len(request) > 1 else b""
-        allowed = len(request) == 7 and request[5] == b"CURVE" and self._knows(z85.encode(request[6]))
+        request_id = request[1] if len(request) > 1 else b""
+        allowed = len(request) == 7 and request[5] == b"CURVE" and self._is_authorized(z85.encode(request[6]))
         if not allowed:
             self._stats.unknown_peer += 1
             log.info(
                 "bus.unauthorized address=%s",
                 request[3].decode(errors="replace") if len(request) > 3 else "?",
             )
-        verdict = (b"200", b"OK") if allowed else (b"400", b"key is not in authorized/")
-        self._socket.send_multipart([b"1.0", number, *verdict, b"", b""], zmq.NOBLOCK)
+        status = (b"200", b"OK") if allowed else (b"400", b"key is not in authorized/")
+        self._socket.send_multipart([b"1.0", request_id, *status, b"", b""], zmq.NOBLOCK)
         self._pump.poke()
 
-    def _knows(self, key: bytes) -> bool:
+    def _is_authorized(self, key: bytes) -> bool:
         if key not in self._keys:
             self._keys = load_authorized(self._directory)
         return key in self._keys
 
 
 def main() -> None:
-    """`python -m services.bus.curve DIR`: make keys in DIR."""
+    """Run `python -m services.bus.curve DIR`: make keys in DIR."""
     if len(sys.argv) != 2:
         sys.exit("usage: python -m services.bus.curve DIR")
     try:

@@ -1,4 +1,4 @@
-"""A bounded queue between the event loop's callbacks and the coroutine that reads from it."""
+"""Queues items between callbacks of the event loop and the coroutines that read them, up to a limit."""
 
 from collections import deque
 from typing import Generic, TypeVar
@@ -10,7 +10,10 @@ T = TypeVar("T")
 
 
 class Inbox(Generic[T]):
-    """Items wait here for `get`, which frees their slot. Who puts decides what to do when it is `full`."""
+    """Bounded queue; `get` frees a slot.
+
+    `put` never blocks and never drops: the caller checks `full` and decides what to do about it.
+    """
 
     def __init__(self, name: str, limit: int) -> None:
         self._name = name
@@ -33,11 +36,11 @@ class Inbox(Generic[T]):
             self._readers.wake_one()
 
     def drop_oldest(self) -> T:
-        """Make room: take the oldest item out."""
+        """Remove and return the oldest item."""
         return self._items.popleft()
 
     async def get(self) -> T:
-        """The oldest item. Cancelled, it leaves every item where it is.
+        """Wait for an item; remove and return the oldest. Cancelled, it leaves every item in place.
 
         Raises:
             Unavailable: if the inbox was closed.
@@ -49,7 +52,7 @@ class Inbox(Generic[T]):
         return self._items.popleft()
 
     def close(self) -> None:
-        """Drop what waits; readers get `Unavailable`."""
+        """Drop all items; waiting and later readers get `Unavailable`."""
         self._closed = True
         self._items.clear()
-        self._readers.give_all()
+        self._readers.wake_all()

@@ -1,8 +1,8 @@
-"""The connecting end of an edge: one connection to each receiver that the registry names.
+"""Connects one end of an edge: one connection to each receiver that the registry names.
 
-A link is one TCP connection: it never reconnects by itself, so that its counters and the order of its frames
-hold for its whole life. When it is lost (its receiver vanished from the registry, fell silent, disconnected,
-or is another than expected) its owner is told, and the next look into the registry opens a new one.
+A link is one TCP connection. It never reconnects by itself, so its counters and the order of its frames hold
+for its whole life. When it is lost (its receiver left the registry, fell silent, disconnected, or turned out
+to be another one) `on_lost` is called, and the next read of the registry opens a new link.
 """
 
 import asyncio
@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Discover = Callable[[], Awaitable[Mapping[str, str]]]
+"""Reads the registry: receiver incarnation -> endpoint."""
 LOST_EVENTS = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CLOSED
@@ -39,8 +40,7 @@ LOST_EVENTS = (
 
 
 class Link(Generic[T]):
-    """One connection to one receiver. `outstanding` is its owner's: what was sent on it and is not finished,
-    oldest first."""
+    """One connection to one receiver."""
 
     def __init__(
         self, owner: "Links[T]", context: zmq.Context[zmq.Socket[bytes]], incarnation: str, endpoint: str
@@ -49,17 +49,19 @@ class Link(Generic[T]):
         self.incarnation = incarnation
         self.endpoint = endpoint
         self.ready = False
-        """Whether the receiver has answered hello."""
+        """Whether the receiver has answered the hello."""
         self.full = False
-        """Whether the socket took no more frames when it was last tried."""
+        """Whether the socket's queue had no room when it was last tried."""
         self.sent = 0
         """Messages sent on this connection so far."""
         self.credit = 0
-        """Messages that may be sent on this connection; -1: no limit."""
+        """Messages that may be sent on this connection in total; -1: no limit."""
         self.outstanding: dict[str, T] = {}
+        """Messages sent on it and not finished, by id, oldest first; kept by the user of `Links`."""
         self.heard_s = asyncio.get_running_loop().time()
+        """When the last frame arrived, by the loop's clock."""
         self.lost = ""
-        """Why the connection is of no use any more."""
+        """Why the connection cannot be used any more; empty while it can."""
         self._sequence = -1
         self._owner = owner
         self._stats = owner.stats
@@ -84,15 +86,13 @@ class Link(Generic[T]):
             self._socket.disable_monitor()
             self._socket.close(0)
             raise
-        self.pump = Pump(self._socket, self._take, self._look_writable)
+        self.pump = Pump(self._socket, self._take, self._check_writable)
 
     def send(self, frame: bytes) -> bool:
-        """Hand a frame to the socket. False, and `full`, if its queue has no room; `Links` tells its owner
-        when it has."""
+        """Hand a frame to the socket; false if its queue has no room, until `on_writable` is called."""
         try:
-            self._socket.send(
-                frame, zmq.NOBLOCK, copy=False
-            )  # frames over zmq.COPY_THRESHOLD are shared, not copied
+            # frames over zmq.COPY_THRESHOLD are shared, not copied
+            self._socket.send(frame, zmq.NOBLOCK, copy=False)
         except zmq.Again:
             self.full = True
             return False
@@ -102,7 +102,7 @@ class Link(Generic[T]):
         return True
 
     def heartbeat(self, beat: Heartbeat) -> bool:
-        """Note a heartbeat. False if it is of another receiver (the link is then lost) or out of date."""
+        """Note a heartbeat; false if it is of another receiver (the link is then lost) or out of date."""
         if beat.receiver != self.incarnation:
             self.lost = f"is now {beat.receiver}"
             return False
@@ -113,8 +113,7 @@ class Link(Generic[T]):
         return True
 
     def check(self, now_s: float, timeout_s: float) -> None:
-        """Set `lost` if the connection broke or has been silent for too long; what has arrived is read before
-        that is judged."""
+        """Set `lost` if the connection broke, or if for `timeout_s` nothing arrived that was not read yet."""
         while not self.lost and self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
             self.lost = "unauthorized" if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH else "disconnected"
@@ -124,6 +123,7 @@ class Link(Generic[T]):
                 self.lost = self.lost or "silent"
 
     def close(self) -> None:
+        """Close the connection; what it has not sent is dropped."""
         self.pump.close()
         self._socket.disable_monitor()
         self._monitor.close(0)
@@ -140,17 +140,17 @@ class Link(Generic[T]):
         self.heard_s = asyncio.get_running_loop().time()
         self._owner.on_frame(self, frame)
 
-    def _look_writable(self) -> None:
+    def _check_writable(self) -> None:
         if self.full and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT:
             self.full = False
             self._owner.on_writable()
 
 
 class Links(Generic[T]):
-    """All links of one topic, while the block of `async with` runs. An unexpected error of `discover` ends
-    the block.
+    """All links of one topic, within an `async with` block.
 
-    `on_frame` gets every frame; `on_lost` gets a link that was removed, after which it is closed.
+    `on_frame` is called with every frame, `on_lost` with each link that was removed and closed, `on_writable`
+    when a full link has room again. An error of `discover` other than TetherError and OSError ends the block.
     """
 
     def __init__(
@@ -180,22 +180,21 @@ class Links(Generic[T]):
         self.keys: ClientKeys | None = None
         self._links: dict[str, Link[T]] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._trouble = ""
-        self._refused_by: set[str] = set()  # receivers that do not know our key: logged once
+        self._discover_error = ""
+        self._refused_by: set[str] = set()  # receivers that refuse our key: logged once each
         self._group = asyncio.TaskGroup()
         self._task: asyncio.Task[None] | None = None
 
     @property
     def links(self) -> Mapping[str, Link[T]]:
-        """By incarnation of the receiver; those that are to be preferred, where all else is equal, come
-        first."""
+        """Links by the receiver's incarnation, in order of preference where all else is equal."""
         return self._links
 
     async def __aenter__(self) -> Self:
-        """Read the keys and begin to look for receivers.
+        """Read the keys and begin to discover receivers.
 
         Raises:
-            SettingsError: if there should be keys and are none.
+            SettingsError: if keys are required and cannot be read.
         """
         if self.config.curve_dir:
             self.keys = ClientKeys.load(self.config.curve_dir)
@@ -208,9 +207,8 @@ class Links(Generic[T]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close all links; `on_lost` is not called."""
-        cancelled = (
-            error if isinstance(error, asyncio.CancelledError) else None
-        )  # another error stays as it is, in no group
+        # any other error is not passed to the group, which would wrap it
+        cancelled = error if isinstance(error, asyncio.CancelledError) else None
         try:
             if self._task is not None:
                 self._task.cancel()
@@ -221,19 +219,21 @@ class Links(Generic[T]):
             self._close()
 
     async def _discover_loop(self) -> None:
-        """Keep the links as the registry has them, until cancelled. While the registry cannot be asked, they
-        stay as they are."""
-        self._timer = asyncio.get_running_loop().call_later(self.config.heartbeat_s, self._watch)
+        """Keep the links as the registry has them, until cancelled.
+
+        While the registry cannot be read, they stay as they are.
+        """
+        self._timer = asyncio.get_running_loop().call_later(self.config.heartbeat_s, self._check_links)
         while True:
             try:
                 async with asyncio.timeout(self.config.peer_timeout_s):
                     found = await self._discover()
             except (TetherError, OSError) as error:
-                if self._trouble != str(error):
+                if self._discover_error != str(error):
                     log.warning("bus.discover_failed topic=%s error=%r", self._topic.name, error)
-                self._trouble = str(error)
+                self._discover_error = str(error)
             else:
-                self._trouble = ""
+                self._discover_error = ""
                 self._reconcile(found)
             await asyncio.sleep(self.config.heartbeat_s)
 
@@ -269,27 +269,25 @@ class Links(Generic[T]):
                 continue
             self._links[incarnation] = link
             self._links = dict(sorted(self._links.items(), key=self._rank))
-            self._greet(link)
+            self._send_hello(link)
 
     def _rank(self, item: tuple[str, Link[T]]) -> int:
-        """An order of receivers that is another one for each sender: of several that are as good, not all
-        senders take the same."""
+        """Return a sort key that differs between senders, so that not all prefer the same receiver."""
         return zlib.crc32(f"{self._hello.sender} {item[0]}".encode())
 
-    def _greet(self, link: Link[T]) -> None:
-        """Say hello; on a link that waits for something, so that the receiver tells of what was lost even if
-        nothing follows it."""
+    def _send_hello(self, link: Link[T]) -> None:
+        """Send a hello; repeated while messages are outstanding, so that the receiver notices lost ones."""
         link.send(encode(msgspec.structs.replace(self._hello, sent=link.sent), run=self._run, id=""))
 
-    def _watch(self) -> None:
+    def _check_links(self) -> None:
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(self.config.heartbeat_s, self._watch)
+        self._timer = loop.call_later(self.config.heartbeat_s, self._check_links)
         for link in list(self._links.values()):
             link.check(loop.time(), self.config.peer_timeout_s)
             if link.lost:
                 self._remove(link)
             elif not link.ready or link.outstanding:
-                self._greet(link)
+                self._send_hello(link)
 
     def _remove(self, link: Link[T]) -> None:
         if link.ready or (link.lost == "unauthorized" and link.incarnation not in self._refused_by):

@@ -1,4 +1,4 @@
-"""What a receiver tells its senders: acknowledgements in batches, credit, and by heartbeat what it holds."""
+"""Sends a receiver's senders acknowledgements in batches, credit, and heartbeats with what is held."""
 
 import asyncio
 import logging
@@ -16,27 +16,34 @@ from services.bus.stats import BusStats
 log = logging.getLogger(__name__)
 
 MAX_PEERS = 16_384
-MAX_OWED = 65_536
-"""Acknowledgements that wait for one peer that does not read; more are dropped, and told when the message
-comes again."""
+"""Most senders that a receiver knows; the hello of another one is dropped."""
+MAX_QUEUED_ACKS = 65_536
+"""Most acknowledgements that wait for one sender that does not read.
+
+More are dropped: the sender gets them when it sends the message again.
+"""
 
 
 @dataclass(slots=True)
-class Peer:
-    """One connection of a sender."""
+class SenderSession:
+    """State of one connection of a sender."""
 
     incarnation: str
     account: Account = field(default_factory=Account)
+    """Its share of the receiver's window."""
     held: dict[str, None] = field(default_factory=dict)
     """Ids of its messages that are neither acknowledged nor refused."""
     acked: list[str] = field(default_factory=list)
-    """To be told in the next ack."""
+    """Ids to acknowledge in the next ack."""
     refused: dict[str, str] = field(default_factory=dict)
+    """Ids to refuse in the next ack, with the reason."""
 
 
 class SenderSessions:
-    """The senders that said hello, by connection. One ack frame per peer and loop iteration; one heartbeat
-    per `heartbeat_s`."""
+    """Sessions of the senders that sent a hello, by connection.
+
+    Each gets at most one ack frame per iteration of the loop, and one heartbeat per `heartbeat_s`.
+    """
 
     def __init__(
         self,
@@ -49,7 +56,17 @@ class SenderSessions:
         stats: BusStats,
         held: Callable[[], int],
     ) -> None:
-        """`held()`: unfinished messages of the whole receiver, those of gone peers included."""
+        """Start without sessions.
+
+        Args:
+            topic: edge of the receiver; its window is what the senders share.
+            run: name of the run.
+            incarnation: of the receiver.
+            config: settings of the bus.
+            router: socket to send with.
+            stats: counters of the receiver.
+            held: returns the number of unfinished messages, those of disconnected senders included.
+        """
         self._topic = topic
         self._run = run
         self._incarnation = incarnation
@@ -57,56 +74,57 @@ class SenderSessions:
         self._router = router
         self._stats = stats
         self._held = held
-        self._peers: dict[bytes, Peer] = {}
-        self._owing: dict[bytes, None] = {}  # connections with something to be told
+        self._sessions: dict[bytes, SenderSession] = {}
+        self._unsent: dict[bytes, None] = {}  # connections with an ack or credit to be sent, in order
         self._flushing = False
         self._sequence = 0
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
         """Begin to send heartbeats."""
-        self._timer = asyncio.get_running_loop().call_later(self._heartbeat_s, self._beat)
+        self._timer = asyncio.get_running_loop().call_later(self._heartbeat_s, self._on_timer)
 
     def stop(self) -> None:
-        """Tell what is owed, as far as the socket takes it at once, and fall silent."""
+        """Send what is queued, as far as the socket takes it at once, and stop the heartbeats."""
         if self._timer is not None:
             self._flush()
             self._timer.cancel()
             self._timer = None
 
-    def get(self, connection: bytes) -> Peer | None:
-        return self._peers.get(connection)
+    def get(self, connection: bytes) -> SenderSession | None:
+        """Return the session of a connection, if its sender sent a hello."""
+        return self._sessions.get(connection)
 
     def on_hello(self, connection: bytes, hello: Hello) -> None:
-        """Answer a hello with a heartbeat, so that the peer learns what of all that it sent is held."""
-        peer = self._peers.get(connection)
-        if peer is not None and hello.sent <= peer.account.seen:
-            return  # nothing was lost; the next heartbeat says so
-        if peer is None:
-            if len(self._peers) >= MAX_PEERS:
+        """Answer a hello with a heartbeat, so that the sender learns which of its messages are held."""
+        session = self._sessions.get(connection)
+        if session is not None and hello.sent <= session.account.seen:
+            return  # nothing was lost; the regular heartbeat suffices
+        if session is None:
+            if len(self._sessions) >= MAX_PEERS:
                 self._stats.dropped_full += 1
                 return
-            peer = self._peers[connection] = Peer(hello.sender)
+            session = self._sessions[connection] = SenderSession(hello.sender)
             log.debug("bus.peer topic=%s sender=%s role=%s", self._topic.name, hello.sender, hello.role)
-        peer.account.seen = max(peer.account.seen, hello.sent)
+        session.account.seen = max(session.account.seen, hello.sent)
         if self._topic.window:
-            self._owing[connection] = None
+            self._unsent[connection] = None
         self._top_up()
-        self._heartbeat(connection, peer)
+        self._send_heartbeat(connection, session)
 
     def queue_ack(self, connection: bytes, id: str, why: str | None) -> None:
-        """Have a peer told that a message is finished: refused for `why`, or acknowledged."""
-        peer = self._peers.get(connection)
-        if peer is None:
+        """Queue the end of a message for its sender: refused for `why`, or acknowledged."""
+        session = self._sessions.get(connection)
+        if session is None:
             return
-        if len(peer.acked) + len(peer.refused) >= MAX_OWED:
+        if len(session.acked) + len(session.refused) >= MAX_QUEUED_ACKS:
             self._stats.dropped_full += 1
             return
         if why is None:
-            peer.acked.append(id)
+            session.acked.append(id)
         else:
-            peer.refused[id] = why
-        self._owing[connection] = None
+            session.refused[id] = why
+        self._unsent[connection] = None
         self.flush_soon()
 
     def flush_soon(self) -> None:
@@ -116,14 +134,14 @@ class SenderSessions:
             asyncio.get_running_loop().call_soon(self._flush)
 
     def snapshot(self) -> dict[str, dict[str, int]]:
-        """Per sender: messages held, seen and granted (-1: no limit)."""
+        """Return messages held, seen and granted (-1: no limit) of each sender, by incarnation."""
         return {
-            peer.incarnation: {
-                "held": len(peer.held),
-                "seen": peer.account.seen,
-                "granted": self._credit(peer),
+            session.incarnation: {
+                "held": len(session.held),
+                "seen": session.account.seen,
+                "granted": self._credit(session),
             }
-            for peer in self._peers.values()
+            for session in self._sessions.values()
         }
 
     def _flush(self) -> None:
@@ -131,73 +149,74 @@ class SenderSessions:
         if self._timer is None:
             return
         self._top_up()
-        for connection in list(self._owing):
-            peer = self._peers.get(connection)
-            if peer is None:
-                del self._owing[connection]
+        for connection in list(self._unsent):
+            session = self._sessions.get(connection)
+            if session is None:
+                del self._unsent[connection]
             else:
-                self._tell(connection, peer)
+                self._send_ack(connection, session)
 
     def _top_up(self, *, everybody: bool = False) -> None:
         window = self._topic.window
         if not window:
             return
-        if len(self._peers) >= window and not everybody:
-            # Each has one message promised and nothing is free, but for those who are told of an end: there
-            # is no need to look at all.
-            among, orphans = {c: self._peers[c] for c in self._owing if c in self._peers}, window
+        if len(self._sessions) >= window and not everybody:
+            # Each has one message promised and nothing is free, except of those with an ack to be sent: only
+            # these need to be examined.
+            among, orphans = {c: self._sessions[c] for c in self._unsent if c in self._sessions}, window
         else:
-            among, orphans = (
-                self._peers,
-                self._held() - sum(peer.account.unfinished for peer in self._peers.values()),
-            )
-        connections = {id(peer.account): connection for connection, peer in among.items()}
-        for account in top_up(window, [peer.account for peer in among.values()], orphans):
-            self._owing[connections[id(account)]] = None
+            among = self._sessions
+            orphans = self._held() - sum(session.account.unfinished for session in among.values())
+        connections = {id(session.account): connection for connection, session in among.items()}
+        for account in top_up(window, [session.account for session in among.values()], orphans):
+            self._unsent[connections[id(account)]] = None
 
-    def _tell(self, connection: bytes, peer: Peer) -> bool:
-        """Send what a peer is owed. False if it cannot take it now: the next heartbeat tries again."""
-        ack = Ack(messages=tuple(peer.acked), refused=peer.refused, credit=self._credit(peer))
+    def _send_ack(self, connection: bytes, session: SenderSession) -> bool:
+        """Send queued acks and credit; false if they were not sent, and the next heartbeat tries again."""
+        ack = Ack(messages=tuple(session.acked), refused=session.refused, credit=self._credit(session))
         outcome = self._router.send(connection, encode(ack, run=self._run, id=""))
         if outcome is Outcome.FULL:
             return False
-        del self._owing[connection]
-        if outcome is Outcome.GONE:
-            self._forget(connection)
+        del self._unsent[connection]
+        if outcome is Outcome.UNREACHABLE:
+            self._remove(connection)
             return False
-        peer.acked.clear()
-        peer.refused = {}
+        session.acked.clear()
+        session.refused = {}
         return True
 
-    def _beat(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(self._heartbeat_s, self._beat)
+    def _on_timer(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._heartbeat_s, self._on_timer)
         self._sequence += 1
         self._top_up(everybody=True)
-        for connection, peer in list(self._peers.items()):
-            self._heartbeat(connection, peer)
+        for connection, session in list(self._sessions.items()):
+            self._send_heartbeat(connection, session)
 
-    def _heartbeat(self, connection: bytes, peer: Peer) -> None:
-        """Tell what is held; only after all acknowledgements, or the peer would send again what is done."""
-        if connection in self._owing and not self._tell(connection, peer):
+    def _send_heartbeat(self, connection: bytes, session: SenderSession) -> None:
+        """Send what is held, after all acks: otherwise the sender would repeat what is finished."""
+        if connection in self._unsent and not self._send_ack(connection, session):
             return
         beat = Heartbeat(
             receiver=self._incarnation,
             sequence=self._sequence,
-            held=tuple(peer.held),
-            seen=peer.account.seen,
-            credit=self._credit(peer),
+            held=tuple(session.held),
+            seen=session.account.seen,
+            credit=self._credit(session),
         )
-        if self._router.send(connection, encode(beat, run=self._run, id="")) is Outcome.GONE:
-            self._forget(connection)
+        if self._router.send(connection, encode(beat, run=self._run, id="")) is Outcome.UNREACHABLE:
+            self._remove(connection)
 
-    def _forget(self, connection: bytes) -> None:
-        """A connection is gone. What it sent stays held; its sender connects anew and sends it again."""
-        peer = self._peers.pop(connection, None)
-        self._owing.pop(connection, None)
-        if peer is not None:
+    def _remove(self, connection: bytes) -> None:
+        """Drop a closed connection. Its messages stay held; its sender connects anew and sends them again."""
+        session = self._sessions.pop(connection, None)
+        self._unsent.pop(connection, None)
+        if session is not None:
             log.debug(
-                "bus.peer_gone topic=%s sender=%s held=%d", self._topic.name, peer.incarnation, len(peer.held)
+                "bus.peer_gone topic=%s sender=%s held=%d",
+                self._topic.name,
+                session.incarnation,
+                len(session.held),
             )
 
-    def _credit(self, peer: Peer) -> int:
-        return peer.account.granted if self._topic.window else -1
+    def _credit(self, session: SenderSession) -> int:
+        return session.account.granted if self._topic.window else -1

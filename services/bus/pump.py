@@ -1,9 +1,9 @@
 """Drives one ZeroMQ socket from the event loop.
 
-A socket's descriptor is edge-triggered: it becomes readable when the state may have changed, and any call on
-the socket, a send too, may swallow that. So after each wake the socket is read until it has nothing left,
-each send is followed by another look (`poke`, once per loop iteration), and a timer looks again in case an
-edge was missed all the same.
+A socket's descriptor is edge-triggered: it becomes readable when the socket's state may have changed, and any
+call on the socket, also a send, may clear it. So after each wake the socket is read until nothing is left,
+each send is followed by another read (`poke`, once per loop iteration), and a timer reads in case an edge was
+missed nevertheless.
 """
 
 import asyncio
@@ -12,16 +12,20 @@ from collections.abc import Callable
 import zmq
 
 MAX_SOCKETS = 16_384
-"""Of one context; each link takes three. ZeroMQ's own limit of 1,023 would be 340 receivers."""
+"""Sockets of one context; each link takes three. ZeroMQ's own limit of 1,023 would allow 340 receivers."""
+BATCH = 64
+"""Messages taken per wake; then other callbacks of the loop run."""
+FALLBACK_S = 0.25
+"""Seconds between two reads by the timer."""
 _ZERO_COPY_RECV = 10
-"""As in zmq.h; pyzmq has no name for it."""
+"""ZMQ_ZERO_COPY_RECV of zmq.h, for which pyzmq has no name."""
 
 
 def make_context() -> zmq.Context[zmq.Socket[bytes]]:
-    """A context whose small messages are copied out of the buffer that they were read into.
+    """Make a context whose sockets copy small messages out of the buffer that they were read into.
 
-    ZeroMQ would hand out the buffer itself. Each message that waits, or is held, then holds 18 kB, whatever
-    its size, and what one pause of a process with many peers has claimed is not given back.
+    By default ZeroMQ hands out the buffer itself: each message that waits or is held then occupies 18 kB,
+    whatever its size, and memory claimed during one pause of a process with many peers is not returned.
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     context.set(_ZERO_COPY_RECV, 0)
@@ -29,17 +33,11 @@ def make_context() -> zmq.Context[zmq.Socket[bytes]]:
     return context
 
 
-BATCH = 64
-"""Frames taken per wake; then other callbacks of the loop get their turn."""
-FALLBACK_S = 0.25
-
-
 class Pump:
-    """Calls `take` until it raises `zmq.Again`, and `writable` after a wake that may have made room in a full
-    socket.
+    """Calls `take` for what arrives, and `writable` after each wake, when a full socket may have room again.
 
-    `take` receives one message from the socket with NOBLOCK and handles it; it lets no other `zmq.Again`
-    escape.
+    `take` receives one message from the socket with NOBLOCK and handles it; it raises `zmq.Again` if there is
+    none, and lets no other `zmq.Again` escape.
     """
 
     def __init__(
@@ -54,35 +52,35 @@ class Pump:
         self._paused = False
         self._closed = False
         self._loop.add_reader(self._descriptor, self.drain)
-        self._timer = self._loop.call_later(FALLBACK_S, self._look_again)
+        self._timer = self._loop.call_later(FALLBACK_S, self._on_timer)
         self.poke()
 
     def poke(self) -> None:
-        """Look at the socket again in the next iteration of the loop."""
+        """Read the socket in the next iteration of the loop."""
         if not self._poked and not self._closed:
             self._poked = True
-            self._loop.call_soon(self._poked_drain)
+            self._loop.call_soon(self._on_poke)
 
     def pause(self) -> None:
         """Stop reading: ZeroMQ's queues fill up and the peers' sends wait."""
         self._paused = True
 
     def resume(self) -> None:
+        """Read again after `pause`. Idempotent."""
         if self._paused:
             self._paused = False
             self.poke()
 
     def drain(self) -> None:
-        """Take what has arrived, at most one batch."""
+        """Take what has arrived, at most `BATCH` messages."""
         if self._closed:
             return
         take = self._take
         try:
             for _ in range(BATCH):
                 if self._paused:
-                    self._socket.getsockopt(
-                        zmq.EVENTS
-                    )  # clears the descriptor, which would keep the loop spinning
+                    # clears the descriptor, which would otherwise wake the loop at once
+                    self._socket.getsockopt(zmq.EVENTS)
                     break
                 take()
                 if self._closed:
@@ -95,16 +93,16 @@ class Pump:
             self._writable()
 
     def close(self) -> None:
-        """Leave the loop; to be called before the socket is closed."""
+        """Remove the callbacks from the loop; to be called before the socket is closed. Idempotent."""
         if not self._closed:
             self._closed = True
             self._timer.cancel()
             self._loop.remove_reader(self._descriptor)
 
-    def _poked_drain(self) -> None:
+    def _on_poke(self) -> None:
         self._poked = False
         self.drain()
 
-    def _look_again(self) -> None:
-        self._timer = self._loop.call_later(FALLBACK_S, self._look_again)
+    def _on_timer(self) -> None:
+        self._timer = self._loop.call_later(FALLBACK_S, self._on_timer)
         self.drain()

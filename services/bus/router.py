@@ -1,4 +1,4 @@
-"""The binding end of an edge: one ROUTER, driven from the event loop."""
+"""Binds one end of an edge: a ROUTER socket, driven from the event loop."""
 
 import logging
 from collections.abc import Callable
@@ -16,20 +16,25 @@ from services.bus.stats import BusStats
 log = logging.getLogger(__name__)
 
 FAILED_EVENTS = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-"""Ends of connections that the authenticator is not asked about."""
+"""Failed handshakes about which ZeroMQ does not ask the authenticator."""
 
 
 class Outcome(Enum):
-    """What became of a frame that was to be sent to a peer."""
+    """Result of sending a frame to a peer."""
 
     SENT = "sent"
-    FULL = "full"  # its queue is full: try later, or drop
-    GONE = "gone"  # it is not connected any more
+    """The socket has queued the frame."""
+    FULL = "full"
+    """The peer's queue is full: try later, or drop the frame."""
+    UNREACHABLE = "unreachable"
+    """The peer is not connected any more."""
 
 
 class Router:
-    """Owns context, socket and authenticator. `on_frame(peer, frame)` is called for each message of one
-    frame."""
+    """Owner of context, socket and authenticator of a binding end.
+
+    `on_frame(peer, frame)` is called for each message of one frame; longer ones are counted as malformed.
+    """
 
     def __init__(
         self,
@@ -49,6 +54,7 @@ class Router:
         self._monitor: zmq.Socket[bytes] | None = None
         self._monitor_pump: Pump | None = None
         self.pump: Pump | None = None
+        """Reads the socket while it is open."""
 
     def open(self) -> str:
         """Bind and start reading; returns the endpoint to register.
@@ -82,7 +88,7 @@ class Router:
         """Queue a frame for a peer; never waits."""
         socket, pump = self._socket, self.pump
         if socket is None or pump is None:
-            return Outcome.GONE
+            return Outcome.UNREACHABLE
         try:
             socket.send(peer, zmq.NOBLOCK | zmq.SNDMORE)
             socket.send(frame, zmq.NOBLOCK)
@@ -91,14 +97,14 @@ class Router:
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            return Outcome.GONE
+            return Outcome.UNREACHABLE
         finally:
             pump.poke()
         self._stats.bytes_out += len(frame)
         return Outcome.SENT
 
     def close(self) -> None:
-        """Drop what is queued and release every descriptor."""
+        """Drop what is queued and close every socket. Idempotent."""
         if self.pump is not None:
             self.pump.close()
             self.pump = None
@@ -143,12 +149,12 @@ class Router:
         except zmq.ZMQError as error:
             hint = "another process uses this port" if error.errno == zmq.EADDRINUSE else str(error)
             raise SettingsError(
-                f"topic {self._topic.name}: cannot bind {address}: {hint}; set bus.port_base to 0 for any free port, or change bus.host"
+                f"topic {self._topic.name}: cannot bind {address}: {hint}; "
+                "set bus.port_base to 0 for any free port, or change bus.host"
             ) from error
 
     def _count_failed(self) -> None:
-        """Count a peer that never got through the handshake: one without keys where there are keys, or one
-        that speaks no ZeroMQ."""
+        """Count a peer whose handshake failed: it has no keys where keys are required, or is no ZeroMQ."""
         monitor = self._monitor
         if monitor is None:
             raise zmq.Again

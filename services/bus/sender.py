@@ -1,10 +1,9 @@
-"""The sending end of a DELIVER edge: each message to one live receiver, again until one of them says that it
-is finished.
+"""Sends one end of a DELIVER edge: each message to one live receiver, repeated until it is finished.
 
 A message is sent again when its link is lost, or when a heartbeat shows that the receiver has seen it and
-neither holds it nor acknowledged it; never on time alone. What is bounded: unfinished messages
-(`max_outstanding`; `send` then waits for a slot, which an acknowledgement, a refusal or a cancelled `send`
-frees).
+neither holds it nor acknowledged it; never because of time alone. Unfinished messages are bounded by
+`max_outstanding`: `send` then waits for a slot, which an acknowledgement, a refusal or a cancelled `send`
+frees.
 """
 
 import asyncio
@@ -25,9 +24,11 @@ from services.bus.links import Discover, Link, Links
 from services.bus.stats import BusStats
 from services.bus.wait_queue import WaitQueue
 
+log = logging.getLogger(__name__)
+
 
 class Declined(TetherError):
-    """The receiver refused a message for good; `why` is what it gave to `Receiver.refuse`."""
+    """Raised by `Sender.send` if the receiver refused the message for good, for `why`."""
 
     def __init__(self, why: str) -> None:
         super().__init__(why)
@@ -35,7 +36,7 @@ class Declined(TetherError):
 
 
 class Pending:
-    """A message that is not finished."""
+    """Message that is neither acknowledged, refused nor cancelled."""
 
     __slots__ = ("done", "frame", "id", "link", "ordinal")
 
@@ -44,21 +45,16 @@ class Pending:
         self.frame = frame
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.link: Link[Pending] | None = None
+        """Connection that it was sent on last; None while none could take it."""
         self.ordinal = 0
         """Number of the message on its link, from 1."""
 
 
-__all__ = ["Declined", "Sender"]
-
-log = logging.getLogger(__name__)
-
-
 class Sender:
-    """Connects to every live receiver of a topic: `async with Sender(...) as sender: await
-    sender.send(message)`.
+    """Connecting end of a DELIVER edge, with a link to every live receiver; used by `async with`.
 
-    `discover()` returns receiver incarnation -> endpoint; it is called every `heartbeat_s` and raises
-    TetherError or OSError while the registry cannot be asked (the links then stay as they are).
+    `discover()` returns receiver incarnation -> endpoint. It is called every `heartbeat_s`, and raises
+    TetherError or OSError while the registry cannot be read; the links then stay as they are.
     """
 
     def __init__(
@@ -71,10 +67,9 @@ class Sender:
         self._run = run
         self._config = config
         self._pending: dict[str, Pending] = {}
-        self._waiting: OrderedDict[str, Pending] = (
-            OrderedDict()
-        )  # those of `_pending` that no link could take yet
-        self._slots = WaitQueue()  # calls of `send` that wait until `_pending` has room
+        # those of `_pending` that no link could take yet
+        self._waiting: OrderedDict[str, Pending] = OrderedDict()
+        self._slots = WaitQueue()  # calls of `send` that wait for room in `_pending`
         self._closed = False
         self._links: Links[Pending] = Links(
             topic,
@@ -103,7 +98,7 @@ class Sender:
 
     @property
     def outstanding(self) -> int:
-        """Messages that are not finished."""
+        """Number of messages that are not finished."""
         return len(self._pending)
 
     async def send(
@@ -116,17 +111,21 @@ class Sender:
         token: str = "",
         payload_frame: bytes | None = None,
     ) -> None:
-        """Deliver a message; returns when a receiver acknowledged it.
+        """Deliver a message; return when a receiver has acknowledged it.
 
-        Waits while there is no receiver, no credit or no slot: bound it with `asyncio.timeout`. Cancelled,
-        the message is forgotten: it is not sent again, and may or may not have taken effect.
+        Waits while there is no receiver, no credit or no slot: bound it with `asyncio.timeout`. If it is
+        cancelled the message is not sent again, and may or may not have taken effect.
 
         Args:
-            id: message id; a repeat with the same id is deduplicated by the receiver. A new one by default.
-            payload_frame: `message` as `encode_payload` gave it, where the caller has it already.
+            message: of a type that the topic carries.
+            id: message id, a new one by default; the receiver deduplicates messages with the same id.
+            epoch: epoch of the lease, for the envelope.
+            group: prompt group, for the envelope.
+            token: token of the lease, for the envelope.
+            payload_frame: `encode_payload(message)`, where the caller has it already.
 
         Raises:
-            Declined: if the receiver refused it for good.
+            Declined: if a receiver refused it for good.
             Refused: DUPLICATE, if a message with this id is being sent.
             FrameTooLarge: if it exceeds the frame limit.
             Unavailable: if the sender was closed.
@@ -151,10 +150,10 @@ class Sender:
             await pending.done
         finally:
             if self._pending.get(pending.id) is pending:
-                self._take_out(pending)
+                self._forget(pending)
 
     def snapshot(self) -> dict[str, object]:
-        """Who waits for whom: messages without a receiver, and per receiver what it has not finished."""
+        """Return who waits for whom: messages without a receiver, and what each receiver has not finished."""
         now_s = asyncio.get_running_loop().time()
         return {
             "topic": self._topic.name,
@@ -172,13 +171,12 @@ class Sender:
         }
 
     # -- messages out
-    # ------------------------------------------------------------------------------------------------
     def _submit(self, id: str, frame: bytes) -> Pending:
         if self._closed:
             raise Unavailable(f"sender of {self._topic.name} is closed")
         if id in self._pending:
             if len(self._pending) < self._config.max_outstanding:
-                self._slots.wake_one()  # the slot that this call may have waited for is the next one's
+                self._slots.wake_one()  # this call may have been woken for that slot
             raise Refused(Reason.DUPLICATE, f"message {id} is being sent")
         pending = Pending(id, frame)
         self._pending[id] = pending
@@ -188,7 +186,7 @@ class Sender:
         return pending
 
     def _dispatch(self, pending: Pending) -> bool:
-        """Send a message to the receiver that is best able to take it; False if there is none."""
+        """Send a message to the receiver with the most free credit; false if none can take it."""
         while (link := self._pick()) is not None:
             if link.send(pending.frame):
                 link.sent += 1
@@ -199,7 +197,7 @@ class Sender:
         return False
 
     def _pick(self) -> Link[Pending] | None:
-        """The live link with most free credit; of equal ones that with least outstanding."""
+        """Return the live link with most free credit, of equal ones that with fewest outstanding messages."""
         best: Link[Pending] | None = None
         best_free = 0
         for link in self._links.links.values():
@@ -213,11 +211,10 @@ class Sender:
         return best
 
     def _free(self, link: Link[Pending]) -> int:
-        return (
-            self._config.max_outstanding - len(link.outstanding)
-            if link.credit < 0
-            else link.credit - link.sent
-        )
+        """Return how many more messages a link may take."""
+        if link.credit < 0:
+            return self._config.max_outstanding - len(link.outstanding)
+        return link.credit - link.sent
 
     def _flush(self) -> None:
         while self._waiting:
@@ -227,7 +224,7 @@ class Sender:
             del self._waiting[id]
 
     def _send_again(self, pending: Pending, reason: str) -> None:
-        """Queue a message anew, before those that were never sent."""
+        """Queue a message again, before those that were never sent."""
         self.stats.resent += 1
         log.info("bus.resend topic=%s message=%s reason=%s", self._topic.name, pending.id, reason)
         if pending.link is not None:
@@ -237,7 +234,6 @@ class Sender:
         self._waiting.move_to_end(pending.id, last=False)
 
     # -- frames in
-    # ---------------------------------------------------------------------------------------------------
     def _on_frame(self, link: Link[Pending], frame: zmq.Frame) -> None:
         try:
             envelope, message = decode(frame.buffer)
@@ -282,21 +278,20 @@ class Sender:
         self._flush()
 
     # -- the end of a message
-    # ----------------------------------------------------------------------------------------
     def _finish(self, id: str, error: Exception | None) -> bool:
         pending = self._pending.get(id)
         if pending is None:
             return False
-        self._take_out(pending)
+        self._forget(pending)
         if pending.done.done():
-            return True  # its `send` was cancelled in this very turn of the loop
+            return True  # its `send` was cancelled in this iteration of the loop
         if error is None:
             pending.done.set_result(None)
         else:
             pending.done.set_exception(error)
         return True
 
-    def _take_out(self, pending: Pending) -> None:
+    def _forget(self, pending: Pending) -> None:
         del self._pending[pending.id]
         if pending.link is None:
             self._waiting.pop(pending.id, None)
@@ -309,4 +304,4 @@ class Sender:
         self._closed = True
         for pending in list(self._pending.values()):
             self._finish(pending.id, Unavailable(f"sender of {self._topic.name} is closed"))
-        self._slots.give_all()
+        self._slots.wake_all()

@@ -1,45 +1,43 @@
-"""Coroutines that wait in line."""
+"""Queues coroutines that wait for each other, first come first served."""
 
 import asyncio
+import contextlib
 from collections import deque
 
 
 class WaitQueue:
-    """A line of waiting coroutines; as long as there are callers. `wake_one` lets the first one go on."""
+    """First-in, first-out queue of waiting coroutines. Its length is bounded by the number of callers."""
 
     def __init__(self) -> None:
-        self._line: deque[asyncio.Future[None]] = deque()
+        self._waiters: deque[asyncio.Future[None]] = deque()
 
     def __bool__(self) -> bool:
-        return bool(self._line)
+        return bool(self._waiters)
 
     async def wait(self) -> None:
-        """Wait for a turn. Cancelled after it was given, it gives the turn to the next one."""
-        turn = asyncio.get_running_loop().create_future()
-        self._line.append(turn)
+        """Wait until woken. Cancelled after it was woken, it wakes the next one instead."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
         try:
-            await turn
+            await waiter
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
+            if waiter.done() and not waiter.cancelled():
                 self.wake_one()
             raise
         finally:
-            if not turn.done() or turn.cancelled():
-                self._leave(turn)
+            if not waiter.done() or waiter.cancelled():
+                with contextlib.suppress(ValueError):  # `wake_one` has skipped it already
+                    self._waiters.remove(waiter)
 
     def wake_one(self) -> None:
-        """Let the first one in the line go on, if there is one."""
-        while self._line:
-            turn = self._line.popleft()
-            if not turn.done():
-                turn.set_result(None)
+        """Wake the coroutine that has waited longest, if there is one."""
+        while self._waiters:
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
                 return
 
-    def give_all(self) -> None:
-        """Let everyone go on."""
-        while self._line:
+    def wake_all(self) -> None:
+        """Wake every waiting coroutine."""
+        while self._waiters:
             self.wake_one()
-
-    def _leave(self, turn: asyncio.Future[None]) -> None:
-        if turn in self._line:
-            self._line.remove(turn)

@@ -54,6 +54,6 @@ async def test_health_shows_whom_a_reward_worker_waits_for_and_who_waits_for_it(
         edges = health["edges"]
         assert edges["scored"] == {"topic": "scored", "outstanding": 1, "waiting": 1, "receivers": {}}
         assert edges["rollouts"]["held"] == 1
-        assert edges["rollouts"]["peers"]["rollout.1"]["held"] == 1
+        assert edges["rollouts"]["senders"]["rollout.1"]["held"] == 1
     finally:
         await server.stop()

@@ -125,7 +125,7 @@ async def heartbeat_micros(senders: int, seconds: float) -> float:
         crowd = Crowd(receiver.endpoint, senders)
         try:
             async with asyncio.timeout(600):
-                while len(receiver._peers.snapshot()) < senders:  # noqa: ASYNC110 (a plain method)
+                while len(receiver._sessions.snapshot()) < senders:  # noqa: ASYNC110 (a plain method)
                     await asyncio.sleep(0.05)
             crowd.drain()
             before, sent = time.process_time(), receiver.stats.bytes_out

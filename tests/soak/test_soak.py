@@ -64,7 +64,7 @@ async def ledger_is_trimmed(live: LiveRun) -> None:
 async def test_nothing_grows_with_the_groups_that_are_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(receiver, "REMEMBERED", 32)  # a bound that is full from the start
+    monkeypatch.setattr(receiver, "REMEMBERED_IDS", 32)  # a bound that is full from the start
     settings = settings_for(tmp_path / "run", "stragglers.toml", *FAST)
     async with asyncio.timeout(800), running(settings, rollouts=4, rewards=2) as live:
         before = await least(live, 20)

@@ -178,7 +178,7 @@ async def test_receiver_under_another_s_address_is_not_used() -> None:
             asyncio.TaskGroup() as group,
         ):
             group.create_task(outbox.send(score(1)))
-            await eventually(lambda: other.snapshot()["peers"] != {})
+            await eventually(lambda: other.snapshot()["senders"] != {})
             assert groups == []
             registry["ingest.3"] = right.endpoint
         assert (other.stats.received, right.stats.received) == (0, 1)
