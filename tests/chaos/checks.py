@@ -1,4 +1,4 @@
-"""What must hold after a run under chaos. Each function returns violations, one sentence each."""
+"""Checks what must hold after a run under chaos. Each function returns violations, one sentence each."""
 
 import json
 import re
@@ -23,7 +23,7 @@ LEFT_BY_A_CLEAN_RUN = re.compile(
 
 @dataclass
 class Report:
-    """What became of a run."""
+    """State that a run left behind."""
 
     steps: int = 0
     groups: int = 0
@@ -34,8 +34,11 @@ class Report:
 
 
 def check_run(run_dir: Path, status: LedgerStatus) -> Report:
-    """All steps were made, the log is sound, its counts are the ledger's, nothing was trained twice and no
-    group vanished."""
+    """Check steps, event log and counts of a run.
+
+    All steps were made, the log is sound, its counts are the ledger's, nothing was trained twice and no group
+    vanished.
+    """
     result = audit(run_dir)
     report = Report(result["steps"], result["issued"], result["trained"], result["dropped"], result["active"])
     wrong = report.violations
@@ -44,7 +47,8 @@ def check_run(run_dir: Path, status: LedgerStatus) -> Report:
         wrong.append(f"the ledger stands at version {status.version} of {status.steps}")
     if report.steps != status.steps or report.trained != status.steps * status.bound.groups_per_step:
         wrong.append(
-            f"{status.steps} steps of {status.bound.groups_per_step} groups, but {report.steps} and {report.trained} are in the log"
+            f"{status.steps} steps of {status.bound.groups_per_step} groups, but {report.steps} and "
+            f"{report.trained} are in the log"
         )
     found = (status.issued, status.trained, status.dropped, status.active)
     if found != (report.groups, report.trained, report.dropped, report.active) or found[0] != sum(found[1:]):
@@ -58,8 +62,10 @@ def check_run(run_dir: Path, status: LedgerStatus) -> Report:
 
 
 def trained_twice(events: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Groups in two committed steps of the path to the last version; counted here apart from what `tether
-    verify` does."""
+    """Return groups that are in two committed steps of the path to the last version.
+
+    Computed independently of `tether verify`.
+    """
     steps: dict[int, list[int]] = {}
     for event in events:
         if event["event"] == "commit":
@@ -71,8 +77,10 @@ def trained_twice(events: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def check_leftovers(root: Path, run_dir: Path, shared: Iterable[Path]) -> list[str]:
-    """No process, no shared memory, no temporary file, and in the run directory only what a run without
-    faults leaves."""
+    """Check that no process, shared memory or temporary file is left.
+
+    In the run directory there may be only what a run without faults leaves.
+    """
     wrong = [f"process {child.pid} is left: {' '.join(child.cmdline())}" for child in living_children()]
     wrong += [f"{path} is left" for path in shared]
     wrong += [f"{path} is left" for path in (root / "tmp").iterdir()]
@@ -83,7 +91,7 @@ def check_leftovers(root: Path, run_dir: Path, shared: Iterable[Path]) -> list[s
 
 
 def living_children() -> list[psutil.Process]:
-    """Descendants of this process, and those of theirs that were orphaned, that are not zombies."""
+    """Return descendants of this process, and of orphans that it adopted, that are not zombies."""
     return [
         child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE
     ]

@@ -1,5 +1,4 @@
-"""What can go wrong, one context manager for each kind: it goes wrong at the beginning of the block and is
-mended at its end."""
+"""Injects faults, one context manager for each kind: it begins with the block and is repaired at its end."""
 
 import asyncio
 import contextlib
@@ -17,11 +16,11 @@ OFFSETS_S = (-86_400, -30, 30, 86_400)
 
 
 class Missed(Exception):
-    """There was nobody to do it to."""
+    """Raised if the fault's target does not exist at the moment."""
 
 
 async def find(scene: Scene, target: str) -> int:
-    """Pid of a process, which may be starting at the moment. Raises Missed."""
+    """Return the pid of a process, which may be starting at the moment. Raises Missed."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(FIND_S):
             while True:
@@ -33,14 +32,14 @@ async def find(scene: Scene, target: str) -> int:
 
 
 def send(pid: int, signum: signal.Signals) -> None:
-    """Send a signal to a process that may be gone."""
+    """Send a signal to a process that may have ended."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signum)
 
 
 @contextlib.contextmanager
 def held(scene: Scene, target: str) -> "contextlib.Generator[None]":
-    """Keep `redis` or `up` from being started again. The services of a run are `tether up`'s business."""
+    """Keep `redis` or `up` from being started again. Services are restarted by `tether up`."""
     scene.redis_held += target == "redis"
     scene.up_held += target == "up"
     try:
@@ -52,7 +51,7 @@ def held(scene: Scene, target: str) -> "contextlib.Generator[None]":
 
 @asynccontextmanager
 async def killed(scene: Scene, target: str, rng: random.Random) -> AsyncIterator[None]:
-    """kill -9."""
+    """Kill a process by SIGKILL."""
     pid = await find(scene, target)
     with held(scene, target):
         send(pid, signal.SIGKILL)
@@ -61,7 +60,7 @@ async def killed(scene: Scene, target: str, rng: random.Random) -> AsyncIterator
 
 @asynccontextmanager
 async def restarted(scene: Scene, target: str, rng: random.Random) -> AsyncIterator[None]:
-    """SIGTERM: it drains, ends and is started again."""
+    """Send SIGTERM: the process drains, ends and is started again."""
     pid = await find(scene, target)
     with held(scene, target):
         send(pid, signal.SIGTERM)
@@ -70,7 +69,7 @@ async def restarted(scene: Scene, target: str, rng: random.Random) -> AsyncItera
 
 @asynccontextmanager
 async def stopped(scene: Scene, target: str, rng: random.Random) -> AsyncIterator[None]:
-    """SIGSTOP, then SIGCONT."""
+    """Stop a process by SIGSTOP, then continue it by SIGCONT."""
     pid = await find(scene, target)
     send(pid, signal.SIGSTOP)
     try:
@@ -81,7 +80,7 @@ async def stopped(scene: Scene, target: str, rng: random.Random) -> AsyncIterato
 
 @asynccontextmanager
 async def filled(scene: Scene, target: str, rng: random.Random) -> AsyncIterator[None]:
-    """A file that takes all space of a small file system."""
+    """Fill a small file system with one file."""
     path = scene.place.mounts[target] / "ballast"
     await asyncio.to_thread(_fill, path)
     try:
@@ -100,7 +99,7 @@ def _fill(path: "os.PathLike[str]") -> None:
 
 @asynccontextmanager
 async def skewed(scene: Scene, target: str, rng: random.Random) -> AsyncIterator[None]:
-    """A wall clock that is off. That of Redis jumps ahead and stays there: it is the run's clock."""
+    """Shift a wall clock. That of Redis jumps ahead and stays there, since it is the run's clock."""
     offset_s = rng.choice(OFFSETS_S)
     if target == "redis":
         scene.redis_ahead_s += abs(offset_s)
@@ -115,7 +114,7 @@ async def skewed(scene: Scene, target: str, rng: random.Random) -> AsyncIterator
 
 
 def weathered(kind: str) -> "Begin":
-    """A fault of a link's weather."""
+    """Apply a fault to a link."""
 
     @asynccontextmanager
     async def begun(scene: Scene, target: str, rng: random.Random) -> AsyncIterator[None]:

@@ -1,13 +1,14 @@
-"""`python -m tests.chaos.hosts`: the loop on several hosts, which are network namespaces on a bridge, with
-links cut between them.
+"""Runs the loop on several hosts, network namespaces on a bridge, and cuts links between them.
+
+    python -m tests.chaos.hosts
 
     ledger   10.99.0.2   Redis, ingest, trainer
     east     10.99.0.3   a rollout and a reward worker
     west     10.99.0.4   a rollout and a reward worker
 
-Services are started one by one, speak CURVE, and get their weights over the network. Exit codes: 0 all is
-well, 1 a violation, 77 this machine permits no network namespaces. Everything is below a namespace of this
-program's own and ends with it.
+Services are started one by one, use CURVE, and get their weights over the network. Exit codes: 0 success, 1 a
+violation, 77 this machine permits no network namespaces. Everything runs in a namespace of this program and
+ends with it.
 """
 
 import asyncio
@@ -60,7 +61,7 @@ def ip(*words: str) -> None:
 
 
 def make_network() -> None:
-    """Hosts on a bridge; this program is on it too."""
+    """Make hosts on a bridge, and connect this program to it."""
     subprocess.run(["mount", "-t", "tmpfs", "tmpfs", "/run"], check=True)  # `ip netns` keeps its names there
     ip("link", "add", "bridge", "type", "bridge")
     ip("address", "add", f"{BRIDGE}/24", "dev", "bridge")
@@ -77,7 +78,7 @@ def make_network() -> None:
 
 @asynccontextmanager
 async def cut(host: str) -> AsyncIterator[None]:
-    """Nothing reaches a host and nothing leaves it; nobody is told."""
+    """Drop all packets from and to a host, without notifying either end."""
     ip("link", "set", host, "down")
     try:
         yield
@@ -97,14 +98,17 @@ class Hosts:
     async def start(self, host: str, name: str, *program: str) -> asyncio.subprocess.Process:
         """Start a program on a host; it ends with this one."""
         variables = {
-            "TETHER_CONFIG": str(Path(__file__).with_name("run.toml")), "TETHER_RUN": RUN, "TETHER_RUN_DIR": str(self.place.run_dir),
-            "TETHER_REDIS_URL": self.url, "TETHER_INSTANCE": f"{name}.{host}", "TETHER_BUS__HOST": HOSTS[host],
+            "TETHER_CONFIG": str(Path(__file__).with_name("run.toml")), "TETHER_RUN": RUN,
+            "TETHER_RUN_DIR": str(self.place.run_dir),
+            "TETHER_REDIS_URL": self.url, "TETHER_INSTANCE": f"{name}.{host}",
+            "TETHER_BUS__HOST": HOSTS[host],
             "TETHER_BUS__CURVE_DIR": str(self.place.root / "keys"), "TETHER_WEIGHTS__TRANSPORT": "nccl",
             "TETHER_WEIGHTS__HOST": HOSTS[host], "GLOO_SOCKET_IFNAME": "eth0",
         }  # fmt: skip
         with (self.place.root / f"{name}.{host}.log").open("ab") as log:
             process = await asyncio.create_subprocess_exec(
-                "ip", "netns", "exec", host, *program, cwd=ROOT if name != "redis" else self.place.root / "redis", stdout=log, stderr=log,
+                "ip", "netns", "exec", host, *program,
+                cwd=ROOT if name != "redis" else self.place.root / "redis", stdout=log, stderr=log,
                 env=environment(**self.place.variables(), **variables), preexec_fn=die_with_parent,
             )  # fmt: skip
         self.processes[host, name] = process
@@ -118,7 +122,8 @@ class Hosts:
         """Start Redis on the ledger's host."""
         config = self.place.root / "redis" / "server.conf"
         config.write_text(
-            f'bind {HOSTS["ledger"]}\nport 6379\nrequirepass {self.password}\nappendonly yes\nappendfsync always\nsave ""\n'
+            f"bind {HOSTS['ledger']}\nport 6379\nrequirepass {self.password}\nappendonly yes\nappendfsync "
+            'always\nsave ""\n'
         )
         await self.start("ledger", "redis", find_server(), str(config))
 
@@ -135,7 +140,7 @@ class Hosts:
 
 
 async def run(place: Place) -> list[str]:
-    """The whole story; returns violations."""
+    """Run the whole scenario; returns violations."""
     adopt_orphans()
     create_keys(place.root / "keys")
     hosts = Hosts(place)
@@ -170,14 +175,15 @@ async def run(place: Place) -> list[str]:
     await hosts.stop("redis")
     report = await asyncio.to_thread(check_run, place.run_dir, status)
     print(
-        f"hosts={len(HOSTS)} steps={report.steps} groups={report.groups} trained={report.trained} dropped={report.dropped}",
+        f"hosts={len(HOSTS)} steps={report.steps} groups={report.groups} trained={report.trained} "
+        f"dropped={report.dropped}",
         flush=True,
     )
     return wrong + report.violations + check_leftovers(place.root, place.run_dir, [])
 
 
 async def connected(url: str) -> RedisLedger:
-    """A ledger, once its server is up."""
+    """Return a ledger, once its server is up."""
     while True:
         with contextlib.suppress(Exception):
             return await RedisLedger.connect(url, RUN, timeout_s=5, retry_s=60)
@@ -185,7 +191,7 @@ async def connected(url: str) -> RedisLedger:
 
 
 async def reached(ledger: RedisLedger, version: int) -> None:
-    """Wait for a version."""
+    """Wait until the run has reached a version."""
     while True:
         if (await ledger.status()).version >= version:
             return
@@ -193,7 +199,7 @@ async def reached(ledger: RedisLedger, version: int) -> None:
 
 
 async def serves(ledger: RedisLedger, name: str) -> None:
-    """Wait until an engine serves the version of the moment."""
+    """Wait until an engine serves the current version."""
     while True:
         engines, status = (
             {peer.incarnation for peer in await ledger.peers("rollout") if peer.info["name"] == name},
@@ -210,7 +216,7 @@ async def within_limit(place: Place) -> list[str]:
 
 
 def main() -> int:
-    """Make the network, run, and say what is wrong."""
+    """Make the network, run, and print the violations."""
     enter_private("net")
     if PRIVATE not in os.environ:
         return NOT_PERMITTED

@@ -1,5 +1,4 @@
-"""Where a run under chaos lives: directories of its own, small file systems that can be filled, clocks that
-can be set."""
+"""Makes the place where a run under chaos lives: directories, small file systems, clocks that can be set."""
 
 import importlib.util
 import os
@@ -19,9 +18,10 @@ ENTRANCES = (["unshare", "--mount"], ["unshare", "--map-root-user", "--mount"])
 
 
 def enter_private(*namespaces: str) -> None:
-    """Start this program again where its mounts, and `namespaces` such as "net", are its own and end with it.
+    """Start this program again in namespaces of its own, such as "net", that end with it.
 
-    Returns if they are, or where the machine does not permit that: then `PRIVATE` is not in the environment.
+    Returns if it is in them, or where the machine does not permit that: then `PRIVATE` is not in the
+    environment.
     """
     if PRIVATE in os.environ or shutil.which("unshare") is None:
         return
@@ -37,7 +37,7 @@ def enter_private(*namespaces: str) -> None:
 
 @dataclass(frozen=True)
 class Place:
-    """The directories of one chaos run."""
+    """Directories of one chaos run."""
 
     root: Path
     mounts: Mapping[str, Path]
@@ -51,12 +51,12 @@ class Place:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Kinds of faults that this machine permits."""
+        """Return the kinds of faults that this machine permits."""
         permitted = {"fill": bool(self.mounts), "skew": self.clock_library is not None}
         return tuple(kind for kind in KINDS if permitted.get(kind, True))
 
     def variables(self) -> dict[str, str]:
-        """Environment of everything that runs here."""
+        """Return the environment of every process of the run."""
         return {
             "TMPDIR": str(self.root / "tmp"),
             "CHAOS_ROOT": str(self.root),
@@ -65,35 +65,38 @@ class Place:
         }
 
     def with_clock(self, name: str, program: str, clock: str) -> Path:
-        """A program that starts `program` with a clock that the file clocks/`clock` sets; `clock` is expanded
-        by the shell."""
+        """Return a command that starts `program` with the clock of file clocks/`clock`.
+
+        `clock` is expanded by the shell.
+        """
         script = self.root / name
         lines = ["#!/bin/sh"]
         if self.clock_library is not None:
             lines += [
-                f'export LD_PRELOAD="{self.clock_library}" FAKETIME_TIMESTAMP_FILE="{self.root}/clocks/{clock}"',
-                "export FAKETIME_CACHE_DURATION=1 FAKETIME_DISABLE_SHM=1 FAKETIME_DONT_FAKE_MONOTONIC=1 NO_FAKE_STAT=1",
+                f'export LD_PRELOAD="{self.clock_library}" '
+                f'FAKETIME_TIMESTAMP_FILE="{self.root}/clocks/{clock}"',
+                "export FAKETIME_CACHE_DURATION=1 FAKETIME_DISABLE_SHM=1 FAKETIME_DONT_FAKE_MONOTONIC=1 "
+                "NO_FAKE_STAT=1",
             ]
         script.write_text("\n".join([*lines, f'exec "{program}" "$@"', ""]))
         script.chmod(0o755)
         return script
 
     def set_clock(self, name: str, offset_s: int) -> None:
-        """Let the clock of a service go wrong by so much, from now on."""
+        """Shift the clock of a service by so much, from now on."""
         aside = self.root / "clocks" / f"{name}.tmp"
         aside.write_text(f"{offset_s:+d}\n")
         aside.replace(self.root / "clocks" / name)
 
     def close(self) -> None:
-        """Remove everything."""
+        """Remove the directories and mounts."""
         for path in self.mounts.values():
             subprocess.run(["umount", "--lazy", str(path)], check=False, capture_output=True)
         shutil.rmtree(self.root)
 
 
 def make_place(root: Path) -> Place:
-    """Make the directories below `root`, and mount small file systems if this process has mounts of its
-    own."""
+    """Make the directories below `root`, and mount small file systems if this process has its own mounts."""
     for name in ("run", "redis", "tmp", "clocks"):
         (root / name).mkdir(parents=True)
     mounts = (

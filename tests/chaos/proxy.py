@@ -1,9 +1,8 @@
-"""A TCP proxy that spoils what passes through it: the links between the services of a run.
+"""Proxies TCP and damages what passes: the links between the services of a run.
 
-All connections of one link share its `Weather`. Bytes are never left out of a stream or changed in order,
-which TCP would not do either: a cut ends connections, a stall holds bytes back, a truncation ends a
-connection in the middle of what it was saying. Corruption flips single bits, as bad memory or a bad network
-card does.
+All connections of one link share its `Weather`. Bytes are never left out of a stream or reordered, as TCP
+would not do either: a cut ends connections, a stall delays bytes, a truncation ends a connection in the
+middle of a message. Corruption flips single bits, as bad memory or a bad network card does.
 """
 
 import asyncio
@@ -19,7 +18,7 @@ CORRUPT_SHARE = 0.3
 
 @dataclass
 class Weather:
-    """What befalls the connections of a link at present; any of it at once."""
+    """Faults that apply to the connections of a link at present; any of them at once."""
 
     rng: random.Random
     faults: list[str] = field(default_factory=list)
@@ -31,7 +30,7 @@ class Weather:
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def begin(self, fault: str) -> None:
-        """Let it begin."""
+        """Begin a fault."""
         self.faults.append(fault)
         if fault == "cut":
             for writer in self._open:
@@ -39,7 +38,7 @@ class Weather:
         self._change()
 
     def end(self, fault: str) -> None:
-        """Let it end."""
+        """End a fault."""
         self.faults.remove(fault)
         self._change()
 
@@ -48,7 +47,7 @@ class Weather:
         self._changed = asyncio.Event()
 
     async def passable(self, from_server: bool) -> None:
-        """Wait while bytes in this direction are held back."""
+        """Wait while bytes in this direction are delayed."""
         while "stall" in self.faults or (from_server and "mute" in self.faults):
             await self._changed.wait()
 
@@ -71,7 +70,7 @@ class Proxy:
         return int(self._server.sockets[0].getsockname()[1])
 
     def close(self) -> None:
-        """Listen no more. Connections end when their ends do."""
+        """Stop listening. Connections end when their ends do."""
         if self._server is not None:
             self._server.close()
 
@@ -119,7 +118,7 @@ class Proxy:
 
 
 def flipped(data: bytes, rng: random.Random) -> bytes:
-    """`data` with one bit changed."""
+    """Return `data` with one bit changed."""
     changed = bytearray(data)
     changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
     return bytes(changed)

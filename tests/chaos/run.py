@@ -1,5 +1,6 @@
-"""`python -m tests.chaos.run --seed 1 --minutes 2`: a run under the faults of a seed, and what must hold
-after it.
+"""Runs a run under the faults of a seed, and checks what must hold after it.
+
+    python -m tests.chaos.run --seed 1 --minutes 2
 
 Prints each fault as it happens; the last line counts faults, groups and violations. The exit code is 1 if
 there are violations: what the run left is then kept in runs/. The same seed gives the same faults at the same
@@ -38,7 +39,7 @@ LAST_STEPS_S = 600.0
 
 
 class Chaos:
-    """One run and the faults that it meets."""
+    """One run and its faults."""
 
     def __init__(self, place: Place, seed: int, faults: list[Fault]) -> None:
         self.place, self.seed, self.faults = place, seed, faults
@@ -51,7 +52,7 @@ class Chaos:
         print(f"{time.monotonic() - self._began:7.1f} {text}", flush=True)
 
     async def run(self) -> Report:
-        """Start the run, do the faults, let it make its last steps, and look at what it left."""
+        """Start the run, inject the faults, let it make its last steps, and check what it left."""
         self.shared = shared_memory()
         async with started(self.place, self.seed) as (scene, ledger, up):
             async with asyncio.timeout(FIRST_STEP_S):
@@ -67,7 +68,7 @@ class Chaos:
         return report
 
     async def _do_all(self, scene: Scene, up: "asyncio.Task[int]") -> list[str]:
-        """All faults, each at its moment."""
+        """Inject all faults, each at its moment."""
         async with asyncio.TaskGroup() as tasks:
             doing = [tasks.create_task(self._do(scene, fault)) for fault in self.faults]
             waiting = set(doing)
@@ -90,7 +91,7 @@ class Chaos:
             self.say(f"{what}: {missed}")
 
     async def _finish(self, scene: Scene, ledger: RedisLedger, up: "asyncio.Task[int]") -> list[str]:
-        """Nothing is broken any more: the run is told its last step and has to get there."""
+        """Set the last step once no fault is active, and wait until the run has reached it."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_STEPS_S):
                 while not up.done() and scene.pid("trainer") is None:  # noqa: ASYNC110 (nobody tells of a start)
@@ -103,7 +104,8 @@ class Chaos:
                 return [] if code == 0 else [ended_early(up, self.place)]
         status = await ledger.status()
         return [
-            f"when all was mended, version {status.version} of {status.steps} was reached within {LAST_STEPS_S:.0f} s, and no end"
+            f"after all faults had ended, version {status.version} of {status.steps} was reached within "
+            f"{LAST_STEPS_S:.0f} s, and no end"
         ]
 
     def _check(self, scene: Scene, status: LedgerStatus) -> Report:
@@ -116,8 +118,7 @@ class Chaos:
 
 
 def shared_memory() -> set[Path]:
-    """What lies in shared memory; libfaketime's own segments, which a killed process leaves, are not the
-    run's."""
+    """Return the run's shared memory segments, without those that libfaketime leaves behind."""
     return {path for path in Path("/dev/shm").iterdir() if "faketime" not in path.name}
 
 
@@ -131,7 +132,7 @@ async def reached(ledger: RedisLedger, version: int, up: "asyncio.Task[int]") ->
 
 
 async def tell_last_step(ledger: RedisLedger, place: Place) -> int:
-    """Let the run end a few steps from now."""
+    """Set the run's length to a few steps from now."""
     spec = await asyncio.to_thread(prepare, load_settings(str(place.run_dir / "settings.json"), environ={}))
     while True:
         last = (await ledger.status()).version + LAST_STEPS
@@ -146,7 +147,7 @@ def ended_early(up: "asyncio.Task[int]", place: Place) -> str:
 
 
 def keep(place: Place, seed: int) -> Path:
-    """Copy what the run left to where it stays."""
+    """Copy what the run left to a directory that stays."""
     target = ROOT / "runs" / f"chaos-{seed}"
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(
@@ -159,12 +160,14 @@ def keep(place: Place, seed: int) -> Path:
 
 
 def last_line(seed: int, minutes: float, chaos: Chaos, report: Report) -> str:
-    """What a run is summed up to."""
+    """Return the summary of a run."""
     faults = ",".join(f"{kind}:{chaos.done[kind]}" for kind in FAULTS if kind in chaos.place.kinds)
     missing = [kind for kind in FAULTS if kind not in chaos.place.kinds]
     return (
-        f"chaos seed={seed} minutes={minutes:g} faults={{{faults}}} missed={chaos.missed} not-permitted={','.join(missing) or 'none'} "
-        f"steps={report.steps} groups={report.groups} trained={report.trained} dropped={report.dropped} violations={len(report.violations)}"
+        f"chaos seed={seed} minutes={minutes:g} faults={{{faults}}} missed={chaos.missed} "
+        f"not-permitted={','.join(missing) or 'none'} "
+        f"steps={report.steps} groups={report.groups} trained={report.trained} dropped={report.dropped} "
+        f"violations={len(report.violations)}"
     )
 
 

@@ -1,5 +1,4 @@
-"""The run that faults are done to: `tether up` on a Redis of its own, every link through a proxy; both are
-started again when killed."""
+"""Runs `tether up` with a Redis of its own and a proxy on every link; restarts both when they are killed."""
 
 import asyncio
 import contextlib
@@ -32,7 +31,7 @@ START_UP = "import sys; sys.executable = sys.argv.pop(1); from services.cli impo
 
 
 class Scene:
-    """A run that is on."""
+    """A run in progress."""
 
     def __init__(self, place: Place, seed: int) -> None:
         self.place = place
@@ -57,8 +56,10 @@ class Scene:
         self._url = ""
 
     def pid(self, target: str) -> int | None:
-        """Pid of a service, of `redis`, of `up`, or of a `scorer`, a worker process of a reward service; None
-        while it does not live."""
+        """Return the pid of a service, of `redis`, of `up`, or of a `scorer`; None while it does not run.
+
+        A scorer is a worker process of a reward service.
+        """
         if target == "redis":
             return self.redis.pid if self.redis.running() else None
         if self.up is None or self.up.returncode is not None:
@@ -78,7 +79,7 @@ class Scene:
         return None
 
     async def start(self) -> RedisLedger:
-        """Start Redis and its proxy; returns a ledger of our own, on no proxy."""
+        """Start Redis and its proxy; returns a ledger that uses no proxy."""
         adopt_orphans()
         url = urlsplit(await self.redis.start())
         proxy = Proxy(self.links["ledger"], ("127.0.0.1", url.port or 0))
@@ -111,8 +112,7 @@ class Scene:
             await asyncio.sleep(POLL_S)
 
     async def keep_up(self) -> int:
-        """Run `tether up`, again if it was killed or found no ledger when it was to start. Returns the exit
-        code that it ends with."""
+        """Run `tether up`, again if it was killed or found no ledger at its start; returns its exit code."""
         config = Path(__file__).with_name("run.toml")
         words = ["up", str(config), "--run-dir", str(self.place.run_dir), "--set", f"run.name={self.run}"]
         words += ["--set", f"bus.advertise={self.host}"]
@@ -121,8 +121,10 @@ class Scene:
             self._up_settled = False
             with (self.place.root / "up.log").open("ab") as out:
                 self.up = await asyncio.create_subprocess_exec(
-                    sys.executable, "-c", START_UP, str(self._python), *words, cwd=ROOT, stdout=out, stderr=out,
-                    env=environment(**self.place.variables(), TETHER_REDIS_URL=self._url), preexec_fn=die_with_parent,
+                    sys.executable, "-c", START_UP, str(self._python), *words, cwd=ROOT, stdout=out,
+                    stderr=out,
+                    env=environment(**self.place.variables(), TETHER_REDIS_URL=self._url),
+                    preexec_fn=die_with_parent,
                 )  # fmt: skip
             code = await self.up.wait()
             if code != -signal.SIGKILL and (code != 2 or self._up_settled):
@@ -132,13 +134,13 @@ class Scene:
 
 
 def adopt_orphans() -> None:
-    """Let what is left of a run become a child of this process."""
+    """Make orphaned processes of a run children of this process."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 @asynccontextmanager
 async def started(place: Place, seed: int) -> AsyncIterator[tuple[Scene, RedisLedger, "asyncio.Task[int]"]]:
-    """A run, a ledger of our own to look at it, and the task that ends with the exit code of `tether up`."""
+    """Start a run; yields it, a ledger, and the task that returns the exit code of `tether up`."""
     scene = Scene(place, seed)
     ledger = await scene.start()
     try:

@@ -1,7 +1,7 @@
-"""Which faults a run meets, and when: a pure function of the seed.
+"""Draws which faults a run gets, and when: a pure function of the seed.
 
-Every kind of fault meets every target once before any does so again; the order, the moments and the durations
-are drawn. The faults overlap: the next one comes about `PAUSE_S` after the last, whatever is still going on.
+Every kind of fault hits every target once before any does so again; order, moments and durations are drawn.
+The faults overlap: the next one begins about `PAUSE_S` after the last, whatever is still active.
 """
 
 import random
@@ -31,7 +31,7 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[float, float]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that goes wrong."""
+    """One fault."""
 
     at_s: float
     """Seconds since the first one could have come."""
@@ -42,7 +42,7 @@ class Fault:
 
 
 def schedule(seed: int, minutes: float, kinds: Collection[str] = tuple(KINDS)) -> list[Fault]:
-    """The faults of a run, in order. All of them are mended within `minutes`.
+    """Return the faults of a run, in order. All of them end within `minutes`.
 
     Kinds that a machine does not permit are left out by `kinds`; the others then come at the same moments,
     for as long, as with them.

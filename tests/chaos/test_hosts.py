@@ -1,4 +1,4 @@
-"""The loop across several hosts, where the machine permits network namespaces."""
+"""The loop on several hosts, where the machine permits network namespaces."""
 
 import subprocess
 import sys

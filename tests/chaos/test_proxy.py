@@ -1,5 +1,4 @@
-"""The bus behind a proxy that spoils its frames: every message arrives once and whole, and what was spoilt is
-counted."""
+"""The bus behind a proxy that damages frames: every message arrives once and intact, damage is counted."""
 
 import asyncio
 import random
@@ -58,21 +57,20 @@ async def test_every_message_arrives_once_and_whole_through_a_link_that(fault: s
         proxy.close()
         counted = receiver.stats.malformed + sender.stats.malformed + sender.stats.resent
     assert set(got) == set(range(MESSAGES))
-    if (
-        fault != "corrupt"
-    ):  # a flipped bit in an id, which is outside of the checksum, makes another message of it: the ledger's to refuse
+    # a bit flipped in an id, which the checksum does not cover, makes another message: the ledger refuses it
+    if fault != "corrupt":
         assert len(got) == MESSAGES
     if fault in SPOIL:
         assert counted
 
 
 def message(group: int) -> Rollout:
-    """A message that can be told from the others."""
+    """Return a message that differs from all others."""
     return msgspec.structs.replace(ROLLOUT, group=group, tokens=Array.of([group] * 3, "int32"))
 
 
 async def read(receiver: Receiver, got: list[int]) -> None:
-    """Note what comes, if it is whole, and acknowledge it."""
+    """Note each message that is intact, and acknowledge it."""
     while True:
         delivery = await receiver.receive()
         assert isinstance(delivery.message, Rollout)

@@ -1,4 +1,4 @@
-"""Decoders of what people and models give: settings, prompts, keys, URLs, responses."""
+"""Fuzzes decoders of what users and models provide: settings, prompts, keys, URLs, responses."""
 
 import math
 import os
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def refusal(call: Callable[..., Any], *arguments: Any, **named: Any) -> str | None:
-    """What a SettingsError says, None if there is none."""
+    """Return the text of a SettingsError, None if there is none."""
     try:
         call(*arguments, **named)
     except SettingsError as error:
@@ -32,14 +32,14 @@ def refusal(call: Callable[..., Any], *arguments: Any, **named: Any) -> str | No
 
 
 def settings_file(data: bytes, scratch: Path) -> None:
-    """A settings file gives settings, or one error that names the culprit in one line of bounded length."""
+    """A settings file gives settings, or one error that names the setting in one line of bounded length."""
     for name in ("settings.toml", "settings.json"):
         (scratch / name).write_bytes(data)
         refusal(load_settings, str(scratch / name), (), {})
 
 
 def variables(data: bytes, _: Path) -> None:
-    """`NAME=value` lines as the environment, and again as --set."""
+    """`NAME=value` lines are read as the environment, and again as --set."""
     lines = data.decode(errors="surrogateescape").replace("\0", "").split("\n")
     environ = {
         name: value
@@ -51,7 +51,7 @@ def variables(data: bytes, _: Path) -> None:
 
 
 def prompts(data: bytes, scratch: Path) -> None:
-    """A file of prompts gives a stream whose prompts can travel, or an error that names the line."""
+    """A file of prompts gives a stream whose prompts can be sent, or an error that names the line."""
     path = scratch / "prompts.jsonl"
     path.write_bytes(data)
     try:
@@ -65,7 +65,7 @@ def prompts(data: bytes, scratch: Path) -> None:
 
 
 def keys(data: bytes, scratch: Path) -> None:
-    """A file of keys is read, or an error names it; among the authorized ones it is passed over."""
+    """A file of keys is read, or an error names it; among the authorized ones it is skipped."""
     for name in ("server.key", "server.key_secret", "authorized/x.key"):
         path = scratch / name
         path.parent.mkdir(exist_ok=True)
@@ -106,7 +106,7 @@ SCORES = {name: make_verifier(name, options) for name, options in VERIFIERS.item
 
 
 def response(data: bytes, _: Path) -> None:
-    """Whatever a model writes has a score, and it is a number."""
+    """Every response of a model has a finite score."""
     text = data.decode(errors="replace")
     for name, score in SCORES.items():
         try:
@@ -147,7 +147,8 @@ TARGETS = {
     "prompts": Target(
         prompts,
         [
-            b'{"prompt": "1+1", "answer": "2"}\n{"prompt": [{"role": "user", "content": "x"}], "answer": 3, "tests": ["a"]}\n',
+            b'{"prompt": "1+1", "answer": "2"}\n'
+            b'{"prompt": [{"role": "user", "content": "x"}], "answer": 3, "tests": ["a"]}\n',
             DEEP,
         ],
         Form.LINES,

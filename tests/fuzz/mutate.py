@@ -1,5 +1,4 @@
-"""Mutations that keep a document well-formed: a byte flipped in MessagePack or JSON is mostly refused at the
-first look."""
+"""Mutates documents and keeps them well-formed: most flipped bytes are refused at once."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -7,15 +6,16 @@ from typing import Any
 
 MOST_NODES = 4096
 ODD: tuple[Any, ...] = (
-    None, True, -1, 0, 1, 2, 255, -(1 << 31), 1 << 31, (1 << 53) + 1, (1 << 63) - 1, -(1 << 63), (1 << 64) - 1, 0.5, -0.0, 1e308,
-    float("inf"), float("nan"), "", "a", "\x00", "../../x", "9" * 5000, "é" * 40, "[", [], {}, [[]], {"": None},
+    None, True, -1, 0, 1, 2, 255, -(1 << 31), 1 << 31, (1 << 53) + 1, (1 << 63) - 1, -(1 << 63),
+    (1 << 64) - 1, 0.5, -0.0, 1e308,
+    float("inf"), float("nan"), "", "a", "\x00", "../../x", "9" * 5000, "é" * 40, "[", [], {}, [[]],
+    {"": None},
 )  # fmt: skip
 """Values that code forgets."""
 
 
 def changed(value: Any, chance: random.Random, extra: tuple[Any, ...] = ()) -> Any:
-    """`value` with one of its nodes replaced, removed, repeated or wrapped. Containers of it may be changed
-    in place."""
+    """Return `value` with one node replaced, removed, repeated or wrapped; it may be changed in place."""
     places = list(_places(value))
     if not places:
         return chance.choice(ODD)
@@ -42,7 +42,7 @@ def changed(value: Any, chance: random.Random, extra: tuple[Any, ...] = ()) -> A
 
 
 def _places(value: Any) -> Any:
-    """Every (container, key) in a document, breadth first."""
+    """Return every (container, key) in a document, breadth first."""
     waiting, seen = [value], 0
     while waiting and seen < MOST_NODES:
         owner = waiting.pop(0)
@@ -61,11 +61,10 @@ def mutator(
     bytewise: Callable[[bytes, int], bytes],
     seeds: Sequence[bytes],
 ) -> Any:
-    """A libFuzzer mutator for documents that `load` reads: half of the time a node is changed, else bytes
-    are.
+    """Return a libFuzzer mutator for documents that `load` reads.
 
-    Half of the time it begins with a seed: decoders in C show libFuzzer no branches, so that it forgets all
-    but the shortest inputs.
+    Half of the time it changes a node, else bytes. Half of the time it begins with a seed: decoders in C show
+    libFuzzer no branches, so it keeps only the shortest inputs.
     """
 
     def mutate(data: bytes, max_size: int, seed: int) -> bytes:

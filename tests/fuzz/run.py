@@ -1,9 +1,10 @@
-"""`python -m tests.fuzz.run --seconds N [--target T]`: fuzz every decoder in turn, each in a process of its
-own, in bounded memory.
+"""Fuzzes every decoder in turn, each in a process of its own, in bounded memory.
+
+    python -m tests.fuzz.run --seconds N [--target T]
 
 Prints one line of JSON: seconds, and for each target its executions and crashes. An input that crashes a
 target is kept under OUT/TARGET/ and its traceback is shown; exit code 1 if there is one. OUT/TARGET/corpus
-keeps what was worth keeping, and the next run begins with it.
+keeps the inputs that found something new, and the next run begins with it.
 """
 
 import argparse
@@ -43,7 +44,7 @@ WORD = re.compile(rb"[A-Za-z_][A-Za-z_.]{2,30}")
 
 @dataclass(slots=True)
 class Tally:
-    """What came of one target."""
+    """Results of one target."""
 
     executions: int = 0
     crashes: int = 0
@@ -101,7 +102,7 @@ def fuzz(name: str, place: Path, seconds: float, seed: int) -> Tally:
 
 
 def _child(target: Target, place: Path, scratch: Path, log: Path, seconds: float, seed: int) -> None:
-    """Never returns: libFuzzer ends the process."""
+    """Fuzz in this process. Never returns: libFuzzer ends the process."""
     die_with_parent(signal.SIGKILL)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(output, 1)
@@ -109,8 +110,10 @@ def _child(target: Target, place: Path, scratch: Path, log: Path, seconds: float
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     words = [f"-dict={place / 'words'}"] if (place / "words").stat().st_size else []
     options = [
-        "fuzz", f"-seed={seed}", f"-max_total_time={max(1, int(seconds))}", f"-timeout={HANG_S}", f"-rss_limit_mb={MEMORY_MB}",
-        f"-malloc_limit_mb={MEMORY_MB}", f"-max_len={MAX_BYTES}", f"-artifact_prefix={place}/", "-print_final_stats=1", *words,
+        "fuzz", f"-seed={seed}", f"-max_total_time={max(1, int(seconds))}", f"-timeout={HANG_S}",
+        f"-rss_limit_mb={MEMORY_MB}",
+        f"-malloc_limit_mb={MEMORY_MB}", f"-max_len={MAX_BYTES}", f"-artifact_prefix={place}/",
+        "-print_final_stats=1", *words,
         str(place / "corpus"),
     ]  # fmt: skip
     try:
@@ -149,7 +152,7 @@ def _unpack(data: bytes) -> object:
 
 
 def _mended(frame: Any) -> bytes:
-    """A frame whose checksum is right again, where its fields allow one."""
+    """Return a frame with its checksum corrected, where its fields allow one."""
     names = {name: frame[name] for name in ("run", "id", "epoch", "group", "token")}
     return wrap(msgpack.packb(frame["payload"]), **names)
 

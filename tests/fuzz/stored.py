@@ -1,4 +1,4 @@
-"""Decoders of what is read back: from the ledger, from the run directory, from the processes of a run."""
+"""Fuzzes decoders of what is read back: from the ledger, the run directory and child processes."""
 
 import contextlib
 import json
@@ -41,8 +41,7 @@ def ledger_record(data: bytes, _: Path) -> None:
 
 
 def event_log(data: bytes, scratch: Path) -> None:
-    """`tether verify` finds violations in any file; the archive finds its end, or says that the last line is
-    no event."""
+    """`tether verify` reports on any file; the archive finds its end, or a last line that is no event."""
     path = scratch / "audit.jsonl"
     path.write_bytes(data)
     result = verify(path)
@@ -64,8 +63,7 @@ def step_log(data: bytes, scratch: Path) -> None:
 
 
 def checkpoint(data: bytes, scratch: Path) -> None:
-    """A manifest is that of a complete checkpoint, whose files lie in its directory, or the checkpoint is
-    torn."""
+    """A manifest is that of a complete checkpoint with files in its directory, or the checkpoint is torn."""
     directory = scratch / "step_00000003"
     directory.mkdir(exist_ok=True)
     (directory / "rank_00000.safetensors").write_bytes(b"weights")
@@ -121,14 +119,14 @@ def spool_file(data: bytes, scratch: Path) -> None:
 
 
 def endpoint(data: bytes, scratch: Path) -> None:
-    """The note of an embedded server gives a URL, or is refused with what to do."""
+    """The note of an embedded server gives a URL, or is refused with a remedy."""
     (scratch / "endpoint.json").write_bytes(data)
     with contextlib.suppress(SettingsError):
         assert isinstance(read_endpoint(scratch), str)
 
 
 def report(data: bytes, _: Path) -> None:
-    """What the sandbox writes, even if it knows the secret word, names tests that there are."""
+    """The sandbox's report, even if forged with the secret word, names only tests that exist."""
     found = parse_report(data, "nonce", 3)
     if found is not None:
         passed, isolation = found
@@ -137,14 +135,16 @@ def report(data: bytes, _: Path) -> None:
 
 
 def _spool_seed() -> bytes:
-    """An empty spool, as small as SQLite makes one."""
+    """Return an empty spool, as small as SQLite makes one."""
     with sqlite3.connect(":memory:") as connection:
         connection.execute("PRAGMA page_size = 512")
         connection.execute(
-            "CREATE TABLE records (grp INTEGER, token TEXT, payload BLOB, accepted_ms INTEGER, UNIQUE (grp, token))"
+            "CREATE TABLE records (grp INTEGER, token TEXT, payload BLOB, accepted_ms INTEGER, UNIQUE (grp, "
+            "token))"
         )
         connection.execute(
-            "CREATE TABLE journal (seq INTEGER PRIMARY KEY, event TEXT, epoch TEXT, step INT, groups TEXT, ledger_seq INT)"
+            "CREATE TABLE journal (seq INTEGER PRIMARY KEY, event TEXT, epoch TEXT, step INT, groups TEXT, "
+            "ledger_seq INT)"
         )
         connection.execute("INSERT INTO records VALUES (7, 'a', x'01', 0)")
         connection.execute("INSERT INTO journal VALUES (1, 'take', 'e', 0, '[7]', 3)")
@@ -157,8 +157,9 @@ RECORD_SEEDS: tuple[Any, ...] = (
     {"group": 7, "token": "a", "epoch": "e", "version": 1, "deadline": 2, "max_staleness": 1, "attempt": 1},
     {"step": 1, "groups": [TAKEN], "dropped": [4]},
     {"step": 1, "epoch": "e", "digest": "99", "groups": [TAKEN]},
-    {"version": 1, "epoch": "e", "sequence": 9, "steps": 3, "issued": 4, "trained": 2, "dropped": 0, "wasted_tokens": 0, "halted": "",
-     "draining": False, "bound": BOUND, "pending": BOUND, "states": {"waiting": 1}, "dropped_by_reason": {"stale": "1"},
+    {"version": 1, "epoch": "e", "sequence": 9, "steps": 3, "issued": 4, "trained": 2,
+     "dropped": 0, "wasted_tokens": 0, "halted": "", "draining": False, "bound": BOUND,
+     "pending": BOUND, "states": {"waiting": 1}, "dropped_by_reason": {"stale": "1"},
      "engines": {"x": "e 1"}},
     {"role": "ingest", "info": {"pid": 1, "endpoints": {"scored": "tcp://127.0.0.1:1"}}},
 )  # fmt: skip
@@ -183,8 +184,8 @@ _EVENTS: tuple[dict[str, Any], ...] = (
     {"event": "extend", "group": 0, "token": "a"},
     {"event": "accept", "group": 0, "token": "a", "counts": {"0": 5}},
     {"event": "take", "epoch": "e", "step": 0, "groups": [0]},
-    {"event": "commit", "epoch": "e", "step": 0, "version": 1, "digest": "2", "groups": {"0": {"0": 5}}, "issued": 1, "trained": 1,
-     "dropped": 0, "active": 0},
+    {"event": "commit", "epoch": "e", "step": 0, "version": 1, "digest": "2", "groups": {"0": {"0": 5}},
+     "issued": 1, "trained": 1, "dropped": 0, "active": 0},
     {"event": "checkpoint", "version": 1},
 )  # fmt: skip
 EVENT_LOG = b"".join(

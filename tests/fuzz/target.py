@@ -1,4 +1,4 @@
-"""What a fuzz target is."""
+"""Defines a fuzz target."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 class Form(Enum):
-    """How inputs look, so that mutations can keep them well-formed."""
+    """Form of inputs, so that mutations can keep them well-formed."""
 
     BYTES = "bytes"
     MSGPACK = "msgpack"

@@ -1,4 +1,4 @@
-"""Every decoder on its seeds, which hold what fuzzing has found before, and a minute of fuzzing."""
+"""Every decoder on its seeds, which include all inputs that fuzzing has found, and a minute of fuzzing."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Decoders of what comes over the bus."""
+"""Fuzzes decoders of what arrives over the bus."""
 
 import asyncio
 import functools
@@ -42,7 +42,7 @@ def frame(data: bytes, _: Path) -> None:
 
 
 def message(data: bytes, _: Path) -> None:
-    """The same without an envelope, and so without its checksum."""
+    """A message is refused, or encodes to itself; as `frame`, without an envelope and so without checksum."""
     try:
         found = decode_payload(data)
     except ProtocolError:
@@ -52,7 +52,7 @@ def message(data: bytes, _: Path) -> None:
 
 
 def scored(data: bytes, _: Path) -> None:
-    """What the ingest lets pass has finite numbers and arrays that fit together."""
+    """A group that the ingest admits has finite numbers and arrays that fit together."""
     try:
         found = decode_payload(data)
         if isinstance(found, Rollout):
@@ -96,8 +96,10 @@ def array(data: bytes, _: Path) -> None:
 
 
 def manifest(data: bytes, _: Path) -> None:
-    """A manifest that passes has tensors which lie in their buckets and do not overlap. Its digest is made to
-    fit."""
+    """A manifest that passes has tensors which lie in their buckets and do not overlap.
+
+    Its digest is made to fit.
+    """
     try:
         found = decode_payload(data)
     except ProtocolError:
@@ -120,8 +122,7 @@ def manifest(data: bytes, _: Path) -> None:
 
 
 def shape(data: bytes, _: Path) -> None:
-    """What passes the check of counts and depth can be read by MessagePack's own reader, and is no deeper
-    than allowed."""
+    """What passes the check of counts and depth is readable by MessagePack's own reader, and not too deep."""
     try:
         check_shape(data, most_items=1000, most_depth=20)
     except ProtocolError:

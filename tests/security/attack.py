@@ -1,5 +1,4 @@
-"""What a stranger can do to a port: bytes that are no protocol, protocols that are no messages, messages that
-are no sense, and silence."""
+"""Attacks a port: bytes of no protocol, of other protocols, messages without sense, and silence."""
 
 import random
 import socket
@@ -26,7 +25,7 @@ PATIENCE_S = 5.0
 
 @dataclass
 class Attack:
-    """One thread against some ports, one after the other, again and again until told to stop."""
+    """One thread against some ports, one after the other, repeatedly until stopped."""
 
     ports: Sequence[tuple[str, int]]
     run: str
@@ -39,17 +38,17 @@ class Attack:
     """The one whose turn it is."""
 
     def start(self, seed: int) -> threading.Thread:
-        """Begin; join the thread after `stop`."""
+        """Start the thread; join it after `stop`."""
         thread = threading.Thread(target=self._loop, args=(random.Random(seed),), daemon=True)
         thread.start()
         return thread
 
     def connect(self) -> socket.socket:
-        """A connection to the port."""
+        """Return a connection to the port."""
         return socket.create_connection(self.port, PATIENCE_S)
 
     def say(self, data: bytes) -> None:
-        """Send on a connection of its own, read what comes, and hang up. The port may do so first."""
+        """Send on a new connection, read the answer, and hang up. The port may do so first."""
         with suppress(OSError), self.connect() as connection:
             connection.sendall(data)
             connection.settimeout(0.05)
@@ -71,7 +70,7 @@ class Attack:
 
 
 def garbage(attack: Attack, chance: random.Random) -> None:
-    """Random bytes, bytes of other protocols, and greetings cut short anywhere."""
+    """Send random bytes, bytes of other protocols, and greetings cut short anywhere."""
     attack.say(chance.randbytes(chance.randrange(1, 5000)))
     attack.say(GREETING[: chance.randrange(len(GREETING))] + chance.randbytes(chance.randrange(50)))
     attack.say(GREETING + b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER" + chance.randbytes(200))
@@ -90,7 +89,7 @@ def garbage(attack: Attack, chance: random.Random) -> None:
 
 
 def crowd(attack: Attack, chance: random.Random) -> None:
-    """Connections that are opened and left, and some that stay and say nothing or half a greeting."""
+    """Open connections and leave them; some stay open and send nothing, or half a greeting."""
     with suppress(OSError):  # a full backlog makes them wait, which is no more than they deserve
         for _ in range(20):
             attack.connect().close()
@@ -100,8 +99,7 @@ def crowd(attack: Attack, chance: random.Random) -> None:
 
 
 def messages(attack: Attack, chance: random.Random) -> None:
-    """ZeroMQ peers, unknown and known, that send noise, damaged frames, and whole frames of changed
-    messages."""
+    """Send noise, damaged frames and changed messages as ZeroMQ peers, unknown and known."""
     context = zmq.Context()
     try:
         peer = context.socket(zmq.DEALER)
@@ -127,7 +125,7 @@ def messages(attack: Attack, chance: random.Random) -> None:
 
 
 def _strange(run: str, chance: random.Random) -> bytes:
-    """A frame: of a message with some fields changed, or damaged, or cut short."""
+    """Return a frame: a message with some fields changed, or damaged, or cut short."""
     whole = msgpack.unpackb(encode_payload(SAMPLES[chance.choice(list(SAMPLES))]), strict_map_key=False)
     for _ in range(chance.randrange(4)):
         whole = changed(whole, chance)

@@ -1,4 +1,4 @@
-"""Strangers at every port of a run that goes on: it goes on."""
+"""Attacks on every port of a run in progress: the run continues."""
 
 import asyncio
 import re
@@ -23,7 +23,7 @@ ROUNDS = 2
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-async def test_a_run_goes_on_whatever_comes_to_its_ports(tmp_path: Path) -> None:
+async def test_run_continues_whatever_comes_to_its_ports(tmp_path: Path) -> None:
     settings = settings_for(
         tmp_path / "run",
         "stragglers.toml",
@@ -73,7 +73,7 @@ def everyone(live: LiveRun) -> list[Process]:
 
 
 def bus_ports(live: LiveRun) -> dict[str, SplitResult]:
-    """Every bound socket of the bus."""
+    """Return every bound socket of the bus."""
     return {
         f"bus {topic}": urlsplit(endpoint)
         for p in everyone(live)
@@ -82,7 +82,7 @@ def bus_ports(live: LiveRun) -> dict[str, SplitResult]:
 
 
 def http_ports(processes: Sequence[Process]) -> dict[str, SplitResult]:
-    """Health and metrics of every process, and the monitor's page."""
+    """Return the ports of health and metrics of every process, and of the monitor's page."""
     pages = {f"http page {p.incarnation}": urlsplit(p.info["page"]) for p in processes if "page" in p.info}
     own = {
         f"http {p.incarnation}": urlsplit(f"http://{p.settings.bus.host}:{p.info['http']}/metrics")
@@ -93,7 +93,7 @@ def http_ports(processes: Sequence[Process]) -> dict[str, SplitResult]:
 
 @asynccontextmanager
 async def watched(live: LiveRun) -> AsyncIterator[Process]:
-    """The monitor of a run."""
+    """Run the monitor of a run."""
     async with open_process(Role.MONITOR, live.settings, "monitor") as process, asyncio.TaskGroup() as tasks:
         tasks.create_task(monitor.serve(process), name="monitor")
         await until(lambda: ready("page" in process.info))
@@ -102,7 +102,7 @@ async def watched(live: LiveRun) -> AsyncIterator[Process]:
 
 
 async def until(holds: Callable[[], Awaitable[bool]]) -> None:
-    """Ask again and again; the test's own deadline bounds it."""
+    """Poll a condition; the test's own deadline bounds it."""
     while not await holds():  # noqa: ASYNC110 - the condition spans processes
         await asyncio.sleep(0.05)
 

@@ -1,4 +1,4 @@
-"""A ledger behind TLS and an ACL: it works, strangers are refused, and the password is seen nowhere."""
+"""A ledger behind TLS and an ACL: it works, strangers are refused, and the password is shown nowhere."""
 
 import os
 import threading
@@ -33,8 +33,7 @@ def private(path: Path, text: str, mode: int = 0o600) -> str:
 
 @dataclass
 class Lookout:
-    """Reads the command lines of all processes again and again, and the environments of those that know the
-    run."""
+    """Reads the command lines of all processes repeatedly, and the environments of those of the run."""
 
     run_dir: Path
     lines: set[bytes] = field(default_factory=set)
@@ -68,7 +67,8 @@ def test_a_run_over_tls_shows_its_password_nowhere(server: TlsServer, tmp_path: 
     try:
         ended = tether(
             "up", str(ROOT / "deploy/configs/stragglers.toml"), "--steps", "3", "--run-dir", str(run_dir),
-            "--set", f'ledger.ca_file="{server.ca}"', seconds=600, TETHER_REDIS_URL=server.url, TETHER_LOG_LEVEL="DEBUG",
+            "--set", f'ledger.ca_file="{server.ca}"', seconds=600, TETHER_REDIS_URL=server.url,
+            TETHER_LOG_LEVEL="DEBUG",
         )  # fmt: skip
     finally:
         lookout.stop.set()
@@ -105,8 +105,10 @@ def test_the_password_may_come_from_a_file(server: TlsServer, tmp_path: Path) ->
     options = (f'ledger.ca_file="{server.ca}"', f'ledger.password_file="{path}"')
     run_dir = tmp_path / "run"
     ended = tether(
-        "up", str(ROOT / "deploy/configs/stragglers.toml"), "--steps", "1", "--run-dir", str(run_dir), "--set", "run.name=filed",
-        *(word for option in options for word in ("--set", option)), seconds=600, TETHER_REDIS_URL=server.bare_url,
+        "up", str(ROOT / "deploy/configs/stragglers.toml"), "--steps", "1", "--run-dir", str(run_dir),
+        "--set", "run.name=filed",
+        *(word for option in options for word in ("--set", option)), seconds=600,
+        TETHER_REDIS_URL=server.bare_url,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr[-2000:]
     assert [
@@ -114,7 +116,7 @@ def test_the_password_may_come_from_a_file(server: TlsServer, tmp_path: Path) ->
     ] == []
 
 
-async def test_strangers_are_refused_and_told_without_the_password(server: TlsServer) -> None:
+async def test_strangers_are_refused_without_showing_the_password(server: TlsServer) -> None:
     good = complete_url(server.url, ca_file=str(server.ca))
     ledger = await RedisLedger.connect(good, "run")
     with pytest.raises(TetherError):

@@ -1,5 +1,4 @@
-"""Code that tries to get out of the sandbox, by the ways there are. What needs the kernel's help is skipped
-where it does not give it."""
+"""Code that tries to escape from the sandbox; what needs the kernel's help is skipped without it."""
 
 import os
 import socket
@@ -42,7 +41,7 @@ def need(isolation: frozenset[str], *kinds: str) -> None:
 
 
 def all_fail(attempts: list[str], code: str = "") -> None:
-    """Each attempt, and then one that works, so that it is the attempt that fails and not the sandbox."""
+    """Run each attempt, and then code that works: the attempt must fail, not the sandbox."""
     verdict = run(code, *attempts, "assert 1 + 1 == 2")
     escaped = [attempts[i] for i in verdict.passed if i < len(attempts)]
     assert escaped == []
@@ -55,14 +54,16 @@ def test_an_endless_fork_bomb_ends() -> None:
 
 
 def test_a_bomb_that_renews_itself_ends() -> None:
-    bomb = "signal.signal(signal.SIGCHLD, signal.SIG_IGN)\nwhile True:\n    try:\n        if os.fork():\n            os.setsid()\n"
+    bomb = "signal.signal(signal.SIGCHLD, signal.SIG_IGN)\nwhile True:\n    try:\n"
+    bomb += "        if os.fork():\n            os.setsid()\n"
     bomb += "            os._exit(0)\n    except OSError:\n        pass\n"
     assert run(bomb, "pass", limits=Limits(wall_s=3.0, cpu_s=1, processes=6)).passed == frozenset()
 
 
 def test_memory_is_limited_in_every_process() -> None:
-    bomb = "def bomb():\n    if os.fork() == 0:\n        try:\n            x = bytearray(512 << 20)\n            os._exit(0)\n"
-    bomb += "        except MemoryError:\n            os._exit(7)\n    return os.waitstatus_to_exitcode(os.wait()[1])\n"
+    bomb = "def bomb():\n    if os.fork() == 0:\n        try:\n            x = bytearray(512 << 20)\n"
+    bomb += "            os._exit(0)\n        except MemoryError:\n            os._exit(7)\n"
+    bomb += "    return os.waitstatus_to_exitcode(os.wait()[1])\n"
     assert run(bomb, "assert bomb() == 7", "assert bomb() == 7").passed == {0, 1}
 
 
@@ -164,15 +165,19 @@ def test_no_rights_are_gained(isolation: frozenset[str]) -> None:
 
 def test_honest_code_may_do_what_it_needs() -> None:
     verdict = run(
-        "", "assert subprocess.run(['/bin/true']).returncode == 0", "import asyncio; asyncio.run(asyncio.sleep(0))",
-        "import tempfile; tempfile.TemporaryFile().write(b'x')", "import threading; t = threading.Thread(target=int); t.start(); t.join()",
-        "import multiprocessing as m; p = m.get_context('fork').Process(target=int); p.start(); p.join(); assert p.exitcode == 0",
-        "import json, math, re, random, datetime, decimal, collections, itertools, heapq, bisect, functools, hashlib, unittest",
+        "", "assert subprocess.run(['/bin/true']).returncode == 0",
+        "import asyncio; asyncio.run(asyncio.sleep(0))",
+        "import tempfile; tempfile.TemporaryFile().write(b'x')",
+        "import threading; t = threading.Thread(target=int); t.start(); t.join()",
+        "import multiprocessing as m; p = m.get_context('fork').Process(target=int); p.start(); p.join(); "
+        "assert p.exitcode == 0",
+        "import json, math, re, random, datetime, decimal, collections, itertools, heapq, bisect, functools, "
+        "hashlib, unittest",
     )  # fmt: skip
     assert verdict.passed == set(range(6))
 
 
-def test_a_machine_that_offers_less_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_isolation_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
     python_tests._warn.cache_clear()
     for _ in range(2):
         python_tests._warn(NEEDED - {"landlock", "net"})
@@ -182,8 +187,7 @@ def test_a_machine_that_offers_less_is_told_once(capsys: pytest.CaptureFixture[s
 
 
 def test_the_interpreter_is_isolated() -> None:
-    """The code's own directory and the user's packages are not on the path that the sandbox itself starts
-    with."""
+    """The sandbox starts without the code's directory and the user's packages on its path."""
     flags = run(
         "",
         "assert sys.flags.isolated",

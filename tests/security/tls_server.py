@@ -1,5 +1,4 @@
-"""A real redis-server that speaks TLS only and knows one user by an ACL file, with certificates made for
-it."""
+"""Starts a redis-server that speaks TLS only and knows one ACL user, with certificates made for it."""
 
 import datetime
 import ipaddress
@@ -28,7 +27,7 @@ START_S = 30.0
 
 @dataclass(frozen=True)
 class TlsServer:
-    """Where it listens, and whom it trusts."""
+    """Where it listens, and the certificates that it trusts."""
 
     port: int
     ca: Path
@@ -41,7 +40,7 @@ class TlsServer:
 
     @property
     def bare_url(self) -> str:
-        """Without the password."""
+        """URL without the password."""
         return f"rediss://{USER}@127.0.0.1:{self.port}/0"
 
 
@@ -57,15 +56,18 @@ def tls_server(directory: Path) -> Iterator[TlsServer]:
     ca = certificates(directory)
     certificates(directory / "other")
     (directory / "users.acl").write_text(
-        f"user default off\nuser {USER} on >{PASSWORD} ~{{tether:*}}* -@all +@read +@write +@scripting +@connection +@stream "
+        f"user default off\nuser {USER} on >{PASSWORD} ~{{tether:*}}* -@all +@read +@write +@scripting "
+        f"+@connection +@stream "
         "+info +time +config|get\n"
     )
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     (directory / "redis.conf").write_text(
-        f"port 0\ntls-port {port}\nbind 127.0.0.1\ntls-cert-file server.crt\ntls-key-file server.pem\ntls-ca-cert-file ca.crt\n"
-        'tls-auth-clients no\naclfile users.acl\nappendonly yes\nappendfsync always\nmaxmemory-policy noeviction\nsave ""\n'
+        f"port 0\ntls-port {port}\nbind 127.0.0.1\ntls-cert-file server.crt\ntls-key-file server.pem\n"
+        "tls-ca-cert-file ca.crt\n"
+        "tls-auth-clients no\naclfile users.acl\nappendonly yes\nappendfsync always\nmaxmemory-policy "
+        'noeviction\nsave ""\n'
     )
     with (directory / "log").open("wb") as log:
         process = subprocess.Popen([binary, "redis.conf"], cwd=directory, stdout=log, stderr=log)
@@ -81,8 +83,7 @@ def tls_server(directory: Path) -> Iterator[TlsServer]:
 
 
 def certificates(directory: Path) -> Path:
-    """A certificate authority and a server certificate for 127.0.0.1 in `directory`; the path of the
-    former."""
+    """Make a certificate authority and a server certificate for 127.0.0.1; return the former's path."""
     directory.mkdir(parents=True, exist_ok=True)
     ca_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "tether test authority")])

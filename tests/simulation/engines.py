@@ -1,5 +1,4 @@
-"""Simulated engines: they lease groups, generate for heavy-tailed times while weights come in, die without a
-word and come back."""
+"""Simulates engines that lease, generate for heavy-tailed times while weights arrive, die and restart."""
 
 import math
 import random
@@ -35,7 +34,7 @@ class Engine:
 
 
 class Fleet:
-    """All engines of a run. `on_scored` is told of every group that was accepted."""
+    """All engines of a run. `on_scored` is called for every group that was accepted."""
 
     def __init__(
         self,
@@ -56,7 +55,7 @@ class Fleet:
         self.on_scored: Callable[[int, str], Awaitable[None]]
 
     async def announce(self, epoch: str, version: int) -> None:
-        """Weights are published: every engine applies them after a time of its own."""
+        """Publish weights: every engine applies them after a delay of its own."""
         self.epoch, self.version = epoch, version
         for engine in self.engines:
             if engine.alive:
@@ -80,7 +79,7 @@ class Fleet:
         self._schedule(delay, apply)
 
     async def apply(self, engine: Engine) -> None:
-        """The newest version is live; slots that were refused ask again."""
+        """Make the newest version live; slots that were refused try again."""
         epoch, version = self.epoch, self.version
         await self.ledger.call("applied", engine.name, epoch, version)
         if not engine.served or engine.served[-1][1] != version:
@@ -92,7 +91,8 @@ class Fleet:
         while engine.alive and engine.free:
             try:
                 lease = await self.ledger.call(
-                    "lease", request=f"{engine.name}-{self.ledger.calls['lease']}", engine=engine.name, holder=engine.name,
+                    "lease", request=f"{engine.name}-{self.ledger.calls['lease']}", engine=engine.name,
+                    holder=engine.name,
                     lease_ms=self.scenario.lease_ms,
                 )  # fmt: skip
             except Refused as refusal:
@@ -140,7 +140,7 @@ class Fleet:
         self._schedule(duration, generated)
 
     def _tokens(self, engine: Engine, began: int, end: int) -> dict[int, int]:
-        """Tokens per version, in proportion to the time for which the engine served each."""
+        """Return tokens per version, in proportion to the time for which the engine served each."""
         counts: dict[int, int] = {}
         for since, version in reversed(engine.served):
             span = end - max(since, began)
@@ -152,7 +152,7 @@ class Fleet:
         return counts or {engine.served[-1][1]: 1}
 
     async def _scored(self, lease: Lease, counts: dict[int, int], over: list[bool]) -> None:
-        """The score is there: the ingest accepts the group, or it goes wrong."""
+        """Have the ingest accept a scored group, or let it fail."""
         if over[0]:
             return
         over[0] = True

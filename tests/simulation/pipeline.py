@@ -1,4 +1,4 @@
-"""Calls to a server that are sent many at a time, in the order in which they were made."""
+"""Pipelines calls to a server, in the order in which they were made."""
 
 from collections.abc import Coroutine, Generator, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ MOST = 256
 
 
 class _Answer:
-    """Awaited by a call that has been made; `value` is there when the call is resumed."""
+    """Awaited by a call that has been made; `value` is set when the call is resumed."""
 
     value: Any = None
 
@@ -23,8 +23,10 @@ class _Answer:
 
 
 class Pipeline:
-    """Stands where `RedisLedger` has its connection. A call made by `begin` waits for `flush`, which checks
-    its outcome."""
+    """Takes the place of `RedisLedger`'s connection.
+
+    A call made by `begin` waits for `flush`, which checks its result.
+    """
 
     def __init__(self, url: str) -> None:
         self._client = redis.Redis.from_url(url)
@@ -44,24 +46,24 @@ class Pipeline:
         return list(found[1:])
 
     async def command(self, *words: Any) -> Any:
-        """A plain command, after all that went before it."""
+        """Run a plain command, after all earlier ones."""
         self.flush()
         return self._client.execute_command(*words)
 
     def later(self, *words: Any) -> None:
-        """A plain command whose answer nobody wants, in its turn."""
+        """Queue a plain command whose answer is not needed."""
         self._commands.append(words)
         self._answers.append(None)
 
     def begin(self, label: str, call: Coroutine[Any, Any, Any], expected: Any) -> None:
-        """Make a call of which `expected` must come: a value, or a refusal of the same reason."""
+        """Make a call whose result must be `expected`: a value, or a refusal of the same reason."""
         call.send(None)
         self._calls.append((label, call, expected))
         if len(self._calls) >= MOST:
             self.flush()
 
     def flush(self) -> None:
-        """Send what waits, and check what comes back."""
+        """Send the queued calls, and check their results."""
         batch = self._client.pipeline(transaction=False)
         for words in self._commands:
             batch.execute_command(*words)
@@ -86,7 +88,7 @@ def _refusals(*values: Any) -> bool:
 
 
 def _finish(call: Coroutine[Any, Any, Any]) -> Any:
-    """Value or refusal of a call whose answer is there."""
+    """Return the value or refusal of a call whose answer has arrived."""
     try:
         call.send(None)
     except StopIteration as stop:

@@ -1,4 +1,4 @@
-"""Simulate a run and print one line of JSON.
+"""Simulates a run and prints one line of JSON.
 
 python -m tests.simulation.run --groups 100000 --ledger redis --policy wait --seed 1
 """
@@ -20,15 +20,20 @@ from tests.simulation.world import Outcome, World
 
 
 def facts(scenario: Scenario, outcome: Outcome) -> dict[str, Any]:
-    """The line that is printed."""
+    """Return the line that is printed."""
     trained = outcome.lags.total()
     return {
-        "groups": scenario.groups, "seed": scenario.seed, "E": scenario.max_staleness, "B": scenario.groups_per_step,
-        "policy": scenario.policy.value, "steps": outcome.audit.steps, "trained": outcome.audit.trained, "dropped": outcome.dropped,
+        "groups": scenario.groups, "seed": scenario.seed, "E": scenario.max_staleness,
+        "B": scenario.groups_per_step,
+        "policy": scenario.policy.value, "steps": outcome.audit.steps, "trained": outcome.audit.trained,
+        "dropped": outcome.dropped,
         "trained_tokens": trained, "masked_tokens": outcome.counts["masked_tokens"],
-        "lag_mean": round(sum(n * lag for lag, n in outcome.lags.items()) / max(trained, 1), 3), "lag_max": outcome.audit.max_lag,
-        "bound_max": outcome.audit.bound, **{key: outcome.counts[key] for key in ("deaths", "crashes", "rewinds", "changes", "late")},
-        "calls": outcome.calls.total(), "refused": outcome.refused.total(), "virtual_h": round(outcome.virtual_h, 1),
+        "lag_mean": round(sum(n * lag for lag, n in outcome.lags.items()) / max(trained, 1), 3),
+        "lag_max": outcome.audit.max_lag,
+        "bound_max": outcome.audit.bound,
+        **{key: outcome.counts[key] for key in ("deaths", "crashes", "rewinds", "changes", "late")},
+        "calls": outcome.calls.total(), "refused": outcome.refused.total(),
+        "virtual_h": round(outcome.virtual_h, 1),
         "wall_s": round(outcome.wall_s, 1), "violations": len(outcome.audit.violations),
     }  # fmt: skip
 
@@ -45,7 +50,7 @@ async def simulate(scenario: Scenario, url: str | None = None, run: str = "simul
 
 
 def main() -> int:
-    """Exit code 1 if there is any violation."""
+    """Simulate; the exit code is 1 if there is any violation."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--groups", type=int, default=10_000)
     parser.add_argument(

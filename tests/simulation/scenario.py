@@ -1,4 +1,4 @@
-"""What a simulated run looks like: sizes, durations and how often things go wrong."""
+"""Defines a simulated run: sizes, durations and the rates of faults."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from protocol.staleness import Bound, Policy
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """Times are virtual milliseconds; shares are probabilities."""
+    """Sizes, times in virtual milliseconds, and probabilities (shares)."""
 
     groups: int = 1000
     """Prompts; the run ends when each of them is trained or dropped."""

@@ -1,5 +1,4 @@
-"""The bound in virtual time: heavy-tailed generation, slow and dying engines, crashes and rewinds of the
-trainer, changes of the bound."""
+"""The bound in virtual time: heavy-tailed generation, dying engines, trainer crashes, bound changes."""
 
 import pytest
 
@@ -23,7 +22,7 @@ ROUGH = {
 
 
 def check(scenario: Scenario, outcome: Outcome) -> None:
-    """Every group is accounted for, and no trained token is over the bound of its lease."""
+    """Check that every group is accounted for, and no trained token is over the bound of its lease."""
     assert outcome.audit.violations == []
     assert outcome.audit.issued == scenario.groups == outcome.audit.trained + outcome.audit.dropped
     assert max(outcome.lags) <= outcome.audit.bound

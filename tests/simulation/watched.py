@@ -1,5 +1,4 @@
-"""A ledger under simulation: every call may be repeated, every event is verified as it comes, two ledgers may
-be compared."""
+"""Watches a ledger under simulation: repeats calls, verifies each event, compares two ledgers."""
 
 import random
 from collections import Counter
@@ -38,10 +37,9 @@ class Watched:
         return f"t{self._turn}"
 
     async def call(self, name: str, *arguments: Any, **named: Any) -> Any:
-        """Call a method of the ledger, now and then twice: the second answer must be the first one.
+        """Call a method of the ledger, now and then twice: the second answer must equal the first.
 
-        Raises:
-            Refused: as the ledger does.
+        Raises Refused as the ledger does.
         """
         self._turn += 1
         self.calls[name] += 1
@@ -59,11 +57,11 @@ class Watched:
         return answer
 
     async def once(self, name: str, arguments: Any, named: Any) -> Any:
-        """Answer or refusal of one call."""
+        """Return the answer or refusal of one call."""
         return await outcome(getattr(self.memory, name), arguments, named)
 
     async def drain(self) -> list[Event]:
-        """Verify the events that are new, and let the ledger forget them."""
+        """Verify the new events, and let the ledger forget them."""
         events = [dict(event) for event in await self.memory.events(self._drained, 1_000_000)]
         for event in events:
             self._verifier.step(event)
@@ -72,7 +70,7 @@ class Watched:
         return events
 
     async def result(self) -> AuditResult:
-        """What the log proves, once the run is over."""
+        """Return what the log proves, once the run is over."""
         await self.drain()
         return self._verifier.result()
 
@@ -80,8 +78,11 @@ class Watched:
 
 
 class Twins(Watched):
-    """The oracle and the ledger on a server, which must decide alike in every call. The oracle's clock rules:
-    a lease that runs out in a call is put into the past on the server before the same call is made there."""
+    """The oracle and the ledger on a server, which must decide alike in every call.
+
+    The oracle's clock rules: a lease that expires in a call is moved into the past on the server before the
+    same call is made there.
+    """
 
     def __init__(
         self, clock: Callable[[], int], random_: random.Random, repeat_share: float, url: str, run: str
@@ -123,7 +124,7 @@ class Twins(Watched):
 
 
 async def outcome(method: Callable[..., Any], arguments: Any, named: Any) -> Any:
-    """What a call returns, or its refusal."""
+    """Return what a call returns, or its refusal."""
     try:
         return await method(*arguments, **named)
     except Refused as refusal:
@@ -131,5 +132,5 @@ async def outcome(method: Callable[..., Any], arguments: Any, named: Any) -> Any
 
 
 def plain(event: Any) -> Event:
-    """An event without its time, which each ledger takes from its own clock."""
+    """Return an event without its time, which each ledger takes from its own clock."""
     return {key: value for key, value in event.items() if key != "time_ms"}

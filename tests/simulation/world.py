@@ -1,5 +1,4 @@
-"""A run in virtual time: a queue of events, the fleet of engines, and one trainer that steps, crashes,
-rewinds and changes the bound."""
+"""Simulates a run in virtual time: an event queue, engines, and a trainer that steps and crashes."""
 
 import heapq
 import itertools
@@ -24,7 +23,7 @@ _QUIET_MS = 7 * 86_400_000
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run came to."""
+    """Result of a run."""
 
     audit: AuditResult
     counts: Counter[str]
@@ -65,11 +64,11 @@ class World:
         )
 
     def schedule(self, delay_ms: float, action: Action) -> None:
-        """Do something later."""
+        """Schedule an action for later."""
         heapq.heappush(self._queue, (self.now + max(1, int(delay_ms)), next(self._order), action))
 
     async def run(self) -> Outcome:
-        """Go through the events until every group is trained or dropped."""
+        """Process events until every group is trained or dropped."""
         began, s = time.monotonic(), self.scenario
         self.fleet = Fleet(s, self.ledger, self.random, lambda: self.now, self.schedule)
         self.fleet.on_scored = self._on_scored
@@ -88,14 +87,14 @@ class World:
         status = await self.ledger.memory.status()
         assert (audit.issued, audit.trained, audit.dropped) == (status.issued, status.trained, status.dropped)
         return Outcome(
-            audit, self.counts + self.fleet.counts, self.ledger.calls, self.ledger.refused, dict(status.dropped_by_reason), self.lags,
+            audit, self.counts + self.fleet.counts, self.ledger.calls, self.ledger.refused,
+            dict(status.dropped_by_reason), self.lags,
             self.now / 3_600_000, time.monotonic() - began,
         )  # fmt: skip
 
     # -- the trainer
-    # -------------------------------------------------------------------------------------------------
     async def new_epoch(self, version: int, digest: int) -> None:
-        """A trainer starts at `version`, with weights of `digest`."""
+        """Start a trainer at `version`, with weights of `digest`."""
         self.epoch, self.epochs, self.running = f"e{self.epochs}", self.epochs + 1, None
         await self.ledger.call("claim", self.epoch)
         continued = await self.ledger.call("resume", self.epoch, version, digest)
@@ -117,7 +116,7 @@ class World:
         self.schedule(self.scenario.poll_ms, poll)
 
     async def take(self) -> None:
-        """Begin the next step if the ledger lets it begin."""
+        """Begin the next step if the ledger allows it."""
         if self.running is not None or self.over:
             return
         try:
@@ -137,7 +136,7 @@ class World:
         self.schedule(duration, end)
 
     async def commit(self, epoch: str, taken: Taken) -> None:
-        """The step is made: every token that may be trained is."""
+        """Commit the step with every token that may be trained."""
         trained = {}
         strict = self.ledger.memory.book.bound.policy is not Policy.MASK
         for group in taken.groups:
@@ -165,8 +164,7 @@ class World:
         await self.take()
 
     async def crash(self) -> None:
-        """The trainer dies in its step; the next one has the same weights, or goes back to an older
-        version."""
+        """Crash the trainer in its step; the next has the same weights, or rewinds to an older version."""
         self.counts["crashes"] += 1
         version = self.version
         if self.random.random() < self.scenario.rewind_share:
@@ -178,7 +176,7 @@ class World:
         await self.take()
 
     async def change(self) -> None:
-        """Somebody turns a knob."""
+        """Change the bound, policy or batch size."""
         s, pick = self.scenario, self.random.choice
         E, B = (
             pick((0, s.max_staleness, s.max_staleness + 1)),

@@ -1,8 +1,7 @@
-"""CPU of the bus: of one message from end to end, of one heartbeat, of telling one engine of a version, and
-of sharing a window.
+"""Measures the CPU of the bus per message, heartbeat, published version and sharing of a window.
 
-Both ends run in this process, so a figure holds what sender, receiver and ZeroMQ's threads do together; half
-of it is each end's.
+Both ends run in this process, so a figure includes sender, receiver and ZeroMQ's threads; half of it is each
+end's.
 """
 
 import asyncio
@@ -26,18 +25,19 @@ RUN = "costs"
 
 
 def small_rollout(samples: int = 2, tokens: int = 8) -> Rollout:
-    """As the scripted engine makes them."""
+    """Return a rollout as the scripted engine makes them."""
     total = samples * tokens
     return Rollout(
         group=7, token=new_token(), engine="engine.0a1b2c3d", prompt_tokens=Array.of(range(4), "int32"),
         lengths=Array.of([tokens] * samples, "int32"), tokens=Array.of(range(total), "int32"),
         logprobs=Array.of(-np.ones(total), "float32"), loss_mask=Array.of([], "uint8"),
-        spans=Array.of([[i, tokens, 0] for i in range(samples)], "int32"), finish_reasons=("stop",) * samples, responses=("",) * samples,
+        spans=Array.of([[i, tokens, 0] for i in range(samples)], "int32"), finish_reasons=("stop",) * samples,
+        responses=("",) * samples,
     )  # fmt: skip
 
 
 async def message_micros(count: int) -> float:
-    """One small rollout: sent, received, acknowledged."""
+    """Measure one small rollout: sent, received, acknowledged."""
     topic = Topic(
         ROLLOUTS.name,
         Role.ROLLOUT,
@@ -74,7 +74,7 @@ async def message_micros(count: int) -> float:
 
 
 class Crowd:
-    """Connections that said hello to an endpoint; nobody reads them but `drain`."""
+    """Connections that sent a hello to an endpoint; only `drain` reads them."""
 
     def __init__(self, endpoint: str, count: int) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -85,7 +85,7 @@ class Crowd:
             socket.send(encode(Hello(sender=f"rollout.{index}", role=Role.ROLLOUT), run=RUN, id=""))
 
     def drain(self) -> int:
-        """Read what has arrived; the number of frames."""
+        """Read what has arrived; return the number of frames."""
         found = 0
         for socket in self.sockets:
             try:
@@ -101,7 +101,7 @@ class Crowd:
 
 
 async def version_micros(engines: int, versions: int) -> float:
-    """One engine is told of one version."""
+    """Measure one version published to one engine."""
     async with Broadcaster(WEIGHTS, run=RUN, incarnation="trainer", config=BusConfig()) as caster:
         crowd = Crowd(caster.endpoint, engines)
         try:
@@ -120,7 +120,7 @@ async def version_micros(engines: int, versions: int) -> float:
 
 
 async def heartbeat_micros(senders: int, seconds: float) -> float:
-    """One heartbeat to one idle connection."""
+    """Measure one heartbeat to one idle connection."""
     async with Receiver(SCORED, run=RUN, incarnation="ingest", config=BusConfig()) as receiver:
         crowd = Crowd(receiver.endpoint, senders)
         try:
@@ -137,7 +137,7 @@ async def heartbeat_micros(senders: int, seconds: float) -> float:
 
 
 def window_micros(senders: int, rounds: int = 20) -> float:
-    """Sharing a window among `senders`, which a receiver does for each message and acknowledgement."""
+    """Measure sharing a window among `senders`, which a receiver does for each message and ack."""
     accounts = [Account() for _ in range(senders)]
     top_up(ROLLOUTS.window, accounts)
     began = time.process_time()
@@ -147,5 +147,5 @@ def window_micros(senders: int, rounds: int = 20) -> float:
 
 
 def manifest(version: int) -> WeightManifest:
-    """Without tensors: what one costs by its size is the network's, not the bus's."""
+    """Return a manifest without tensors: the cost of its size is the network's, not the bus's."""
     return WeightManifest(version=version, epoch="e", transport="shm", location="", buckets=(), tensors=())

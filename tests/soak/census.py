@@ -1,5 +1,4 @@
-"""How many things live in this process: what grows here without end is a leak, however little memory it takes
-yet."""
+"""Counts the objects of this process: what grows without bound is a leak, however small it is yet."""
 
 import ctypes
 import gc
@@ -10,7 +9,7 @@ _LIBC = ctypes.CDLL(None)
 
 
 class _Mallinfo(ctypes.Structure):
-    """As `man mallinfo2` lists its fields."""
+    """Fields of `man mallinfo2`."""
 
     _fields_ = [
         (name, ctypes.c_size_t)
@@ -33,10 +32,11 @@ _LIBC.mallinfo2.restype = _Mallinfo
 
 
 def census() -> dict[str, int]:
-    """Blocks that Python's allocator has given out (each object of up to 512 bytes is one at least), open
-    descriptors, and the C library's bytes: `malloc` in use, `malloc_free` kept for later.
+    """Count allocated blocks, open descriptors and bytes of the C library.
 
-    `gc.get_objects` would tell more, but a tuple that another thread is building must not be seen by anybody.
+    Blocks are those of Python's allocator (each object of up to 512 bytes is at least one); of the C library,
+    `malloc` is in use and `malloc_free` kept for later. `gc.get_objects` would show more, but must not see a
+    tuple that another thread is building.
     """
     gc.collect()
     info = _LIBC.mallinfo2()

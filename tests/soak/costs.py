@@ -1,5 +1,7 @@
-"""All costs in one go, and what they mean for a run of many workers: `python -m tests.soak.costs [--soak
-runs/soak.json]`."""
+"""Measures all costs at once, and projects them to a run of many workers.
+
+python -m tests.soak.costs [--soak runs/soak.json]
+"""
 
 import argparse
 import json
@@ -33,7 +35,7 @@ INGEST_GROUP = 1_500.0
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Microseconds of CPU."""
+    """Measured CPU, microseconds."""
 
     ledger: Mapping[int, Mapping[str, float]]
     """By size of the crowd, by kind of call."""
@@ -46,7 +48,7 @@ class Measured:
 
 
 async def measure(*, quick: bool = False) -> Measured:
-    """Measure everything; some minutes on a quiet machine, seconds if `quick`."""
+    """Measure everything; takes minutes on a quiet machine, seconds if `quick`."""
     sizes, connections, count = ((10, 50), (10, 50), 50) if quick else (SIZES, CONNECTIONS, 1_000)
     with tempfile.TemporaryDirectory(prefix="tether-costs-") as directory:
         server = EmbeddedServer(Path(directory) / "ledger")
@@ -66,7 +68,7 @@ async def measure(*, quick: bool = False) -> Measured:
 
 
 async def reward_micros(count: int) -> float:
-    """One small rollout scored, the verifier's own process left out."""
+    """Measure one small rollout scored, without the verifier's own process."""
     rollout = bus_costs.small_rollout()
     async with ScorePool(RewardConfig(workers=1)) as pool:
         before = time.process_time()
@@ -76,7 +78,7 @@ async def reward_micros(count: int) -> float:
 
 
 def costs_of(measured: Measured, soak: Mapping[str, Any] | None) -> Costs:
-    """The projection's costs: the ledger's at the largest crowd, the ingest's from the soak."""
+    """Return the projection's costs: the ledger's at the largest crowd, the ingest's from the soak."""
     ledger = measured.ledger[max(measured.ledger)]
     ingest = soak["cores"]["ingest"] / soak["groups_per_s"] * 1e6 if soak else INGEST_GROUP
     half = measured.message / 2
@@ -99,11 +101,12 @@ def costs_of(measured: Measured, soak: Mapping[str, Any] | None) -> Costs:
 
 
 def projection(costs: Costs) -> dict[str, Any]:
-    """Cores by part at `WORKERS` workers, and what saturates first, for each load."""
+    """Return cores by part at `WORKERS` workers, and what saturates first, for each load."""
     found = {}
     for name, rate in LOADS.items():
         load = Load(
-            workers=WORKERS, rewards=WORKERS // WORKERS_PER_REWARD, groups_per_worker_s=rate, versions_per_s=VERSIONS_PER_S,
+            workers=WORKERS, rewards=WORKERS // WORKERS_PER_REWARD, groups_per_worker_s=rate,
+            versions_per_s=VERSIONS_PER_S,
             refused_per_worker_s=0.5,
         )  # fmt: skip
         part, most = saturation(costs, load, WORKERS_PER_REWARD)
@@ -113,7 +116,7 @@ def projection(costs: Costs) -> dict[str, Any]:
 
 
 def measured_costs(soak: Mapping[str, Any] | None, *, quick: bool = False) -> dict[str, Any]:
-    """Measure and project, as plain data."""
+    """Measure and project; returns plain data."""
     measured = uvloop.run(measure(quick=quick))
     costs = costs_of(measured, soak)
     found = {

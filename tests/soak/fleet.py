@@ -1,10 +1,10 @@
-"""Many rollout and reward workers in one process: the real services, each a task with a `Process`, sockets
-and an engine of its own.
+"""Runs many rollout and reward workers in one process.
 
     python -m tests.soak.fleet NAME ROLLOUTS REWARDS
 
-Reads the settings as a service does, runs until SIGTERM, and leaves RUN_DIR/census/NAME.jsonl: how many
-things live in the process.
+They are the real services, each a task with a `Process`, sockets and an engine of its own. Reads the settings
+as a service does, runs until SIGTERM, and writes RUN_DIR/census/NAME.jsonl: the number of objects in the
+process over time.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ SERVE = {Role.ROLLOUT: rollout.serve, Role.REWARD: reward.serve}
 
 
 class Fleet:
-    """The workers of one process."""
+    """Workers of one process."""
 
     def __init__(self, settings: Settings, name: str) -> None:
         self._settings, self._name = settings, name
@@ -89,14 +89,14 @@ class Fleet:
 
 
 async def _set_when_up(process: Process, up: asyncio.Event) -> None:
-    """A rollout worker names its engine, a reward worker its endpoint, once everything is loaded."""
+    """Set an event once a rollout worker has registered its engine, or a reward worker its endpoint."""
     while not {"engine", "endpoints"} & set(process.info):  # noqa: ASYNC110 (info is a plain dict)
         await asyncio.sleep(0.005)
     up.set()
 
 
 def main() -> None:
-    """Run a fleet as its arguments say."""
+    """Run a fleet as the arguments say."""
     name, rollouts, rewards = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     os.environ["TETHER_INSTANCE"] = name
     configure_logging(name)

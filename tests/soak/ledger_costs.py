@@ -1,8 +1,7 @@
-"""CPU of the ledger's server for each kind of call, with 10, 1,000 and 10,000 processes, engines and active
-groups on it.
+"""Measures CPU of the ledger's server per kind of call, at three sizes of the run.
 
-What grows with their number and is called often is a fault; what is called once a step, or by people, may
-grow.
+The sizes are 10, 1,000 and 10,000 processes, engines and active groups. A call that is frequent must not cost
+more with their number; one per step, or made by people, may.
 """
 
 import asyncio
@@ -37,7 +36,7 @@ Call = Callable[[int], Awaitable[object]]
 
 
 def server_cpu_s(pid: int) -> float:
-    """CPU seconds of all threads of a process, to the nanosecond."""
+    """Return the CPU seconds of all threads of a process, to the nanosecond."""
     return (
         sum(int(path.read_text().split()[0]) for path in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
     )
@@ -51,7 +50,7 @@ class Crowd:
         self._tokens: dict[int, str] = {}
 
     async def gather(self) -> None:
-        """Create the run and let everybody come; rule F has room for exactly these leases."""
+        """Create the run and register everybody; rule F has room for exactly these leases."""
         ledger, size = self._ledger, self._size
         bound = Bound(0, size, Policy.MASK)
         await ledger.create(
@@ -76,14 +75,14 @@ class Crowd:
                 tasks.create_task(work())
 
     async def micros(self, count: int, call: Call) -> float:
-        """Microseconds of the server's CPU for one call."""
+        """Return microseconds of the server's CPU for one call."""
         await self.many(BATCH, call)
         before = server_cpu_s(self._pid)
         await self.many(count, call)
         return (server_cpu_s(self._pid) - before) / count * 1e6
 
     async def measure(self, count: int) -> dict[str, float]:
-        """Microseconds for each kind of call; `count` of the cheap ones."""
+        """Return microseconds for each kind of call; `count` of the cheap ones."""
         ledger, size = self._ledger, self._size
         few = max(20, min(count, 200_000 // size))
         found = {
@@ -150,7 +149,7 @@ class Crowd:
 async def measure_ledger(
     url: str, pid: int, sizes: tuple[int, ...], count: int
 ) -> dict[int, dict[str, float]]:
-    """Microseconds of the server for each kind of call, by size of the crowd."""
+    """Return microseconds of the server for each kind of call, by size of the crowd."""
     found = {}
     for size, number in zip(sizes, itertools.count()):
         ledger = await RedisLedger.connect(url, f"costs-{number}", archive_limit=1 << 40, timeout_s=60.0)

@@ -1,5 +1,4 @@
-"""What a run looks like from outside: memory and CPU of its processes, the ledger's memory and keys, groups
-by state."""
+"""Samples a run from outside: memory and CPU of its processes, the ledger's memory, groups by state."""
 
 import time
 from collections.abc import Mapping
@@ -29,7 +28,7 @@ GROUP_KEYS = (
 
 
 class Probe:
-    """Looks at the processes of one run."""
+    """Samples the processes of one run."""
 
     def __init__(self, pids: Mapping[str, int], url: str, run: str, run_dir: Path) -> None:
         self._processes = {name: psutil.Process(pid) for name, pid in pids.items()}
@@ -38,8 +37,10 @@ class Probe:
         self._run_dir = run_dir
 
     def sample(self) -> dict[str, Any]:
-        """Everything that is cheap to look at: `rss` (bytes) and `cpu` (seconds so far) by process, the
-        ledger's counters."""
+        """Return all figures that are cheap to take.
+
+        `rss` (bytes) and `cpu` (seconds so far) by process, and the ledger's counters.
+        """
         memory, stats = self._redis.info("memory"), self._redis.info("commandstats")
         run = {
             key.decode(): value.decode() for key, value in self._redis.hgetall(self._keys.of("run")).items()
@@ -61,11 +62,11 @@ class Probe:
         }
 
     def io_cpu_s(self) -> dict[str, float]:
-        """CPU seconds so far of ZeroMQ's own threads, by process."""
+        """Return CPU seconds so far of ZeroMQ's own threads, by process."""
         return {name: _io_cpu_s(process) for name, process in self._processes.items()}
 
     def group_bytes(self) -> int:
-        """Memory of all keys that hold something for each group."""
+        """Return the memory of all keys that hold an entry per group."""
         names = (self._keys.of(name) for name in GROUP_KEYS if name in NAMES)
         return sum(self._redis.memory_usage(name, samples=0) or 0 for name in names)
 
@@ -73,7 +74,7 @@ class Probe:
         self._redis.close()
 
     def _sizes(self) -> dict[str, int]:
-        """Entries of each key that is a collection."""
+        """Return the number of entries of each key that is a collection."""
         commands = {"hash": "HLEN", "zset": "ZCARD", "set": "SCARD", "list": "LLEN", "stream": "XLEN"}
         found = {}
         for name in NAMES:
@@ -83,7 +84,7 @@ class Probe:
         return found
 
     def _files(self) -> dict[str, int]:
-        """Bytes of what the run writes."""
+        """Return the bytes of the files that the run writes."""
         paths = {
             "spool": "spool.sqlite",
             "spool_wal": "spool.sqlite-wal",

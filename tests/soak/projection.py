@@ -1,4 +1,4 @@
-"""From the cost of one group, one worker and one version to what a run of many workers needs. Pure.
+"""Projects the cost of one group, one worker and one version to a run of many workers. Pure.
 
 Legend: a cost is CPU microseconds on the one core that a part can use (the ledger's server, the ingest's and
 the trainer's event loop, each reward worker's event loop). Parts that scale out have their number in the
@@ -13,7 +13,7 @@ MICRO = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """CPU microseconds, measured."""
+    """Measured CPU, microseconds."""
 
     ledger_group: float
     """Server: lease, accept, extend, and the group's share of take and commit."""
@@ -43,7 +43,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a run asks for."""
+    """Size and rates of a run."""
 
     workers: int
     rewards: int
@@ -60,8 +60,10 @@ class Load:
 
 
 def cores(costs: Costs, load: Load) -> dict[str, float]:
-    """Share of its one core that each part needs; above 1 it cannot keep up. `reward` is one reward worker of
-    `load.rewards`."""
+    """Return the share of its one core that each part needs; above 1 it cannot keep up.
+
+    `reward` is one reward worker of `load.rewards`.
+    """
     processes = load.workers + load.rewards
     groups = load.groups_per_worker_s * load.workers
     versions = load.versions_per_s * load.workers
@@ -84,7 +86,7 @@ def cores(costs: Costs, load: Load) -> dict[str, float]:
 
 
 def parts(needed: Mapping[str, float]) -> dict[str, float]:
-    """Cores by part, the ledger's shares added up."""
+    """Return cores by part, the ledger's shares added up."""
     total: dict[str, float] = {}
     for name, share in needed.items():
         part = name.partition(":")[0]
@@ -93,8 +95,10 @@ def parts(needed: Mapping[str, float]) -> dict[str, float]:
 
 
 def saturation(costs: Costs, load: Load, workers_per_reward: int) -> tuple[str, int]:
-    """The part that needs its whole core first as workers are added (reward workers with them), and the most
-    workers that it can serve."""
+    """Return the part that needs its whole core first, and the most workers that it can serve.
+
+    Workers and reward workers are added together.
+    """
 
     def worst(workers: int) -> tuple[float, str]:
         scaled = replace(load, workers=workers, rewards=max(1, workers // workers_per_reward))
@@ -105,7 +109,7 @@ def saturation(costs: Costs, load: Load, workers_per_reward: int) -> tuple[str, 
 
 
 def _largest(holds: Callable[[int], bool]) -> int:
-    """The largest number for which `holds`, which holds for all smaller ones; at most 2**40."""
+    """Return the largest number for which `holds`, which holds for all smaller ones; at most 2**40."""
     low, high = 0, 1
     while holds(high) and high < 1 << 40:
         low, high = high, 2 * high

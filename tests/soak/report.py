@@ -1,4 +1,4 @@
-"""One run's samples as a report: what has to hold, and what was measured."""
+"""Summarizes one run's samples: what has to hold, and what was measured."""
 
 import os
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ def report(
     audit: AuditResult,
     log: Path,
 ) -> dict[str, Any]:
-    """`ok`, `failures` in words, and the figures."""
+    """Return `ok`, `failures` as sentences, and the figures."""
     first, last = settled(samples)[0], samples[-1]
     seconds = last["time"] - first["time"]
     groups = last["trained"] - first["trained"]
@@ -38,7 +38,8 @@ def report(
         found["open"]
     ):
         failures.append(
-            f"issued {status.issued}, trained {status.trained}, dropped {status.dropped}, active {status.active}"
+            f"issued {status.issued}, trained {status.trained}, dropped {status.dropped}, active "
+            f"{status.active}"
         )
     if groups <= 0:
         failures.append("no group was trained")

@@ -1,9 +1,10 @@
-"""The soak: hundreds of workers against one ingest and one trainer for minutes, watched from outside.
+"""Runs the soak: hundreds of workers against one ingest and one trainer for minutes, watched from outside.
 
-    python -m tests.soak.run --minutes 15 --rollouts 200 --rewards 8 --out runs/soak.json      # and runs/soak.md, the tables
+    python -m tests.soak.run --minutes 15 --rollouts 200 --rewards 8 --out runs/soak.json
 
-The embedded ledger, the ingest and the (scripted) trainer are the real processes; the workers are tasks of the real services in at most 4
-processes (`fleet.py`). The last line is JSON with `ok`; exit code 1 if it is false.
+Also writes the tables, runs/soak.md. The embedded ledger, the ingest and the (scripted) trainer are the real
+processes; the workers are tasks of the real services in at most 4 processes (`fleet.py`). The last line is
+JSON with `ok`; exit code 1 if it is false.
 """
 
 import argparse
@@ -40,20 +41,27 @@ START_S = 600.0
 DRAIN_S = 90.0
 FLEETS = 4
 LOAD = (
-    "run.name=soak", "run.steps=1000000000", "bound.max_staleness=4", "bound.groups_per_step=64", "sampling.samples_per_prompt=2",
-    "sampling.max_tokens=8", "engine.seconds_per_token=0.2", "engine.straggler_share=0.02", "engine.straggler_factor=10.0",
-    "trainer.step_s=1.2", "trainer.checkpoint_every=10", "rollout.groups_in_flight=2", "reward.workers=1", "monitor.enabled=false",
+    "run.name=soak", "run.steps=1000000000", "bound.max_staleness=4", "bound.groups_per_step=64",
+    "sampling.samples_per_prompt=2",
+    "sampling.max_tokens=8", "engine.seconds_per_token=0.2", "engine.straggler_share=0.02",
+    "engine.straggler_factor=10.0",
+    "trainer.step_s=1.2", "trainer.checkpoint_every=10", "rollout.groups_in_flight=2", "reward.workers=1",
+    "monitor.enabled=false",
     "bound.drop_window=4096", "ledger.ttl_s=15",
 )  # fmt: skip
-"""The trainer is the slowest part, so that rule F is at its limit and the workers ask for leases in vain, as in a real run.
-A machine that stalls for seconds makes groups stale by the dozen: the window of drops is large enough that the run is not halted for it."""
+"""Overrides of the settings.
+
+The trainer is the slowest part, so that rule F is at its limit and leases are refused, as in a real run. A
+machine that stalls for seconds makes dozens of groups stale: the window of drops is large enough that this
+does not halt the run.
+"""
 
 ALLOCATOR = {"MALLOC_ARENA_MAX": "2"}
-"""A fleet has hundreds of ZeroMQ threads; without a limit each of the allocator's many arenas grows to its own high-water mark."""
+"""Limits the allocator's arenas: a fleet has hundreds of ZeroMQ threads, and each arena keeps its maximum."""
 
 
 class Soak:
-    """One run: its processes and what was seen of them."""
+    """One run: its processes and their samples."""
 
     def __init__(self, settings: Settings, ledger: RedisLedger, server: EmbeddedServer) -> None:
         self.settings, self._ledger, self._server = settings, ledger, server
@@ -72,12 +80,13 @@ class Soak:
         }
         with (self.settings.run_dir / "logs" / f"{name}.log").open("wb") as log:
             self.processes[name] = Popen(
-                [sys.executable, "-m", *arguments], cwd=ROOT, env={**os.environ, **ALLOCATOR, **run}, stdin=DEVNULL, stdout=log,
+                [sys.executable, "-m", *arguments], cwd=ROOT, env={**os.environ, **ALLOCATOR, **run},
+                stdin=DEVNULL, stdout=log,
                 stderr=STDOUT, start_new_session=True, preexec_fn=tied_to_this_process(),
             )  # fmt: skip
 
     def alive(self) -> None:
-        """Raises RuntimeError if a process has ended."""
+        """Raise RuntimeError if a process has ended."""
         for name, process in self.processes.items():
             if process.poll() is not None:
                 tail = (self.settings.run_dir / "logs" / f"{name}.log").read_text(errors="replace")[-2000:]
@@ -94,7 +103,7 @@ class Soak:
                 await asyncio.sleep(0.5)
 
     async def watch(self, seconds: float) -> None:
-        """Sample for so long."""
+        """Sample for so many seconds."""
         pids = {"ledger": self._server.pid} | {name: process.pid for name, process in self.processes.items()}
         probe = Probe(pids, self._server.url, self.settings.run.name, self.settings.run_dir)
         try:
@@ -114,7 +123,7 @@ class Soak:
             probe.close()
 
     async def drain(self) -> None:
-        """No more leases; the trainer trains what is in flight and ends by itself, then everything else is stopped in order."""
+        """Stop leasing; wait until the trainer has trained the rest, then stop the others in order."""
         await self._ledger.drain()
         await self._ended("trainer")
         for names in (self._fleets(), ["ingest"]):
@@ -129,7 +138,7 @@ class Soak:
             raise RuntimeError(f"{name} ended with {code} when it was to drain")
 
     def end(self) -> None:
-        """End what still lives, with what it started."""
+        """End the processes that still run, with their children."""
         for process in self.processes.values():
             try:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -153,7 +162,7 @@ def _say(sample: Mapping[str, Any]) -> None:
 
 @asynccontextmanager
 async def soaking(settings: Settings, rollouts: int, rewards: int) -> AsyncIterator[Soak]:
-    """All processes of a run, up and at work; everything is ended at the end of the block."""
+    """Start all processes of a run, wait until they work, and end them with the block."""
     (settings.run_dir / "logs").mkdir(parents=True)
     spec = await asyncio.to_thread(prepare, settings)
     server = EmbeddedServer(settings.run_dir / "ledger")
@@ -186,7 +195,7 @@ async def soaking(settings: Settings, rollouts: int, rewards: int) -> AsyncItera
 async def run(
     directory: Path, minutes: float, rollouts: int, rewards: int, overrides: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """A whole soak; returns the report."""
+    """Run a whole soak; returns the report."""
     settings = settings_for(directory / "run", "stragglers.toml", *LOAD, *overrides)
     async with soaking(settings, rollouts, rewards) as soak:
         await soak.watch(60 * minutes)

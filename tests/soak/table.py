@@ -1,11 +1,11 @@
-"""The soak's JSON as Markdown tables."""
+"""Renders the soak's JSON as Markdown tables."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 
 def render(found: Mapping[str, Any]) -> str:
-    """What `make soak` prints and docs/results/soak.md shows."""
+    """Return what `make soak` prints and docs/results/soak.md shows."""
     return (
         "\n\n".join(
             [

@@ -1,4 +1,4 @@
-"""The projection's arithmetic, against numbers worked out by hand."""
+"""The projection's arithmetic, against numbers computed by hand."""
 
 from dataclasses import fields, replace
 

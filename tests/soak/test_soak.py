@@ -1,5 +1,4 @@
-"""Nothing grows with the work that is done: a short run inside this process, and a longer one of real
-processes (slow)."""
+"""Resources of a run: nothing grows with the work done, in this process and (slow) in real processes."""
 
 import asyncio
 import math
@@ -20,8 +19,10 @@ B, E = 4, 2
 KEPT = (2 + 1) * 5
 """Steps whose records are kept: two checkpoints, one every five steps, and what came since."""
 FAST = (
-    "run.steps=1000000", f"bound.groups_per_step={B}", f"bound.max_staleness={E}", "engine.seconds_per_token=0.0",
-    "engine.straggler_share=0.0", "trainer.step_s=0.0", "trainer.checkpoint_every=5", "rollout.groups_in_flight=2", "reward.workers=1",
+    "run.steps=1000000", f"bound.groups_per_step={B}", f"bound.max_staleness={E}",
+    "engine.seconds_per_token=0.0",
+    "engine.straggler_share=0.0", "trainer.step_s=0.0", "trainer.checkpoint_every=5",
+    "rollout.groups_in_flight=2", "reward.workers=1",
 )  # fmt: skip
 
 
@@ -30,7 +31,7 @@ BLOCKS = 8
 
 
 async def least(live: LiveRun, version: int) -> dict[str, int]:
-    """The smallest of some counts taken from `version` on: what is in flight comes and goes."""
+    """Return the smallest of some counts taken from `version` on, since work in flight varies."""
     found = {"blocks": 1 << 60, "descriptors": 1 << 60, "tasks": 1 << 60}
     for target in range(version, version + 12, 3):
         async with asyncio.timeout(600):
@@ -42,8 +43,10 @@ async def least(live: LiveRun, version: int) -> dict[str, int]:
 
 
 async def ledger_is_trimmed(live: LiveRun) -> None:
-    """Every key of the run is one of the fixed ones, and holds no more than active groups and those that no
-    checkpoint covers."""
+    """Check that the ledger's keys are the fixed ones, and hold only what is still needed.
+
+    That is active groups, and those that no checkpoint covers.
+    """
     probe = Probe({}, live.settings.ledger.url, live.settings.run.name, live.settings.run_dir)
     try:
         sample = await asyncio.to_thread(probe.sample)
@@ -88,7 +91,7 @@ async def test_nothing_grows_with_the_groups_that_are_done(
 
 
 def metric_lines(metrics: object) -> int:
-    """Samples that a service shows on /metrics."""
+    """Return the samples that a service shows on /metrics."""
     return sum(len(family.samples) for family in metrics.registry.collect())  # type: ignore[attr-defined]
 
 

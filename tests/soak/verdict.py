@@ -1,4 +1,4 @@
-"""What the samples of a run say. Pure."""
+"""Evaluates the samples of a run. Pure."""
 
 import json
 from collections import Counter
@@ -11,7 +11,7 @@ Sample = Mapping[str, Any]
 
 
 def slope(times_s: Sequence[float], values: Sequence[float]) -> float:
-    """Least-squares slope, per minute; 0 for fewer than two samples."""
+    """Return the least-squares slope, per minute; 0 for fewer than two samples."""
     n = len(times_s)
     if n < 2:
         return 0.0
@@ -21,30 +21,30 @@ def slope(times_s: Sequence[float], values: Sequence[float]) -> float:
 
 
 def settled(samples: Sequence[Sample]) -> list[Sample]:
-    """The last two thirds of the run, in time: caches and queues have filled up before."""
+    """Return the last two thirds of the run, in time: caches and queues have filled up before."""
     start = samples[0]["time"] + (samples[-1]["time"] - samples[0]["time"]) / 3
     return [sample for sample in samples if sample["time"] >= start]
 
 
 def rss_slopes(samples: Sequence[Sample]) -> dict[str, float]:
-    """MB/min of each process over the last two thirds."""
+    """Return MB/min of each process over the last two thirds."""
     late = settled(samples)
     times = [sample["time"] for sample in late]
     return {name: slope(times, [sample["rss"][name] / 1e6 for sample in late]) for name in late[0]["rss"]}
 
 
 def cpu_shares(samples: Sequence[Sample]) -> dict[str, float]:
-    """Cores that each process used over the last two thirds."""
+    """Return the cores that each process used over the last two thirds."""
     late = settled(samples)
     seconds = late[-1]["time"] - late[0]["time"]
     return {name: (late[-1]["cpu"][name] - late[0]["cpu"][name]) / seconds for name in late[0]["cpu"]}
 
 
 def misplaced(audit: Path) -> dict[str, list[int]]:
-    """Groups that were trained more than once, trained and dropped, or that ended nowhere and can be leased
-    by nobody; from the log alone.
+    """Return groups with no end or more than one, from the log alone.
 
-    A run without rewinds is expected: each group has one end.
+    These were trained more than once, trained and dropped, or neither and cannot be leased again. A run
+    without rewinds is expected: each group has one end.
     """
     ends: Counter[int] = Counter()
     open_groups: set[int] = set()

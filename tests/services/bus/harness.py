@@ -1,5 +1,4 @@
-"""What the bus tests share: messages, a registry in a dict, raw peers that speak ZeroMQ only, and a receiver
-in another process."""
+"""Provides messages, a registry in a dict, raw ZeroMQ peers and a receiver process to the bus tests."""
 
 import asyncio
 import signal
@@ -66,7 +65,7 @@ async def eventually(condition: Callable[[], bool]) -> None:
 
 
 async def acknowledge(inbox: Receiver, groups: list[int]) -> None:
-    """Acknowledge whatever comes and note its group, until cancelled."""
+    """Acknowledge every message and note its group, until cancelled."""
     while True:
         delivery = await inbox.receive()
         assert isinstance(delivery.message, ScoreFailure)
@@ -92,7 +91,7 @@ async def background(*loops: Awaitable[None]) -> AsyncIterator[None]:
 
 
 class Raw:
-    """A bare DEALER (connects) or ROUTER (binds), to say what our own classes never would."""
+    """Bare DEALER (connects) or ROUTER (binds), to send what our own classes never send."""
 
     def __init__(self, endpoint: str = "", hwm: int = 1000) -> None:
         self._context = zmq.asyncio.Context()
@@ -127,13 +126,13 @@ class Raw:
         return address, decode(last)[1]
 
     async def hear_news_from(self) -> AnyMessage:
-        """The next message that is no Hello: senders say again and again how much they have sent."""
+        """Return the next message that is not a Hello, which senders repeat."""
         while isinstance(message := (await self.hear_from())[1], Hello):
             pass
         return message
 
     async def hear_of(self, kind: type[AnyMessage]) -> AnyMessage:
-        """The next message of a kind; others are skipped."""
+        """Return the next message of a kind; others are skipped."""
         while not isinstance(message := await self.hear(), kind):
             pass
         return message
@@ -143,8 +142,10 @@ class Raw:
 async def holder(
     incarnation: str,
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, str, asyncio.StreamReader]]:
-    """Another process with a receiver that holds what it gets: (process, endpoint, its output: a line per
-    message)."""
+    """Start another process with a receiver that holds what it gets.
+
+    Yields (process, endpoint, its output: a line per message).
+    """
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -165,7 +166,7 @@ async def holder(
 
 
 async def outcome(call: Awaitable[object]) -> Exception | None:
-    """The error of a call, None if there is none."""
+    """Return the error of a call, None if there is none."""
     try:
         await call
     except Exception as error:

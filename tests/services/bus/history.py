@@ -1,9 +1,8 @@
-"""Random histories of a DELIVER edge: two senders and two receivers, real sockets, a man in the middle before
-each receiver.
+"""Runs random histories of a DELIVER edge with two senders and two receivers over real sockets.
 
-What the application does is played here: a message takes effect in `World.effects`, keyed by its id as the
-ledger keys its own, before it is acknowledged. Whatever the history was, `World.settle` ends all disturbance
-and waits until every promise is kept.
+A faulty proxy stands before each receiver. The application is played here: a message takes effect in
+`World.effects`, keyed by its id as the ledger keys its own, before it is acknowledged. Whatever the history
+was, `World.settle` ends all faults and waits until every promise is kept.
 """
 
 import asyncio
@@ -30,7 +29,7 @@ ENDS = (0, 1)
 
 @dataclass(frozen=True)
 class Move:
-    """One thing that is done or that happens; `end` is the number of a sender or receiver."""
+    """One action or fault; `end` is the number of a sender or receiver."""
 
     name: str
     end: int = 0
@@ -63,7 +62,7 @@ class Life:
 
 
 class World:
-    """The edge, what was sent on it, and what came of it."""
+    """The edge, the messages sent on it, and their effects."""
 
     def __init__(self, window: int) -> None:
         self.topic: Topic = windowed(window)
@@ -82,7 +81,6 @@ class World:
         self._names = 0
 
     # -- the two kinds of ends
-    # -----------------------------------------------------------------------------------------
     def begin(self, kind: str, end: int) -> None:
         life = self.lives[kind, end] = Life()
         self._tasks.create_task(
@@ -167,9 +165,8 @@ class World:
         return f"{role}.{self._names}"
 
     # -- moves
-    # -----------------------------------------------------------------------------------------------------------
     async def play(self, move: Move) -> None:
-        """Do what a move says; returns when it is done, not when its consequences are."""
+        """Carry out a move; returns when it is done, not when its consequences are."""
         middle, outbox = self.middles[move.end], self.outboxes[move.end]
         match move.name:
             case "send" if outbox is not None:
@@ -196,8 +193,10 @@ class World:
                 await asyncio.sleep(0.002 * move.count)
 
     async def end(self, kind: str, end: int, *, abruptly: bool) -> None:
-        """End one life and begin the next. Abruptly: its connections break first, so that it can say nothing
-        more."""
+        """End one life and begin the next.
+
+        Abruptly: its connections break first, so that it can send nothing more.
+        """
         life = self.lives[kind, end]
         if abruptly:
             for middle in self.middles if kind == "sender" else [self.middles[end]]:
@@ -209,11 +208,11 @@ class World:
         await self.up()
 
     async def up(self) -> None:
-        """Wait until every end lives."""
+        """Wait until every end is alive."""
         await eventually(lambda: None not in (*self.middles, *self.outboxes))
 
     async def settle(self) -> None:
-        """No more disturbance: everything that was sent comes to its end."""
+        """End all faults and wait until every message that was sent is finished."""
         await self.up()
         for end, middle in enumerate(self.middles):
             assert middle is not None

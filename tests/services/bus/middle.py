@@ -1,8 +1,7 @@
-"""A man in the middle: a TCP proxy that knows ZeroMQ's frames and loses, repeats, holds back, swaps, cuts and
-damages messages.
+"""Proxies ZeroMQ frames over TCP and drops, duplicates, delays, swaps, cuts and damages messages.
 
-One connection of a sender is one connection to the target, so that what ZeroMQ promises of a connection holds
-unless a fault breaks it. Greetings and ZeroMQ's own commands pass untouched.
+One connection of a sender is one connection to the target, so that what ZeroMQ guarantees for a connection
+holds unless a fault breaks it. Greetings and ZeroMQ's own commands pass unchanged.
 """
 
 import asyncio
@@ -19,7 +18,7 @@ LONG, COMMAND = 2, 4
 
 
 class Fault(StrEnum):
-    """What happens to one message."""
+    """Fault of one message."""
 
     PASS = "pass"
     LOSE = "lose"
@@ -35,8 +34,10 @@ DELAY_S = 0.02
 
 
 class Middle:
-    """Listens at `endpoint` for connections to `target`. `plan`: faults for the next messages, in either
-    direction; then all pass."""
+    """Listens at `endpoint` and connects to `target`.
+
+    `plan`: faults of the next messages, in either direction; all later messages pass.
+    """
 
     def __init__(self, target: str) -> None:
         self.target = target
@@ -101,7 +102,7 @@ class Middle:
     async def _opened(
         self, *where: Any, **how: Any
     ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-        """A connection, until the end of the block; then it is gone, not only about to be closed."""
+        """Open a connection; it is closed completely at the end of the block."""
         reader, writer = await asyncio.open_connection(*where, **how)
         self._open.add(writer)
         try:
@@ -117,9 +118,8 @@ class Middle:
     ) -> None:
         kept = b""
         with suppress(OSError, asyncio.IncompleteReadError):
-            for _ in range(
-                GREETING
-            ):  # as it comes: each end sends the rest of its greeting when it has the beginning of the other's
+            # byte by byte: each end sends the rest of its greeting when it has the beginning of the other's
+            for _ in range(GREETING):
                 part = await reader.readexactly(1)
                 if writer.is_closing():
                     raise ConnectionResetError
@@ -150,7 +150,7 @@ class Middle:
         other.transport.abort()
 
     def _changed(self, fault: Fault, number: int, body: bytes) -> list[bytes]:
-        """The messages that go out in place of `body`."""
+        """Return the messages that are sent in place of `body`."""
         if fault is Fault.LOSE:
             return []
         if fault is Fault.REPEAT:
@@ -166,7 +166,7 @@ class Middle:
 
 
 async def _read(reader: asyncio.StreamReader) -> tuple[int, bytes]:
-    """Flags and body of the next frame."""
+    """Return flags and body of the next frame."""
     flags = (await reader.readexactly(1))[0]
     length = (
         struct.unpack(">Q", await reader.readexactly(8))[0]

@@ -1,4 +1,4 @@
-"""Where a socket may be bound, and who may connect to it."""
+"""Binding and CURVE: which addresses may be bound, and which keys may connect."""
 
 import asyncio
 import shutil

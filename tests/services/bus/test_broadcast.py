@@ -1,4 +1,4 @@
-"""The newest manifest reaches every engine, answers come back, and a dead engine holds nobody up."""
+"""Broadcaster and Listener: the newest manifest reaches every engine; a dead engine blocks nobody."""
 
 import asyncio
 from dataclasses import replace

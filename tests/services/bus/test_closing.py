@@ -1,4 +1,4 @@
-"""What a closed bus leaves behind: nothing."""
+"""Closing senders and receivers: no task, thread or descriptor is left."""
 
 import asyncio
 import gc

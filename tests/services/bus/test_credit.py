@@ -1,4 +1,4 @@
-"""A receiver's window is never exceeded, and nobody starves."""
+"""Credit: a receiver's window is never exceeded, and every sender gets a share."""
 
 import asyncio
 from contextlib import AsyncExitStack
@@ -99,9 +99,9 @@ def test_window_holds_over_sockets(window: int, senders: int, finish) -> None:  
                 held: list[Delivery] = []
                 while done < 12 * senders:
                     held.append(await inbox.receive())
-                    who = inbox.snapshot()
-                    assert isinstance(who["held"], int)
-                    assert who["held"] <= window + senders
+                    state = inbox.snapshot()
+                    assert isinstance(state["held"], int)
+                    assert state["held"] <= window + senders
                     if (
                         finish.random() < 0.5
                         or len(held) >= min(window, senders)
@@ -154,8 +154,7 @@ async def test_sender_waits_for_credit() -> None:
 
 
 async def test_senders_share_idle_receivers_evenly() -> None:
-    """Each sender has credit at each receiver, and none is better than another: they must not all take the
-    same."""
+    """Each sender has equal credit at each receiver; they must not all choose the same one."""
     taken: dict[str, list[int]] = {f"reward.{index}": [] for index in range(4)}
     async with AsyncExitStack() as stack:
         inboxes = {name: await stack.enter_async_context(receiver(name)) for name in taken}
@@ -171,6 +170,6 @@ async def test_senders_share_idle_receivers_evenly() -> None:
 
 
 def knows(outbox: Sender, receivers: int) -> bool:
-    """Whether a sender has heard from so many receivers."""
+    """Return whether a sender has heard from so many receivers."""
     links: dict[str, dict[str, Any]] = outbox.snapshot()["receivers"]  # type: ignore[assignment]
     return sum(link["ready"] for link in links.values()) == receivers

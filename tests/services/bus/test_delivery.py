@@ -1,4 +1,4 @@
-"""A message reaches one receiver, is acknowledged or refused, and nothing is lost or done twice."""
+"""Delivery: a message reaches one receiver, is acknowledged or refused, and nothing is lost or done twice."""
 
 import asyncio
 import random

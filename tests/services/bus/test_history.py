@@ -1,5 +1,4 @@
-"""Whatever happens to messages, links and ends: what is confirmed took effect, what took effect did so once,
-and nothing stays behind."""
+"""Random histories of the bus: what is acknowledged took effect exactly once, and nothing is left behind."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Bytes that are not ours are counted, dropped, and hurt nothing."""
+"""Frames that are not ours: they are counted, dropped, and disturb no traffic."""
 
 import asyncio
 import socket
@@ -106,8 +106,7 @@ async def test_peer_that_said_no_hello_is_unknown() -> None:
 
 
 async def test_damaged_message_makes_the_sender_send_again() -> None:
-    """Through a relay that damages the first message: the checksum fails, and the heartbeat shows that it is
-    not held."""
+    """A relay damages the first message: its checksum is wrong, and a heartbeat shows it is not held."""
     groups: list[int] = []
     async with receiver() as inbox, Raw() as front, Raw(inbox.endpoint) as back:
         broken = 0

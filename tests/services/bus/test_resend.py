@@ -1,4 +1,4 @@
-"""When a message is sent again, and when it is not."""
+"""Resending: when a message is sent again, and when it is not."""
 
 import asyncio
 import signal
@@ -129,8 +129,7 @@ async def test_message_that_the_receiver_has_seen_and_does_not_hold_is_sent_agai
 
 
 async def test_message_that_was_lost_is_sent_again_even_if_none_follows_it() -> None:
-    """The sender says how many it has sent; the receiver counts those as seen, and its next heartbeat names
-    what it holds of them."""
+    """The hello counts what was sent; the receiver counts that as seen, and names what it holds."""
     async with (
         Raw() as raw,
         sender(Registry({"raw.1": raw.endpoint})) as outbox,
@@ -150,7 +149,7 @@ async def test_message_that_was_lost_is_sent_again_even_if_none_follows_it() -> 
         assert beat == Heartbeat(receiver="ingest.1", sequence=beat.sequence, seen=1)  # type: ignore[union-attr]
 
 
-async def test_message_that_is_held_or_not_seen_yet_or_told_out_of_date_is_not_sent_again() -> None:
+async def test_message_that_is_held_or_unseen_or_in_an_outdated_heartbeat_is_not_sent_again() -> None:
     async with (
         Raw() as raw,
         sender(Registry({"raw.1": raw.endpoint})) as outbox,
@@ -245,7 +244,7 @@ async def test_bug_in_discover_ends_the_block() -> None:
 
 
 async def _greet(raw: Raw, name: str = "raw.1") -> bytes:
-    """Answer the sender's hello as a receiver would; its address."""
+    """Answer the sender's hello as a receiver does; returns its address."""
     [peer], hello = await raw.hear_from()
     assert isinstance(hello, Hello)
     await raw.say(peer, frame(Heartbeat(receiver=name, sequence=1)))

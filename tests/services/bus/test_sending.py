@@ -1,5 +1,4 @@
-"""What `send` promises its caller: an end to every wait, a slot in its turn, one message for one id; and what
-is refused at once."""
+"""`Sender.send`: every wait ends, slots are given in order, one message per id, immediate refusals."""
 
 import asyncio
 from dataclasses import replace
@@ -40,7 +39,7 @@ async def test_send_cancelled_without_receiver_forgets_the_message() -> None:
         assert groups == [2]
 
 
-async def test_send_waits_for_a_slot_and_a_cancelled_one_hands_its_turn_on() -> None:
+async def test_send_waits_for_a_slot_and_a_cancelled_one_wakes_the_next() -> None:
     config = replace(QUICK, max_outstanding=1)
     registry = Registry()
     groups: list[int] = []

@@ -1,8 +1,9 @@
-"""A process that holds the device's lock with one that it starts as vLLM does: `python -m
-tests.services.gpu_sharing.device_owner RUN_DIR [HOW]`.
+"""Holds the device's lock together with a child process, started as vLLM starts its own.
 
-HOW: "" holds it as an engine that is awake, "asleep" has left it, "ranks" as the ranks of a trainer. It
-prints the pid of the other one, which by then has what it was given.
+    python -m tests.services.gpu_sharing.device_owner RUN_DIR [HOW]
+
+HOW: "" holds it as an engine that is awake, "asleep" has released it, "ranks" as the ranks of a trainer. It
+prints the pid of the child, which has received the descriptor by then.
 """
 
 import multiprocessing

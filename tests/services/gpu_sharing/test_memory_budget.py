@@ -1,5 +1,4 @@
-"""What a GPU that is shared has to hold in each turn; the numbers are those of a 7 B model on 80 and 140
-GiB."""
+"""The memory budget of a shared GPU in each turn; the numbers are those of a 7 B model on 80 and 140 GiB."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Who has the device: nobody takes it from the other, and no wait is without an end."""
+"""Turns on a shared GPU: trainer and engines never hold it together, and every wait ends."""
 
 import asyncio
 import dataclasses
@@ -183,7 +183,7 @@ async def test_only_one_of_two_that_take_the_device_at_once_gets_it(settings: Se
 
 
 class Sides:
-    """Two engines and a trainer that use a device as often as they can, while others forget or end them."""
+    """Two engines and a trainer that use a device as often as they can, while faults hit them."""
 
     def __init__(self) -> None:
         self.engines: set[EngineGpuTurn] = set()
@@ -254,7 +254,7 @@ async def test_trainer_and_engines_are_never_on_the_device_together_whatever_is_
 
 @contextmanager
 def owned(run_dir: Path, *words: str) -> Iterator[tuple["subprocess.Popen[str]", psutil.Process]]:
-    """A process with the device's lock and the one that it has started; both are ended with the block."""
+    """Start a process that holds the device's lock and its child; both are killed with the block."""
     command = [sys.executable, "-m", "tests.services.gpu_sharing.device_owner", str(run_dir), *words]
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True

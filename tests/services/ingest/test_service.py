@@ -1,4 +1,4 @@
-"""How the ingest ends."""
+"""The ingest's end: an error is reported even if archiving fails, too."""
 
 import asyncio
 import dataclasses

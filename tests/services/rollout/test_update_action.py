@@ -1,4 +1,4 @@
-"""Which update a rollout worker begins, continues or gives up: one row per situation."""
+"""`next_action`: which update a rollout worker begins, continues or cancels, one row per situation."""
 
 import pytest
 

@@ -1,5 +1,4 @@
-"""Whatever happens to trainer, engine, files and messages: tokens are of the versions that they name, and
-every wait ends."""
+"""Random histories of weight updates: tokens are of the versions that they name, and every wait ends."""
 
 import asyncio
 import tempfile
@@ -20,16 +19,15 @@ STEPS = [Move("step"), Move("turns", count=20)]
 
 @pytest.fixture(scope="module")
 def versions() -> Versions:
-    torch.set_num_threads(
-        1
-    )  # on a busy machine, threads that wait for each other make the small products here a hundred times slower
+    # on a busy machine, threads that wait for each other make small products a hundred times slower
+    torch.set_num_threads(1)
     return Versions()
 
 
 def play(
     versions: Versions, transport: str, moves: list[Move], until: Callable[[World], bool] = lambda world: True
 ) -> World:
-    """Play the moves, again and again until `until` holds, and then settle."""
+    """Play the moves, repeatedly until `until` holds, and then settle."""
 
     async def main(directory: Path) -> World:
         async with asyncio.timeout(3 * DEADLINE_S), World(transport, directory, versions).running() as world:
@@ -113,7 +111,7 @@ def test_tokens_are_of_the_versions_that_they_name_whatever_happens(
 
 @pytest.mark.parametrize("transport", ["shm", "disk", "nccl", "shared"])
 def test_updates_in_the_middle_of_requests_are_seen(versions: Versions, transport: str) -> None:
-    """So that the histories above are known to hold what they are to check."""
+    """Shows that the histories above contain what they are meant to check."""
     world = play(
         versions, transport, STEPS, until=lambda world: world.accepted > 0 and world.spans > world.checked
     )

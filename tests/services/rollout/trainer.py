@@ -1,5 +1,4 @@
-"""The trainer's side of a weight history: real ledger transitions, real senders, a real broadcaster, and the
-ways in which it dies."""
+"""Plays the trainer in a weight history: real ledger transitions, senders, broadcaster, and crashes."""
 
 import asyncio
 from collections.abc import Iterator
@@ -31,12 +30,14 @@ DAMAGE = ("", "corrupt", "truncate", "remove", "swap")
 
 
 class Dying(Exception):
-    """The trainer's process ends here."""
+    """Raised where the trainer's process ends."""
 
 
 class Trainer:
-    """One trainer after the other. `branch[v]` are the weights of version v on the branch that the ledger is
-    on."""
+    """Successive lives of the trainer.
+
+    `branch[v]` are the weights of version v on the branch that the ledger is on.
+    """
 
     def __init__(
         self, transport: str, directory: Path, ledger: MemoryLedger, registry: Registry, versions: Versions
@@ -71,8 +72,10 @@ class Trainer:
         await self.restart(0)
 
     async def restart(self, back: int = 0, *, zombie: bool = False) -> None:
-        """The trainer ends at once; the next one goes on where it was, or `back` versions before. A zombie
-        goes on talking."""
+        """End the trainer at once; the next one continues, or goes back `back` versions.
+
+        A zombie continues to send.
+        """
         await self._end(zombie=zombie)
         self._lives += 1
         self.epoch = f"e{self._lives}"
@@ -122,7 +125,8 @@ class Trainer:
             for group in taken.groups
         }
         await self._ledger.commit(
-            self.epoch, taken.step, trained, digest=manifest.digest, report=b"", manifest=encode_payload(manifest)
+            self.epoch, taken.step, trained, digest=manifest.digest, report=b"",
+            manifest=encode_payload(manifest)
         )  # fmt: skip
         self.branch.append(weights)
         if dies == "committed":
@@ -131,7 +135,7 @@ class Trainer:
             self._say(manifest)
 
     async def _take(self) -> Taken | None:
-        """The next batch; None if there is none for a while, because no engine serves anything."""
+        """Return the next batch; None if there is none for a while, because no engine serves anything."""
         for _ in range(TAKE_TRIES):
             with suppress(Refused):
                 return await self._ledger.take(self.epoch)
@@ -139,7 +143,7 @@ class Trainer:
         return None
 
     def haunt(self) -> None:
-        """Those that are not the trainer any more, but do not know it, say again what they said last."""
+        """Let former trainers that are zombies publish their last manifest again."""
         for epoch, caster, manifest in self._casters[:-1]:
             if manifest is not None:
                 caster.publish(manifest, epoch=epoch)
@@ -172,7 +176,7 @@ class Trainer:
             await self._stack.aclose()
 
     async def _draft(self, version: int) -> None:
-        """Let engines receive the version while it is made, where the transport can."""
+        """Let engines receive the version while it is made, if the transport can."""
         sender = self._senders[-1]
         if isinstance(sender, StreamingSender):
             coming = sender.provisional(self.epoch, version)
@@ -210,7 +214,7 @@ def _write(masters: Weights, weights: Weights) -> None:
 
 
 def _spoil(manifest: WeightManifest, damage: str) -> None:
-    """Damage what was published, where it lies in files."""
+    """Damage the files of a published version."""
     directory = Path(manifest.location)
     if not damage or not directory.is_dir():
         return

@@ -1,5 +1,4 @@
-"""A model of a few thousand parameters, versions of its weights, and which of them tokens can have come
-from."""
+"""Makes a small model and versions of its weights, and decides which versions can have made which tokens."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,20 +19,21 @@ class Versions:
 
     def __init__(self) -> None:
         config = Qwen2Config(
-            vocab_size=VOCAB, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+            vocab_size=VOCAB, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+            num_attention_heads=2, num_key_value_heads=2,
             max_position_embeddings=256, tie_word_embeddings=False,
         )  # fmt: skip
         self.model = Qwen2ForCausalLM(config).eval()
         self._generator = torch.Generator().manual_seed(0)
 
     def write_config(self, directory: Path) -> Path:
-        """A model directory without weights."""
+        """Write and return a model directory without weights."""
         directory.mkdir(parents=True, exist_ok=True)
         self.model.config.save_pretrained(directory)
         return directory
 
     def new(self) -> Weights:
-        """Weights that agree with no others on a token for long."""
+        """Return weights that soon disagree with all others on a token."""
         return {
             name: torch.randn(tensor.shape, generator=self._generator) * 0.3
             for name, tensor in self.model.named_parameters()
@@ -43,8 +43,7 @@ class Versions:
     def could_make(
         self, candidates: Sequence[Weights], context: Sequence[int], tokens: Sequence[int]
     ) -> bool:
-        """Whether each of `tokens` is the greedy one after `context` and the tokens before it, under one of
-        the candidates."""
+        """Return whether each token is the greedy one after those before it, under one of the candidates."""
         ids = torch.tensor([[*context, *tokens]])
         fits = torch.zeros(len(tokens), dtype=torch.bool)
         for weights in candidates:

@@ -1,10 +1,9 @@
-"""Random histories of weight updates: a trainer, an engine, requests that never stop, and everything that may
-go wrong between them.
+"""Runs random histories of weight updates: a trainer, an engine, a steady stream of requests, and all faults.
 
-Real parts: ledger rules (in memory), senders and receivers of a transport, the broadcast edge with a man in
-the middle, the updater of the rollout service, and the `hf` engine. Every completion is recomputed: its
-tokens must be those of the versions that it names, and if the ledger accepts it, those of the branch that the
-ledger is on.
+Real parts: ledger rules (in memory), senders and receivers of a transport, the broadcast edge with a faulty
+proxy, the updater of the rollout service, and the `hf` engine. Every completion is recomputed: its tokens
+must be those of the versions that it names, and if the ledger accepts it, those of the branch that the ledger
+is on.
 """
 
 import asyncio
@@ -42,7 +41,7 @@ HOUR_MS = 3_600_000
 
 @dataclass(frozen=True)
 class Move:
-    """One thing that is done or that happens."""
+    """One action or fault."""
 
     name: str
     how: str = ""
@@ -84,16 +83,15 @@ class World:
 
     @property
     def drafts(self) -> float:
-        """Versions that engines staged before their manifests had come."""
+        """Number of versions that engines staged before their manifests arrived."""
         return sum(
             process.metrics.registry.get_sample_value("tether_events_total", {"event": "weights.drafts"}) or 0
             for process in self._processes
         )
 
     # -- the engine
-    # ------------------------------------------------------------------------------------------------------
     async def _engine_life(self) -> None:
-        """One process of the rollout service: it ends when it is cancelled, or by its engine's poison."""
+        """Run one process of the rollout service, until it is cancelled or its engine is poisoned."""
         self._lives += 1
         config = EngineConfig(name="hf", max_model_len=128, stage_timeout_s=self._stage_timeout_s)
         process = Process(Role.ROLLOUT, cast(Any, None), cast(Any, self.ledger), f"rollout{self._lives}")
@@ -127,7 +125,7 @@ class World:
             await engine.close()
 
     async def _engine_loop(self) -> None:
-        """Start a fresh one when one has ended, as the supervisor does."""
+        """Start a fresh engine when one has ended, as the supervisor does."""
         while True:
             async with asyncio.TaskGroup() as tasks:
                 self._engine_task = tasks.create_task(_cancelled_is_fine(self._engine_life()), name="engine")
@@ -180,11 +178,10 @@ class World:
         self.check(prompt, found, branch=True)
 
     def check(self, prompt: tuple[int, ...], found: Completion, *, branch: bool) -> None:
-        """Every token is of a published version that its span names; with `branch`, of the one on the
-        ledger's branch.
+        """Check that every token is of a published version that its span names.
 
-        Without: two branches may have a version of the same number, and a request whose lease is void may
-        have seen both.
+        With `branch`, of the version on the ledger's branch. Without: two branches may have a version of the
+        same number, and a request whose lease is void may have seen both.
         """
         start = 0
         for end, version in found.spans:
@@ -198,9 +195,8 @@ class World:
         self.checked += 1
 
     # -- moves
-    # -----------------------------------------------------------------------------------------------------------
     async def play(self, move: Move) -> None:
-        """Do what a move says."""
+        """Carry out a move."""
         trainer, engine = self.trainer, self.engine
         match move.name:
             case "step":
@@ -236,8 +232,10 @@ class World:
                 await asyncio.sleep(0.002 * move.count)
 
     async def new_engine(self) -> None:
-        """Kill the engine's process, once it has loaded its model (two loads at once do not work in one
-        process); the next one comes up."""
+        """Kill the engine's process once it has loaded its model, and wait for the next one.
+
+        Two loads at once do not work in one process.
+        """
         await eventually(lambda: self.engine is not None)
         lives = self._lives
         if self._engine_task is not None:
@@ -245,8 +243,7 @@ class World:
         await eventually(lambda: self._lives > lives)
 
     async def settle(self) -> None:
-        """No more disturbance: a good version is published, the engine serves it and says so, and generates
-        with it."""
+        """End all faults and wait until a new version is published, applied, reported and used."""
         self._stage_timeout_s = 30.0
         await self.new_engine()
         trainer = self.trainer
@@ -279,13 +276,13 @@ class World:
 
 
 async def _cancelled_is_fine(life: Awaitable[None]) -> None:
-    """A killed engine ends its own task only."""
+    """Await a life; cancelling it ends its own task only."""
     with suppress(asyncio.CancelledError):
         await life
 
 
 def _break_commit(weights: Any) -> None:
-    """It fails when it has copied some."""
+    """Make the next commit fail after it has copied some tensors."""
     if isinstance(weights, LiveAndStaged):
         weights.copy[next(reversed(weights.copy))] = torch.empty(1, 2, 3)
     else:

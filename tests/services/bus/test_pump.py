@@ -1,4 +1,4 @@
-"""What a message takes while it waits or is held."""
+"""`make_context`: what a message takes while it waits or is held."""
 
 import zmq
 
