@@ -1,1 +1,1 @@
-"""The processes of tether, and the only part of it that touches sockets, Redis, signals and settings."""
+"""Runs the processes of tether; the only package that reads settings and connects to the ledger."""

@@ -1,1 +1,1 @@
-"""Messages between the services: ZeroMQ sockets driven from the event loop."""
+"""Delivers messages between the services over ZeroMQ sockets, driven from the event loop."""

@@ -59,7 +59,7 @@ def check_budget(
 
     Args:
         total_gb: memory of one device, GiB.
-        parameters: number of parameters of the whole model.
+        parameters: number of parameters of the model, not of one rank.
         workers: engines that sleep on each device.
         adapters: only adapters are trained and published; they are small enough to be left out.
 

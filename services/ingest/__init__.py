@@ -1,4 +1,4 @@
-"""The ingest."""
+"""Runs the ingest."""
 
 from services.ingest.service import serve
 

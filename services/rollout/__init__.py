@@ -1,4 +1,4 @@
-"""The rollout worker."""
+"""Runs the rollout worker."""
 
 from services.rollout.service import serve
 

@@ -15,7 +15,7 @@ from services.runtime.process import Process
 log = logging.getLogger("tether.turns")
 
 POLL_S = 1.0
-"""Seconds between two looks into the registry while no message says that the turn may have changed."""
+"""Seconds between two reads of the registry while no message says that the turn may have changed."""
 
 
 class EngineGpuTurn:
