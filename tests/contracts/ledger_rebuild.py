@@ -64,8 +64,8 @@ def told_of(events: Sequence[Mapping[str, Any]], start: int) -> list[Mapping[str
                 "event": "accept",
                 "group": event["group"],
                 "token": event["token"],
-                "counts": event["counts"],
                 **lease,
+                "counts": event["counts"],
             }
         for again in event.get("told", ()):
             for accepted in (again, *again.get("accepted", ())):
