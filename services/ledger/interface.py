@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
+
 from protocol.errors import SettingsError
 from protocol.lifecycle import GroupState
 from protocol.staleness import Bound, Policy
@@ -142,6 +144,41 @@ class Head:
     """Number of the last event."""
 
 
+class JournalAccept(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="accept"):
+    """An accepted group, as the journal in the spool notes it."""
+
+    group: int
+    """Number of the group."""
+    token: str
+    """Token that its record was accepted under."""
+    version: int
+    """Version that the holder's engine had acknowledged when the lease was granted."""
+    deadline: int
+    """`version` + `bound`."""
+    bound: int
+    """Bound of the lease, in versions."""
+    counts: dict[int, int]
+    """Sampled tokens by version."""
+
+
+class JournalCommit(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="commit"):
+    """A committed step, as the journal in the spool notes it."""
+
+    epoch: str
+    """Epoch of the trainer."""
+    step: int
+    """The step, which is the version that it started from."""
+    digest: str
+    """Digest of the weights of version `step` + 1, in decimal."""
+    groups: dict[int, dict[int, int]]
+    """Group -> tokens that carried gradient by version."""
+    accepted: list[JournalAccept]
+    """The batch, in the order in which it was taken."""
+
+
+JournalEvent = JournalAccept | JournalCommit
+
+
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """All of a run; `services/ledger_recovery/restore.py` makes it, `Ledger.rebuild` writes it."""
@@ -174,8 +211,8 @@ class Snapshot:
     steps: tuple[StepRecord, ...]
     """Committed steps that no checkpoint covers."""
     reports: Mapping[int, bytes]
-    told: tuple[Mapping[str, Any], ...] = ()
-    """Accepts and commits that only the journal knew, as events."""
+    journal_events: tuple[JournalEvent, ...] = ()
+    """Accepts and commits that only the journal knew, oldest first."""
 
 
 class Ledger(Protocol):
@@ -196,7 +233,8 @@ class Ledger(Protocol):
     async def head(self) -> Head:
         """Cheap to ask again and again. Refuses NO_RUN."""
 
-    # -- engines and processes ---------------------------------------------------------------------------------------
+    # -- engines and processes
+
     async def register(self, peer: Peer, ttl_ms: int) -> None:
         """Say that a process lives; to be repeated before `ttl_ms` is over."""
 
@@ -215,7 +253,8 @@ class Ledger(Protocol):
 
         A version smaller than the one recorded for the same incarnation and epoch is ignored."""
 
-    # -- a group's life ----------------------------------------------------------------------------------------------
+    # -- a group's life
+
     async def lease(self, *, request: str, engine: str, holder: str, lease_ms: int) -> Lease:
         """Lease the next group: a WAITING or expired one first, else a new one. `request` makes repeats harmless.
 
@@ -241,7 +280,8 @@ class Ledger(Protocol):
     async def drop(self, group: int, token: str, reason: str, wasted_tokens: int = 0) -> None:
         """Give up a group. `token` is that of the current lease. Refuses NOT_HELD, WRONG_STATE (never a TAKEN group)."""
 
-    # -- the trainer -------------------------------------------------------------------------------------------------
+    # -- the trainer
+
     async def claim(self, epoch: str) -> LedgerStatus:
         """A new trainer takes the run over: older epochs are fenced, TAKEN groups go back to SCORED. Refuses STALE_EPOCH for an epoch
         that was fenced before."""
@@ -291,7 +331,8 @@ class Ledger(Protocol):
         """A durable checkpoint covers all steps below `version`: their records and reports are forgotten, and so is what engines that
         are not registered any more acknowledged before it."""
 
-    # -- settings ----------------------------------------------------------------------------------------------------
+    # -- settings
+
     async def set_bound(
         self,
         *,
@@ -305,7 +346,8 @@ class Ledger(Protocol):
         """Stop granting leases, or grant them again; the latter also lets a halted run go on: drops, and attempts of WAITING and LEASED
         groups, are counted anew."""
 
-    # -- the event log -----------------------------------------------------------------------------------------------
+    # -- the event log
+
     async def events(self, after: int, limit: int) -> Sequence[Mapping[str, Any]]:
         """Events with a sequence number > `after`, oldest first: {seq, time_ms, event, ...} (see `services/ledger/event_log/archiver.py`)."""
 

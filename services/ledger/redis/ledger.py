@@ -132,7 +132,7 @@ class RedisLedger:
         return Head(fields[0].decode(), int(fields[1]), int(fields[2]))
 
     # -- engines and processes
-    # ---------------------------------------------------------------------------------------
+
     async def register(self, peer: Peer, ttl_ms: int) -> None:
         await self._run("register", peer.incarnation, encode_peer(peer), ttl_ms, encode_endpoints(peer))
 
@@ -156,7 +156,7 @@ class RedisLedger:
         await self._run("applied", engine, epoch, version)
 
     # -- a group's life
-    # ----------------------------------------------------------------------------------------------
+
     async def lease(self, *, request: str, engine: str, holder: str, lease_ms: int) -> Lease:
         answer = await self._run(
             "lease", engine, holder, lease_ms, self._tokens(), self._archive_limit, request
@@ -184,7 +184,7 @@ class RedisLedger:
         await self._run("drop", group, token, reason, wasted_tokens)
 
     # -- the trainer
-    # -------------------------------------------------------------------------------------------------
+
     async def claim(self, epoch: str) -> LedgerStatus:
         return decode_status((await self._run("claim", epoch))[0])
 
@@ -234,7 +234,7 @@ class RedisLedger:
             pass
 
     # -- settings
-    # ----------------------------------------------------------------------------------------------------
+
     async def set_bound(
         self,
         *,
@@ -251,7 +251,7 @@ class RedisLedger:
         await self._run("drain", int(on))
 
     # -- the event log
-    # -----------------------------------------------------------------------------------------------
+
     async def events(self, after: int, limit: int) -> Sequence[Mapping[str, Any]]:
         entries = await self._connection.command(
             "XRANGE", self.keys.of("events"), f"{after + 1}-0", "+", "COUNT", limit
@@ -262,24 +262,28 @@ class RedisLedger:
         await self._run("archived", sequence)
 
     # -- the server
-    # --------------------------------------------------------------------------------------------------
+
     async def guard(self) -> None:
-        """From now on, wait (as for a server that is away) until the run was looked at on the server that
-        answers."""
+        """Use from now on only a server process on which the run was reconciled.
+
+        Calls wait for that as they wait for a server that is away.
+        """
         await self._connection.guard(self.keys.of("run"))
 
-    async def looked_at(self) -> tuple[str, str]:
-        """The server process that answers, and the one on which the run was last looked at; empty if it never
-        was."""
-        noted = await self._connection.command("HGET", self.keys.of("run"), SERVER_FIELD)
-        return await self._connection.server(), noted.decode() if noted else ""
+    async def reconciled_server(self) -> tuple[str, str]:
+        """Return the id of the server process, and of the one on which the run was last reconciled.
 
-    async def note_server(self, server: str) -> None:
-        """The run is whole on this server process: everybody may go on."""
+        The second is empty if the run never was.
+        """
+        reconciled = await self._connection.command("HGET", self.keys.of("run"), SERVER_FIELD)
+        return await self._connection.server(), reconciled.decode() if reconciled else ""
+
+    async def set_reconciled_server(self, server: str) -> None:
+        """Record that the run is complete on this server process, which guarded connections then use."""
         await self._connection.command("HSET", self.keys.of("run"), SERVER_FIELD, server)
 
-    async def promise(self) -> str:
-        """What the server does not promise now; see `durability`."""
+    async def check_durability(self) -> str:
+        """Return what the server does not promise now; see `durability`."""
         return await self._connection.check()
 
     async def close(self) -> None:

@@ -35,7 +35,7 @@ class Machine(Moves):
             self.both(lambda ledger, engine=engine: ledger.applied(engine, self.epochs[-1], 0))
 
     # -- rules
-    # -------------------------------------------------------------------------------------------------------
+
     def play(self, move: str, pick: Pick) -> None:
         getattr(self, move)(pick)
         if pick(range(0, 6)) == 5:
@@ -53,7 +53,7 @@ class Machine(Moves):
         for engine in ENGINES[:2]:
             self.both(lambda ledger, engine=engine: ledger.applied(engine, self.epochs[-1], self.version))
         for move in (
-            ["lease"] * (self.memory.ledger.book.bound.groups_per_step + 1)
+            ["lease"] * (self.memory.ledger.run_state.bound.groups_per_step + 1)
             + ["accept"] * 4
             + ["take", "commit"]
         ):
@@ -92,12 +92,12 @@ class Machine(Moves):
     def rule_f_holds(self) -> None:
         if self.calls == 0:
             return
-        book = self.memory.ledger.book
-        if book.bound.policy is not Policy.MASK:
-            assert holds(book.slot_deadlines(), book.next_step(), book.bound)
-            if book.running is not None:
-                taken = [group.deadline for group in book.of(GroupState.TAKEN)]
-                assert holds([*book.slot_deadlines(), *taken], book.version, book.bound)
+        run_state = self.memory.ledger.run_state
+        if run_state.bound.policy is not Policy.MASK:
+            assert holds(run_state.slot_deadlines(), run_state.next_step(), run_state.bound)
+            if run_state.running is not None:
+                taken = [group.deadline for group in run_state.of(GroupState.TAKEN)]
+                assert holds([*run_state.slot_deadlines(), *taken], run_state.version, run_state.bound)
 
     def teardown(self) -> None:
         try:

@@ -149,7 +149,7 @@ def no_number(log: Log) -> None:
         (stale_trainer, "epoch e1 acts"),
         (crowd, "rule F"),
         (nonsense, "malformed"),
-        (no_number, "step is [1], not a whole number"),
+        (no_number, "Expected `int`, got `array` - at `$.step`"),
     ],
 )
 async def test_a_corrupted_log_is_found_out(corrupt: Callable[[Log], None], says: str) -> None:

@@ -217,7 +217,7 @@ async def test_a_hole_between_archive_and_journal_is_refused_and_changes_nothing
         (tmp_path / FILE).write_bytes(old)
         here.command("FLUSHALL")
         with pytest.raises(
-            SettingsError, match=rf"{FILE} ends at event \d+, and the journal goes on after event \d+"
+            SettingsError, match=rf"{FILE} ends at event \d+, and the journal begins after event \d+"
         ):
             await LedgerReconciler(here.driver.ledger, here.settings, here.spool).reconcile_and_archive()
         assert here.command("DBSIZE") == 0

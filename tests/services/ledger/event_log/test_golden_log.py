@@ -13,8 +13,16 @@ import pytest
 
 from protocol.staleness import Policy
 from services.ledger.event_log.archiver import FILE, Archiver
+from services.ledger.event_log.events import (
+    KnownEvent,
+    MalformedEvent,
+    UnknownEvent,
+    decode_fields,
+    decode_line,
+    fields_of,
+)
 from services.ledger.verify.verifier import verify
-from tests.contracts.ledger_rebuild import restored, small, told_of
+from tests.contracts.ledger_rebuild import journal_of, restored, small
 from tests.contracts.ledger_rig import Driver, MemoryRig, RedisRig, Rig, spec
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -111,7 +119,7 @@ async def lose_writes(driver: Driver, directory: Path) -> None:
     await driver.commit(await ledger.take("e3"), "e3")
     lost = [dict(event) for event in await ledger.events(len(archived), 1000)]
     status = await ledger.status()
-    snapshot = restored(archived, told_of(archived + lost, len(archived)), found=status.sequence)
+    snapshot = restored(archived, journal_of(archived + lost, len(archived)), found=status.sequence)
     await ledger.rebuild(small(driver, status.bound), snapshot)
 
 
@@ -154,3 +162,43 @@ def test_a_golden_log_has_every_kind_of_event_and_is_proven(name: str) -> None:
     result = verify(path)
     assert result.violations == []
     assert (result.issued, result.trained, result.dropped, result.steps) == (12, 7, 3, 5)
+
+
+@pytest.mark.parametrize("name", ["memory", "valkey"])
+def test_golden_lines_are_decoded_and_encoded_without_loss(name: str) -> None:
+    for line in (GOLDEN / f"{name}.jsonl").read_bytes().splitlines():
+        fields = json.loads(line)
+        del fields["chain"]
+        event = decode_line(line)
+        assert isinstance(event, KnownEvent)
+        assert decode_fields(fields) == event
+        assert fields_of(event) == fields
+
+
+def test_fields_of_a_newer_version_are_ignored() -> None:
+    for line in (GOLDEN / "valkey.jsonl").read_bytes().splitlines():
+        assert decode_line(line[:-1] + b',"new":{"a":[1]}}') == decode_line(line)
+    assert decode_line(b'{"seq":7,"time_ms":1,"event":"bless","group":3}') == UnknownEvent(
+        seq=7, name="bless"
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (b"[1]", "the line is not an event"),
+        (b"\xff", "the line is not an event"),
+        (b"[" * 100_000, "the line is not an event"),
+        (b'{"seq":3,"event":"steps","steps":2.5}', "malformed: Expected `int`, got `float` - at `$.steps`"),
+        (b'{"seq":3,"event":"steps","steps":true}', "malformed: Expected `int`, got `bool` - at `$.steps`"),
+        (b'{"seq":3,"event":"steps"}', "malformed: Object missing required field `steps`"),
+        (
+            b'{"seq":3,"event":"lost","group":1,"token":[]}',
+            "malformed: Expected `str`, got `array` - at `$.token`",
+        ),
+    ],
+)
+def test_a_malformed_line_says_what_is_wrong(line: bytes, problem: str) -> None:
+    event = decode_line(line)
+    assert isinstance(event, MalformedEvent)
+    assert event.problem == problem
