@@ -1,11 +1,9 @@
 -- Prepended to every script. Names the keys, loads the run, and holds what several transitions share.
 --
--- KEYS: those of services/ledger/redis/keys.py in the order of NAMES.
+-- KEYS: those of services/ledger/redis/keys.py in the order of NAMES, which scripts.py puts in front.
 -- A script returns {'ok', ...} or {'refused', reason, detail}; reasons are those of protocol.errors.Reason.
 -- Times are milliseconds of the server's clock. Versions, deadlines and steps are integers. Group ids are padded strings inside.
 
-local NAMES = {'run', 'lineage', 'epochs', 'groups', 'waiting', 'leases', 'live', 'expired', 'scored', 'fresh', 'taken', 'trained',
-  'dropped', 'reasons', 'outcomes', 'batch', 'gone', 'steps', 'reports', 'manifest', 'engines', 'peers', 'peer_info', 'endpoints', 'requests', 'events'}
 local NUMBERS = {'prompts', 'steps', 'max_staleness', 'groups_per_step', 'max_attempts', 'drop_share', 'drop_window', 'version',
   'sequence', 'archived', 'issued', 'trained', 'dropped', 'wasted_tokens', 'draining', 'running', 'checkpoint', 'pending',
   'pending_max_staleness', 'pending_groups_per_step', 'resumed_version', 'resumed_continued'}
