@@ -1,9 +1,9 @@
 """Archives ledger events and rebuilds the ledger after its server lost acknowledged writes.
 
-Redis loses writes when it crashes without syncing its append-only file, fails over to a replica, or is flushed.
-What was acknowledged is on disk here: the archive holds every event up to its last line, and the journal in the
-spool the accepts and commits that came after it. A ledger that ends before either of them lost writes; so may
-have any server that was restarted and does not sync each write.
+Redis loses writes when it crashes without syncing its append-only file, fails over to a replica, or is
+flushed. What was acknowledged is on disk here: the archive holds every event up to its last line, and the
+journal in the spool the accepts and commits that came after it. A ledger that ends before either of them lost
+writes; so may have any server that was restarted and does not sync each write.
 """
 
 import asyncio
@@ -173,9 +173,9 @@ class LedgerReconciler:
         known = min((entry.ledger_sequence for entry in journal), default=0)
         if known > archived and journal[0].position > 1:  # the newest entry that may be deleted is kept
             raise SettingsError(
-                f"the ledger lost writes, {path} ends at event {archived}, and the journal begins after event "
-                f"{known}: the events between are lost; restore the whole archive, or start in a new run "
-                "directory"
+                f"the ledger lost writes, {path} ends at event {archived}, "
+                f"and the journal begins after event {known}: the events between are lost; "
+                "restore the whole archive, or start in a new run directory"
             )
         for entry in journal:
             if entry.ledger_sequence > archived:

@@ -1,8 +1,8 @@
 """Builds the snapshot that a ledger has to hold after it lost acknowledged writes, from archive and journal.
 
 The archive is complete up to its last line. Of what came after it, the journal (`trainer/storage/spool.py`)
-has the accepts and commits; they are applied after the archive. What neither has is undone: leases and running
-steps go back, dropped groups are tried again. A group that was trained is never trained again.
+has the accepts and commits; they are applied after the archive. What neither has is undone: leases and
+running steps go back, dropped groups are tried again. A group that was trained is never trained again.
 """
 
 from collections import Counter

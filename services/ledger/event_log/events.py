@@ -1,9 +1,9 @@
 """Defines the events of a run: one struct per kind, as every ledger appends them to its log.
 
 Each state change appends one event. `seq` counts up without gaps from 1 over the life of the run; only a
-`rebuild` may skip numbers. The JSON of an event has its kind in the field `event`, and leaves empty lists out;
-digests are decimal strings, because JSON numbers end at 53 bits; counts have string keys. The archive adds one
-field, `chain`, at the end of each line (see `hash_chain.py`).
+`rebuild` may skip numbers. The JSON of an event has its kind in the field `event`, and leaves empty lists
+out; digests are decimal strings, because JSON numbers end at 53 bits; counts have string keys. The archive
+adds one field, `chain`, at the end of each line (see `hash_chain.py`).
 
 Decoding ignores fields that are not declared here, so that an older version reads the log of a newer one.
 """
@@ -336,8 +336,9 @@ class MalformedEvent(LedgerEvent, frozen=True, kw_only=True):
 
 KnownEvent = (
     CreateEvent | StepsEvent | BoundPendingEvent | BoundEvent | DrainEvent | HaltEvent | UnhaltEvent
-    | AppliedEvent | LeaseEvent | ExpireEvent | ExtendEvent | ReleaseEvent | AcceptEvent | LostEvent | DropEvent
-    | ClaimEvent | ResumeEvent | TakeEvent | CommitEvent | PublishEvent | CheckpointEvent | RebuildEvent
+    | AppliedEvent | LeaseEvent | ExpireEvent | ExtendEvent | ReleaseEvent | AcceptEvent | LostEvent
+    | DropEvent | ClaimEvent | ResumeEvent | TakeEvent | CommitEvent | PublishEvent | CheckpointEvent
+    | RebuildEvent
 )  # fmt: skip
 KINDS = frozenset(str(kind.__struct_config__.tag) for kind in KnownEvent.__args__)
 """Values of the field `event`."""

@@ -1,7 +1,7 @@
 """Holds the state of a run in memory: groups, counters and event log, and what several transitions share.
 
-`protocol.lifecycle` decides which transition is legal, and `protocol.staleness` what rule F allows; nothing of
-either is repeated here.
+`protocol.lifecycle` decides which transition is legal, and `protocol.staleness` what rule F allows; nothing
+of either is repeated here.
 """
 
 from collections import Counter, deque
@@ -179,7 +179,10 @@ class RunState:
             group.expired = False
 
     def held(self, group: int, token: str, *, forgotten: Reason = Reason.NOT_HELD) -> Group:
-        """Return the group if `token` is its current one; else refuse NOT_HELD, UNKNOWN_GROUP or `forgotten`."""
+        """Return the group if `token` is its current one.
+
+        Refuses UNKNOWN_GROUP, NOT_HELD, and `forgotten` for a group that is finished and forgotten.
+        """
         found = self.groups.get(group)
         if found is None:
             raise Refused(Reason.UNKNOWN_GROUP if group >= self.issued else forgotten, f"group {group}")

@@ -1,5 +1,4 @@
-"""The ledger on Redis or Valkey: each method is one Lua script, atomic on the server and harmless to
-repeat."""
+"""Implements the ledger on Redis or Valkey: each transition is one Lua script, atomic and safe to repeat."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
@@ -45,7 +44,7 @@ _READ = 512  # step fields read by one command
 
 
 class RedisLedger:
-    """One run on one server; see `services/ledger/interface.py` for what the methods promise.
+    """Ledger of one run on one server; `services/ledger/interface.py` says what the methods promise.
 
     Safe for concurrent use by the tasks of one event loop. A cancelled call may or may not have taken effect;
     call it again.
@@ -60,8 +59,9 @@ class RedisLedger:
         archive_limit: int = ARCHIVE_LIMIT,
         tokens: Callable[[], str] = new_token,
     ) -> None:
-        """Use `connect` instead; `tokens` draws the lease tokens."""
+        """Make a ledger on a connection that was checked; use `connect` instead."""
         self.run = run
+        """Name of the run."""
         self.durability = durability
         """What the server does not promise, to be printed as a warning; empty if no acknowledged write can be
         lost."""
@@ -70,7 +70,7 @@ class RedisLedger:
         self._archive_limit = archive_limit
         self._tokens = tokens
         self._endpoints: tuple[bytes | None, dict[str, dict[str, str]]] = (None, {})
-        """Count of changes in the registry, and topic -> incarnation -> endpoint as it was then."""
+        """Number of changes in the registry, and topic -> incarnation -> endpoint as of that number."""
 
     @classmethod
     async def connect(
@@ -87,7 +87,7 @@ class RedisLedger:
 
         Args:
             url: redis://, rediss:// (TLS) or unix://, with user and password where the server wants them.
-            run: the run to work on; it need not exist yet.
+            run: name of the run; it need not exist yet.
             timeout_s: limit of one call, and of the connection attempt.
             retry_s: how long a call is repeated while the server is away.
             archive_limit: events that may wait for the archive before leasing stops.
@@ -127,7 +127,7 @@ class RedisLedger:
     async def head(self) -> Head:
         fields = await self._connection.command("HMGET", self.keys.of("run"), "epoch", "version", "sequence")
         if fields[1] is None:
-            status = await self.status()  # refuses, or waits for a run that has vanished
+            status = await self.status()  # refuses, or waits for a lost run
             return Head(status.epoch, status.version, status.sequence)
         return Head(fields[0].decode(), int(fields[1]), int(fields[2]))
 
@@ -221,7 +221,7 @@ class RedisLedger:
         return await self._steps("reports", first)
 
     async def _steps(self, name: str, first: int) -> list[bytes]:
-        """Values of a hash by step, from `first` up to the present version."""
+        """Return the values of a hash by step, from `first` up to the committed version."""
         version = int(await self._connection.command("HGET", self.keys.of("run"), "version") or 0)
         found: list[bytes] = []
         for start in range(max(first, 0), version, _READ):
@@ -306,6 +306,6 @@ def _spec_arguments(spec: RunSpec) -> tuple[str | int | float, ...]:
 
 
 def _event(fields: Any) -> bytes:
-    """The value of the one field of a stream entry, in whichever shape redis-py returns fields."""
+    """Return the value of the only field of a stream entry, in either shape in which redis-py has fields."""
     value: bytes = next(iter(fields.values())) if isinstance(fields, dict) else fields[1]
     return value

@@ -1,5 +1,4 @@
-"""Checks a `rebuild` event: the ledger holds what the log and the journal say, and nothing that was trained is
-forgotten."""
+"""Checks a `rebuild` event: the ledger holds what log and journal say, and nothing trained is forgotten."""
 
 from protocol.lifecycle import GroupState
 from services.ledger.event_log.events import RebuildEvent

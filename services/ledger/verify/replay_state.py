@@ -1,7 +1,7 @@
 """Holds the state of a run while `verify` replays its event log.
 
-Verify shares no code with `memory/` or `ledger_recovery/`, on purpose: it proves what they did, so it reads the
-log on its own, from `protocol.lifecycle` and `protocol.staleness` alone.
+Verify shares no code with `memory/` or `ledger_recovery/`, on purpose: it proves what they did, so it reads
+the log on its own, from `protocol.lifecycle` and `protocol.staleness` alone.
 """
 
 from collections.abc import Callable, Mapping
@@ -112,12 +112,11 @@ class ReplayState:
             self.report(f"group {number}: {group.transitions} on the path to this commit, not one of each")
         group.trained_lag = max((lag(step, version) for version, n in counts.items() if n), default=0)
         if group.trained_lag > group.bound:
-            self.report(
-                f"group {number}: a token of lag {group.trained_lag} was trained, over the bound {group.bound}"
-            )
-        over = [version for version, n in counts.items() if n > group.counts.get(version, 0)]
-        if over:
-            self.report(f"group {number}: more tokens of versions {over} trained than accepted")
+            over = f"lag {group.trained_lag} was trained, over the bound {group.bound}"
+            self.report(f"group {number}: a token of {over}")
+        excess = [version for version, n in counts.items() if n > group.counts.get(version, 0)]
+        if excess:
+            self.report(f"group {number}: more tokens of versions {excess} trained than accepted")
 
     def next_step(self) -> int:
         """Return N of rule F."""

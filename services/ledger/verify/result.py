@@ -5,7 +5,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class AuditResult:
-    """Counters and violations that `verify` found; trained groups are those on the path to the committed version."""
+    """Counters and violations that `verify` found.
+
+    Trained groups are those on the path to the committed version.
+    """
 
     issued: int
     """Groups ever leased."""

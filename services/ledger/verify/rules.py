@@ -1,6 +1,7 @@
-"""Checks what goes beyond the lifecycle: which group may be leased, which tokens accepted, which groups taken,
-what a rewind undoes, and that rule F holds wherever a group gets a place and wherever the bound or the next step
-changes.
+"""Checks what goes beyond the lifecycle: leases, accepted tokens, batches, rewinds and rule F.
+
+Which group may be leased, which tokens may be accepted, which groups are taken, what a rewind undoes; and
+that rule F holds wherever a group gets a place and wherever the bound or the next step changes.
 """
 
 from protocol.lifecycle import GroupState

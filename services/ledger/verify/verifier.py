@@ -1,7 +1,7 @@
 """Proves a run from its event log alone: nothing trained twice, nothing lost, no token over the bound.
 
-The log is replayed through `protocol.lifecycle`'s table and `protocol.staleness`'s rules. What does not fit is
-a violation that names the event and the group. `services/ledger/event_log/events.py` lists the events.
+The log is replayed through `protocol.lifecycle`'s table and `protocol.staleness`'s rules. What does not fit
+is a violation that names the event and the group. `services/ledger/event_log/events.py` lists the events.
 """
 
 from collections.abc import Iterable, Mapping
@@ -169,9 +169,8 @@ class Verifier:
         group.token, group.deadline, group.bound = event.token, event.deadline, event.bound
         state.transition(number, Event.LEASE)
         if event.deadline != deadline(event.version, event.bound):
-            self.violation(
-                f"group {number}: deadline {event.deadline} is not version {event.version} + bound {event.bound}"
-            )
+            expected = f"version {event.version} + bound {event.bound}"
+            self.violation(f"group {number}: deadline {event.deadline} is not {expected}")
         bound = Bound(event.bound, event.groups_per_step, event.policy)
         if bound != state.bound:
             self.violation(f"group {number}: leased under {bound}, but {state.bound} is in force")

@@ -9,9 +9,9 @@ import pytest
 
 from protocol.errors import Reason, TetherError
 from protocol.staleness import Policy
-from services.ledger.event_log.archiver import FILE, Archiver, last_sequence, verify
+from services.ledger.event_log.archiver import FILE, Archiver, last_sequence
 from services.ledger.event_log.hash_chain import append
-from services.ledger.verify.verifier import verify_events
+from services.ledger.verify.verifier import verify, verify_events
 from tests.contracts.ledger_rig import Driver, MemoryRig
 
 Log = list[dict[str, Any]]

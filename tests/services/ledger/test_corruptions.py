@@ -10,9 +10,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from services.ledger.event_log.archiver import FILE, verify
+from services.ledger.event_log.archiver import FILE
 from services.ledger.event_log.hash_chain import HEAD, append
-from services.ledger.verify.verifier import verify_events
+from services.ledger.verify.verifier import verify, verify_events
 from tests.services.ledger import forgeries
 from tests.services.ledger.corruptions import CORRUPTIONS, Corruption
 from tests.services.ledger.logs import renumbered, rough_log
