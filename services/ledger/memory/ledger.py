@@ -239,7 +239,7 @@ class MemoryLedger:
 
     def _readmit(self, run: RunState, group: Group) -> None:
         if group.expired and not run.room_for([group.deadline]):
-            raise Refused(Reason.BOUND, f"group {group.group} had expired and its place is gone")
+            raise Refused(Reason.BOUND, f"group {group.group} had expired and rule F has no room for it")
 
     async def release(self, group: int, token: str, reason: str) -> None:
         self._hand_back(group, token, Event.RELEASE, reason)

@@ -11,18 +11,37 @@ from tests.services.ledger.moves import ENGINES, Moves, Pick
 
 PROGRESS = ["lease"] * 4 + ["accept"] * 4 + ["apply"] * 2 + ["take"] + ["commit"] * 2
 DISTURB = [
-    "expire", "expire", "extend", "release", "accept_old", "lost", "drop", "applied", "checkpointed", "set_bound", "set_bound", "drain",
-    "create_again", "publish", "process", "archived",
-]  # fmt: skip
+    "expire",
+    "expire",
+    "extend",
+    "release",
+    "accept_old",
+    "lost",
+    "drop",
+    "applied",
+    "checkpointed",
+    "set_bound",
+    "set_bound",
+    "drain",
+    "create_again",
+    "publish",
+    "process",
+    "archived",
+]
 
 
 class Machine(Moves):
     """Plays the moves in any order; each call must give the same result or refusal, status and events."""
 
     @initialize(
-        E=st.integers(0, 2), B=st.integers(1, 3), policy=st.sampled_from(Policy), prompts=st.sampled_from([None, None, 12]),
-        steps=st.sampled_from([3, 50, 50]), attempts=st.integers(1, 4), window=st.sampled_from([4, 64, 64]),
-    )  # fmt: skip
+        E=st.integers(0, 2),
+        B=st.integers(1, 3),
+        policy=st.sampled_from(Policy),
+        prompts=st.sampled_from([None, None, 12]),
+        steps=st.sampled_from([3, 50, 50]),
+        attempts=st.integers(1, 4),
+        window=st.sampled_from([4, 64, 64]),
+    )
     def create(
         self, E: int, B: int, policy: Policy, prompts: int | None, steps: int, attempts: int, window: int
     ) -> None:

@@ -27,9 +27,29 @@ from tests.contracts.ledger_rig import Driver, MemoryRig, RedisRig, Rig, spec
 
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = {
-    "create", "steps", "applied", "lease", "expire", "extend", "release", "accept", "lost", "drop", "halt", "unhalt", "claim",
-    "resume", "rebuild", "take", "commit", "publish", "bound_pending", "bound", "drain", "checkpoint",
-}  # fmt: skip
+    "create",
+    "steps",
+    "applied",
+    "lease",
+    "expire",
+    "extend",
+    "release",
+    "accept",
+    "lost",
+    "drop",
+    "halt",
+    "unhalt",
+    "claim",
+    "resume",
+    "rebuild",
+    "take",
+    "commit",
+    "publish",
+    "bound_pending",
+    "bound",
+    "drain",
+    "checkpoint",
+}
 RUN = {"E": 2, "B": 2, "prompts": 100, "drop_window": 3, "drop_share": 0.6}
 
 

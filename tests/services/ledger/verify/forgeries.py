@@ -1,8 +1,8 @@
 """More ways to spoil an event log: forged leases, steps, rewinds and bounds. See `corruptions.py`, whose list
 they join."""
 
-from tests.services.ledger.corruptions import corruption, insert, remove
-from tests.services.ledger.logs import Log, find
+from tests.services.ledger.verify.corruptions import corruption, insert, remove
+from tests.services.ledger.verify.logs import Log, find
 
 # -- forged leases
 

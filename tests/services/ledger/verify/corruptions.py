@@ -4,7 +4,7 @@
 import copy
 from collections.abc import Callable
 
-from tests.services.ledger.logs import Event, Log, find, renumbered
+from tests.services.ledger.verify.logs import Event, Log, find, renumbered
 
 Corruption = Callable[[Log], str]
 CORRUPTIONS: list[Corruption] = []
