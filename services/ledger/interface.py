@@ -1,12 +1,16 @@
-"""What every ledger does: the Redis one (`ledger.py`) and the oracle in memory (`memory.py`) pass one contract suite.
+"""Defines what every ledger does, the values that it takes and returns, and the limits of a run.
 
-A method either takes effect whole or raises `Refused` and changes nothing. Calling one again after a lost reply is harmless:
-the second call returns what the first one did.
+The ledger on Redis (`redis/ledger.py`) and the oracle in memory (`memory/ledger.py`) pass one contract suite.
+
+A method either takes effect completely or raises `Refused` and changes nothing. Repeating it after a lost
+reply is harmless: the second call returns what the first one did.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+import msgspec
 
 from protocol.errors import SettingsError
 from protocol.lifecycle import GroupState
@@ -15,9 +19,10 @@ from protocol.staleness import Bound, Policy
 
 @dataclass(frozen=True, slots=True)
 class RunSpec:
-    """What a run is. Creating it twice with equal values is harmless, with another fingerprint refused."""
+    """A run as its settings describe it."""
 
     run: str
+    """Name of the run."""
     fingerprint: str
     """Fingerprint of the prompt stream; group g is prompt g of it."""
     prompts: int | None
@@ -25,8 +30,9 @@ class RunSpec:
     steps: int
     """Steps after which the run is done."""
     bound: Bound
+    """Bound in force when the run is created."""
     max_attempts: int = 5
-    """Leases of one group before it is dropped (`attempts`)."""
+    """Leases of one group before it is dropped, with the reason `attempts`."""
     drop_share: float = 0.9
     """Share of the last `drop_window` finished groups that one drop reason may have before the run halts."""
     drop_window: int = 64
@@ -34,17 +40,19 @@ class RunSpec:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A group to generate."""
+    """A lease of one group, to be generated."""
 
     group: int
     token: str
+    """Identifies the lease in later calls."""
     epoch: str
+    """Epoch that the holder's engine had acknowledged."""
     version: int
     """The version that the holder's engine had acknowledged when the lease was granted."""
     deadline: int
-    """version + max_staleness."""
+    """Last step that may train it untouched: `version` + `max_staleness`."""
     max_staleness: int
-    """The bound in force when the lease was granted; it holds for this lease for good."""
+    """E in force when the lease was granted, in versions; later changes do not affect it."""
     attempt: int
     """1 for the first lease of the group."""
 
@@ -59,8 +67,9 @@ class TakenGroup:
     deadline: int
     max_staleness: int
     version: int
+    """This one, `deadline` and `max_staleness` are those of the lease."""
     counts: Mapping[int, int]
-    """Sampled tokens per version, as accepted."""
+    """Sampled tokens by version, as accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,18 +81,19 @@ class Taken:
     groups: tuple[TakenGroup, ...]
     """In order of (deadline, group)."""
     dropped: tuple[int, ...] = ()
-    """Groups given up on the way to this take (`straggler`, `stale`), to be aborted."""
+    """Groups dropped by the takes before it (`straggler`, `stale`), to be aborted."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """What the ledger knows of a committed step that no durable checkpoint covers yet."""
+    """A committed step that no durable checkpoint covers yet."""
 
     step: int
     epoch: str
     digest: int
     """Digest of the manifest of version step + 1."""
     groups: tuple[TakenGroup, ...]
+    """Its batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,56 +116,88 @@ class LedgerStatus:
     """Number of the last event."""
     bound: Bound
     pending: Bound | None
-    """A change that waits until rule F holds with it."""
+    """A bound that waits until rule F allows it."""
     steps: int
     issued: int
     trained: int
     dropped: int
     states: Mapping[GroupState, int]
-    """Active groups by state; WAITING, LEASED, SCORED, TAKEN."""
+    """Number of groups that are WAITING, LEASED, SCORED and TAKEN."""
     dropped_by_reason: Mapping[str, int]
     wasted_tokens: int
     """Sampled tokens of dropped groups, as far as they were reported."""
     halted: str = ""
-    """Why leasing has stopped until `drain(False)`; empty while the run is on."""
+    """Drop reason that stopped leasing until `drain(False)`; empty if none did."""
     draining: bool = False
     engines: Mapping[str, tuple[str, int]] = field(default_factory=dict)
-    """Engine incarnation -> (epoch, version) that it last acknowledged."""
+    """Engine incarnation -> (epoch, version) that it acknowledged last."""
 
     @property
     def active(self) -> int:
+        """Return the number of groups that are neither TRAINED nor DROPPED."""
         return sum(self.states.values())
 
     @property
     def done(self) -> bool:
+        """Return whether the last step is committed."""
         return self.version >= self.steps
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Where a run stands, without what grows with the number of engines."""
+    """Position of a run, without what grows with the number of engines."""
 
     epoch: str
-    """That of the last claim; empty before the first."""
+    """Epoch of the last claim; empty before the first."""
     version: int
     sequence: int
     """Number of the last event."""
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """All of a run; `services/ledger_recovery/restore.py` makes it, `Ledger.rebuild` writes it."""
+class JournalAccept(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="accept"):
+    """An accepted group, as the journal in the spool has it: its lease, and its tokens."""
+
+    group: int
+    token: str
+    version: int
+    deadline: int
+    bound: int
+    """`max_staleness` of the lease."""
+    counts: dict[int, int]
+    """Sampled tokens by version."""
+
+
+class JournalCommit(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="commit"):
+    """A committed step, as the journal in the spool has it."""
 
     epoch: str
-    """A new one, nobody's: it fences whoever held the run."""
+    step: int
+    """The version that it started from."""
+    digest: str
+    """Digest of the weights of version `step` + 1, in decimal."""
+    groups: dict[int, dict[int, int]]
+    """Group -> tokens that carried gradient by version."""
+    accepted: list[JournalAccept]
+    """The batch, in the order in which it was taken."""
+
+
+JournalEvent = JournalAccept | JournalCommit
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Full state of a run, which `services/ledger_recovery` builds and `Ledger.rebuild` writes."""
+
+    epoch: str
+    """A new one, which nobody has: it fences the trainer that held the run."""
     epochs: tuple[str, ...]
-    """Every one that ever claimed the run."""
+    """Every epoch that ever claimed the run."""
     found: int
-    """Number of the last event when the ledger was looked at; -1 if the run was not there."""
+    """Number of the last event in the ledger when it was read; -1 if the run was not there."""
     after: int
-    """Number of the last event in the archive; those up to `sequence` are lost."""
+    """Number of the last event in the archive; those from there up to `sequence` are lost."""
     sequence: int
-    """Highest number that anybody noted; events go on above it."""
+    """Highest number of an event that anybody recorded; new events get higher ones."""
     version: int
     digest: int | None
     checkpoint: int
@@ -168,99 +210,110 @@ class Snapshot:
     draining: bool
     scored: tuple[TakenGroup, ...]
     waiting: Mapping[int, int]
-    """Every other active group -> leases that it had."""
+    """Every other active group -> leases it had."""
     attempts: Mapping[int, int]
-    """The same for scored and trained groups, where it is not 1."""
+    """Scored or trained group -> leases it had, where they are more than 1."""
     steps: tuple[StepRecord, ...]
     """Committed steps that no checkpoint covers."""
     reports: Mapping[int, bytes]
-    told: tuple[Mapping[str, Any], ...] = ()
-    """Accepts and commits that only the journal knew, as events."""
+    """Step -> encoded `StepReport`."""
+    journal_events: tuple[JournalEvent, ...] = ()
+    """Accepts and commits that only the journal knew, oldest first."""
 
 
 class Ledger(Protocol):
-    """See the module docstring. Times are milliseconds of the ledger's own clock."""
+    """State of one run; see the module docstring. Times are milliseconds of the ledger's own clock."""
 
     async def create(self, spec: RunSpec) -> None:
-        """Refuses RUN_MISMATCH. `steps` of an existing run may be raised, never lowered below its version."""
+        """Create the run, or update its steps and drop limits. Refuses RUN_MISMATCH, WRONG_STATE."""
 
     async def rebuild(self, spec: RunSpec, snapshot: Snapshot) -> None:
-        """Hold what `snapshot` says, and nothing else: no lease, no running step, no engine that may lease.
-        `spec.bound` is the bound in force.
+        """Replace the run by `snapshot`: no lease, no running step, no engine that may lease.
 
-        Repeating it with the same epoch changes nothing. Refuses WRONG_STATE if an event was written since `snapshot.found`."""
+        `spec.bound` is the bound in force. Repeating it with the same epoch changes nothing. Refuses
+        WRONG_STATE if an event was written since `snapshot.found`.
+        """
 
     async def status(self) -> LedgerStatus:
-        """Refuses NO_RUN."""
+        """Return all counters. Refuses NO_RUN."""
 
     async def head(self) -> Head:
-        """Cheap to ask again and again. Refuses NO_RUN."""
+        """Return where the run stands; cheap enough to be called often. Refuses NO_RUN."""
 
-    # -- engines and processes ---------------------------------------------------------------------------------------
+    # -- engines and processes
     async def register(self, peer: Peer, ttl_ms: int) -> None:
-        """Say that a process lives; to be repeated before `ttl_ms` is over."""
+        """Record that a process lives; it has to be repeated before `ttl_ms` is over."""
 
-    async def unregister(self, incarnation: str) -> None: ...
+    async def unregister(self, incarnation: str) -> None:
+        """Forget a process, and what it acknowledged as an engine."""
 
     async def peers(self, role: str | None = None) -> Sequence[Peer]:
-        """Processes whose time-to-live is not over."""
+        """Return the processes whose time-to-live is not over, of one role or of all."""
 
     async def endpoints(self, topic: str) -> Mapping[str, str]:
-        """Endpoints by incarnation of the processes that said in their `info["endpoints"]` that they serve `topic`. Cheap to ask again
-        and again. One whose time is over may be named until another process registers."""
+        """Return the endpoints of `topic` by incarnation; cheap; may include processes that just died."""
 
     async def applied(self, engine: str, epoch: str, version: int) -> None:
-        """Record that an engine serves (epoch, version). Refuses STALE_EPOCH if `epoch` is off the current branch,
-        WRONG_STATE if `version` is not committed.
+        """Record that an engine serves (epoch, version).
 
-        A version smaller than the one recorded for the same incarnation and epoch is ignored."""
+        A version smaller than the one recorded for the same incarnation and epoch is ignored. Refuses
+        STALE_EPOCH if `epoch` is not on the current branch, WRONG_STATE if `version` is not committed.
+        """
 
-    # -- a group's life ----------------------------------------------------------------------------------------------
+    # -- groups
     async def lease(self, *, request: str, engine: str, holder: str, lease_ms: int) -> Lease:
-        """Lease the next group: a WAITING or expired one first, else a new one. `request` makes repeats harmless.
+        """Lease the next group: a WAITING or expired one first, else a new one.
 
-        Refuses BOUND, PENDING, DONE, EXHAUSTED, DRAINING, HALTED, STALE_ENGINE, ARCHIVE_BEHIND."""
+        Repeating it with the same `request` returns the same lease. Refuses BOUND, PENDING, DONE, EXHAUSTED,
+        DRAINING, HALTED, STALE_ENGINE, ARCHIVE_BEHIND.
+        """
 
     async def extend(self, group: int, token: str, lease_ms: int) -> None:
-        """Refuses NOT_HELD, also after the group was dropped or accepted under another token."""
+        """Make a lease end `lease_ms` from now. Refuses NOT_HELD; BOUND if it expired and has no room."""
 
     async def release(self, group: int, token: str, reason: str) -> None:
-        """Hand a group back, to be leased again (it keeps its attempt count). Refuses NOT_HELD, WRONG_STATE."""
+        """Return a group, to be leased again; attempts stay counted. Refuses NOT_HELD, WRONG_STATE."""
 
     async def accept(
         self, group: int, token: str, counts: Mapping[int, int], reward: float | None = None
     ) -> TakenGroup:
-        """The spool holds the group's record. `counts`: sampled tokens per version; `reward`: mean over its samples, for the event log.
+        """Record that the spool holds the group's record; return the group as batches list it.
 
-        Returns the group as batches list it; accepting the same token again does, too. Refuses NOT_HELD, UNKNOWN_GROUP, WRONG_STATE;
-        BOUND if the lease had expired and rule F leaves no room for the group any more."""
+        `counts` has its sampled tokens by version, `reward` the mean over its samples, for the event log.
+        Refuses NOT_HELD, UNKNOWN_GROUP, WRONG_STATE; DUPLICATE for a group that is finished and forgotten;
+        BOUND if the lease had expired and rule F leaves no room for the group.
+        """
 
     async def lost(self, group: int, token: str) -> None:
-        """The spool does not have a SCORED group's record: it is leased again."""
+        """Have a SCORED group leased again, because the spool does not hold its record."""
 
     async def drop(self, group: int, token: str, reason: str, wasted_tokens: int = 0) -> None:
-        """Give up a group. `token` is that of the current lease. Refuses NOT_HELD, WRONG_STATE (never a TAKEN group)."""
+        """Drop a group; `token` is its current one. Refuses NOT_HELD, WRONG_STATE (for TAKEN groups, too)."""
 
-    # -- the trainer -------------------------------------------------------------------------------------------------
+    # -- the trainer
     async def claim(self, epoch: str) -> LedgerStatus:
-        """A new trainer takes the run over: older epochs are fenced, TAKEN groups go back to SCORED. Refuses STALE_EPOCH for an epoch
-        that was fenced before."""
+        """Fence older epochs, and return TAKEN groups to SCORED. Refuses STALE_EPOCH for a fenced epoch."""
 
     async def resume(self, epoch: str, version: int, digest: int) -> bool:
-        """The trainer of `epoch` stands at `version` with weights of `digest`. True: the branch continues (same version, same
-        digest, or nothing committed yet). False: the ledger was rewound to `version`; everything generated or trained under
-        an abandoned version is WAITING again, with no attempts counted, and engines get leases only once they serve the new epoch.
+        """State that the trainer of `epoch` stands at `version` with weights of `digest`.
 
-        To be called once after `claim`, before `take`. Refuses STALE_EPOCH; WRONG_STATE if `version` is ahead of the ledger, older
-        than the last `checkpointed` one, or differs from what this epoch resumed at before."""
+        To be called once after `claim`, before `take`. Returns True if the branch continues: same version and
+        digest, or nothing was committed yet. Returns False if the ledger was rewound to `version`: everything
+        generated or trained on the abandoned branch is WAITING with no attempts counted, and engines get
+        leases only once they serve the new epoch. Refuses STALE_EPOCH; WRONG_STATE if `version` is ahead of
+        the ledger, older than the last `checkpointed` one, or not the one at which this epoch resumed before.
+        """
 
     async def take(self, epoch: str) -> Taken:
-        """The batch of the next step; again the same one while that step runs.
+        """Take the batch of the next step; return the same one while that step runs.
 
-        Refuses NOT_ENOUGH, STRAGGLER (`detail` is the group), STALE_EPOCH, WRONG_STATE before `resume`, DONE after the last step,
-        EXHAUSTED if nothing is left to take. A short batch only if no more groups can come: the prompts have run out and nothing is
-        LEASED or WAITING, or a pending bound or a drain stops leasing and no live lease is left. Groups dropped on the way stay
-        dropped after a refusal; the next batch reports them."""
+        The batch is short only if no more groups can come: the prompts have run out and nothing is LEASED or
+        WAITING, or a pending bound or a drain stops leasing and no live lease is left. Groups dropped on the
+        way stay dropped after a refusal; the next batch reports them.
+
+        Refuses NOT_ENOUGH, STRAGGLER (`detail` is the group), STALE_EPOCH, WRONG_STATE before `resume`, DONE
+        after the last step, EXHAUSTED if nothing is left to take.
+        """
 
     async def commit(
         self,
@@ -272,26 +325,32 @@ class Ledger(Protocol):
         report: bytes,
         manifest: bytes,
     ) -> int:
-        """All groups of the running step are trained. `trained`: group -> tokens that carried gradient per version. Returns the new
-        version. Refuses STALE_EPOCH, STALE_STEP; repeating a commit of the same epoch and step returns the version."""
+        """Record that all groups of the running step are trained.
+
+        `trained` has the tokens that carried gradient, by group and version. Returns the new version; also
+        when the commit is repeated. Refuses STALE_EPOCH, STALE_STEP, WRONG_STATE for other groups or more
+        tokens than were accepted, BOUND for tokens over the bound.
+        """
 
     async def publish(self, epoch: str, manifest: bytes, version: int) -> None:
-        """Set the current manifest without a commit (version 0, or after a resume). Refuses STALE_EPOCH."""
+        """Set the manifest without a commit: for version 0, or after a resume. Refuses STALE_EPOCH."""
 
     async def manifest(self) -> bytes | None:
-        """The newest published manifest, as an encoded `WeightManifest`."""
+        """Return the newest published manifest, an encoded `WeightManifest`."""
 
     async def step_records(self, first: int) -> Sequence[StepRecord]:
-        """Committed steps >= `first`, in order."""
+        """Return committed steps >= `first` that no checkpoint covers, in order."""
 
     async def reports(self, first: int) -> Sequence[bytes]:
-        """Encoded `StepReport`s of committed steps >= `first` that no checkpoint covers, in order."""
+        """Return their encoded `StepReport`s, in order."""
 
     async def checkpointed(self, version: int) -> None:
-        """A durable checkpoint covers all steps below `version`: their records and reports are forgotten, and so is what engines that
-        are not registered any more acknowledged before it."""
+        """Forget what a durable checkpoint covers: records and reports of all steps below `version`.
 
-    # -- settings ----------------------------------------------------------------------------------------------------
+        Engines that are not registered any more and serve an older version are forgotten, too.
+        """
+
+    # -- settings
     async def set_bound(
         self,
         *,
@@ -299,20 +358,23 @@ class Ledger(Protocol):
         groups_per_step: int | None = None,
         policy: Policy | None = None,
     ) -> Bound | None:
-        """Ask for a change. Returns None if it is in force, else the bound that is pending."""
+        """Ask for another bound. Returns None if it is in force, else the bound that is pending."""
 
     async def drain(self, on: bool = True) -> None:
-        """Stop granting leases, or grant them again; the latter also lets a halted run go on: drops, and attempts of WAITING and LEASED
-        groups, are counted anew."""
+        """Stop granting leases, or grant them again; that ends a halt and counts drops and attempts anew."""
 
-    # -- the event log -----------------------------------------------------------------------------------------------
+    # -- the event log
     async def events(self, after: int, limit: int) -> Sequence[Mapping[str, Any]]:
-        """Events with a sequence number > `after`, oldest first: {seq, time_ms, event, ...} (see `services/ledger/event_log/archiver.py`)."""
+        """Return at most `limit` events numbered above `after`, oldest first, as the JSON values of the log.
+
+        `event_log/events.py` defines them; fields that it does not know are kept.
+        """
 
     async def archived(self, sequence: int) -> None:
-        """Events up to `sequence` are in the archive and may be forgotten here."""
+        """Forget events up to `sequence`, which the archive holds."""
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Close connections."""
 
 
 ARCHIVE_LIMIT = 200_000
@@ -328,14 +390,9 @@ def check_bound(max_staleness: int | None, groups_per_step: int | None) -> None:
 
 
 def check_spec(spec: RunSpec) -> None:
-    """Raise SettingsError for a run that cannot be."""
+    """Raise SettingsError for limits that no run can have."""
     check_bound(spec.bound.max_staleness, spec.bound.groups_per_step)
-    if (
-        spec.steps < 0
-        or spec.max_attempts < 1
-        or spec.drop_window < 1
-        or (spec.prompts is not None and spec.prompts < 0)
-    ):
+    if min(spec.steps, spec.prompts or 0) < 0 or min(spec.max_attempts, spec.drop_window) < 1:
         raise SettingsError(
             f"run {spec.run}: steps and prompts are 0 or more, max_attempts and drop_window 1 or more"
         )

@@ -1,19 +1,27 @@
-"""What the journal in the spool notes of accepts and commits, and how a ledger that lost them is told."""
+"""Encodes accepts and commits for the journal in the spool, and decodes them for a ledger that lost them."""
 
 import base64
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
-from services.ledger.interface import Taken, TakenGroup
-from services.ledger.redis.json_codec import encode_counts
+import msgspec
+
+from protocol.errors import ProtocolError
+from services.ledger.interface import JournalAccept, JournalCommit, JournalEvent, Taken, TakenGroup
 from trainer.storage.spool import JournalEntry
 
 
 def accept_entry(epoch: str, accepted: Sequence[TakenGroup], sequence: int) -> JournalEntry:
-    """Groups that the ledger has accepted; `sequence` is that of its last event, or of a later one."""
+    """Return the entry of groups that the ledger has accepted.
+
+    Args:
+        epoch: the one that holds the run.
+        accepted: the groups, as `Ledger.accept` returned them.
+        sequence: number of the ledger's last event then, or of a later one.
+    """
     groups = tuple(group.group for group in accepted)
+    details = {"accepted": [_accept(group) for group in accepted]}
     return JournalEntry(
-        "accept", epoch, -1, groups, sequence, details={"accepted": [_accept(group) for group in accepted]}
+        "accept", epoch, -1, groups, sequence, details=msgspec.to_builtins(details, str_keys=True)
     )
 
 
@@ -26,38 +34,59 @@ def commit_entry(
     digest: int,
     report: bytes,
 ) -> JournalEntry:
-    """The commit of a step; arguments as those of `Ledger.commit`."""
+    """Return the entry of a step's commit; the other arguments are those of `Ledger.commit`.
+
+    Args:
+        epoch: the one that holds the run.
+        taken: the batch of the step.
+        trained: group -> tokens that carried gradient by version.
+        sequence: number of the ledger's last event then, or of a later one.
+        digest: that of the new version's weights.
+        report: the encoded `StepReport`.
+    """
     details = {
         "digest": str(digest),
-        "groups": {str(group): encode_counts(counts) for group, counts in trained.items()},
+        "groups": trained,
         "accepted": [_accept(group) for group in taken.groups],
         "report": base64.b64encode(report).decode(),
     }
+    groups = tuple(group.group for group in taken.groups)
     return JournalEntry(
-        "commit", epoch, taken.step, tuple(group.group for group in taken.groups), sequence, details=details
+        "commit", epoch, taken.step, groups, sequence, details=msgspec.to_builtins(details, str_keys=True)
     )
 
 
-def replayable_events(entry: JournalEntry) -> Iterator[Mapping[str, Any]]:
-    """A journal entry as events for `Restorer.tell`; nothing for an entry from before there were details."""
-    if entry.event == "accept":
-        yield from entry.details.get("accepted", ())
-    elif entry.event == "commit" and "digest" in entry.details:
-        fields = {name: entry.details[name] for name in ("digest", "groups", "accepted")}
-        yield {"event": "commit", "epoch": entry.epoch, "step": entry.step, **fields}
+def replayable_events(entry: JournalEntry) -> Iterator[JournalEvent]:
+    """Yield a journal entry as events for `SnapshotBuilder.apply_journal`.
+
+    Nothing is yielded for an entry without details, which older versions wrote.
+
+    Raises:
+        ProtocolError: if the details are not those of such an entry.
+    """
+    try:
+        if entry.event == "accept":
+            accepted = entry.details.get("accepted", [])
+            yield from msgspec.convert(accepted, list[JournalAccept], str_keys=True)
+        elif entry.event == "commit" and "digest" in entry.details:
+            fields = {"event": "commit", "epoch": entry.epoch, "step": entry.step, **entry.details}
+            yield msgspec.convert(fields, JournalCommit, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise ProtocolError(f"journal entry {entry.position}: {error}") from error
 
 
 def report_of(entry: JournalEntry) -> bytes | None:
-    """The encoded `StepReport` of a commit, if the entry has it."""
+    """Return the encoded `StepReport` of a commit, None if the entry has none."""
     report = entry.details.get("report")
     return None if report is None else base64.b64decode(report)
 
 
-def _accept(group: TakenGroup) -> dict[str, Any]:
-    values = {
-        "group": group.group,
-        "token": group.token,
-        "version": group.version,
-        "deadline": group.deadline,
-    }
-    return {"event": "accept", **values, "bound": group.max_staleness, "counts": encode_counts(group.counts)}
+def _accept(group: TakenGroup) -> JournalAccept:
+    return JournalAccept(
+        group=group.group,
+        token=group.token,
+        version=group.version,
+        deadline=group.deadline,
+        bound=group.max_staleness,
+        counts=dict(group.counts),
+    )

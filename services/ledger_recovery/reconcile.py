@@ -1,23 +1,19 @@
-"""Keeps the ledger whole: moves its events to the archive, and builds it anew when its server has lost
-acknowledged writes.
+"""Archives ledger events and rebuilds the ledger after its server lost acknowledged writes.
 
-Redis loses writes when it crashes with a weak append-only file, fails over to a replica, or is flushed. What
-was acknowledged is on disk here: the archive holds every event up to its last line, the journal in the spool
-the accepts and commits that came after it. A ledger that ends before either of them lost something. So may
-have any server that was started again and does not sync each write.
+Redis loses writes when it crashes without syncing its append-only file, fails over to a replica, or is
+flushed. What was acknowledged is on disk here: the archive holds every event up to its last line, and the
+journal in the spool the accepts and commits that came after it. A ledger that ends before either of them lost
+writes; so may have any server that was restarted and does not sync each write.
 """
 
 import asyncio
-import json
 import logging
-from collections.abc import Iterator, Mapping
 from contextlib import closing
-from pathlib import Path
-from typing import Any
 
 from protocol.errors import Reason, Refused, SettingsError
 from protocol.ids import new_epoch
 from services.ledger.event_log.archiver import Archiver, LostWrites, last_sequence
+from services.ledger.event_log.reader import read_events
 from services.ledger.interface import RunSpec
 from services.ledger.redis.ledger import RedisLedger
 from services.ledger_recovery.journal_entries import replayable_events, report_of
@@ -27,33 +23,39 @@ from trainer.storage.spool import Spool
 
 log = logging.getLogger("tether.keeper")
 
-TRIES = 20
-"""How often a rebuild starts again because somebody wrote to the ledger meanwhile."""
+MAX_TRIES = 20
+"""Attempts of a rebuild, which starts again when another process wrote to the ledger meanwhile."""
 
 
 class LedgerReconciler:
-    """One for a run: the ingest has it, and `tether up` before there is an ingest."""
+    """Compares the ledger of one run with its archive and journal.
+
+    The ingest has one while it runs, and `tether up` before it starts the ingest.
+    """
 
     def __init__(self, ledger: RedisLedger, settings: Settings, spool: Spool) -> None:
-        """`ledger` is a connection of its own, not guarded."""
+        """Take the ledger on a connection that nobody else uses and that is not guarded."""
         self._ledger = ledger
         self._settings = settings
         self._spool = spool
         self._archiver = Archiver(ledger, settings.run_dir)
         self._server = ""
+        """Id of the server process on which the ledger was compared last."""
 
     async def reconcile_and_archive(self) -> int:
-        """Archive what is new, at most one batch, after making sure that the ledger is whole. Returns the
-        number of events archived.
+        """Archive new events, at most one batch, after rebuilding the ledger if it lost writes.
+
+        Returns:
+            The number of events archived; 0 after a rebuild.
 
         Raises:
-            SettingsError: if the ledger lost writes and the archive is not there to tell them.
+            SettingsError: if the ledger lost writes and the archive does not hold them.
             TetherError, OSError: as `Archiver.archive` does.
         """
-        server, noted = await self._ledger.looked_at()
+        server, reconciled = await self._ledger.reconciled_server()
         try:
-            if server != self._server or server != noted:
-                await self._settle(server, noted)
+            if server != self._server or server != reconciled:
+                await self._reconcile(server, reconciled)
             return await self._archiver.archive()
         except LostWrites as lost:
             log.warning("ledger.lost_writes %s", lost)
@@ -69,8 +71,8 @@ class LedgerReconciler:
         while await self.reconcile_and_archive():
             pass
 
-    async def _settle(self, server: str, noted: str) -> None:
-        """Compare the ledger with what is on disk, on a server process that is new to us."""
+    async def _reconcile(self, server: str, reconciled: str) -> None:
+        """Compare the ledger with what is on disk, on a server process that is new to this reconciler."""
         known = await asyncio.to_thread(self._last_known)
         found = await self._found()
         if found < 0 and not known:
@@ -78,10 +80,10 @@ class LedgerReconciler:
         if found < known:
             log.warning("ledger.lost_writes found=%d known=%d", found, known)
             await self._rebuild()
-        elif noted and noted != server and (weak := await self._ledger.promise()):
+        elif reconciled and reconciled != server and (weak := await self._ledger.check_durability()):
             log.warning("ledger.restarted %s", weak)
             await self._rebuild()
-        await self._ledger.note_server(server)
+        await self._ledger.set_reconciled_server(server)
         self._server = server
 
     def _last_known(self) -> int:
@@ -96,92 +98,100 @@ class LedgerReconciler:
             raise
 
     async def _rebuild(self) -> None:
-        """Write the ledger anew from archive and journal. Nobody else can have written meanwhile, or it is
-        begun again."""
-        for _ in range(TRIES):
-            while await self._rescue():
+        """Rebuild the ledger from archive and journal; start again if another process wrote meanwhile."""
+        for _ in range(MAX_TRIES):
+            while await self._archive_rest():
                 pass
             found = await self._found()
-            restorer, reports = await asyncio.to_thread(self._read)
-            snapshot = restorer.snapshot(
+            builder, reports = await asyncio.to_thread(self._read)
+            snapshot = builder.snapshot(
                 epoch=new_epoch(),
                 found=found,
                 sequence=max(await asyncio.to_thread(self._last_known), found),
                 reports=reports,
             )
-            limits = self._settings.bound
-            spec = RunSpec(
-                run=self._settings.run.name, fingerprint=restorer.fingerprint, prompts=restorer.prompts,
-                steps=max(restorer.steps, restorer.version), bound=restorer.bound, max_attempts=limits.max_attempts,
-                drop_share=limits.drop_share, drop_window=limits.drop_window,
-            )  # fmt: skip
             try:
-                await self._ledger.rebuild(spec, snapshot)
+                await self._ledger.rebuild(self._spec(builder), snapshot)
             except Refused as refusal:
                 if refusal.reason is not Reason.WRONG_STATE:
                     raise
                 continue
             log.warning(
                 "ledger.rebuilt after=%d sequence=%d version=%d scored=%d waiting=%d told=%d",
-                snapshot.after, snapshot.sequence, snapshot.version, len(snapshot.scored), len(snapshot.waiting), len(snapshot.told),
-            )  # fmt: skip
-            if wanted := restorer.pending:
+                snapshot.after,
+                snapshot.sequence,
+                snapshot.version,
+                len(snapshot.scored),
+                len(snapshot.waiting),
+                len(snapshot.journal_events),
+            )
+            if wanted := builder.pending:
                 await self._ledger.set_bound(
                     max_staleness=wanted.max_staleness,
                     groups_per_step=wanted.groups_per_step,
                     policy=wanted.policy,
                 )
             return
-        raise LostWrites(f"the ledger cannot be rebuilt: others wrote to it {TRIES} times meanwhile")
+        raise LostWrites(
+            f"the ledger cannot be rebuilt: other processes wrote to it during all {MAX_TRIES} attempts"
+        )
 
-    async def _rescue(self) -> int:
-        """Archive what the server still has and the archive does not."""
+    def _spec(self, builder: SnapshotBuilder) -> RunSpec:
+        """Return the run as the archive describes it, with the drop limits of the settings."""
+        limits = self._settings.bound
+        return RunSpec(
+            run=self._settings.run.name,
+            fingerprint=builder.fingerprint,
+            prompts=builder.prompts,
+            steps=max(builder.steps, builder.version),
+            bound=builder.bound,
+            max_attempts=limits.max_attempts,
+            drop_share=limits.drop_share,
+            drop_window=limits.drop_window,
+        )
+
+    async def _archive_rest(self) -> int:
+        """Archive events that the server still has and the archive has not."""
         try:
             return await self._archiver.archive()
         except (LostWrites, Refused):
             return 0
 
     def _read(self) -> tuple[SnapshotBuilder, dict[int, bytes]]:
-        """The run as archive and journal tell it, and the reports of its steps."""
-        restorer = SnapshotBuilder()
+        """Replay archive and journal, and return them with the reports of the steps."""
+        builder, path = SnapshotBuilder(), self._archiver.path
         reports: dict[int, bytes] = {}
-        for event in _events(self._archiver.path):
-            restorer.apply(event)
-        if not restorer.fingerprint:
+        if path.is_file():
+            for event in read_events(path):
+                builder.apply(event)
+        if not builder.fingerprint:
             raise SettingsError(
-                f"the ledger lost writes, and {self._archiver.path} does not tell how the run began: "
+                f"the ledger lost writes, and {path} does not hold the start of the run: "
                 "point TETHER_REDIS_URL at the server that has the run, or start in a new run directory"
             )
-        archived, journal = restorer.sequence, self._spool.journal()
+        archived, journal = builder.sequence, self._spool.journal()
         known = min((entry.ledger_sequence for entry in journal), default=0)
-        if known > archived and journal[0].position > 1:  # of what was forgotten, the newest is still there
+        if known > archived and journal[0].position > 1:  # the newest entry that may be deleted is kept
             raise SettingsError(
-                f"the ledger lost writes, {self._archiver.path} ends at event {archived}, and the journal goes on after event {known}: "
-                "nobody knows what lies between; put the whole archive back, or start in a new run directory"
+                f"the ledger lost writes, {path} ends at event {archived}, "
+                f"and the journal begins after event {known}: the events between are lost; "
+                "restore the whole archive, or start in a new run directory"
             )
         for entry in journal:
             if entry.ledger_sequence > archived:
-                for event in replayable_events(entry):
-                    restorer.apply_journal(event)
+                for journal_event in replayable_events(entry):
+                    builder.apply_journal(journal_event)
             if (report := report_of(entry)) is not None:
                 reports[entry.step] = report
-        return restorer, reports
+        return builder, reports
 
 
 async def reconcile(ledger: RedisLedger, settings: Settings) -> None:
-    """Make the ledger whole before anybody uses it; does nothing for a run that is new.
+    """Rebuild the ledger if it lost writes, before any service uses it; do nothing for a new run.
 
     Raises:
-        SettingsError: if the ledger lost writes and the archive is not there to tell them.
+        SettingsError: if the ledger lost writes and the archive does not hold them.
     """
     spool = await asyncio.to_thread(Spool, settings.run_dir / "spool.sqlite")
     with closing(spool):
         await LedgerReconciler(ledger, settings, spool).reconcile_and_archive()
-
-
-def _events(path: Path) -> Iterator[Mapping[str, Any]]:
-    if path.is_file():
-        with path.open("rb") as file:
-            for line in file:
-                if line.endswith(b"\n"):
-                    yield json.loads(line)

@@ -1,21 +1,46 @@
-"""What a ledger has to hold, told from the archive of its event log and from the journal, after it lost
-acknowledged writes.
+"""Builds the snapshot that a ledger has to hold after it lost acknowledged writes, from archive and journal.
 
-The archive is complete up to its last line. Of what came after it, the journal (see
-`trainer/storage/spool.py`) knows the accepts and commits: as events of their own, `tail`, they follow the
-archive. What neither knows is undone: leases and running steps go back, dropped groups are tried again. A
-group that was trained is never trained again.
+The archive is complete up to its last line. Of what came after it, the journal (`trainer/storage/spool.py`)
+has the accepts and commits; they are applied after the archive. What neither has is undone: leases and
+running steps go back, dropped groups are tried again. A group that was trained is never trained again.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from protocol.lifecycle import GroupState
 from protocol.staleness import Bound, Policy, admits
-from services.ledger.interface import Snapshot, StepRecord, TakenGroup
-from services.ledger.redis.json_codec import decode_bound, decode_counts
+from services.ledger.event_log.events import (
+    AcceptEvent,
+    BoundEvent,
+    BoundPendingEvent,
+    CheckpointEvent,
+    ClaimEvent,
+    CommitEvent,
+    CreateEvent,
+    DrainEvent,
+    DropEvent,
+    HaltEvent,
+    LeaseEvent,
+    LedgerEvent,
+    LostEvent,
+    RebuildEvent,
+    ReleaseEvent,
+    ResumeEvent,
+    StepsEvent,
+    TakeEvent,
+    UnhaltEvent,
+    bound_of,
+)
+from services.ledger.interface import (
+    JournalAccept,
+    JournalCommit,
+    JournalEvent,
+    Snapshot,
+    StepRecord,
+    TakenGroup,
+)
 
 _S = GroupState
 
@@ -34,22 +59,40 @@ class _Group:
     def taken(self, number: int) -> TakenGroup:
         return TakenGroup(number, self.token, self.deadline, self.max_staleness, self.version, self.counts)
 
+    def hold(self, lease: LeaseEvent | JournalAccept) -> None:
+        self.token, self.version = lease.token, lease.version
+        self.deadline, self.max_staleness = lease.deadline, lease.bound
+
+    def wait(self) -> None:
+        self.state, self.token, self.counts, self.step = _S.WAITING, "", {}, -1
+
+    def newest(self) -> int:
+        return max((version for version, n in self.counts.items() if n), default=-1)
+
 
 class SnapshotBuilder:
-    """Give it every event by `apply`, oldest first, then those of the journal by `apply_journal`; then ask
-    for the `snapshot`."""
+    """Replays a run: `apply` every event of the archive, then `apply_journal`, then ask for the `snapshot`.
+
+    Events are applied oldest first.
+    """
 
     def __init__(self) -> None:
         self.fingerprint = ""
-        """Empty while no `create` was seen."""
+        """Fingerprint of the prompt stream; empty until a `create` was applied."""
         self.prompts: int | None = None
+        """Prompts in the stream; None if it has no end."""
         self.steps = 0
+        """Steps after which the run is done."""
         self.bound = Bound()
+        """Bound in force."""
         self.pending: Bound | None = None
-        """A change that waited for rule F; it has to be asked for again."""
+        """A change of the bound that waited for rule F; it has to be asked for again."""
         self.sequence = 0
+        """Number of the last event of the archive."""
         self.version = 0
+        """Committed version."""
         self.digest: int | None = None
+        """Digest of its weights; None if no trainer has stated it."""
         self._checkpoint = 0
         self._epochs: list[str] = []
         self._groups: dict[int, _Group] = {}
@@ -61,42 +104,96 @@ class SnapshotBuilder:
         self._draining = False
         self._accepted: set[tuple[int, str]] = set()
         self._committed: set[tuple[str, int]] = set()
-        self._told: list[Mapping[str, Any]] = []
+        self._journal_events: list[JournalEvent] = []
 
-    def apply(self, event: Mapping[str, Any]) -> None:
-        """Take one event of the archive in."""
-        self.sequence = event["seq"]
-        handler: Callable[[Mapping[str, Any]], None] | None = getattr(self, f"on_{event['event']}", None)
-        if handler is not None:
-            handler(event)
+    def apply(self, event: LedgerEvent) -> None:
+        """Apply one event of the archive."""
+        self.sequence = event.seq
+        match event:
+            case CreateEvent():
+                self.fingerprint, self.steps = event.fingerprint, event.steps
+                self.prompts = None if event.prompts < 0 else event.prompts
+                self.bound, self.pending = bound_of(event), None
+            case StepsEvent():
+                self.steps = event.steps
+            case BoundEvent():
+                self.bound, self.pending = bound_of(event), None
+            case BoundPendingEvent():
+                self.pending = bound_of(event)
+            case DrainEvent():
+                self._draining = event.on
+            case HaltEvent():
+                self._halted = event.reason
+            case UnhaltEvent():
+                self._unhalt()
+            case LeaseEvent():
+                group = self._groups.setdefault(event.group, _Group())
+                group.hold(event)
+                group.state, group.attempt = _S.LEASED, event.attempt
+            case ReleaseEvent() | LostEvent():
+                self._groups[event.group].wait()
+            case AcceptEvent():
+                self._accept(event)
+            case DropEvent():
+                self._groups[event.group].state = _S.DROPPED
+                self._reasons[event.reason] += 1
+                self._wasted += event.wasted_tokens
+            case ClaimEvent():
+                self._epochs.append(event.epoch)
+                self._set_state(event.untaken, _S.SCORED)
+            case ResumeEvent():
+                self._resume(event)
+            case TakeEvent():
+                self._set_state(event.groups, _S.TAKEN)
+            case CommitEvent():
+                self._commit(event)
+            case CheckpointEvent():
+                self._checkpoint = event.version
+                self._records = {step: r for step, r in self._records.items() if step >= event.version}
+            case RebuildEvent():
+                self._rebuild(event)
 
-    def apply_journal(self, event: Mapping[str, Any]) -> None:
-        """Take an accept or a commit of the journal in, unless the archive has it."""
-        if event["event"] == "accept":
-            if (event["group"], event["token"]) in self._accepted:
-                return
-            group = self._groups.get(event["group"])
-            if group is not None and group.state in (_S.TRAINED, _S.DROPPED):
-                return
-        elif event["step"] > self.version or (event["epoch"], event["step"]) in self._committed:
-            return
-        self._told.append(event)
-        self.apply({"seq": self.sequence, **event})
+    def apply_journal(self, event: JournalEvent) -> None:
+        """Apply an accept or a commit of the journal, unless the archive has it."""
+        match event:
+            case JournalAccept():
+                group = self._groups.get(event.group)
+                if (event.group, event.token) in self._accepted or (
+                    group is not None and group.state in (_S.TRAINED, _S.DROPPED)
+                ):
+                    return
+            case JournalCommit():
+                if event.step > self.version or (event.epoch, event.step) in self._committed:
+                    return
+        self._journal_events.append(event)
+        self._replay_journal(event)
+
+    def _replay_journal(self, event: JournalEvent) -> None:
+        if isinstance(event, JournalAccept):
+            self._accept(event)
+        else:
+            self._commit(event)
 
     def snapshot(self, *, epoch: str, found: int, sequence: int, reports: Mapping[int, bytes]) -> Snapshot:
-        """All that the ledger is to hold.
+        """Return all that the ledger has to hold.
 
         Args:
-            epoch: a new one, nobody's: it fences whoever held the run.
-            found: number of the last event of the ledger as it was found, -1 if the run was not there.
-            sequence: the highest number that anybody has noted.
-            reports: encoded `StepReport` by step, of any steps.
+            epoch: a new one, which nobody has: it fences the trainer that held the run.
+            found: number of the last event in the ledger, -1 if the run is not there.
+            sequence: the highest number of an event that anybody has recorded.
+            reports: encoded `StepReport` by step; may hold other steps, too.
         """
         self._undo()
         self._admit_scored()
         groups = {number: group for number, group in self._groups.items() if group.state is not _S.DROPPED}
         scored = {number: group for number, group in groups.items() if group.state is _S.SCORED}
         waiting = {number: group.attempt for number, group in groups.items() if group.state is _S.WAITING}
+        attempts = {
+            number: group.attempt
+            for number, group in groups.items()
+            if group.state is not _S.WAITING and group.attempt > 1
+        }
+        kept = range(self._checkpoint, self.version)
         return Snapshot(
             epoch=epoch,
             epochs=tuple(dict.fromkeys(self._epochs)),
@@ -115,173 +212,109 @@ class SnapshotBuilder:
             draining=self._draining,
             scored=tuple(group.taken(number) for number, group in sorted(scored.items())),
             waiting=dict(sorted(waiting.items())),
-            attempts={
-                number: group.attempt
-                for number, group in groups.items()
-                if group.state is not _S.WAITING and group.attempt > 1
-            },
+            attempts=attempts,
             steps=tuple(record for step, record in sorted(self._records.items()) if step >= self._checkpoint),
-            reports={
-                step: report
-                for step, report in sorted(reports.items())
-                if self._checkpoint <= step < self.version
-            },
-            told=tuple(self._told),
+            reports={step: report for step, report in sorted(reports.items()) if step in kept},
+            journal_events=tuple(self._journal_events),
         )
 
     def _undo(self) -> None:
+        """Undo leases and the running step."""
         for group in self._groups.values():
             if group.state is _S.LEASED:
-                _wait(group)
+                group.wait()
             elif group.state is _S.TAKEN:
                 group.state = _S.SCORED
 
     def _admit_scored(self) -> None:
-        """Keep of the scored groups what the committed version and rule F allow; others are made again."""
-        places: list[int] = []
+        """Keep the scored groups that the committed version and rule F allow; the others wait."""
+        admitted: list[int] = []
         scored = [
             (group.deadline, number, group)
             for number, group in self._groups.items()
             if group.state is _S.SCORED
         ]
         for deadline, _, group in sorted(scored, key=lambda item: item[:2]):
-            fits = self.bound.policy is Policy.MASK or admits(places, deadline, self.version, self.bound)
-            if fits and _newest(group) <= self.version:
-                places.append(deadline)
+            fits = self.bound.policy is Policy.MASK or admits(admitted, deadline, self.version, self.bound)
+            if fits and group.newest() <= self.version:
+                admitted.append(deadline)
             else:
-                _wait(group)
+                group.wait()
 
     def _issue(self, issued: int) -> None:
+        """Add groups up to number `issued` whose leases were lost."""
         for number in range(len(self._groups), issued):
             self._groups[number] = _Group()
 
-    # -- events
-    # ------------------------------------------------------------------------------------------------------
-    def on_create(self, event: Mapping[str, Any]) -> None:
-        self.fingerprint = event["fingerprint"]
-        self.prompts = None if event["prompts"] < 0 else event["prompts"]
-        self.on_steps(event)
-        self.on_bound(event)
+    def _set_state(self, numbers: Iterable[int], state: GroupState) -> None:
+        for number in numbers:
+            self._groups[number].state = state
 
-    def on_steps(self, event: Mapping[str, Any]) -> None:
-        self.steps = event["steps"]
-
-    def on_bound(self, event: Mapping[str, Any]) -> None:
-        self.bound, self.pending = decode_bound(event), None
-
-    def on_bound_pending(self, event: Mapping[str, Any]) -> None:
-        self.pending = decode_bound(event)
-
-    def on_drain(self, event: Mapping[str, Any]) -> None:
-        self._draining = event["on"]
-
-    def on_halt(self, event: Mapping[str, Any]) -> None:
-        self._halted = event["reason"]
-
-    def on_unhalt(self, event: Mapping[str, Any]) -> None:
+    def _unhalt(self) -> None:
         self._halted = ""
         for group in self._groups.values():
             if group.state in (_S.WAITING, _S.LEASED):
                 group.attempt = 0
 
-    def on_lease(self, event: Mapping[str, Any]) -> None:
-        group = self._groups.setdefault(event["group"], _Group())
-        self._hold(group, event)
-        group.state, group.attempt = _S.LEASED, event["attempt"]
-
-    def _hold(self, group: _Group, event: Mapping[str, Any]) -> None:
-        group.token, group.version = event["token"], event["version"]
-        group.deadline, group.max_staleness = event["deadline"], event["bound"]
-
-    def on_release(self, event: Mapping[str, Any]) -> None:
-        _wait(self._groups[event["group"]])
-
-    on_lost = on_release
-
-    def on_accept(self, event: Mapping[str, Any]) -> None:
-        self._issue(event["group"] + 1)  # its lease may be known to the journal only
-        group = self._groups[event["group"]]
-        if "deadline" in event:
-            self._hold(group, event)
+    def _accept(self, event: AcceptEvent | JournalAccept) -> None:
+        self._issue(event.group + 1)  # only the journal may know of its lease
+        group = self._groups[event.group]
+        if isinstance(event, JournalAccept):
+            group.hold(event)
             group.attempt = max(group.attempt, 1)
-        group.state, group.counts = _S.SCORED, decode_counts(event["counts"])
-        self._accepted.add((event["group"], event["token"]))
+        group.state, group.counts = _S.SCORED, event.counts
+        self._accepted.add((event.group, event.token))
 
-    def on_drop(self, event: Mapping[str, Any]) -> None:
-        self._groups[event["group"]].state = _S.DROPPED
-        self._reasons[event["reason"]] += 1
-        self._wasted += event["wasted_tokens"]
-
-    def on_claim(self, event: Mapping[str, Any]) -> None:
-        self._epochs.append(event["epoch"])
-        for number in event.get("untaken", ()):
-            self._groups[number].state = _S.SCORED
-
-    def on_resume(self, event: Mapping[str, Any]) -> None:
-        self.digest = int(event["digest"])
-        if not event["continued"]:
-            self._rewind(event["version"], event.get("waiting", ()))
-            if (record := self._records.get(self.version - 1)) is not None:
-                self._records[record.step] = replace(record, digest=self.digest)
+    def _resume(self, event: ResumeEvent) -> None:
+        self.digest = int(event.digest)
+        if event.continued:
+            return
+        self._rewind(event.version, event.waiting)
+        if (record := self._records.get(self.version - 1)) is not None:
+            self._records[record.step] = replace(record, digest=self.digest)
 
     def _rewind(self, version: int, waiting: Iterable[int]) -> None:
         for number in waiting:
             group = self._groups[number]
             self._trained -= group.state is _S.TRAINED
-            _wait(group)
+            group.wait()
             group.attempt = 0
         self._records = {step: record for step, record in self._records.items() if step < version}
         self.version = version
 
     def _abandoned(self, version: int) -> list[int]:
-        """Groups trained after `version`, or scored with a token of a later one."""
+        """Return the groups trained in step `version` or later, or scored with a token of a later version."""
         return [
             number
             for number, group in self._groups.items()
             if (group.state is _S.TRAINED and group.step >= version)
-            or (group.state is _S.SCORED and _newest(group) > version)
+            or (group.state is _S.SCORED and group.newest() > version)
         ]
 
-    def on_take(self, event: Mapping[str, Any]) -> None:
-        for number in event["groups"]:
-            self._groups[number].state = _S.TAKEN
-
-    def on_commit(self, event: Mapping[str, Any]) -> None:
-        step = event["step"]
+    def _commit(self, event: CommitEvent | JournalCommit) -> None:
+        step = event.step
         if step < self.version:  # the rewind to it was lost
             self._rewind(step, self._abandoned(step))
-        for accepted in event.get("accepted", ()):
-            self.on_accept(accepted)
-        groups = [int(number) for number in event["groups"]]
-        for number in groups:
+        if isinstance(event, JournalCommit):
+            for accepted in event.accepted:
+                self._accept(accepted)
+        for number in event.groups:
             self._groups[number].state, self._groups[number].step = _S.TRAINED, step
         batch = sorted(
-            (self._groups[number].taken(number) for number in groups),
+            (self._groups[number].taken(number) for number in event.groups),
             key=lambda group: (group.deadline, group.group),
         )
-        self._trained += len(groups)
-        self.version, self.digest = step + 1, int(event["digest"])
-        self._committed.add((event["epoch"], step))
-        self._records[step] = StepRecord(step, event["epoch"], self.digest, tuple(batch))
+        self._trained += len(event.groups)
+        self.version, self.digest = step + 1, int(event.digest)
+        self._committed.add((event.epoch, step))
+        self._records[step] = StepRecord(step, event.epoch, self.digest, tuple(batch))
 
-    def on_checkpoint(self, event: Mapping[str, Any]) -> None:
-        self._checkpoint = event["version"]
-        self._records = {step: record for step, record in self._records.items() if step >= self._checkpoint}
-
-    def on_rebuild(self, event: Mapping[str, Any]) -> None:
-        for told in event.get("told", ()):
-            self.apply({"seq": self.sequence, **told})
-        self._issue(event["issued"])
+    def _rebuild(self, event: RebuildEvent) -> None:
+        for journal_event in event.journal_events:
+            self._replay_journal(journal_event)
+        self._issue(event.issued)
         self._undo()
-        for number in event.get("waiting", ()):
-            _wait(self._groups[number])
-        self._epochs.append(event["epoch"])
+        for number in event.waiting:
+            self._groups[number].wait()
+        self._epochs.append(event.epoch)
         self.pending = None
-
-
-def _newest(group: _Group) -> int:
-    return max((version for version, n in group.counts.items() if n), default=-1)
-
-
-def _wait(group: _Group) -> None:
-    group.state, group.token, group.counts, group.step = _S.WAITING, "", {}, -1

@@ -1,85 +1,105 @@
-"""What every ledger does when it is written anew; run by `tests/services/ledger/test_contract.py` on each
-implementation."""
+"""Contract of a rebuild, which `tests/services/ledger/test_contract.py` runs on each ledger."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from protocol.errors import Reason
 from protocol.staleness import Bound
-from services.ledger.interface import RunSpec, Snapshot, TakenGroup
+from services.ledger.event_log.events import AcceptEvent, CommitEvent, LeaseEvent, RebuildEvent, decode_fields
+from services.ledger.interface import (
+    JournalAccept,
+    JournalCommit,
+    JournalEvent,
+    RunSpec,
+    Snapshot,
+    TakenGroup,
+)
 from services.ledger.verify.verifier import verify_events
 from services.ledger_recovery.restore import SnapshotBuilder
 from tests.contracts.ledger_rig import Driver, MemoryRig, spec
 
 
-def restorer_of(
-    events: Sequence[Mapping[str, Any]], told: Sequence[Mapping[str, Any]] = ()
+def builder_of(
+    events: Sequence[Mapping[str, Any]], journal_events: Sequence[JournalEvent] = ()
 ) -> SnapshotBuilder:
-    """The run as an archive of `events` and a journal of `told` give it."""
-    restorer = SnapshotBuilder()
+    """The run as an archive of `events` and a journal give it."""
+    builder = SnapshotBuilder()
     for event in events:
-        restorer.apply(event)
-    for event in told:
-        restorer.apply_journal(event)
-    return restorer
+        builder.apply(decode_fields(event))
+    for journal_event in journal_events:
+        builder.apply_journal(journal_event)
+    return builder
 
 
-def snapshot_of(restorer: SnapshotBuilder, *, found: int, epoch: str = "r1") -> Snapshot:
-    """What is to be written to a ledger that was found at event `found`."""
-    return restorer.snapshot(
+def snapshot_of(builder: SnapshotBuilder, *, found: int, epoch: str = "r1") -> Snapshot:
+    """What has to be written to a ledger that was found at event `found`."""
+    return builder.snapshot(
         epoch=epoch, found=found, sequence=0, reports={step: b"report%d" % step for step in range(1000)}
     )
 
 
 def restored(
-    events: Sequence[Mapping[str, Any]], told: Sequence[Mapping[str, Any]] = (), *, found: int
+    events: Sequence[Mapping[str, Any]], journal_events: Sequence[JournalEvent] = (), *, found: int
 ) -> Snapshot:
-    """Both in one go."""
-    return snapshot_of(restorer_of(events, told), found=found)
+    """The snapshot of a run that an archive and a journal describe."""
+    return snapshot_of(builder_of(events, journal_events), found=found)
 
 
-def accept_of(group: TakenGroup) -> dict[str, Any]:
-    """An accept as the journal tells it."""
-    counts = {str(version): n for version, n in group.counts.items()}
-    values = {
-        "group": group.group,
-        "token": group.token,
-        "version": group.version,
-        "deadline": group.deadline,
-    }
-    return {"event": "accept", **values, "bound": group.max_staleness, "counts": counts}
+def accept_of(group: TakenGroup) -> JournalAccept:
+    """An accept as the journal has it."""
+    return JournalAccept(
+        group=group.group,
+        token=group.token,
+        version=group.version,
+        deadline=group.deadline,
+        bound=group.max_staleness,
+        counts=dict(group.counts),
+    )
 
 
-def told_of(events: Sequence[Mapping[str, Any]], start: int) -> list[Mapping[str, Any]]:
-    """What a journal would tell of the accepts and commits among `events[start:]`."""
-    leases: dict[str, Mapping[str, Any]] = {}
-    groups: dict[int, dict[str, Any]] = {}
-    told: list[Mapping[str, Any]] = []
-    for number, event in enumerate(events):
-        if event["event"] == "lease":
-            leases[event["token"]] = event
-        elif event["event"] == "accept":
-            lease = {name: leases[event["token"]][name] for name in ("version", "deadline", "bound")}
-            groups[event["group"]] = {
-                "event": "accept",
-                "group": event["group"],
-                "token": event["token"],
-                "counts": event["counts"],
-                **lease,
-            }
-        for again in event.get("told", ()):
-            for accepted in (again, *again.get("accepted", ())):
-                if accepted["event"] == "accept":
-                    groups[accepted["group"]] = dict(accepted)
-        if number < start:
-            continue
-        if event["event"] == "accept":
-            told.append(groups[event["group"]])
-        elif event["event"] == "commit":
-            fields = {name: event[name] for name in ("event", "epoch", "step", "digest", "groups")}
-            told.append({**fields, "accepted": [groups[int(group)] for group in event["groups"]]})
-        told += event.get("told", ())
-    return told
+def journal_of(events: Sequence[Mapping[str, Any]], start: int) -> list[JournalEvent]:
+    """What a journal would have of the accepts and commits among `events[start:]`."""
+    leases: dict[str, LeaseEvent] = {}
+    accepts: dict[int, JournalAccept] = {}
+    journal: list[JournalEvent] = []
+    for number, event in enumerate(map(decode_fields, events)):
+        new: list[JournalEvent] = []
+        match event:
+            case LeaseEvent():
+                leases[event.token] = event
+            case AcceptEvent():
+                accepts[event.group] = accept_event(leases[event.token], event)
+                new = [accepts[event.group]]
+            case CommitEvent():
+                accepted = [accepts[group] for group in event.groups]
+                new = [
+                    JournalCommit(
+                        epoch=event.epoch,
+                        step=event.step,
+                        digest=event.digest,
+                        groups=event.groups,
+                        accepted=accepted,
+                    )
+                ]
+            case RebuildEvent():
+                new = event.journal_events
+                for again in new:
+                    nested = again.accepted if isinstance(again, JournalCommit) else [again]
+                    accepts.update((accept.group, accept) for accept in nested)
+        journal += new if number >= start else []
+    return journal
+
+
+def accept_event(lease: LeaseEvent, accept: AcceptEvent) -> JournalAccept:
+    """An accept in the log as the journal has it, with what its lease says."""
+    return JournalAccept(
+        group=accept.group,
+        token=accept.token,
+        version=lease.version,
+        deadline=lease.deadline,
+        bound=lease.bound,
+        counts=accept.counts,
+    )
 
 
 def small(driver: Driver, bound: Bound) -> RunSpec:
@@ -130,7 +150,7 @@ class RebuildContract:
         events += [event for event in await log(driver) if event["seq"] > snapshot.sequence]
         assert verify_events(events).violations == []
 
-    async def test_what_only_the_journal_knows_is_told_again(self, driver: Driver) -> None:
+    async def test_what_only_the_journal_knows_is_restored(self, driver: Driver) -> None:
         await driver.begin(E=2, B=1)
         await driver.step(1)
         archived = await log(driver)
@@ -143,21 +163,14 @@ class RebuildContract:
         await driver.commit(await driver.ledger.take("e1"))
         between, late = await driver.lease(), await driver.lease()
         other = await driver.ledger.accept(late.group, late.token, {1: 2})
-        counts = {str(lease.group): {"1": 4}}
-        told = [
-            {
-                "event": "commit",
-                "epoch": "e1",
-                "step": 1,
-                "digest": "101",
-                "groups": counts,
-                "accepted": [accept_of(accepted)],
-            },
+        counts = {lease.group: {1: 4}}
+        journal_events = [
+            JournalCommit(epoch="e1", step=1, digest="101", groups=counts, accepted=[accept_of(accepted)]),
             accept_of(accepted),
             accept_of(other),
         ]
         status = await driver.ledger.status()
-        snapshot = restored(archived, told, found=status.sequence)
+        snapshot = restored(archived, journal_events, found=status.sequence)
         await driver.ledger.rebuild(small(driver, status.bound), snapshot)
         found = await driver.ledger.status()
         assert (found.version, found.trained, found.issued) == (status.version, status.trained, status.issued)

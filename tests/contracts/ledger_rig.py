@@ -40,7 +40,7 @@ class MemoryRig:
         self.ledger = MemoryLedger(**options)
 
     def expire(self, group: int) -> None:
-        self.ledger.book.groups[group].expires_ms = 0
+        self.ledger.run_state.groups[group].expires_ms = 0
 
     async def close(self) -> None:
         await self.ledger.close()

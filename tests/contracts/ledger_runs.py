@@ -1,5 +1,4 @@
-"""What every ledger does, part 3 of 3; run by `tests/services/ledger/test_contract.py` on each
-implementation."""
+"""Contract of a run as a whole, which `tests/services/ledger/test_contract.py` runs on each ledger."""
 
 import pytest
 

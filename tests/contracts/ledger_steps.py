@@ -1,5 +1,4 @@
-"""What every ledger does, part 2 of 3; run by `tests/services/ledger/test_contract.py` on each
-implementation."""
+"""Contract of the trainer's side, which `tests/services/ledger/test_contract.py` runs on each ledger."""
 
 import pytest
 

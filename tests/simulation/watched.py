@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from protocol.errors import Refused
+from services.ledger.event_log.events import ExpireEvent, decode_fields
 from services.ledger.memory.ledger import MemoryLedger
 from services.ledger.redis.keys import padded
 from services.ledger.redis.ledger import RedisLedger
@@ -64,7 +65,7 @@ class Watched:
         """Verify the new events, and let the ledger forget them."""
         events = [dict(event) for event in await self.memory.events(self._drained, 1_000_000)]
         for event in events:
-            self._verifier.step(event)
+            self._verifier.apply(decode_fields(event))
         self._drained += len(events)
         await self.memory.archived(self._drained)
         return events
@@ -92,12 +93,11 @@ class Twins(Watched):
         self._server = RedisLedger(self._pipeline, run, tokens=self._token)  # type: ignore[arg-type]
 
     async def once(self, name: str, arguments: Any, named: Any) -> Any:
-        before = self.memory.book.sequence if name != "create" else 0
+        before = self.memory.run_state.sequence if name != "create" else 0
         expected = await super().once(name, arguments, named)
-        new, log = self.memory.book.sequence - before, self.memory.book.log
-        self._expire(
-            [log[i]["group"] for i in range(len(log) - new, len(log)) if log[i]["event"] == "expire"]
-        )
+        new, log = self.memory.run_state.sequence - before, self.memory.run_state.log
+        fresh = [log[i] for i in range(len(log) - new, len(log))]
+        self._expire([event.group for event in fresh if isinstance(event, ExpireEvent)])
         if name == "lease":
             named = {**named, "lease_ms": DAY_MS}
         elif name == "extend":

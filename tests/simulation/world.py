@@ -105,7 +105,7 @@ class World:
 
     async def _on_scored(self, group: int, token: str) -> None:
         self.scored += 1
-        if self.scored >= self.ledger.memory.book.bound.groups_per_step:
+        if self.scored >= self.ledger.memory.run_state.bound.groups_per_step:
             await self.take()
 
     def _poll_later(self) -> None:
@@ -123,9 +123,9 @@ class World:
             taken: Taken = await self.ledger.call("take", self.epoch)
         except Refused as refusal:
             self.over = refusal.reason is Reason.EXHAUSTED
-            self.scored = len(self.ledger.memory.book.scored())
+            self.scored = len(self.ledger.memory.run_state.scored())
             return
-        self.running, self.scored = taken, len(self.ledger.memory.book.scored())
+        self.running, self.scored = taken, len(self.ledger.memory.run_state.scored())
         duration = self.scenario.step_ms * self.random.lognormvariate(0, 0.5)
         epoch = self.epoch
         crashes = self.random.random() < self.scenario.crash_share
@@ -138,7 +138,7 @@ class World:
     async def commit(self, epoch: str, taken: Taken) -> None:
         """Commit the step with every token that may be trained."""
         trained = {}
-        strict = self.ledger.memory.book.bound.policy is not Policy.MASK
+        strict = self.ledger.memory.run_state.bound.policy is not Policy.MASK
         for group in taken.groups:
             trained[group.group] = trainable_counts(taken.step, group.counts, group.max_staleness)
             masked = sum(group.counts.values()) - sum(trained[group.group].values())

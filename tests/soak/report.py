@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from services.ledger.event_log.archiver import AuditResult
 from services.ledger.interface import LedgerStatus
+from services.ledger.verify.result import AuditResult
 from tests.soak.verdict import SLOPE_LIMIT_MB_PER_MIN, Sample, cpu_shares, misplaced, rss_slopes, settled
 
 

@@ -24,8 +24,9 @@ from typing import Any
 
 from protocol.host.parent_death import tied_to_this_process
 from services.ledger.embedded_server import EmbeddedServer
-from services.ledger.event_log.archiver import FILE, Archiver, verify
+from services.ledger.event_log.archiver import FILE, Archiver
 from services.ledger.redis.ledger import RedisLedger
+from services.ledger.verify.verifier import verify
 from services.prepare import prepare
 from services.runtime.process import open_ledger
 from services.settings.load import dump_settings

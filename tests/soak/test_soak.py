@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from services.bus import receiver
-from services.ledger.event_log.archiver import FILE, verify
+from services.ledger.event_log.archiver import FILE
 from services.ledger.redis.keys import NAMES
+from services.ledger.verify.verifier import verify
 from tests.integration.loop import LiveRun, running, settings_for
 from tests.soak.census import census
 from tests.soak.probe import GROUP_KEYS, Probe

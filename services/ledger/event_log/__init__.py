@@ -1,1 +1,1 @@
-"""The event log of a run: written by the ledger, archived by the ingest, read by people."""
+"""Defines, archives and reads the event log of a run, which the ledger writes."""

@@ -1,9 +1,10 @@
-"""Each line of an archived event log ends with a link: a digest of the line and of the link before it. The
-newest link stands in a file beside the log, too. So a line that was edited, moved, doubled or taken out is
-noticed, whatever field it is in, and so is a lost end.
+"""Links the lines of an archived event log: each ends with a digest of itself and of the link before it.
 
-Links are no signatures: who rewrites the whole log and the file beside it is found out only by what the
-events say.
+The newest link also stands in a file beside the log. So a line that was edited, moved, doubled or removed is
+detected, whatever field it is in, and so is a missing end.
+
+Links are no signatures: who rewrites the whole log and the file beside it is detected only by what the events
+say.
 """
 
 import hashlib
@@ -14,6 +15,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from protocol.host.atomic_file import write_atomically
+
 HEAD = "audit.head"
 """Name of the file beside the log: the newest event's number and link, as JSON."""
 _FIRST = b"0" * 16
@@ -22,26 +25,26 @@ _LENGTH = 29  # bytes that the pattern matches
 
 
 class Chain:
-    """Follows the lines of a log in order."""
+    """Checks the links of a log, line by line in order."""
 
     def __init__(self, path: Path) -> None:
-        """Reads the file beside the log, which must happen before the log is read: a live log grows."""
+        """Read the file beside the log. Do so before reading the log, which may grow meanwhile."""
         self._previous = _FIRST
         self._sequence, self._newest = _head(path)
 
     def follows(self, line: bytes) -> bool:
-        """Whether `line`, with its newline, is as it was archived, and follows the one before it."""
+        """Return whether `line`, with its newline, is as it was archived and follows the one before it."""
         match = _LINK.search(line[-_LENGTH:])
         if match is None:
             return False
-        sound = match[1] == _link(self._previous, line[:-_LENGTH] + b"}")
+        intact = match[1] == _link(self._previous, line[:-_LENGTH] + b"}")
         self._previous = match[1]
         if match[1] == self._newest:
             self._newest = b""
-        return sound
+        return intact
 
     def missing(self) -> str | None:
-        """What is wrong with the end of the log, if anything is."""
+        """Return what is wrong with the end of the log, None if nothing is."""
         return f"event {self._sequence} was archived, but the log does not hold it" if self._newest else None
 
 
@@ -49,7 +52,7 @@ def append(path: Path, events: Iterable[Mapping[str, Any]]) -> None:
     """Write events at the end of the log, durably.
 
     Raises:
-        OSError: if that fails; whole lines may be there all the same.
+        OSError: if that fails; complete lines may have been written all the same.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     event: Mapping[str, Any] = {}
@@ -63,12 +66,8 @@ def append(path: Path, events: Iterable[Mapping[str, Any]]) -> None:
         file.write(b"".join(lines))
         file.flush()
         os.fsync(file.fileno())
-    aside = path.with_name(f"{HEAD}.new")
-    with open(aside, "w") as file:
-        json.dump({"seq": event.get("seq", 0), "chain": link.decode()}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path.with_name(HEAD))
+    head = {"seq": event.get("seq", 0), "chain": link.decode()}
+    write_atomically(path.with_name(HEAD), json.dumps(head).encode())
 
 
 def _link(previous: bytes, body: bytes) -> bytes:
@@ -76,7 +75,7 @@ def _link(previous: bytes, body: bytes) -> bytes:
 
 
 def _last(file: IO[bytes]) -> bytes:
-    """The link at the end of a log."""
+    """Return the link at the end of a log."""
     end = file.seek(0, os.SEEK_END)
     file.seek(max(0, end - _LENGTH))
     match = _LINK.search(file.read())
@@ -84,8 +83,10 @@ def _last(file: IO[bytes]) -> bytes:
 
 
 def _head(path: Path) -> tuple[int, bytes]:
-    """Number and link in the file beside the log; an empty link if there is no such file. One that is not
-    ours matches no link."""
+    """Return number and link in the file beside the log; an empty link if there is no such file.
+
+    A file in another format gives a link that matches none.
+    """
     try:
         content = path.with_name(HEAD).read_bytes()
     except FileNotFoundError:

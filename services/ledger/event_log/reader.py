@@ -1,30 +1,37 @@
-"""The steps of a run as its event log tells them: what each took, under which leases, and what was
-trained."""
+"""Reads the steps of a run from its event log: what each took, under which leases, and what was trained."""
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from protocol.errors import SettingsError
-from services.ledger.interface import StepRecord, TakenGroup
-from services.ledger.redis.json_codec import decode_counts
-
-Event = Mapping[str, Any]
+from services.ledger.event_log.events import (
+    AcceptEvent,
+    CommitEvent,
+    DropEvent,
+    LeaseEvent,
+    LedgerEvent,
+    MalformedEvent,
+    RebuildEvent,
+    ResumeEvent,
+    TakeEvent,
+    decode_line,
+)
+from services.ledger.interface import JournalAccept, JournalCommit, JournalEvent, StepRecord, TakenGroup
 
 
 @dataclass(frozen=True, slots=True)
 class LoggedStep:
-    """A committed step, as the log tells it."""
+    """A committed step, as the log describes it."""
 
     record: StepRecord
+    """What the ledger held of the step."""
     trained: Mapping[int, Mapping[int, int]]
     """Group -> version -> tokens that carried gradient."""
 
 
-def read_events(path: Path) -> Iterator[Event]:
-    """Every whole line of a log, oldest first; a torn last line is left out.
+def read_events(path: Path) -> Iterator[LedgerEvent]:
+    """Yield every complete line of a log, oldest first; a torn last line is left out.
 
     Raises:
         SettingsError: there is no log, or a line is not an event; names it.
@@ -39,81 +46,91 @@ def read_events(path: Path) -> Iterator[Event]:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
                 return
-            try:
-                event = json.loads(line)
-            except ValueError:
-                event = None
-            if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+            event = decode_line(line)
+            if isinstance(event, MalformedEvent):
                 raise SettingsError(f"{path}: line {number} is not an event; see `tether verify`")
             yield event
 
 
-def with_journal_events(events: Iterable[Event]) -> Iterator[Event]:
-    """The events, and before each `rebuild` those that the journal told it, at its time (see
-    `restore.py`)."""
+def with_journal_events(
+    events: Iterable[LedgerEvent],
+) -> Iterator[tuple[LedgerEvent, LedgerEvent | JournalEvent]]:
+    """Yield the events, and before each `rebuild` those that it has from the journal.
+
+    Yields:
+        Pairs of the event in the log, which gives number and time, and what happened: the same event, or one
+        from the journal.
+    """
     for event in events:
-        if event["event"] == "rebuild":
-            place = {"seq": event["seq"], "time_ms": event["time_ms"]}
-            for told in event.get("told", ()):
-                yield from ({**accept, **place, "event": "accept"} for accept in told.get("accepted", ()))
-                yield {**told, **place}
-        yield event
+        if isinstance(event, RebuildEvent):
+            for journal_event in event.journal_events:
+                if isinstance(journal_event, JournalCommit):
+                    yield from ((event, accepted) for accepted in journal_event.accepted)
+                yield event, journal_event
+        yield event, event
 
 
-def committed_steps(events: Iterable[Event], wanted: range) -> dict[int, LoggedStep]:
-    """Steps in `wanted` on the path to the present version, by number; what a rewind abandoned is left out.
+def committed_steps(events: Iterable[LedgerEvent], wanted: range) -> dict[int, LoggedStep]:
+    """Return the steps in `wanted` on the path to the committed version, by number.
+
+    Steps that a rewind abandoned are left out.
 
     Raises:
         SettingsError: if an event contradicts the ones before it.
     """
-    steps: dict[int, LoggedStep] = {}
-    leases: dict[int, Event] = {}
-    counts: dict[int, Event] = {}
-    taken: list[int] = []
-    for event in with_journal_events(events):
-        kind = event["event"]
+    builder = _StepsBuilder(wanted)
+    for place, event in with_journal_events(events):
         try:
-            if kind == "lease":
-                leases[event["group"]] = event
-            elif kind == "accept":
-                counts[event["group"]] = event["counts"]
-                if "deadline" in event:  # told by the journal, with what the lease said
-                    leases[event["group"]] = event
-            elif kind == "drop":  # trained groups go, too: after a rewind they are leased again
-                leases.pop(event["group"], None), counts.pop(event["group"], None)
-            elif kind == "take":
-                taken = list(event["groups"])
-            elif kind == "commit":
-                numbers = [int(group) for group in event["groups"]]
-                if sorted(numbers) != sorted(
-                    taken
-                ):  # the take is lost; this is the order in which groups are taken
-                    taken = sorted(numbers, key=lambda group: (leases[group]["deadline"], group))
-                groups = tuple(_taken_group(leases.pop(group), counts.pop(group)) for group in taken)
-                if event["step"] in wanted:
-                    steps[event["step"]] = _logged(event, groups)
-            elif kind == "resume" and not event["continued"]:
-                steps = {step: logged for step, logged in steps.items() if step < event["version"]}
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            builder.apply(event)
+        except (KeyError, ValueError) as error:
             raise SettingsError(
-                f"event {event.get('seq')} ({kind}) does not fit the ones before it; see `tether verify`"
+                f"event {place.seq} ({place.kind}) does not fit the ones before it; see `tether verify`"
             ) from error
-    return steps
+    return builder.steps
 
 
-def _logged(commit: Event, groups: tuple[TakenGroup, ...]) -> LoggedStep:
-    record = StepRecord(commit["step"], commit["epoch"], int(commit["digest"]), groups)
-    return LoggedStep(
-        record, {int(group): decode_counts(counts) for group, counts in commit["groups"].items()}
-    )
+class _StepsBuilder:
+    """Collects committed steps from events, oldest first."""
+
+    def __init__(self, wanted: range) -> None:
+        self.steps: dict[int, LoggedStep] = {}
+        self._wanted = wanted
+        self._leases: dict[int, LeaseEvent | JournalAccept] = {}
+        """Group -> its last lease, of groups that are not trained."""
+        self._counts: dict[int, Mapping[int, int]] = {}
+        """Group -> accepted tokens by version."""
+        self._taken: list[int] = []
+        """Groups of the running step, in order."""
+
+    def apply(self, event: LedgerEvent | JournalEvent) -> None:
+        """Take in one event. Raises KeyError or ValueError if it contradicts the ones before it."""
+        match event:
+            case LeaseEvent():
+                self._leases[event.group] = event
+            case AcceptEvent():
+                self._counts[event.group] = event.counts
+            case JournalAccept():
+                self._counts[event.group] = event.counts
+                self._leases[event.group] = event
+            case DropEvent():  # also after a rewind, when a trained group is leased again
+                self._leases.pop(event.group, None)
+                self._counts.pop(event.group, None)
+            case TakeEvent():
+                self._taken = event.groups
+            case CommitEvent() | JournalCommit():
+                self._commit(event)
+            case ResumeEvent(continued=False):
+                self.steps = {step: logged for step, logged in self.steps.items() if step < event.version}
+
+    def _commit(self, event: CommitEvent | JournalCommit) -> None:
+        taken = self._taken
+        if sorted(event.groups) != sorted(taken):  # the take is lost; this is the order of a take
+            taken = sorted(event.groups, key=lambda group: (self._leases[group].deadline, group))
+        groups = tuple(_taken_group(self._leases.pop(group), self._counts.pop(group)) for group in taken)
+        if event.step in self._wanted:
+            record = StepRecord(event.step, event.epoch, int(event.digest), groups)
+            self.steps[event.step] = LoggedStep(record, event.groups)
 
 
-def _taken_group(lease: Event, counts: Mapping[str, int]) -> TakenGroup:
-    return TakenGroup(
-        lease["group"],
-        lease["token"],
-        lease["deadline"],
-        lease["bound"],
-        lease["version"],
-        decode_counts(counts),
-    )
+def _taken_group(lease: LeaseEvent | JournalAccept, counts: Mapping[int, int]) -> TakenGroup:
+    return TakenGroup(lease.group, lease.token, lease.deadline, lease.bound, lease.version, counts)

@@ -1,18 +1,29 @@
-"""One group's life, from the event log alone: who held it and when, what became of its tokens, and how it
-ended."""
+"""Traces one group through the event log: who held it and when, what happened to its tokens, how it ended."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from protocol.lifecycle import Event, GroupState, after
-from services.ledger.event_log.reader import with_journal_events
-from services.ledger.redis.json_codec import decode_counts
+import msgspec
 
-ROWS = frozenset(str(event) for event in Event)
-LEFT_OUT = ("seq", "time_ms", "event", "group", "chain")
-"""Fields that every line has in its own place."""
+from protocol.lifecycle import Event, GroupState, after
+from protocol.staleness import max_lag
+from services.ledger.event_log.events import (
+    ClaimEvent,
+    CommitEvent,
+    GroupEvent,
+    LedgerEvent,
+    RebuildEvent,
+    ResumeEvent,
+    TakeEvent,
+)
+from services.ledger.event_log.reader import with_journal_events
+from services.ledger.interface import JournalAccept, JournalCommit, JournalEvent
+
+_TRANSITIONS = frozenset(str(event) for event in Event)
+_COMMON_FIELDS = ("seq", "time_ms", "event", "group")
+"""Fields that every moment has in its own place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,73 +31,74 @@ class Moment:
     """One event of a group's life."""
 
     sequence: int
+    """Number of the event in the log."""
     time_ms: int
-    """Unix time on the ledger's clock."""
+    """Unix time on the ledger's clock, in ms."""
     since_ms: int
-    """Since the event before it; 0 for the first."""
+    """Time since the event before it, in ms; 0 for the first."""
     event: str
-    """A row of the lifecycle table, expire or rebuild."""
+    """A row of the lifecycle table, `expire` or `rebuild`."""
     state: GroupState
-    """Of the group after it."""
+    """State of the group after it."""
     facts: Mapping[str, Any]
     """What else the log says: holder, version, deadline, counts, reward, reason ..."""
 
 
-def trace(events: Iterable[Mapping[str, Any]], group: int) -> list[Moment]:
-    """The moments of a group's life, oldest first; empty if the log never names it."""
+def trace(events: Iterable[LedgerEvent], group: int) -> list[Moment]:
+    """Return the moments of a group's life, oldest first; empty if the log never names it."""
     moments: list[Moment] = []
-    state, before = GroupState.WAITING, 0
-    for event in with_journal_events(events):
-        for name, facts in _concerns(event, group):
-            if name in ROWS:
+    state, last_ms = GroupState.WAITING, 0
+    for place, event in with_journal_events(events):
+        for name, facts in _moments_of(event, group):
+            if name in _TRANSITIONS:
                 state = after(state, Event(name)) or state
             elif name == "rebuild":
                 state = GroupState(facts["state"])
-            moments.append(
-                Moment(
-                    event["seq"],
-                    event["time_ms"],
-                    event["time_ms"] - before if moments else 0,
-                    name,
-                    state,
-                    facts,
-                )
-            )
-            before = event["time_ms"]
+            since_ms = place.time_ms - last_ms if moments else 0
+            moments.append(Moment(place.seq, place.time_ms, since_ms, name, state, facts))
+            last_ms = place.time_ms
     return moments
 
 
-def _concerns(event: Mapping[str, Any], group: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What an event does to the group: nothing, or one transition with its facts."""
-    kind = event["event"]
-    if event.get("group") == group:
-        yield kind, {name: value for name, value in event.items() if name not in LEFT_OUT}
-    elif kind == "take" and group in event["groups"]:
-        yield "take", {"step": event["step"], "place": event["groups"].index(group), "epoch": event["epoch"]}
-    elif kind == "commit" and str(group) in event["groups"]:
-        trained = decode_counts(event["groups"][str(group)])
-        lags = [event["step"] - version for version, n in trained.items() if n]
-        yield (
-            "commit",
-            {"step": event["step"], "trained": event["groups"][str(group)], "lag_max": max(lags, default=0)},
-        )
-    elif kind == "claim" and group in event.get("untaken", ()):
-        yield "untake", {"epoch": event["epoch"]}
-    elif kind == "resume" and group in event.get("waiting", ()):
-        yield "rewind", {"epoch": event["epoch"], "version": event["version"]}
-    elif kind == "rebuild":
-        for state in (GroupState.WAITING, GroupState.SCORED):
-            if group in event.get(state, ()):
-                yield "rebuild", {"state": state, "epoch": event["epoch"]}
+def _moments_of(event: LedgerEvent | JournalEvent, group: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield what an event does to the group: nothing, or one transition with its facts."""
+    match event:
+        case GroupEvent() if event.group == group:
+            yield event.kind, _facts(event)
+        case JournalAccept() if event.group == group:
+            yield "accept", _facts(event)
+        case TakeEvent() if group in event.groups:
+            place = event.groups.index(group)
+            yield "take", {"step": event.step, "place": place, "epoch": event.epoch}
+        case CommitEvent() | JournalCommit() if group in event.groups:
+            trained = event.groups[group]
+            counts = {str(version): n for version, n in trained.items()}
+            yield "commit", {"step": event.step, "trained": counts, "lag_max": max_lag(event.step, trained)}
+        case ClaimEvent() if group in event.untaken:
+            yield "untake", {"epoch": event.epoch}
+        case ResumeEvent() if group in event.waiting:
+            yield "rewind", {"epoch": event.epoch, "version": event.version}
+        case RebuildEvent():
+            for state, groups in ((GroupState.WAITING, event.waiting), (GroupState.SCORED, event.scored)):
+                if group in groups:
+                    yield "rebuild", {"state": state, "epoch": event.epoch}
+
+
+def _facts(event: GroupEvent | JournalAccept) -> dict[str, Any]:
+    fields = msgspec.to_builtins(event, str_keys=True)
+    return {name: value for name, value in fields.items() if name not in _COMMON_FIELDS}
 
 
 def render_trace(group: int, moments: list[Moment]) -> str:
-    """A group's life for people: how it stands, then a line an event with the time (UTC) and the seconds
-    since the one before."""
-    leases = [moment for moment in moments if moment.event == "lease"]
+    """Return a group's life as text: a summary, then one line per event.
+
+    Each line has the time (UTC) and the seconds since the event before it.
+    """
+    leases = sum(moment.event == "lease" for moment in moments)
     seconds = (moments[-1].time_ms - moments[0].time_ms) / 1e3
     lines = [
-        f"group {group}: {moments[-1].state} after {len(leases)} lease{'s' if len(leases) != 1 else ''}, {seconds:.3f} s in all"
+        f"group {group}: {moments[-1].state} after {leases} lease{'s' if leases != 1 else ''}, "
+        f"{seconds:.3f} s in all"
     ]
     for moment in moments:
         clock = datetime.fromtimestamp(moment.time_ms / 1e3, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
@@ -98,9 +110,7 @@ def render_trace(group: int, moments: list[Moment]) -> str:
 
 
 def _value(value: Any) -> str:
-    """Counts as `tokens of version`, anything else as it is."""
-    return (
-        ", ".join(f"{n} of version {version}" for version, n in value.items())
-        if isinstance(value, dict)
-        else str(value)
-    )
+    """Return counts as `tokens of version`, anything else as it is."""
+    if isinstance(value, dict):
+        return ", ".join(f"{n} of version {version}" for version, n in value.items())
+    return str(value)

@@ -1,1 +1,1 @@
-"""The ledger in memory: the oracle that the Lua scripts are compared with."""
+"""Implements the ledger in memory: the oracle that the Lua scripts are compared with."""

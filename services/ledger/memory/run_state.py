@@ -1,31 +1,40 @@
-"""The state of a run in memory: groups, counters and event log, and the moves that several transitions share.
+"""Holds the state of a run in memory: groups, counters and event log, and what several transitions share.
 
-Which transition is legal is `protocol.lifecycle`'s to say, and what rule F allows `protocol.staleness`'s;
-nothing of either is restated here.
+`protocol.lifecycle` decides which transition is legal, and `protocol.staleness` what rule F allows; nothing
+of either is repeated here.
 """
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+
+import msgspec
 
 from protocol.errors import Reason, Refused
 from protocol.lifecycle import ACTIVE, Event, GroupState, after
 from protocol.staleness import Bound, holds
+from services.ledger.event_log.events import (
+    BoundEvent,
+    DropEvent,
+    ExpireEvent,
+    HaltEvent,
+    LedgerEvent,
+    UnhaltEvent,
+)
 from services.ledger.interface import Lease, LedgerStatus, Peer, RunSpec, StepRecord, Taken, TakenGroup
 
 
 @dataclass(slots=True)
 class Group:
-    """One group; fields as in the interface's `Lease` and `TakenGroup`."""
+    """One group; fields not described here are those of the interface's `Lease` and `TakenGroup`."""
 
     group: int
     state: GroupState = GroupState.WAITING
     token: str = ""
     previous: str = ""
-    """Token under which it was last handed back or lost."""
-    why: str = ""
-    """Reason of that."""
+    """Token under which it was last released or lost."""
+    release_reason: str = ""
+    """Why it was released; `lost` if its record was lost."""
     holder: str = ""
     deadline: int = 0
     max_staleness: int = 0
@@ -33,15 +42,15 @@ class Group:
     attempt: int = 0
     counts: dict[int, int] = field(default_factory=dict)
     request: str = ""
-    """What it was leased by, while it is LEASED."""
+    """Lease request that was granted it, while it is LEASED."""
     expires_ms: int = 0
     expired: bool = False
-    """The lease has run out and was reaped: it holds no place in rule F."""
+    """Whether the lease ran out and gave up its place in rule F."""
     step: int = -1
     """Step in which it was trained."""
 
     def taken(self) -> TakenGroup:
-        """As a batch lists it."""
+        """Return the group as a batch lists it."""
         return TakenGroup(
             self.group, self.token, self.deadline, self.max_staleness, self.version, dict(self.counts)
         )
@@ -49,7 +58,7 @@ class Group:
 
 @dataclass(slots=True)
 class RunState:
-    """Everything that the ledger knows of one run."""
+    """All that the ledger holds of one run."""
 
     spec: RunSpec
     clock: Callable[[], int]
@@ -63,10 +72,10 @@ class RunState:
     resumed: tuple[str, int, int, bool] = ("", -1, 0, False)
     """Epoch, version, digest and answer of the last resume."""
     digest: int | None = None
-    """Digest of `version`'s weights, as far as it is known."""
+    """Digest of the weights of `version`; None if no trainer has stated it."""
     running: Taken | None = None
     unreported_drops: list[int] = field(default_factory=list)
-    """Groups dropped by takes that no batch has reported yet."""
+    """Groups that takes have dropped and no batch has reported yet."""
     checkpoint: int = 0
     issued: int = 0
     trained: int = 0
@@ -83,60 +92,65 @@ class RunState:
     engines: dict[str, tuple[str, int]] = field(default_factory=dict)
     requests: dict[str, Lease] = field(default_factory=dict)
     """Lease request -> the lease that it was granted, while the group is LEASED by it."""
-    log: deque[dict[str, Any]] = field(default_factory=deque)
+    log: deque[LedgerEvent] = field(default_factory=deque)
+    """Events that are not archived, oldest first."""
     sequence: int = 0
+    """Number of the last event."""
     archived: int = 0
+    """Number of the last archived event."""
 
-    def append(self, event: str, **values: Any) -> None:
-        """Write one event."""
+    def append(self, event: LedgerEvent) -> None:
+        """Append an event to the log, with the next number and the present time."""
         self.sequence += 1
-        self.log.append({"seq": self.sequence, "time_ms": self.clock(), "event": event, **values})
+        self.log.append(msgspec.structs.replace(event, seq=self.sequence, time_ms=self.clock()))
 
     def next_step(self) -> int:
-        """N of rule F."""
+        """Return N of rule F."""
         return self.version + (self.running is not None)
 
     def of(self, *states: GroupState) -> list[Group]:
-        """Groups in these states, in order of id."""
+        """Return the groups in these states, in order of id."""
         return sorted(
             (group for group in self.groups.values() if group.state in states), key=lambda group: group.group
         )
 
     def live(self) -> list[Group]:
-        """Leases that hold a place in rule F."""
+        """Return the leased groups that hold a place in rule F."""
         return [group for group in self.of(GroupState.LEASED) if not group.expired]
 
     def scored(self) -> list[Group]:
-        """SCORED groups, earliest deadline first."""
+        """Return the SCORED groups, earliest deadline first."""
         return sorted(self.of(GroupState.SCORED), key=lambda group: (group.deadline, group.group))
 
     def leasable(self) -> list[Group]:
-        """Groups to lease before a new one: WAITING ones, then expired leases."""
+        """Return the groups to lease before a new one: WAITING ones, then expired leases."""
         return self.of(GroupState.WAITING) + [group for group in self.of(GroupState.LEASED) if group.expired]
 
     def exhausted(self) -> bool:
-        """Whether no new prompt is left."""
+        """Return whether no new prompt is left."""
         return self.spec.prompts is not None and self.issued >= self.spec.prompts
 
     def slot_deadlines(self) -> list[int]:
-        """Deadlines of all groups that hold a place in rule F."""
+        """Return the deadlines of all groups that hold a place in rule F."""
         return [group.deadline for group in (*self.live(), *self.of(GroupState.SCORED))]
 
     def room_for(self, deadlines: Iterable[int]) -> bool:
-        """Whether rule F holds with groups of these deadlines added."""
+        """Return whether rule F holds with groups of these deadlines added."""
         return holds([*self.slot_deadlines(), *deadlines], self.next_step(), self.bound)
 
     def expire_leases(self) -> None:
-        """Take the place of every lease that has run out."""
+        """Free the place in rule F of every lease that has run out."""
         now = self.clock()
         for group in sorted(self.live(), key=lambda group: (group.expires_ms, group.group)):
             if group.expires_ms <= now:
                 group.expired = True
-                self.append("expire", group=group.group)
+                self.append(ExpireEvent(group=group.group))
 
     def apply_pending(self) -> bool:
-        """Put a pending bound in force if rule F holds with it, and would hold if the running step were
-        untaken now or later."""
+        """Put a pending bound in force if rule F allows it, and return whether none is pending.
+
+        Rule F has to hold with it now, and if the running step were untaken, now or later.
+        """
         if self.pending is None:
             return True
         if not holds(self.slot_deadlines(), self.next_step(), self.pending):
@@ -147,11 +161,11 @@ class RunState:
         ):
             return False
         self.bound, self.pending = self.pending, None
-        self.append("bound", **bound_values(self.bound))
+        self.append(bound_event(self.bound))
         return True
 
     def transition(self, group: Group, event: Event) -> None:
-        """Move a group on, or refuse WRONG_STATE if the table has no such row."""
+        """Move a group as the lifecycle table says; refuse WRONG_STATE if it has no such row."""
         state = after(group.state, event)
         if state is None:
             raise Refused(Reason.WRONG_STATE, f"group {group.group} is {group.state}")
@@ -165,7 +179,10 @@ class RunState:
             group.expired = False
 
     def held(self, group: int, token: str, *, forgotten: Reason = Reason.NOT_HELD) -> Group:
-        """The group, if `token` is its current one; else refuse."""
+        """Return the group if `token` is its current one.
+
+        Refuses UNKNOWN_GROUP, NOT_HELD, and `forgotten` for a group that is finished and forgotten.
+        """
         found = self.groups.get(group)
         if found is None:
             raise Refused(Reason.UNKNOWN_GROUP if group >= self.issued else forgotten, f"group {group}")
@@ -174,7 +191,7 @@ class RunState:
         return found
 
     def drop(self, group: Group, reason: str, detail: str = "", wasted_tokens: int = 0) -> None:
-        """Give a group up, and halt the run if `reason` has too large a share of the recent ones."""
+        """Drop a group, and halt the run if `reason` has too large a share of the recent drops."""
         wasted = max(wasted_tokens, sum(group.counts.values()))
         before = group.state
         self.transition(group, Event.DROP)
@@ -182,13 +199,14 @@ class RunState:
         self.wasted_tokens += wasted
         self.reasons[reason] += 1
         self.append(
-            "drop",
-            group=group.group,
-            token=group.token,
-            reason=reason,
-            detail=detail,
-            wasted_tokens=wasted,
-            **{"from": before.value},
+            DropEvent(
+                group=group.group,
+                token=group.token,
+                reason=reason,
+                detail=detail,
+                wasted_tokens=wasted,
+                from_state=before,
+            )
         )
         self.finish(reason)
         window = self.spec.drop_window
@@ -198,18 +216,17 @@ class RunState:
             and self.outcomes.count(reason) >= self.spec.drop_share * window
         ):
             self.halted = reason
-            self.append("halt", reason=reason)
+            self.append(HaltEvent(reason=reason))
 
     def finish(self, outcome: str) -> None:
-        """Note how a group ended: a drop reason, or empty for trained."""
+        """Record how a group ended: by a drop reason, or empty for trained."""
         self.outcomes.appendleft(outcome)
         while len(self.outcomes) > self.spec.drop_window:
             self.outcomes.pop()
 
     def unhalt(self) -> None:
-        """Let a halted run go on: drops, and attempts of groups that can be leased again, are counted
-        anew."""
-        self.append("unhalt", reason=self.halted)
+        """Allow leases after a halt; drops, and attempts of WAITING and LEASED groups, are counted anew."""
+        self.append(UnhaltEvent(reason=self.halted))
         self.halted = ""
         self.outcomes.clear()
         for group in self.of(GroupState.WAITING, GroupState.LEASED):
@@ -221,7 +238,7 @@ class RunState:
             raise Refused(Reason.STALE_EPOCH, f"epoch {epoch} is not the current one, {self.epoch}")
 
     def status(self) -> LedgerStatus:
-        """All counters."""
+        """Return all counters."""
         states = Counter(group.state for group in self.groups.values() if group.state in ACTIVE)
         return LedgerStatus(
             version=self.version,
@@ -244,22 +261,22 @@ class RunState:
 
 @dataclass(slots=True)
 class Registry:
-    """Processes and the time at which each is taken for dead."""
+    """Processes of the run, and the time at which each counts as dead."""
 
     clock: Callable[[], int]
+    """Milliseconds."""
     entries: dict[str, tuple[int, Peer]] = field(default_factory=dict)
+    """Incarnation -> end of its time-to-live (ms of `clock`), and the process."""
 
     def live(self) -> list[Peer]:
-        """Forget the dead, and list the others in order of incarnation."""
+        """Remove dead processes and return the others in order of incarnation."""
         now = self.clock()
         self.entries = {name: entry for name, entry in self.entries.items() if entry[0] > now}
         return [self.entries[name][1] for name in sorted(self.entries)]
 
 
-def bound_values(bound: Bound) -> dict[str, Any]:
-    """A bound as events write it."""
-    return {
-        "max_staleness": bound.max_staleness,
-        "groups_per_step": bound.groups_per_step,
-        "policy": bound.policy.value,
-    }
+def bound_event(bound: Bound) -> BoundEvent:
+    """Return the event of a bound that is in force."""
+    return BoundEvent(
+        max_staleness=bound.max_staleness, groups_per_step=bound.groups_per_step, policy=bound.policy
+    )

@@ -1,1 +1,1 @@
-"""The ledger on Redis or Valkey: one Lua script a transition."""
+"""Implements the ledger on Redis or Valkey: one Lua script per transition."""

@@ -1,5 +1,4 @@
-"""One connection pool to a Redis or Valkey server: bounded calls, retries across restarts, and what the
-server promises."""
+"""Calls a Redis or Valkey server: bounded in time, repeated across restarts, with its durability checked."""
 
 import asyncio
 import time
@@ -39,31 +38,33 @@ _AWAY = (
     TimeoutError,
     OSError,
 )
-"""Errors that a server which restarts or fails over gives for a while."""
+"""Errors of a server that restarts or fails over, for a while."""
 _AWAY_PREFIXES = ("MISCONF", "MASTERDOWN", "CLUSTERDOWN", "OOM", "BUSY")
+"""How its error replies begin then."""
 _DENIED = (AuthenticationError, AuthorizationError, NoPermissionError)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
 _POOL = 16
 
 
 class _Packed(aioredis.Connection):
-    """redis-py's asyncio client packs commands in Python; a script with 24 keys is packed 8 times faster in
-    C."""
+    """Connection that packs scripts in C, which is 8 times faster for 24 keys than redis-py's Python."""
 
     def pack_command(self, *args: Any) -> list[bytes]:
         return [hiredis.pack_command(args)] if args[0] in ("EVALSHA", "EVAL") else super().pack_command(*args)
 
 
 class Connection:
-    """Calls to one server. Every call ends within `timeout_s`, or is repeated for `retry_s` while the server
-    is away."""
+    """Connection pool to one server.
+
+    Every call ends within `timeout_s`, or is repeated for `retry_s` while the server is away.
+    """
 
     def __init__(self, url: str, *, timeout_s: float, retry_s: float) -> None:
-        """Raises SettingsError if `url` is not one that redis-py understands; connects to nothing yet."""
+        """Make a pool without connections. Raises SettingsError if redis-py cannot use `url`."""
         self.name = redacted(url)
         self.timeout_s = timeout_s
         self.retry_s = retry_s
-        self._guard = ServerFence()
+        self._fence = ServerFence()
         self._run_seen = False
         try:
             pool = aioredis.BlockingConnectionPool.from_url(
@@ -74,9 +75,9 @@ class Connection:
                 socket_timeout=timeout_s,
                 socket_connect_timeout=timeout_s,
                 retry=Retry(NoBackoff(), 0),
-                redis_connect_func=self._guard.on_connect,
+                redis_connect_func=self._fence.on_connect,
             )
-            pool.make_connection()  # which finds options that there are not
+            pool.make_connection()  # raises for unknown options
         except (ValueError, TypeError):
             raise refused_url(url) from None
         self._redis = aioredis.Redis(connection_pool=pool)
@@ -99,15 +100,15 @@ class Connection:
             if (
                 answer[0] == b"refused"
                 and answer[1] == Reason.NO_RUN.value.encode()
-                and self._guard.run_key
+                and self._fence.run_key
                 and self._run_seen
             ):
                 raise RedisConnectionError(
-                    "it does not hold the run: was it prepared? The ingest brings a lost one back"
+                    "it lost the run, which the ingest rebuilds: is the ingest running?"
                 )
             return answer
 
-        answer = await self.patiently(call, self.retry_s)
+        answer = await self._retrying(call, self.retry_s)
         if answer[0] == b"refused":
             raise Refused(Reason(answer[1].decode()), answer[2].decode())
         self._run_seen = True
@@ -115,21 +116,23 @@ class Connection:
 
     async def command(self, *words: str | int | bytes) -> Any:
         """Run one plain command, with the same limits as a script."""
-        return await self.patiently(lambda: self._redis.execute_command(*words), self.retry_s)  # type: ignore[no-untyped-call]
+        return await self._retrying(lambda: self._redis.execute_command(*words), self.retry_s)  # type: ignore[no-untyped-call]
 
     async def guard(self, run_key: str) -> None:
-        """From now on use no server that the run (its hash is `run_key`) was not looked at on, and wait for a
-        run that vanishes."""
-        self._guard.run_key = run_key
+        """Use from now on only a server process on which the run was reconciled, and wait for a lost run.
+
+        `run_key` is the key of the run's hash `run`.
+        """
+        self._fence.run_key = run_key
         await self._redis.connection_pool.disconnect(inuse_connections=False)
 
     async def server(self) -> str:
-        """Which process answers now; another one after a restart or a failover."""
-        info = await self.patiently(lambda: self._redis.info("server"), self.retry_s)
+        """Return the id of the server process; a restart or failover changes it."""
+        info = await self._retrying(lambda: self._redis.info("server"), self.retry_s)
         return str(info.get("run_id", ""))
 
-    async def patiently(self, call: Callable[[], Awaitable[T]], retry_s: float) -> T:
-        """Await `call()`, again with growing pauses while the server is away, for `retry_s` in all."""
+    async def _retrying(self, call: Callable[[], Awaitable[T]], retry_s: float) -> T:
+        """Await `call()`, and repeat it with growing pauses for `retry_s` while the server is away."""
         began = time.monotonic()
         pause = _FIRST_PAUSE_S
         task = asyncio.current_task()
@@ -139,9 +142,7 @@ class Connection:
             try:
                 async with asyncio.timeout(self.timeout_s):
                     answer = await call()
-                if (
-                    task.cancelling() > cancels
-                ):  # redis-py sends by wait_for, which in Python 3.11 may lose one
+                if task.cancelling() > cancels:  # redis-py uses wait_for, which may lose one in Python 3.11
                     raise asyncio.CancelledError
                 return answer
             except _DENIED as error:
@@ -161,37 +162,40 @@ class Connection:
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def _unavailable(self, cause: Exception, waited: float) -> Unavailable:
-        what = str(cause) or type(cause).__name__
         return Unavailable(
-            f"ledger {self.name} did not answer for {waited:.1f} s ({what}); is the server running, and is the URL right?"
+            f"ledger {self.name} did not answer for {waited:.1f} s ({str(cause) or type(cause).__name__}); "
+            "is the server running, and is the URL right?"
         )
 
     async def check(self) -> str:
-        """Look at the server once and say how durable it is; empty if nothing acknowledged can be lost.
+        """Check the server's settings.
+
+        Returns:
+            What it does not promise; empty if no acknowledged write can be lost.
 
         Raises:
             Unavailable: if it does not answer within `timeout_s`.
             SettingsError: if it may evict keys.
         """
-        info = await self.patiently(lambda: self._redis.info(), self.timeout_s)
+        info = await self._retrying(lambda: self._redis.info(), self.timeout_s)
         policy = info.get("maxmemory_policy", "noeviction")
         if policy != "noeviction":
             raise SettingsError(
-                f"ledger {self.name} has maxmemory-policy {policy}: it would forget groups under memory pressure; "
-                "set maxmemory-policy noeviction"
+                f"ledger {self.name} has maxmemory-policy {policy}: "
+                "it would evict groups under memory pressure; set maxmemory-policy noeviction"
             )
         if not int(info.get("aof_enabled", 0)):
-            return "the append-only file is off: a restart of the server loses the run; set appendonly yes and appendfsync always"
+            return (
+                "the append-only file is off: a restart of the server loses the run; "
+                "set appendonly yes and appendfsync always"
+            )
+        loss = "a crash of the server may lose acknowledged writes"
         try:
-            setting = await self.patiently(lambda: self._redis.config_get("appendfsync"), self.timeout_s)
+            setting = await self._retrying(lambda: self._redis.config_get("appendfsync"), self.timeout_s)
         except (SettingsError, RedisError):
-            return "appendfsync cannot be read: a crash of the server may lose acknowledged writes unless it is always"
+            return f"appendfsync cannot be read: {loss} unless it is always"
         fsync = setting.get("appendfsync", "unknown")
-        return (
-            ""
-            if fsync == "always"
-            else f"appendfsync is {fsync}: a crash of the server may lose acknowledged writes; set it to always"
-        )
+        return "" if fsync == "always" else f"appendfsync is {fsync}: {loss}; set it to always"
 
     async def close(self) -> None:
         """Close every connection."""

@@ -1,5 +1,7 @@
-"""What the scripts answer in JSON, as the values of the interface. What does not fit them is a
-ProtocolError."""
+"""Converts between the JSON of the Lua scripts and the values of the interface.
+
+JSON that does not fit raises ProtocolError.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -9,14 +11,26 @@ import msgspec
 
 from protocol.errors import ProtocolError
 from protocol.lifecycle import GroupState
-from protocol.staleness import Bound, Policy
+from protocol.staleness import Bound
 from services.ledger.interface import Lease, LedgerStatus, Peer, Snapshot, StepRecord, Taken, TakenGroup
 
 T = TypeVar("T")
-_SNAPSHOT_AS_IT_IS = (
-    "epoch", "epochs", "found", "after", "sequence", "version", "checkpoint", "issued", "trained", "dropped", "wasted_tokens", "reasons",
-    "halted", "told",
-)  # fmt: skip
+_SNAPSHOT_FIELDS = (
+    "epoch",
+    "epochs",
+    "found",
+    "after",
+    "sequence",
+    "version",
+    "checkpoint",
+    "issued",
+    "trained",
+    "dropped",
+    "wasted_tokens",
+    "reasons",
+    "halted",
+)
+"""Fields of a `Snapshot` whose JSON has the same name and value."""
 
 
 class _Peer(msgspec.Struct):
@@ -46,60 +60,53 @@ class _Status(msgspec.Struct):
     halted: str
     draining: bool
     engines: dict[str, str]
-    """Engine -> epoch and version, with a space between."""
+    """Engine -> epoch and version, separated by a space."""
     pending: Bound | None = None
 
 
 def encode_counts(counts: Mapping[int, int]) -> dict[str, int]:
-    """Tokens per version with string keys, as JSON has them."""
+    """Return tokens per version with string keys, as JSON has them."""
     return {str(version): n for version, n in counts.items()}
 
 
-def decode_counts(counts: Mapping[str, int]) -> dict[int, int]:
-    """The inverse of `encode_counts`."""
-    return {int(version): n for version, n in counts.items()}
-
-
-def decode_bound(values: Mapping[str, Any]) -> Bound:
-    """A bound as events write it."""
-    return Bound(values["max_staleness"], values["groups_per_step"], Policy(values["policy"]))
-
-
 def decode_lease(data: bytes) -> Lease:
-    """The answer of `lease`."""
+    """Decode the answer of `lease`."""
     return _read(data, Lease)
 
 
 def decode_taken(data: bytes) -> Taken:
-    """The answer of `take`."""
+    """Decode the answer of `take`."""
     return _read(data, Taken)
 
 
 def decode_step(data: bytes) -> StepRecord:
-    """A committed step as `commit` stores it."""
+    """Decode a committed step as `commit` stores it."""
     record = _read(data, _Step)
     return StepRecord(record.step, record.epoch, record.digest, record.groups)
 
 
 def decode_peer(incarnation: bytes, data: bytes) -> Peer:
-    """A pair of the answer of `peers`."""
+    """Decode one pair of the answer of `peers`."""
     record = _read(data, _Peer)
     return Peer(record.role, incarnation.decode(errors="replace"), record.info)
 
 
 def encode_peer(peer: Peer) -> bytes:
-    """What `register` stores."""
+    """Encode a process as `register` stores it."""
     return msgspec.json.encode({"role": peer.role, "info": dict(peer.info)})
 
 
 def encode_endpoints(peer: Peer) -> bytes:
-    """What `register` stores of where a process serves which topic; empty if it serves none."""
+    """Encode which topics a process serves where, as `register` stores it; empty if it serves none."""
     endpoints = peer.info.get("endpoints")
     return msgspec.json.encode(endpoints, order="sorted") if endpoints else b""
 
 
 def decode_endpoints(data: Mapping[bytes, bytes]) -> dict[str, dict[str, str]]:
-    """The hash `endpoints`, as topic -> incarnation -> endpoint. The field without a name is no process."""
+    """Decode the hash `endpoints` to topic -> incarnation -> endpoint.
+
+    Its field with the empty name counts changes and is left out.
+    """
     topics: dict[str, dict[str, str]] = {}
     for incarnation, served in data.items():
         if incarnation:
@@ -109,7 +116,7 @@ def decode_endpoints(data: Mapping[bytes, bytes]) -> dict[str, dict[str, str]]:
 
 
 def decode_status(data: bytes) -> LedgerStatus:
-    """The answer of `status` and `claim`."""
+    """Decode the answer of `status` and `claim`."""
     record = _read(data, _Status)
     values = {name: getattr(record, name) for name in _Status.__struct_fields__}
     return LedgerStatus(
@@ -118,9 +125,10 @@ def decode_status(data: bytes) -> LedgerStatus:
 
 
 def encode_snapshot(snapshot: Snapshot) -> list[bytes | int]:
-    """What `rebuild` gets: JSON, then step and report by turns."""
+    """Encode the arguments of `rebuild`: JSON, then alternately a step and its report."""
     values = {
-        **{name: getattr(snapshot, name) for name in _SNAPSHOT_AS_IT_IS},
+        **{name: getattr(snapshot, name) for name in _SNAPSHOT_FIELDS},
+        "told": snapshot.journal_events,
         "draining": int(snapshot.draining),
         "digest": "" if snapshot.digest is None else str(snapshot.digest),
         "scored": [_encode_group(group) for group in snapshot.scored],
@@ -140,7 +148,7 @@ def encode_snapshot(snapshot: Snapshot) -> list[bytes | int]:
 
 
 def decode_group(data: bytes) -> TakenGroup:
-    """The answer of `accept`."""
+    """Decode the answer of `accept`."""
     return _read(data, TakenGroup)
 
 
@@ -149,7 +157,7 @@ def _encode_group(group: TakenGroup) -> dict[str, Any]:
 
 
 def decode_event(data: bytes) -> dict[str, Any]:
-    """One event of the log."""
+    """Decode one event of the log, with all its fields in their order, so that the archive has them all."""
     return _read(data, dict[str, Any])
 
 
@@ -164,8 +172,10 @@ def _served(text: str) -> tuple[str, int]:
 
 
 def _read(data: bytes, kind: type[T]) -> T:
-    """`data` as `kind`. Lua writes whole numbers as it likes (1e+15, or text where they came from a hash):
-    they are taken as numbers."""
+    """Decode `data` as `kind`.
+
+    Lua may write a whole number as 1e+15, or as text if it came from a hash; both are accepted as numbers.
+    """
     try:
         return msgspec.json.decode(data, type=kind, strict=False)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -1,24 +1,25 @@
-"""The key space of the ledger. Every key of a run carries the hash tag `{tether:RUN}`, so one cluster slot
-holds the run.
+"""Names the keys of a run on the server.
+
+Every key carries the hash tag `{tether:RUN}`, so that one cluster slot holds the run.
 
 | key | type | holds |
 |---|---|---|
 | `run` | hash | what the run is and where it stands: spec, bound, pending bound, version, epoch, counters |
 | `lineage` | set | epochs whose branch is the current one; engines that serve one of them get leases |
-| `epochs` | set | every epoch that ever claimed the run, so that none can come back |
+| `epochs` | set | every epoch that ever claimed the run, so that none is used twice |
 | `groups` | hash | padded group id -> JSON record; TRAINED and DROPPED ones until a checkpoint covers them |
 | `waiting` | zset | WAITING groups; all scores 0, so in order of id |
 | `leases` | zset | live leases by expiry (ms of the server's clock) |
 | `live` | zset | the same leases by deadline (version): they hold a place in rule F |
-| `expired` | zset | LEASED groups whose lease has run out; all scores 0; they hold no place |
+| `expired` | zset | LEASED groups whose lease has run out; all scores 0; they hold no place in rule F |
 | `scored` | zset | SCORED groups by deadline: they hold a place in rule F |
 | `fresh` | zset | SCORED groups by the last step for which one of their tokens is within the bound |
 | `taken` | zset | groups of the running step by deadline |
 | `trained` | zset | TRAINED groups that no checkpoint covers, by step |
 | `dropped` | set | DROPPED groups that no checkpoint has swept |
 | `reasons` | hash | drop reason -> groups |
-| `outcomes` | list | newest first: drop reason, or empty for trained, of the last `drop_window` finished groups |
-| `batch` | string | JSON of the running step's batch, returned again by a repeated take |
+| `outcomes` | list | drop reason, empty for trained, of the last `drop_window` groups to finish, newest first |
+| `batch` | string | JSON of the running step's batch, which a repeated take returns |
 | `gone` | list | groups that takes have dropped and no batch has reported yet |
 | `steps` | hash | step -> JSON record of a committed step that no checkpoint covers |
 | `reports` | hash | step -> encoded StepReport of a committed step that no checkpoint covers |
@@ -26,8 +27,8 @@ holds the run.
 | `engines` | hash | engine incarnation -> "epoch version" last acknowledged |
 | `peers` | zset | process incarnations by the time at which they are taken for dead (ms) |
 | `peer_info` | hash | incarnation -> JSON of role and info |
-| `endpoints` | hash | incarnation -> JSON {topic: endpoint} of processes that serve one; the field without a name counts the changes |
-| `requests` | hash | lease request -> JSON of the lease that it was granted, while the group is LEASED by it |
+| `endpoints` | hash | incarnation -> JSON {topic: endpoint}; the field with the empty name counts changes |
+| `requests` | hash | lease request -> JSON of the lease granted for it, while the group is LEASED by it |
 | `events` | stream | the event log; id `SEQ-0`, one field `e` with the JSON of the event |
 
 Group ids are zero-padded to 12 digits wherever they are members or fields, so that the order of strings is
@@ -35,11 +36,11 @@ the order of ids.
 """
 
 NAMES = (
-    "run", "lineage", "epochs", "groups", "waiting", "leases", "live", "expired", "scored", "fresh", "taken", "trained", "dropped",
-    "reasons", "outcomes", "batch", "gone", "steps", "reports", "manifest", "engines", "peers", "peer_info", "endpoints", "requests",
-    "events",
+    "run", "lineage", "epochs", "groups", "waiting", "leases", "live", "expired", "scored", "fresh", "taken",
+    "trained", "dropped", "reasons", "outcomes", "batch", "gone", "steps", "reports", "manifest", "engines",
+    "peers", "peer_info", "endpoints", "requests", "events",
 )  # fmt: skip
-"""Keys in the order in which every script gets them as KEYS; `lua/_shared.lua` gives them the same names."""
+"""Keys in the order in which every script gets them as KEYS."""
 
 PAD = 12
 """Digits of a group id."""
@@ -53,10 +54,10 @@ class Keys:
         self.all = tuple(self.prefix + name for name in NAMES)
 
     def of(self, name: str) -> str:
-        """The key called `name` in the table above."""
+        """Return the key called `name` in the table above."""
         return self.all[NAMES.index(name)]
 
 
 def padded(group: int) -> str:
-    """A group id as a zset member or hash field."""
+    """Return a group id as a zset member or hash field."""
     return f"{group:0{PAD}d}"

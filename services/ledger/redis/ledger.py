@@ -1,5 +1,4 @@
-"""The ledger on Redis or Valkey: each method is one Lua script, atomic on the server and harmless to
-repeat."""
+"""Implements the ledger on Redis or Valkey: each transition is one Lua script, atomic and safe to repeat."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
@@ -45,7 +44,7 @@ _READ = 512  # step fields read by one command
 
 
 class RedisLedger:
-    """One run on one server; see `services/ledger/interface.py` for what the methods promise.
+    """Ledger of one run on one server; `services/ledger/interface.py` says what the methods promise.
 
     Safe for concurrent use by the tasks of one event loop. A cancelled call may or may not have taken effect;
     call it again.
@@ -60,8 +59,9 @@ class RedisLedger:
         archive_limit: int = ARCHIVE_LIMIT,
         tokens: Callable[[], str] = new_token,
     ) -> None:
-        """Use `connect` instead; `tokens` draws the lease tokens."""
+        """Make a ledger on a connection that was checked; use `connect` instead."""
         self.run = run
+        """Name of the run."""
         self.durability = durability
         """What the server does not promise, to be printed as a warning; empty if no acknowledged write can be
         lost."""
@@ -70,7 +70,7 @@ class RedisLedger:
         self._archive_limit = archive_limit
         self._tokens = tokens
         self._endpoints: tuple[bytes | None, dict[str, dict[str, str]]] = (None, {})
-        """Count of changes in the registry, and topic -> incarnation -> endpoint as it was then."""
+        """Number of changes in the registry, and topic -> incarnation -> endpoint as of that number."""
 
     @classmethod
     async def connect(
@@ -87,7 +87,7 @@ class RedisLedger:
 
         Args:
             url: redis://, rediss:// (TLS) or unix://, with user and password where the server wants them.
-            run: the run to work on; it need not exist yet.
+            run: name of the run; it need not exist yet.
             timeout_s: limit of one call, and of the connection attempt.
             retry_s: how long a call is repeated while the server is away.
             archive_limit: events that may wait for the archive before leasing stops.
@@ -127,12 +127,12 @@ class RedisLedger:
     async def head(self) -> Head:
         fields = await self._connection.command("HMGET", self.keys.of("run"), "epoch", "version", "sequence")
         if fields[1] is None:
-            status = await self.status()  # refuses, or waits for a run that has vanished
+            status = await self.status()  # refuses, or waits for a lost run
             return Head(status.epoch, status.version, status.sequence)
         return Head(fields[0].decode(), int(fields[1]), int(fields[2]))
 
     # -- engines and processes
-    # ---------------------------------------------------------------------------------------
+
     async def register(self, peer: Peer, ttl_ms: int) -> None:
         await self._run("register", peer.incarnation, encode_peer(peer), ttl_ms, encode_endpoints(peer))
 
@@ -156,7 +156,7 @@ class RedisLedger:
         await self._run("applied", engine, epoch, version)
 
     # -- a group's life
-    # ----------------------------------------------------------------------------------------------
+
     async def lease(self, *, request: str, engine: str, holder: str, lease_ms: int) -> Lease:
         answer = await self._run(
             "lease", engine, holder, lease_ms, self._tokens(), self._archive_limit, request
@@ -184,7 +184,7 @@ class RedisLedger:
         await self._run("drop", group, token, reason, wasted_tokens)
 
     # -- the trainer
-    # -------------------------------------------------------------------------------------------------
+
     async def claim(self, epoch: str) -> LedgerStatus:
         return decode_status((await self._run("claim", epoch))[0])
 
@@ -221,7 +221,7 @@ class RedisLedger:
         return await self._steps("reports", first)
 
     async def _steps(self, name: str, first: int) -> list[bytes]:
-        """Values of a hash by step, from `first` up to the present version."""
+        """Return the values of a hash by step, from `first` up to the committed version."""
         version = int(await self._connection.command("HGET", self.keys.of("run"), "version") or 0)
         found: list[bytes] = []
         for start in range(max(first, 0), version, _READ):
@@ -234,7 +234,7 @@ class RedisLedger:
             pass
 
     # -- settings
-    # ----------------------------------------------------------------------------------------------------
+
     async def set_bound(
         self,
         *,
@@ -251,7 +251,7 @@ class RedisLedger:
         await self._run("drain", int(on))
 
     # -- the event log
-    # -----------------------------------------------------------------------------------------------
+
     async def events(self, after: int, limit: int) -> Sequence[Mapping[str, Any]]:
         entries = await self._connection.command(
             "XRANGE", self.keys.of("events"), f"{after + 1}-0", "+", "COUNT", limit
@@ -262,24 +262,28 @@ class RedisLedger:
         await self._run("archived", sequence)
 
     # -- the server
-    # --------------------------------------------------------------------------------------------------
+
     async def guard(self) -> None:
-        """From now on, wait (as for a server that is away) until the run was looked at on the server that
-        answers."""
+        """Use from now on only a server process on which the run was reconciled.
+
+        Calls wait for that as they wait for a server that is away.
+        """
         await self._connection.guard(self.keys.of("run"))
 
-    async def looked_at(self) -> tuple[str, str]:
-        """The server process that answers, and the one on which the run was last looked at; empty if it never
-        was."""
-        noted = await self._connection.command("HGET", self.keys.of("run"), SERVER_FIELD)
-        return await self._connection.server(), noted.decode() if noted else ""
+    async def reconciled_server(self) -> tuple[str, str]:
+        """Return the id of the server process, and of the one on which the run was last reconciled.
 
-    async def note_server(self, server: str) -> None:
-        """The run is whole on this server process: everybody may go on."""
+        The second is empty if the run never was.
+        """
+        reconciled = await self._connection.command("HGET", self.keys.of("run"), SERVER_FIELD)
+        return await self._connection.server(), reconciled.decode() if reconciled else ""
+
+    async def set_reconciled_server(self, server: str) -> None:
+        """Record that the run is complete on this server process, which guarded connections then use."""
         await self._connection.command("HSET", self.keys.of("run"), SERVER_FIELD, server)
 
-    async def promise(self) -> str:
-        """What the server does not promise now; see `durability`."""
+    async def check_durability(self) -> str:
+        """Return what the server does not promise now; see `durability`."""
         return await self._connection.check()
 
     async def close(self) -> None:
@@ -302,6 +306,6 @@ def _spec_arguments(spec: RunSpec) -> tuple[str | int | float, ...]:
 
 
 def _event(fields: Any) -> bytes:
-    """The value of the one field of a stream entry, in whichever shape redis-py returns fields."""
+    """Return the value of the only field of a stream entry, in either shape in which redis-py has fields."""
     value: bytes = next(iter(fields.values())) if isinstance(fields, dict) else fields[1]
     return value

@@ -1,9 +1,11 @@
-"""The Lua scripts as they are sent to the server."""
+"""Loads the Lua scripts as they are sent to the server."""
 
 import hashlib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+
+from services.ledger.redis.keys import NAMES
 
 _DIRECTORY = Path(__file__).parent / "lua"
 _SHARED = "_shared"
@@ -11,25 +13,29 @@ _SHARED = "_shared"
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """One transition: `lua/NAME.lua` behind `lua/_shared.lua`."""
+    """One transition: the key names, `lua/_shared.lua`, and `lua/NAME.lua`."""
 
     name: str
+    """NAME."""
     body: bytes
+    """Lua source."""
     sha: str
-    """What EVALSHA calls it by."""
+    """SHA-1 of the source in hexadecimal, by which EVALSHA names it."""
 
 
 @cache
 def script(name: str) -> Script:
-    """Read the script called `name`.
+    """Return the script called `name`.
 
     Raises:
         FileNotFoundError: if there is none.
     """
-    body = b"\n".join((_DIRECTORY / f"{part}.lua").read_bytes() for part in (_SHARED, name))
+    keys = ", ".join(f"'{key}'" for key in NAMES)
+    parts = [(_DIRECTORY / f"{part}.lua").read_bytes() for part in (_SHARED, name)]
+    body = b"\n".join([f"local NAMES = {{{keys}}}".encode(), *parts])
     return Script(name, body, hashlib.sha1(body, usedforsecurity=False).hexdigest())
 
 
 def names() -> tuple[str, ...]:
-    """Every script, in order of name."""
+    """Return the names of all scripts, in order."""
     return tuple(sorted(path.stem for path in _DIRECTORY.glob("*.lua") if path.stem != _SHARED))

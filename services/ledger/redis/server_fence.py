@@ -1,10 +1,9 @@
-"""Which server process a connection talks to, and whether the run was looked at since that one started.
+"""Fences connections from a server process on which the run was not reconciled since it started.
 
 A server that restarts or fails over may have lost acknowledged writes. It is another process then, with
-another `run_id`, and all connections to it are new ones. The run's keeper
-(`services/ledger_recovery/reconcile.py`) compares what the server holds with what is on disk, and notes the
-`run_id` in the run (field `server`). Until then a guarded connection is not used: nobody writes history on
-top of a lost one.
+another `run_id`, and all connections to it are new. `services/ledger_recovery/reconcile.py` compares what the
+server holds with what is on disk, and writes the `run_id` to the run (field `server`). Until then a guarded
+connection is not used, so that no new events follow a gap.
 """
 
 import re
@@ -13,27 +12,28 @@ from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 SERVER_FIELD = "server"
+"""Field of the hash `run`: the `run_id` of the server process on which the run was reconciled last."""
 _RUN_ID = re.compile(rb"run_id:(\w+)")
 
 
 def run_id(info: bytes) -> str:
-    """The server process that answered `INFO server`; empty if it does not say."""
+    """Return the id of the server process from an answer of `INFO server`; empty if it has none."""
     found = _RUN_ID.search(info)
     return found.group(1).decode() if found else ""
 
 
 class ServerFence:
-    """What a new connection does first."""
+    """Check that every new connection of a pool passes before it is used."""
 
     def __init__(self) -> None:
         self.run_key = ""
         """Key of the hash `run`; empty while connections are not guarded."""
 
     async def on_connect(self, connection: AbstractConnection) -> None:
-        """Log in, and refuse a server that the run is on but was not looked at.
+        """Log in, and reject a server process on which the run is not reconciled yet.
 
         Raises:
-            RedisConnectionError: the keeper has not looked at it yet.
+            RedisConnectionError: if it is not.
         """
         try:
             await connection.on_connect()
@@ -47,8 +47,9 @@ class ServerFence:
         await connection.send_command("INFO", "server")
         server = run_id(await connection.read_response())
         await connection.send_command("HGET", self.run_key, SERVER_FIELD)
-        noted = await connection.read_response()
-        if noted and server and noted.decode() != server:
+        reconciled = await connection.read_response()
+        if reconciled and server and reconciled.decode() != server:
             raise RedisConnectionError(
-                "it was started again, and the ingest has not looked yet whether it lost writes: is the ingest running?"
+                "it was restarted, and the ingest has not checked yet whether it lost writes: "
+                "is the ingest running?"
             )

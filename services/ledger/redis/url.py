@@ -1,4 +1,4 @@
-"""URLs of ledger servers: with what belongs to them, and without what nobody may see."""
+"""Completes URLs of ledger servers with secrets, and redacts them for messages."""
 
 import re
 from pathlib import Path
@@ -12,10 +12,15 @@ DATABASE = re.compile(r"/?|/\d{1,5}")
 
 
 def complete_url(url: str, password_file: str = "", ca_file: str = "") -> str:
-    """`url` with the password of a file and the certificates that the server's is checked against.
+    """Return `url` with a password and the certificates that the server's one is checked against.
+
+    Args:
+        url: URL of the server.
+        password_file: file that holds the password; empty for none.
+        ca_file: certificates in PEM format; empty for none.
 
     Raises:
-        SettingsError: if a file cannot be read, or does not go with the URL. No message holds a password.
+        SettingsError: if a file cannot be read, or does not fit the URL. No message holds a password.
     """
     try:
         parts = urlsplit(url)
@@ -25,7 +30,7 @@ def complete_url(url: str, password_file: str = "", ca_file: str = "") -> str:
     if password_file:
         if given is not None:
             raise SettingsError(
-                "setting ledger.password_file: the ledger's URL holds a password too; give one of them"
+                "setting ledger.password_file: the ledger's URL holds a password, too; give one of them"
             )
         user, _, host = parts.netloc.rpartition("@")
         parts = parts._replace(netloc=f"{user}:{quote(_secret(password_file), safe='')}@{host}")
@@ -40,8 +45,10 @@ def complete_url(url: str, password_file: str = "", ca_file: str = "") -> str:
 
 
 def redacted(url: str) -> str:
-    """`url` for messages: scheme, host, port and database. Nothing of the rest, which may be a password in a
-    place where none belongs."""
+    """Return scheme, host, port and database of `url`, for messages.
+
+    The rest is left out: it may hold a password in a place where none belongs.
+    """
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port
@@ -52,20 +59,22 @@ def redacted(url: str) -> str:
     if not HOST.fullmatch(host):
         return f"{parts.scheme}://***"
     secret = "***@" if "@" in parts.netloc else ""
+    address = f"[{host}]" if ":" in host else host
     database = parts.path if DATABASE.fullmatch(parts.path) else ""
-    return f"{parts.scheme}://{secret}{f'[{host}]' if ':' in host else host}{'' if port is None else f':{port}'}{database}"
+    return f"{parts.scheme}://{secret}{address}{'' if port is None else f':{port}'}{database}"
 
 
 def refused_url(url: str) -> SettingsError:
-    """The error for a URL that cannot be used."""
+    """Return the error for a URL that cannot be used."""
     return SettingsError(
-        f"ledger URL {redacted(url)} cannot be used; write redis://USER:PASSWORD@HOST:PORT/0 (both may be left out), rediss:// for TLS; "
+        f"ledger URL {redacted(url)} cannot be used; write redis://USER:PASSWORD@HOST:PORT/0 "
+        "(user and password may be left out), rediss:// for TLS; "
         "in user and password write special characters as %XX"
     )
 
 
 def _secret(path: str) -> str:
-    """The password in a file that its owner alone can read; white space around it is left out."""
+    """Return the password in a file that only its owner can read, without white space around it."""
     try:
         mode = Path(path).stat().st_mode
         text = Path(path).read_text().strip()
@@ -75,7 +84,8 @@ def _secret(path: str) -> str:
         ) from None
     if mode & 0o077:
         raise SettingsError(
-            f"setting ledger.password_file: {path} can be read by other users (mode {mode & 0o777:o}); chmod 600 it"
+            f"setting ledger.password_file: {path} can be read by other users (mode {mode & 0o777:o}); "
+            "chmod 600 it"
         )
     if not text:
         raise SettingsError(f"setting ledger.password_file: {path} is empty")

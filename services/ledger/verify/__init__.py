@@ -1,1 +1,1 @@
-"""Checks from the event log alone that the bound and the lifecycle held."""
+"""Verifies the event log of a run, independently of the code that wrote it."""

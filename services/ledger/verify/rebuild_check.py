@@ -1,81 +1,74 @@
-"""What `verify` asks of a `rebuild` event: the ledger holds what the log and the journal say, and nothing
-that was trained is forgotten."""
-
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+"""Checks a `rebuild` event: the ledger holds what log and journal say, and nothing trained is forgotten."""
 
 from protocol.lifecycle import GroupState
-
-if TYPE_CHECKING:
-    from services.ledger.verify.verifier import Verifier
+from services.ledger.event_log.events import RebuildEvent
+from services.ledger.interface import JournalAccept, JournalCommit
+from services.ledger.verify.replay_state import ReplayState, sampled_versions
 
 _S = GroupState
 
 
-def check_rebuild(run: "Verifier", event: Mapping[str, Any]) -> None:
-    """Follow a rebuild: what the journal told, then everything that was only leased or running goes back."""
-    for told in event.get("told", ()):
-        if told["event"] == "accept":
-            _accept(run, told)
+def check_rebuild(state: ReplayState, event: RebuildEvent) -> None:
+    """Replay a rebuild: first what the journal knew, then everything that was leased or running goes back."""
+    for journal_event in event.journal_events:
+        if isinstance(journal_event, JournalAccept):
+            _accept(state, journal_event)
         else:
-            _commit(run, told)
-    _issue(run, event["issued"])
-    for number, group in run.groups.items():
+            _commit(state, journal_event)
+    state.issue(event.issued)
+    for number, group in state.groups.items():
         if group.state is _S.TAKEN:
-            run.place(number, _S.SCORED)
-            run.count_transition(group, "take", -1)
+            state.place(number, _S.SCORED)
+            group.count_transition("take", -1)
         elif group.state is _S.LEASED:
-            run.place(number, _S.WAITING)
-    for number in event.get("waiting", ()):
-        if run.groups[number].state is _S.SCORED:  # over the version, or without a place in rule F
-            run.place(number, _S.WAITING)
-    run.running, run.epoch, run.engines = None, event["epoch"], {}
-    for name in ("scored", "waiting"):
-        present = sorted(number for number, group in run.groups.items() if group.state == name)
-        if sorted(event.get(name, ())) != present:
-            run.violation(f"groups {sorted(event.get(name, ()))} are {name}, but the log says {present}")
-    stated, told_so = (event["version"], event["issued"], event["trained"], event["dropped"]), run.counters()
-    if stated != told_so:
-        run.violation(f"version, issued, trained, dropped are {stated} in the event and {told_so} in the log")
-
-
-def _issue(run: "Verifier", issued: int) -> None:
-    """Groups that the log has not named: their leases were lost."""
-    for number in range(len(run.groups), issued):
-        run.group(number)
-
-
-def _accept(run: "Verifier", told: Mapping[str, Any]) -> None:
-    _issue(run, told["group"] + 1)
-    group = run.group(told["group"])
-    if group.state in (_S.TRAINED, _S.DROPPED):
-        return run.violation(
-            f"group {told['group']} is {group.state}, and the journal says that it was accepted after that"
+            state.place(number, _S.WAITING)
+    for number in event.waiting:
+        if state.group(number).state is _S.SCORED:  # over the version, or without a place in rule F
+            state.place(number, _S.WAITING)
+    state.running, state.epoch, state.engines = None, event.epoch, {}
+    for name, stated in (("scored", event.scored), ("waiting", event.waiting)):
+        found = sorted(number for number, _ in state.in_state(GroupState(name)))
+        if sorted(stated) != found:
+            state.report(f"groups {sorted(stated)} are {name}, but the log says {found}")
+    counters = (event.version, event.issued, event.trained, event.dropped)
+    if counters != state.counters():
+        state.report(
+            f"version, issued, trained, dropped are {counters} in the event and {state.counters()} in the log"
         )
-    group.token, group.deadline, group.bound = told["token"], told["deadline"], told["bound"]
-    group.counts = {int(version): n for version, n in told["counts"].items()}
-    group.passed = {"accept": 1}
-    run.place(told["group"], _S.SCORED)
+
+
+def _accept(state: ReplayState, accepted: JournalAccept) -> None:
+    number = accepted.group
+    state.issue(number + 1)
+    group = state.group(number)
+    if group.state in (_S.TRAINED, _S.DROPPED):
+        return state.report(
+            f"group {number} is {group.state}, and the journal says that it was accepted after that"
+        )
+    group.token, group.deadline, group.bound = accepted.token, accepted.deadline, accepted.bound
+    group.counts = accepted.counts
+    group.transitions = {"accept": 1}
+    state.place(number, _S.SCORED)
     return None
 
 
-def _commit(run: "Verifier", told: Mapping[str, Any]) -> None:
-    step = told["step"]
-    if step > run.version or step < run.checkpoint:
-        run.violation(f"the journal says that step {step} was committed, at version {run.version}")
-    if step < run.version:  # after a rewind that the log does not have
-        for number, group in run.groups.items():
+def _commit(state: ReplayState, committed: JournalCommit) -> None:
+    step = committed.step
+    if step > state.version or step < state.checkpoint:
+        state.report(f"the journal says that step {step} was committed, at version {state.version}")
+    if step < state.version:  # after a rewind that the log does not have
+        for number, group in state.in_state(_S.TRAINED, _S.SCORED):
             if group.state is _S.TRAINED and group.step >= step:
-                run.place(number, _S.WAITING)
-                run.trained -= 1
+                state.place(number, _S.WAITING)
+                state.trained -= 1
             elif group.state is _S.SCORED and any(
-                n and version > step for version, n in group.counts.items()
+                version > step for version in sampled_versions(group.counts)
             ):
-                run.place(number, _S.WAITING)
-    for accepted in told["accepted"]:
-        _accept(run, accepted)
-        run.place(accepted["group"], _S.TAKEN)
-        run.groups[accepted["group"]].passed["take"] = 1
-    for name, counts in told["groups"].items():
-        run.train(int(name), step, {int(version): n for version, n in counts.items()})
-    run.version = step + 1
+                state.place(number, _S.WAITING)
+    for accepted in committed.accepted:
+        _accept(state, accepted)
+        state.place(accepted.group, _S.TAKEN)
+        state.groups[accepted.group].transitions["take"] = 1
+    for number, counts in committed.groups.items():
+        state.train(number, step, counts)
+    state.version = step + 1

@@ -1,21 +1,150 @@
-"""A group while the event log is replayed."""
+"""Holds the state of a run while `verify` replays its event log.
 
+Verify shares no code with `memory/` or `ledger_recovery/`, on purpose: it proves what they did, so it reads
+the log on its own, from `protocol.lifecycle` and `protocol.staleness` alone.
+"""
+
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from protocol.lifecycle import GroupState
+from protocol.lifecycle import ACTIVE, Event, GroupState, after
+from protocol.staleness import Bound, holds, lag
+
+_S = GroupState
+_ONCE_EACH = {"accept": 1, "take": 1, "commit": 1}
+_INTENDED = {Event.ACCEPT: _S.SCORED, Event.TAKE: _S.TAKEN, Event.COMMIT: _S.TRAINED}
+"""Where a transition that the table forbids leads all the same, so that one fault is reported once."""
 
 
 @dataclass(slots=True)
 class ReplayedGroup:
-    """A group as the log tells it."""
+    """A group as the log describes it."""
 
     state: GroupState = GroupState.WAITING
     token: str = ""
+    """Token of the last lease; empty while WAITING."""
     deadline: int = 0
     bound: int = 0
+    """Bound of the last lease, in versions."""
     expired: bool = False
+    """Whether its lease ran out, so that it holds no place in rule F."""
     counts: dict[int, int] = field(default_factory=dict)
-    passed: dict[str, int] = field(default_factory=dict)
-    """Accepts, takes and commits on the present path."""
+    """Accepted tokens by version; empty once they are trained."""
+    transitions: dict[str, int] = field(default_factory=dict)
+    """Accepts, takes and commits since the group last left WAITING."""
     step: int = -1
+    """Step that trained it; -1 before."""
     trained_lag: int = 0
+    """Largest lag of its trained tokens, in versions."""
+
+    def count_transition(self, name: str, by: int) -> None:
+        """Count an accept, a take or a commit, or take one back."""
+        self.transitions[name] = self.transitions.get(name, 0) + by
+
+
+class ReplayState:
+    """State of the run after the events so far. What contradicts it is passed to `report`."""
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self.report = report
+        """Called with each violation, without the label of the event."""
+        self.groups: dict[int, ReplayedGroup] = {}
+        """Every group ever leased."""
+        self.holding: dict[int, int] = {}
+        """Group -> deadline, of groups that hold a place in rule F."""
+        self.trained = 0
+        self.dropped = 0
+        self.version = 0
+        """Committed version."""
+        self.checkpoint = 0
+        """Version of the last durable checkpoint."""
+        self.epoch = ""
+        """Epoch that holds the run."""
+        self.running: list[int] | None = None
+        """Groups of the running step."""
+        self.bound = Bound()
+        self.engines: dict[str, tuple[str, int]] = {}
+        """Engine -> epoch and version that it acknowledged last."""
+
+    def group(self, number: int) -> ReplayedGroup:
+        """Return a group, and report it if the log never leased it."""
+        if number not in self.groups:
+            self.report(f"group {number} was never leased")
+        return self.groups.setdefault(number, ReplayedGroup())
+
+    def issue(self, issued: int) -> None:
+        """Add groups up to number `issued` whose leases were lost."""
+        for number in range(len(self.groups), issued):
+            self.groups.setdefault(number, ReplayedGroup())
+
+    def transition(self, number: int, event: Event, token: str | None = None) -> ReplayedGroup:
+        """Move a group as the lifecycle table says; report a row that is not there, or another token."""
+        group = self.group(number)
+        if token is not None and token != group.token:
+            self.report(f"group {number}: token {token} is not the current one, {group.token}")
+        state = after(group.state, event)
+        if state is None:
+            self.report(f"group {number}: {event} from {group.state} is not in the table")
+            state = _INTENDED.get(event, group.state)
+        if event is Event.LEASE or (event is Event.EXTEND and state is _S.LEASED):
+            group.expired = False
+        self.place(number, state)
+        return group
+
+    def place(self, number: int, state: GroupState) -> None:
+        """Bring a group into `state`, with or without a place in rule F."""
+        group = self.groups[number]
+        group.state = state
+        if state is _S.WAITING:
+            group.token, group.counts, group.transitions, group.step = "", {}, {}, -1
+        if state is _S.SCORED or (state is _S.LEASED and not group.expired):
+            self.holding[number] = group.deadline
+        else:
+            self.holding.pop(number, None)
+
+    def train(self, number: int, step: int, counts: Mapping[int, int]) -> None:
+        """Train one group of a commit; report tokens over the bound or never accepted."""
+        group = self.transition(number, Event.COMMIT)
+        group.count_transition("commit", 1)
+        self.trained += 1
+        group.step = step
+        if group.transitions != _ONCE_EACH:
+            self.report(f"group {number}: {group.transitions} on the path to this commit, not one of each")
+        group.trained_lag = max((lag(step, version) for version, n in counts.items() if n), default=0)
+        if group.trained_lag > group.bound:
+            over = f"lag {group.trained_lag} was trained, over the bound {group.bound}"
+            self.report(f"group {number}: a token of {over}")
+        excess = [version for version, n in counts.items() if n > group.counts.get(version, 0)]
+        if excess:
+            self.report(f"group {number}: more tokens of versions {excess} trained than accepted")
+
+    def next_step(self) -> int:
+        """Return N of rule F."""
+        return self.version + (self.running is not None)
+
+    def check_rule_f(self, subject: str) -> None:
+        """Report that rule F does not hold after what happened to `subject`."""
+        if not holds(self.holding.values(), self.next_step(), self.bound):
+            self.report(f"{subject}: rule F does not hold at step {self.next_step()}")
+
+    def check_epoch(self, epoch: str) -> None:
+        """Report a trainer that acts under an epoch that does not hold the run."""
+        if epoch != self.epoch:
+            self.report(f"epoch {epoch} acts, but {self.epoch} holds the run")
+
+    def counters(self) -> tuple[int, int, int, int]:
+        """Return version, and groups issued, trained and dropped."""
+        return self.version, len(self.groups), self.trained, self.dropped
+
+    def in_state(self, *states: GroupState) -> list[tuple[int, ReplayedGroup]]:
+        """Return the groups in any of these states, by number."""
+        return [(number, group) for number, group in self.groups.items() if group.state in states]
+
+    def active(self) -> int:
+        """Return the number of groups that are neither TRAINED nor DROPPED."""
+        return sum(group.state in ACTIVE for group in self.groups.values())
+
+
+def sampled_versions(counts: Mapping[int, int]) -> list[int]:
+    """Return the versions that have tokens."""
+    return [version for version, n in counts.items() if n]

@@ -1,332 +1,361 @@
-"""What `verify` asks beyond the lifecycle: which group may be leased, which tokens accepted, which groups
-taken, what a rewind undoes, and that rule F holds wherever a group gets a place and wherever the bound or the
-next step changes.
+"""Checks what goes beyond the lifecycle: leases, accepted tokens, batches, rewinds and rule F.
 
-`Rules` looks at each event twice: `before` and `after` the verifier has moved the groups.
+Which group may be leased, which tokens may be accepted, which groups are taken, what a rewind undoes; and
+that rule F holds wherever a group gets a place and wherever the bound or the next step changes.
 """
-
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
 
 from protocol.lifecycle import GroupState
 from protocol.staleness import Bound, Policy, holds, lag, trainable_counts
-
-if TYPE_CHECKING:
-    from services.ledger.verify.verifier import Verifier
+from services.ledger.event_log.events import (
+    AcceptEvent,
+    AppliedEvent,
+    BoundEvent,
+    BoundPendingEvent,
+    CheckpointEvent,
+    ClaimEvent,
+    CommitEvent,
+    CreateEvent,
+    DrainEvent,
+    DropEvent,
+    ExtendEvent,
+    GroupEvent,
+    HaltEvent,
+    LeaseEvent,
+    LedgerEvent,
+    PublishEvent,
+    RebuildEvent,
+    ResumeEvent,
+    StepsEvent,
+    TakeEvent,
+    UnhaltEvent,
+    bound_of,
+)
+from services.ledger.interface import JournalCommit
+from services.ledger.verify.replay_state import ReplayState, sampled_versions
 
 _S = GroupState
-Fields = Mapping[str, Any]
 
 
 class Rules:
-    """The part of the run's state that only these checks need."""
+    """Checks each event twice: `before` and `after` it is replayed on the state.
 
-    def __init__(self, run: "Verifier") -> None:
-        self.run = run
-        self.steps: int | None = None
-        self.prompts = -1
-        self.epochs: set[str] = set()
-        self.lineage: set[str] = set()
-        self.resumed = ""
-        self.digests: dict[int, str] = {}
+    Holds the part of the run's state that only these checks need.
+    """
+
+    def __init__(self, state: ReplayState) -> None:
+        self._state = state
+        self._steps: int | None = None
+        """Steps of the run; None if a rebuild may have lost a change."""
+        self._prompts = -1
+        self._epochs: set[str] = set()
+        """Every epoch that claimed the run."""
+        self._lineage: set[str] = set()
+        """Epochs whose branch is the current one."""
+        self._resumed = ""
+        """Epoch of the last resume."""
+        self._digests: dict[int, str] = {}
         """Version -> digest of its weights, of those that no checkpoint covers."""
-        self.stopped: set[str] = set()
+        self._stopped: set[str] = set()
         """Why no lease may be granted: `pending`, `draining`, `halted`."""
-        self.waiting: set[int] = set()
-        self.expired: set[int] = set()
-        self.attempts: dict[int, int] = {}
-        """Leases of groups that are not finished; a group that a rebuild brought back is not here until its
-        next lease."""
-        self.served: dict[int, int] = {}
+        self._waiting: set[int] = set()
+        self._expired: set[int] = set()
+        self._attempts: dict[int, int] = {}
+        """Leases of groups that are not finished; a group that a rebuild restored is not here until its next
+        lease."""
+        self._served: dict[int, int] = {}
         """Group -> version that its holder's engine had acknowledged."""
-        self._revived = False
+        self._was_expired = False
+        """Whether the present event is about a group whose lease had run out."""
 
-    def before(self, kind: object, event: Fields) -> None:
-        """Look at an event that is about to be replayed."""
-        if self.run.seq == 1 and kind not in ("create", "rebuild"):
-            self.run.violation(f"the log begins with {kind}: what comes before it is missing")
-        self._revived = event.get("group") in self.expired
-        check: Callable[[Fields], None] | None = getattr(self, f"before_{kind}", None)
-        if check is not None:
-            check(event)
+    def before(self, event: LedgerEvent) -> None:
+        """Check an event that is about to be replayed."""
+        self._was_expired = isinstance(event, GroupEvent) and event.group in self._expired
+        match event:
+            case CreateEvent():
+                self._steps, self._prompts = event.steps, event.prompts
+                self._check_bound(bound_of(event))
+            case StepsEvent():
+                self._before_steps(event)
+            case BoundPendingEvent():
+                self._check_bound(bound_of(event))
+                self._stopped.add("pending")
+            case BoundEvent():
+                self._before_bound(bound_of(event))
+            case DrainEvent():
+                (self._stopped.add if event.on else self._stopped.discard)("draining")
+            case HaltEvent():
+                self._stopped.add("halted")
+            case UnhaltEvent():
+                self._before_unhalt()
+            case AppliedEvent():
+                self._check_lineage(event.engine, event.epoch)
+            case LeaseEvent():
+                self._before_lease(event)
+            case ExtendEvent():
+                if not self._was_expired:
+                    self._state.report(f"group {event.group}: extended, but its lease had not run out")
+            case DropEvent():
+                self._before_drop(event)
+            case ClaimEvent():
+                if event.epoch in self._epochs:
+                    self._state.report(f"epoch {event.epoch} comes back")
+                self._epochs.add(event.epoch)
+            case ResumeEvent():
+                self._before_resume(event)
+            case TakeEvent():
+                self._before_take(event)
+            case PublishEvent():
+                self._before_publish(event)
+            case CheckpointEvent():
+                self._before_checkpoint(event)
 
-    def after(self, kind: object, event: Fields) -> None:
-        """Look at an event that was replayed."""
-        self._sort(kind, event)
-        check: Callable[[Fields], None] | None = getattr(self, f"after_{kind}", None)
-        if check is not None:
-            check(event)
+    def after(self, event: LedgerEvent) -> None:
+        """Check an event that was replayed."""
+        self._index_groups(event)
+        match event:
+            case LeaseEvent():
+                self._after_lease(event)
+            case ExtendEvent():
+                self._state.check_rule_f(f"group {event.group}")
+            case AcceptEvent():
+                self._after_accept(event)
+            case ResumeEvent():
+                self._attempts.update(dict.fromkeys(event.waiting, 0))
+            case TakeEvent():
+                if self._state.bound.policy is not Policy.MASK:
+                    self._state.check_rule_f(f"after the take of step {event.step}")
+            case CommitEvent():
+                self._after_commit(event)
+            case RebuildEvent():
+                self._after_rebuild(event)
 
-    def _sort(self, kind: object, event: Fields) -> None:
-        """Know which groups are waiting and which leases have run out."""
-        touched = [event["group"]] if "group" in event else event.get("waiting", ())
-        for number in self.run.groups if kind == "rebuild" else touched:
-            group = self.run.groups.get(number)
+    def _index_groups(self, event: LedgerEvent) -> None:
+        """Keep track of which groups are waiting and which leases have run out."""
+        match event:
+            case GroupEvent():
+                touched = [event.group]
+            case ResumeEvent():
+                touched = event.waiting
+            case RebuildEvent():
+                touched = list(self._state.groups)
+            case _:
+                return
+        for number in touched:
+            group = self._state.groups.get(number)
             state = group.state if group else None
-            (self.waiting.add if state is _S.WAITING else self.waiting.discard)(number)
-            (self.expired.add if group and state is _S.LEASED and group.expired else self.expired.discard)(
-                number
-            )
+            expired = group is not None and state is _S.LEASED and group.expired
+            (self._waiting.add if state is _S.WAITING else self._waiting.discard)(number)
+            (self._expired.add if expired else self._expired.discard)(number)
             if state is _S.DROPPED:
                 self._forget(number)
 
     def _forget(self, number: int) -> None:
-        self.attempts.pop(number, None)
-        self.served.pop(number, None)
-
-    def _rule_f(self, what: str) -> None:
-        run = self.run
-        step = run.version + (run.running is not None)
-        if not holds(run.holding.values(), step, run.bound):
-            run.violation(f"{what}: rule F does not hold at step {step}")
-
-    # -- leases
-    # ------------------------------------------------------------------------------------------------------
-    def before_lease(self, event: Fields) -> None:
-        run, number = self.run, event["group"]
-        for why in sorted(self.stopped):
-            run.violation(f"group {number}: leased while leases are stopped ({why})")
-        first = min(self.waiting, default=None) if self.waiting else min(self.expired, default=None)
-        if first is not None and number != first:
-            run.violation(f"group {number}: leased before group {first}, which waits")
-        if number >= self.prompts >= 0:
-            run.violation(f"group {number}: leased, but there are {self.prompts} prompts")
-        if event["epoch"] not in self.lineage:
-            run.violation(
-                f"group {number}: engine {event['engine']} serves epoch {event['epoch']}, which is not of the branch"
-            )
-        known = run.groups.get(number)
-        if known is not None and known.token == event["token"]:
-            run.violation(f"group {number}: token {event['token']} comes twice")
-        if known is None or number in self.attempts:
-            wanted = self.attempts.get(number, 0) + 1
-            if event["attempt"] != wanted:
-                run.violation(f"group {number}: attempt {event['attempt']}, but it is number {wanted}")
-        self.attempts[number], self.served[number] = event["attempt"], event["version"]
-
-    def after_lease(self, event: Fields) -> None:
-        run, number = self.run, event["group"]
-        self._rule_f(f"group {number}")
-        step = run.version + (run.running is not None)
-        if self.steps is not None and len(run.holding) > (self.steps - step) * run.bound.groups_per_step:
-            run.violation(f"group {number}: leased beyond the {self.steps} steps of the run")
-
-    def before_extend(self, event: Fields) -> None:
-        if event["group"] not in self.expired:
-            self.run.violation(f"group {event['group']}: extended, but its lease had not run out")
-
-    def after_extend(self, event: Fields) -> None:
-        self._rule_f(f"group {event['group']}")
-
-    def after_accept(self, event: Fields) -> None:
-        run, number = self.run, event["group"]
-        counts = {int(version): n for version, n in event["counts"].items()}
-        if any(n < 0 for n in counts.values()):
-            run.violation(f"group {number}: counts {counts} are not numbers of tokens")
-        sampled = [version for version, n in counts.items() if n]
-        if max(sampled, default=run.version) > run.version:
-            run.violation(f"group {number}: tokens of version {max(sampled)}, which is not committed")
-        if number in self.served and min(sampled, default=run.version) < self.served[number]:
-            run.violation(
-                f"group {number}: tokens of version {min(sampled)}, but its engine served {self.served[number]}"
-            )
-        if self._revived:
-            self._rule_f(f"group {number}")
-
-    def before_drop(self, event: Fields) -> None:
-        run, number, reason = self.run, event["group"], event["reason"]
-        group = run.groups[number]
-        if event["from"] != group.state:
-            run.violation(f"group {number}: dropped from {event['from']}, but it is {group.state}")
-        if event["wasted_tokens"] < sum(group.counts.values()):
-            run.violation(
-                f"group {number}: {event['wasted_tokens']} tokens wasted, but {sum(group.counts.values())} were accepted"
-            )
-        if group.state is _S.WAITING and reason != "attempts":
-            run.violation(f"group {number}: dropped for {reason} while it waits")
-        if reason == "stale" and trainable_counts(run.version, group.counts, group.bound):
-            run.violation(f"group {number}: dropped as stale, but it has tokens within the bound")
-        wanted = {"stale": Policy.MASK, "straggler": Policy.DROP}.get(reason, run.bound.policy)
-        if run.bound.policy is not wanted:
-            run.violation(f"group {number}: dropped as {reason} under {run.bound.policy}")
-
-    # -- the trainer
-    # -------------------------------------------------------------------------------------------------
-    def before_claim(self, event: Fields) -> None:
-        if event["epoch"] in self.epochs:
-            self.run.violation(f"epoch {event['epoch']} comes back")
-        self.epochs.add(event["epoch"])
-
-    def before_resume(self, event: Fields) -> None:
-        run, version, digest = self.run, event["version"], event["digest"]
-        if self.resumed == event["epoch"]:
-            run.violation(f"epoch {event['epoch']} resumes twice")
-        self.resumed = event["epoch"]
-        known = (
-            self.digests.get(version, digest)
-            if version == run.version or version > run.checkpoint
-            else digest
-        )
-        same = known == digest
-        if version == run.version and event["continued"] != (version == 0 or same):
-            run.violation(
-                f"continued is {event['continued']} at version {version} with digest {digest}, which was {known}"
-            )
-        if event["continued"]:
-            self.lineage.add(event["epoch"])
-        else:
-            self.lineage = {event["epoch"]}
-            self._check_rewind(event, version if same else version - 1)
-        self.digests = {v: known for v, known in self.digests.items() if v < version} | {version: digest}
-
-    def _check_rewind(self, event: Fields, newest: int) -> None:
-        """A rewind undoes what was leased, or trained or generated on the branch that is left, and nothing
-        else."""
-        undone = [
-            number
-            for number, group in self.run.groups.items()
-            if group.state is _S.LEASED
-            or (group.state is _S.TRAINED and group.step >= event["version"])
-            or (
-                group.state is _S.SCORED
-                and max((v for v, n in group.counts.items() if n), default=newest) > newest
-            )
-        ]
-        if list(event.get("waiting", ())) != sorted(undone):
-            self.run.violation(
-                f"groups {event.get('waiting', [])} are undone by the rewind, but {sorted(undone)} should be"
-            )
-
-    def after_resume(self, event: Fields) -> None:
-        for number in event.get("waiting", ()):
-            self.attempts[number] = 0
-
-    def before_take(self, event: Fields) -> None:
-        run, batch, B = self.run, list(event["groups"]), self.run.bound.groups_per_step
-        if self.resumed != event["epoch"]:
-            run.violation(f"epoch {event['epoch']} takes before it resumed")
-        if self.steps is not None and event["step"] >= self.steps:
-            run.violation(f"step {event['step']} is taken, but the run has {self.steps}")
-        scored = sorted(
-            (due, number) for number, due in run.holding.items() if run.groups[number].state is _S.SCORED
-        )
-        if batch != [number for _, number in scored[:B]]:
-            run.violation(
-                f"groups {batch} are taken, but the first {B} by deadline are {[number for _, number in scored[:B]]}"
-            )
-        if len(batch) < B and not self._may_be_short():
-            run.violation(f"only {len(batch)} groups are taken of {B}, and more can come")
-        for number in batch:
-            group = run.groups[number]
-            fresh = trainable_counts(event["step"], group.counts, group.bound)
-            if run.bound.policy is Policy.MASK and not fresh:
-                run.violation(
-                    f"group {number}: taken in step {event['step']} without a token within the bound"
-                )
-            if run.bound.policy is not Policy.MASK and group.deadline < event["step"]:
-                run.violation(
-                    f"group {number}: taken in step {event['step']}, after its deadline {group.deadline}"
-                )
-
-    def _may_be_short(self) -> bool:
-        """No more groups can come: leases are stopped and none is out, or the prompts have run out and
-        nothing is left to do."""
-        run = self.run
-        live = any(run.groups[number].state is _S.LEASED for number in run.holding)
-        ended = 0 <= self.prompts <= len(run.groups) and not (live or self.expired or self.waiting)
-        return ended or (bool(self.stopped - {"halted"}) and not live)
-
-    def after_take(self, event: Fields) -> None:
-        if self.run.bound.policy is not Policy.MASK:
-            self._rule_f(f"after the take of step {event['step']}")
-
-    def after_commit(self, event: Fields) -> None:
-        run, step = self.run, event["step"]
-        self.digests[step + 1] = event["digest"]
-        for name, counts in event["groups"].items():
-            self._forget(int(name))
-            run.groups[int(name)].counts = {}  # never looked at again, and logs are long
-            for version, n in counts.items():
-                if n < 0 or (n and lag(step, int(version)) < 0):
-                    run.violation(f"group {name}: {n} tokens of version {version} trained in step {step}")
-
-    def before_publish(self, event: Fields) -> None:
-        self.run.check_epoch(event)
-        if event["version"] != self.run.version:
-            self.run.violation(
-                f"version {event['version']} is published, but {self.run.version} is committed"
-            )
-
-    def before_checkpoint(self, event: Fields) -> None:
-        run, version = self.run, event["version"]
-        if not run.checkpoint < version <= run.version:
-            run.violation(
-                f"version {version} is durable, which is not in {run.checkpoint + 1}..{run.version}"
-            )
-        self.digests = {v: digest for v, digest in self.digests.items() if v >= version}
-
-    def after_rebuild(self, event: Fields) -> None:
-        """Much of what the ledger held is not in the event: what is not known is not asked."""
-        for told in event.get("told", ()):
-            if told["event"] == "commit":
-                self.digests = {v: known for v, known in self.digests.items() if v <= told["step"]} | {
-                    told["step"] + 1: told["digest"]
-                }
-        self.steps, self.lineage, self.resumed = None, set(), ""
-        self.stopped.discard("pending")
-        self.attempts, self.served = {}, {}
-        self.epochs.add(event["epoch"])
+        self._attempts.pop(number, None)
+        self._served.pop(number, None)
 
     # -- settings
-    # ----------------------------------------------------------------------------------------------------
-    def before_create(self, event: Fields) -> None:
-        self.steps, self.prompts = event["steps"], event["prompts"]
-        self._sound(event)
 
-    def before_steps(self, event: Fields) -> None:
-        self.steps = event["steps"]
-        if event["steps"] < self.run.version:
-            self.run.violation(f"steps are {event['steps']}, at version {self.run.version}")
-
-    def before_bound_pending(self, event: Fields) -> None:
-        self._sound(event)
-        self.stopped.add("pending")
-
-    def before_bound(self, event: Fields) -> None:
-        run, new = self.run, self._sound(event)
-        self.stopped.discard("pending")
-        if new == run.bound:
-            return
-        step = run.version + (run.running is not None)
-        taken = [run.groups[number].deadline for number in run.running or ()]
-        untaken = [*run.holding.values(), *taken]
-        if (
-            not holds(run.holding.values(), step, new)
-            or len(taken) > new.groups_per_step
-            or (taken and not holds(untaken, run.version, new))
-        ):
-            run.violation(f"{new} is in force at step {step}, but rule F does not hold with it")
-
-    def _sound(self, event: Fields) -> Bound:
-        bound = Bound(event["max_staleness"], event["groups_per_step"], Policy(event["policy"]))
+    def _check_bound(self, bound: Bound) -> None:
         if bound.max_staleness < 0 or bound.groups_per_step < 1:
-            self.run.violation(f"{bound} is no bound")
-        return bound
+            self._state.report(f"{bound} is no bound")
 
-    def before_drain(self, event: Fields) -> None:
-        (self.stopped.add if event["on"] else self.stopped.discard)("draining")
+    def _before_steps(self, event: StepsEvent) -> None:
+        self._steps = event.steps
+        if event.steps < self._state.version:
+            self._state.report(f"steps are {event.steps}, at version {self._state.version}")
 
-    def before_halt(self, event: Fields) -> None:
-        self.stopped.add("halted")
+    def _before_bound(self, new: Bound) -> None:
+        state = self._state
+        self._check_bound(new)
+        self._stopped.discard("pending")
+        if new == state.bound:
+            return
+        step = state.next_step()
+        taken = [state.group(number).deadline for number in state.running or ()]
+        untaken = [*state.holding.values(), *taken]
+        if (
+            not holds(state.holding.values(), step, new)
+            or len(taken) > new.groups_per_step
+            or (taken and not holds(untaken, state.version, new))
+        ):
+            state.report(f"{new} is in force at step {step}, but rule F does not hold with it")
 
-    def before_unhalt(self, event: Fields) -> None:
-        self.stopped.discard("halted")
-        for number in self.attempts:
-            if self.run.groups[number].state in (_S.WAITING, _S.LEASED):
-                self.attempts[number] = 0
+    def _before_unhalt(self) -> None:
+        self._stopped.discard("halted")
+        for number in self._attempts:
+            if self._state.groups[number].state in (_S.WAITING, _S.LEASED):
+                self._attempts[number] = 0
 
-    def before_applied(self, event: Fields) -> None:
-        if event["epoch"] not in self.lineage:
-            self.run.violation(
-                f"engine {event['engine']} serves epoch {event['epoch']}, which is not of the branch"
+    # -- engines and groups
+
+    def _check_lineage(self, engine: str, epoch: str, subject: str = "") -> None:
+        if epoch not in self._lineage:
+            self._state.report(f"{subject}engine {engine} serves epoch {epoch}, which is not of the branch")
+
+    def _before_lease(self, event: LeaseEvent) -> None:
+        state, number = self._state, event.group
+        for reason in sorted(self._stopped):
+            state.report(f"group {number}: leased while leases are stopped ({reason})")
+        first = min(self._waiting, default=None) if self._waiting else min(self._expired, default=None)
+        if first is not None and number != first:
+            state.report(f"group {number}: leased before group {first}, which waits")
+        if number >= self._prompts >= 0:
+            state.report(f"group {number}: leased, but there are {self._prompts} prompts")
+        self._check_lineage(event.engine, event.epoch, f"group {number}: ")
+        known = state.groups.get(number)
+        if known is not None and known.token == event.token:
+            state.report(f"group {number}: token {event.token} comes twice")
+        if known is None or number in self._attempts:
+            wanted = self._attempts.get(number, 0) + 1
+            if event.attempt != wanted:
+                state.report(f"group {number}: attempt {event.attempt}, but it is number {wanted}")
+        self._attempts[number], self._served[number] = event.attempt, event.version
+
+    def _after_lease(self, event: LeaseEvent) -> None:
+        state, number = self._state, event.group
+        state.check_rule_f(f"group {number}")
+        if self._steps is None:
+            return
+        if len(state.holding) > (self._steps - state.next_step()) * state.bound.groups_per_step:
+            state.report(f"group {number}: leased beyond the {self._steps} steps of the run")
+
+    def _after_accept(self, event: AcceptEvent) -> None:
+        state, number = self._state, event.group
+        if any(n < 0 for n in event.counts.values()):
+            state.report(f"group {number}: counts {event.counts} are not numbers of tokens")
+        sampled = sampled_versions(event.counts)
+        newest, oldest = max(sampled, default=state.version), min(sampled, default=state.version)
+        if newest > state.version:
+            state.report(f"group {number}: tokens of version {newest}, which is not committed")
+        served = self._served.get(number, oldest)
+        if oldest < served:
+            state.report(f"group {number}: tokens of version {oldest}, but its engine served {served}")
+        if self._was_expired:
+            state.check_rule_f(f"group {number}")
+
+    def _before_drop(self, event: DropEvent) -> None:
+        state, number, reason = self._state, event.group, event.reason
+        group = state.group(number)
+        if event.from_state != group.state:
+            state.report(f"group {number}: dropped from {event.from_state}, but it is {group.state}")
+        accepted = sum(group.counts.values())
+        if event.wasted_tokens < accepted:
+            state.report(f"group {number}: {event.wasted_tokens} tokens wasted, but {accepted} were accepted")
+        if group.state is _S.WAITING and reason != "attempts":
+            state.report(f"group {number}: dropped for {reason} while it waits")
+        if reason == "stale" and trainable_counts(state.version, group.counts, group.bound):
+            state.report(f"group {number}: dropped as stale, but it has tokens within the bound")
+        wanted = {"stale": Policy.MASK, "straggler": Policy.DROP}.get(reason, state.bound.policy)
+        if state.bound.policy is not wanted:
+            state.report(f"group {number}: dropped as {reason} under {state.bound.policy}")
+
+    # -- the trainer
+
+    def _before_resume(self, event: ResumeEvent) -> None:
+        state, version, digest = self._state, event.version, event.digest
+        if self._resumed == event.epoch:
+            state.report(f"epoch {event.epoch} resumes twice")
+        self._resumed = event.epoch
+        known = digest
+        if version == state.version or version > state.checkpoint:
+            known = self._digests.get(version, digest)
+        same = known == digest
+        if version == state.version and event.continued != (version == 0 or same):
+            state.report(
+                f"continued is {event.continued} at version {version} with digest {digest}, which was {known}"
             )
+        if event.continued:
+            self._lineage.add(event.epoch)
+        else:
+            self._lineage = {event.epoch}
+            self._check_rewind(event, version if same else version - 1)
+        self._digests = {v: known for v, known in self._digests.items() if v < version} | {version: digest}
+
+    def _check_rewind(self, event: ResumeEvent, newest: int) -> None:
+        """Report a rewind that does not undo exactly what was leased, and what the abandoned branch made.
+
+        That is every group trained in step `event.version` or later, and every scored group with a token of a
+        version over `newest`.
+        """
+        undone = [
+            number
+            for number, group in self._state.in_state(_S.LEASED, _S.TRAINED, _S.SCORED)
+            if group.state is _S.LEASED
+            or (group.state is _S.TRAINED and group.step >= event.version)
+            or (group.state is _S.SCORED and max(sampled_versions(group.counts), default=newest) > newest)
+        ]
+        if event.waiting != sorted(undone):
+            self._state.report(
+                f"groups {event.waiting} are undone by the rewind, but {sorted(undone)} should be"
+            )
+
+    def _before_take(self, event: TakeEvent) -> None:
+        state, batch, B = self._state, event.groups, self._state.bound.groups_per_step
+        if self._resumed != event.epoch:
+            state.report(f"epoch {event.epoch} takes before it resumed")
+        if self._steps is not None and event.step >= self._steps:
+            state.report(f"step {event.step} is taken, but the run has {self._steps}")
+        scored = sorted(
+            (due, number) for number, due in state.holding.items() if state.groups[number].state is _S.SCORED
+        )
+        first = [number for _, number in scored[:B]]
+        if batch != first:
+            state.report(f"groups {batch} are taken, but the first {B} by deadline are {first}")
+        if len(batch) < B and not self._may_be_short():
+            state.report(f"only {len(batch)} groups are taken of {B}, and more can come")
+        for number in batch:
+            group = state.group(number)
+            if state.bound.policy is not Policy.MASK:
+                if group.deadline < event.step:
+                    state.report(
+                        f"group {number}: taken in step {event.step}, after its deadline {group.deadline}"
+                    )
+            elif not trainable_counts(event.step, group.counts, group.bound):
+                state.report(f"group {number}: taken in step {event.step} without a token within the bound")
+
+    def _may_be_short(self) -> bool:
+        """Return whether no more groups can come.
+
+        Either leases are stopped and none is live, or the prompts have run out and no group is waiting or
+        leased.
+        """
+        state = self._state
+        live = any(state.groups[number].state is _S.LEASED for number in state.holding)
+        ended = 0 <= self._prompts <= len(state.groups) and not (live or self._expired or self._waiting)
+        return ended or (bool(self._stopped - {"halted"}) and not live)
+
+    def _after_commit(self, event: CommitEvent) -> None:
+        self._digests[event.step + 1] = event.digest
+        for number, counts in event.groups.items():
+            self._forget(number)
+            self._state.groups[number].counts = {}  # not needed any more, and logs are long
+            for version, n in counts.items():
+                if n < 0 or (n and lag(event.step, version) < 0):
+                    self._state.report(
+                        f"group {number}: {n} tokens of version {version} trained in step {event.step}"
+                    )
+
+    def _before_publish(self, event: PublishEvent) -> None:
+        state = self._state
+        state.check_epoch(event.epoch)
+        if event.version != state.version:
+            state.report(f"version {event.version} is published, but {state.version} is committed")
+
+    def _before_checkpoint(self, event: CheckpointEvent) -> None:
+        state, version = self._state, event.version
+        if not state.checkpoint < version <= state.version:
+            state.report(
+                f"version {version} is durable, which is not in {state.checkpoint + 1}..{state.version}"
+            )
+        self._digests = {v: digest for v, digest in self._digests.items() if v >= version}
+
+    def _after_rebuild(self, event: RebuildEvent) -> None:
+        """Forget what the event does not state, so that it is not checked."""
+        for committed in event.journal_events:
+            if isinstance(committed, JournalCommit):
+                kept = {v: digest for v, digest in self._digests.items() if v <= committed.step}
+                self._digests = kept | {committed.step + 1: committed.digest}
+        self._steps, self._lineage, self._resumed = None, set(), ""
+        self._stopped.discard("pending")
+        self._attempts, self._served = {}, {}
+        self._epochs.add(event.epoch)

@@ -11,18 +11,37 @@ from tests.services.ledger.moves import ENGINES, Moves, Pick
 
 PROGRESS = ["lease"] * 4 + ["accept"] * 4 + ["apply"] * 2 + ["take"] + ["commit"] * 2
 DISTURB = [
-    "expire", "expire", "extend", "release", "accept_old", "lost", "drop", "applied", "checkpointed", "set_bound", "set_bound", "drain",
-    "create_again", "publish", "process", "archived",
-]  # fmt: skip
+    "expire",
+    "expire",
+    "extend",
+    "release",
+    "accept_old",
+    "lost",
+    "drop",
+    "applied",
+    "checkpointed",
+    "set_bound",
+    "set_bound",
+    "drain",
+    "create_again",
+    "publish",
+    "process",
+    "archived",
+]
 
 
 class Machine(Moves):
     """Plays the moves in any order; each call must give the same result or refusal, status and events."""
 
     @initialize(
-        E=st.integers(0, 2), B=st.integers(1, 3), policy=st.sampled_from(Policy), prompts=st.sampled_from([None, None, 12]),
-        steps=st.sampled_from([3, 50, 50]), attempts=st.integers(1, 4), window=st.sampled_from([4, 64, 64]),
-    )  # fmt: skip
+        E=st.integers(0, 2),
+        B=st.integers(1, 3),
+        policy=st.sampled_from(Policy),
+        prompts=st.sampled_from([None, None, 12]),
+        steps=st.sampled_from([3, 50, 50]),
+        attempts=st.integers(1, 4),
+        window=st.sampled_from([4, 64, 64]),
+    )
     def create(
         self, E: int, B: int, policy: Policy, prompts: int | None, steps: int, attempts: int, window: int
     ) -> None:
@@ -35,7 +54,7 @@ class Machine(Moves):
             self.both(lambda ledger, engine=engine: ledger.applied(engine, self.epochs[-1], 0))
 
     # -- rules
-    # -------------------------------------------------------------------------------------------------------
+
     def play(self, move: str, pick: Pick) -> None:
         getattr(self, move)(pick)
         if pick(range(0, 6)) == 5:
@@ -53,7 +72,7 @@ class Machine(Moves):
         for engine in ENGINES[:2]:
             self.both(lambda ledger, engine=engine: ledger.applied(engine, self.epochs[-1], self.version))
         for move in (
-            ["lease"] * (self.memory.ledger.book.bound.groups_per_step + 1)
+            ["lease"] * (self.memory.ledger.run_state.bound.groups_per_step + 1)
             + ["accept"] * 4
             + ["take", "commit"]
         ):
@@ -92,12 +111,12 @@ class Machine(Moves):
     def rule_f_holds(self) -> None:
         if self.calls == 0:
             return
-        book = self.memory.ledger.book
-        if book.bound.policy is not Policy.MASK:
-            assert holds(book.slot_deadlines(), book.next_step(), book.bound)
-            if book.running is not None:
-                taken = [group.deadline for group in book.of(GroupState.TAKEN)]
-                assert holds([*book.slot_deadlines(), *taken], book.version, book.bound)
+        run_state = self.memory.ledger.run_state
+        if run_state.bound.policy is not Policy.MASK:
+            assert holds(run_state.slot_deadlines(), run_state.next_step(), run_state.bound)
+            if run_state.running is not None:
+                taken = [group.deadline for group in run_state.of(GroupState.TAKEN)]
+                assert holds([*run_state.slot_deadlines(), *taken], run_state.version, run_state.bound)
 
     def teardown(self) -> None:
         try:

@@ -12,7 +12,7 @@ from protocol.errors import Reason, Refused
 from protocol.lifecycle import GroupState
 from protocol.staleness import Bound, Policy, trainable_counts
 from services.ledger.interface import Lease, Peer, Taken
-from tests.contracts.ledger_rebuild import restorer_of, snapshot_of, told_of
+from tests.contracts.ledger_rebuild import builder_of, journal_of, snapshot_of
 from tests.contracts.ledger_rig import MemoryRig, RedisRig, spec
 
 HOUR_MS = 3_600_000
@@ -61,14 +61,14 @@ class Moves(RuleBasedStateMachine):
     def lose_answer(self) -> None:
         """The caller of the newest call has not got its answer and makes it again: the answer is the same,
         and nothing changes."""
-        call, answer, before = self.last, self.answer, self.memory.ledger.book.sequence
+        call, answer, before = self.last, self.answer, self.memory.ledger.run_state.sequence
         if call is not None:
             assert self.both(call) == answer
-            assert self.memory.ledger.book.sequence == before
+            assert self.memory.ledger.run_state.sequence == before
 
     @property
     def version(self) -> int:
-        return self.memory.ledger.book.version
+        return self.memory.ledger.run_state.version
 
     @property
     def newest(self) -> int:
@@ -83,7 +83,7 @@ class Moves(RuleBasedStateMachine):
         return self.epochs[-2 if pick(range(0, 8)) == 7 and len(self.epochs) > 1 else -1]
 
     # -- what brings a run forward
-    # -----------------------------------------------------------------------------------
+
     def lease(self, pick: Pick) -> None:
         engine, again = pick(ENGINES), pick(range(0, 10)) == 9
         request = self.request if again else f"r{self.calls}"
@@ -95,7 +95,7 @@ class Moves(RuleBasedStateMachine):
             self.leases.append(lease)
 
     def accept(self, pick: Pick) -> None:
-        live = self.memory.ledger.book.of(GroupState.LEASED)
+        live = self.memory.ledger.run_state.of(GroupState.LEASED)
         if live:
             group = pick(live)
             counts = {self.version: pick(range(0, 3))}
@@ -137,9 +137,9 @@ class Moves(RuleBasedStateMachine):
         )
 
     # -- what may happen to it
-    # ---------------------------------------------------------------------------------------
+
     def expire(self, pick: Pick) -> None:
-        live = self.memory.ledger.book.live()
+        live = self.memory.ledger.run_state.live()
         if live:
             group = pick(live)
             self.memory.expire(group.group)
@@ -158,7 +158,7 @@ class Moves(RuleBasedStateMachine):
             self.both(lambda ledger: ledger.accept(lease.group, lease.token, {lease.version: 1}))
 
     def lost(self, pick: Pick) -> None:
-        scored = self.memory.ledger.book.scored()
+        scored = self.memory.ledger.run_state.scored()
         if scored and pick((False, True)):
             group = pick(scored)
             number, token = group.group, group.token
@@ -228,10 +228,10 @@ class Moves(RuleBasedStateMachine):
         commits after that."""
         archive = self.events[: max(1, len(self.events) - pick((0, 1, 2, 5, 20)))]
         epoch = f"e{len(self.epochs)}"
-        restorer = restorer_of(archive, told_of(self.events, len(archive)))
-        snapshot = snapshot_of(restorer, found=self.newest - pick((0, 0, 0, 0, 1)), epoch=epoch)
-        spec = self.memory.ledger.book.spec
-        run = dataclasses.replace(spec, bound=restorer.bound, steps=max(restorer.steps, restorer.version))
+        builder = builder_of(archive, journal_of(self.events, len(archive)))
+        snapshot = snapshot_of(builder, found=self.newest - pick((0, 0, 0, 0, 1)), epoch=epoch)
+        spec = self.memory.ledger.run_state.spec
+        run = dataclasses.replace(spec, bound=builder.bound, steps=max(builder.steps, builder.version))
         if self.both(lambda ledger: ledger.rebuild(run, snapshot)) is None:
             self.epochs.append(epoch)
             self.events = archive

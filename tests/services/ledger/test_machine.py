@@ -35,9 +35,14 @@ def walk(url: str, seed: int, moves: int, interrupt: Callable[[], None] = lambda
     try:
         pick = random.Random(seed).choice
         machine.create(
-            E=pick((0, 1, 2)), B=pick((1, 2, 3)), policy=pick(list(Policy)), prompts=pick((None, None, 30)), steps=pick((5, 500)),
-            attempts=pick((2, 5)), window=pick((8, 64)),
-        )  # fmt: skip
+            E=pick((0, 1, 2)),
+            B=pick((1, 2, 3)),
+            policy=pick(list(Policy)),
+            prompts=pick((None, None, 30)),
+            steps=pick((5, 500)),
+            attempts=pick((2, 5)),
+            window=pick((8, 64)),
+        )
         for n in range(1, moves + 1):
             machine.play(pick(PROGRESS * 6 + DISTURB + ["restart", "rebuild"]), pick)
             if n % 40 == 0:

@@ -58,15 +58,17 @@ def start(E: int, B: int, policy: Policy, **values: Any) -> MemoryLedger:
 def clone(ledger: MemoryLedger) -> MemoryLedger:
     """An independent copy, without what only history needs."""
     twin = copy.copy(ledger)
-    book = ledger.book
-    twin._book = dataclasses.replace(
-        book,
-        groups={n: dataclasses.replace(group) for n, group in book.groups.items() if group.state in ACTIVE},
-        engines=dict(book.engines),
-        epochs=set(book.epochs),
-        lineage=set(book.lineage),
-        gone=[],
-        reasons=type(book.reasons)(),
+    run_state = ledger.run_state
+    twin._run_state = dataclasses.replace(
+        run_state,
+        groups={
+            n: dataclasses.replace(group) for n, group in run_state.groups.items() if group.state in ACTIVE
+        },
+        engines=dict(run_state.engines),
+        epochs=set(run_state.epochs),
+        lineage=set(run_state.lineage),
+        unreported_drops=[],
+        reasons=type(run_state.reasons)(),
         outcomes=deque(),
         steps={},
         step_reports={},
@@ -79,12 +81,12 @@ def clone(ledger: MemoryLedger) -> MemoryLedger:
 def key(ledger: MemoryLedger, budget: int) -> Any:
     """What distinguishes a state from others; versions relative to the committed one, and everything that is
     too late alike."""
-    book = ledger.book
-    oldest = -1 - max(bound.max_staleness for bound in (book.bound, book.pending) if bound)
+    run_state = ledger.run_state
+    oldest = -1 - max(bound.max_staleness for bound in (run_state.bound, run_state.pending) if bound)
     oldest = min(oldest, -1 - MOST_E) if budget else oldest
 
     def step(version: int) -> int:
-        return max(version - book.version, -1)
+        return max(version - run_state.version, -1)
 
     groups = sorted(
         (
@@ -93,31 +95,31 @@ def key(ledger: MemoryLedger, budget: int) -> Any:
             group.expired,
             step(max(group.counts, default=-9) + group.max_staleness),
         )
-        for group in book.groups.values()
+        for group in run_state.groups.values()
         if group.state in ACTIVE
     )
-    left = None if book.spec.prompts is None else book.spec.prompts - book.issued
+    left = None if run_state.spec.prompts is None else run_state.spec.prompts - run_state.issued
     engines = tuple(
         sorted(
-            (max(version - book.version, oldest), epoch in book.lineage)
-            for epoch, version in book.engines.values()
+            (max(version - run_state.version, oldest), epoch in run_state.lineage)
+            for epoch, version in run_state.engines.values()
         )
     )
-    bounds = (book.bound, book.pending)
+    bounds = (run_state.bound, run_state.pending)
     return (
         tuple(groups),
         engines,
         bounds,
-        book.running is not None,
+        run_state.running is not None,
         budget,
         left,
-        book.resumed[0] == book.epoch,
+        run_state.resumed[0] == run_state.epoch,
     )
 
 
 def moves(ledger: MemoryLedger, budget: int, changes: tuple[tuple[int, int], ...]) -> Iterator[Edge]:
     """Every state that one call leads to, as (label, ledger, budget left)."""
-    book = ledger.book
+    run_state = ledger.run_state
 
     def attempt(label: str, *calls: Any, left: int = budget) -> Iterator[Edge]:
         twin, refusal = clone(ledger), ""
@@ -131,24 +133,29 @@ def moves(ledger: MemoryLedger, budget: int, changes: tuple[tuple[int, int], ...
         yield label, twin, left
 
     for engine in "ab":
-        version = book.engines[engine][1]
+        version = run_state.engines[engine][1]
         yield from attempt(
             f"lease {engine}",
-            lambda t, e=engine: t.lease(request=f"{book.sequence}", engine=e, holder="w", lease_ms=1),
+            lambda t, e=engine: t.lease(request=f"{run_state.sequence}", engine=e, holder="w", lease_ms=1),
         )
-        if book.engines[engine] != (book.epoch, book.version) and book.resumed[0] == book.epoch:
-            yield from attempt(f"apply {engine}", lambda t, e=engine: t.applied(e, book.epoch, book.version))
-        assert version <= book.version
-    yield from attempt("take", lambda t: t.take(book.epoch))
-    if book.running is not None:
-        yield from attempt("commit", lambda t: commit(t, book.running))
-    for number, group in list(book.groups.items()):
+        if (
+            run_state.engines[engine] != (run_state.epoch, run_state.version)
+            and run_state.resumed[0] == run_state.epoch
+        ):
+            yield from attempt(
+                f"apply {engine}", lambda t, e=engine: t.applied(e, run_state.epoch, run_state.version)
+            )
+        assert version <= run_state.version
+    yield from attempt("take", lambda t: t.take(run_state.epoch))
+    if run_state.running is not None:
+        yield from attempt("commit", lambda t: commit(t, run_state.running))
+    for number, group in list(run_state.groups.items()):
         if group.state is GroupState.LEASED:
             yield from attempt(
                 f"accept {number}", lambda t, n=number, v=group.version: t.accept(n, "t", {v: 1})
             )
-            if book.bound.policy is Policy.MASK and group.version < book.version:
-                fresh = {group.version: 1, book.version: 1}
+            if run_state.bound.policy is Policy.MASK and group.version < run_state.version:
+                fresh = {group.version: 1, run_state.version: 1}
                 yield from attempt(f"accept fresh {number}", lambda t, n=number, c=fresh: t.accept(n, "t", c))
         if budget and group.state is GroupState.LEASED and not group.expired:
             yield from attempt(f"expire {number}", lambda t, n=number: expire(t, n), left=budget - 1)
@@ -157,15 +164,15 @@ def moves(ledger: MemoryLedger, budget: int, changes: tuple[tuple[int, int], ...
                 f"filter {number}", lambda t, n=number: t.drop(n, "t", "filter"), left=budget - 1
             )
     if budget:
-        epoch = f"e{len(book.epochs)}"
+        epoch = f"e{len(run_state.epochs)}"
         yield from attempt(
             "crash",
             lambda t: t.claim(epoch),
-            lambda t: t.resume(epoch, book.version, book.digest or 0),
+            lambda t: t.resume(epoch, run_state.version, run_state.digest or 0),
             left=budget - 1,
         )
         for E, B in changes:
-            if (book.bound.max_staleness, book.bound.groups_per_step) != (E, B):
+            if (run_state.bound.max_staleness, run_state.bound.groups_per_step) != (E, B):
                 yield from attempt(
                     f"set {E} {B}",
                     lambda t, e=E, b=B: t.set_bound(max_staleness=e, groups_per_step=b),
@@ -174,7 +181,7 @@ def moves(ledger: MemoryLedger, budget: int, changes: tuple[tuple[int, int], ...
 
 
 async def expire(ledger: MemoryLedger, number: int) -> None:
-    ledger.book.groups[number].expired = True
+    ledger.run_state.groups[number].expired = True
 
 
 async def commit(ledger: MemoryLedger, taken: Taken) -> None:
@@ -183,13 +190,13 @@ async def commit(ledger: MemoryLedger, taken: Taken) -> None:
     trained = {}
     for group in taken.groups:
         trained[group.group] = trainable_counts(taken.step, group.counts, group.max_staleness)
-        if ledger.book.bound.policy is Policy.MASK:
+        if ledger.run_state.bound.policy is Policy.MASK:
             assert trained[group.group], f"group {group.group} has no fresh token"
         else:
             assert trained[group.group] == dict(group.counts), (
                 f"group {group.group} has tokens over the bound"
             )
-    await ledger.commit(ledger.book.epoch, taken.step, trained, digest=0, report=b"", manifest=b"")
+    await ledger.commit(ledger.run_state.epoch, taken.step, trained, digest=0, report=b"", manifest=b"")
 
 
 def search(ledger: MemoryLedger, budget: int, changes: tuple[tuple[int, int], ...] = ()) -> int:
@@ -203,9 +210,9 @@ def search(ledger: MemoryLedger, budget: int, changes: tuple[tuple[int, int], ..
     while queue:
         state, here, left = queue.popleft()
         for label, there, after in moves(here, left, changes):
-            book = there.book
-            if book.bound.policy is not Policy.MASK:
-                assert holds(book.slot_deadlines(), book.next_step(), book.bound), trace(
+            run_state = there.run_state
+            if run_state.bound.policy is not Policy.MASK:
+                assert holds(run_state.slot_deadlines(), run_state.next_step(), run_state.bound), trace(
                     parents, state, label
                 )
             found = key(there, after)
@@ -216,7 +223,9 @@ def search(ledger: MemoryLedger, budget: int, changes: tuple[tuple[int, int], ..
                 parents[found] = (state, label)
                 queue.append((found, there, after))
                 assert len(parents) < MOST_STATES
-        done = here.book.exhausted() and not any(group.state in ACTIVE for group in here.book.groups.values())
+        done = here.run_state.exhausted() and not any(
+            group.state in ACTIVE for group in here.run_state.groups.values()
+        )
         if done:
             committing.add(state)
     alive, queue2 = set(committing), deque(committing)

@@ -1,4 +1,4 @@
-"""What the keeper does with a server that was started again, that lost writes, or that it does not know."""
+"""The reconciler meets a server that was restarted, that lost writes, or that it does not know."""
 
 import asyncio
 import os
@@ -29,14 +29,14 @@ from trainer.storage.spool import Spool
 
 @dataclass
 class Kept:
-    """A run with a keeper."""
+    """A run with its reconciler."""
 
     settings: Settings
     server: EmbeddedServer
     driver: Driver
     guarded: RedisLedger
     spool: Spool
-    keeper: LedgerReconciler
+    reconciler: LedgerReconciler
 
     async def restart(self) -> None:
         """kill -9, and start again."""
@@ -51,7 +51,7 @@ class Kept:
 
     async def archived(self) -> int:
         """Archive everything; the number of the last event."""
-        await self.keeper.archive_all()
+        await self.reconciler.archive_all()
         return (await self.driver.ledger.head()).sequence
 
     def rebuilds(self) -> int:
@@ -71,11 +71,11 @@ async def kept(directory: Path) -> AsyncIterator[Kept]:
     try:
         driver = await Driver(rig).begin(B=1)
         await driver.step(1)
-        keeper = LedgerReconciler(rig.ledger, settings, spool)
-        await keeper.archive_all()
+        reconciler = LedgerReconciler(rig.ledger, settings, spool)
+        await reconciler.archive_all()
         await guarded.guard()
         assert (await guarded.status()).version == 1
-        yield Kept(settings, server, driver, guarded, spool, keeper)
+        yield Kept(settings, server, driver, guarded, spool, reconciler)
     finally:
         spool.close()
         await guarded.close()
@@ -88,7 +88,7 @@ async def test_nobody_uses_a_server_that_was_started_again_until_it_was_looked_a
         await here.restart()
         with pytest.raises(Unavailable, match="is the ingest running"):
             await here.guarded.drain()
-        await here.keeper.reconcile_and_archive()
+        await here.reconciler.reconcile_and_archive()
         await here.guarded.drain()
         assert (await here.driver.ledger.status()).draining
         await here.archived()
@@ -107,7 +107,7 @@ async def test_commands_change_nothing_on_a_server_that_was_started_again_until_
         with pytest.raises(Unavailable, match="is the ingest running"):
             await asyncio.to_thread(set_value, tmp_path, "groups-per-step", "3")
         assert (await here.driver.ledger.status()).sequence == before
-        await here.keeper.reconcile_and_archive()
+        await here.reconciler.reconcile_and_archive()
         await asyncio.to_thread(set_value, tmp_path, "groups-per-step", "3")
         await asyncio.to_thread(drain, tmp_path)
         status = await here.driver.ledger.status()
@@ -118,7 +118,7 @@ async def test_a_restart_of_a_server_that_does_not_sync_each_write_counts_as_a_l
     async with kept(tmp_path) as here:
         await here.restart()
         here.command("CONFIG", "SET", "appendfsync", "everysec")
-        await here.keeper.reconcile_and_archive()
+        await here.reconciler.reconcile_and_archive()
         await here.archived()
         assert here.rebuilds() == 1
         assert (await here.guarded.head()).version == 1
@@ -147,7 +147,7 @@ async def test_what_the_journal_has_is_told_to_an_emptied_server(tmp_path: Path)
         here.command("FLUSHALL")
         with pytest.raises(Unavailable, match="does not hold the run"):
             await here.guarded.status()
-        await here.keeper.reconcile_and_archive()
+        await here.reconciler.reconcile_and_archive()
         after = await here.guarded.status()
         assert (after.version, after.trained, after.issued, after.states) == (
             2,
@@ -175,7 +175,7 @@ async def test_a_run_that_was_drained_is_drained_after_a_rebuild_and_its_last_st
         await ledger.drain()
         await here.archived()
         here.command("FLUSHALL")
-        await here.keeper.reconcile_and_archive()
+        await here.reconciler.reconcile_and_archive()
         assert (await here.guarded.status()).draining
         await ledger.claim("e2")
         assert await ledger.resume("e2", 1, 100)
@@ -192,7 +192,7 @@ async def test_a_change_that_was_pending_is_asked_for_again(tmp_path: Path) -> N
         assert pending is not None
         await here.archived()
         here.command("FLUSHALL")
-        await here.keeper.reconcile_and_archive()
+        await here.reconciler.reconcile_and_archive()
         status = await here.guarded.status()
         assert (status.pending, status.bound.groups_per_step) == (pending, 3)
 
@@ -217,7 +217,7 @@ async def test_a_hole_between_archive_and_journal_is_refused_and_changes_nothing
         (tmp_path / FILE).write_bytes(old)
         here.command("FLUSHALL")
         with pytest.raises(
-            SettingsError, match=rf"{FILE} ends at event \d+, and the journal goes on after event \d+"
+            SettingsError, match=rf"{FILE} ends at event \d+, and the journal begins after event \d+"
         ):
             await LedgerReconciler(here.driver.ledger, here.settings, here.spool).reconcile_and_archive()
         assert here.command("DBSIZE") == 0

@@ -166,7 +166,7 @@ class World:
             counts[version] = counts.get(version, 0) + end - start
             start = end
         self.check(prompt, found, branch=False)
-        if len(self.ledger.book.of(GroupState.SCORED)) > 3:
+        if len(self.ledger.run_state.of(GroupState.SCORED)) > 3:
             with suppress(Refused):
                 await self.ledger.release(lease.group, lease.token, "enough")
             return
@@ -253,7 +253,7 @@ class World:
         await eventually(
             lambda: self.engine is not None and (self.engine.served.epoch, self.engine.served.version) == goal
         )
-        await eventually(lambda: self.ledger.book.engines.get(self._name) == goal)
+        await eventually(lambda: self.ledger.run_state.engines.get(self._name) == goal)
         checked = self.checked
         await eventually(lambda: self.checked > checked + 2)
 

@@ -1,11 +1,9 @@
 -- Prepended to every script. Names the keys, loads the run, and holds what several transitions share.
 --
--- KEYS: those of services/ledger/redis/keys.py in the order of NAMES.
+-- KEYS: those of services/ledger/redis/keys.py in the order of NAMES, which scripts.py prepends.
 -- A script returns {'ok', ...} or {'refused', reason, detail}; reasons are those of protocol.errors.Reason.
 -- Times are milliseconds of the server's clock. Versions, deadlines and steps are integers. Group ids are padded strings inside.
 
-local NAMES = {'run', 'lineage', 'epochs', 'groups', 'waiting', 'leases', 'live', 'expired', 'scored', 'fresh', 'taken', 'trained',
-  'dropped', 'reasons', 'outcomes', 'batch', 'gone', 'steps', 'reports', 'manifest', 'engines', 'peers', 'peer_info', 'endpoints', 'requests', 'events'}
 local NUMBERS = {'prompts', 'steps', 'max_staleness', 'groups_per_step', 'max_attempts', 'drop_share', 'drop_window', 'version',
   'sequence', 'archived', 'issued', 'trained', 'dropped', 'wasted_tokens', 'draining', 'running', 'checkpoint', 'pending',
   'pending_max_staleness', 'pending_groups_per_step', 'resumed_version', 'resumed_continued'}
@@ -102,8 +100,8 @@ local function next_step()
   return R.running >= 0 and R.version + 1 or R.version
 end
 
--- Rule F for groups that hold a place, one of deadline `extra` (or nil) added; `untaken` true counts the running step's too.
--- At most (groups / B) rounds: from the first d whose room is enough for all, nothing can fail.
+-- Whether rule F holds for the groups that hold a place, plus one of deadline `extra` (or nil), plus those of the running step if
+-- `untaken`. At most (groups / B) rounds: no d from the first one with room for all groups on can fail.
 local function rule_f(step, E, B, policy, extra, untaken)
   local sets = untaken and {K.live, K.scored, K.taken} or {K.live, K.scored}
   local function count(low, high)
@@ -128,13 +126,13 @@ local function rule_f(step, E, B, policy, extra, untaken)
   return true
 end
 
--- Rule F as it stands, a group of deadline `extra` (or nil) added.
+-- Whether rule F holds now with a group of deadline `extra` (or nil) added.
 local function holds(extra)
   return rule_f(next_step(), R.max_staleness, R.groups_per_step, R.policy, extra)
 end
 
 -- Put a pending bound in force if rule F holds with it, and would hold if the running step were untaken now or later (so B is never
--- smaller than the running batch). True if none is pending any more.
+-- smaller than the running batch). Returns true if none is pending.
 local function apply_pending()
   if R.pending == 0 then return true end
   local E, B, policy = R.pending_max_staleness, R.pending_groups_per_step, R.pending_policy
@@ -148,7 +146,7 @@ local function apply_pending()
   return true
 end
 
--- Leases whose time is over give up their place in rule F; they stay valid until another worker takes them over.
+-- Free the place in rule F of leases that have run out; they stay valid until the group is leased again.
 local function reap()
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', K.leases, '-inf', R.now, 'LIMIT', 0, MOST)) do
     redis.call('ZREM', K.leases, id)
@@ -177,7 +175,7 @@ local function finish(outcome)
   end
 end
 
--- Give a group up. `wasted`: tokens that the caller reports; a SCORED group's own counts are known.
+-- Drop a group. `wasted`: tokens that the caller reports, counted if they are more than the accepted ones.
 local function drop(id, group, reason, detail, wasted)
   local sampled = 0
   for _, n in pairs(group.counts or {}) do sampled = sampled + n end
@@ -191,7 +189,7 @@ local function drop(id, group, reason, detail, wasted)
   finish(reason)
 end
 
--- The group that ARGV names under the token that ARGV names, or nil and a refusal.
+-- Return the group if `token` is its current one, else the group or nil, and a refusal.
 local function held(id, token)
   local group = read(pad(id))
   if not group then
@@ -212,18 +210,19 @@ local function as_map(flat)
   return map
 end
 
--- Forget a process, or at most 128 processes whose time is over.
+-- Forget a process.
 local function forget_peer(incarnation)
   redis.call('ZREM', K.peers, incarnation)
   redis.call('HDEL', K.peer_info, incarnation)
   if redis.call('HDEL', K.endpoints, incarnation) == 1 then redis.call('HINCRBY', K.endpoints, '', 1) end
 end
 
+-- Forget at most 128 processes whose time-to-live is over.
 local function reap_peers()
   for _, dead in ipairs(redis.call('ZRANGEBYSCORE', K.peers, '-inf', R.now, 'LIMIT', 0, MOST)) do forget_peer(dead) end
 end
 
--- All counters, as JSON.
+-- Return all counters as JSON.
 local function status()
   local waiting, scored, taken = redis.call('ZCARD', K.waiting), redis.call('ZCARD', K.scored), redis.call('ZCARD', K.taken)
   local leased = redis.call('ZCARD', K.live) + redis.call('ZCARD', K.expired)

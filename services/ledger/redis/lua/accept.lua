@@ -1,4 +1,4 @@
--- LEASED -> SCORED, by the ingest once the record is on disk. An expired lease is admitted again under rule F.
+-- LEASED -> SCORED, by the ingest once the record is on disk. An expired lease needs room in rule F again.
 -- ARGV: 1 group, 2 token, 3 JSON {version: sampled tokens}, 4 mean reward, for the event; may be empty
 -- Returns: JSON of the group as `take` lists it; accepting the same token again succeeds.
 -- Refuses no_run, unknown_group, duplicate (finished and forgotten), not_held, wrong_state (dropped), bound.
@@ -18,7 +18,7 @@ if group.state ~= 'leased' then return refuse('wrong_state', 'group ' .. ARGV[1]
 reap()
 local id = pad(ARGV[1])
 if expired(id) and not holds(group.deadline) then
-  return refuse('bound', 'group ' .. ARGV[1] .. ' had expired and its place is gone')
+  return refuse('bound', 'group ' .. ARGV[1] .. ' had expired and rule F has no room for it')
 end
 group.counts, group.newest = cjson.decode(ARGV[3]), -1e9
 for version, n in pairs(group.counts) do

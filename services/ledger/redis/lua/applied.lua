@@ -1,4 +1,4 @@
--- An engine serves (epoch, version).
+-- Record that an engine serves (epoch, version).
 -- ARGV: 1 engine incarnation, 2 epoch, 3 version
 -- Returns nothing; a version older than the one recorded for the same epoch changes nothing.
 -- Refuses no_run, stale_epoch (not of the current branch), wrong_state (a version that is not committed).

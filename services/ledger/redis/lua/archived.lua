@@ -1,4 +1,4 @@
--- Events up to `sequence` are in the archive: forget them.
+-- Forget events up to `sequence`, which the archive holds.
 -- ARGV: 1 sequence
 -- Returns nothing; a smaller sequence than before changes nothing. Refuses no_run, wrong_state (an event that is not written yet).
 local absent = no_run()

@@ -1,4 +1,4 @@
--- A new trainer takes the run over. TAKEN -> SCORED for the groups of a running step.
+-- Make `epoch` the one that holds the run. TAKEN -> SCORED for the groups of a running step.
 -- ARGV: 1 epoch
 -- Returns: JSON of the status; claiming again with the current epoch changes nothing.
 -- Refuses no_run, stale_epoch (an epoch that was fenced before).

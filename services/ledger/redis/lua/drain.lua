@@ -1,4 +1,4 @@
--- Stop granting leases, or grant them again; the latter also lets a halted run go on: drops, and attempts of
+-- Stop granting leases, or grant them again; the latter also ends a halt: drops, and attempts of
 -- WAITING and LEASED groups, are counted anew.
 -- ARGV: 1 "1" or "0"
 -- Returns nothing. Refuses no_run.

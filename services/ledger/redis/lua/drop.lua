@@ -1,4 +1,4 @@
--- LEASED or SCORED -> DROPPED, by whoever knows the current token.
+-- LEASED or SCORED -> DROPPED, by a caller with the current token.
 -- ARGV: 1 group, 2 token, 3 reason, 4 wasted tokens
 -- Returns nothing; repeating it succeeds. Refuses no_run, unknown_group, not_held, wrong_state (TAKEN, TRAINED).
 local absent = no_run()

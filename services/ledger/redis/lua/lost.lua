@@ -1,4 +1,4 @@
--- SCORED -> WAITING: the spool does not have the record.
+-- SCORED -> WAITING: the spool does not hold the record.
 -- ARGV: 1 group, 2 token
 -- Returns nothing; repeating it succeeds. Refuses no_run, unknown_group, not_held, wrong_state.
 local absent = no_run()

@@ -1,4 +1,4 @@
--- List the processes that live; forget at most 128 whose time is over.
+-- List the processes whose time-to-live is not over; forget at most 128 others.
 -- Returns: incarnation, JSON, incarnation, JSON ... in order of incarnation. Refuses nothing.
 reap_peers()
 local live = redis.call('ZRANGEBYSCORE', K.peers, '(' .. string.format('%.0f', R.now), '+inf')

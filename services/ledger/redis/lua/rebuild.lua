@@ -1,8 +1,8 @@
--- Write the run anew, after the server lost acknowledged writes: what `snapshot` says, and nothing else. No lease, no running step, no
+-- Replace the run by a snapshot, after the server lost acknowledged writes: no lease, no running step, no
 -- epoch that may take or commit, no engine that may lease; the registry stays.
--- ARGV: 1-9 as those of create (4-6 the bound in force), 10 JSON of the snapshot (see encode_snapshot), then step, StepReport by turns
+-- ARGV: 1-9 as those of create (4-6 the bound in force), 10 JSON of the snapshot (see encode_snapshot), then alternately a step and its StepReport
 -- Returns nothing; repeating it with the same epoch changes nothing.
--- Refuses wrong_state (an event was written since it was looked at). Work: all active groups and what no checkpoint covers.
+-- Refuses wrong_state (an event was written since the ledger was read). Work: all active groups and what no checkpoint covers.
 local S = cjson.decode(ARGV[10])
 if R.epoch == S.epoch then return {'ok'} end
 if (R.sequence or -1) ~= S.found then

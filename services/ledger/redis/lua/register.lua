@@ -1,4 +1,4 @@
--- A process lives until now + ttl. At most 128 processes whose time is over are forgotten.
+-- Record that a process lives until now + ttl. Forgets at most 128 processes whose time-to-live is over.
 -- ARGV: 1 incarnation, 2 JSON of role and info, 3 ttl (ms), 4 JSON {topic: endpoint} of what it serves, or empty
 -- Returns nothing. Refuses nothing; the run need not exist.
 reap_peers()

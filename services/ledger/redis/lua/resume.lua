@@ -1,5 +1,5 @@
--- The trainer of `epoch` stands at `version`. The branch continues, or the ledger is rewound to `version`:
--- LEASED, SCORED with a token of an abandoned version, TRAINED in a step >= version -> WAITING. (TAKEN cannot be: claim untook them.)
+-- State that the trainer of `epoch` stands at `version`. The branch continues, or the ledger is rewound to `version`:
+-- LEASED, SCORED with a token of an abandoned version, TRAINED in a step >= version -> WAITING. (No group is TAKEN: claim has untaken them.)
 -- ARGV: 1 epoch, 2 version, 3 digest of that version's weights (decimal)
 -- Returns: 1 if the branch continues, 0 if it was rewound; repeating it returns the same.
 -- Refuses no_run, stale_epoch, wrong_state (a version ahead of the ledger, or one that a checkpoint has made final, or another

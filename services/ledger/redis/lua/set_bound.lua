@@ -1,5 +1,5 @@
 -- Ask for another bound. It is in force at the first moment rule F holds with it; until then no lease is granted.
--- ARGV: 1 max_staleness (versions), 2 groups_per_step, 3 policy; each may be empty: as it is, or as it is pending
+-- ARGV: 1 max_staleness (versions), 2 groups_per_step, 3 policy; each may be empty: not changed
 -- Returns: 1 if the change is in force, else 0 and then max_staleness, groups_per_step, policy of the pending one. Refuses no_run.
 local absent = no_run()
 if absent then return absent end

@@ -1,7 +1,7 @@
 -- SCORED -> TAKEN for the batch of the next step: B groups, earliest deadline first; fewer only if no more can come.
 -- ARGV: 1 epoch
 -- Returns: JSON {step, groups: [{group, token, deadline, max_staleness, version, counts}], dropped: [group]}; again the same while
--- the step runs. Leases are reaped only while the run drains: then nobody may ask for one, who would do it.
+-- the step runs. Leases are reaped only while the run drains, when no `lease` does it.
 -- Refuses no_run, stale_epoch, wrong_state (before resume), done, exhausted, not_enough, straggler (detail: the group). Groups
 -- dropped on the way (`stale`, `straggler`) stay dropped after a refusal, and the next batch reports them.
 local absent = no_run() or fenced(ARGV[1])

@@ -1,4 +1,4 @@
--- A process is gone; what it acknowledged as an engine is forgotten with it.
+-- Forget a process, and what it acknowledged as an engine.
 -- ARGV: 1 incarnation
 -- Returns nothing. Refuses nothing.
 forget_peer(ARGV[1])

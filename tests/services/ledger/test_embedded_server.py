@@ -1,6 +1,7 @@
+"""The embedded server loses nothing, is used by one process, and is restarted whenever it dies."""
+
 import asyncio
 import fcntl
-import itertools
 import json
 import os
 import signal
@@ -10,13 +11,10 @@ from pathlib import Path
 
 import pytest
 import redis as redis_sync
+from redis.asyncio import Redis
 
-from protocol.errors import SettingsError, Unavailable
-from services.ledger.embedded_server import EmbeddedServer, read_endpoint
-from services.ledger.redis import scripts
-from services.ledger.redis.ledger import RedisLedger
-from services.ledger.redis.scripts import names
-from services.ledger.redis.url import redacted
+from protocol.errors import Unavailable
+from services.ledger.embedded_server import EmbeddedServer, keep_running_loop, read_endpoint
 from tests.contracts.ledger_rig import Driver, RedisRig
 from tests.services.ledger.conftest import redis_binary, valkey_binary
 
@@ -85,15 +83,6 @@ async def test_a_lock_that_is_held_for_a_moment_is_waited_for(tmp_path: Path) ->
     await server.stop()
 
 
-async def test_another_user_without_the_password_is_refused(tmp_path: Path) -> None:
-    server = EmbeddedServer(tmp_path)
-    url = await server.start()
-    host = url.rpartition("@")[2]
-    with pytest.raises(SettingsError, match="check user, password and ACL"):
-        await RedisLedger.connect(f"redis://:wrong@{host}", "run")
-    await server.stop()
-
-
 async def test_a_busy_port_is_left_alone(tmp_path: Path) -> None:
     first, second = EmbeddedServer(tmp_path / "a"), EmbeddedServer(tmp_path / "b")
     await first.start()
@@ -140,74 +129,29 @@ def alive(pid: int) -> bool:
         return False
 
 
-async def test_no_server_says_what_to_do(tmp_path: Path) -> None:
-    server = EmbeddedServer(tmp_path)
+async def test_a_server_that_cannot_start_for_a_while_comes_back(tmp_path: Path) -> None:
+    """As on a disk that is full: the program ends at once until there is room."""
+    broken, tried = tmp_path / "broken", tmp_path / "tried"
+    program = tmp_path / "program"
+    program.write_text(
+        f'#!/bin/sh\nif [ -e {broken} ]; then echo >> {tried}; exit 1; fi\nexec {valkey_binary()} "$@"\n'
+    )
+    program.chmod(0o755)
+    server = EmbeddedServer(tmp_path / "ledger", str(program))
     url = await server.start()
-    ledger = await RedisLedger.connect(url, "run", retry_s=0.1)
+    async with Redis.from_url(url) as client:
+        await client.set("key", "value")
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        keeping = tasks.create_task(keep_running_loop(server))
+        broken.touch()
+        os.kill(server.pid, signal.SIGKILL)
+        while not tried.is_file() or tried.stat().st_size < 7:  # noqa: ASYNC110 (a file)
+            await asyncio.sleep(0.02)
+        assert not keeping.done()
+        broken.unlink()
+        while not server.running() or server.url != url:  # noqa: ASYNC110 (a process)
+            await asyncio.sleep(0.02)
+        keeping.cancel()
+    async with Redis.from_url(url) as client:
+        assert await client.get("key") == b"value"
     await server.stop()
-    with pytest.raises(Unavailable) as caught:
-        await RedisLedger.connect(url, "run", timeout_s=0.2)
-    password = url.split(":")[2].partition("@")[0]
-    assert password not in str(caught.value)
-    assert redacted(url) in str(caught.value)
-    with pytest.raises(Unavailable, match="did not answer"):
-        await ledger.status()
-    await ledger.close()
-
-
-async def test_settings_of_the_server_are_checked(tmp_path: Path) -> None:
-    server = EmbeddedServer(tmp_path)
-    url = await server.start()
-    with redis_sync.Redis.from_url(url) as client:
-        client.config_set("appendfsync", "everysec")
-        ledger = await RedisLedger.connect(url, "run")
-        assert "appendfsync is everysec" in ledger.durability
-        await ledger.close()
-        client.config_set("appendonly", "no")
-        ledger = await RedisLedger.connect(url, "run")
-        assert "append-only file is off" in ledger.durability
-        await ledger.close()
-        client.config_set("maxmemory-policy", "allkeys-lru")
-        with pytest.raises(SettingsError, match="noeviction"):
-            await RedisLedger.connect(url, "run")
-    await server.stop()
-
-
-async def test_urls_and_runs_are_checked(valkey_url: str) -> None:
-    with pytest.raises(SettingsError, match="redis://USER:PASSWORD@HOST:PORT"):
-        await RedisLedger.connect("http://u:secret@host", "run")
-    with pytest.raises(SettingsError, match="run name"):
-        await RedisLedger.connect(valkey_url, "No Such")
-    assert redacted("rediss://u:secret@host:1/0") == "rediss://***@host:1/0"
-    assert redacted("redis://host:1/0") == "redis://host:1/0"
-
-
-async def test_scripts_survive_a_flush(valkey_url: str) -> None:
-    rig = await RedisRig.start(valkey_url)
-    driver = await Driver(rig).begin(B=1)
-    rig.server.script_flush()
-    await driver.step(1)
-    await rig.close()
-
-
-async def test_one_client_serves_many_tasks_and_outlives_cancelled_ones(valkey_url: str) -> None:
-    rig = await RedisRig.start(valkey_url)
-    driver = await Driver(rig).begin(E=9, B=10)
-    async with asyncio.TaskGroup() as tasks:
-        leasing = [tasks.create_task(driver.lease(), name=f"lease {n}") for n in range(60)]
-        dying = [tasks.create_task(rig.ledger.status(), name=f"status {n}") for n in range(20)]
-        await asyncio.sleep(0)
-        for task in dying:
-            task.cancel()
-    assert sorted(task.result().group for task in leasing) == list(range(60))
-    assert (await rig.ledger.status()).issued == 60
-    await rig.close()
-
-
-@pytest.mark.parametrize("name", names())
-def test_every_script_says_what_it_takes_returns_and_refuses(name: str) -> None:
-    lines = (Path(scripts.__file__).parent / "lua" / f"{name}.lua").read_text().splitlines()
-    header = "\n".join(itertools.takewhile(lambda line: line.startswith("--"), lines))
-    assert "Returns" in header
-    assert "Refuses" in header
-    assert ("ARGV:" in header) == any("ARGV[" in line for line in lines)

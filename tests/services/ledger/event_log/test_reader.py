@@ -1,20 +1,28 @@
-"""What the event log tells of steps and groups, on histories with crashes, rewinds, drops and lost writes."""
-
-from typing import Any
+"""Steps and groups read from the event log, on histories with crashes, rewinds, drops and lost writes."""
 
 import pytest
 
 from protocol.errors import SettingsError
 from protocol.staleness import Policy
+from services.ledger.event_log.events import (
+    AcceptEvent,
+    CommitEvent,
+    LedgerEvent,
+    RebuildEvent,
+    ResumeEvent,
+    decode_fields,
+)
 from services.ledger.event_log.reader import committed_steps
 from services.ledger.event_log.trace import render_trace, trace
+from services.ledger.interface import JournalCommit
+from tests.contracts.ledger_rebuild import accept_of
 from tests.contracts.ledger_rig import Driver, MemoryRig
 
-Log = list[dict[str, Any]]
+Log = list[LedgerEvent]
 
 
 async def recorded(driver: Driver) -> Log:
-    return [dict(event) for event in await driver.ledger.events(0, 10_000)]
+    return [decode_fields(event) for event in await driver.ledger.events(0, 10_000)]
 
 
 async def rewound() -> tuple[Driver, Log]:
@@ -31,7 +39,7 @@ async def rewound() -> tuple[Driver, Log]:
     return driver, await recorded(driver)
 
 
-async def test_steps_are_those_of_the_ledger_after_a_rewind() -> None:
+async def test_committed_steps_after_a_rewind_are_those_of_the_ledger() -> None:
     driver, log = await rewound()
     steps = committed_steps(log, range(0, 10))
     assert [logged.record for logged in steps.values()] == list(await driver.ledger.step_records(0))
@@ -43,7 +51,7 @@ async def test_steps_are_those_of_the_ledger_after_a_rewind() -> None:
     assert list(committed_steps(log, range(1, 2))) == [1]
 
 
-async def test_a_rewound_group_lives_twice() -> None:
+async def test_trace_of_a_rewound_group_has_both_lives() -> None:
     _, log = await rewound()
     moments = trace(log, 2)
     assert [moment.event for moment in moments] == [
@@ -63,7 +71,7 @@ async def test_a_rewound_group_lives_twice() -> None:
     assert [moment.event for moment in untaken][:5] == ["lease", "accept", "take", "untake", "rewind"]
 
 
-async def test_a_dropped_group_tells_why_and_what_was_wasted() -> None:
+async def test_trace_of_a_dropped_group_has_reason_and_wasted_tokens() -> None:
     driver = await Driver(MemoryRig()).begin()
     lease = await driver.lease()
     await driver.ledger.release(lease.group, lease.token, "prompt")
@@ -79,44 +87,39 @@ async def test_a_dropped_group_tells_why_and_what_was_wasted() -> None:
     assert trace(await recorded(driver), 7) == []
 
 
-async def test_what_only_the_journal_knows_is_told_by_the_rebuild() -> None:
+async def test_a_rebuild_adds_what_only_the_journal_knew() -> None:
     _, log = await rewound()
-    commit = next(event for event in reversed(log) if event["event"] == "commit")
-    lost = [
-        event
-        for event in log
-        if event["seq"] <= next(e["seq"] for e in log if e["event"] == "resume" and not e["continued"])
-    ]
-    accepted = [
-        {"group": group.group, "token": group.token, "version": group.version, "deadline": group.deadline, "bound": group.max_staleness,
-         "counts": {str(version): n for version, n in group.counts.items()}}
-        for group in reversed(committed_steps(log, range(1, 2))[1].record.groups)
-    ]  # fmt: skip
-    told = {
-        "event": "commit",
-        "epoch": "e2",
-        "step": 1,
-        "digest": commit["digest"],
-        "groups": commit["groups"],
-        "accepted": accepted,
-    }
-    rebuild = {
-        "seq": 900,
-        "time_ms": 5,
-        "event": "rebuild",
-        "epoch": "e3",
-        "after": lost[-1]["seq"],
-        "told": [told],
-        "waiting": [4],
-    }
-    steps = committed_steps([*lost, rebuild], range(0, 9))
+    commit = [event for event in log if isinstance(event, CommitEvent)][-1]
+    rewind = next(i for i, event in enumerate(log) if isinstance(event, ResumeEvent) and not event.continued)
+    kept = log[: rewind + 1]
+    batch = committed_steps(log, range(1, 2))[1].record.groups
+    committed = JournalCommit(
+        epoch="e2",
+        step=1,
+        digest=commit.digest,
+        groups=commit.groups,
+        accepted=[accept_of(group) for group in reversed(batch)],
+    )
+    rebuild = RebuildEvent(
+        seq=900,
+        time_ms=5,
+        epoch="e3",
+        after=kept[-1].seq,
+        version=2,
+        issued=6,
+        trained=4,
+        dropped=0,
+        journal_events=[committed],
+        waiting=[4],
+    )
+    steps = committed_steps([*kept, rebuild], range(0, 9))
     assert steps == committed_steps(log, range(0, 9))
-    moments = trace([*lost, rebuild], 4)
+    moments = trace([*kept, rebuild], 4)
     assert (moments[-1].event, str(moments[-1].state), moments[-1].sequence) == ("rebuild", "waiting", 900)
-    assert [moment.event for moment in trace([*lost, rebuild], 2)][-2:] == ["accept", "commit"]
+    assert [moment.event for moment in trace([*kept, rebuild], 2)][-2:] == ["accept", "commit"]
 
 
-async def test_a_log_with_a_hole_is_refused() -> None:
+async def test_committed_steps_refuse_a_log_with_a_hole() -> None:
     _, log = await rewound()
     with pytest.raises(SettingsError, match=r"event \d+ \(commit\) does not fit"):
-        committed_steps([event for event in log if event["event"] != "accept"], range(0, 9))
+        committed_steps([event for event in log if not isinstance(event, AcceptEvent)], range(0, 9))

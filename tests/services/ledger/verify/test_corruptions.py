@@ -10,21 +10,35 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from services.ledger.event_log.archiver import FILE, verify
+from services.ledger.event_log.archiver import FILE
 from services.ledger.event_log.hash_chain import HEAD, append
-from services.ledger.verify.verifier import verify_events
-from tests.services.ledger import forgeries
-from tests.services.ledger.corruptions import CORRUPTIONS, Corruption
-from tests.services.ledger.logs import renumbered, rough_log
+from services.ledger.verify.verifier import verify, verify_events
+from tests.services.ledger.verify import forgeries
+from tests.services.ledger.verify.corruptions import CORRUPTIONS, Corruption
+from tests.services.ledger.verify.logs import renumbered, rough_log
 
 
 def test_the_log_that_is_spoilt_is_sound_and_has_what_can_be_spoilt() -> None:
     log = rough_log()
     assert verify_events(log).violations == []
     assert {event["event"] for event in log} >= {
-        "create", "applied", "lease", "expire", "release", "accept", "lost", "drop", "claim", "resume", "take", "commit", "publish",
-        "bound_pending", "bound", "checkpoint",
-    }  # fmt: skip
+        "create",
+        "applied",
+        "lease",
+        "expire",
+        "release",
+        "accept",
+        "lost",
+        "drop",
+        "claim",
+        "resume",
+        "take",
+        "commit",
+        "publish",
+        "bound_pending",
+        "bound",
+        "checkpoint",
+    }
     assert len(CORRUPTIONS) >= 40
     assert forgeries.an_unknown_event in CORRUPTIONS
 

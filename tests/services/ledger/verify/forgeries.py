@@ -1,12 +1,12 @@
 """More ways to spoil an event log: forged leases, steps, rewinds and bounds. See `corruptions.py`, whose list
 they join."""
 
-from tests.services.ledger.corruptions import corruption, insert, remove
-from tests.services.ledger.logs import Log, find
-
+from tests.services.ledger.verify.corruptions import corruption, insert, remove
+from tests.services.ledger.verify.logs import Log, find
 
 # -- forged leases
-# -------------------------------------------------------------------------------------------------------
+
+
 @corruption
 def a_forged_token(log: Log) -> str:
     accept = find(log, "accept")
@@ -58,7 +58,8 @@ def a_lease_of_an_engine_that_serves_something_else(log: Log) -> str:
 
 
 # -- forged steps, rewinds and bounds
-# ------------------------------------------------------------------------------------
+
+
 @corruption
 def a_crowd(log: Log) -> str:
     """Leases under a smaller B than the one in force."""
@@ -131,7 +132,8 @@ def a_checkpoint_of_what_is_not_committed(log: Log) -> str:
 
 
 # -- no events
-# -----------------------------------------------------------------------------------------------------------
+
+
 @corruption
 def nonsense_in_a_field(log: Log) -> str:
     take = find(log, "take", 1)

@@ -14,9 +14,23 @@ from tests.simulation.world import World
 Event = dict[str, Any]
 Log = list[Event]
 ROUGH = Scenario(
-    groups=60, seed=4, max_staleness=1, groups_per_step=3, policy=Policy.MASK, engines=3, slots=3, poll_ms=20_000, life_ms=400_000,
-    hang_share=0.05, fail_share=0.05, filter_share=0.03, lost_share=0.03, crash_share=0.2, change_share=0.15, policy_changes=True,
-)  # fmt: skip
+    groups=60,
+    seed=4,
+    max_staleness=1,
+    groups_per_step=3,
+    policy=Policy.MASK,
+    engines=3,
+    slots=3,
+    poll_ms=20_000,
+    life_ms=400_000,
+    hang_share=0.05,
+    fail_share=0.05,
+    filter_share=0.03,
+    lost_share=0.03,
+    crash_share=0.2,
+    change_share=0.15,
+    policy_changes=True,
+)
 
 
 class Kept(Watched):

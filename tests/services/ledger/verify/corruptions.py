@@ -4,7 +4,7 @@
 import copy
 from collections.abc import Callable
 
-from tests.services.ledger.logs import Event, Log, find, renumbered
+from tests.services.ledger.verify.logs import Event, Log, find, renumbered
 
 Corruption = Callable[[Log], str]
 CORRUPTIONS: list[Corruption] = []
@@ -37,7 +37,8 @@ def trained_group(log: Log) -> tuple[Event, int, Event]:
 
 
 # -- trained twice, trained wrongly
-# --------------------------------------------------------------------------------------
+
+
 @corruption
 def a_doubled_commit(log: Log) -> str:
     commit = find(log, "commit")
@@ -112,7 +113,8 @@ def a_commit_of_a_fenced_trainer(log: Log) -> str:
 
 
 # -- counted wrongly
-# -----------------------------------------------------------------------------------------------------
+
+
 def miscounted(name: str) -> Corruption:
     def spoil(log: Log) -> str:
         commit = find(log, "commit")
@@ -128,7 +130,8 @@ for counter in ("issued", "trained", "dropped", "active"):
 
 
 # -- vanished
-# ------------------------------------------------------------------------------------------------------------
+
+
 @corruption
 def a_vanished_group(log: Log) -> str:
     remove(log, *[event for event in log if event.get("group") == 7])
@@ -207,7 +210,8 @@ def a_gap(log: Log) -> str:
 
 
 # -- in the wrong order, or twice
-# ----------------------------------------------------------------------------------------
+
+
 @corruption
 def a_doubled_accept(log: Log) -> str:
     accept = find(log, "accept")

@@ -1,0 +1,78 @@
+"""A connection checks its server, says what is wrong with it, and is shared by the tasks of one loop."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import redis as redis_sync
+
+from protocol.errors import SettingsError, Unavailable
+from services.ledger.embedded_server import EmbeddedServer
+from services.ledger.redis.ledger import RedisLedger
+from services.ledger.redis.url import redacted
+from tests.contracts.ledger_rig import Driver, RedisRig
+
+
+async def test_another_user_without_the_password_is_refused(tmp_path: Path) -> None:
+    server = EmbeddedServer(tmp_path)
+    url = await server.start()
+    host = url.rpartition("@")[2]
+    with pytest.raises(SettingsError, match="check user, password and ACL"):
+        await RedisLedger.connect(f"redis://:wrong@{host}", "run")
+    await server.stop()
+
+
+async def test_no_server_says_what_to_do(tmp_path: Path) -> None:
+    server = EmbeddedServer(tmp_path)
+    url = await server.start()
+    ledger = await RedisLedger.connect(url, "run", retry_s=0.1)
+    await server.stop()
+    with pytest.raises(Unavailable) as caught:
+        await RedisLedger.connect(url, "run", timeout_s=0.2)
+    password = url.split(":")[2].partition("@")[0]
+    assert password not in str(caught.value)
+    assert redacted(url) in str(caught.value)
+    with pytest.raises(Unavailable, match="did not answer"):
+        await ledger.status()
+    await ledger.close()
+
+
+async def test_settings_of_the_server_are_checked(tmp_path: Path) -> None:
+    server = EmbeddedServer(tmp_path)
+    url = await server.start()
+    with redis_sync.Redis.from_url(url) as client:
+        client.config_set("appendfsync", "everysec")
+        ledger = await RedisLedger.connect(url, "run")
+        assert "appendfsync is everysec" in ledger.durability
+        await ledger.close()
+        client.config_set("appendonly", "no")
+        ledger = await RedisLedger.connect(url, "run")
+        assert "append-only file is off" in ledger.durability
+        await ledger.close()
+        client.config_set("maxmemory-policy", "allkeys-lru")
+        with pytest.raises(SettingsError, match="noeviction"):
+            await RedisLedger.connect(url, "run")
+    await server.stop()
+
+
+async def test_urls_and_runs_are_checked(valkey_url: str) -> None:
+    with pytest.raises(SettingsError, match="redis://USER:PASSWORD@HOST:PORT"):
+        await RedisLedger.connect("http://u:secret@host", "run")
+    with pytest.raises(SettingsError, match="run name"):
+        await RedisLedger.connect(valkey_url, "No Such")
+    assert redacted("rediss://u:secret@host:1/0") == "rediss://***@host:1/0"
+    assert redacted("redis://host:1/0") == "redis://host:1/0"
+
+
+async def test_one_client_serves_many_tasks_and_outlives_cancelled_ones(valkey_url: str) -> None:
+    rig = await RedisRig.start(valkey_url)
+    driver = await Driver(rig).begin(E=9, B=10)
+    async with asyncio.TaskGroup() as tasks:
+        leasing = [tasks.create_task(driver.lease(), name=f"lease {n}") for n in range(60)]
+        dying = [tasks.create_task(rig.ledger.status(), name=f"status {n}") for n in range(20)]
+        await asyncio.sleep(0)
+        for task in dying:
+            task.cancel()
+    assert sorted(task.result().group for task in leasing) == list(range(60))
+    assert (await rig.ledger.status()).issued == 60
+    await rig.close()
