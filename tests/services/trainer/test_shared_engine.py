@@ -131,7 +131,7 @@ async def test_a_trainer_ends_with_its_engine_even_if_another_one_has_come(setti
         async with engine(settings, "first") as first:
             assert await mine.ready()
         async with engine(settings, "second"):
-            with pytest.raises(TetherError, match=rf"engine {first.incarnation}, whose weights .* has gone"):
+            with pytest.raises(TetherError, match=rf"engine {first.incarnation}, whose weights .* has ended"):
                 await mine.ready()
 
 
@@ -174,7 +174,7 @@ async def test_a_trainer_that_waits_for_groups_sees_its_engine_go(settings: Sett
             await asyncio.sleep(0)
             watching.cancel()
         async with asyncio.timeout(60):
-            with pytest.raises(TetherError, match="has gone"):
+            with pytest.raises(TetherError, match="has ended"):
                 await mine.share.watch_loop()
 
 
