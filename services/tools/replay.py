@@ -25,10 +25,10 @@ from services.observability.steps import read_steps
 from services.runtime.process import configure_logging
 from services.settings.load import run_settings
 from services.settings.sections import Settings
-from services.trainer.backend import build_backend, train_command
-from services.trainer.leader import LeaderRank
+from services.settings.training import build_backend, train_command
 from trainer.algorithms.registry import make_algorithm
 from trainer.backends.launch import torchrun
+from trainer.backends.leader import LeaderRank
 from trainer.backends.rank_commands import TrainCommand
 from trainer.backends.step import decode_batch, follow_commands
 from trainer.batch import batch_digest

@@ -11,12 +11,12 @@ from protocol.device.shared_layout import BUFFERS, PARAMETERS
 from protocol.device.shared_tensors import map_tensors
 from protocol.messages import WeightDraft, WeightManifest
 from services.runtime.process import Process
-from services.trainer.backend import build_backend
+from services.settings.training import build_backend
 from services.trainer.gpu_turn import TrainerGpuTurn
-from services.trainer.leader import LeaderRank
 from services.trainer.shared_engine import SharedEngine
 from trainer.algorithms.registry import make_algorithm
 from trainer.backends.base import StepStats
+from trainer.backends.leader import LeaderRank
 from trainer.backends.rank_commands import TrainCommand
 from trainer.data.batch_builder import BuiltBatch
 from trainer.weights.base import StreamingSender, WeightSender

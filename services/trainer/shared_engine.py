@@ -24,7 +24,7 @@ from trainer.weights.shared import SharedSender
 log = logging.getLogger("tether.sharing")
 
 POLL_S = (0.003, 0.05)
-"""Seconds between two looks at the registry while the engine is not ready: the first, and the longest."""
+"""Seconds between two reads of the registry while the engine is not ready: the first, and the longest."""
 CHECK_S = 0.2
 """Seconds between two checks that the engine lives."""
 
@@ -92,7 +92,8 @@ class SharedEngine:
                     name = self._engine or ", ".join(described)
                     raise TetherError(
                         f"engine {name} did not serve version {manifest.version} within "
-                        f"{self._timeout_s:g} s (weights.timeout_s); the trainer cannot compute with its weights before"
+                        f"{self._timeout_s:g} s "
+                        "(weights.timeout_s); the trainer cannot compute with its weights"
                     )
                 await self._process.stopped_within(delay)
                 delay = min(delay * 1.5, POLL_S[1])

@@ -1,9 +1,9 @@
 """Runs the trainer's loop: take B groups, make one optimizer step, publish the weights, commit, announce.
 
 Order matters. The weights of the new version are complete at their transport before the commit names them;
-the commit makes the version and stores its manifest in one script; only then are engines told. A crash before
-the commit leaves a version that nobody knows of; a crash after it leaves a manifest that engines find in the
-ledger.
+the commit makes the version and stores its manifest in one script; only then is it announced to the engines.
+A crash before the commit leaves a version that nobody knows of; a crash after it leaves a manifest that
+engines find in the ledger.
 """
 
 import asyncio

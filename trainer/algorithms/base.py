@@ -52,4 +52,7 @@ class Algorithm(Protocol):
         proximal_logprobs: torch.Tensor | None = None,
         reference_logprobs: torch.Tensor | None = None,
     ) -> TokenLoss:
-        """Return the loss of each token. All arrays are [n, L]; gradients flow through `logprobs` and `entropy`."""
+        """Return the loss of each token. All arrays are float32 [n, L].
+
+        Gradients flow through `logprobs` and `entropy`.
+        """

@@ -1,4 +1,4 @@
-"""Makes an algorithm by name. An algorithm's module is imported when it is chosen, so reading settings needs no torch."""
+"""Makes an algorithm by name. Its module, and with it torch, is imported when it is chosen."""
 
 import pkgutil
 

@@ -54,7 +54,7 @@ class Backend(ABC):
 
     @abstractmethod
     def train_step(self, batch: Batch) -> StepStats:
-        """Make one optimizer step on the whole batch; every rank gets the same batch and works on its share."""
+        """Make one optimizer step on the whole batch, of which every rank works on its share."""
 
     @abstractmethod
     def logprobs(self, batch: Batch) -> torch.Tensor:
@@ -65,7 +65,7 @@ class Backend(ABC):
 
     @abstractmethod
     def reference_logprobs(self, batch: Batch) -> torch.Tensor:
-        """Return the batch's log-probabilities under the weights that `keep_reference` kept; as `logprobs`."""
+        """Return the batch's log-probabilities under the weights that `keep_reference` kept."""
 
     @abstractmethod
     def keep_reference(self) -> None:
@@ -76,7 +76,7 @@ class Backend(ABC):
 
     @abstractmethod
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield what is trained, as full tensors in a fixed order, on rank 0; every rank must exhaust it.
+        """Yield what is trained, on rank 0, as full tensors in a fixed order; every rank exhausts it.
 
         These are the model's tensors under their Hugging Face names, or A and B of its adapters under PEFT's.
         """
@@ -103,7 +103,7 @@ class Backend(ABC):
 
     @abstractmethod
     def offload(self) -> int:
-        """Move everything that training holds on the device to the host, and return the number of bytes.
+        """Move everything that training has on the device to the host, and return the number of bytes.
 
         Until `onload` only `close` may be called.
 

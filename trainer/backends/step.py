@@ -83,7 +83,7 @@ def save_and_wait(backend: Backend, directory: Path) -> None:
 
 
 def offload_and_wait(backend: Backend) -> None:
-    """Move what this rank holds on its device to the host, and wait until every rank has.
+    """Move what this rank has on its device to the host, and wait until every rank has.
 
     The ranks share one lock of the device, so rank 0 may release it only then.
     """

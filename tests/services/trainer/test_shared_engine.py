@@ -1,5 +1,4 @@
-"""Transport `shared`: the trainer goes on only with an engine that serves what it published, and ends with
-it."""
+"""Tests transport `shared`: the trainer continues only with an engine that serves its version."""
 
 import asyncio
 import dataclasses
@@ -43,7 +42,7 @@ class Trainer:
     attached: list[Path] = field(default_factory=list)
 
     async def ready(self, version: int = 0) -> bool:
-        """Whether it may go on from a version."""
+        """Return whether it may continue from a version."""
         manifest = WeightManifest(
             epoch=EPOCH, version=version, transport="shared", location="", buckets=(), tensors=()
         )

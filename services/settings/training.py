@@ -1,4 +1,4 @@
-"""Builds a rank's backend, and the command of a step, from the settings of a run."""
+"""Builds a rank's training backend, and the command of a step, from the settings of a run."""
 
 from collections.abc import Sequence
 
