@@ -1,2 +1,1 @@
-"""Training: batches, losses, algorithms, backends, checkpoints, the spool, and the sending side of weight
-transports."""
+"""Trains models: batches, losses, algorithms, backends, checkpoints, the spool, and senders of weights."""

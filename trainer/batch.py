@@ -1,4 +1,4 @@
-"""A training batch: the groups of one step as padded tensors, the same on every rank.
+"""Defines a training batch: the groups of one step as padded tensors, the same on every rank.
 
 Shapes: N samples, L tokens of the longest sequence (prompt and response), padded on the right.
 """
@@ -19,13 +19,13 @@ class Batch:
     tokens: torch.Tensor
     """int64 [N, L]; 0 where padded."""
     sequence_lengths: torch.Tensor
-    """int64 [N]: prompt and response."""
+    """int64 [N]: tokens of prompt and response."""
     loss_mask: torch.Tensor
     """bool [N, L]: sampled tokens within the bound; only they carry gradient."""
     sampled_mask: torch.Tensor
     """bool [N, L]: all sampled tokens."""
     behaviour_logprobs: torch.Tensor
-    """float32 [N, L]: as the engine sampled them; 0 where not sampled."""
+    """float32 [N, L]: under the weights that sampled each token, set by the engine; 0 where not sampled."""
     versions: torch.Tensor
     """int32 [N, L]: version of each sampled token; -1 elsewhere."""
     advantages: torch.Tensor
@@ -33,21 +33,20 @@ class Batch:
     group_index: torch.Tensor
     """int64 [N]: index of the sample's group within the batch."""
     rewards: torch.Tensor
-    """float32 [N]."""
+    """float32 [N]: reward of each sample."""
     temperature: float = 1.0
-    """At which the behaviour policy sampled; logits are divided by it before the log-softmax."""
+    """Sampling temperature of the behaviour policy; logits are divided by it before the log-softmax."""
     proximal_logprobs: torch.Tensor | None = None
-    """float32 [N, L]: recomputed by the trainer before the step (decoupled objective)."""
+    """float32 [N, L]: recomputed by the trainer before the step, for the decoupled objective; else None."""
     reference_logprobs: torch.Tensor | None = None
-    """float32 [N, L]: under the initial model, for the KL term."""
+    """float32 [N, L]: under the initial model, for the KL term; else None."""
 
 
 def batch_digest(batch: Batch) -> str:
-    """xxh3-128 (32 hex digits) over a batch: every number and every tensor with its name, dtype, shape and
-    bytes, in order.
+    """Return the xxh3-128 of a batch, 32 hex digits.
 
-    Log-probabilities that the trainer computes itself are left out, so a batch has one digest, whoever builds
-    it from the same records.
+    It covers every number and every tensor with its name, dtype, shape and bytes, in order. Log-probabilities
+    that the trainer computes itself are left out, so the same records give the same digest.
     """
     state = xxhash.xxh3_128()
     for field in dataclasses.fields(batch):

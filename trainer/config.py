@@ -2,10 +2,6 @@
 
 from dataclasses import dataclass
 
-ALGORITHMS = ("dr_grpo", "grpo")
-BACKENDS = ("megatron", "reference", "scripted")
-TRANSPORTS = ("shm", "disk", "nccl", "ipc", "shared")
-
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:

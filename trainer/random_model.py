@@ -1,10 +1,7 @@
-"""A small model and its tokenizer from scratch, as a Hugging Face directory: for tests, demos and runs
-without a hub."""
+"""Makes a small random model and its tokenizer, for tests, demos and runs without a hub."""
 
 import dataclasses
 import json
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +13,22 @@ from transformers.utils import logging as transformers_logging
 from protocol.choices import checked_name
 from protocol.device.hf_build_lock import MODEL_BUILDING
 from protocol.errors import SettingsError
+from protocol.host.atomic_file import directory_written_aside
 from trainer.config import ScratchConfig
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 SPECIALS = ("<pad>", "<eos>")
 RECIPE = "scratch.json"
-"""The configuration that a directory was made from."""
+"""File with the configuration that a directory was made from."""
 
 
 def build_scratch(config: ScratchConfig, out_dir: Path) -> Path:
-    """Write model and tokenizer into `out_dir` and return it; if they are there already, nothing is done.
+    """Write model and tokenizer as a Hugging Face directory, unless it is there already, and return it.
 
     The same configuration gives the same bytes.
 
     Raises:
-        SettingsError: a configuration that makes no model, or a directory made from another one.
+        SettingsError: the configuration makes no model, or `out_dir` was made from another one.
     """
     _check(config)
     recipe = json.dumps(dataclasses.asdict(config), indent=1, sort_keys=True)
@@ -38,19 +36,15 @@ def build_scratch(config: ScratchConfig, out_dir: Path) -> Path:
         found = out_dir / RECIPE
         if not found.is_file() or found.read_text() != recipe:
             raise SettingsError(
-                f"{out_dir} holds something else than this [model.scratch]: remove it, or use another run directory"
+                f"{out_dir} holds something else than this [model.scratch]: remove it, or use another run "
+                "directory"
             )
         return out_dir
-    aside = out_dir.with_name(f"{out_dir.name}.{os.getpid()}.tmp")
     transformers_logging.disable_progress_bar()
-    try:
-        aside.mkdir(parents=True)
+    with directory_written_aside(out_dir) as aside:
         _model(config).save_pretrained(aside)
         _tokenizer(config).save_pretrained(aside)
         (aside / RECIPE).write_text(recipe)
-        aside.rename(out_dir)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
     return out_dir
 
 
@@ -65,8 +59,8 @@ def _check(config: ScratchConfig) -> None:
         )
     if config.num_attention_heads % config.num_key_value_heads:
         raise SettingsError(
-            f"model.scratch.num_attention_heads {config.num_attention_heads} is not a multiple of num_key_value_heads "
-            f"{config.num_key_value_heads}"
+            f"model.scratch.num_attention_heads {config.num_attention_heads} is not a multiple of "
+            f"num_key_value_heads {config.num_key_value_heads}"
         )
 
 
@@ -89,9 +83,9 @@ def _model(config: ScratchConfig) -> Any:
 
 
 def _tokenizer(config: ScratchConfig) -> PreTrainedTokenizerFast:
-    """One token for each character; the tokenizer drops characters that are not in the vocabulary.
+    """Make a tokenizer with one token for each character; it drops characters outside of the vocabulary.
 
-    Byte-level BPE without merges, because transformers reads the file of any `qwen2` model as that.
+    It is byte-level BPE without merges, because transformers reads the file of any `qwen2` model as that.
     """
     letters = {**{chr(code): chr(code) for code in range(33, 127)}, " ": "\u0120", "\n": "\u010a"}
     tokens = {

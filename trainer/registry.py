@@ -1,13 +1,22 @@
-"""Backends by name."""
+"""Makes a training backend by name. A backend's module is imported when it is chosen."""
 
+import pkgutil
 from pathlib import Path
+from typing import Any
 
 from protocol.choices import checked_name
 from protocol.errors import SettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from trainer.algorithms.base import Algorithm
 from trainer.backends.base import Backend
-from trainer.config import BACKENDS, OptimizerConfig, ParallelConfig, TrainerConfig
+from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
+
+BACKENDS = {
+    "megatron": "trainer.megatron.backend:MegatronBackend",
+    "reference": "trainer.reference.backend:ReferenceBackend",
+    "scripted": "trainer.backends.scripted:ScriptedBackend",
+}
+"""Backend -> its class."""
 
 
 def make_backend(
@@ -20,41 +29,34 @@ def make_backend(
     adapters: LoraConfig = NO_ADAPTERS,
     shared: bool = False,
 ) -> Backend:
-    """This rank's part of the backend that `trainer.backend` names. Called on every rank.
+    """Return this rank's part of the backend that `trainer.backend` names. Called on every rank.
 
-    A backend's libraries are imported only if it is asked for. `shared`: it is to compute with an engine's
-    live weights.
+    Args:
+        model_dir: Hugging Face directory of the model to train.
+        parallel: layout of the ranks.
+        optimizer: settings of AdamW.
+        trainer: settings of the backend.
+        algorithm: advantages, loss and weights of a step.
+        adapters: with a rank above 0, only these are trained.
+        shared: whether the backend will compute with an engine's live weights.
 
     Raises:
-        SettingsError: if there is none of that name, or it cannot work with these settings.
+        SettingsError: no backend has that name, or it cannot work with these settings.
     """
-    if checked_name(trainer.backend, BACKENDS, "setting trainer.backend:") == "megatron":
-        from trainer.megatron.backend import MegatronBackend
-
-        return MegatronBackend(
-            model_dir,
-            parallel=parallel,
-            optimizer=optimizer,
-            trainer=trainer,
-            algorithm=algorithm,
-            adapters=adapters,
-            shared=shared,
-        )
-    if parallel.world_size != 1:
+    name = checked_name(trainer.backend, BACKENDS, "setting trainer.backend:")
+    options: dict[str, Any] = {"trainer": trainer, "algorithm": algorithm}
+    if name != "scripted":  # that has no model
+        options |= {
+            "model_dir": model_dir,
+            "optimizer": optimizer,
+            "adapters": adapters,
+            "shared": shared,
+        }
+    if name == "megatron":
+        options["parallel"] = parallel
+    elif parallel.world_size != 1:
         raise SettingsError(
-            f"the {trainer.backend} backend runs on one rank, [parallel] asks for {parallel.world_size}: use megatron"
+            f"the {name} backend runs on one rank, [parallel] asks for {parallel.world_size}: use megatron"
         )
-    if trainer.backend == "reference":
-        from trainer.reference.backend import ReferenceBackend
-
-        return ReferenceBackend(
-            model_dir,
-            optimizer=optimizer,
-            trainer=trainer,
-            algorithm=algorithm,
-            adapters=adapters,
-            shared=shared,
-        )
-    from trainer.backends.scripted import ScriptedBackend
-
-    return ScriptedBackend(trainer=trainer, algorithm=algorithm)
+    backend: Backend = pkgutil.resolve_name(BACKENDS[name])(**options)
+    return backend

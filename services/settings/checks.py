@@ -9,12 +9,10 @@ from rollout.engines.registry import CAN_SHARE, CAN_SLEEP, ENGINES, SERVE_ADAPTE
 from services.settings.engine_pool import check_pool
 from services.settings.placement import check_gpus, listed
 from services.settings.sections import Settings
-from trainer.config import (
-    ALGORITHMS,
-    BACKENDS,
-    TRANSPORTS,
-    WeightConfig,
-)
+from trainer.algorithms.registry import ALGORITHMS
+from trainer.config import WeightConfig
+from trainer.registry import BACKENDS
+from trainer.weights.registry import TRANSPORTS
 
 
 def check_shared(settings: Settings) -> None:

@@ -1,5 +1,4 @@
-"""`tether replay`: the batch of a past step, built again from event log and archive, without any running
-service.
+"""Rebuilds the batch of a past step from event log and archive (`tether replay`), without a running service.
 
 Under torchrun (`python -m services.tools.replay D K`) every rank of the trainer repeats the steps from the
 nearest checkpoint up to K.
@@ -26,64 +25,59 @@ from services.observability.steps import read_steps
 from services.runtime.process import configure_logging
 from services.settings.load import run_settings
 from services.settings.sections import Settings
-from services.trainer.leader import build_backend, train_command
-from trainer.algorithms.base import Algorithm
+from services.settings.training import build_backend, train_command
 from trainer.algorithms.registry import make_algorithm
-from trainer.backends.base import Backend, StepStats
 from trainer.backends.launch import torchrun
-from trainer.backends.rank_commands import (
-    ExitCommand,
-    ExportCommand,
-    KeepReferenceCommand,
-    RestoreCommand,
-    TrainCommand,
-    broadcast_command,
-    decode_batch,
-    follow_commands,
-    run_step_on_all_ranks,
-)
+from trainer.backends.leader import LeaderRank
+from trainer.backends.rank_commands import TrainCommand
+from trainer.backends.step import decode_batch, follow_commands
 from trainer.batch import batch_digest
-from trainer.lora import as_published
 from trainer.storage.archive import Archive
 from trainer.storage.checkpoints import Checkpoint, Checkpoints
 from trainer.storage.spool import MissingRecord, Spool
 from trainer.weights.bucket_writer import fill_buckets, in_dtype
 
 LOSS_TOLERANCE = 1e-4
-"""A repeated loss may differ by so much, relative to the larger of it and 1: sums on a GPU are not always
-made in one order."""
+"""Allowed difference of a repeated loss, relative to the larger of the recorded one and 1.
+
+Sums on a GPU are not always made in one order."""
 
 
 class RecordedRun:
-    """The steps of a run that is on or over, as its directory tells them."""
+    """The steps of a run, live or finished, as its directory records them."""
 
     def __init__(self, settings: Settings, wanted: range) -> None:
-        """Read the event log; `wanted` are the steps that will be asked for.
+        """Read the event log.
+
+        Args:
+            settings: those of the run.
+            wanted: the steps that will be asked for.
 
         Raises:
-            SettingsError: no log, or one that is not whole.
+            SettingsError: there is no log, or events are missing in it.
         """
         self.settings = settings
         self._steps = committed_steps(read_events(settings.run_dir / FILE), wanted)
         self._archive = Archive(settings.run_dir / "archive")
 
     def step(self, step: int) -> LoggedStep:
-        """What the log tells of a step.
+        """Return what the log records of a step.
 
         Raises:
             SettingsError: the step was never made, or a rewind abandoned it.
         """
         if step not in self._steps:
             raise SettingsError(
-                f"step {step} is not in the log of {self.settings.run_dir}: it was not made yet, or a rewind abandoned it"
+                f"step {step} is not in the log of {self.settings.run_dir}: it was not made yet, or a rewind "
+                "abandoned it"
             )
         return self._steps[step]
 
     def command(self, step: int) -> TrainCommand:
-        """The command that the trainer ran for a step, with its records.
+        """Return the command that the trainer ran for a step, with its records.
 
         Raises:
-            SettingsError: a record is gone; says why that may be.
+            SettingsError: a record is neither in the spool nor in the archive; names the likely cause.
         """
         groups = self.step(step).record.groups
         keys = [(group.group, group.token) for group in groups]
@@ -93,13 +87,16 @@ class RecordedRun:
             held = self._archive.steps()
             raise SettingsError(
                 f"step {step} cannot be built again: neither archive nor spool holds group {missing.group}. "
-                f"The archive holds {f'steps {held[0]} to {held[-1]}' if held else 'no step'}; trainer.archive_mb is its room"
+                f"The archive holds {f'steps {held[0]} to {held[-1]}' if held else 'no step'}; "
+                "trainer.archive_mb limits its size"
             ) from None
         return train_command(self.settings, Taken(step, groups), records)
 
     def _records(self, step: int, keys: list[tuple[int, str]]) -> list[bytes]:
-        """From the spool, else from the archive: in this order no step is missed that the trainer moves
-        meanwhile."""
+        """Read records from the spool, else from the archive.
+
+        In this order no step is missed that a live trainer moves from one to the other meanwhile.
+        """
         path = self.settings.run_dir / "spool.sqlite"
         if path.is_file():
             with closing(Spool(path, read_only=True)) as spool, suppress(MissingRecord):
@@ -107,13 +104,13 @@ class RecordedRun:
         return self._archive.get(step, keys)
 
     def report(self, step: int) -> dict[str, Any]:
-        """The step's line in metrics.jsonl; empty if there is none of this epoch."""
+        """Return the step's line in metrics.jsonl; empty if there is none of its epoch."""
         epoch = self.step(step).record.epoch
         lines = read_steps(self.settings.run_dir / "metrics.jsonl")
         return next((line for line in lines if (line["step"], line["epoch"]) == (step, epoch)), {})
 
 
-def replay(past: RecordedRun, step: int) -> dict[str, Any]:
+def replay(recorded: RecordedRun, step: int) -> dict[str, Any]:
     """Build the batch of a step again and compare it with what was trained.
 
     Returns:
@@ -121,12 +118,12 @@ def replay(past: RecordedRun, step: int) -> dict[str, Any]:
         of the log.
 
     Raises:
-        SettingsError: there is no such step, or its records are gone.
+        SettingsError: there is no such step, or its records are not there any more.
         TetherError: a record is damaged.
     """
-    logged, command = past.step(step), past.command(step)
-    built = decode_batch(command, make_algorithm(past.settings.algorithm))
-    digest, recorded = batch_digest(built.batch), past.report(step).get("batch_digest", "")
+    logged, command = recorded.step(step), recorded.command(step)
+    built = decode_batch(command, make_algorithm(recorded.settings.algorithm))
+    digest, recorded_digest = batch_digest(built.batch), recorded.report(step).get("batch_digest", "")
     counts = {group: {v: n for v, n in versions.items() if n} for group, versions in logged.trained.items()}
     return {
         "step": step,
@@ -149,70 +146,68 @@ def replay(past: RecordedRun, step: int) -> dict[str, Any]:
         "lag_max": built.stats.lag_max,
         "bound": max(group.max_staleness for group in logged.record.groups),
         "digest": digest,
-        "recorded_digest": recorded,
+        "recorded_digest": recorded_digest,
         "tokens_equal": built.trained_counts == counts,
-        "equal": built.trained_counts == counts and digest == recorded,
+        "equal": built.trained_counts == counts and digest == recorded_digest,
     }
 
 
-def retrain(past: RecordedRun, step: int, start: Checkpoint | None) -> dict[str, Any]:
-    """Repeat the recorded steps from a checkpoint (None: the initial model) up to `step`, on every rank;
-    called on rank 0.
+def retrain(recorded: RecordedRun, step: int, start: Checkpoint | None) -> dict[str, Any]:
+    """Repeat the recorded steps from a checkpoint up to `step`, on every rank; called on rank 0.
+
+    Args:
+        recorded: the run.
+        step: the last step to repeat.
+        start: where from; None is the initial model.
 
     Returns:
         Facts as `tether replay --train --json` prints them; `equal` says whether the loss is the recorded one
         within `LOSS_TOLERANCE`.
 
     Raises:
-        SettingsError: a step's records are gone, or the checkpoint is damaged or of another layout.
+        SettingsError: a step's records are not there any more, or the checkpoint is damaged or of another
+            layout.
     """
-    settings = past.settings
+    settings = recorded.settings
     first = start.version if start else 0
-    algorithm = make_algorithm(settings.algorithm)
-    backend = build_backend(settings)
+    rank = LeaderRank(build_backend(settings), make_algorithm(settings.algorithm))
     try:
         if settings.algorithm.kl_coef > 0:
-            broadcast_command(KeepReferenceCommand())
-            backend.keep_reference()
+            rank.keep_reference()
         if start is not None:
             start.verify()
-            broadcast_command(RestoreCommand(str(start.directory)))
-            backend.restore(start.directory)
-        stats = [_repeat(backend, algorithm, past.command(number)) for number in range(first, step + 1)][-1]
-        weights = _weights_digest(backend, settings)
-        broadcast_command(ExitCommand())
+            rank.restore(start.directory)
+        loss = [rank.train(recorded.command(number))[1].loss for number in range(first, step + 1)][-1]
+        weights = _weights_digest(rank, settings)
+        rank.exit()
     finally:
-        backend.close()
-    recorded = past.report(step).get("loss")
+        rank.backend.close()
+    recorded_loss, recorded_weights = recorded.report(step).get("loss"), recorded.step(step).record.digest
     return {
         "from_version": first,
         "steps": step + 1 - first,
-        "loss": stats.loss,
-        "recorded_loss": recorded,
+        "loss": loss,
+        "recorded_loss": recorded_loss,
         "weights_digest": str(weights),
-        "recorded_weights_digest": str(past.step(step).record.digest),
-        "weights_equal": weights == past.step(step).record.digest,
-        "equal": recorded is not None
-        and abs(stats.loss - recorded) <= LOSS_TOLERANCE * max(1.0, abs(recorded)),
+        "recorded_weights_digest": str(recorded_weights),
+        "weights_equal": weights == recorded_weights,
+        "equal": recorded_loss is not None
+        and abs(loss - recorded_loss) <= LOSS_TOLERANCE * max(1.0, abs(recorded_loss)),
     }
 
 
-def _repeat(backend: Backend, algorithm: Algorithm, command: TrainCommand) -> StepStats:
-    return run_step_on_all_ranks(backend, algorithm, command)[1]
-
-
-def _weights_digest(backend: Backend, settings: Settings) -> int:
-    """The digest that a manifest of the present weights would have."""
-    broadcast_command(ExportCommand())
-    tensors = in_dtype(as_published(backend.export(), backend.targets, backend.lora), settings.engine.dtype)
+def _weights_digest(rank: LeaderRank, settings: Settings) -> int:
+    """Return the digest that a manifest of the present weights would have."""
     entries, _ = fill_buckets(
-        tensors, settings.weights.bucket_mb << 20, lambda _, size: torch.empty(size, dtype=torch.uint8)
+        in_dtype(rank.export(), settings.engine.dtype),
+        settings.weights.bucket_mb << 20,
+        lambda _, size: torch.empty(size, dtype=torch.uint8),
     )
     return manifest_digest(entries)
 
 
 def nearest_checkpoint(settings: Settings, step: int) -> Checkpoint | None:
-    """The newest checkpoint from which `step` can be reached; None if only the initial model can."""
+    """Return the newest checkpoint from which `step` can be repeated; None if that is the initial model."""
     found = [
         point
         for point in Checkpoints(settings.run_dir / "checkpoints", keep=1).complete()
@@ -222,24 +217,35 @@ def nearest_checkpoint(settings: Settings, step: int) -> Checkpoint | None:
 
 
 def replay_step(settings: Settings, step: int, *, train: bool) -> dict[str, Any]:
-    """Everything that `tether replay` says of a step; `train` adds what `retrain` found, made by as many
-    ranks as the trainer has."""
+    """Return everything that `tether replay` reports of a step.
+
+    Args:
+        settings: those of the run.
+        step: the step.
+        train: whether to add what `retrain` finds, on as many ranks as the trainer has.
+
+    Raises:
+        SettingsError: the step cannot be built again, or not be repeated.
+        TetherError: a record is damaged, or a rank failed.
+    """
     start = nearest_checkpoint(settings, step)
     first = (start.version if start else 0) if train else step
-    past = RecordedRun(settings, range(first, step + 1))
-    facts = replay(past, step)
-    if train:
-        ranks = settings.parallel.world_size
-        facts["train"] = _in_ranks(settings.run_dir, step, ranks) if ranks > 1 else retrain(past, step, start)
+    recorded = RecordedRun(settings, range(first, step + 1))
+    facts = replay(recorded, step)
+    if train and settings.parallel.world_size > 1:
+        facts["train"] = _retrain_under_torchrun(settings, step)
+    elif train:
+        facts["train"] = retrain(recorded, step, start)
     return facts
 
 
 def render_replay(facts: dict[str, Any]) -> str:
-    """The same for people."""
+    """Return what `replay_step` found, as lines for people."""
     groups, digest, recorded = facts["groups"], facts["digest"], facts["recorded_digest"]
     lines = [
         f"step {facts['step']} of epoch {facts['epoch']}: {len(groups)} groups, {facts['samples']} samples",
-        f"tokens: {facts['trained_tokens']} trained, {facts['masked_tokens']} masked; lag {facts['lag_max']} of {facts['bound']} at most",
+        f"tokens: {facts['trained_tokens']} trained, {facts['masked_tokens']} masked; "
+        f"lag {facts['lag_max']} of {facts['bound']} at most",
         "groups: " + ", ".join(f"{group['group']} (version {group['version']})" for group in groups),
         f"trained tokens of each group and version as in the log: {_yes(facts['tokens_equal'])}",
         f"digest {digest}, recorded {recorded or 'none'}, equal {_yes(digest == recorded)}",
@@ -249,7 +255,8 @@ def render_replay(facts: dict[str, Any]) -> str:
         lines += [
             f"repeated {train['steps']} steps from version {train['from_version']}: loss {train['loss']!r}, "
             f"recorded {train['recorded_loss']!r}, equal {_yes(train['equal'])}",
-            f"weights {train['weights_digest']}, recorded {train['recorded_weights_digest']}, equal {_yes(train['weights_equal'])}",
+            f"weights {train['weights_digest']}, recorded {train['recorded_weights_digest']}, "
+            f"equal {_yes(train['weights_equal'])}",
         ]
     return "\n".join(lines)
 
@@ -258,21 +265,23 @@ def _yes(value: bool) -> str:
     return "yes" if value else "no"
 
 
-def _in_ranks(run_dir: Path, step: int, ranks: int) -> dict[str, Any]:
-    """`retrain` under torchrun."""
-    words = torchrun(ranks, "services.tools.replay", str(run_dir), str(step))
-    done = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False)
+def _retrain_under_torchrun(settings: Settings, step: int) -> dict[str, Any]:
+    """Run `retrain` on as many ranks as the trainer has; returns what rank 0 printed."""
+    command = torchrun(
+        settings.parallel.world_size, "services.tools.replay", str(settings.run_dir), str(step)
+    )
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise TetherError(
-            f"the trainer's ranks failed with exit code {done.returncode}; what they said is above"
+            f"the trainer's ranks failed with exit code {done.returncode}; see their output above"
         )
-    said = [line for line in done.stdout.splitlines() if line.startswith("{")]  # libraries may print, too
-    facts: dict[str, Any] = json.loads(said[-1])
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]  # libraries may print, too
+    facts: dict[str, Any] = json.loads(lines[-1])
     return facts
 
 
 def main() -> None:
-    """One rank of `retrain`, under torchrun: rank 0 prints what it found as JSON, the others follow it."""
+    """Be one rank of `retrain` under torchrun: rank 0 prints its result as JSON, the others follow it."""
     die_with_parent(signal.SIGKILL)
     settings, step = run_settings(Path(sys.argv[1])), int(sys.argv[2])
     configure_logging(f"replay.{os.environ['RANK']}")
@@ -282,12 +291,8 @@ def main() -> None:
         backend.close()
         return
     start = nearest_checkpoint(settings, step)
-    print(
-        json.dumps(
-            retrain(RecordedRun(settings, range(start.version if start else 0, step + 1)), step, start)
-        ),
-        flush=True,
-    )
+    recorded = RecordedRun(settings, range(start.version if start else 0, step + 1))
+    print(json.dumps(retrain(recorded, step, start)), flush=True)
 
 
 if __name__ == "__main__":

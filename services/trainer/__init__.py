@@ -1,4 +1,4 @@
-"""The trainer."""
+"""Trains: takes scored groups, makes optimizer steps, publishes their weights and commits them."""
 
 from services.trainer.service import serve
 

@@ -1,3 +1,5 @@
+"""Starts the trainer."""
+
 from services.trainer.service import main
 
 main()

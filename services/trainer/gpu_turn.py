@@ -2,14 +2,22 @@
 
 import asyncio
 import logging
+import math
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
 
-from protocol.errors import TetherError
+import torch
+
+from protocol.device.checkpoint_shapes import checkpoint_shapes
+from protocol.errors import SettingsError, TetherError
 from protocol.messages import Action, Control
 from services.bus.broadcast import Broadcaster
-from services.gpu_sharing.device_lock import DeviceLock
+from services.gpu_sharing.device_lock import DeviceLock, given_device
+from services.gpu_sharing.memory_budget import GIB, check_budget
 from services.gpu_sharing.turn import TURN, Turn, holders
 from services.runtime.process import Process
+from services.settings.sections import Settings
 
 log = logging.getLogger("tether.turns")
 
@@ -20,21 +28,21 @@ POLL_S = 0.01
 
 
 class TrainerGpuTurn:
-    """The trainer's side."""
+    """The trainer's turn with the GPU; rank 0 takes and leaves it for all ranks."""
 
     def __init__(self, process: Process, device: DeviceLock) -> None:
         self.mine = False
-        """Whether it has begun and not ended."""
+        """Whether the trainer has the GPU: acquired and not released."""
         self._process = process
         self._device = device
-        self.caster: Broadcaster | None = None
-        """Tells engines to look at once, when there is one."""
+        self.broadcaster: Broadcaster | None = None
+        """Tells engines at once that the turn has changed, if set; else they see it in the registry."""
 
     async def acquire(self) -> None:
         """Take the device when all engines have left it.
 
         Raises:
-            TetherError: one has not within `colocated.wait_s`; to begin all the same would run the device
+            TetherError: an engine has not within `colocated.wait_s`; starting anyway would run the device
                 out of memory.
         """
         await self._write(Turn.TRAINER)
@@ -51,8 +59,8 @@ class TrainerGpuTurn:
             except TimeoutError:
                 names = await holders(self._process, self._device)
                 raise TetherError(
-                    f"{names} still held the device after {wait_s:g} s (colocated.wait_s): it does not sleep, or not that fast; end it, "
-                    "`tether up` starts another one"
+                    f"{names} still held the device after {wait_s:g} s (colocated.wait_s): it does not "
+                    "sleep, or not that fast; end it, `tether up` starts another one"
                 ) from None
         self.mine = True
         log.info("turn.trainer")
@@ -67,5 +75,73 @@ class TrainerGpuTurn:
     async def _write(self, turn: Turn) -> None:
         self._process.info[TURN] = turn
         await self._process.register()
-        if self.caster is not None:
-            self.caster.publish(Control(action=Action.TURN))
+        if self.broadcaster is not None:
+            self.broadcaster.publish(Control(action=Action.TURN))
+
+
+@asynccontextmanager
+async def first_turn(process: Process) -> AsyncIterator[TrainerGpuTurn | None]:
+    """In a colocated run, hold the GPU's lock within the block, which begins in the trainer's turn.
+
+    Yields None in any other run.
+
+    Raises:
+        SettingsError: trainer and engines do not fit on the GPU together.
+        TetherError: the engines have not left it within `colocated.wait_s`.
+    """
+    settings = process.settings
+    if not settings.colocated.enabled:
+        yield None
+        return
+    await asyncio.to_thread(check_memory, settings)
+    with closing(given_device(settings.run_dir) or DeviceLock(settings.run_dir)) as device:
+        turn = TrainerGpuTurn(process, device)
+        await turn.acquire()
+        yield turn
+
+
+def await_device(settings: Settings) -> None:
+    """On a rank other than 0, wait until the ranks have the GPU, as rank 0 does. Blocks.
+
+    Nothing may be allocated before. Returns at once unless the run is colocated.
+
+    Raises:
+        TetherError: engines have not left it within `colocated.wait_s`.
+    """
+    device = given_device(settings.run_dir) if settings.colocated.enabled else None
+    end = time.monotonic() + settings.colocated.wait_s
+    while device is not None and not device.try_acquire(exclusive=True):
+        if time.monotonic() > end:
+            raise TetherError(
+                f"engines still held the device after {settings.colocated.wait_s:g} s (colocated.wait_s); "
+                "rank 0 names them"
+            )
+        time.sleep(POLL_S)
+
+
+def check_memory(settings: Settings) -> None:
+    """Check that trainer and engines fit on the GPU that they share. Without a GPU nothing is checked.
+
+    Raises:
+        SettingsError: they do not fit, or the transport cannot connect them.
+    """
+    if not torch.cuda.is_available():
+        return
+    if settings.weights.transport == "nccl":
+        raise SettingsError(
+            "setting weights.transport: NCCL does not connect processes on one GPU; use ipc (or shm) in a "
+            "colocated run"
+        )
+    ranks = settings.services.rollout_workers * settings.engine.tensor_parallel_size
+    shapes = checkpoint_shapes(settings.model_dir)
+    check_budget(
+        total_gb=torch.cuda.mem_get_info()[1] / GIB,
+        parameters=sum(math.prod(shape) for shape in shapes.values()),
+        workers=math.ceil(ranks / settings.parallel.world_size),
+        engine=settings.engine,
+        trainer=settings.trainer,
+        parallel=settings.parallel,
+        algorithm=settings.algorithm,
+        weights=settings.weights,
+        adapters=bool(settings.lora.rank),
+    )

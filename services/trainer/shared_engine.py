@@ -1,11 +1,10 @@
-"""Transport `shared`: the trainer computes with the engine's live weights, which the engine fills from the
-trainer's masters.
+"""Coordinates the trainer with the engine whose live weights it computes with (transport `shared`).
 
-So the two take turns with them. From the moment a version is published until the engine serves it, the
-trainer neither computes nor writes to its masters. From the beginning of a step until the next version is
-published, no engine can take the masters for a version; what it decodes and what the trainer computes
-meanwhile only reads the live weights. Trainer and engine are one failure unit: the trainer ends with its
-engine, and its successor waits for the next one.
+The engine fills its weights from the trainer's masters, so the two take turns with them. From the moment a
+version is published until the engine serves it, the trainer neither computes nor writes to its masters. From
+the beginning of a step until the next version is published, no engine can mistake the masters for a version;
+meanwhile decoding and training only read the live weights. Trainer and engine are one failure unit: the
+trainer ends with its engine, and its successor waits for the next one.
 """
 
 import asyncio
@@ -25,38 +24,52 @@ from trainer.weights.shared import SharedSender
 log = logging.getLogger("tether.sharing")
 
 POLL_S = (0.003, 0.05)
-LOOK_S = 0.2
+"""Seconds between two reads of the registry while the engine is not ready: the first, and the longest."""
+CHECK_S = 0.2
+"""Seconds between two checks that the engine lives."""
 
 Attach = Callable[[Path], Awaitable[object]]
-"""Has the backend compute with the tensors of a description."""
+"""Makes the backend compute with the tensors that a file describes."""
 
 
 class SharedEngine:
     """The engine that the trainer computes with."""
 
     def __init__(self, process: Process, sender: SharedSender, timeout_s: float) -> None:
-        """`timeout_s`: how long an engine may take to serve a version."""
+        """Start without an engine.
+
+        Args:
+            process: gives registry and ledger.
+            sender: publishes the masters.
+            timeout_s: seconds that an engine may take to serve a version.
+        """
         self._process = process
         self._sender = sender
         self._timeout_s = timeout_s
         self._engine = ""
-        """Incarnation, once attached to."""
+        """Incarnation of the engine that the backend is attached to; empty before."""
         self._owner: ProcessIdentity | None = None
-        """The process that its weights are memory of."""
+        """The process that owns the memory of its weights."""
 
     def invalidate(self) -> None:
-        """The masters are about to be written to."""
+        """Withdraw the published version: the masters are about to be written to."""
         self._sender.invalidate()
 
     async def ready(self, manifest: WeightManifest, attach: Attach) -> bool:
-        """Wait until the engine serves what was published last, and is attached to; false if the process is
-        to stop instead.
+        """Wait until the engine serves a version and the backend is attached to it.
 
-        For an engine to come it waits as long as it takes.
+        There is no limit on the wait for an engine to start.
+
+        Args:
+            manifest: that of the version published last.
+            attach: called once, with the first engine that serves it.
+
+        Returns:
+            False if the process is to stop instead.
 
         Raises:
-            TetherError: the engine has gone, or has not served the version in time; the trainer must not
-                go on.
+            TetherError: the engine has ended, or has not served the version in time; the trainer must not
+                continue.
         """
         delay, since = POLL_S[0], time.monotonic()
         with self._process.waiting("the engine to serve the weights") as set_detail:
@@ -78,43 +91,47 @@ class SharedEngine:
                 elif time.monotonic() - since > self._timeout_s:
                     name = self._engine or ", ".join(described)
                     raise TetherError(
-                        f"engine {name} did not serve version {manifest.version} within {self._timeout_s:g} s "
-                        "(weights.timeout_s); the trainer cannot compute with its weights before"
+                        f"engine {name} did not serve version {manifest.version} within "
+                        f"{self._timeout_s:g} s "
+                        "(weights.timeout_s); the trainer cannot compute with its weights"
                     )
                 await self._process.stopped_within(delay)
                 delay = min(delay * 1.5, POLL_S[1])
         return False
 
     def check(self) -> None:
-        """Raises TetherError if the engine that is attached to has ended: what was computed with its memory
-        since is worth nothing."""
+        """Check that the attached engine lives.
+
+        Raises:
+            TetherError: it has ended, so what was computed with its memory since is worth nothing.
+        """
         if self._owner is not None and not self._owner.is_alive():
             raise TetherError(
-                f"engine {self._engine}, whose weights this trainer computes with, has gone: it ends with it"
+                f"engine {self._engine}, whose weights this trainer computes with, has ended: "
+                "the trainer ends with it"
             )
 
     async def watch_loop(self) -> None:
-        """Look whether the engine lives, until cancelled; else only the next step would show that it does
-        not.
+        """Check the engine until cancelled; else only the next step would show that it has ended.
 
         Raises:
-            TetherError: it has gone.
+            TetherError: it has ended.
         """
         while True:
             self.check()
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_S)
 
     async def _described(self) -> dict[str, str]:
-        """Engines that have described their tensors and live -> the file."""
+        """Return the live engines that have described their tensors -> the description's file."""
         peers = await self._process.ledger.peers(Role.ROLLOUT)
         return {
             peer.incarnation: str(peer.info[DESCRIBED])
             for peer in peers
-            if _lives(str(peer.info.get(DESCRIBED, "")))
+            if _owner_is_alive(str(peer.info.get(DESCRIBED, "")))
         }
 
     async def _serving(self, manifest: WeightManifest, described: dict[str, str]) -> str:
-        """The engine that is attached to, or one to attach to, if it serves the version; else empty."""
+        """Return the attached engine, or one to attach to, if it serves the version; else an empty string."""
         served = (await self._process.ledger.status()).engines
         for engine in described:
             if self._engine in ("", engine) and served.get(engine) == (manifest.epoch, manifest.version):
@@ -122,8 +139,8 @@ class SharedEngine:
         return ""
 
 
-def _lives(description: str) -> bool:
-    """Whether the owner of a description does; a registration outlives it for a while."""
+def _owner_is_alive(description: str) -> bool:
+    """Return whether the owner of a description lives; its registration outlives it for a while."""
     try:
         return bool(description) and owner_of(Path(description)).is_alive()
     except WeightError:

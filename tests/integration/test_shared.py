@@ -114,7 +114,7 @@ def test_a_run_survives_the_death_of_its_trainer_and_of_its_engine(tmp_path: Pat
         event["continued"] for event in events(tmp_path) if event["event"] == "resume"
     )  # no step was made again
     assert len(epochs(tmp_path)) == 3  # the trainer ended with its engine
-    assert "has gone: it ends with it" in (tmp_path / "logs/trainer.log").read_text()
+    assert "has ended: the trainer ends with it" in (tmp_path / "logs/trainer.log").read_text()
     assert processes_of(tmp_path) == []
     assert list((tmp_path / "shared").iterdir()) == []
 

@@ -1,4 +1,4 @@
-"""What the tests of attaching have in common, whichever backend attaches."""
+"""Holds what the tests of attaching share, whichever backend attaches."""
 
 from collections.abc import Callable
 from pathlib import Path

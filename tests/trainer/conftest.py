@@ -1,3 +1,5 @@
+"""Gives the trainer's tests one torch thread and a small model."""
+
 from pathlib import Path
 
 import pytest

@@ -1,4 +1,4 @@
-"""Scored groups for tests: said in samples, packed as a rollout worker would."""
+"""Makes scored groups for tests from samples, packed as a rollout worker would."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

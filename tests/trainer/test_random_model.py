@@ -1,3 +1,5 @@
+"""Tests that a random model and its tokenizer load in transformers and are the same for a seed."""
+
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,7 +64,7 @@ def test_building_again_changes_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
-def test_a_directory_of_another_model_is_left_alone(tmp_path: Path) -> None:
+def test_a_directory_of_another_model_is_refused_and_not_changed(tmp_path: Path) -> None:
     out = build_scratch(ScratchConfig(), tmp_path / "m")
     before = contents(out)
     with pytest.raises(SettingsError, match="remove it"):

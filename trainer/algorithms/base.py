@@ -1,27 +1,33 @@
-"""What an algorithm is: an advantage estimator, a per-token loss and a normalizer, chosen by name.
+"""Defines the interface of an algorithm: an advantage estimator, a per-token loss and a normalizer.
 
 Shapes: N samples of the whole batch, n of a micro-batch, L tokens. The loss of a step is the plain sum over
 all samples and tokens of `token_loss * weight`, where the weights are computed once from the whole batch. So
 the split into micro-batches and ranks cannot change it.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-
-from trainer.batch import Batch
 from trainer.config import AlgorithmConfig
+
+if TYPE_CHECKING:  # the registry, which every reader of settings imports, must not import torch
+    import torch
+
+    from trainer.batch import Batch
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
-    """Per-token quantities of a micro-batch, each [n, L]; only positions under the loss mask mean
-    anything."""
+    """Per-token quantities of a micro-batch, each float32 [n, L]; meaningful only under the loss mask."""
 
     loss: torch.Tensor
+    """Loss of each token, not weighted."""
     ratio: torch.Tensor
+    """Probability ratio pi / pi_old."""
     clipped: torch.Tensor
+    """1 where the clipped branch of the surrogate was taken, else 0."""
 
 
 class Algorithm(Protocol):
@@ -31,10 +37,10 @@ class Algorithm(Protocol):
     def config(self) -> AlgorithmConfig: ...
 
     def advantages(self, rewards: torch.Tensor, group_index: torch.Tensor) -> torch.Tensor:
-        """float32 [N] from rewards [N] and the group of each sample [N]."""
+        """Return advantages, float32 [N], from rewards [N] and the group of each sample, int64 [N]."""
 
     def token_weights(self, batch: Batch) -> torch.Tensor:
-        """float32 [N, L]: weight of each token in the sum; 0 outside the loss mask."""
+        """Return the weight of each token in the sum, float32 [N, L]; 0 outside the loss mask."""
 
     def token_loss(
         self,
@@ -46,4 +52,7 @@ class Algorithm(Protocol):
         proximal_logprobs: torch.Tensor | None = None,
         reference_logprobs: torch.Tensor | None = None,
     ) -> TokenLoss:
-        """All [n, L]; gradients flow through `logprobs` and `entropy`."""
+        """Return the loss of each token. All arrays are float32 [n, L].
+
+        Gradients flow through `logprobs` and `entropy`.
+        """

@@ -1,5 +1,7 @@
-"""Dr. GRPO: Liu et al. 2025, "Understanding R1-Zero-like training" (arXiv 2503.20783), with the token loss of
-`surrogate.py`."""
+"""Implements Dr. GRPO with the token loss of `surrogate.py`.
+
+Liu et al. 2025, "Understanding R1-Zero-like training" (arXiv 2503.20783).
+"""
 
 import torch
 
@@ -12,11 +14,11 @@ class DrGrpo(Surrogate):
     """Centred advantages; every token weighs the same, whatever the length of its sample."""
 
     def advantages(self, rewards: torch.Tensor, group_index: torch.Tensor) -> torch.Tensor:
-        """r - mean within the group; float32 [N]."""
+        """Return r - mean within the group, float32 [N]."""
         return group_centred(rewards, group_index)
 
     def token_weights(self, batch: Batch) -> torch.Tensor:
-        """weight = 1 / (N M), float32 [N, L].
+        """Return 1 / (N M) for each trained token, float32 [N, L].
 
         M is `length_normalizer`, a constant such as the generation limit (the paper's MAX_TOKENS). If that is
         0, M is the number of sampled tokens of the batch's longest sample: constant within a step, but not

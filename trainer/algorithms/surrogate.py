@@ -1,5 +1,7 @@
-"""The token loss that GRPO and its relatives share: clipped surrogate, truncated importance sampling, entropy
-bonus, KL."""
+"""Implements the token loss that GRPO and its relatives share.
+
+Clipped surrogate, truncated importance sampling, entropy bonus, KL.
+"""
 
 from dataclasses import dataclass
 
@@ -12,8 +14,7 @@ from trainer.functional.losses import clipped_surrogate, k3_kl, probability_rati
 
 @dataclass(frozen=True, slots=True)
 class Surrogate:
-    """A recipe with this token loss; what differs is how advantages are estimated and how tokens are
-    weighed."""
+    """Base of the algorithms with this token loss, which add advantages and token weights."""
 
     config: AlgorithmConfig
 
@@ -27,11 +28,12 @@ class Surrogate:
         proximal_logprobs: torch.Tensor | None = None,
         reference_logprobs: torch.Tensor | None = None,
     ) -> TokenLoss:
-        """Per-token loss, all arrays [n, L], float32, not reduced.
+        """Return the loss of each token, all arrays float32 [n, L], not reduced.
 
-            old = pi_proximal if it is given, else pi_behaviour w = min(pi_proximal / pi_behaviour,
-            importance_cap) if pi_proximal is given and importance_cap > 0, else 1 loss = w *
-            clipped_surrogate(pi / old, A) - entropy_coef * entropy + kl_coef * k3(pi, pi_ref)
+            old  = pi_proximal if it is given, else pi_behaviour
+            w    = min(pi_proximal / pi_behaviour, importance_cap)
+                   if pi_proximal is given and importance_cap > 0, else 1
+            loss = w * clipped_surrogate(pi / old, A) - entropy_coef * entropy + kl_coef * k3(pi, pi_ref)
 
         With `proximal_logprobs` this is the decoupled objective of Hilton et al. 2021 (arXiv 2110.00641).
         Terms whose coefficient is 0, or whose array is missing, are left out.

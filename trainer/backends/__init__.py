@@ -1,1 +1,1 @@
-"""The interface of training backends, and what they share."""
+"""Defines the interface of training backends, and holds what they share."""

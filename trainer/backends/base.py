@@ -1,16 +1,23 @@
-"""The interface of a training backend: megatron (`trainer/megatron`), reference (plain torch, the oracle) and
-scripted (dry runs)."""
+"""Defines the interface of a training backend.
+
+Implementations: megatron (`trainer/megatron`), reference (plain torch, the oracle) and scripted (dry runs).
+"""
+
+from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from protocol.errors import SettingsError
 from protocol.weights.lora import NO_ADAPTERS, AdapterTarget, LoraConfig
-from trainer.batch import Batch
+
+if TYPE_CHECKING:  # the registry, which every reader of settings imports, must not import torch
+    import torch
+
+    from trainer.batch import Batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,14 +25,21 @@ class StepStats:
     """What one optimizer step measured, reduced over all ranks; equal on every rank."""
 
     loss: float
+    """Weighted sum of the token losses."""
     grad_norm: float
+    """L2 norm of the whole gradient before clipping."""
     entropy: float
+    """Mean over the trained tokens, nats."""
     clip_fraction: float
+    """Share of the trained tokens at which the ratio was clipped, 0 to 1."""
     ratio_mean: float
+    """Mean of pi / pi_old over the trained tokens."""
     logprob_error_max: float
     """Largest |recomputed - behaviour| log-probability over trained tokens of lag 0; 0 if there are none."""
     trained_tokens: int
+    """Tokens under the loss mask."""
     skipped: str = ""
+    """Why the weights were not changed; empty if they were."""
 
 
 class Backend(ABC):
@@ -34,36 +48,41 @@ class Backend(ABC):
     architecture: str
     """Name in the model's config.json, for the manifest."""
     lora: LoraConfig = NO_ADAPTERS
-    """With a rank, only adapters are trained."""
+    """With a rank above 0, only adapters are trained."""
     targets: Sequence[AdapterTarget] = ()
     """The weights that have an adapter."""
 
     @abstractmethod
     def train_step(self, batch: Batch) -> StepStats:
-        """One optimizer step on the whole batch (every rank gets the same batch and works on its share)."""
+        """Make one optimizer step on the whole batch, of which every rank works on its share."""
 
     @abstractmethod
     def logprobs(self, batch: Batch) -> torch.Tensor:
-        """float32 [N, L]: log-probabilities of the batch's tokens under the current weights, at the batch's
-        temperature; 0 where not sampled. Complete on every rank."""
+        """Return the batch's log-probabilities under the current weights, complete on every rank.
+
+        float32 [N, L], at the batch's temperature; 0 where not sampled.
+        """
 
     @abstractmethod
     def reference_logprobs(self, batch: Batch) -> torch.Tensor:
-        """The same under the model that training began with (a copy is kept from the first call to
-        `keep_reference`)."""
+        """Return the batch's log-probabilities under the weights that `keep_reference` kept."""
 
     @abstractmethod
     def keep_reference(self) -> None:
-        """Keep a copy of the current weights as the reference model. Called before the first step if
-        `kl_coef` > 0."""
+        """Keep a copy of the current weights as the reference model.
+
+        Called before the first step, and before `restore`, if `kl_coef` > 0.
+        """
 
     @abstractmethod
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What is trained, as full tensors in a fixed order: the model's under their Hugging Face names, or A
-        and B of its adapters under PEFT's. Yields on rank 0 only, but must be exhausted on every rank."""
+        """Yield what is trained, on rank 0, as full tensors in a fixed order; every rank exhausts it.
+
+        These are the model's tensors under their Hugging Face names, or A and B of its adapters under PEFT's.
+        """
 
     def export_model(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same of the whole model, adapters merged into it."""
+        """Yield the tensors of the whole model as `export` does, with adapters merged into them."""
         return self.export()
 
     @abstractmethod
@@ -76,63 +95,68 @@ class Backend(ABC):
 
     @abstractmethod
     def restore(self, directory: Path) -> None:
-        """The inverse of `save`, bit for bit.
+        """Load what `save` wrote, bit for bit.
 
         Raises:
-            SettingsError: if the checkpoint is of another layout or model; names both.
+            SettingsError: the checkpoint is of another layout or model; names both.
         """
 
     @abstractmethod
     def offload(self) -> int:
-        """Move everything that training holds on the device to the host. Until `onload` nothing but `close`
-        may follow.
+        """Move everything that training has on the device to the host, and return the number of bytes.
 
-        Returns: the bytes.
+        Until `onload` only `close` may be called.
 
         Raises:
-            SettingsError: an engine reads its masters; nothing changed.
+            SettingsError: an engine reads the masters; nothing changed.
         """
 
     @abstractmethod
     def onload(self) -> None:
-        """The inverse, bit for bit. Nothing happens if nothing was moved.
+        """Move what `offload` moved back to the device, bit for bit; does nothing if nothing was moved.
 
         Raises:
-            TetherError: if the device has no room for it; nothing changed.
+            TetherError: the device has no room for it; nothing changed.
         """
 
     def masters(self) -> Mapping[str, torch.Tensor]:
-        """fp32, dense, what the optimizer steps. Transport `shared` brings them to memory that the engine
-        reads, so whoever owns them looks at them anew (`.data`) at each use.
+        """Return the dense fp32 tensors that the optimizer steps, by name.
+
+        Transport `shared` moves them to memory that the engine reads, so their owner must look up `.data` at
+        each use.
 
         Raises:
-            SettingsError: this backend computes with weights of its own alone.
+            SettingsError: this backend cannot share its weights with an engine.
         """
         raise SettingsError(
-            f"setting weights.transport: {type(self).__name__} does not share weights with an engine (trainer.backend)"
+            f"setting weights.transport: {type(self).__name__} does not share weights with an engine "
+            "(trainer.backend)"
         )
 
     def master_parts(self) -> Mapping[str, torch.Tensor]:
-        """The parts of the masters, where they are now, that are the tensors of `export`, in its order, laid
-        as `is_laid_as` says."""
+        """Return views of the masters, where they lie now, that are the tensors of `export`, in its order.
+
+        Their shapes are as `matches_layout` says.
+        """
         return self.masters()
 
     def attach(self, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
-        """Compute with an engine's live weights from now on, and never write to them: a step leaves that to
-        the engine.
+        """Compute with an engine's live weights from now on. Steps never write to them: the engine does.
 
         Args:
-            parameters: by the names that this model has for its own; their bytes are those that the
-                masters make.
-            buffers: what the engine computes with beside them.
+            parameters: the engine's weights by the names of this model's parameters; their bytes must be
+                those that the masters make.
+            buffers: the engine's other tensors that enter the computation.
 
         Raises:
             SettingsError: the engine's tensors are not what this model computes with; names the tensor.
             WeightError: they are of other weights; names the tensor. Either way nothing changed.
         """
         raise SettingsError(
-            f"setting weights.transport: {type(self).__name__} does not share weights with an engine (trainer.backend)"
+            f"setting weights.transport: {type(self).__name__} does not share weights with an engine "
+            "(trainer.backend)"
         )
 
     @abstractmethod
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release the model and leave the process groups; idempotent."""

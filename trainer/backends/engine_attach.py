@@ -1,5 +1,4 @@
-"""Whether an engine's tensors are those that a model computes with: looked at before the model's own are let
-go."""
+"""Validates an engine's tensors against the model before the model frees its own."""
 
 from collections.abc import Mapping
 
@@ -12,11 +11,11 @@ from protocol.errors import SettingsError, WeightError
 def check_parameters(
     own: Mapping[str, torch.Tensor], masters: Mapping[str, torch.Tensor], engine: Mapping[str, torch.Tensor]
 ) -> None:
-    """Compare names, kinds and bits.
+    """Compare an engine's weights with the model's parameters: names, dtypes, layouts and bits.
 
     Args:
         own: the model's parameters, dense.
-        masters: of the weights that the engine is to serve.
+        masters: fp32 masters of the weights that the engine is to serve.
         engine: its live weights.
 
     Raises:
@@ -28,9 +27,7 @@ def check_parameters(
         _check_kind(f"parameter {name}", parameter, engine[name])
     for name, parameter in own.items():
         if not _same_bits(masters[name].detach().to(parameter.dtype), engine[name]):
-            raise WeightError(
-                f"parameter {name}: what the engine serves are other weights than the trainer's"
-            )
+            raise WeightError(f"parameter {name}: the weights that the engine serves are not the trainer's")
 
 
 def check_buffers(own: Mapping[str, torch.Tensor], engine: Mapping[str, torch.Tensor]) -> None:
@@ -49,12 +46,11 @@ def check_buffers(own: Mapping[str, torch.Tensor], engine: Mapping[str, torch.Te
 
 
 def take_parameters(own: Mapping[str, torch.Tensor], engine: Mapping[str, torch.Tensor]) -> None:
-    """Have a model's parameters, which stay the same objects, lie where the engine has them; their own memory
-    is given back."""
+    """Point a model's parameters, which stay the same objects, at the engine's memory, and free their own."""
     for name, parameter in own.items():
         parameter.data = engine[name]
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # it is the engine's to use
+        torch.cuda.empty_cache()  # so that the engine can allocate it
 
 
 def _check_names(kind: str, own: Mapping[str, torch.Tensor], engine: Mapping[str, torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""A backend's weights as a Hugging Face directory, for AutoModelForCausalLM, vLLM, SGLang and the hub."""
+"""Writes a backend's weights as a Hugging Face directory, for transformers, vLLM, SGLang and the hub."""
 
 import json
 import shutil
@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 
 from protocol.errors import SettingsError
-from protocol.host.atomic_file import sync
+from protocol.host.atomic_file import directory_written_aside
 from trainer.backends.base import Backend
 
 SHARD_BYTES = 4 << 30
+"""Default bound of the tensors in one file."""
 COPIED = (
     "config.json",
     "generation_config.json",
@@ -24,24 +25,23 @@ COPIED = (
     "added_tokens.json",
     "chat_template*",
 )
-"""Files of the source that an export takes over."""
+"""Files of the source that an export copies."""
 
 
 def save_hf(
     backend: Backend, directory: Path, *, source: Path, dtype: str = "", shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Write weights, configuration and tokenizer. A collective: every rank calls it, rank 0 (on which export
-    yields) writes.
+    """Write weights, configuration and tokenizer, so that `directory` is complete or not there.
 
-    Written aside and renamed: `directory` is complete or not there.
+    A collective: every rank calls it, and rank 0, on which the export yields, writes.
 
     Args:
         backend: what to export.
         directory: must not exist yet.
         source: the model directory that training began with.
-        dtype: float32 or bfloat16; by default the one that the backend exports. config.json says it, too.
-        shard_bytes: bound of the tensors in one file, which are held in memory; a larger tensor has a
-            file of its own.
+        dtype: float32 or bfloat16; by default the one that the backend exports. config.json names it, too.
+        shard_bytes: bound of the tensors in one file, which are held in memory; a larger tensor has a file to
+            itself.
 
     Raises:
         SettingsError: `directory` exists, or `dtype` is unknown. Rank 0 raises it after its part in the
@@ -57,30 +57,23 @@ def save_hf(
             raise SettingsError(f"{directory} exists: give a new directory")
         if dtype not in ("", "float32", "bfloat16"):
             raise SettingsError(f"dtype {dtype!r}: use float32 or bfloat16")
-        aside = directory.with_name(directory.name + ".tmp")
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        written = _write_shards(_converted(tensors, dtype), aside, shard_bytes)
-        _copy_rest(source, aside, written)
-        for path in (*aside.iterdir(), aside):
-            sync(path)
-        aside.rename(directory)
-        sync(directory.parent)
-    finally:
+        with directory_written_aside(directory) as aside:
+            written = _write_shards(_converted(tensors, dtype), aside, shard_bytes)
+            _copy_rest(source, aside, written)
+    finally:  # the other ranks take part to the end
         for _ in tensors:
             pass
 
 
 def _converted(tensors: Iterator[tuple[str, torch.Tensor]], dtype: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Copies on the host, in `dtype`; what is not a floating-point number keeps its own."""
+    """Copy tensors to the host, in `dtype`; those that are not floating-point keep their own."""
     for name, tensor in tensors:
         kind = getattr(torch, dtype) if dtype and tensor.is_floating_point() else tensor.dtype
         yield name, torch.empty(tensor.shape, dtype=kind).copy_(tensor)
 
 
 def _write_shards(tensors: Iterator[tuple[str, torch.Tensor]], directory: Path, shard_bytes: int) -> str:
-    """Write one file, or several with an index; holds one shard in memory. Returns the floating-point
-    dtype."""
+    """Write one file, or several with an index, holding one shard in memory; returns the dtype."""
     shards: list[list[str]] = []
     shard: dict[str, torch.Tensor] = {}
     size = total = 0
@@ -105,6 +98,7 @@ def _write_shards(tensors: Iterator[tuple[str, torch.Tensor]], directory: Path, 
 
 
 def _name_shards(directory: Path, shards: list[list[str]], total: int) -> None:
+    """Give the files the names that transformers expects of so many; `total` is the bytes of all tensors."""
     if len(shards) == 1:
         (directory / "shard_00000").rename(directory / "model.safetensors")
         return
@@ -118,6 +112,7 @@ def _name_shards(directory: Path, shards: list[list[str]], total: int) -> None:
 
 
 def _copy_rest(source: Path, directory: Path, dtype: str) -> None:
+    """Copy configuration and tokenizer, and write the exported dtype into the configuration."""
     for path in sorted({path for pattern in COPIED for path in source.glob(pattern) if path.is_file()}):
         shutil.copyfile(path, directory / path.name)
     config = directory / "config.json"

@@ -1,5 +1,4 @@
-"""The trainer's memory on its device, moved to the host while somebody else uses the device, and back, bit
-for bit."""
+"""Moves the trainer's memory from its device to the host while others use the device, and back."""
 
 from collections.abc import Iterable
 
@@ -11,11 +10,10 @@ MIB = 1 << 20
 
 
 class HostOffload:
-    """Holds what storages contained. The tensors stay the same objects, and so do their views; in between
-    nobody may touch them.
+    """Contents of storages on the host, restored bit for bit.
 
-    The host's copies are kept for the next time: they are page-locked where the device is a GPU, and that
-    takes long.
+    Tensors and their views stay the same objects; while they are offloaded nobody may use them. The host's
+    copies are kept for the next time, as page-locking them, where the device is a GPU, takes long.
     """
 
     def __init__(self) -> None:
@@ -25,21 +23,23 @@ class HostOffload:
 
     @property
     def in_use(self) -> bool:
-        """Whether something is on the shelf."""
+        """Whether something is offloaded."""
         return bool(self._away or self._blank)
 
     @property
     def nbytes(self) -> int:
-        """What is on the shelf, and what was given back without a copy."""
+        """Bytes that were freed on the device, with a copy on the host or without."""
         return sum(self._copies[key].nbytes for key in self._away) + sum(nbytes for _, nbytes in self._blank)
 
     def offload(
         self, device: torch.device, tensors: Iterable[torch.Tensor], *, blank: Iterable[torch.Tensor] = ()
     ) -> int:
-        """Move what lies on `device`. Returns `nbytes`.
+        """Move tensors to the host; returns `nbytes`.
 
         Args:
-            blank: of these only the memory is given back; they are zero afterwards.
+            device: only what lies there is moved.
+            tensors: what to move.
+            blank: tensors whose memory is freed without a copy; they are zero after `onload`.
         """
         blanks = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in blank)}
         for storage in blanks.values():
@@ -48,29 +48,29 @@ class HostOffload:
                 storage.resize_(0)
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            # storages on a CPU can be mapped from a file: there is nothing to move
+            # storages on a CPU may be mapped from a file, and cannot be resized then
             if (
                 storage.nbytes()
                 and storage.resizable()
                 and tensor.device.type == device.type
                 and storage._cdata not in blanks
             ):
-                self._shelve(storage, device)
+                self._move_to_host(storage, device)
         if device.type == "cuda":
             torch.cuda.empty_cache()
         return self.nbytes
 
     def onload(self, device: torch.device) -> None:
-        """Put everything back. Nothing happens if nothing is on the shelf.
+        """Move everything back to the device. Does nothing if nothing is offloaded.
 
         Raises:
-            TetherError: if there is no room for it; nothing changed.
+            TetherError: there is no room for it; nothing changed.
         """
         needed = self.nbytes
         if device.type == "cuda" and needed > (free := torch.cuda.mem_get_info(device)[0]):
             raise TetherError(
-                f"the trainer's state takes {needed // MIB} MiB, {free // MIB} MiB are free on {device}: somebody else holds its memory, "
-                "an engine that did not sleep for one"
+                f"the trainer's state takes {needed // MIB} MiB, {free // MIB} MiB are free on {device}: "
+                "another process holds its memory, for example an engine that did not sleep"
             )
         for key, storage in self._away.items():
             copy = self._copies[key]
@@ -82,7 +82,7 @@ class HostOffload:
             torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
         self._blank.clear()
 
-    def _shelve(self, storage: torch.UntypedStorage, device: torch.device) -> None:
+    def _move_to_host(self, storage: torch.UntypedStorage, device: torch.device) -> None:
         key, nbytes = storage._cdata, storage.nbytes()
         copy = self._copies.get(key)
         if copy is None or copy.nbytes != nbytes:

@@ -1,4 +1,4 @@
-"""A backend without a model, for dry runs: everything around the optimizer is real, the step is a sleep."""
+"""Implements a backend without a model, for dry runs: the step is a sleep, everything around it is real."""
 
 import time
 from collections.abc import Iterator
@@ -15,13 +15,13 @@ from trainer.batch import Batch
 from trainer.config import TrainerConfig
 
 PART = "rank_00000.safetensors"
+"""File of a checkpoint."""
 TENSOR = "scripted.weight"
 MODULUS = 1 << 20
 
 
 class ScriptedBackend(Backend):
-    """Holds one tensor that every step changes by what the batch holds, so that its digest tells which
-    batches were trained."""
+    """One tensor that every step changes by the batch, so its digest shows which batches were trained."""
 
     architecture = "scripted"
 
@@ -77,4 +77,4 @@ class ScriptedBackend(Backend):
         """Nothing was moved."""
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """There is nothing to release."""

@@ -1,2 +1,4 @@
-"""Pure tensor functions: log-probabilities, losses and advantages. Formula, source, shapes, reduction and
-dtype are in each docstring."""
+"""Holds pure tensor functions: log-probabilities, losses and advantages.
+
+Formula, source, shapes, reduction and dtype are in each docstring.
+"""

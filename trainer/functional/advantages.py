@@ -1,5 +1,7 @@
-"""Advantages from the rewards of groups: samples of one prompt are each other's baseline. Computed in
-float64, returned as float32."""
+"""Computes advantages from the rewards of groups: samples of one prompt are each other's baseline.
+
+Computed in float64, returned as float32.
+"""
 
 import torch
 from torch import Tensor
@@ -8,7 +10,7 @@ from trainer.functional.shapes import FloatN, IntN
 
 
 def group_normalised(rewards: FloatN, group_index: IntN, eps: float) -> FloatN:
-    """GRPO: A_i = (r_i - mean(r)) / (std(r) + eps) over the group of sample i.
+    """Return GRPO's A_i = (r_i - mean(r)) / (std(r) + eps) over the group of sample i.
 
     DeepSeekMath (arXiv 2402.03300), section 4.1.2. std divides by the size of the group (not by size - 1), so
     a group of one sample, like a group of equal rewards, has advantage 0.
@@ -27,17 +29,16 @@ def group_normalised(rewards: FloatN, group_index: IntN, eps: float) -> FloatN:
 
 
 def group_centred(rewards: FloatN, group_index: IntN) -> FloatN:
-    """Dr. GRPO: A_i = r_i - mean(r) over the group of sample i; not divided by the std, which would favour
-    prompts of low variance.
+    """Return Dr. GRPO's A_i = r_i - mean(r) over the group of sample i, float32 [N].
 
-    Liu et al. 2025, "Understanding R1-Zero-like training" (arXiv 2503.20783), section 3.2. Shapes as in
-    `group_normalised`.
+    It is not divided by the std, which would favour prompts of low variance. Liu et al. 2025, "Understanding
+    R1-Zero-like training" (arXiv 2503.20783), section 3.2. Arguments as those of `group_normalised`.
     """
     return _centred(rewards, group_index)[0].float()
 
 
 def _centred(rewards: Tensor, group_index: Tensor) -> tuple[Tensor, Tensor]:
-    """(r_i - mean of its group [N], size of each group) in float64."""
+    """Return (r_i - mean of its group [N], size of each group) in float64."""
     values = rewards.double()
     sizes = torch.bincount(group_index).double()
     means = torch.zeros_like(sizes).index_add_(0, group_index, values) / sizes.clamp_min(1)

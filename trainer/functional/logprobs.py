@@ -1,5 +1,4 @@
-"""Log-probabilities of given tokens, and entropy, from logits, without keeping a second array of the logits'
-size.
+"""Computes log-probabilities of given tokens, and entropy, without a second array of the logits' size.
 
 A plain `log_softmax` keeps its [n, L, V] output in float32 for the backward pass. Here only [n, L] is kept
 beside the logits, and both passes work through the rows in slices.
@@ -13,12 +12,14 @@ from torch import Tensor
 from trainer.functional.shapes import FloatNL, IntNL, LogitsNLV
 
 SLICE_ELEMENTS = 1 << 24
-"""Logits that are held in float32 at a time: 64 MiB."""
+"""Number of logits that are held in float32 at a time: 64 MiB."""
 
 
 class _Selected(torch.autograd.Function):
-    """(logits [R, V], tokens [R], temperature) -> (log-probabilities [R], entropy [R]) in float32, or float64
-    for float64 logits."""
+    """(logits [R, V], tokens [R], temperature) -> (log-probabilities [R], entropy [R]).
+
+    In float32, or float64 for float64 logits.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits_RV: Tensor, tokens_R: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -51,8 +52,7 @@ class _Selected(torch.autograd.Function):
 
 
 def token_logprobs(logits: LogitsNLV, tokens: IntNL, temperature: float = 1.0) -> tuple[FloatNL, FloatNL]:
-    """Log-probability of each token given those before it, and the entropy of the distribution that it was
-    drawn from.
+    """Return the log-probability of each token, and the entropy of the distribution that it was drawn from.
 
         z = logits[:, i - 1] / temperature
         logprob[:, i] = z[tokens[:, i]] - log sum_v exp z_v
@@ -82,7 +82,7 @@ def _wide(logits: Tensor) -> torch.dtype:
 
 
 def _log_p(scaled: Tensor, lse: Tensor) -> Tensor:
-    """Clamped to the smallest finite number, so that p * log p of an impossible token is 0 and not nan."""
+    """Return log p, at least the smallest finite number, so that p * log p of an impossible token is 0."""
     return (scaled - lse[:, None]).clamp_min(torch.finfo(scaled.dtype).min)
 
 

@@ -1,4 +1,4 @@
-"""Array types of this package.
+"""Defines the array types of this package.
 
 n samples of a micro-batch, N of the whole batch, L tokens of the longest sequence, V entries of the
 vocabulary.

@@ -1,4 +1,4 @@
-"""The megatron-core training backend; the only place that imports megatron."""
+"""Implements the megatron-core training backend; the only package that imports megatron."""
 
 import logging
 import warnings
@@ -8,5 +8,5 @@ import warnings
 warnings.filterwarnings(
     "ignore", message=".*(Transformer Engine|Apex).*(not installed|Falling back)", category=UserWarning
 )
-# It also tells everybody which of its optional parts it found.
+# It also logs which of its optional parts it found.
 logging.getLogger("megatron").setLevel(logging.WARNING)

@@ -1,4 +1,4 @@
-"""What a model is, read from the config.json of a Hugging Face checkpoint."""
+"""Reads a model's architecture from the config.json of a Hugging Face checkpoint."""
 
 import json
 import math
@@ -16,7 +16,7 @@ SUPPORTED = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-"""model_type and the architecture that exports carry."""
+"""model_type -> the architecture that exports name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,10 @@ class Rope:
     original_max_position_embeddings: int = 8192
 
     def inverse_frequencies(self, head_dim: int) -> torch.Tensor:
-        """float32 [head_dim / 2]. llama3: long wavelengths are stretched by `factor`, short ones kept, those
-        between interpolated."""
+        """Return the rotary frequencies, float32 [head_dim / 2].
+
+        llama3: long wavelengths are stretched by `factor`, short ones kept, those between interpolated.
+        """
         frequencies = 1.0 / self.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
         if self.type == "linear":
             return frequencies / self.factor
@@ -47,7 +49,7 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """The numbers that define a dense decoder."""
+    """The numbers that define a dense decoder. Sizes are those of the whole model."""
 
     model_type: str
     name: str
@@ -77,7 +79,7 @@ def read_architecture(model_dir: Path) -> Architecture:
     """Read `config.json`.
 
     Raises:
-        SettingsError: if there is none, or it asks for what is not supported; names the field.
+        SettingsError: there is none, or it asks for what is not supported; names the field.
     """
     path = model_dir / "config.json"
     try:
@@ -89,7 +91,8 @@ def read_architecture(model_dir: Path) -> Architecture:
     model_type = config.get("model_type")
     if model_type not in SUPPORTED:
         raise SettingsError(
-            f"{path}: model_type {model_type!r} is not supported; supported are {', '.join(sorted(SUPPORTED))}"
+            f"{path}: model_type {model_type!r} is not supported; supported are "
+            f"{', '.join(sorted(SUPPORTED))}"
         )
     _refuse_unsupported(path, config)
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
@@ -132,7 +135,7 @@ def _refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
 
 
 def _rope(path: Path, config: dict[str, Any]) -> Rope:
-    """transformers 5 has `rope_parameters`; older checkpoints have `rope_theta` and `rope_scaling`."""
+    """Read `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` of older checkpoints."""
     field = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     values: dict[str, Any] = config.get(field) or {}
     theta = float(values.get("rope_theta", config.get("rope_theta", 10000.0)))

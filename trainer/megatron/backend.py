@@ -1,4 +1,4 @@
-"""The megatron-core training backend."""
+"""Trains with megatron-core."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -28,10 +28,10 @@ from trainer.megatron.sharing import buffers_of, parts_of
 
 
 class MegatronBackend(Backend):
-    """Trains a Hugging Face checkpoint under tensor, pipeline and data parallelism; results do not depend on
-    the layout.
+    """A Hugging Face checkpoint trained under tensor, pipeline and data parallelism.
 
-    Without torchrun it is a world of one. On a machine without CUDA it runs on gloo.
+    Results do not depend on the layout. Without torchrun it is a world of one. On a machine without CUDA it
+    runs on gloo.
     """
 
     def __init__(
@@ -45,33 +45,22 @@ class MegatronBackend(Backend):
         adapters: LoraConfig = NO_ADAPTERS,
         shared: bool = False,
     ) -> None:
-        """Load the model. A collective.
+        """Load the model; arguments as those of `make_backend`. A collective.
 
-        Args:
-            adapters: with a rank only these are trained.
-            shared: masters are apart from the parameters in every dtype, and are what is published;
-                `attach` may follow.
+        With `shared`, masters are separate from the parameters in every dtype, and are what is published;
+        `attach` may follow.
 
         Raises:
-            SettingsError: if the model is not supported, or does not fit the layout, or several ranks are
-                to share weights with an engine.
+            SettingsError: the model is not supported, or does not fit the layout, or several ranks are to
+                share weights with an engine.
         """
-        if shared and parallel.world_size != 1:
-            raise SettingsError(
-                f"[parallel] asks for {parallel.world_size} ranks: with weights.transport 'shared' the trainer is one"
-            )
-        if trainer.dtype not in DTYPES:
-            raise SettingsError(f"[trainer] dtype is {trainer.dtype!r}: use {' or '.join(DTYPES)}")
-        self.algorithm = algorithm
-        self._trainer = trainer
+        _check(parallel, trainer, shared=shared)
+        self.algorithm, self._trainer = algorithm, trainer
         self._model_spec = read_architecture(model_dir)
         self.architecture = self._model_spec.name
         self._plan = export_plan(
             self._model_spec, parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
         )
-        if trainer.threads > 0:
-            torch.set_num_threads(trainer.threads)
-        cpu.install()
         self._position = _initialize(parallel, trainer)
         self._closed = False
         try:
@@ -94,7 +83,7 @@ class MegatronBackend(Backend):
             raise
         self._reference: Runner | None = None
         self._reference_model: GPTModel | None = None
-        self._shelf = HostOffload()
+        self._host = HostOffload()
 
     def train_step(self, batch: Batch) -> StepStats:
         trained = int(batch.loss_mask.sum())
@@ -124,8 +113,10 @@ class MegatronBackend(Backend):
         return self._reference.logprobs(batch)
 
     def keep_reference(self) -> None:
-        """See the interface. After a restart call it before `restore`: checkpoints do not hold the
-        reference."""
+        """Keep a copy of the current weights as the reference model.
+
+        After a restart call it before `restore`: checkpoints do not hold the reference.
+        """
         model = build_model(self._model_spec, self._config, self._position)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -147,11 +138,10 @@ class MegatronBackend(Backend):
 
     @torch.no_grad()
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See the interface. Tensors are copies, in the training dtype, on the training device; one is in
-        flight at a time.
+        """Yield copies of the trained tensors on rank 0, in the training dtype, on the training device.
 
-        What an engine shares is exported out of its masters instead, in fp32, as views of them where they are
-        dense.
+        One is gathered at a time. With transport `shared` they are the masters instead, in fp32, as views of
+        them where they are dense.
         """
         if not self._masters:
             yield from self._gathered(self._published)
@@ -170,7 +160,7 @@ class MegatronBackend(Backend):
             yield name, merged(targets[name], tensor, adapter, self.lora) if name in targets else tensor
 
     def _gathered(self, plans: Iterable[TensorPlan]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole tensors, on rank 0."""
+        """Yield whole tensors on rank 0; send this rank's part of each on the others."""
         position = self._position
         for plan in plans:
             if position.rank_of(position.tp, position.pp, position.dp) == 0:
@@ -179,15 +169,16 @@ class MegatronBackend(Backend):
                 self._send(plan)
 
     def save(self, directory: Path) -> None:
-        """See the interface. Returns when every rank's part is on disk."""
+        """Write this rank's part of a checkpoint; returns when every rank's part is on disk."""
         weights = self._trained
-        if self._masters:  # an engine's may be those of the version before
+        if self._masters:  # the parameters may be an engine's, of the version before
             weights = {name: master.to(DTYPES[self._trainer.dtype]) for name, master in self._masters.items()}
         save_part(directory, weights, self._optimizer, self._position, self._layout())
         dist.barrier()
 
     def restore(self, directory: Path) -> None:
-        # Masters come last and exactly, so where they are apart the weights may go there first.
+        # The optimizer's file restores masters exactly, so where they are separate the weights may be loaded
+        # into them first.
         restore_part(
             directory, self._masters or self._trained, self._optimizer, self._position, self._layout()
         )
@@ -198,8 +189,8 @@ class MegatronBackend(Backend):
             raise SettingsError(
                 "setting weights.transport: with 'shared' the trainer's state stays where the engine reads it"
             )
-        if self._shelf.in_use:
-            return self._shelf.nbytes
+        if self._host.in_use:
+            return self._host.nbytes
         self._optimizer.zero_grad(self._model)
         kept: list[torch.Tensor] = [
             *self._parameters.values(),
@@ -210,12 +201,10 @@ class MegatronBackend(Backend):
             kept += self._reference_model.parameters()
         buffers = [*self._model.buffers, *self._model.expert_parallel_buffers]
         kept += [buffer.param_data for buffer in buffers if buffer.param_data is not None]
-        return self._shelf.offload(
-            self._position.device, kept, blank=[buffer.grad_data for buffer in buffers]
-        )
+        return self._host.offload(self._position.device, kept, blank=[buffer.grad_data for buffer in buffers])
 
     def onload(self) -> None:
-        self._shelf.onload(self._position.device)
+        self._host.onload(self._position.device)
 
     def close(self) -> None:
         if not self._closed:
@@ -255,8 +244,7 @@ class MegatronBackend(Backend):
         )
 
     def _receive(self, plan: TensorPlan) -> torch.Tensor:
-        """Put a tensor together on rank 0: own pieces are copied, the others come from their ranks in one
-        message each."""
+        """Assemble a tensor on rank 0: copy its own pieces, receive those of another rank in one message."""
         tensor = torch.empty(plan.shape, dtype=DTYPES[self._trainer.dtype], device=self._position.device)
         for tp in sorted({piece.tp for piece in plan.pieces}):
             pieces = [piece for piece in plan.pieces if piece.tp == tp]
@@ -291,5 +279,19 @@ class MegatronBackend(Backend):
             dist.send(torch.cat(rows, plan.dim).contiguous(), 0)
 
 
+def _check(parallel: ParallelConfig, trainer: TrainerConfig, *, shared: bool) -> None:
+    if shared and parallel.world_size != 1:
+        raise SettingsError(
+            f"[parallel] asks for {parallel.world_size} ranks: with weights.transport 'shared' "
+            "the trainer is one"
+        )
+    if trainer.dtype not in DTYPES:
+        raise SettingsError(f"[trainer] dtype is {trainer.dtype!r}: use {' or '.join(DTYPES)}")
+
+
 def _initialize(config: ParallelConfig, trainer: TrainerConfig) -> parallel.Position:
+    """Prepare torch for megatron-core and join the process groups."""
+    if trainer.threads > 0:
+        torch.set_num_threads(trainer.threads)
+    cpu.install()
     return parallel.initialize(config, trainer.device, trainer.seed)

@@ -1,17 +1,16 @@
-"""A rank's part of a checkpoint: parameters, optimizer state and random states as safetensors, and one
-description of the layout.
+"""Saves and restores a rank's part of a checkpoint as safetensors, with a description of the layout.
 
 Files of a directory:
     layout.json                        model, sizes, dtype; by rank 0
     model-tp0-pp0.safetensors          trained parameters by megatron name; by the first data-parallel rank
-    optimizer-tp0-pp0-dp0.safetensors  moments, steps, masters, random states; by each rank whose share is its own
+    optimizer-tp0-pp0-dp0.safetensors  moments, steps, masters, random states; by each data-parallel rank if
+                                       the optimizer is distributed, else by the first
 
 The state is read from and written into torch's optimizer itself: megatron's own checkpoint path of the
 distributed optimizer refuses torch's AdamW on reload.
 """
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -21,18 +20,21 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from protocol.errors import SettingsError
+from protocol.host.atomic_file import sync
 from protocol.weights.lora import LoraConfig
 from trainer.megatron.architecture import Architecture
 from trainer.megatron.optimizer import Optimizer, is_distributed
 from trainer.megatron.parallel import Position
 
 FORMAT = 1
+"""Version of these files."""
 LAYOUT = "layout.json"
 STATE = ("exp_avg", "exp_avg_sq", "step")
+"""Adam's state of a parameter."""
 
 
 def layout(architecture: Architecture, position: Position, dtype: str, lora: LoraConfig) -> dict[str, Any]:
-    """What must be equal for a checkpoint to be restored: plain JSON values."""
+    """Return what must be equal for a checkpoint to be restored, as plain JSON values."""
     parallel = position.config
     return {
         "format": FORMAT,
@@ -53,11 +55,19 @@ def save_part(
     position: Position,
     description: dict[str, Any],
 ) -> None:
-    """Write this rank's files and sync them to disk. Which files: see the module's docstring."""
+    """Write this rank's files, which the module's docstring lists, and sync them to the disk.
+
+    Args:
+        directory: that of the checkpoint; exists.
+        parameters: trained parameters by megatron name.
+        optimizer: holds masters and moments.
+        position: this rank's place in the layout.
+        description: what `layout` returns.
+    """
     if position.rank_of(position.tp, position.pp, position.dp) == 0:
         path = directory / LAYOUT
         path.write_text(json.dumps(description, indent=1))
-        _sync(path)
+        sync(path)
     if position.dp == 0:
         _write(
             directory / _model_file(position),
@@ -74,11 +84,10 @@ def restore_part(
     position: Position,
     description: dict[str, Any],
 ) -> None:
-    """Read what `save_part` wrote, bit for bit.
+    """Load what `save_part` wrote, bit for bit; arguments as those of `save_part`.
 
     Raises:
-        SettingsError: if the checkpoint is of another layout or model, or incomplete; nothing has changed
-            then.
+        SettingsError: the checkpoint is of another layout or model, or incomplete; nothing changed.
     """
     _check_layout(directory, description)
     files = directory / _model_file(position), directory / _optimizer_file(position)
@@ -123,7 +132,8 @@ def _check_layout(directory: Path, description: dict[str, Any]) -> None:
             for key, (before, now) in different.items()
         )
         raise SettingsError(
-            f"{directory}: the checkpoint has another layout: {text}. Restore with the layout that it was saved in"
+            f"{directory}: the checkpoint has another layout: {text}. Restore with the layout that it was "
+            "saved in"
         )
 
 
@@ -164,8 +174,7 @@ def _restore_optimizer(
 
 
 def _members(inner: torch.optim.Optimizer, prefix: str) -> list[tuple[str, dict[str, Any], torch.Tensor]]:
-    """Key, group and tensor of everything that the optimizer steps, in its own order, which the layout
-    determines."""
+    """Return key, group and tensor of everything that an optimizer steps, in the order of the layout."""
     return [
         (f"{prefix}.{number}.{position}", group, parameter)
         for number, group in enumerate(inner.param_groups)
@@ -186,9 +195,4 @@ def _write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     # Parameters of a distributed optimizer are views of one buffer, which safetensors refuses to guess about:
     # each is written as itself.
     save_file({name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items()}, path)
-    _sync(path)
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    sync(path)

@@ -1,4 +1,4 @@
-"""The places where megatron-core assumes CUDA, patched; active only where there is no CUDA.
+"""Patches the places where megatron-core assumes CUDA; active only where there is no CUDA.
 
 Every patch but `cuda_type_names` only touches calls that raise on a machine without CUDA, so nothing else in
 the process can notice.
@@ -28,9 +28,8 @@ def install() -> None:
     torch.cuda.synchronize = lambda *args, **kwargs: None
     # The tied output layer of the last pipeline stage is moved to the GPU before its all-reduce.
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
-    # torch collects its factories when a device context is first used; if it met ours, contexts such as `with
-    # torch.device("meta")`, in which transformers loads models, would not reach the factories underneath any
-    # more.
+    # torch collects its factories when a device context is first used; if it collected ours, contexts such as
+    # `with torch.device("meta")`, in which transformers loads models, would not reach the original factories.
     _device_constructors()
     # Token counters, loss scales and norms are made with device="cuda".
     for name in ("zeros", "ones", "empty", "tensor"):
@@ -44,8 +43,10 @@ def install() -> None:
 
 @contextmanager
 def cuda_type_names() -> Iterator[None]:
-    """While open, `Tensor.type()` names the CUDA types: megatron's optimizers sort their parameters by these
-    names when they are built."""
+    """Make `Tensor.type()` name the CUDA types within the block.
+
+    megatron's optimizers sort their parameters by these names when they are built.
+    """
     if torch.cuda.is_available():
         yield
         return
@@ -74,8 +75,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 class _NoRandomStates:
-    """Stands in for the tracker of CUDA random states: the models here have no dropout and are never
-    initialized at random."""
+    """Replacement of the tracker of CUDA random states, which models without dropout do not need."""
 
     def fork(self, name: str = "") -> AbstractContextManager[None]:
         return nullcontext()

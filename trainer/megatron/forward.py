@@ -1,4 +1,4 @@
-"""Forward and backward passes of a whole batch through megatron's schedule.
+"""Runs forward and backward passes of a whole batch through megatron's schedule.
 
 Shapes: N samples and L tokens of the batch; n samples and l tokens of a micro-batch; T tokens whose logits
 are computed. The logits at position i predict token i + 1, so a forward pass takes tokens 0 .. l - 2.
@@ -27,7 +27,7 @@ METRICS = ("loss", "entropy", "clipped", "ratio", "logprob_error_max")
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """A few samples of the batch, cut to their longest."""
+    """A few samples of the batch, cut to the longest of them."""
 
     samples: torch.Tensor
     """int64 [n]: rows of the batch; padding repeats row 0 and asks for no token of it."""
@@ -44,13 +44,16 @@ class MicroBatch:
 def split_batch(
     batch: Batch, mask: torch.Tensor, position: Position, micro_batch_size: int
 ) -> list[MicroBatch]:
-    """This data-parallel rank's micro-batches; every rank gets equally many.
+    """Return this data-parallel rank's micro-batches; every rank gets equally many.
 
     Samples are sorted by length, so that those of a micro-batch need little padding, and dealt to the ranks
     in turn. With a pipeline all micro-batches have one shape, as its stages agree on it beforehand.
 
     Args:
+        batch: the whole batch.
         mask: bool [N, L]: tokens whose log-probabilities are wanted.
+        position: this rank's place in the layout.
+        micro_batch_size: samples of a micro-batch.
     """
     count, pieces = len(batch.sequence_lengths), position.config.data_parallel_size
     size = max(1, min(micro_batch_size, -(-count // pieces)))
@@ -103,8 +106,7 @@ class Runner:
         self._rows = OutputRows(inner) if inner.post_process and not position.sequence_parallel else None
 
     def train(self, batch: Batch, algorithm: Algorithm) -> dict[str, float]:
-        """Forward and backward over the batch; gradients are left in the model's buffers, complete over all
-        ranks.
+        """Run forward and backward over the batch; the model's buffers then hold the complete gradients.
 
         Returns:
             METRICS, equal on every rank: sums over trained tokens, but the largest error is a maximum.
@@ -124,8 +126,10 @@ class Runner:
 
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> torch.Tensor:
-        """float32 [N, L] on the CPU, complete on every rank: log-probabilities of the sampled tokens, 0
-        elsewhere."""
+        """Return the log-probabilities of the sampled tokens, 0 elsewhere.
+
+        float32 [N, L] on the CPU, complete on every rank.
+        """
         outputs = self._run(batch, batch.sampled_mask, self._collect, forward_only=True)
         result = torch.zeros(batch.tokens.shape, dtype=torch.float32, device=self.position.device)
         if self.position.tp == 0:
@@ -151,7 +155,7 @@ class Runner:
     def _forward(
         self, temperature: float, finish: Any, micro_batches: Iterator[MicroBatch], model: Any
     ) -> tuple[torch.Tensor, Any]:
-        """megatron's forward step: the stage's output, and what makes a loss of it on the last stage."""
+        """Make megatron's forward step: return the stage's output, and what turns it into a loss."""
         micro = next(micro_batches)
         if self._rows is not None:
             index = (micro.columns - 1) * len(micro.samples) + micro.rows
@@ -196,7 +200,7 @@ class Runner:
 
 @dataclass(frozen=True, slots=True)
 class _LossContext:
-    """The whole batch's side of the loss."""
+    """What the loss of a micro-batch needs of the whole batch."""
 
     batch: Batch
     algorithm: Algorithm
@@ -208,7 +212,7 @@ class _LossContext:
     def loss(
         self, micro: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The micro-batch's part of the sum, and its METRICS as float64 [5]."""
+        """Return the micro-batch's part of the sum, and its METRICS as float64 [5]."""
         batch, device = self.batch, logprobs.device
         width = max(2, int(batch.sequence_lengths[micro.samples].max()))
         place = (micro.rows, micro.columns)

@@ -1,8 +1,7 @@
-"""The training model as a generator: a GPTModel with megatron-core's static KV cache, called for one step at
-a time.
+"""Generates with the training model: a GPTModel with megatron-core's static KV cache, one step at a time.
 
 megatron-core's own static engine runs a batch to its end, with one length for all rows. Here each row of the
-cache, a slot, has its own length: requests come and go between two steps, and weights may change there.
+cache, a slot, has its own length: requests start and end between two steps, and weights may change there.
 
 Shapes: B slots in use, which are 0 .. B - 1 without a gap; N sequences, S tokens of the longest; V
 vocabulary; D head size.
@@ -27,15 +26,14 @@ from trainer.megatron.reshard import export_plan
 from trainer.megatron.sharing import buffers_of, parts_of
 
 INITIAL_DEVIATION = 0.02
-"""Of the random weights of a model without a checkpoint."""
+"""Standard deviation of the random weights of a model without a checkpoint."""
 
 
 class SlotCache(StaticInferenceContext):
-    """megatron-core's cache, [length, slots, kv heads, D] for each layer; keys lie in it as they are attended
-    to, rotated."""
+    """megatron-core's KV cache, [length, slots, kv heads, D] for each layer; keys are stored rotated."""
 
     def __init__(self, slots: int, length: int, architecture: Architecture, like: torch.Tensor) -> None:
-        """Allocated at once, in dtype and on the device of `like`."""
+        """Allocate all of it, in the dtype and on the device of `like`."""
         super().__init__(slots, length)
         self.materialize_only_last_token_logits = False
         shape = (length, slots, architecture.kv_heads, architecture.head_dim)
@@ -43,15 +41,20 @@ class SlotCache(StaticInferenceContext):
             layer + 1: (like.new_empty(shape), like.new_empty(shape)) for layer in range(architecture.layers)
         }
         self.positions = torch.empty(0)
-        """int64, of this pass's tokens: [S, 1] in a prefill, [1, B] when every slot gets one token."""
+        """int64: positions of this pass's tokens, [S, 1] in a prefill, [1, B] when every slot gets one."""
         self.first = 0
         """The first slot of a prefill."""
         self.width = 0
-        """Tokens of the longest slot, with this pass's."""
+        """Tokens of the longest slot, including this pass's."""
 
     def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keep this pass's keys and values, [S, N, kv heads, D] or [1, B, ...]; returns all that its queries
-        attend to."""
+        """Store this pass's keys and values; returns all that its queries attend to.
+
+        Args:
+            layer: from 1.
+            key: [S, N, kv heads, D] in a prefill, [1, B, kv heads, D] when every slot gets one token.
+            value: shaped as `key`.
+        """
         keys, values = memory = self.key_value_memory_dict[layer]
         if self.is_decode_only():
             slots = torch.arange(key.size(1), device=key.device)
@@ -61,20 +64,17 @@ class SlotCache(StaticInferenceContext):
         for kept, new in zip(memory, (key, value), strict=True):
             part = kept[:, self.first : self.first + new.size(1)]
             part[: len(new)] = new
-            part[len(new) :] = (
-                0  # masked until it is written, but a NaN of an earlier request would come through the mask
-            )
+            part[len(new) :] = 0  # masked, but a NaN of an earlier request would pass the mask
         return key, value
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All of its memory."""
+        """All keys and values."""
         return [kept for memory in self.key_value_memory_dict.values() for kept in memory]
 
 
 class SlotAttention(SelfAttention):
-    """Self-attention whose queries and keys are rotated for the positions that a `SlotCache` says, before
-    they are kept."""
+    """Self-attention that rotates queries and keys for the positions of a `SlotCache` before storing them."""
 
     def _adjust_key_value_for_inference(
         self,
@@ -96,8 +96,7 @@ class SlotAttention(SelfAttention):
 
 
 class SlotModel:
-    """The whole model on one rank, in a process of its own or beside other users of megatron-core. Not
-    thread-safe."""
+    """The whole model on one rank, alone or beside other users of megatron-core. Not thread-safe."""
 
     def __init__(
         self, model_dir: Path, *, dtype: str, slots: int, length: int, buffer_bytes: int = 0
@@ -105,15 +104,16 @@ class SlotModel:
         """Load a checkpoint; a directory without one gives random weights.
 
         Args:
+            model_dir: directory with config.json, and safetensors if it is a checkpoint.
             dtype: one of `DTYPES`.
             slots: sequences at a time.
             length: tokens of the longest sequence.
-            buffer_bytes: what the KV cache may take: fewer slots are made if it is too small for all; 0
-                is no bound.
+            buffer_bytes: limit of the KV cache: fewer slots are made if it is too small for all; 0 is no
+                limit.
 
         Raises:
-            SettingsError: if the model is not supported, or the buffer holds no sequence.
-            RuntimeError: if there is no room for the parameters or the cache.
+            SettingsError: the model is not supported, or the buffer holds no sequence.
+            RuntimeError: there is no room for the parameters or the cache.
         """
         if dtype not in DTYPES:
             raise SettingsError(f"dtype is {dtype!r}: use {' or '.join(DTYPES)}")
@@ -150,8 +150,7 @@ class SlotModel:
         self._device = position.device
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy whole checkpoint tensors to where they belong: the plan of the trainer's export, read
-        backwards."""
+        """Copy whole checkpoint tensors into the parameters, by the plan of the trainer's export."""
         for name, tensor in tensors:
             plan = self._plan[name]
             for piece in plan.pieces:
@@ -159,17 +158,16 @@ class SlotModel:
                 rows.copy_(tensor.narrow(plan.dim, piece.start, piece.length))
 
     def parts(self) -> dict[str, torch.Tensor]:
-        """Checkpoint name -> the view of a parameter that is the tensor, laid as `is_laid_as` says."""
+        """Return checkpoint name -> the view of a parameter that is the tensor, see `matches_layout`."""
         return parts_of(self._plan.values(), self.parameters)
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """What it computes with beside the parameters."""
+        """Return the tensors that it computes with beside the parameters."""
         return buffers_of(self.module)
 
     @torch.no_grad()
     def prefill(self, first: int, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Fill the slots from `first` on, one for each sequence. Returns logits [N, V] after the last token
-        of each."""
+        """Fill the slots from `first` on, one for each sequence; returns logits [N, V] after its end."""
         lengths = torch.tensor([len(sequence) for sequence in sequences], device=self._device)
         longest = max(map(len, sequences))
         tokens = torch.tensor(
@@ -183,8 +181,12 @@ class SlotModel:
 
     @torch.no_grad()
     def decode(self, tokens: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-        """One more token in each of the B slots in use, which hold `lengths`. Returns logits [B, V] after
-        it."""
+        """Append a token to each of the B slots in use; returns logits [B, V] after it.
+
+        Args:
+            tokens: one for each slot.
+            lengths: tokens that each slot holds before.
+        """
         positions = torch.tensor(lengths, device=self._device)
         self.cache.enable_decode_mode()
         self.cache.positions, self.cache.width = positions[None], max(lengths) + 1
@@ -193,7 +195,7 @@ class SlotModel:
         return self._logits(torch.tensor(tokens, device=self._device)[:, None], mask[:, None, None])[:, 0]
 
     def move(self, source: int, target: int) -> None:
-        """Slot `target` gets what `source` holds."""
+        """Copy slot `source` to slot `target`."""
         for kept in self.cache.tensors:
             kept[:, target] = kept[:, source]
 
@@ -211,10 +213,11 @@ class SlotModel:
 
 
 def _slots(architecture: Architecture, itemsize: int, length: int, wanted: int, buffer_bytes: int) -> int:
-    """How many sequences the KV cache holds."""
+    """Return how many sequences the KV cache holds."""
     of_one = 2 * architecture.layers * architecture.kv_heads * architecture.head_dim * itemsize * length
     if 0 < buffer_bytes < of_one:
         raise SettingsError(
-            f"the KV cache of one sequence of {length} tokens takes {of_one / 2**30:.3g} GiB, the buffer has {buffer_bytes / 2**30:.3g}"
+            f"the KV cache of one sequence of {length} tokens takes {of_one / 2**30:.3g} GiB, the buffer has "
+            f"{buffer_bytes / 2**30:.3g}"
         )
     return min(wanted, buffer_bytes // of_one) if buffer_bytes else wanted

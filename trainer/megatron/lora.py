@@ -1,5 +1,4 @@
-"""Adapters on megatron's parallel layers, split as the layers are, and the rules by which their tensors are
-exported.
+"""Puts adapters on megatron's parallel layers, split as these are, and defines the rules of their export.
 
 A column-parallel layer (qkv, gate and up) has A on every tensor rank and the rank's rows of B; a row-parallel
 one (output, down) the rank's columns of A and B on every rank. Fused layers have an adapter for each tensor
@@ -30,7 +29,7 @@ from trainer.megatron.parallel import Position
 
 
 class LowRank(torch.nn.Module):
-    """scaling * B A of one Hugging Face weight; this rank's share of A and B."""
+    """This rank's share of A and B of one Hugging Face weight."""
 
     def __init__(self, a: torch.Tensor, b: torch.Tensor) -> None:
         super().__init__()
@@ -38,21 +37,21 @@ class LowRank(torch.nn.Module):
 
 
 class Adapters(torch.nn.ModuleDict):
-    """The adapters of one layer by the last part of the weight's name; lies in the layer as its submodule
-    `lora`."""
+    """The adapters of one layer, whose submodule `lora` it is, by the last part of the weight's name."""
 
     scaling: float
+    """Factor of B A."""
     groups: int
-    """Key-value heads of this rank; for qkv."""
+    """Key-value heads of this rank; set for qkv only, as is `head_dim`."""
     head_dim: int
     sequence_parallel: bool
 
 
 def lora_rules(rules: Iterable[Rule], config: LoraConfig) -> list[Rule]:
-    """The rules of the adapters of parameters that `rules` name; empty for those without one.
+    """Return the rules of the adapters of the parameters that `rules` name.
 
     Raises:
-        SettingsError: a layer that cannot have adapters, or a target module that no layer has.
+        SettingsError: a layer cannot have adapters, or no layer has a target module.
     """
     rules = list(rules)
     shapes = {name: shape for rule in rules for name, shape in rule.shapes.items()}
@@ -68,7 +67,7 @@ def lora_rules(rules: Iterable[Rule], config: LoraConfig) -> list[Rule]:
 
 
 def _pair(rule: Rule, target: AdapterTarget, config: LoraConfig) -> tuple[Rule, Rule]:
-    """The rules of A and B of one weight."""
+    """Return the rules of A and B of one weight."""
     here = f"{rule.parameter.removesuffix('.weight')}.lora.{target.module.rpartition('.')[2]}"
     a, b = (config.rank, target.shape[1]), (target.shape[0], config.rank)
     if isinstance(rule, Split) and rule.dim == 1:
@@ -87,14 +86,20 @@ def _pair(rule: Rule, target: AdapterTarget, config: LoraConfig) -> tuple[Rule, 
 def attach(
     model: GPTModel, rules: list[Rule], config: LoraConfig, position: Position, seed: int
 ) -> dict[str, torch.Tensor]:
-    """Freeze the model and put this rank's share of the adapters into it. Returns their parameters by
-    megatron's names.
+    """Freeze the model and put this rank's share of the adapters into it; returns their parameters.
 
     Args:
-        rules: of this rank's pipeline stage, without adapters.
+        model: this rank's part.
+        rules: those of this rank's pipeline stage, without adapters.
+        config: rank, scaling and target modules.
+        position: this rank's place in the layout.
+        seed: that of the initial values.
+
+    Returns:
+        megatron's name -> parameter.
 
     Raises:
-        SettingsError: if the adapters cannot be split over the tensor ranks.
+        SettingsError: the adapters cannot be split over the tensor ranks.
     """
     tp = position.config.tensor_model_parallel_size
     heads = {rule.parameter: rule for rule in rules if isinstance(rule, FusedQKV)}
@@ -115,8 +120,8 @@ def attach(
         layer.lora[key] = pair = LowRank(
             *(_share(first, rule, tp, position.tp).to(like.device, like.dtype) for rule in (a, b))
         )
-        # Of a row-parallel layer's output each rank then has only its tokens: the mark makes megatron add up
-        # the gradients.
+        # With sequence parallelism each rank has only its tokens of a row-parallel layer's output: the mark
+        # makes megatron add up the gradients.
         pair.b.sequence_parallel = position.sequence_parallel and isinstance(b, Direct)  # type: ignore[attr-defined]
     parameters = {name: parameter for name, parameter in model.named_parameters() if ".lora." in name}
     mark_split(parameters, found)
@@ -131,7 +136,8 @@ def _empty(rule: FusedQKV | None, config: LoraConfig, position: Position) -> Ada
         tp = position.config.tensor_model_parallel_size
         if rule.groups % tp:
             raise SettingsError(
-                f"lora with tensor_model_parallel_size = {tp}: it must divide the {rule.groups} key-value heads"
+                f"lora with tensor_model_parallel_size = {tp}: it must divide the {rule.groups} key-value "
+                "heads"
             )
         adapters.groups, adapters.head_dim = rule.groups // tp, rule.head_dim
     return adapters
@@ -143,7 +149,7 @@ def _share(first: Mapping[str, torch.Tensor], rule: Rule, tp: int, rank: int) ->
 
 
 def _column_hook(layer: Any, inputs: tuple[torch.Tensor, ...], output: Any) -> Any:
-    """Add what the adapters say to a column-parallel layer's output, in the order of its rows."""
+    """Add the adapters' outputs to a column-parallel layer's output, in the order of its rows."""
     adapters: Adapters = layer.lora
     x = inputs[0]
     if adapters.sequence_parallel:
@@ -159,7 +165,7 @@ def _column(x: torch.Tensor, pair: Any) -> torch.Tensor:
 
 
 def _in_order(adapters: Adapters, deltas: Mapping[str, torch.Tensor], output: torch.Tensor) -> torch.Tensor:
-    """The deltas as the fused layer has its rows; zeros for what has no adapter."""
+    """Arrange the deltas as the fused layer's rows; zeros where there is no adapter."""
     lead = output.shape[:-1]
     if "gate_proj" in deltas or "up_proj" in deltas:
         half = output.new_zeros(*lead, output.shape[-1] // 2)
@@ -176,7 +182,7 @@ def _in_order(adapters: Adapters, deltas: Mapping[str, torch.Tensor], output: to
 
 
 def _row_hook(layer: Any, inputs: tuple[torch.Tensor, ...], output: Any) -> Any:
-    """Add what the adapter says to a row-parallel layer's output."""
+    """Add the adapter's output to a row-parallel layer's output."""
     adapters: Adapters = layer.lora
     pair: Any = next(iter(adapters.values()))
     inner = F.linear(inputs[0], pair.a)  # of this rank's columns only

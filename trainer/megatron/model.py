@@ -1,4 +1,4 @@
-"""A megatron GPTModel for one rank, with layers of our own spec: no TransformerEngine, no Apex.
+"""Builds a megatron GPTModel for one rank, with layers of our own spec: no TransformerEngine, no Apex.
 
 Shapes: S tokens of a sequence, B sequences, H hidden size, P tensor ranks; megatron's activations are [S, B,
 H].
@@ -35,9 +35,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class RMSNorm(torch.nn.Module):
-    """Root mean square norm over the last dimension. Unlike megatron's it may stand in sequence-parallel
-    regions: its mark makes megatron add up the weight's gradient over the tensor ranks, of which each sees
-    only its tokens."""
+    """Root mean square norm over the last dimension, which sequence-parallel regions may contain.
+
+    There each tensor rank has only its tokens; the mark on the weight, which megatron's own norm lacks, makes
+    megatron add up its gradient over the ranks.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused: Any) -> None:
         super().__init__()
@@ -51,8 +53,10 @@ class RMSNorm(torch.nn.Module):
 
 
 class CausalAttention(MegatronModule):
-    """Attention on torch's own kernels. Sequences are padded on the right, so without a mask causality alone
-    keeps padding out."""
+    """Attention on torch's own kernels.
+
+    Sequences are padded on the right, so causality alone excludes padding, without a mask.
+    """
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **unused: Any) -> None:
         super().__init__(config=config)
@@ -61,10 +65,12 @@ class CausalAttention(MegatronModule):
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **unused: Any
     ) -> torch.Tensor:
-        """[S, B, heads, head_dim] to [S, B, heads * head_dim]; heads of this tensor rank, fewer for key and
-        value if they are grouped.
+        """Map [S, B, heads, head_dim] to [S, B, heads * head_dim].
 
         Args:
+            query: heads of this tensor rank.
+            key: as `query`, with fewer heads if they are grouped.
+            value: shaped as `key`.
             attention_mask: None for causal attention; with one query for each sequence bool [B, 1, 1,
                 keys], true where it attends.
         """
@@ -84,7 +90,7 @@ class CausalAttention(MegatronModule):
 
 
 class OutputRows:
-    """Computes logits only where they are needed: prompts and padding do not pay for the vocabulary.
+    """A selection of the rows whose logits are computed, so that prompts and padding cost nothing.
 
     Set `index` (int64 [T] into the flattened [S, B]) before a forward pass; the model then returns logits [1,
     T, V / P].
@@ -106,10 +112,10 @@ class OutputRows:
 def transformer_config(
     architecture: Architecture, position: Position, dtype: torch.dtype
 ) -> TransformerConfig:
-    """The model in megatron's terms.
+    """Return the model's configuration in megatron's terms.
 
     Raises:
-        SettingsError: if megatron refuses the combination of model and layout.
+        SettingsError: megatron refuses the combination of model and layout.
     """
     parallel = position.config
     try:
@@ -135,7 +141,7 @@ def transformer_config(
             params_dtype=dtype,
             pipeline_dtype=dtype,
             bf16=dtype is torch.bfloat16,
-            # Weights come from a checkpoint: a random initialization first would be time for nothing.
+            # Weights come from a checkpoint: a random initialization would be wasted.
             perform_initialization=False,
             use_cpu_initialization=position.device.type == "cpu",
             # The step's loss is a plain sum: no division by micro-batches or ranks.
@@ -153,10 +159,13 @@ def build_model(
     *,
     attention: type[Any] = SelfAttention,
 ) -> GPTModel:
-    """This rank's part of the model, with uninitialized weights. A collective: every rank calls it.
+    """Build this rank's part of the model, with uninitialized weights. A collective: every rank calls it.
 
     Args:
-        attention: the layers' SelfAttention; generation has one of its own.
+        architecture: the whole model's.
+        config: what `transformer_config` returns.
+        position: this rank's place in the layout.
+        attention: class of the layers' self-attention; generation has one of its own.
     """
     stages = architecture.layers // config.pipeline_model_parallel_size
     block = TransformerBlockSubmodules(
@@ -184,10 +193,10 @@ def build_model(
 
 
 def mark_split(parameters: Mapping[str, torch.Tensor], rules: Iterable[Rule]) -> None:
-    """Mark the parameters that are split over tensor ranks, so that gradient norms count them on every rank
-    and replicated ones once.
+    """Mark the parameters that are split over tensor ranks.
 
-    megatron does this while it initializes weights at random, which is left out here.
+    So gradient norms count them on every rank, and replicated ones once. megatron does this while it
+    initializes weights at random, which is left out here.
     """
     for rule in rules:
         parameter = parameters[rule.parameter]
@@ -221,7 +230,7 @@ def _layer_spec(qk_norm: bool, attention: type[Any]) -> ModuleSpec:
 
 
 def _residual(training: bool, fused: bool) -> Any:
-    """Megatron's bias-dropout-add without the dropout, which the models here never have."""
+    """Return megatron's bias-dropout-add without the dropout, which the models here never have."""
 
     def add(
         output_and_bias: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, probability: float

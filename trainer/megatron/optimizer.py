@@ -1,7 +1,7 @@
-"""megatron's optimizer: AdamW on float32 masters, its state spread over data-parallel ranks if asked for.
+"""Wraps megatron's optimizer: AdamW on float32 masters, its state sharded over data-parallel ranks if asked.
 
-Of a parameter its master is `main_param`: in bfloat16 megatron sets it, in float32 it has none unless masters
-are to be apart.
+A parameter's master is its `main_param`: megatron sets it in bfloat16; in float32 there is none, unless
+masters are to be separate.
 """
 
 import math
@@ -31,13 +31,12 @@ def wrap_model(model: GPTModel, config: TransformerConfig, position: Position) -
 
 
 def is_distributed(position: Position) -> bool:
-    """Whether the optimizer state is spread: over one rank there is nothing to spread, and the copies it
-    would cost are saved."""
+    """Return whether the optimizer state is sharded, which is pointless over one rank and costs copies."""
     return position.config.use_distributed_optimizer and position.config.data_parallel_size > 1
 
 
 class Optimizer:
-    """Clips, steps and warms up. The learning rate is constant after `lr_warmup_steps` of linear growth."""
+    """AdamW with clipping; the learning rate is constant after `lr_warmup_steps` of linear growth."""
 
     def __init__(
         self,
@@ -48,10 +47,14 @@ class Optimizer:
         *,
         apart: bool = False,
     ) -> None:
-        """Build on the wrapped model. A collective. Weights must be loaded before: masters are copies of
-        them.
+        """Build on the wrapped model, whose weights must be loaded: masters are copies of them. A collective.
 
-        `apart`: in float32, too, where it else steps the parameters themselves; on one rank.
+        Args:
+            config: settings of AdamW.
+            model: what `wrap_model` returned.
+            position: this rank's place in the layout.
+            dtype: that of the parameters.
+            apart: have masters in float32, too, instead of stepping the parameters; on one rank only.
         """
         self.config = config
         settings = MegatronOptimizerConfig(
@@ -78,9 +81,9 @@ class Optimizer:
         self.masters: dict[str, torch.Tensor] = {
             name: parameter.main_param for name, parameter in self._parameters.items()
         }
-        """By parameter, if they are to be apart."""
+        """Parameter -> its master; empty unless masters are to be separate."""
         for group in self.megatron.param_groups:
-            # megatron marks what should not decay, but only its own scheduler heeds the mark.
+            # megatron marks what should not decay, but only its own scheduler uses the mark.
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
             if isinstance(self._inner[0].optimizer, torch.optim.AdamW):
                 group["fused"] = True
@@ -95,7 +98,7 @@ class Optimizer:
         return [inner.optimizer for inner in self._inner if inner.optimizer is not None]
 
     def tensors(self) -> list[torch.Tensor]:
-        """Masters and moments of this rank's share."""
+        """Return masters and moments of this rank's share."""
         found = [
             parameter
             for inner in self.torch_optimizers
@@ -108,23 +111,22 @@ class Optimizer:
         ]
 
     def leave_parameters(self) -> None:
-        """From now on somebody else brings the masters, which are apart, to the parameters; here nothing
-        writes to them."""
+        """Write no parameter from now on: the engine that they belong to copies the masters to them."""
         self._fills = False
 
     @torch.no_grad()
     def fill_parameters(self) -> None:
-        """Bring masters that are apart to the parameters, unless somebody else does that."""
+        """Copy separate masters to the parameters, unless an engine does that."""
         for name, parameter in self._parameters.items() if self._fills else ():
             parameter.copy_(self.masters[name])
 
     def learning_rate(self) -> float:
-        """Of the next step."""
+        """Return the learning rate of the next step."""
         warmup = self.config.lr_warmup_steps
         return self.config.lr * min(1.0, (self.steps + 1) / warmup) if warmup else self.config.lr
 
     def step(self) -> tuple[float, str]:
-        """One step on the gradients of the last backward pass.
+        """Make one step on the gradients of the last backward pass.
 
         Returns:
             The gradient norm before clipping, and why the step was skipped ("" if it was not).
@@ -148,7 +150,7 @@ class Optimizer:
         return norm, ""
 
     def zero_grad(self, model: Any) -> None:
-        """Forget the gradients."""
+        """Zero the gradients."""
         model.zero_grad_buffer()
         self.megatron.zero_grad()
 
@@ -161,14 +163,14 @@ class Optimizer:
 
 
 def _finalize_gradients(model: list[Any], num_tokens: torch.Tensor | None, **groups: Any) -> None:
-    """megatron's reduction of the gradients over ranks, without the division by tokens: the loss is a sum."""
+    """Reduce the gradients over ranks as megatron does, but do not divide by tokens: the loss is a sum."""
     finalize_model_grads(model, None, **groups)
 
 
 def _set_apart(optimizer: torch.optim.Optimizer) -> None:
-    """Have it step copies of the parameters, with the parameters' gradients.
+    """Make an optimizer step copies of the parameters, with the parameters' gradients.
 
-    For one rank alone: megatron's marks of what several hold twice are not copied.
+    For one rank only: megatron's marks of what several ranks replicate are not copied.
     """
     for group in optimizer.param_groups:
         for position, parameter in enumerate(group["params"]):

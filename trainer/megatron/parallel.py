@@ -1,4 +1,4 @@
-"""The process groups of a run: torch.distributed and megatron's parallel state, from a `ParallelConfig`."""
+"""Makes the process groups of a run: torch.distributed and megatron's parallel state."""
 
 import atexit
 import os
@@ -15,23 +15,26 @@ from protocol.errors import SettingsError
 from trainer.config import ParallelConfig
 
 TIMEOUT = timedelta(minutes=10)
+"""How long a rank waits for the others in a collective."""
 
 _initializing = threading.Lock()
-"""A process may have a trainer and an engine, which start in threads of their own."""
+"""Held while groups are made or left: a process may start a trainer and an engine in two threads."""
 _users = 0
 _owns_torch = False
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where this process stands in the layout. Ranks count from 0; `tp` varies fastest, then `dp`, then
-    `pp`."""
+    """Place of this process in the layout. Ranks count from 0; `tp` varies fastest, then `dp`, then `pp`."""
 
     config: ParallelConfig
     device: torch.device
     tp: int
+    """Tensor rank."""
     pp: int
+    """Pipeline stage."""
     dp: int
+    """Data-parallel rank."""
 
     @property
     def first_stage(self) -> bool:
@@ -43,11 +46,11 @@ class Position:
 
     @property
     def sequence_parallel(self) -> bool:
-        """Sequence parallelism splits over the tensor ranks, so it is nothing with one of them."""
+        """Whether sequences are split over the tensor ranks: never with one of them."""
         return self.config.sequence_parallel and self.config.tensor_model_parallel_size > 1
 
     def rank_of(self, tp: int, pp: int, dp: int = 0) -> int:
-        """The global rank at that place."""
+        """Return the global rank at a place."""
         config = self.config
         return tp + config.tensor_model_parallel_size * (dp + config.data_parallel_size * pp)
 
@@ -58,10 +61,12 @@ def initialize(config: ParallelConfig, device: str, seed: int) -> Position:
     Under torchrun the processes meet by its environment variables; a plain `python` is a world of one.
 
     Args:
+        config: the layout.
         device: auto, cpu or cuda.
+        seed: that of megatron's CUDA random states.
 
     Raises:
-        SettingsError: if the layout does not fit the number of processes, or CUDA is asked for and missing.
+        SettingsError: the layout does not fit the number of processes, or CUDA is asked for and missing.
     """
     global _users, _owns_torch
     place = _device(device)
@@ -73,21 +78,15 @@ def initialize(config: ParallelConfig, device: str, seed: int) -> Position:
     )
     if min(sizes) < 1 or world != config.world_size:
         raise SettingsError(
-            f"[parallel] asks for {config.world_size} processes (tensor {sizes[0]} x pipeline {sizes[1]} x data {sizes[2]}), but {world} "
-            f"are running: start the trainer with torchrun --nproc-per-node {config.world_size}, or change the sizes"
+            f"[parallel] asks for {config.world_size} processes (tensor {sizes[0]} x pipeline {sizes[1]} x "
+            f"data {sizes[2]}), but {world} are running: start the trainer with torchrun --nproc-per-node "
+            f"{config.world_size}, or change the sizes"
         )
     with _initializing:
         if not dist.is_initialized():
             _owns_torch = _initialize_torch(place, world)
         if mpu.model_parallel_is_initialized():
-            current = (
-                mpu.get_tensor_model_parallel_world_size(),
-                mpu.get_pipeline_model_parallel_world_size(),
-            )
-            if current != sizes[:2]:
-                raise SettingsError(
-                    f"this process already holds a layout (tensor, pipeline) = {current}, not {sizes[:2]}: close that backend first"
-                )
+            _check_layout(sizes[:2])
         else:
             mpu.initialize_model_parallel(*sizes[:2], create_gloo_process_groups=False)
             if place.type == "cuda":
@@ -115,6 +114,16 @@ def finalize() -> None:
             _owns_torch = False
 
 
+def _check_layout(sizes: tuple[int, int]) -> None:
+    """Check that megatron's groups, which another backend of this process made, have these sizes."""
+    current = (mpu.get_tensor_model_parallel_world_size(), mpu.get_pipeline_model_parallel_world_size())
+    if current != sizes:
+        raise SettingsError(
+            f"this process already has a layout (tensor, pipeline) = {current}, not {sizes}: "
+            "close that backend first"
+        )
+
+
 def _device(name: str) -> torch.device:
     available = torch.cuda.is_available()
     if name not in ("auto", "cpu", "cuda"):
@@ -123,7 +132,8 @@ def _device(name: str) -> torch.device:
         raise SettingsError("[trainer] device is cuda, but torch sees no CUDA device: use auto or cpu")
     if name == "cpu" and available:
         raise SettingsError(
-            "[trainer] device is cpu, but megatron-core uses CUDA where there is one: hide it with CUDA_VISIBLE_DEVICES=''"
+            "[trainer] device is cpu, but megatron-core uses CUDA where there is one: hide it with "
+            "CUDA_VISIBLE_DEVICES=''"
         )
     if not available:
         return torch.device("cpu")
@@ -133,13 +143,13 @@ def _device(name: str) -> torch.device:
 
 
 def _initialize_torch(device: torch.device, world: int) -> bool:
-    """Returns whether `finalize` is to undo it."""
+    """Initialize torch.distributed; return whether `finalize` is to undo it."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     device_id = device if device.type == "cuda" else None
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=TIMEOUT, device_id=device_id)
-        # torchrun's store keeps the addresses of the first meeting, so a second one through it would wait
-        # forever: this one stays.
+        # torchrun's store keeps the addresses of the first rendezvous, so a second one through it would wait
+        # forever: these groups stay until the process exits.
         atexit.register(_leave)
         return False
     store = dist.HashStore()  # type: ignore[attr-defined]

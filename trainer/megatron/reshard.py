@@ -1,6 +1,6 @@
-"""Which slice of which training rank goes to which Hugging Face tensor: a pure plan, plain data.
+"""Plans which slice of which training rank is which part of a Hugging Face tensor: pure, plain data.
 
-The plan names for every tensor its pieces; a piece is rows of one rank's parameter. Loading reads it
+The plan names the pieces of every tensor; a piece is rows of one rank's parameter. Loading reads it
 backwards. An engine that is split itself needs no other plan, only these pieces cut once more at its own
 boundaries.
 """
@@ -16,7 +16,7 @@ from trainer.megatron.convert.rules import Rule
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`length` rows at `start` of the tensor are the rows at `local_start` of tensor rank `tp`."""
+    """Rows of a tensor: `length` at `start` are the rows at `local_start` of tensor rank `tp`."""
 
     tp: int
     start: int
@@ -26,7 +26,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """Where a Hugging Face tensor comes from. `pieces` cover it exactly once; rows count along `dim`."""
+    """Source of a Hugging Face tensor. `pieces` cover it exactly once; rows count along `dim`."""
 
     name: str
     shape: tuple[int, ...]
@@ -39,14 +39,15 @@ class TensorPlan:
 
 
 def stage_rules(architecture: Architecture, pp: int, stage: int) -> list[Rule]:
-    """The rules of the parameters that pipeline stage `stage` of `pp` holds.
+    """Return the rules of the parameters that pipeline stage `stage` of `pp` holds.
 
     Raises:
-        SettingsError: if the layers cannot be divided evenly.
+        SettingsError: the layers cannot be divided evenly.
     """
     if architecture.layers % pp:
         raise SettingsError(
-            f"pipeline_model_parallel_size = {pp} does not divide the model's {architecture.layers} layers: choose a divisor"
+            f"pipeline_model_parallel_size = {pp} does not divide the model's {architecture.layers} layers: "
+            "choose a divisor"
         )
     per_stage = architecture.layers // pp
     rules = embedding_rules(architecture) if stage == 0 else []
@@ -58,19 +59,19 @@ def stage_rules(architecture: Architecture, pp: int, stage: int) -> list[Rule]:
 
 
 def export_plan(architecture: Architecture, tp: int, pp: int) -> tuple[TensorPlan, ...]:
-    """All tensors of the model in the order of the export: embedding, layers, final norm, output layer.
+    """Plan all tensors of the model in the order of the export: embedding, layers, final norm, output layer.
 
     Raises:
-        SettingsError: if the model cannot be split so, or a name has two sources.
+        SettingsError: the model cannot be split so, or a name has two sources.
     """
     return plan_of([stage_rules(architecture, pp, stage) for stage in range(pp)], tp)
 
 
 def plan_of(stages: Sequence[Sequence[Rule]], tp: int) -> tuple[TensorPlan, ...]:
-    """The tensors that the rules of each pipeline stage name, in their order.
+    """Plan the tensors that the rules of each pipeline stage name, in their order.
 
     Raises:
-        SettingsError: if a parameter cannot be split so, or a name has two sources.
+        SettingsError: a parameter cannot be split so, or a name has two sources.
     """
     plans: dict[str, TensorPlan] = {}
     for stage, rules in enumerate(stages):

@@ -1,5 +1,4 @@
-"""One model's memory as another of the same kind needs it to compute with it: which part is which tensor, and
-what beside the parameters it computes with. One rank."""
+"""Describes the memory of a model on one rank, so that another of its kind can compute with it."""
 
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
@@ -14,16 +13,18 @@ FREQUENCIES = "rotary_pos_emb.inv_freq"
 
 
 def parts_of(plans: Iterable[TensorPlan], parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Views of whole parameters that are the tensors of a checkpoint, by name, laid as `is_laid_as` says.
+    """Return views of whole parameters that are the tensors of a checkpoint, by name.
+
+    Their shapes are as `matches_layout` says.
 
     Raises:
-        SettingsError: a tensor lies in a parameter in unequal pieces or distances.
+        SettingsError: a tensor is scattered over a parameter in unequal pieces or distances.
     """
     return {plan.name: _part(plan, parameters[plan.parameter].detach()) for plan in plans}
 
 
 def buffers_of(model: GPTModel) -> dict[str, torch.Tensor]:
-    """The rotary frequencies; megatron-core keeps them in a plain attribute."""
+    """Return the model's buffers, with the rotary frequencies, which megatron-core keeps as an attribute."""
     return {**dict(model.named_buffers()), FREQUENCIES: model.rotary_pos_emb.inv_freq}
 
 

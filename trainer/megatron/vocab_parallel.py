@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies from logits whose vocabulary is split over tensor ranks.
+"""Computes log-probabilities and entropies from logits whose vocabulary is split over tensor ranks.
 
 Shapes: T tokens, V vocabulary, P tensor ranks; rank r holds the logits of rows [r V' / P, (r + 1) V' / P), V'
 being V padded.
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 SLICE_ELEMENTS = 1 << 24
-"""Logits that are held in float32 at a time: 64 MiB."""
+"""Number of logits that are held in float32 at a time: 64 MiB."""
 
 
 def vocab_parallel_logprobs(
@@ -24,7 +24,7 @@ def vocab_parallel_logprobs(
     size: int = 1,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """log softmax(logits / temperature) at the targets, and the entropy of that distribution, in nats.
+    """Return log softmax(logits / temperature) at the targets, and that distribution's entropy, in nats.
 
     Every rank of the group gets the same result, and in the backward pass the gradient of its own logits, so
     that no collective is needed there: upstream gradients are the same on all of them. Logits of the padding
@@ -34,6 +34,10 @@ def vocab_parallel_logprobs(
         logits: [T, V' / P] any float dtype; computed in float32.
         targets: int64 [T] in [0, V).
         vocabulary: V, without padding.
+        temperature: at which the tokens were sampled; positive.
+        rank: this tensor rank.
+        size: number of tensor ranks.
+        group: their process group; not needed with one.
 
     Returns:
         float32 [T] log-probabilities and float32 [T] entropies; gradients flow through both.
@@ -43,8 +47,7 @@ def vocab_parallel_logprobs(
 
 
 class _VocabParallel(torch.autograd.Function):
-    """Keeps the logits as they came and two numbers a token; both passes work through the tokens in
-    slices."""
+    """Saves the logits and two numbers for each token; both passes work through the tokens in slices."""
 
     @staticmethod
     def forward(
@@ -86,8 +89,11 @@ class _VocabParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """d log p_t / d z_j = ([j = t] - p_j) / temperature and d H / d z_j = -p_j (log p_j + H) /
-        temperature."""
+        """Compute the gradients with p = softmax(z / temperature) and entropy H.
+
+        d log p_t / d z_j = ([j = t] - p_j) / temperature
+        d H / d z_j = -p_j (log p_j + H) / temperature
+        """
         logits, local, mine, normalizer, entropies = ctx.saved_tensors
         of_logprobs, of_entropies = gradients
         result = torch.zeros_like(logits)

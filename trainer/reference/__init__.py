@@ -1,1 +1,1 @@
-"""The reference backend: plain torch and transformers, small enough to be the oracle of the others."""
+"""Implements the reference backend: plain torch and transformers, the oracle of the others."""

@@ -1,5 +1,4 @@
-"""Whether an engine rotates as transformers' model does: by its frequencies, or by a table of the angles that
-they make."""
+"""Validates an engine's buffers: rotary frequencies, or a table of the angles that they make."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,8 +14,11 @@ ROWS = 4096
 
 
 def check_model_buffers(model: Any, engine: Mapping[str, torch.Tensor]) -> None:
-    """Compare what `model` has computed from its config with what the engine has: where that has tables of
-    angles, with those.
+    """Compare the buffers that a model has computed from its config with an engine's.
+
+    Args:
+        model: of transformers.
+        engine: the engine's buffers by name; one whose name ends with `ROTARY` is a table of angles.
 
     Raises:
         SettingsError: a buffer is not on both sides, or differs.
@@ -31,11 +33,11 @@ def check_model_buffers(model: Any, engine: Mapping[str, torch.Tensor]) -> None:
 
 @torch.no_grad()
 def _check_angles(model: Any, name: str, table: torch.Tensor) -> None:
-    """`table`: [positions, rotary dimension]; cos of every angle, then sin."""
+    """Compare a table [positions, rotary dimension], cos then sin of every angle, with the model's angles."""
     rotary = getattr(model.base_model, "rotary_emb", None)
     if rotary is None:
         raise SettingsError(
-            f"buffer {name} of the engine: the trainer's model has no rotary embedding of its own to compare it with"
+            f"buffer {name} of the engine: the trainer's model has no rotary embedding to compare it with"
         )
     half = table.shape[1] // 2
     like = torch.empty(0, dtype=torch.float32, device=table.device)
@@ -45,7 +47,8 @@ def _check_angles(model: Any, name: str, table: torch.Tensor) -> None:
         cos, sin = (values[0] for values in rotary(like, positions))
         if cos.shape[1] != table.shape[1]:
             raise SettingsError(
-                f"buffer {name}: for {table.shape[1]} dimensions in the engine, for {cos.shape[1]} in the trainer"
+                f"buffer {name}: for {table.shape[1]} dimensions in the engine, for {cos.shape[1]} in the "
+                "trainer"
             )
         # one rounding of the table's dtype, and a few of an angle of up to so many radians: a GPU's powers
         # differ from the host's in those
@@ -53,5 +56,6 @@ def _check_angles(model: Any, name: str, table: torch.Tensor) -> None:
         difference = float((rows - torch.cat([cos[:, :half], sin[:, :half]], dim=1)).abs().max())
         if not difference <= bound:
             raise SettingsError(
-                f"buffer {name}: the engine's rotary angles are {difference:g} from those that the model's config makes"
+                f"buffer {name}: the engine's rotary angles are {difference:g} from those that the "
+                "model's config makes"
             )

@@ -1,5 +1,4 @@
-"""The oracle: plain torch and transformers on one device. Slow, short, and what the other backends are
-compared with."""
+"""Trains with plain torch and transformers on one device: slow, short, the oracle of the other backends."""
 
 import copy
 import dataclasses
@@ -28,17 +27,16 @@ from trainer.lora import merged
 from trainer.reference.attaching import check_model_buffers
 from trainer.reference.lora import attach
 from trainer.reference.state import load_state, save_state
-from trainer.reference.tally import StepMetrics
+from trainer.reference.step_metrics import StepMetrics
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class ReferenceBackend(Backend):
-    """AdamW on fp32 masters. Deterministic on the CPU: the same batches from the same checkpoint give the
-    same bits.
+    """AdamW on fp32 masters, on one rank.
 
-    Dropout stays off, so that E = 0 is on-policy. Weight decay spares vectors (norms and biases), as
-    Megatron-core does.
+    Deterministic on the CPU: the same batches from the same checkpoint give the same bits. Dropout stays off,
+    so that E = 0 is on-policy. Weight decay leaves out vectors (norms and biases), as in Megatron-core.
     """
 
     def __init__(
@@ -51,10 +49,10 @@ class ReferenceBackend(Backend):
         adapters: LoraConfig = NO_ADAPTERS,
         shared: bool = False,
     ) -> None:
-        """Load the model of a Hugging Face directory; with a rank in `adapters` only these are trained.
+        """Load the model of a Hugging Face directory; arguments as those of `make_backend`.
 
-        `shared`: masters are apart from the parameters in every dtype, and are what is published; `attach`
-        may follow.
+        With `shared`, masters are separate from the parameters in every dtype, and are what is published;
+        `attach` may follow.
 
         Raises:
             SettingsError: more than one rank, an unknown dtype or device, or a directory that
@@ -80,11 +78,11 @@ class ReferenceBackend(Backend):
             }
         for (
             parameter
-        ) in self._model.parameters():  # rotary frequencies stay what they are: an engine's have fp32 as well
+        ) in self._model.parameters():  # not buffers: an engine's rotary frequencies are fp32, too
             parameter.data = parameter.data.to(DTYPES[trainer.dtype])
         self._optimizer = _adamw(self._masters, optimizer)
         self._reference: torch.nn.Module | None = None
-        self._shelf = HostOffload()
+        self._host = HostOffload()
 
     @property
     def model(self) -> torch.nn.Module:
@@ -93,13 +91,13 @@ class ReferenceBackend(Backend):
 
     def train_step(self, batch: Batch) -> StepStats:
         weights = self._algorithm.token_weights(batch)
-        tally = StepMetrics()
+        metrics = StepMetrics()
         for rows in self._micro_batches(len(batch.tokens)):
-            self._accumulate(_part(batch, rows, self._device), weights[rows], tally)
+            self._accumulate(_part(batch, rows, self._device), weights[rows], metrics)
         grad_norm, skipped = (
-            self._step(batch.step) if tally.tokens else (0.0, "no token of the batch is within the bound")
+            self._step(batch.step) if metrics.tokens else (0.0, "no token of the batch is within the bound")
         )
-        return tally.stats(grad_norm, skipped)
+        return metrics.stats(grad_norm, skipped)
 
     def logprobs(self, batch: Batch) -> torch.Tensor:
         return self._evaluate(self._model, batch)
@@ -110,8 +108,10 @@ class ReferenceBackend(Backend):
         return self._evaluate(self._reference, batch)
 
     def keep_reference(self) -> None:
-        """Keep a copy of the weights as they are now; further calls do nothing. Not part of checkpoints: call
-        it before `restore`."""
+        """Keep a copy of the current weights; further calls do nothing.
+
+        It is not part of checkpoints: call this before `restore`.
+        """
         if self._reference is None:
             self._reference = copy.deepcopy(self._model).requires_grad_(False)
 
@@ -158,8 +158,8 @@ class ReferenceBackend(Backend):
             raise SettingsError(
                 "setting weights.transport: with 'shared' the trainer's state stays where the engine reads it"
             )
-        if self._shelf.in_use:
-            return self._shelf.nbytes
+        if self._host.in_use:
+            return self._host.nbytes
         self._optimizer.zero_grad()
         models = [model for model in (self._model, self._reference) if model is not None]
         weights = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
@@ -169,13 +169,13 @@ class ReferenceBackend(Backend):
             for value in state.values()
             if isinstance(value, torch.Tensor)
         ]
-        return self._shelf.offload(self._device, [*weights, *self._masters.values(), *moments])
+        return self._host.offload(self._device, [*weights, *self._masters.values(), *moments])
 
     def onload(self) -> None:
-        self._shelf.onload(self._device)
+        self._host.onload(self._device)
 
     def close(self) -> None:
-        """Let go of the model."""
+        """Release the reference model and the gradients."""
         self._reference = None
         self._optimizer.zero_grad()
 
@@ -193,7 +193,7 @@ class ReferenceBackend(Backend):
         size = self._trainer.micro_batch_size
         return [slice(start, start + size) for start in range(0, samples, size)]
 
-    def _accumulate(self, part: Batch, weights: torch.Tensor, tally: StepMetrics) -> None:
+    def _accumulate(self, part: Batch, weights: torch.Tensor, metrics: StepMetrics) -> None:
         """Add one micro-batch's gradient to that of the masters."""
         logprobs, entropy = self._forward(self._model, part)
         loss = self._algorithm.token_loss(
@@ -207,7 +207,7 @@ class ReferenceBackend(Backend):
         weights = weights[:, : part.tokens.shape[1]].to(self._device)
         total = (loss.loss * weights).sum()
         total.backward()
-        tally.add(part, total.detach(), loss, logprobs.detach(), entropy.detach())
+        metrics.add(part, total.detach(), loss, logprobs.detach(), entropy.detach())
         for name, parameter in self._trained.items():
             master = self._masters[name]
             if master is not parameter and parameter.grad is not None:
@@ -216,7 +216,7 @@ class ReferenceBackend(Backend):
                 parameter.grad = None
 
     def _step(self, step: int) -> tuple[float, str]:
-        """Clip and apply what was accumulated. Returns the gradient's norm, and why nothing was applied."""
+        """Clip and apply the gradient; returns its norm, and why it was not applied."""
         limit = self._config.clip_grad if self._config.clip_grad > 0 else float("inf")
         norm = float(torch.nn.utils.clip_grad_norm_(self._masters.values(), limit))
         finite = torch.isfinite(torch.tensor(norm)).item()
@@ -230,15 +230,18 @@ class ReferenceBackend(Backend):
 
     @torch.no_grad()
     def _publish_masters(self) -> None:
-        if self._attached:  # the engine does that, between two of its own steps
+        """Copy the masters to the parameters, unless an engine does so between two of its steps."""
+        if self._attached:
             return
         for name, parameter in self._trained.items():
             if parameter is not self._masters[name]:
                 parameter.copy_(self._masters[name])
 
     def _forward(self, model: torch.nn.Module, part: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities and entropy [n, L]. Padding stands on the right, where causal attention never
-        looks: no mask is needed."""
+        """Return log-probabilities and entropy [n, L].
+
+        Padding is on the right, which causal attention never reads: no mask is needed.
+        """
         logits = model(input_ids=part.tokens, use_cache=False).logits
         return token_logprobs(logits, part.tokens, part.temperature)
 
@@ -260,7 +263,8 @@ def _require_one_rank() -> None:
     )
     if ranks != 1:
         raise SettingsError(
-            f"the reference backend runs on one rank, not {ranks}: set trainer.backend to megatron, or parallel sizes to 1"
+            f"the reference backend runs on one rank, not {ranks}: set trainer.backend to megatron, or "
+            "parallel sizes to 1"
         )
 
 
@@ -302,7 +306,7 @@ def _adamw(masters: dict[str, torch.nn.Parameter], config: OptimizerConfig) -> t
 
 
 def _part(batch: Batch, rows: slice, device: torch.device) -> Batch:
-    """Some samples of a batch, cut to the longest of them, on the device."""
+    """Return some samples of a batch, cut to the longest of them, on the device."""
     longest = int(batch.sequence_lengths[rows].max())
     parts: dict[str, Any] = {}
     for field in dataclasses.fields(batch):

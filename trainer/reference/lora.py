@@ -1,4 +1,4 @@
-"""Adapters on a transformers model: each lies in the layer that it belongs to, as the submodule `lora`."""
+"""Puts adapters into a transformers model: each is the submodule `lora` of its layer."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from trainer.lora import initial_adapter
 
 
 class LowRank(torch.nn.Module):
-    """x -> scaling * B A x; all in the dtype of x."""
+    """One adapter: x -> scaling * B A x, all in the dtype of x."""
 
     def __init__(self, a: torch.Tensor, b: torch.Tensor, scaling: float) -> None:
         super().__init__()
@@ -24,10 +24,10 @@ class LowRank(torch.nn.Module):
 def attach(
     model: torch.nn.Module, config: LoraConfig, seed: int
 ) -> tuple[list[AdapterTarget], dict[str, torch.nn.Parameter]]:
-    """Freeze the model and put adapters into it. Returns their targets, and their parameters by PEFT's names.
+    """Freeze the model and put adapters into it; returns their targets, and their parameters by PEFT's names.
 
     Raises:
-        SettingsError: if a target module is not in the model.
+        SettingsError: a target module is not in the model.
     """
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     targets = adapter_targets(shapes, config)

@@ -1,5 +1,4 @@
-"""The reference backend's part of a checkpoint: one safetensors file with parameters, optimizer state and
-RNG, bit for bit."""
+"""Saves and loads the reference backend's checkpoint: one safetensors file, bit for bit."""
 
 import json
 from pathlib import Path
@@ -49,7 +48,7 @@ def load_state(
     identity: dict[str, str],
     device: torch.device,
 ) -> None:
-    """The inverse of `save_state`; checks the whole file against the model before it changes anything.
+    """Load what `save_state` wrote; checks the whole file against the model before it changes anything.
 
     Raises:
         SettingsError: no such file, or one of another model or layout; names both.

@@ -1,1 +1,1 @@
-"""What the trainer keeps on disk: spool, archive, checkpoints."""
+"""Keeps groups and models on disk: spool, archive, checkpoints."""

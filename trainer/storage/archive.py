@@ -1,21 +1,20 @@
-"""The archive: the records of steps that a durable checkpoint covers, so that any of them can be built again.
+"""Archives the records of steps that a durable checkpoint covers, so that any of them can be rebuilt.
 
-    DIRECTORY/step_00000012.msgpack    one file a step, written aside, brought to the disk and renamed; never changed afterwards
+    DIRECTORY/step_00000012.msgpack    one file for each step, written atomically and never changed
 
-The spool forgets what a checkpoint covers only once it is here. The oldest steps go first when there is no
+The spool forgets what a checkpoint covers only once it is here. The oldest steps are removed when there is no
 room for all.
 """
 
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 import xxhash
 
 from protocol.errors import SpoolError
-from protocol.host.atomic_file import sync
+from protocol.host.atomic_file import write_atomically
 from trainer.storage.spool import MissingRecord
 
 NAME = re.compile(r"step_(\d{8,})\.msgpack")
@@ -26,6 +25,7 @@ class ArchivedRecord(msgspec.Struct, frozen=True):
 
     group: int
     token: str
+    """That of the lease under which the group was accepted."""
     checksum: int
     """xxh3-64 of group, token and payload."""
     payload: bytes
@@ -33,26 +33,32 @@ class ArchivedRecord(msgspec.Struct, frozen=True):
 
 
 class ArchivedStep(msgspec.Struct, frozen=True):
-    """What a file holds."""
+    """Content of a file."""
 
     step: int
     records: tuple[ArchivedRecord, ...]
 
 
 class Archive:
-    """The archive of a run. Written by trainer rank 0, read by anybody, also while it is written."""
+    """The archive of a run. Written by trainer rank 0; others may read it meanwhile."""
 
     def __init__(self, directory: Path, limit_mb: int = 0) -> None:
-        """`limit_mb`: room for all steps; with 0 nothing is kept. Readers need not say."""
+        """Use a directory, which need not exist.
+
+        Args:
+            directory: that of the archive.
+            limit_mb: MiB for all steps; with 0 nothing is archived. Readers need not give it.
+        """
         self.directory = directory
         self._limit = limit_mb << 20
 
     def put(self, step: int, records: Sequence[tuple[int, str, bytes]]) -> None:
-        """Keep the records (group, token, payload) of a step. They are on disk when this returns; a file that
-        was there is replaced.
+        """Archive the records (group, token, payload) of a step, replacing those that are there.
+
+        They are on disk when this returns.
 
         Raises:
-            SpoolError: if they cannot be written; what was there before is as it was.
+            SpoolError: they cannot be written; those that are there stay.
         """
         if not self._limit:
             return
@@ -61,23 +67,17 @@ class Archive:
             for group, token, payload in records
         )
         path = self._path(step)
-        aside = path.with_suffix(".tmp")
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            aside.write_bytes(msgspec.msgpack.encode(ArchivedStep(step, kept)))
-            sync(aside)
-            aside.rename(path)
-            sync(self.directory)
+            write_atomically(path, msgspec.msgpack.encode(ArchivedStep(step, kept)))
         except OSError as error:
-            with suppress(OSError):
-                aside.unlink()
             raise SpoolError(f"archive {path}: {error.strerror or error}") from error
 
     def make_room(self) -> None:
         """Remove the oldest steps until the others fit; the newest stays whatever its size.
 
         Raises:
-            SpoolError: if a file cannot be removed.
+            SpoolError: a file cannot be removed.
         """
         try:
             sizes = {step: self._path(step).stat().st_size for step in self.steps()}
@@ -91,7 +91,7 @@ class Archive:
             raise SpoolError(f"archive {self.directory}: {error.strerror or error}") from error
 
     def get(self, step: int, keys: Sequence[tuple[int, str]]) -> list[bytes]:
-        """Payloads of a step's groups in the order of `keys` (group, token).
+        """Return payloads of a step's groups in the order of `keys` (group, token).
 
         Raises:
             MissingRecord: (a LookupError) the archive does not hold the step, or not this group of it.
@@ -109,7 +109,8 @@ class Archive:
         for record in archived.records:
             if _checksum(record.group, record.token, record.payload) != record.checksum:
                 raise SpoolError(
-                    f"archive {path} is damaged: the record of group {record.group} does not match its checksum"
+                    f"archive {path} is damaged: the record of group {record.group} does not match its "
+                    "checksum"
                 )
         found = {(record.group, record.token): record for record in archived.records}
         for key in keys:
@@ -118,7 +119,7 @@ class Archive:
         return [found[key].payload for key in keys]
 
     def steps(self) -> list[int]:
-        """Steps that the archive holds, in order."""
+        """Return the steps that the archive holds, in order."""
         if not self.directory.is_dir():
             return []
         return sorted(

@@ -1,10 +1,10 @@
-"""Checkpoints: a directory for each version, complete only when its manifest is there.
+"""Writes and finds checkpoints: a directory for each version, complete only when its manifest is there.
 
     DIRECTORY/step_00000020/rank_00000.safetensors ...   what each rank's `Backend.save` wrote
-    DIRECTORY/step_00000020/manifest.json                written last, aside and renamed
+    DIRECTORY/step_00000020/manifest.json                written last, atomically
 
-A directory without a manifest, or whose files have other sizes than it says, is torn: it is passed over, and
-removed by the next save.
+A directory without a manifest, or whose files have other sizes than it says, is torn: readers skip it, and
+the next save removes it.
 """
 
 import re
@@ -18,7 +18,7 @@ import msgspec
 import xxhash
 
 from protocol.errors import SettingsError, TetherError
-from protocol.host.atomic_file import sync
+from protocol.host.atomic_file import sync, write_atomically
 
 MANIFEST = "manifest.json"
 NAME = re.compile(r"step_(\d{8,})")
@@ -29,26 +29,30 @@ class FilePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One file of a checkpoint."""
 
     name: str
+    """Relative to the checkpoint's directory."""
     nbytes: int
+    """Size, bytes."""
     xxh3: str
     """xxh3-64 of its bytes, 16 hex digits."""
 
 
 class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a trainer needs to go on from a checkpoint."""
+    """Everything a trainer needs to continue from a checkpoint."""
 
     version: int
     """Committed batches that the weights have seen."""
     epoch: str
+    """That of the trainer which made it."""
     sequence: int
-    """The ledger's, when the checkpoint was made."""
+    """The ledger's sequence when the checkpoint was made."""
     digest: int
-    """Of the weight manifest that was published for this version."""
+    """Digest of the weight manifest that was published for this version."""
     spool_position: int = 0
-    """Of the spool's journal."""
+    """Position of the spool's journal when the checkpoint was made."""
     layout: dict[str, int] = {}
     """Parallel sizes by name."""
     files: tuple[FilePart, ...] = ()
+    """All files but the manifest, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +80,8 @@ class Checkpoint:
                 raise SettingsError(f"checkpoint file {path} cannot be read: {error}") from error
             if found != part.xxh3:
                 raise SettingsError(
-                    f"checkpoint file {path} is damaged: remove {self.directory} to go on from the checkpoint before it"
+                    f"checkpoint file {path} is damaged: remove {self.directory} to continue from the "
+                    "checkpoint before it"
                 )
 
 
@@ -84,7 +89,7 @@ class Checkpoints:
     """The checkpoints of a run. Written by trainer rank 0; the directory is shared by all ranks."""
 
     def __init__(self, directory: Path, keep: int) -> None:
-        """`keep` is how many complete checkpoints stay; at least the newest does."""
+        """Use a directory, which need not exist; keep the newest `keep` complete checkpoints, or one."""
         self.directory = directory
         self._keep = max(keep, 1)
 
@@ -99,11 +104,10 @@ class Checkpoints:
         spool_position: int = 0,
         layout: Mapping[str, int] | None = None,
     ) -> Iterator[Path]:
-        """Yield an empty directory for the ranks' parts; on leaving, make it a durable checkpoint and prune
-        older ones.
+        """Yield an empty directory for the ranks' parts; make it a durable checkpoint when the block ends.
 
-        Every rank's part has to be there when the body ends. If the body raises, the directory is removed and
-        the checkpoints from before are as they were.
+        Every rank's part must be there then; older checkpoints are pruned. If the block raises, the directory
+        is removed and older checkpoints stay. The arguments are fields of `CheckpointManifest`.
 
         Raises:
             TetherError: the directory cannot be written; names it.
@@ -136,7 +140,7 @@ class Checkpoints:
         self._prune(version)
 
     def complete(self) -> list[Checkpoint]:
-        """All complete checkpoints, oldest first. Compares sizes, not digests."""
+        """Return all complete checkpoints, oldest first. Compares sizes, not digests."""
         found = (
             []
             if not self.directory.is_dir()
@@ -148,16 +152,16 @@ class Checkpoints:
     def latest(
         self, *, verify: bool = True, at_most: int | None = None, digests: Mapping[int, int] | None = None
     ) -> Checkpoint | None:
-        """The newest complete checkpoint, or None.
+        """Return the newest complete checkpoint, or None.
 
         Args:
-            at_most: newest version to look at.
-            digests: version -> digest of the weights that the run's branch has there. One with other
-                weights is of an abandoned branch,
-                and passed over if there is any other.
+            verify: whether to compare its files with their digests.
+            at_most: newest version to consider.
+            digests: version -> digest of the weights that the run's branch has there. A checkpoint with other
+                weights is of an abandoned branch, and skipped if there is any other.
 
         Raises:
-            SettingsError: with `verify`, if a file of it is damaged.
+            SettingsError: with `verify`, a file of it is damaged.
         """
         checkpoints = [found for found in self.complete() if at_most is None or found.version <= at_most]
         known = digests or {}
@@ -174,9 +178,10 @@ class Checkpoints:
         return self.directory / f"step_{version:08d}"
 
     def _prune(self, newest: int) -> None:
-        """Of what is not newer, remove torn checkpoints and all but the last complete ones. Newer ones are
-        not this trainer's to touch: it may have slept through its succession, and they are its
-        successor's."""
+        """Remove torn checkpoints, and all but the last complete ones, up to version `newest`.
+
+        Newer ones may be those of a successor, if this trainer was suspended while it was fenced.
+        """
         kept = {c.directory for c in [c for c in self.complete() if c.version <= newest][-self._keep :]}
         for path in self.directory.iterdir():
             found = NAME.fullmatch(path.name)
@@ -185,7 +190,7 @@ class Checkpoints:
 
 
 def _open(path: Path) -> Checkpoint | None:
-    """The checkpoint in a directory, or None if it is torn."""
+    """Return the checkpoint in a directory, or None if it is torn."""
     try:
         manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=CheckpointManifest)
         whole = all(
@@ -198,7 +203,7 @@ def _open(path: Path) -> Checkpoint | None:
 
 
 def _part(path: Path) -> FilePart:
-    """Bring a file to the disk and describe it."""
+    """Sync a file to the disk and describe it."""
     sync(path)
     return FilePart(path.name, path.stat().st_size, _hash(path))
 
@@ -212,16 +217,13 @@ def _hash(path: Path) -> str:
 
 
 def _write_last(directory: Path, manifest: bytes) -> None:
-    aside = directory / (MANIFEST + ".tmp")
-    aside.write_bytes(manifest)
-    sync(aside)
+    """Write the manifest, which completes the checkpoint, once the names of all other files are on disk."""
     sync(directory)
-    aside.rename(directory / MANIFEST)
-    sync(directory)
+    write_atomically(directory / MANIFEST, manifest)
     sync(directory.parent)
 
 
 def _remove(path: Path) -> None:
-    """Remove a directory if it is there; the manifest first, so that a crash half-way leaves a torn one."""
+    """Remove a directory if it is there, its manifest first, so that a crash half-way leaves a torn one."""
     (path / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(path, ignore_errors=True)

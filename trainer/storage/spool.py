@@ -1,10 +1,11 @@
-"""The spool: every accepted group on disk, from its acknowledgement until a durable checkpoint covers its
-step.
+"""Spools accepted groups on disk, from their acknowledgement until a durable checkpoint covers their step.
 
 One SQLite file (WAL, synchronous=FULL), written by the ingest and read by the trainer at the same time:
 
-    records(grp, token, payload, accepted_ms)             payload: the encoded `ScoredRollout`, by group and lease token
-    journal(seq, event, epoch, step, groups, ledger_seq, details)  accepts and commits in the order in which they were seen
+    records(grp, token, payload, accepted_ms)
+        payload: the encoded `ScoredRollout`, by group and lease token
+    journal(seq, event, epoch, step, groups, ledger_seq, details)
+        accepts and commits in the order in which they were seen
 
 What a method wrote is on disk when it returns. The file must lie on a local disk: WAL needs shared memory
 between its users.
@@ -23,21 +24,24 @@ from typing import Any
 from protocol.errors import SpoolError
 
 BUSY_S = 30.0
-"""How long a write waits for another process's."""
+"""Seconds that a write waits for another process's."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS records (
-    grp INTEGER NOT NULL, token TEXT NOT NULL, payload BLOB NOT NULL, accepted_ms INTEGER NOT NULL, UNIQUE (grp, token)
+    grp INTEGER NOT NULL, token TEXT NOT NULL, payload BLOB NOT NULL, accepted_ms INTEGER NOT NULL,
+    UNIQUE (grp, token)
 );
 CREATE TABLE IF NOT EXISTS journal (
-    seq INTEGER PRIMARY KEY AUTOINCREMENT, event TEXT NOT NULL, epoch TEXT NOT NULL, step INTEGER NOT NULL, groups TEXT NOT NULL,
-    ledger_seq INTEGER NOT NULL, details TEXT NOT NULL DEFAULT '{}'
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, event TEXT NOT NULL, epoch TEXT NOT NULL, step INTEGER NOT NULL,
+    groups TEXT NOT NULL, ledger_seq INTEGER NOT NULL, details TEXT NOT NULL DEFAULT '{}'
 );
 """
 _PRUNE = """
-DELETE FROM journal WHERE seq < ? AND ledger_seq < (SELECT MAX(ledger_seq) FROM journal WHERE seq < ? AND ledger_seq <= ?)
+DELETE FROM journal WHERE seq < ? AND ledger_seq < (
+    SELECT MAX(ledger_seq) FROM journal WHERE seq < ? AND ledger_seq <= ?
+)
 """
-# to a spool that is older than they are
+# for a spool that was made before there were details
 _ADD_DETAILS = "ALTER TABLE journal ADD COLUMN details TEXT NOT NULL DEFAULT '{}'"
 
 
@@ -52,31 +56,36 @@ class MissingRecord(LookupError):
 
 @dataclass(frozen=True, slots=True)
 class JournalEntry:
-    """Accepts, or a commit."""
+    """A few accepts, or one commit."""
 
     event: str
     """accept or commit."""
     epoch: str
+    """The trainer's."""
     step: int
-    """The step that it belongs to; -1 for an accept."""
+    """The step that was committed; -1 for an accept."""
     groups: tuple[int, ...]
+    """The groups that were accepted, or trained."""
     ledger_sequence: int
     """Number of the last ledger event that was seen with it."""
     position: int = 0
-    """Place in the journal, from 1; set by the spool."""
+    """Position in the journal, from 1; set by the spool."""
     details: Mapping[str, Any] = field(default_factory=dict)
-    """JSON values from which a ledger that lost the event can be told it again; see
+    """JSON values from which the event can be replayed to a ledger that lost it, see
     `services/ledger_recovery/restore.py`."""
 
 
 class Spool:
-    """Safe to use from several threads and processes. Every method blocks; call it off the event loop."""
+    """The spool of a run, safe to use from several threads and processes.
+
+    Every method blocks; call it off the event loop.
+    """
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
         """Open the spool, and create it unless `read_only`.
 
         Raises:
-            SpoolError: if the file cannot be opened or is not a spool.
+            SpoolError: the file cannot be opened or is not a spool.
         """
         self.path = path
         self._lock = threading.Lock()
@@ -90,10 +99,9 @@ class Spool:
             self._connection = _connect(path, read_only)
 
     def put_many(self, records: Iterable[tuple[int, str, bytes]]) -> None:
-        """Store records (group, token, payload) with one fsync: all of them are on disk when it returns, none
-        if it raises.
+        """Store records (group, token, payload) with one fsync: all are on disk on return, none on an error.
 
-        A record that is there already (same group and token) is left as it is.
+        A record that is there already (same group and token) is not replaced.
 
         Raises:
             SpoolError: the disk is full, or the file cannot be written; nothing was stored.
@@ -104,11 +112,11 @@ class Spool:
             connection.executemany("INSERT OR IGNORE INTO records VALUES (?, ?, ?, ?)", rows)
 
     def get_many(self, keys: Sequence[tuple[int, str]]) -> list[bytes]:
-        """Payloads in the order of `keys` (group, token), read from one snapshot.
+        """Return payloads in the order of `keys` (group, token), read from one snapshot.
 
         Raises:
             MissingRecord: (a LookupError) names the first group that is missing.
-            SpoolError: if the file cannot be read.
+            SpoolError: the file cannot be read.
         """
         with self._transaction("read", "BEGIN") as connection:
             found = [
@@ -121,13 +129,16 @@ class Spool:
         return [row[0] for row in found]
 
     def forget(self, groups: Iterable[int], journal_from: int = 0, archived: int = 0) -> int:
-        """Delete the records of groups that were dropped, or whose steps a durable checkpoint covers; returns
-        how many were deleted.
+        """Delete groups that were dropped or are covered by a durable checkpoint; returns how many records.
 
-        Records of all their lease tokens go: nobody will ask for them. So does the journal before the
-        position `journal_from`, as far as the archive of the event log has it, which ends at the ledger's
-        event `archived`. The newest of what could go stays: that the archive begins to lack it tells later
-        that there is a hole between the two.
+        Records of all their lease tokens are deleted: nobody will ask for them. The newest journal entry that
+        could be deleted is kept: if the archive of the event log comes to lack it, that shows a gap between
+        archive and journal.
+
+        Args:
+            groups: the groups.
+            journal_from: position before which the journal is deleted, too, as far as `archived` allows.
+            archived: sequence of the last ledger event in the archive of the event log.
         """
         rows = [(group,) for group in sorted(set(groups))]
         with self._transaction("write") as connection:
@@ -135,7 +146,7 @@ class Spool:
             return connection.executemany("DELETE FROM records WHERE grp = ?", rows).rowcount if rows else 0
 
     def append(self, entries: Iterable[JournalEntry]) -> int:
-        """Add entries to the journal with one fsync; returns the new `position`."""
+        """Append entries to the journal with one fsync; returns the new `position`."""
         rows = [
             (e.event, e.epoch, e.step, json.dumps(e.groups), e.ledger_sequence, json.dumps(e.details))
             for e in entries
@@ -146,7 +157,7 @@ class Spool:
             return _position(connection)
 
     def journal(self) -> list[JournalEntry]:
-        """All entries that were not forgotten, in order."""
+        """Return all entries that were not forgotten, in order."""
         with self._transaction("read", "BEGIN") as connection:
             rows = connection.execute(
                 "SELECT event, epoch, step, groups, ledger_seq, seq, details FROM journal ORDER BY seq"
@@ -164,8 +175,10 @@ class Spool:
 
     @property
     def ledger_sequence(self) -> int:
-        """Highest ledger sequence in the journal; 0 if there is none. A ledger that stands below it has lost
-        writes."""
+        """Highest ledger sequence in the journal; 0 if there is none.
+
+        A ledger that is below it has lost writes.
+        """
         with self._transaction("read", "BEGIN") as connection:
             return int(connection.execute("SELECT COALESCE(MAX(ledger_seq), 0) FROM journal").fetchone()[0])
 
@@ -178,7 +191,7 @@ class Spool:
 
     @contextmanager
     def _transaction(self, doing: str, begin: str = "BEGIN IMMEDIATE") -> Iterator[sqlite3.Connection]:
-        """Run the body in a transaction of its own; rolled back if it raises, also if the commit does."""
+        """Run the block in a transaction; rolled back if the block or the commit raises."""
         with self._lock, self._explained(doing):
             if self._connection is None:
                 raise SpoolError(f"spool {self.path} is closed")
@@ -195,15 +208,15 @@ class Spool:
     def _explained(self, doing: str) -> Iterator[None]:
         try:
             yield
-        # Beside sqlite's own errors those of what is in the file, or is to be; a damaged schema may even ask
-        # for endless memory.
+        # Besides sqlite's own errors, those that the content raises; a damaged schema may even ask for
+        # endless memory.
         except (sqlite3.Error, ValueError, TypeError, OverflowError, RecursionError, MemoryError) as error:
             raise SpoolError(f"spool {self.path}: cannot {doing}: {error}") from error
 
 
 def _connect(path: Path, read_only: bool) -> sqlite3.Connection:
     # A reader of a WAL file takes part in its shared memory, so it opens the file for writing, too, and then
-    # forswears writes.
+    # forbids itself writes.
     mode = "rw" if read_only else "rwc"
     connection = sqlite3.connect(
         f"{path.absolute().as_uri()}?mode={mode}",

@@ -1,12 +1,15 @@
 """The sending side of a weight transport: one file for each transport, with the same name as in
 `rollout/weights/`."""
 
-from collections.abc import Iterable
-from typing import Protocol, runtime_checkable
+from __future__ import annotations
 
-import torch
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from protocol.messages import WeightDraft, WeightManifest
+
+if TYPE_CHECKING:  # the registry, which every reader of settings imports, must not import torch
+    import torch
 
 
 class WeightSender(Protocol):

@@ -1,21 +1,30 @@
-"""Senders by the name of their transport."""
+"""Makes a sender by the name of its transport, whose module is imported when it is chosen."""
 
+from __future__ import annotations
+
+import pkgutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from protocol.choices import checked_name
 from protocol.errors import SettingsError
-from trainer.config import TRANSPORTS, WeightConfig
+from trainer.config import WeightConfig
 from trainer.weights.base import WeightSender
-from trainer.weights.disk import DiskSender
-from trainer.weights.ipc import IpcSender
-from trainer.weights.nccl import NcclSender
-from trainer.weights.shared import SharedSender
-from trainer.weights.shm import ShmSender
 
-Masters = Callable[[], Mapping[str, torch.Tensor]]
+if TYPE_CHECKING:  # whoever reads settings imports this module for the names
+    import torch
+
+TRANSPORTS = {
+    "disk": "trainer.weights.disk:DiskSender",
+    "ipc": "trainer.weights.ipc:IpcSender",
+    "nccl": "trainer.weights.nccl:NcclSender",
+    "shared": "trainer.weights.shared:SharedSender",
+    "shm": "trainer.weights.shm:ShmSender",
+}
+"""Transport -> the class of its sender."""
+
+Masters = Callable[[], "Mapping[str, torch.Tensor]"]
 
 
 def _no_masters() -> Mapping[str, torch.Tensor]:
@@ -45,10 +54,9 @@ def make_sender(
     for name in ("bucket_mb", "keep", "timeout_s"):
         if getattr(config, name) <= 0:
             raise SettingsError(f"weights.{name} {getattr(config, name)}: must be positive")
-    if checked_name(config.transport, TRANSPORTS, "setting weights.transport:") == "shm":
-        return ShmSender(config, run)
-    if config.transport == "disk":
-        return DiskSender(config, run_dir)
-    if config.transport == "shared":
-        return SharedSender(run_dir, masters(), parts)
-    return IpcSender(config) if config.transport == "ipc" else NcclSender(config)
+    name = checked_name(config.transport, TRANSPORTS, "setting weights.transport:")
+    sender: Callable[..., WeightSender] = pkgutil.resolve_name(TRANSPORTS[name])
+    if name == "shared":
+        return sender(run_dir, masters(), parts)
+    place: dict[str, tuple[Any, ...]] = {"shm": (run,), "disk": (run_dir,)}
+    return sender(config, *place.get(name, ()))

@@ -26,7 +26,7 @@ from tests.benchmarks.gpu.measure import measure
 from tests.benchmarks.gpu.partner import SAME, Partner
 from tests.benchmarks.gpu.shapes import SIZES, write_model
 from tests.benchmarks.gpu.updates import make_way
-from trainer.config import TRANSPORTS
+from trainer.weights.registry import TRANSPORTS
 
 TRAINER_START_S = 120.0
 VERSIONS_APART = 1000

@@ -1,5 +1,4 @@
-"""Transport `shared`: the trainer goes on only with an engine that serves what it published, and ends with
-it."""
+"""Tests transport `shared`: the trainer continues only with an engine that serves its version."""
 
 import asyncio
 import dataclasses
@@ -43,7 +42,7 @@ class Trainer:
     attached: list[Path] = field(default_factory=list)
 
     async def ready(self, version: int = 0) -> bool:
-        """Whether it may go on from a version."""
+        """Return whether it may continue from a version."""
         manifest = WeightManifest(
             epoch=EPOCH, version=version, transport="shared", location="", buckets=(), tensors=()
         )
@@ -131,7 +130,7 @@ async def test_a_trainer_ends_with_its_engine_even_if_another_one_has_come(setti
         async with engine(settings, "first") as first:
             assert await mine.ready()
         async with engine(settings, "second"):
-            with pytest.raises(TetherError, match=rf"engine {first.incarnation}, whose weights .* has gone"):
+            with pytest.raises(TetherError, match=rf"engine {first.incarnation}, whose weights .* has ended"):
                 await mine.ready()
 
 
@@ -174,7 +173,7 @@ async def test_a_trainer_that_waits_for_groups_sees_its_engine_go(settings: Sett
             await asyncio.sleep(0)
             watching.cancel()
         async with asyncio.timeout(60):
-            with pytest.raises(TetherError, match="has gone"):
+            with pytest.raises(TetherError, match="has ended"):
                 await mine.share.watch_loop()
 
 

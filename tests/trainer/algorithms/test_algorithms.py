@@ -1,3 +1,5 @@
+"""Tests the algorithms: advantages, token weights and token losses against hand-computed values."""
+
 import dataclasses
 import math
 

@@ -1,3 +1,5 @@
+"""Tests exports to Hugging Face directories: what transformers loads from them, and what is refused."""
+
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,7 +47,7 @@ def test_an_export_loads_in_transformers(
     assert not (tmp_path / "out.tmp").exists()
 
 
-def test_an_existing_directory_is_left_alone(model_dir: Path, tmp_path: Path) -> None:
+def test_an_existing_directory_is_refused_and_not_changed(model_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("mine")
     with pytest.raises(SettingsError, match="out exists"):
@@ -65,7 +67,7 @@ class Counting:
             yield f"t{self.taken}", torch.zeros(2)
 
 
-def test_a_refused_export_sees_the_collective_through(model_dir: Path, tmp_path: Path) -> None:
+def test_a_refused_export_completes_the_collective(model_dir: Path, tmp_path: Path) -> None:
     counting = Counting()
     with pytest.raises(SettingsError, match="dtype 'float8'"):
         save_hf(counting, tmp_path / "out", source=model_dir, dtype="float8")  # type: ignore[arg-type]

@@ -1,3 +1,5 @@
+"""Tests group advantages against hand-computed values, and that groups do not affect each other."""
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,3 +1,5 @@
+"""Tests token log-probabilities and entropies against log_softmax, by value and by gradient."""
+
 import math
 
 import pytest

@@ -1,3 +1,5 @@
+"""Tests ratios, clipped surrogate, importance weights and k3 against hand-computed values."""
+
 import math
 
 import pytest

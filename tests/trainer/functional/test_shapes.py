@@ -1,4 +1,4 @@
-"""The annotations of the pure functions hold for what goes in and what comes out."""
+"""Tests that the jaxtyping annotations of the pure functions hold for arguments and results."""
 
 import inspect
 from collections.abc import Callable
@@ -32,7 +32,9 @@ def fits(value: Any, annotation: Any) -> bool:
 
 
 @pytest.mark.parametrize(("function", "arguments"), CALLS, ids=lambda x: getattr(x, "__name__", ""))
-def test_annotations_hold(function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def test_annotations_hold_for_arguments_and_results(
+    function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
     signature = inspect.signature(function)
     with jaxtyped("context"):
         for (name, value), parameter in zip(

@@ -1,5 +1,4 @@
-"""Adapter training by hand: the weights are merged anew for each step, and torch differentiates through the
-merge."""
+"""Trains adapters by hand: merges the weights anew for each step and differentiates through the merge."""
 
 import torch
 from torch.func import functional_call

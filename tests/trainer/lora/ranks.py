@@ -1,4 +1,4 @@
-"""What each rank of a layout does in the adapter tests; rank 0 writes down what it saw."""
+"""Runs one rank of a layout in the adapter tests; rank 0 writes down the results."""
 
 import faulthandler
 import json

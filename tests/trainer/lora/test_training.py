@@ -1,4 +1,4 @@
-"""Every backend and layout trains the same adapter as differentiating through the merged weights does."""
+"""Tests that every backend and layout trains the adapter that differentiating the merged weights gives."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tiny checkpoints, batches, and training in plain torch to compare with."""
+"""Makes tiny checkpoints and batches, and trains them in plain torch for comparison."""
 
 from pathlib import Path
 

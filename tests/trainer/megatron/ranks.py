@@ -1,5 +1,4 @@
-"""What each rank of a layout does in the tests: everything that needs that layout, in one launch. Rank 0
-writes down what it saw."""
+"""Runs everything that needs one layout in one launch, a rank each; rank 0 writes down the results."""
 
 import faulthandler
 import json
@@ -33,7 +32,7 @@ LAYOUTS = {
 }
 STEPS = 3
 FRESH = "qwen2"
-"""The model whose checkpoint is restored into a new backend; the others restore into the one that went on."""
+"""Model whose checkpoint is restored into a new backend; others restore into the one that continued."""
 ALGORITHM = Grpo(AlgorithmConfig(entropy_coef=0.02, kl_coef=0.0))
 
 

@@ -1,4 +1,4 @@
-"""config.json is read as transformers reads it, and what is not supported is refused by name."""
+"""Tests that config.json is read as transformers reads it; what is not supported is refused by name."""
 
 import json
 from pathlib import Path

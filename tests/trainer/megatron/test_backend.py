@@ -1,4 +1,4 @@
-"""One rank: what is refused, what is skipped, and that the same work gives the same bits."""
+"""Tests one rank of the Megatron backend: what it refuses and skips, and that its bits are reproducible."""
 
 from collections.abc import Iterator
 from dataclasses import replace

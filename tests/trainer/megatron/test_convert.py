@@ -1,4 +1,4 @@
-"""The rules invert, cover every row once, and refuse what they do not know."""
+"""Tests the conversion rules: they invert, cover every row once, and refuse unknown names."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the patches of `cpu.py` leave as it was. In a process of its own: they are made once."""
+"""Tests what the patches of `cpu.py` do not change, in a separate process, as they are made once."""
 
 import subprocess
 import sys
@@ -10,13 +10,17 @@ import torch
 from trainer.megatron import cpu
 cpu.install()
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
-config = Qwen2Config(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+config = Qwen2Config(
+    vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+    num_attention_heads=2, num_key_value_heads=2
+)
 model = Qwen2ForCausalLM(config)
 model.save_pretrained(sys.argv[1])
 loaded = AutoModelForCausalLM.from_pretrained(sys.argv[1])
 assert torch.equal(model.model.rotary_emb.inv_freq, loaded.model.rotary_emb.inv_freq)
 with torch.device("meta"):
-    assert all(make().is_meta for make in (lambda: torch.zeros(1), lambda: torch.tensor([1]), lambda: torch.empty(1)))
+    made = torch.zeros(1), torch.tensor([1]), torch.empty(1)
+assert all(tensor.is_meta for tensor in made)
 assert torch.zeros(1, device="cuda").device.type == "cpu"
 """
 

@@ -1,5 +1,4 @@
-"""Every layout starts from the source's own bits, trains as plain torch does, and continues from its
-checkpoints bit for bit."""
+"""Tests that every layout starts from the source's bits, trains as plain torch does, and restores exactly."""
 
 import json
 from pathlib import Path

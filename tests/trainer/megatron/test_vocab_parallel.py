@@ -1,5 +1,4 @@
-"""Log-probabilities and entropies of one rank; the ranks of a split vocabulary are compared with plain torch
-in test_layouts.py."""
+"""Tests log-probabilities and entropies of one rank; test_layouts.py compares those of several."""
 
 import pytest
 import torch

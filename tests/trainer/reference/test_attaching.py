@@ -1,4 +1,4 @@
-"""When the reference trainer computes with an engine's weights, and when it refuses to."""
+"""Tests training with the weights of an engine, and when the reference backend refuses it."""
 
 from collections.abc import Callable
 from pathlib import Path

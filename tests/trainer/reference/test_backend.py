@@ -1,3 +1,5 @@
+"""Tests the reference backend against plain transformers and torch, its checkpoints, and its refusals."""
+
 from pathlib import Path
 
 import pytest
@@ -156,7 +158,7 @@ def test_the_step_does_not_depend_on_the_micro_batch_size(model_dir: Path) -> No
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_restore_goes_on_bit_for_bit(dtype: str, model_dir: Path, tmp_path: Path) -> None:
+def test_restore_resumes_bit_for_bit(dtype: str, model_dir: Path, tmp_path: Path) -> None:
     backend = make(model_dir, dtype=dtype)
     for step in range(2):
         backend.train_step(batch(step, seed=step))

@@ -1,5 +1,4 @@
-"""GRPO with the reference backend learns the largest of three digits, at lag 0 and with a policy that is one
-version old."""
+"""Tests that GRPO with the reference backend learns the largest of three digits, at lag 0 and 1."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The archive of trained steps: what was put in comes out, damage is named, the oldest go first."""
+"""Tests the archive: records are returned as stored, damage is named, the oldest are removed first."""
 
 from pathlib import Path
 

@@ -1,3 +1,5 @@
+"""Tests checkpoints: which are complete, kept and chosen, after crashes and damage, too."""
+
 import os
 import shutil
 import signal
@@ -56,7 +58,7 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000010", "step_00000015"]
 
 
-def test_a_trainer_that_comes_late_leaves_its_successors_checkpoints(tmp_path: Path) -> None:
+def test_a_fenced_trainer_does_not_prune_its_successors_checkpoints(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
     for version in (5, 10, 12):
         write(checkpoints, version)
@@ -69,7 +71,7 @@ def test_a_trainer_that_comes_late_leaves_its_successors_checkpoints(tmp_path: P
     assert found.version == 11
 
 
-def test_a_checkpoint_with_other_weights_than_the_branch_is_passed_over(tmp_path: Path) -> None:
+def test_a_checkpoint_with_other_weights_than_the_branch_is_skipped(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=3)
     for version in (5, 10, 15):
         write(checkpoints, version)
@@ -112,7 +114,7 @@ def test_a_body_that_raises_leaves_what_was_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["manifest", "torn manifest", "missing part", "short part"])
-def test_a_torn_checkpoint_is_passed_over_and_removed_by_the_next(damage: str, tmp_path: Path) -> None:
+def test_a_torn_checkpoint_is_skipped_and_removed_by_the_next(damage: str, tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=3)
     write(checkpoints, 5)
     torn = write(checkpoints, 10)

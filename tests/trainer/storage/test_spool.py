@@ -1,3 +1,5 @@
+"""Tests the spool: order, durability after kill -9, concurrent processes, and what it refuses."""
+
 import os
 import signal
 import sqlite3
@@ -33,7 +35,7 @@ def writer(path: Path) -> subprocess.Popen[str]:
 
 
 def records(spool: Spool) -> int:
-    """How many it holds."""
+    """Count its records."""
     assert spool._connection is not None
     return int(spool._connection.execute("SELECT COUNT(*) FROM records").fetchone()[0])
 
@@ -46,7 +48,7 @@ def test_records_are_returned_in_the_order_asked_for(tmp_path: Path) -> None:
     assert spool.get_many([(2, "b")]) == [b"two"]
 
 
-def test_a_record_that_is_there_is_left_as_it_is(tmp_path: Path) -> None:
+def test_a_record_that_is_there_is_not_replaced(tmp_path: Path) -> None:
     spool = Spool(tmp_path / "spool.sqlite")
     spool.put_many([(1, "a", b"first")])
     spool.put_many([(1, "a", b"second"), (1, "b", b"other lease")])
@@ -87,7 +89,7 @@ def test_the_journal_keeps_order_and_positions(tmp_path: Path) -> None:
     ]
 
 
-def test_the_journal_lets_go_only_of_what_the_archive_has_and_keeps_its_newest_as_a_witness(
+def test_the_journal_forgets_only_what_the_archive_has_and_keeps_the_newest_of_it(
     tmp_path: Path,
 ) -> None:
     spool = Spool(tmp_path / "spool.sqlite")
@@ -95,7 +97,8 @@ def test_the_journal_lets_go_only_of_what_the_archive_has_and_keeps_its_newest_a
         [JournalEntry("accept", "e", -1, (group,), seen) for group, seen in enumerate((3, 8, 5, 9, 12, 14))]
     )
     for journal_from, archived, left in (
-        (6, 0, [3, 8, 5, 9, 12, 14]), (3, 8, [8, 5, 9, 12, 14]), (6, 7, [8, 5, 9, 12, 14]), (6, 11, [9, 12, 14]), (99, 99, [14]),
+        (6, 0, [3, 8, 5, 9, 12, 14]), (3, 8, [8, 5, 9, 12, 14]), (6, 7, [8, 5, 9, 12, 14]),
+        (6, 11, [9, 12, 14]), (99, 99, [14]),
     ):  # fmt: skip
         spool.forget([], journal_from, archived)
         assert [entry.ledger_sequence for entry in spool.journal()] == left

@@ -1,2 +1,1 @@
-"""Hugging Face checkpoints to megatron parameters and back: one table of rules per family, used in both
-directions."""
+"""Converts Hugging Face checkpoints to megatron parameters and back, by one table of rules per family."""

@@ -1,5 +1,4 @@
-"""Reading a Hugging Face checkpoint straight into a rank's parameters: one pass, and only the rows that the
-rank holds."""
+"""Loads a Hugging Face checkpoint into a rank's parameters, reading only the rows that the rank holds."""
 
 import json
 from collections.abc import Mapping
@@ -26,7 +25,7 @@ class SafetensorsReader:
         """Open the directory.
 
         Raises:
-            SettingsError: if it holds no safetensors, or its index names a missing file.
+            SettingsError: it holds no safetensors, or its index names a missing file.
         """
         self.model_dir = model_dir
         self._open: dict[str, Any] = {}
@@ -48,11 +47,11 @@ class SafetensorsReader:
         return set(self._files)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of the whole tensor."""
+        """Return the shape of the whole tensor."""
         return tuple(self._file(self._files[name]).get_slice(name).get_shape())
 
     def rows(self, name: str, dim: int, start: int, length: int) -> torch.Tensor:
-        """`length` rows (dim 0) or columns (dim 1) of a tensor, in the checkpoint's dtype."""
+        """Return `length` rows (dim 0) or columns (dim 1) of a tensor, in the checkpoint's dtype."""
         part = self._file(self._files[name]).get_slice(name)
         result: torch.Tensor = part[start : start + length] if dim == 0 else part[:, start : start + length]
         return result
@@ -86,11 +85,16 @@ def load_checkpoint(
     """Fill this rank's parameters.
 
     Args:
+        model_dir: the checkpoint.
+        architecture: that of its config.json.
         parameters: the model's, by megatron name; written in place, in their own dtype.
+        tp: tensor ranks.
+        tp_rank: this rank among them.
+        pp: pipeline stages.
+        pp_rank: this rank's stage.
 
     Raises:
-        SettingsError: if the checkpoint has a tensor that no rule maps, lacks one, or has one of another
-            shape.
+        SettingsError: the checkpoint has a tensor that no rule maps, lacks one, or has one of another shape.
     """
     rules = stage_rules(architecture, pp, pp_rank)
     check_parameters(rules, parameters, tp)
@@ -106,10 +110,10 @@ def load_checkpoint(
 
 
 def check_names(reader: SafetensorsReader, architecture: Architecture, tp: int, pp: int) -> None:
-    """Every tensor of the checkpoint is mapped, and every mapped one is there in its shape.
+    """Check that rules map every tensor of the checkpoint, and that each mapped one is there in its shape.
 
     Raises:
-        SettingsError: otherwise; names them.
+        SettingsError: some do not, or are not; names them.
     """
     shapes = {plan.name: plan.shape for plan in export_plan(architecture, tp, pp)}
     unmapped = sorted(name for name in reader.names - set(shapes) if not ignorable(architecture, name))
@@ -123,15 +127,16 @@ def check_names(reader: SafetensorsReader, architecture: Architecture, tp: int, 
     for name, shape in shapes.items():
         if reader.shape(name) != shape:
             raise SettingsError(
-                f"{reader.model_dir}: {name} has shape {reader.shape(name)}, but by config.json it should be {shape}"
+                f"{reader.model_dir}: {name} has shape {reader.shape(name)}, but by config.json it should be "
+                f"{shape}"
             )
 
 
 def check_parameters(rules: list[Rule], parameters: Mapping[str, torch.Tensor], tp: int) -> None:
-    """Each parameter has exactly one rule of its shape.
+    """Check that each parameter has exactly one rule of its shape.
 
     Raises:
-        SettingsError: otherwise; names the parameters.
+        SettingsError: some have not; names them.
     """
     names = [rule.parameter for rule in rules]
     doubled = sorted({name for name in names if names.count(name) > 1})

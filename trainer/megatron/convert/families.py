@@ -1,4 +1,4 @@
-"""The rules of the supported model families. One table serves loading, exporting and publishing."""
+"""Defines the rules of the supported model families, for loading, exporting and publishing alike."""
 
 import re
 
@@ -12,13 +12,13 @@ _NOT_WEIGHTS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
 
 
 def embedding_rules(architecture: Architecture) -> list[Rule]:
-    """What the first pipeline stage holds beside its layers."""
+    """Return the rules of what the first pipeline stage holds beside its layers."""
     shape = (architecture.vocabulary, architecture.hidden)
     return [Vocabulary(parameter="embedding.word_embeddings.weight", name=EMBEDDING, shape=shape)]
 
 
 def layer_rules(architecture: Architecture, layer: int, local_layer: int) -> list[Rule]:
-    """Layer `layer` of the model, which is number `local_layer` of its stage."""
+    """Return the rules of layer `layer` of the model, which is number `local_layer` of its stage."""
     here, there = f"decoder.layers.{local_layer}.", f"model.layers.{layer}."
     attention = there + "self_attn."
     hidden, head_dim = architecture.hidden, architecture.head_dim
@@ -68,11 +68,12 @@ def layer_rules(architecture: Architecture, layer: int, local_layer: int) -> lis
 
 
 def output_rules(architecture: Architecture, *, with_embedding: bool) -> list[Rule]:
-    """What the last stage holds beside its layers.
+    """Return the rules of what the last stage holds beside its layers.
 
     Args:
-        with_embedding: the embedding is on this stage too, so a tied output layer has no parameter of its
-            own.
+        architecture: the model's.
+        with_embedding: whether the embedding is on this stage too, so that a tied output layer has no
+            parameter of its own.
     """
     rules: list[Rule] = [
         Direct(
@@ -88,6 +89,8 @@ def output_rules(architecture: Architecture, *, with_embedding: bool) -> list[Ru
 
 
 def ignorable(architecture: Architecture, name: str) -> bool:
-    """A name that checkpoints may hold and the model does not need: a tied output layer once more, saved rope
-    buffers."""
+    """Return whether a checkpoint may hold a name that the model does not need.
+
+    Such are a tied output layer that is saved twice, and rotary buffers.
+    """
     return (architecture.tied and name == OUTPUT) or _NOT_WEIGHTS.fullmatch(name) is not None

@@ -1,4 +1,4 @@
-"""How one megatron parameter is put together from Hugging Face tensors, and taken apart again.
+"""Maps one megatron parameter to the Hugging Face tensors that it is assembled from, and back.
 
 A rule lists segments: stretches of rows (or columns) that are the same in a Hugging Face tensor and in a
 rank's part of the megatron parameter. Reading the list from left to right loads, from right to left exports,
@@ -13,8 +13,10 @@ from protocol.errors import SettingsError
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """`length` rows of tensor `name` from `start` lie at `local_start` of tensor rank `rank`'s parameter;
-    rows count along `Rule.dim`."""
+    """Rows of a Hugging Face tensor that are rows of one tensor rank's parameter, along `Rule.dim`.
+
+    `length` rows of tensor `name` from `start` are at `local_start` of the parameter of tensor rank `rank`.
+    """
 
     name: str
     start: int
@@ -31,7 +33,7 @@ class Rule(ABC):
     """Name in megatron, within its pipeline stage."""
 
     dim: int = 0
-    """Along which segments count."""
+    """Dimension along which segments count."""
     owner: bool = True
     """False for a second copy of tensors that another rule exports."""
 
@@ -42,14 +44,14 @@ class Rule(ABC):
 
     @abstractmethod
     def segments(self, tp: int) -> tuple[Segment, ...]:
-        """The parameter of all `tp` tensor ranks; replicated rows appear once for each rank.
+        """Return the segments of all `tp` tensor ranks; replicated rows appear once for each rank.
 
         Raises:
-            SettingsError: if the tensors cannot be split over so many ranks.
+            SettingsError: the tensors cannot be split over so many ranks.
         """
 
     def local_shape(self, tp: int) -> tuple[int, ...]:
-        """Shape of the parameter on each tensor rank."""
+        """Return the shape of the parameter on each of `tp` tensor ranks."""
         shape = list(next(iter(self.shapes.values())))
         shape[self.dim] = max(s.local_start + s.length for s in self.segments(tp))
         return tuple(shape)
@@ -88,11 +90,15 @@ class Split(Rule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedQKV(Rule):
-    """Query, key and value interleaved by group: for each kv head its query heads, its key head, its value
-    head; split in equal parts."""
+    """Query, key and value interleaved by group, split in equal parts.
+
+    A group is the query heads of a key-value head, its key head and its value head.
+    """
 
     names: tuple[str, str, str]
+    """Tensors of query, key and value."""
     groups: int
+    """Key-value heads."""
     queries: int
     """Query heads of one group."""
     head_dim: int
@@ -125,7 +131,7 @@ class GatedMLP(Rule):
 
     names: tuple[str, str]
     shape: tuple[int, int]
-    """Of each of the two."""
+    """Shape of each of the two."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -142,8 +148,7 @@ class GatedMLP(Rule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary(Rule):
-    """Embedding or output rows, padded at the end to a multiple of the tensor ranks; the padding is no
-    tensor's and stays zero."""
+    """Embedding or output rows, padded with zeros at the end to a multiple of the tensor ranks."""
 
     name: str
     shape: tuple[int, int]
@@ -161,7 +166,7 @@ class Vocabulary(Rule):
 
 
 def padded_vocabulary(vocabulary: int, tp: int) -> int:
-    """The number of rows that splits evenly over `tp` ranks."""
+    """Return the number of rows, at least `vocabulary`, that splits evenly over `tp` ranks."""
     return -(-vocabulary // tp) * tp
 
 
@@ -174,7 +179,7 @@ def _share(name: str, size: int, tp: int) -> int:
 
 
 def _cut(name: str, start: int, offset: int, length: int, part: int) -> list[Segment]:
-    """Cut rows that lie at `offset` of the whole parameter where ranks of `part` rows begin."""
+    """Cut rows that are at `offset` of the whole parameter where ranks of `part` rows begin."""
     result = []
     while length:
         rank, local = divmod(offset, part)

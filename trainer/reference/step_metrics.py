@@ -1,4 +1,4 @@
-"""Sums over the micro-batches of a step, and the statistics that they make."""
+"""Sums metrics over the micro-batches of a step."""
 
 from dataclasses import dataclass
 
@@ -15,16 +15,18 @@ class StepMetrics:
 
     tokens: int = 0
     loss: float = 0.0
+    """Weighted."""
     entropy: float = 0.0
+    """Nats."""
     clipped: float = 0.0
     ratio: float = 0.0
     logprob_error: float = 0.0
-    """Largest so far, over tokens of lag 0."""
+    """Largest |recomputed - behaviour| log-probability so far, over tokens of lag 0."""
 
     def add(
         self, part: Batch, loss: torch.Tensor, terms: TokenLoss, logprobs: torch.Tensor, entropy: torch.Tensor
     ) -> None:
-        """Count a micro-batch. `loss` is its weighted sum; `logprobs` and `entropy` are [n, L]."""
+        """Add a micro-batch. `loss` is its weighted sum; `logprobs` and `entropy` are [n, L]."""
         mask = part.loss_mask
         fresh = mask & (part.versions == part.step)
         self.tokens += int(mask.sum())
@@ -38,7 +40,7 @@ class StepMetrics:
             )
 
     def stats(self, grad_norm: float, skipped: str) -> StepStats:
-        """Means over the tokens counted."""
+        """Return means over the tokens that were added."""
         count = max(self.tokens, 1)
         return StepStats(
             loss=self.loss,

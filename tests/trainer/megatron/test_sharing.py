@@ -1,5 +1,4 @@
-"""When the Megatron trainer computes with the weights of an engine of its own layers, and when it refuses
-to."""
+"""Tests training with the weights of an engine of the same layers, and when Megatron refuses it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing

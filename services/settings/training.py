@@ -1,0 +1,46 @@
+"""Builds a rank's training backend, and the command of a step, from the settings of a run."""
+
+from collections.abc import Sequence
+
+from protocol.device.shared_layout import TRANSPORT
+from services.ledger.interface import Taken
+from services.settings.sections import Settings
+from trainer.algorithms.registry import make_algorithm
+from trainer.backends.base import Backend
+from trainer.backends.rank_commands import TrainCommand
+from trainer.registry import make_backend
+
+
+def build_backend(settings: Settings) -> Backend:
+    """Return this rank's part of the model, loaded."""
+    return make_backend(
+        settings.model_dir,
+        parallel=settings.parallel,
+        optimizer=settings.optimizer,
+        trainer=settings.trainer,
+        algorithm=make_algorithm(settings.algorithm),
+        adapters=settings.lora,
+        shared=settings.weights.transport == TRANSPORT,
+    )
+
+
+def train_command(
+    settings: Settings, taken: Taken, records: Sequence[bytes], *, mask_late: bool = True
+) -> TrainCommand:
+    """Return the command that trains on a taken batch.
+
+    Args:
+        settings: those of the run.
+        taken: step and groups of the batch.
+        records: encoded `ScoredRollout` of each group, in the order of `taken.groups`.
+        mask_late: whether tokens over the bound are masked; else one is an error.
+    """
+    return TrainCommand(
+        step=taken.step,
+        records=list(records),
+        bounds=[group.max_staleness for group in taken.groups],
+        mask_late=mask_late,
+        temperature=settings.sampling.temperature or 1.0,
+        recompute_logprobs=settings.trainer.recompute_logprobs,
+        reference_logprobs=settings.algorithm.kl_coef > 0,
+    )

@@ -1,0 +1,177 @@
+"""Runs the model's blocking work in one thread, on a device or weights that it may share with engines."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from protocol.device.shared_layout import BUFFERS, PARAMETERS
+from protocol.device.shared_tensors import map_tensors
+from protocol.messages import WeightDraft, WeightManifest
+from services.runtime.process import Process
+from services.settings.training import build_backend
+from services.trainer.gpu_turn import TrainerGpuTurn
+from services.trainer.shared_engine import SharedEngine
+from trainer.algorithms.registry import make_algorithm
+from trainer.backends.base import StepStats
+from trainer.backends.leader import LeaderRank
+from trainer.backends.rank_commands import TrainCommand
+from trainer.data.batch_builder import BuiltBatch
+from trainer.weights.base import StreamingSender, WeightSender
+from trainer.weights.bucket_writer import in_dtype
+from trainer.weights.registry import make_sender
+from trainer.weights.shared import SharedSender
+
+T = TypeVar("T")
+
+
+class ModelRunner:
+    """The model as the event loop uses it."""
+
+    def __init__(
+        self,
+        rank: LeaderRank,
+        sender: WeightSender,
+        thread: ThreadPoolExecutor,
+        *,
+        engine_dtype: str,
+        turn: TrainerGpuTurn | None = None,
+        shared_engine: SharedEngine | None = None,
+    ) -> None:
+        """Take over a loaded model.
+
+        Args:
+            rank: the model; used in `thread` only.
+            sender: publishes its weights.
+            thread: of one worker, so torch work never blocks the loop, and never runs twice at once.
+            engine_dtype: dtype in which weights are published.
+            turn: of a colocated run: takes and leaves the GPU.
+            shared_engine: with transport `shared`: the engine whose weights the model computes with.
+        """
+        self.rank = rank
+        self.sender = sender
+        self.shared_engine = shared_engine
+        self._thread = thread
+        self._engine_dtype = engine_dtype
+        self._turn = turn
+
+    async def run(self, function: Callable[..., T], *args: Any) -> T:
+        """Run blocking work in the model's thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+    async def take_device(self) -> None:
+        """In a colocated run, have the engines sleep and move the trainer's state back to the GPU.
+
+        Does nothing if it is there.
+
+        Raises:
+            TetherError: the engines do not sleep, or there is no room.
+        """
+        if self._turn is not None and not self._turn.mine:
+            await self._turn.acquire()
+            await self.run(self.rank.onload)
+
+    async def leave_device(self) -> None:
+        """In a colocated run, move the trainer's state to the host, and only then let the engines wake."""
+        if self._turn is not None and self._turn.mine:
+            await self.run(self.rank.offload)
+            await self._turn.release()
+
+    async def engine_ready(self, manifest: WeightManifest) -> bool:
+        """With transport `shared`, wait until the engine serves a version; false if the process is to stop.
+
+        Args:
+            manifest: that of the version published last.
+
+        Raises:
+            TetherError: the engine has ended, or does not serve the version in time.
+        """
+        return self.shared_engine is None or await self.shared_engine.ready(
+            manifest, lambda path: self.run(self._attach, path)
+        )
+
+    async def train(self, command: TrainCommand) -> tuple[BuiltBatch, StepStats]:
+        """Make one optimizer step; returns the batch that was built for it and what the step measured.
+
+        Raises:
+            TetherError: the engine whose weights the step was computed with has ended meanwhile.
+        """
+        return await self.run(self._train, command)
+
+    async def provisional(self, epoch: str, version: int) -> WeightDraft | None:
+        """Let engines receive a version while `publish` makes it; None if the transport cannot do that."""
+        if not isinstance(self.sender, StreamingSender):
+            return None
+        return await self.run(self.sender.provisional, epoch, version)
+
+    async def publish(self, epoch: str, version: int) -> WeightManifest:
+        """Export the weights and make the version available; complete when it returns."""
+        return await self.run(self._publish, epoch, version)
+
+    async def restore(self, directory: Path) -> None:
+        """Load a checkpoint."""
+        await self.run(self._restore, directory)
+
+    async def close(self) -> None:
+        """Close sender, model and thread."""
+        self.sender.close()
+        await self.run(self.rank.backend.close)
+        self._thread.shutdown()
+
+    def _train(self, command: TrainCommand) -> tuple[BuiltBatch, StepStats]:
+        self._invalidate()
+        result = self.rank.train(command)
+        if self.shared_engine is not None:
+            self.shared_engine.check()
+        return result
+
+    def _publish(self, epoch: str, version: int) -> WeightManifest:
+        tensors = in_dtype(self.rank.export(), self._engine_dtype)
+        return self.sender.publish(epoch, version, tensors, base_model=self.rank.backend.architecture)
+
+    def _restore(self, directory: Path) -> None:
+        self._invalidate()
+        self.rank.restore(directory)
+
+    def _attach(self, path: Path) -> None:
+        found = map_tensors(path)
+        self.rank.backend.attach(found.get(PARAMETERS, {}), found.get(BUFFERS, {}))
+
+    def _invalidate(self) -> None:
+        if self.shared_engine is not None:
+            self.shared_engine.invalidate()
+
+
+async def load_model(process: Process, turn: TrainerGpuTurn | None) -> ModelRunner:
+    """Load rank 0's part of the model and open its sender, in the thread that will do all of its work.
+
+    Raises:
+        SettingsError: the model cannot be loaded, or the transport cannot be used, with these settings.
+        WeightError: the sender cannot set itself up.
+    """
+    settings, loop = process.settings, asyncio.get_running_loop()
+    thread = ThreadPoolExecutor(1, thread_name_prefix="compute")
+    with process.waiting("model load"):
+        backend = await loop.run_in_executor(thread, build_backend, settings)
+    open_sender = partial(
+        make_sender,
+        settings.weights,
+        run=process.run,
+        run_dir=settings.run_dir,
+        masters=backend.masters,
+        parts=backend.master_parts,
+    )
+    sender = await loop.run_in_executor(thread, open_sender)
+    shared_engine = None
+    if isinstance(sender, SharedSender):
+        shared_engine = SharedEngine(process, sender, settings.weights.timeout_s)
+    return ModelRunner(
+        LeaderRank(backend, make_algorithm(settings.algorithm)),
+        sender,
+        thread,
+        engine_dtype=settings.engine.dtype,
+        turn=turn,
+        shared_engine=shared_engine,
+    )

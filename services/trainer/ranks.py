@@ -1,0 +1,50 @@
+"""Runs the trainer on several ranks: the process that starts torchrun, and the ranks that follow rank 0."""
+
+import signal
+
+from services.gpu_sharing.device_lock import DeviceLock
+from services.runtime.process import EXIT_FAILED, EXIT_SETTINGS, configure_logging
+from services.settings.load import load_settings
+from services.settings.sections import Settings
+from services.settings.training import build_backend
+from services.trainer.gpu_turn import await_device
+from trainer.algorithms.registry import make_algorithm
+from trainer.backends.launch import torchrun
+from trainer.backends.step import follow_commands
+
+
+def run_ranks(settings: Settings) -> int:
+    """Run the trainer once for each rank, until all have ended.
+
+    In a colocated run all ranks hold the device together, so it is not free before the last of them has
+    ended.
+
+    Returns:
+        The exit code, which torchrun alone would not pass on.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as launch
+
+    if settings.colocated.enabled:
+        DeviceLock(settings.run_dir).allow_children()
+    try:
+        launch(torchrun(settings.parallel.world_size, "services.trainer")[3:])
+    except ChildFailedError as failed:
+        codes = {failure.exitcode for failure in failed.failures.values()}
+        return EXIT_SETTINGS if EXIT_SETTINGS in codes else EXIT_FAILED
+    return 0
+
+
+def follow_rank_0(rank: int) -> None:
+    """Be a rank other than 0: load its part of the model, then carry out what rank 0 commands.
+
+    Signals to stop are ignored: rank 0 decides when the ranks end, as none may leave in the middle of a step.
+    """
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, signal.SIG_IGN)
+    configure_logging(f"trainer.{rank}")
+    settings = load_settings()
+    await_device(settings)
+    backend = build_backend(settings)
+    follow_commands(backend, make_algorithm(settings.algorithm))
+    backend.close()
