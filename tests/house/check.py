@@ -36,11 +36,9 @@ RULES: tuple[Callable[[House], Iterator[Violation]], ...] = (
 
 
 def violations(house: House) -> list[Violation]:
-    """Return all violations of all rules, by path and line."""
-    return sorted(
-        (found for rule in RULES for found in rule(house)),
-        key=lambda found: (found.path, found.line, found.rule),
-    )
+    """Return all violations of all rules, each once, by path and line."""
+    found = {violation for rule in RULES for violation in rule(house)}
+    return sorted(found, key=lambda violation: (violation.path, violation.line, str(violation)))
 
 
 def main(arguments: list[str]) -> int:

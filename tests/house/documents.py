@@ -15,7 +15,7 @@ _PATH = re.compile(rf"(?<![\w./-])(?:{'|'.join(_FOLDERS)})/[\w./*-]*(?![\w{{<])"
 _FILE = re.compile(r"(?<![\w./*-])\w+\.(?:py|lua)\b(?![./])")
 _LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
 _CODE = re.compile(r"`([^`\n]+)`")
-_DOTTED = re.compile(rf"(?:{'|'.join((*PACKAGES, 'tests'))})(?:\.\w+)+")
+_DOTTED = re.compile(rf"(?<![\w./])(?:{'|'.join((*PACKAGES, 'tests'))})(?:\.[A-Za-z_]\w*)+")
 _CLASS = re.compile(r"[A-Z]+[a-z0-9]\w*[A-Z]\w*(?:\.\w+)*")
 
 

@@ -103,6 +103,9 @@ def _log2(value: float) -> float:
 
 
 CONSTANTS = (
+    Constant("ARCHITECTURE.md", r"modules of at most (\d+) lines", "tests.house.sizes.MODULE_LINES"),
+    Constant("ARCHITECTURE.md", r"functions of at most (\d+)", "tests.house.sizes.FUNCTION_LINES"),
+    Constant("ARCHITECTURE.md", r"folders of at most (\d+) modules", "tests.house.sizes.FOLDER_MODULES"),
     Constant("CONTRIBUTING.md", r"(\d+) at most; functions", "tests.house.sizes.MODULE_LINES"),
     Constant("CONTRIBUTING.md", r"functions of (\d+) lines at most", "tests.house.sizes.FUNCTION_LINES"),
     Constant("CONTRIBUTING.md", r"folders of (\d+) modules at most", "tests.house.sizes.FOLDER_MODULES"),
@@ -110,11 +113,12 @@ CONSTANTS = (
     Constant(
         "docs/security.md", r"`bus.max_frame_bytes` \((\d+) MiB\)", "protocol.codec.MAX_FRAME_BYTES", _mib
     ),
+    Constant("docs/security.md", r"payloads over (\d+) MiB", "protocol.codec.SMALL_BYTES", _mib),
     Constant("docs/security.md", r"at most 2\^(\d+) in", "protocol.msgpack_limits.MOST_ITEMS", _log2),
     Constant("docs/security.md", r"in (\d+) levels", "protocol.msgpack_limits.MOST_DEPTH"),
     Constant(
         "docs/weights.md",
-        r"(\d+) MiB for what is on its way",
+        r"(\d+) MiB of transfer buffers",
         "rollout.staging.releasable_memory.RECEIVING_BYTES",
         _mib,
     ),

@@ -28,7 +28,9 @@ def f(x):
     state = "gone"
     raise ValueError(f"the peer {x} is gone")
 '''
-    house = build({"reward/a.py": text, "tests/b.py": 'x = "it is gone"\n', "docs/c.md": "one\n\nis gone\n"})
+    house = build(
+        {"reward/a.py": text, "tests/b.py": 'x = "it is gone"\n', "docs/c.md": "```sh\n```\nis gone\n"}
+    )
     found = wording.literary_word(house, {"gone": "removed", "goes on": "continues"})
     assert sorted((violation.path, violation.line) for violation in found) == [
         ("docs/c.md", 3),

@@ -8,7 +8,7 @@ from tests.house.tables import LITERARY_WORDS
 
 OPENINGS = ("Of ", "The same")
 """Beginnings of docstrings that refer to another place instead of naming their subject."""
-_CODE = re.compile(r"`[^`]*`")
+_CODE = re.compile(r"`[^`\n]*`")
 
 
 def docstring_opening(house: House) -> Iterator[Violation]:
