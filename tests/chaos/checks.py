@@ -44,7 +44,8 @@ def check_run(run_dir: Path, status: LedgerStatus) -> Report:
         wrong.append(f"the ledger stands at version {status.version} of {status.steps}")
     if report.steps != status.steps or report.trained != status.steps * status.bound.groups_per_step:
         wrong.append(
-            f"{status.steps} steps of {status.bound.groups_per_step} groups, but {report.steps} and {report.trained} are in the log"
+            f"{status.steps} steps of {status.bound.groups_per_step} groups, but {report.steps} and "
+            f"{report.trained} are in the log"
         )
     found = (status.issued, status.trained, status.dropped, status.active)
     if found != (report.groups, report.trained, report.dropped, report.active) or found[0] != sum(found[1:]):

@@ -97,14 +97,16 @@ class Hosts:
     async def start(self, host: str, name: str, *program: str) -> asyncio.subprocess.Process:
         """Start a program on a host; it ends with this one."""
         variables = {
-            "TETHER_CONFIG": str(Path(__file__).with_name("run.toml")), "TETHER_RUN": RUN, "TETHER_RUN_DIR": str(self.place.run_dir),
-            "TETHER_REDIS_URL": self.url, "TETHER_INSTANCE": f"{name}.{host}", "TETHER_BUS__HOST": HOSTS[host],
+            "TETHER_CONFIG": str(Path(__file__).with_name("run.toml")), "TETHER_RUN": RUN,
+            "TETHER_RUN_DIR": str(self.place.run_dir), "TETHER_REDIS_URL": self.url,
+            "TETHER_INSTANCE": f"{name}.{host}", "TETHER_BUS__HOST": HOSTS[host],
             "TETHER_BUS__CURVE_DIR": str(self.place.root / "keys"), "TETHER_WEIGHTS__TRANSPORT": "nccl",
             "TETHER_WEIGHTS__HOST": HOSTS[host], "GLOO_SOCKET_IFNAME": "eth0",
         }  # fmt: skip
         with (self.place.root / f"{name}.{host}.log").open("ab") as log:
             process = await asyncio.create_subprocess_exec(
-                "ip", "netns", "exec", host, *program, cwd=ROOT if name != "redis" else self.place.root / "redis", stdout=log, stderr=log,
+                "ip", "netns", "exec", host, *program,
+                cwd=ROOT if name != "redis" else self.place.root / "redis", stdout=log, stderr=log,
                 env=environment(**self.place.variables(), **variables), preexec_fn=die_with_parent,
             )  # fmt: skip
         self.processes[host, name] = process
@@ -118,7 +120,8 @@ class Hosts:
         """Start Redis on the ledger's host."""
         config = self.place.root / "redis" / "server.conf"
         config.write_text(
-            f'bind {HOSTS["ledger"]}\nport 6379\nrequirepass {self.password}\nappendonly yes\nappendfsync always\nsave ""\n'
+            f"bind {HOSTS['ledger']}\nport 6379\nrequirepass {self.password}\nappendonly yes\nappendfsync "
+            'always\nsave ""\n'
         )
         await self.start("ledger", "redis", find_server(), str(config))
 
@@ -170,7 +173,8 @@ async def run(place: Place) -> list[str]:
     await hosts.stop("redis")
     report = await asyncio.to_thread(check_run, place.run_dir, status)
     print(
-        f"hosts={len(HOSTS)} steps={report.steps} groups={report.groups} trained={report.trained} dropped={report.dropped}",
+        f"hosts={len(HOSTS)} steps={report.steps} groups={report.groups} trained={report.trained} "
+        f"dropped={report.dropped}",
         flush=True,
     )
     return wrong + report.violations + check_leftovers(place.root, place.run_dir, [])

@@ -71,8 +71,10 @@ class Place:
         lines = ["#!/bin/sh"]
         if self.clock_library is not None:
             lines += [
-                f'export LD_PRELOAD="{self.clock_library}" FAKETIME_TIMESTAMP_FILE="{self.root}/clocks/{clock}"',
-                "export FAKETIME_CACHE_DURATION=1 FAKETIME_DISABLE_SHM=1 FAKETIME_DONT_FAKE_MONOTONIC=1 NO_FAKE_STAT=1",
+                f'export LD_PRELOAD="{self.clock_library}" '
+                f'FAKETIME_TIMESTAMP_FILE="{self.root}/clocks/{clock}"',
+                "export FAKETIME_CACHE_DURATION=1 FAKETIME_DISABLE_SHM=1 FAKETIME_DONT_FAKE_MONOTONIC=1 "
+                "NO_FAKE_STAT=1",
             ]
         script.write_text("\n".join([*lines, f'exec "{program}" "$@"', ""]))
         script.chmod(0o755)

@@ -103,7 +103,8 @@ class Chaos:
                 return [] if code == 0 else [ended_early(up, self.place)]
         status = await ledger.status()
         return [
-            f"when all was mended, version {status.version} of {status.steps} was reached within {LAST_STEPS_S:.0f} s, and no end"
+            f"when all faults were repaired, version {status.version} of {status.steps} was reached within "
+            f"{LAST_STEPS_S:.0f} s, and no end"
         ]
 
     def _check(self, scene: Scene, status: LedgerStatus) -> Report:
@@ -163,8 +164,10 @@ def last_line(seed: int, minutes: float, chaos: Chaos, report: Report) -> str:
     faults = ",".join(f"{kind}:{chaos.done[kind]}" for kind in FAULTS if kind in chaos.place.kinds)
     missing = [kind for kind in FAULTS if kind not in chaos.place.kinds]
     return (
-        f"chaos seed={seed} minutes={minutes:g} faults={{{faults}}} missed={chaos.missed} not-permitted={','.join(missing) or 'none'} "
-        f"steps={report.steps} groups={report.groups} trained={report.trained} dropped={report.dropped} violations={len(report.violations)}"
+        f"chaos seed={seed} minutes={minutes:g} faults={{{faults}}} missed={chaos.missed} "
+        f"not-permitted={','.join(missing) or 'none'} "
+        f"steps={report.steps} groups={report.groups} trained={report.trained} dropped={report.dropped} "
+        f"violations={len(report.violations)}"
     )
 
 

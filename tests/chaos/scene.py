@@ -121,8 +121,9 @@ class Scene:
             self._up_settled = False
             with (self.place.root / "up.log").open("ab") as out:
                 self.up = await asyncio.create_subprocess_exec(
-                    sys.executable, "-c", START_UP, str(self._python), *words, cwd=ROOT, stdout=out, stderr=out,
-                    env=environment(**self.place.variables(), TETHER_REDIS_URL=self._url), preexec_fn=die_with_parent,
+                    sys.executable, "-c", START_UP, str(self._python), *words, cwd=ROOT, stdout=out,
+                    stderr=out, env=environment(**self.place.variables(), TETHER_REDIS_URL=self._url),
+                    preexec_fn=die_with_parent,
                 )  # fmt: skip
             code = await self.up.wait()
             if code != -signal.SIGKILL and (code != 2 or self._up_settled):

@@ -37,6 +37,7 @@ def test_files_and_processes_that_are_left_are_noticed(tmp_path: Path) -> None:
         assert process.stdin is not None
         process.stdin.close()
     assert after == {
-        f"process {process.pid} is left: {sys.executable} -c input()", "/dev/shm/tether-x is left", f"{tmp_path}/tmp/x is left",
-        "spool.sqlite-wal is left in the run directory", "checkpoints/step_00000003/manifest.json.tmp is left in the run directory",
+        f"process {process.pid} is left: {sys.executable} -c input()", "/dev/shm/tether-x is left",
+        f"{tmp_path}/tmp/x is left", "spool.sqlite-wal is left in the run directory",
+        "checkpoints/step_00000003/manifest.json.tmp is left in the run directory",
     }  # fmt: skip

@@ -58,9 +58,8 @@ async def test_every_message_arrives_once_and_whole_through_a_link_that(fault: s
         proxy.close()
         counted = receiver.stats.malformed + sender.stats.malformed + sender.stats.resent
     assert set(got) == set(range(MESSAGES))
-    if (
-        fault != "corrupt"
-    ):  # a flipped bit in an id, which is outside of the checksum, makes another message of it: the ledger's to refuse
+    # A flipped bit in an id, which the checksum does not cover, makes another message: the ledger refuses.
+    if fault != "corrupt":
         assert len(got) == MESSAGES
     if fault in SPOIL:
         assert counted

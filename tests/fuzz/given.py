@@ -147,7 +147,8 @@ TARGETS = {
     "prompts": Target(
         prompts,
         [
-            b'{"prompt": "1+1", "answer": "2"}\n{"prompt": [{"role": "user", "content": "x"}], "answer": 3, "tests": ["a"]}\n',
+            b'{"prompt": "1+1", "answer": "2"}\n{"prompt": [{"role": "user", "content": "x"}], "answer": 3, '
+            b'"tests": ["a"]}\n',
             DEEP,
         ],
         Form.LINES,

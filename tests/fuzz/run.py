@@ -109,9 +109,9 @@ def _child(target: Target, place: Path, scratch: Path, log: Path, seconds: float
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     words = [f"-dict={place / 'words'}"] if (place / "words").stat().st_size else []
     options = [
-        "fuzz", f"-seed={seed}", f"-max_total_time={max(1, int(seconds))}", f"-timeout={HANG_S}", f"-rss_limit_mb={MEMORY_MB}",
-        f"-malloc_limit_mb={MEMORY_MB}", f"-max_len={MAX_BYTES}", f"-artifact_prefix={place}/", "-print_final_stats=1", *words,
-        str(place / "corpus"),
+        "fuzz", f"-seed={seed}", f"-max_total_time={max(1, int(seconds))}", f"-timeout={HANG_S}",
+        f"-rss_limit_mb={MEMORY_MB}", f"-malloc_limit_mb={MEMORY_MB}", f"-max_len={MAX_BYTES}",
+        f"-artifact_prefix={place}/", "-print_final_stats=1", *words, str(place / "corpus"),
     ]  # fmt: skip
     try:
         atheris.Setup(

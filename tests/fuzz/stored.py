@@ -141,10 +141,12 @@ def _spool_seed() -> bytes:
     with sqlite3.connect(":memory:") as connection:
         connection.execute("PRAGMA page_size = 512")
         connection.execute(
-            "CREATE TABLE records (grp INTEGER, token TEXT, payload BLOB, accepted_ms INTEGER, UNIQUE (grp, token))"
+            "CREATE TABLE records (grp INTEGER, token TEXT, payload BLOB, accepted_ms INTEGER, UNIQUE (grp, "
+            "token))"
         )
         connection.execute(
-            "CREATE TABLE journal (seq INTEGER PRIMARY KEY, event TEXT, epoch TEXT, step INT, groups TEXT, ledger_seq INT)"
+            "CREATE TABLE journal (seq INTEGER PRIMARY KEY, event TEXT, epoch TEXT, step INT, groups TEXT, "
+            "ledger_seq INT)"
         )
         connection.execute("INSERT INTO records VALUES (7, 'a', x'01', 0)")
         connection.execute("INSERT INTO journal VALUES (1, 'take', 'e', 0, '[7]', 3)")
@@ -157,9 +159,9 @@ RECORD_SEEDS: tuple[Any, ...] = (
     {"group": 7, "token": "a", "epoch": "e", "version": 1, "deadline": 2, "max_staleness": 1, "attempt": 1},
     {"step": 1, "groups": [TAKEN], "dropped": [4]},
     {"step": 1, "epoch": "e", "digest": "99", "groups": [TAKEN]},
-    {"version": 1, "epoch": "e", "sequence": 9, "steps": 3, "issued": 4, "trained": 2, "dropped": 0, "wasted_tokens": 0, "halted": "",
-     "draining": False, "bound": BOUND, "pending": BOUND, "states": {"waiting": 1}, "dropped_by_reason": {"stale": "1"},
-     "engines": {"x": "e 1"}},
+    {"version": 1, "epoch": "e", "sequence": 9, "steps": 3, "issued": 4, "trained": 2, "dropped": 0,
+     "wasted_tokens": 0, "halted": "", "draining": False, "bound": BOUND, "pending": BOUND,
+     "states": {"waiting": 1}, "dropped_by_reason": {"stale": "1"}, "engines": {"x": "e 1"}},
     {"role": "ingest", "info": {"pid": 1, "endpoints": {"scored": "tcp://127.0.0.1:1"}}},
 )  # fmt: skip
 _LEASE = {
@@ -183,8 +185,8 @@ _EVENTS: tuple[dict[str, Any], ...] = (
     {"event": "extend", "group": 0, "token": "a"},
     {"event": "accept", "group": 0, "token": "a", "counts": {"0": 5}},
     {"event": "take", "epoch": "e", "step": 0, "groups": [0]},
-    {"event": "commit", "epoch": "e", "step": 0, "version": 1, "digest": "2", "groups": {"0": {"0": 5}}, "issued": 1, "trained": 1,
-     "dropped": 0, "active": 0},
+    {"event": "commit", "epoch": "e", "step": 0, "version": 1, "digest": "2", "groups": {"0": {"0": 5}},
+     "issued": 1, "trained": 1, "dropped": 0, "active": 0},
     {"event": "checkpoint", "version": 1},
 )  # fmt: skip
 EVENT_LOG = b"".join(

@@ -70,7 +70,8 @@ async def running(settings: Settings, *, rollouts: int = 1, rewards: int = 1) ->
             await ledger.drain(False)
             live = LiveRun(settings, ledger, {role: [] for role in Role}, asyncio.Event())
             services: dict[Role, Callable[[Process], Coroutine[Any, Any, None]]] = {
-                Role.INGEST: ingest.serve, Role.REWARD: reward.serve, Role.TRAINER: trainer.serve, Role.ROLLOUT: rollout.serve,
+                Role.INGEST: ingest.serve, Role.REWARD: reward.serve, Role.TRAINER: trainer.serve,
+                Role.ROLLOUT: rollout.serve,
             }  # fmt: skip
             counts = {Role.INGEST: 1, Role.REWARD: rewards, Role.TRAINER: 1, Role.ROLLOUT: rollouts}
             async with asyncio.TaskGroup() as tasks:

@@ -21,8 +21,9 @@ STRAGGLERS = {
 def settings_of(run_dir: Path, bound: int, policy: str, stragglers: str, *overrides: str) -> Settings:
     """A dry run with small steps and much in flight."""
     return settings_for(
-        run_dir, "stragglers.toml", f"bound.max_staleness={bound}", f"bound.staleness_policy={policy}", *STRAGGLERS[stragglers],
-        "engine.seconds_per_token=0.002", "trainer.step_s=0.01", "rollout.groups_in_flight=64", *overrides,
+        run_dir, "stragglers.toml", f"bound.max_staleness={bound}", f"bound.staleness_policy={policy}",
+        *STRAGGLERS[stragglers], "engine.seconds_per_token=0.002", "trainer.step_s=0.01",
+        "rollout.groups_in_flight=64", *overrides,
     )  # fmt: skip
 
 

@@ -17,8 +17,8 @@ from tests.integration.loop import ROOT
 
 CONFIG = str(ROOT / "deploy/configs/stragglers.toml")
 FIELDS = {
-    "step", "version", "reward_mean", "lag_mean", "lag_max", "trained_tokens", "wasted_tokens", "generate_s", "train_s", "publish_s",
-    "pause_ms", "wait_s",
+    "step", "version", "reward_mean", "lag_mean", "lag_max", "trained_tokens", "wasted_tokens", "generate_s",
+    "train_s", "publish_s", "pause_ms", "wait_s",
 }  # fmt: skip
 
 SERVICES = 6

@@ -68,7 +68,8 @@ def test_a_run_over_tls_shows_its_password_nowhere(server: TlsServer, tmp_path: 
     try:
         ended = tether(
             "up", str(ROOT / "deploy/configs/stragglers.toml"), "--steps", "3", "--run-dir", str(run_dir),
-            "--set", f'ledger.ca_file="{server.ca}"', seconds=600, TETHER_REDIS_URL=server.url, TETHER_LOG_LEVEL="DEBUG",
+            "--set", f'ledger.ca_file="{server.ca}"', seconds=600, TETHER_REDIS_URL=server.url,
+            TETHER_LOG_LEVEL="DEBUG",
         )  # fmt: skip
     finally:
         lookout.stop.set()
@@ -105,8 +106,9 @@ def test_the_password_may_come_from_a_file(server: TlsServer, tmp_path: Path) ->
     options = (f'ledger.ca_file="{server.ca}"', f'ledger.password_file="{path}"')
     run_dir = tmp_path / "run"
     ended = tether(
-        "up", str(ROOT / "deploy/configs/stragglers.toml"), "--steps", "1", "--run-dir", str(run_dir), "--set", "run.name=filed",
-        *(word for option in options for word in ("--set", option)), seconds=600, TETHER_REDIS_URL=server.bare_url,
+        "up", str(ROOT / "deploy/configs/stragglers.toml"), "--steps", "1", "--run-dir", str(run_dir),
+        "--set", "run.name=filed", *(word for option in options for word in ("--set", option)), seconds=600,
+        TETHER_REDIS_URL=server.bare_url,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr[-2000:]
     assert [

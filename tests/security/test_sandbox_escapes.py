@@ -55,14 +55,17 @@ def test_an_endless_fork_bomb_ends() -> None:
 
 
 def test_a_bomb_that_renews_itself_ends() -> None:
-    bomb = "signal.signal(signal.SIGCHLD, signal.SIG_IGN)\nwhile True:\n    try:\n        if os.fork():\n            os.setsid()\n"
-    bomb += "            os._exit(0)\n    except OSError:\n        pass\n"
+    bomb = "signal.signal(signal.SIGCHLD, signal.SIG_IGN)\nwhile True:\n    try:\n"
+    bomb += "        if os.fork():\n            os.setsid()\n            os._exit(0)\n"
+    bomb += "    except OSError:\n        pass\n"
     assert run(bomb, "pass", limits=Limits(wall_s=3.0, cpu_s=1, processes=6)).passed == frozenset()
 
 
 def test_memory_is_limited_in_every_process() -> None:
-    bomb = "def bomb():\n    if os.fork() == 0:\n        try:\n            x = bytearray(512 << 20)\n            os._exit(0)\n"
-    bomb += "        except MemoryError:\n            os._exit(7)\n    return os.waitstatus_to_exitcode(os.wait()[1])\n"
+    bomb = "def bomb():\n    if os.fork() == 0:\n        try:\n"
+    bomb += "            x = bytearray(512 << 20)\n            os._exit(0)\n"
+    bomb += "        except MemoryError:\n            os._exit(7)\n"
+    bomb += "    return os.waitstatus_to_exitcode(os.wait()[1])\n"
     assert run(bomb, "assert bomb() == 7", "assert bomb() == 7").passed == {0, 1}
 
 
@@ -164,10 +167,14 @@ def test_no_rights_are_gained(isolation: frozenset[str]) -> None:
 
 def test_honest_code_may_do_what_it_needs() -> None:
     verdict = run(
-        "", "assert subprocess.run(['/bin/true']).returncode == 0", "import asyncio; asyncio.run(asyncio.sleep(0))",
-        "import tempfile; tempfile.TemporaryFile().write(b'x')", "import threading; t = threading.Thread(target=int); t.start(); t.join()",
-        "import multiprocessing as m; p = m.get_context('fork').Process(target=int); p.start(); p.join(); assert p.exitcode == 0",
-        "import json, math, re, random, datetime, decimal, collections, itertools, heapq, bisect, functools, hashlib, unittest",
+        "", "assert subprocess.run(['/bin/true']).returncode == 0",
+        "import asyncio; asyncio.run(asyncio.sleep(0))",
+        "import tempfile; tempfile.TemporaryFile().write(b'x')",
+        "import threading; t = threading.Thread(target=int); t.start(); t.join()",
+        "import multiprocessing as m; p = m.get_context('fork').Process(target=int)\n"
+        "p.start(); p.join(); assert p.exitcode == 0",
+        "import json, math, re, random, datetime, decimal, collections, itertools, heapq, bisect\n"
+        "import functools, hashlib, unittest",
     )  # fmt: skip
     assert verdict.passed == set(range(6))
 

@@ -57,15 +57,17 @@ def tls_server(directory: Path) -> Iterator[TlsServer]:
     ca = certificates(directory)
     certificates(directory / "other")
     (directory / "users.acl").write_text(
-        f"user default off\nuser {USER} on >{PASSWORD} ~{{tether:*}}* -@all +@read +@write +@scripting +@connection +@stream "
-        "+info +time +config|get\n"
+        f"user default off\nuser {USER} on >{PASSWORD} ~{{tether:*}}* -@all +@read +@write +@scripting "
+        "+@connection +@stream +info +time +config|get\n"
     )
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     (directory / "redis.conf").write_text(
-        f"port 0\ntls-port {port}\nbind 127.0.0.1\ntls-cert-file server.crt\ntls-key-file server.pem\ntls-ca-cert-file ca.crt\n"
-        'tls-auth-clients no\naclfile users.acl\nappendonly yes\nappendfsync always\nmaxmemory-policy noeviction\nsave ""\n'
+        f"port 0\ntls-port {port}\nbind 127.0.0.1\ntls-cert-file server.crt\ntls-key-file server.pem\n"
+        "tls-ca-cert-file ca.crt\n"
+        "tls-auth-clients no\naclfile users.acl\nappendonly yes\nappendfsync always\nmaxmemory-policy "
+        'noeviction\nsave ""\n'
     )
     with (directory / "log").open("wb") as log:
         process = subprocess.Popen([binary, "redis.conf"], cwd=directory, stdout=log, stderr=log)

@@ -92,8 +92,8 @@ class Fleet:
         while engine.alive and engine.free:
             try:
                 lease = await self.ledger.call(
-                    "lease", request=f"{engine.name}-{self.ledger.calls['lease']}", engine=engine.name, holder=engine.name,
-                    lease_ms=self.scenario.lease_ms,
+                    "lease", request=f"{engine.name}-{self.ledger.calls['lease']}", engine=engine.name,
+                    holder=engine.name, lease_ms=self.scenario.lease_ms,
                 )  # fmt: skip
             except Refused as refusal:
                 if refusal.reason is Reason.HALTED:

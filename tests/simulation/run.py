@@ -23,13 +23,16 @@ def facts(scenario: Scenario, outcome: Outcome) -> dict[str, Any]:
     """The line that is printed."""
     trained = outcome.lags.total()
     return {
-        "groups": scenario.groups, "seed": scenario.seed, "E": scenario.max_staleness, "B": scenario.groups_per_step,
-        "policy": scenario.policy.value, "steps": outcome.audit.steps, "trained": outcome.audit.trained, "dropped": outcome.dropped,
-        "trained_tokens": trained, "masked_tokens": outcome.counts["masked_tokens"],
-        "lag_mean": round(sum(n * lag for lag, n in outcome.lags.items()) / max(trained, 1), 3), "lag_max": outcome.audit.max_lag,
-        "bound_max": outcome.audit.bound, **{key: outcome.counts[key] for key in ("deaths", "crashes", "rewinds", "changes", "late")},
-        "calls": outcome.calls.total(), "refused": outcome.refused.total(), "virtual_h": round(outcome.virtual_h, 1),
-        "wall_s": round(outcome.wall_s, 1), "violations": len(outcome.audit.violations),
+        "groups": scenario.groups, "seed": scenario.seed, "E": scenario.max_staleness,
+        "B": scenario.groups_per_step, "policy": scenario.policy.value, "steps": outcome.audit.steps,
+        "trained": outcome.audit.trained, "dropped": outcome.dropped, "trained_tokens": trained,
+        "masked_tokens": outcome.counts["masked_tokens"],
+        "lag_mean": round(sum(n * lag for lag, n in outcome.lags.items()) / max(trained, 1), 3),
+        "lag_max": outcome.audit.max_lag, "bound_max": outcome.audit.bound,
+        **{key: outcome.counts[key] for key in ("deaths", "crashes", "rewinds", "changes", "late")},
+        "calls": outcome.calls.total(), "refused": outcome.refused.total(),
+        "virtual_h": round(outcome.virtual_h, 1), "wall_s": round(outcome.wall_s, 1),
+        "violations": len(outcome.audit.violations),
     }  # fmt: skip
 
 

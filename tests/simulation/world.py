@@ -88,8 +88,8 @@ class World:
         status = await self.ledger.memory.status()
         assert (audit.issued, audit.trained, audit.dropped) == (status.issued, status.trained, status.dropped)
         return Outcome(
-            audit, self.counts + self.fleet.counts, self.ledger.calls, self.ledger.refused, dict(status.dropped_by_reason), self.lags,
-            self.now / 3_600_000, time.monotonic() - began,
+            audit, self.counts + self.fleet.counts, self.ledger.calls, self.ledger.refused,
+            dict(status.dropped_by_reason), self.lags, self.now / 3_600_000, time.monotonic() - began,
         )  # fmt: skip
 
     # -- the trainer

@@ -32,7 +32,8 @@ def small_rollout(samples: int = 2, tokens: int = 8) -> Rollout:
         group=7, token=new_token(), engine="engine.0a1b2c3d", prompt_tokens=Array.of(range(4), "int32"),
         lengths=Array.of([tokens] * samples, "int32"), tokens=Array.of(range(total), "int32"),
         logprobs=Array.of(-np.ones(total), "float32"), loss_mask=Array.of([], "uint8"),
-        spans=Array.of([[i, tokens, 0] for i in range(samples)], "int32"), finish_reasons=("stop",) * samples, responses=("",) * samples,
+        spans=Array.of([[i, tokens, 0] for i in range(samples)], "int32"), finish_reasons=("stop",) * samples,
+        responses=("",) * samples,
     )  # fmt: skip
 
 

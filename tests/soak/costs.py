@@ -103,8 +103,8 @@ def projection(costs: Costs) -> dict[str, Any]:
     found = {}
     for name, rate in LOADS.items():
         load = Load(
-            workers=WORKERS, rewards=WORKERS // WORKERS_PER_REWARD, groups_per_worker_s=rate, versions_per_s=VERSIONS_PER_S,
-            refused_per_worker_s=0.5,
+            workers=WORKERS, rewards=WORKERS // WORKERS_PER_REWARD, groups_per_worker_s=rate,
+            versions_per_s=VERSIONS_PER_S, refused_per_worker_s=0.5,
         )  # fmt: skip
         part, most = saturation(costs, load, WORKERS_PER_REWARD)
         shares = {part: round(share, 3) for part, share in cores(costs, load).items()}

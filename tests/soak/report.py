@@ -38,7 +38,8 @@ def report(
         found["open"]
     ):
         failures.append(
-            f"issued {status.issued}, trained {status.trained}, dropped {status.dropped}, active {status.active}"
+            f"issued {status.issued}, trained {status.trained}, dropped {status.dropped}, "
+            f"active {status.active}"
         )
     if groups <= 0:
         failures.append("no group was trained")

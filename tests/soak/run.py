@@ -1,9 +1,10 @@
 """The soak: hundreds of workers against one ingest and one trainer for minutes, watched from outside.
 
-    python -m tests.soak.run --minutes 15 --rollouts 200 --rewards 8 --out runs/soak.json      # and runs/soak.md, the tables
+    python -m tests.soak.run --minutes 15 --rollouts 200 --rewards 8 --out runs/soak.json
 
-The embedded ledger, the ingest and the (scripted) trainer are the real processes; the workers are tasks of the real services in at most 4
-processes (`fleet.py`). The last line is JSON with `ok`; exit code 1 if it is false.
+It also writes the tables, runs/soak.md. The embedded ledger, the ingest and the (scripted) trainer are the
+real processes; the workers are tasks of the real services in at most 4 processes (`fleet.py`). The last line
+is JSON with `ok`; exit code 1 if it is false.
 """
 
 import argparse
@@ -40,16 +41,20 @@ START_S = 600.0
 DRAIN_S = 90.0
 FLEETS = 4
 LOAD = (
-    "run.name=soak", "run.steps=1000000000", "bound.max_staleness=4", "bound.groups_per_step=64", "sampling.samples_per_prompt=2",
-    "sampling.max_tokens=8", "engine.seconds_per_token=0.2", "engine.straggler_share=0.02", "engine.straggler_factor=10.0",
-    "trainer.step_s=1.2", "trainer.checkpoint_every=10", "rollout.groups_in_flight=2", "reward.workers=1", "monitor.enabled=false",
+    "run.name=soak", "run.steps=1000000000", "bound.max_staleness=4", "bound.groups_per_step=64",
+    "sampling.samples_per_prompt=2", "sampling.max_tokens=8", "engine.seconds_per_token=0.2",
+    "engine.straggler_share=0.02", "engine.straggler_factor=10.0", "trainer.step_s=1.2",
+    "trainer.checkpoint_every=10", "rollout.groups_in_flight=2", "reward.workers=1", "monitor.enabled=false",
     "bound.drop_window=4096", "ledger.ttl_s=15",
 )  # fmt: skip
-"""The trainer is the slowest part, so that rule F is at its limit and the workers ask for leases in vain, as in a real run.
-A machine that stalls for seconds makes groups stale by the dozen: the window of drops is large enough that the run is not halted for it."""
+"""The trainer is the slowest part, so that rule F is at its limit and leases are refused, as in a real run.
+
+A machine that stalls for seconds makes groups stale by the dozen: the window of drops is large enough that
+this does not halt the run.
+"""
 
 ALLOCATOR = {"MALLOC_ARENA_MAX": "2"}
-"""A fleet has hundreds of ZeroMQ threads; without a limit each of the allocator's many arenas grows to its own high-water mark."""
+"""Limits the allocator's arenas, which grow one for each of a fleet's hundreds of threads."""
 
 
 class Soak:
@@ -72,8 +77,9 @@ class Soak:
         }
         with (self.settings.run_dir / "logs" / f"{name}.log").open("wb") as log:
             self.processes[name] = Popen(
-                [sys.executable, "-m", *arguments], cwd=ROOT, env={**os.environ, **ALLOCATOR, **run}, stdin=DEVNULL, stdout=log,
-                stderr=STDOUT, start_new_session=True, preexec_fn=tied_to_this_process(),
+                [sys.executable, "-m", *arguments], cwd=ROOT,
+                env={**os.environ, **ALLOCATOR, **run}, stdin=DEVNULL, stdout=log, stderr=STDOUT,
+                start_new_session=True, preexec_fn=tied_to_this_process(),
             )  # fmt: skip
 
     def alive(self) -> None:
@@ -114,7 +120,7 @@ class Soak:
             probe.close()
 
     async def drain(self) -> None:
-        """No more leases; the trainer trains what is in flight and ends by itself, then everything else is stopped in order."""
+        """Stop leasing; the trainer trains what is in flight and exits, then stop the others in order."""
         await self._ledger.drain()
         await self._ended("trainer")
         for names in (self._fleets(), ["ingest"]):

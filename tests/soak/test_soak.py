@@ -20,8 +20,9 @@ B, E = 4, 2
 KEPT = (2 + 1) * 5
 """Steps whose records are kept: two checkpoints, one every five steps, and what came since."""
 FAST = (
-    "run.steps=1000000", f"bound.groups_per_step={B}", f"bound.max_staleness={E}", "engine.seconds_per_token=0.0",
-    "engine.straggler_share=0.0", "trainer.step_s=0.0", "trainer.checkpoint_every=5", "rollout.groups_in_flight=2", "reward.workers=1",
+    "run.steps=1000000", f"bound.groups_per_step={B}", f"bound.max_staleness={E}",
+    "engine.seconds_per_token=0.0", "engine.straggler_share=0.0", "trainer.step_s=0.0",
+    "trainer.checkpoint_every=5", "rollout.groups_in_flight=2", "reward.workers=1",
 )  # fmt: skip
 
 

@@ -8,11 +8,10 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-# isort: skip - it wants to be the first of ours in vLLM's process
-from rollout.engines.vllm.worker import WorkerExtension
-
 import torch
 
+# isort: skip - it wants to be the first of ours in vLLM's process
+from rollout.engines.vllm.worker import WorkerExtension
 from tests.benchmarks.gpu import stand_in
 from tests.benchmarks.gpu.flip import WeightSets
 from tests.benchmarks.gpu.groups import broadcast, join_pair
