@@ -1,5 +1,5 @@
-"""What can go wrong, one context manager for each kind: it goes wrong at the beginning of the block and is
-mended at its end."""
+"""Injects faults, one context manager for each kind: the fault begins with the block and is repaired at its
+end."""
 
 import asyncio
 import contextlib
@@ -33,7 +33,7 @@ async def find(scene: Scene, target: str) -> int:
 
 
 def send(pid: int, signum: signal.Signals) -> None:
-    """Send a signal to a process that may be gone."""
+    """Send a signal to a process that may have exited."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signum)
 

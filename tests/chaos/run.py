@@ -34,7 +34,7 @@ from tests.integration.loop import ROOT
 FIRST_STEP_S = 600.0
 LAST_STEPS = 5
 LAST_STEPS_S = 600.0
-"""How long the run may take for its last steps and its end, when all that was broken is mended."""
+"""How long the run may take for its last steps and its end, once all faults are repaired."""
 
 
 class Chaos:
@@ -51,7 +51,7 @@ class Chaos:
         print(f"{time.monotonic() - self._began:7.1f} {text}", flush=True)
 
     async def run(self) -> Report:
-        """Start the run, do the faults, let it make its last steps, and look at what it left."""
+        """Start the run, do the faults, let it make its last steps, and check what it left."""
         self.shared = shared_memory()
         async with started(self.place, self.seed) as (scene, ledger, up):
             async with asyncio.timeout(FIRST_STEP_S):
@@ -90,7 +90,7 @@ class Chaos:
             self.say(f"{what}: {missed}")
 
     async def _finish(self, scene: Scene, ledger: RedisLedger, up: "asyncio.Task[int]") -> list[str]:
-        """Nothing is broken any more: the run is told its last step and has to get there."""
+        """Set the last step, once all faults are repaired, and wait until the run gets there."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_STEPS_S):
                 while not up.done() and scene.pid("trainer") is None:  # noqa: ASYNC110 (nobody tells of a start)

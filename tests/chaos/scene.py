@@ -139,7 +139,7 @@ def adopt_orphans() -> None:
 
 @asynccontextmanager
 async def started(place: Place, seed: int) -> AsyncIterator[tuple[Scene, RedisLedger, "asyncio.Task[int]"]]:
-    """A run, a ledger of our own to look at it, and the task that ends with the exit code of `tether up`."""
+    """Yield a run, a ledger client of our own, and the task that ends with the exit code of `tether up`."""
     scene = Scene(place, seed)
     ledger = await scene.start()
     try:

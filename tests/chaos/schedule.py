@@ -1,7 +1,7 @@
 """Which faults a run meets, and when: a pure function of the seed.
 
 Every kind of fault meets every target once before any does so again; the order, the moments and the durations
-are drawn. The faults overlap: the next one comes about `PAUSE_S` after the last, whatever is still going on.
+are drawn. The faults overlap: the next one comes about `PAUSE_S` after the last, whatever is still broken.
 """
 
 import random
@@ -26,7 +26,7 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[float, float]]] = {
     "fill": (("run", "redis", "shm"), (1.0, 5.0)),
     "skew": (("rollout.0", "reward.0", "ingest", "trainer", "redis"), (2.0, 8.0)),
 }
-"""Kind -> targets, and the shortest and longest time in seconds until it is mended."""
+"""Kind -> targets, and the shortest and longest time in seconds until it is repaired."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +38,11 @@ class Fault:
     kind: str
     target: str
     lasts_s: float
-    """Seconds until it is mended, or until what was killed may be started again."""
+    """Seconds until it is repaired, or until what was killed may be started again."""
 
 
 def schedule(seed: int, minutes: float, kinds: Collection[str] = tuple(KINDS)) -> list[Fault]:
-    """The faults of a run, in order. All of them are mended within `minutes`.
+    """The faults of a run, in order. All of them are repaired within `minutes`.
 
     Kinds that a machine does not permit are left out by `kinds`; the others then come at the same moments,
     for as long, as with them.

@@ -12,7 +12,7 @@ from tests.integration.loop import ROOT
 
 
 def chaos(seed: int, minutes: float) -> None:
-    """Run a seed and look at its last line."""
+    """Run a seed and check its last line."""
     program = [sys.executable, "-m", "tests.chaos.run", "--seed", str(seed), "--minutes", str(minutes)]
     finished = subprocess.run(
         program, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False

@@ -66,7 +66,7 @@ async def test_every_message_arrives_once_and_whole_through_a_link_that(fault: s
 
 
 def message(group: int) -> Rollout:
-    """A message that can be told from the others."""
+    """Return a message that differs from all others."""
     return msgspec.structs.replace(ROLLOUT, group=group, tokens=Array.of([group] * 3, "int32"))
 
 

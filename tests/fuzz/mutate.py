@@ -1,5 +1,4 @@
-"""Mutations that keep a document well-formed: a byte flipped in MessagePack or JSON is mostly refused at the
-first look."""
+"""Mutates documents and keeps them well-formed: decoders mostly refuse a flipped byte at once."""
 
 import random
 from collections.abc import Callable, Sequence

@@ -42,7 +42,7 @@ def frame(data: bytes, _: Path) -> None:
 
 
 def message(data: bytes, _: Path) -> None:
-    """The same without an envelope, and so without its checksum."""
+    """Decode a message without an envelope, and so without its checksum."""
     try:
         found = decode_payload(data)
     except ProtocolError:

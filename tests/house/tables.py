@@ -24,7 +24,7 @@ LITERARY_WORDS = {
     "obey|obeys|obeyed|obeying": "apply or follow",
     "heirs?": "child processes",
     "told": "reported or recorded",
-    "hold on|holds on|held on": "keep or wait",
+    "hold on|holds on": "keep or wait",
     "left alone|leaves? alone|leave each other alone": "do not change or do not affect",
     "bears?|bore": "tolerate or carry",
     "look(s|ed|ing)? (at|again|whether|into|once|that|before)": "check or read",

@@ -59,8 +59,7 @@ def settings_for(run_dir: Path, config: str, *overrides: str) -> Settings:
 
 @asynccontextmanager
 async def running(settings: Settings, *, rollouts: int = 1, rewards: int = 1) -> AsyncIterator[LiveRun]:
-    """Start a run, or go on with it; at the end of the block everything is stopped in the order of `tether
-    up`."""
+    """Start or resume a run; at the end of the block everything is stopped in the order of `tether up`."""
     settings.run_dir.mkdir(parents=True, exist_ok=True)
     spec = await asyncio.to_thread(prepare, settings)
     async with _served(settings) as url:

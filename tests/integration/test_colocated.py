@@ -35,7 +35,7 @@ GREEDY = (
 
 
 def digests(run: Finished) -> list[object]:
-    """Of the weights after each step."""
+    """Return the digests of the weights after each step."""
     return [event["digest"] for event in of(run, "commit")]
 
 

@@ -1,5 +1,5 @@
-"""The `tether` command on a run that is on, interrupted, and gone on with. One story, told once; each test
-looks at a part of it."""
+"""The `tether` command on a run that is started, interrupted and resumed: one run, and each test checks a
+part of it."""
 
 import json
 import signal

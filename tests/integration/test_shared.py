@@ -31,7 +31,7 @@ KILLED = (
 
 
 def digests(run: Finished) -> list[object]:
-    """Of the versions that were committed, in order."""
+    """Return the digests of the committed versions, in order."""
     return [event["digest"] for event in of(run, "commit")]
 
 
@@ -143,7 +143,7 @@ def test_vllm_and_the_reference_trainer_share_a_gpu(tmp_path: Path, eager: str) 
 
 
 def epochs(run_dir: Path) -> set[str]:
-    """Of the trainers that have made a step."""
+    """Return the epochs of the trainers that have made a step."""
     return {step["epoch"] for step in read_steps(run_dir / "metrics.jsonl")}
 
 

@@ -26,7 +26,7 @@ PATIENCE_S = 5.0
 
 @dataclass
 class Attack:
-    """One thread against some ports, one after the other, again and again until told to stop."""
+    """One thread against some ports, one after the other, again and again until it is stopped."""
 
     ports: Sequence[tuple[str, int]]
     run: str

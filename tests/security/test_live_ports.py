@@ -1,4 +1,4 @@
-"""Strangers at every port of a run that goes on: it goes on."""
+"""Strangers at every port of a run do not disturb it."""
 
 import asyncio
 import re

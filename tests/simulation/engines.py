@@ -35,7 +35,7 @@ class Engine:
 
 
 class Fleet:
-    """All engines of a run. `on_scored` is told of every group that was accepted."""
+    """All engines of a run. `on_scored` is called with every accepted group."""
 
     def __init__(
         self,

@@ -29,7 +29,7 @@ GROUP_KEYS = (
 
 
 class Probe:
-    """Looks at the processes of one run."""
+    """Measures the processes of one run."""
 
     def __init__(self, pids: Mapping[str, int], url: str, run: str, run_dir: Path) -> None:
         self._processes = {name: psutil.Process(pid) for name, pid in pids.items()}
@@ -38,8 +38,8 @@ class Probe:
         self._run_dir = run_dir
 
     def sample(self) -> dict[str, Any]:
-        """Everything that is cheap to look at: `rss` (bytes) and `cpu` (seconds so far) by process, the
-        ledger's counters."""
+        """Return what is cheap to measure: `rss` (bytes) and `cpu` (seconds so far) by process, ledger
+        counters."""
         memory, stats = self._redis.info("memory"), self._redis.info("commandstats")
         run = {
             key.decode(): value.decode() for key, value in self._redis.hgetall(self._keys.of("run")).items()
