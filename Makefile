@@ -42,6 +42,7 @@ check: $(VENV)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.house.check
 
 chaos: $(VENV)/.ready
 	$(BIN)/python -m tests.chaos.run --seed $(SEED) --minutes $(MINUTES)

@@ -9,7 +9,10 @@ from tests.integration.loop import Finished, run_to_end, settings_for
 from tests.integration.test_bound import STRAGGLERS
 
 STEPS = 24
-HEAD = "| stragglers | E | policy | largest trained lag | mean lag | masked tokens | dropped groups | wait_s | steps/s | violations |"
+HEAD = (
+    "| stragglers | E | policy | largest trained lag | mean lag | masked tokens | dropped groups | wait_s "
+    "| steps/s | violations |"
+)
 
 
 def row(stragglers: str, bound: int, policy: str, run: Finished) -> str:
@@ -39,8 +42,9 @@ async def main() -> None:
             for policy in ("wait", "mask", "drop"):
                 with tempfile.TemporaryDirectory(prefix="tether-bound-") as directory:
                     settings = settings_for(
-                        Path(directory), "stragglers.toml", f"bound.max_staleness={bound}", f"bound.staleness_policy={policy}",
-                        *overrides, f"run.steps={STEPS}", "rollout.groups_in_flight=64", "trainer.step_s=0.02",
+                        Path(directory), "stragglers.toml", f"bound.max_staleness={bound}",
+                        f"bound.staleness_policy={policy}", *overrides, f"run.steps={STEPS}",
+                        "rollout.groups_in_flight=64", "trainer.step_s=0.02",
                     )  # fmt: skip
                     print(row(stragglers, bound, policy, await run_to_end(settings)), flush=True)
 

@@ -1,4 +1,4 @@
-"""The benchmark runs and writes what `make bench` promises. No timing is looked at."""
+"""The benchmark runs and writes what `make bench` promises. No timing is asserted."""
 
 import json
 import subprocess

@@ -35,7 +35,7 @@ from tests.integration.loop import ROOT
 FIRST_STEP_S = 600.0
 LAST_STEPS = 5
 LAST_STEPS_S = 600.0
-"""How long the run may take for its last steps and its end, when all that was broken is mended."""
+"""How long the run may take for its last steps and its end, once all faults are repaired."""
 
 
 class Chaos:

@@ -26,7 +26,7 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[float, float]]] = {
     "fill": (("run", "redis", "shm"), (1.0, 5.0)),
     "skew": (("rollout.0", "reward.0", "ingest", "trainer", "redis"), (2.0, 8.0)),
 }
-"""Kind -> targets, and the shortest and longest time in seconds until it is mended."""
+"""Kind -> targets, and the shortest and longest time in seconds until it is repaired."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Fault:
     kind: str
     target: str
     lasts_s: float
-    """Seconds until it is mended, or until what was killed may be started again."""
+    """Seconds until it is repaired, or until what was killed may be started again."""
 
 
 def schedule(seed: int, minutes: float, kinds: Collection[str] = tuple(KINDS)) -> list[Fault]:

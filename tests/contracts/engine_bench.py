@@ -21,7 +21,7 @@ from tests.contracts.engine_models import follows, write_shared, write_shm
 
 PROMPTS = ((5, 17, 200, 33, 9, 411), (7, 17, 200, 33), (8, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10))
 LONG = 1900
-"""Tokens: more than any engine here makes while a test looks at it; `MAX_MODEL_LEN` leaves room for them."""
+"""Tokens: more than any engine here makes during a test; `MAX_MODEL_LEN` leaves room for them."""
 MAX_MODEL_LEN = 2048
 PILOT = 16
 
@@ -46,7 +46,7 @@ class Bench:
     last: int = -1
     """Newest version that was published."""
     masters: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Of that version, where versions are shared."""
+    """Masters of that version, where versions are shared."""
     rooms: list[SharedTensors] = field(default_factory=list)
     """In which masters are, to be closed at the end."""
     pilots: int = 1

@@ -116,7 +116,7 @@ def next_of(bench: Bench, sender: NcclSender, before: WeightManifest) -> WeightM
 
 
 async def assert_staged_as_it_comes(bench: Bench) -> None:
-    """The same where nothing is sent."""
+    """Check that a provisional version is staged although nothing is sent."""
     await bench.serve("A")
     manifest = bench.publish("B")
     draft = provisional_manifest(manifest, manifest.version)

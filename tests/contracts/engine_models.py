@@ -174,7 +174,7 @@ def follows(
     """Whether `tokens` are greedy, where those before each `end` come from its model and KV is recomputed or
     kept at a switch.
 
-    All tokens of a row are looked at in one forward pass: what was fed is known, so decoding again would give
+    All tokens of a row are computed in one forward pass: what was fed is known, so decoding again would give
     the same logits. `margin`: by how much the logit of a token may lie below the largest.
     """
     ids = [*prompt, *tokens]

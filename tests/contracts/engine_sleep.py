@@ -11,7 +11,7 @@ from tests.contracts.engine_bench import LONG, PROMPTS, Bench, ask
 from tests.contracts.engine_suite import assert_switched
 
 TURNS = 50
-"""As many as would end a short request if the engine went on."""
+"""Enough turns to end a short request if the engine were running."""
 
 
 @pytest.fixture

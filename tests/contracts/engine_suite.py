@@ -288,8 +288,10 @@ def assert_switched(
 
 
 async def assert_refused(bench: Bench, fault: str) -> None:
-    """Staging a faulty version raises, what is live stays, what runs goes on, and the next good version is
-    taken."""
+    """Check that staging a faulty version raises and changes nothing, and that the next good one is applied.
+
+    Running requests continue.
+    """
     served = (await bench.serve("A")).version
     live = await bench.engine.live_digest()
     manifest = FAULTS[fault](bench)

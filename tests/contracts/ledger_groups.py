@@ -164,7 +164,7 @@ class GroupContract:
         await driver.refused(Reason.WRONG_STATE, driver.ledger.release(lease.group, lease.token, "x"))
         await driver.refused(Reason.NOT_HELD, driver.ledger.extend(lease.group, lease.token, 1000))
 
-    async def test_attempts_end(self, driver: Driver) -> None:
+    async def test_attempts_of_a_group_end(self, driver: Driver) -> None:
         await driver.begin(max_attempts=2)
         for _ in range(2):
             lease = await driver.lease()

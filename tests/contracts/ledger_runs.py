@@ -12,7 +12,7 @@ from tests.contracts.ledger_rig import Driver, spec
 class RunContract:
     """The run, its settings, its processes and its log."""
 
-    async def test_create_twice(self, driver: Driver) -> None:
+    async def test_create_twice_is_refused(self, driver: Driver) -> None:
         with pytest.raises(Refused) as caught:
             await driver.ledger.status()
         assert caught.value.reason == Reason.NO_RUN

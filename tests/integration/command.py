@@ -17,7 +17,7 @@ from tests.integration.loop import ROOT
 
 T = TypeVar("T")
 POLL_S = 0.02
-"""Between two looks: leaves the processor to those that are waited for."""
+"""Seconds between two polls: leaves the processor to those that are waited for."""
 
 
 def environment(**extra: str) -> dict[str, str]:

@@ -46,7 +46,7 @@ class Gate:
     _seen: int = 0
 
     def close_at(self, spot: Spot) -> None:
-        """Hold whoever comes to `spot` next, and let go of who is held now."""
+        """Hold whoever comes to `spot` next, and release who is held now."""
         self.opened.set()
         self.spot, self._seen = spot, 0
         self.reached, self.opened = asyncio.Event(), asyncio.Event()

@@ -59,8 +59,7 @@ def settings_for(run_dir: Path, config: str, *overrides: str) -> Settings:
 
 @asynccontextmanager
 async def running(settings: Settings, *, rollouts: int = 1, rewards: int = 1) -> AsyncIterator[LiveRun]:
-    """Start a run, or go on with it; at the end of the block everything is stopped in the order of `tether
-    up`."""
+    """Start or resume a run; at the end of the block everything is stopped in the order of `tether up`."""
     settings.run_dir.mkdir(parents=True, exist_ok=True)
     spec = await asyncio.to_thread(prepare, settings)
     async with _served(settings) as url:
@@ -70,7 +69,8 @@ async def running(settings: Settings, *, rollouts: int = 1, rewards: int = 1) ->
             await ledger.drain(False)
             live = LiveRun(settings, ledger, {role: [] for role in Role}, asyncio.Event())
             services: dict[Role, Callable[[Process], Coroutine[Any, Any, None]]] = {
-                Role.INGEST: ingest.serve, Role.REWARD: reward.serve, Role.TRAINER: trainer.serve, Role.ROLLOUT: rollout.serve,
+                Role.INGEST: ingest.serve, Role.REWARD: reward.serve, Role.TRAINER: trainer.serve,
+                Role.ROLLOUT: rollout.serve,
             }  # fmt: skip
             counts = {Role.INGEST: 1, Role.REWARD: rewards, Role.TRAINER: 1, Role.ROLLOUT: rollouts}
             async with asyncio.TaskGroup() as tasks:

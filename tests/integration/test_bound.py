@@ -21,8 +21,9 @@ STRAGGLERS = {
 def settings_of(run_dir: Path, bound: int, policy: str, stragglers: str, *overrides: str) -> Settings:
     """A dry run with small steps and much in flight."""
     return settings_for(
-        run_dir, "stragglers.toml", f"bound.max_staleness={bound}", f"bound.staleness_policy={policy}", *STRAGGLERS[stragglers],
-        "engine.seconds_per_token=0.002", "trainer.step_s=0.01", "rollout.groups_in_flight=64", *overrides,
+        run_dir, "stragglers.toml", f"bound.max_staleness={bound}", f"bound.staleness_policy={policy}",
+        *STRAGGLERS[stragglers], "engine.seconds_per_token=0.002", "trainer.step_s=0.01",
+        "rollout.groups_in_flight=64", *overrides,
     )  # fmt: skip
 
 
@@ -47,8 +48,7 @@ async def test_no_trained_token_is_over_the_bound(
 @pytest.mark.parametrize("stragglers", STRAGGLERS)
 @pytest.mark.parametrize("policy", ["mask", "drop"])
 async def test_what_is_too_late_is_masked_or_dropped(tmp_path: Path, policy: str, stragglers: str) -> None:
-    """Here a straggler takes many steps, also on a machine whose steps take long, and the run goes on until
-    one was too late."""
+    """A straggler takes many steps, also on a slow machine, and the run continues until one was too late."""
     settings = settings_of(
         tmp_path, 1, policy, stragglers, "run.steps=1000000", "engine.straggler_factor=100.0"
     )

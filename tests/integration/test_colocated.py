@@ -35,7 +35,7 @@ GREEDY = (
 
 
 def digests(run: Finished) -> list[object]:
-    """Of the weights after each step."""
+    """Return the digests of the weights after each step."""
     return [event["digest"] for event in of(run, "commit")]
 
 
@@ -84,8 +84,8 @@ async def test_sglang_sleeps_in_every_step_and_the_weights_are_those_of_the_refe
 ) -> None:
     alone = await run_to_end(small(tmp_path / "alone", *GREEDY))
     sglang = (
-        "engine.name=sglang", f'engine.python="{sglang_python()}"', f'engine.environment={{ PYTHONPATH = "{STAND_INS}" }}',
-        "engine.start_timeout_s=600",
+        "engine.name=sglang", f'engine.python="{sglang_python()}"',
+        f'engine.environment={{ PYTHONPATH = "{STAND_INS}" }}', "engine.start_timeout_s=600",
     )  # fmt: skip
     with caplog.at_level(logging.INFO, "tether"):
         run = await run_to_end(
@@ -100,8 +100,8 @@ async def test_groups_in_flight_keep_their_leases_while_two_engines_sleep(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = small(
-        tmp_path, "colocated.enabled=true", "bound.max_staleness=2", "sampling.max_tokens=12", f"run.steps={STEPS}",
-        "trainer.checkpoint_every=2",
+        tmp_path, "colocated.enabled=true", "bound.max_staleness=2", "sampling.max_tokens=12",
+        f"run.steps={STEPS}", "trainer.checkpoint_every=2",
     )  # fmt: skip
     with caplog.at_level(logging.INFO, "tether"):
         run = await run_to_end(settings, rollouts=2)
@@ -112,8 +112,8 @@ async def test_groups_in_flight_keep_their_leases_while_two_engines_sleep(
 
 def test_a_run_goes_on_although_the_engine_dies_asleep_and_the_trainer_in_its_turn(tmp_path: Path) -> None:
     overrides = [
-        *SMALL, "run.steps=100000", "colocated.enabled=true", "eval.at_end=false", f"rollout.lease_s={LEASE_MS / 1000}",
-        "sampling.max_tokens=24",
+        *SMALL, "run.steps=100000", "colocated.enabled=true", "eval.at_end=false",
+        f"rollout.lease_s={LEASE_MS / 1000}", "sampling.max_tokens=24",
     ]  # fmt: skip
     arguments = [
         str(ROOT / "deploy/configs/demo.toml"),
@@ -153,9 +153,10 @@ def test_an_engine_and_megatron_share_a_gpu(tmp_path: Path, engine: str, transpo
         ],
     }
     overrides = [
-        *own[engine], f"engine.name={engine}", "run.steps=6", "colocated.enabled=true", f"weights.transport={transport}",
-        f"engine.enforce_eager={eager}", "eval.at_end=false", "engine.memory_fraction=0.8", "sampling.max_tokens=24",
-        "trainer.checkpoint_every=3", f'services.trainer_gpus="{visible_gpus()[0]}"', f'services.rollout_gpus="{visible_gpus()[0]}"',
+        *own[engine], f"engine.name={engine}", "run.steps=6", "colocated.enabled=true",
+        f"weights.transport={transport}", f"engine.enforce_eager={eager}", "eval.at_end=false",
+        "engine.memory_fraction=0.8", "sampling.max_tokens=24", "trainer.checkpoint_every=3",
+        f'services.trainer_gpus="{visible_gpus()[0]}"', f'services.rollout_gpus="{visible_gpus()[0]}"',
     ]  # fmt: skip
     arguments = [
         str(ROOT / "deploy/configs/demo.toml"),

@@ -1,5 +1,5 @@
-"""The `tether` command on a run that is on, interrupted, and gone on with. One story, told once; each test
-looks at a part of it."""
+"""The `tether` command on a run that is started, interrupted and resumed: one run, and each test checks a
+part of it."""
 
 import json
 import signal
@@ -17,8 +17,8 @@ from tests.integration.loop import ROOT
 
 CONFIG = str(ROOT / "deploy/configs/stragglers.toml")
 FIELDS = {
-    "step", "version", "reward_mean", "lag_mean", "lag_max", "trained_tokens", "wasted_tokens", "generate_s", "train_s", "publish_s",
-    "pause_ms", "wait_s",
+    "step", "version", "reward_mean", "lag_mean", "lag_max", "trained_tokens", "wasted_tokens", "generate_s",
+    "train_s", "publish_s", "pause_ms", "wait_s",
 }  # fmt: skip
 
 SERVICES = 6

@@ -67,8 +67,9 @@ async def drained(live: LiveRun) -> LedgerStatus:
 async def test_the_bound_is_changed_while_a_run_is_on(tmp_path: Path) -> None:
     settings = dry(tmp_path, "bound.max_staleness=2", "bound.groups_per_step=6")
     changes: list[dict[str, Any]] = [
-        {"max_staleness": 0}, {"groups_per_step": 2}, {"policy": Policy.WAIT}, {"max_staleness": 3, "groups_per_step": 5},
-        {"policy": Policy.DROP}, {"groups_per_step": 1, "max_staleness": 1, "policy": Policy.MASK},
+        {"max_staleness": 0}, {"groups_per_step": 2}, {"policy": Policy.WAIT},
+        {"max_staleness": 3, "groups_per_step": 5}, {"policy": Policy.DROP},
+        {"groups_per_step": 1, "max_staleness": 1, "policy": Policy.MASK},
     ]  # fmt: skip
     async with running(settings, rollouts=2) as live:
         for change in changes:

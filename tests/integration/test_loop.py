@@ -20,8 +20,8 @@ from tests.integration.loop import Finished, run_to_end, running, settings_for
 from trainer.storage.spool import Spool
 
 SMALL = (
-    "engine.name=hf", "trainer.backend=reference", "bound.groups_per_step=4", "sampling.samples_per_prompt=2", "rollout.groups_in_flight=8",
-    "trainer.checkpoint_every=100", "run.steps=3",
+    "engine.name=hf", "trainer.backend=reference", "bound.groups_per_step=4", "sampling.samples_per_prompt=2",
+    "rollout.groups_in_flight=8", "trainer.checkpoint_every=100", "run.steps=3",
 )  # fmt: skip
 
 
@@ -46,10 +46,11 @@ def of(run: Finished, name: str) -> list[dict[str, object]]:
 async def test_a_group_that_cannot_be_scored_is_tried_again_then_dropped_and_never_given_a_zero(
     tmp_path: Path,
 ) -> None:
+    rows = [{"prompt": f"{i}=", "answer": "9" if i % 4 == 1 else "1"} for i in range(10)]
     settings = small(
-        tmp_path / "run", 'reward.verifiers=[{name="tests.integration.failing_verifier"}]', "bound.max_attempts=2", "prompts.held_out=0",
-        "prompts.shuffle=false", "prompts.passes=1",
-        prompts(tmp_path / "prompts.jsonl", *({"prompt": f"{i}=", "answer": "9" if i % 4 == 1 else "1"} for i in range(10)), *EASY * 6),
+        tmp_path / "run", 'reward.verifiers=[{name="tests.integration.failing_verifier"}]',
+        "bound.max_attempts=2", "prompts.held_out=0", "prompts.shuffle=false", "prompts.passes=1",
+        prompts(tmp_path / "prompts.jsonl", *rows, *EASY * 6),
     )  # fmt: skip
     run = await run_to_end(settings)
     assert run.status.version == 3
@@ -70,8 +71,8 @@ async def test_a_group_that_cannot_be_scored_is_tried_again_then_dropped_and_nev
 async def test_a_prompt_that_is_too_long_is_dropped_with_a_reason(tmp_path: Path) -> None:
     rows = [*EASY, {"prompt": "1" * 40 + "=", "answer": "1"}, *EASY * 6]
     settings = small(
-        tmp_path / "run", "render.max_prompt_tokens=8", "prompts.held_out=0", "prompts.shuffle=false", "prompts.passes=1",
-        prompts(tmp_path / "prompts.jsonl", *rows),
+        tmp_path / "run", "render.max_prompt_tokens=8", "prompts.held_out=0", "prompts.shuffle=false",
+        "prompts.passes=1", prompts(tmp_path / "prompts.jsonl", *rows),
     )  # fmt: skip
     run = await run_to_end(settings)
     assert (run.status.version, run.audit.violations) == (3, [])
@@ -134,7 +135,8 @@ async def test_adapters_alone_are_trained_published_and_served(tmp_path: Path) -
 async def test_prompts_that_run_out_end_the_run_with_a_short_step(tmp_path: Path) -> None:
     rows = EASY * 3
     settings = small(
-        tmp_path / "run", "prompts.held_out=0", "prompts.passes=1", "run.steps=9", prompts(tmp_path / "prompts.jsonl", *rows)
+        tmp_path / "run", "prompts.held_out=0", "prompts.passes=1", "run.steps=9",
+        prompts(tmp_path / "prompts.jsonl", *rows)
     )  # fmt: skip
     run = await run_to_end(settings)
     assert [step["groups"] for step in run.steps] == [4, 2]
@@ -145,7 +147,8 @@ async def test_a_game_of_several_turns_trains_on_what_the_model_said(tmp_path: P
     settings = small(
         tmp_path, "environment.name=guess_number",
         'environment.options={max_turns=3, turn_tokens=2, higher="+", lower="-", not_a_number=" "}',
-        "sampling.max_tokens=2", "reward.verifiers=[]", 'model.scratch.vocabulary="0123456789=+- "', "run.steps=2",
+        "sampling.max_tokens=2", "reward.verifiers=[]", 'model.scratch.vocabulary="0123456789=+- "',
+        "run.steps=2",
     )  # fmt: skip
     run = await run_to_end(settings)
     assert (run.status.version, run.audit.violations) == (2, [])

@@ -1,5 +1,5 @@
-"""A ledger whose server has lost acknowledged writes, or everything, is rebuilt from what is on disk, and the
-run goes on to its end."""
+"""A ledger whose server lost acknowledged writes, or everything, is rebuilt from disk, and the run
+continues."""
 
 import asyncio
 import fcntl

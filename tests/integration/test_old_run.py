@@ -1,4 +1,4 @@
-"""Goes on with runs that commit 1a6dd8a made: their directories still verify, replay, trace and resume.
+"""Resumes runs that commit 1a6dd8a made: their directories still verify, replay, trace and resume.
 
 What users have on their disks outlives the code that wrote it. tests/fixtures/README.md says how the runs
 were made: `reference` was interrupted at version 7, with a checkpoint of version 6 and two groups that wait
@@ -49,8 +49,8 @@ ARCHIVED = range(4)
 SCORED = (21, 22)
 """Groups of `reference` that were scored and not yet trained."""
 ATOL = 1e-4
-"""Of weights. Other instruction sets make a difference of 3e-6; a checkpoint without one moment of Adam one
-of 1e-3 or more."""
+"""Tolerance of weights. Other instruction sets make a difference of 3e-6; a checkpoint without one moment of
+Adam one of 1e-3 or more."""
 RUNS = pytest.mark.parametrize("name", VERSIONS)
 
 pytestmark = pytest.mark.timeout(

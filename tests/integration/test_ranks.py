@@ -59,8 +59,8 @@ def test_two_ranks_make_all_steps(tmp_path: Path, layout: str) -> None:
 @pytest.mark.timeout(400)
 def test_all_ranks_hold_the_device_of_a_colocated_run_until_the_last_has_ended(tmp_path: Path) -> None:
     overrides = (
-        "parallel.tensor_model_parallel_size=2", "engine.name=hf", "eval.at_end=false", "colocated.enabled=true", "run.steps=8",
-        "sampling.max_tokens=24",
+        "parallel.tensor_model_parallel_size=2", "engine.name=hf", "eval.at_end=false",
+        "colocated.enabled=true", "run.steps=8", "sampling.max_tokens=24",
     )  # fmt: skip
     arguments = [
         str(ROOT / "deploy/configs/demo.toml"),

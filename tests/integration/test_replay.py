@@ -28,8 +28,8 @@ STEPS = 12
 async def over(tmp_path_factory: pytest.TempPathFactory) -> Settings:
     """A dry run with stragglers: some steps are archived, the last ones are still in the spool."""
     settings = settings_for(
-        tmp_path_factory.mktemp("replay") / "run", "stragglers.toml", f"run.steps={STEPS}", "trainer.checkpoint_every=4",
-        "trainer.step_s=0", "engine.seconds_per_token=0.001",
+        tmp_path_factory.mktemp("replay") / "run", "stragglers.toml", f"run.steps={STEPS}",
+        "trainer.checkpoint_every=4", "trainer.step_s=0", "engine.seconds_per_token=0.001",
     )  # fmt: skip
     run = await run_to_end(settings)
     assert (run.status.version, run.audit.violations) == (STEPS, [])
@@ -114,8 +114,9 @@ def test_a_log_that_says_something_else_is_found(over: Settings, tmp_path: Path)
 
 async def test_a_real_model_is_repeated_bit_for_bit(tmp_path: Path) -> None:
     settings = settings_for(
-        tmp_path, "demo.toml", "engine.name=hf", "trainer.backend=reference", "bound.groups_per_step=4", "sampling.samples_per_prompt=2",
-        "rollout.groups_in_flight=8", "trainer.checkpoint_every=2", "trainer.keep_checkpoints=1", "run.steps=5",
+        tmp_path, "demo.toml", "engine.name=hf", "trainer.backend=reference", "bound.groups_per_step=4",
+        "sampling.samples_per_prompt=2", "rollout.groups_in_flight=8", "trainer.checkpoint_every=2",
+        "trainer.keep_checkpoints=1", "run.steps=5",
     )  # fmt: skip
     run = await run_to_end(settings)
     for step in (1, 4):

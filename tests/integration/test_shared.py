@@ -24,13 +24,14 @@ PAIRS = {
 CASES = [("hf", "float32"), ("megatron", "float32"), ("megatron", "bfloat16")]
 KILLED = (
     "weights.transport=shared", "trainer.checkpoint_every=4", "bound.groups_per_step=8",
-    "bound.max_staleness=2", "eval.at_end=false", "rollout.lease_s=2", "rollout.groups_in_flight=8", "bus.peer_timeout_s=2",
-    "ledger.ttl_s=2", 'reward.verifiers=[{name="tests.integration.slow_verifier", options={seconds=0.02}}]',
+    "bound.max_staleness=2", "eval.at_end=false", "rollout.lease_s=2", "rollout.groups_in_flight=8",
+    "bus.peer_timeout_s=2", "ledger.ttl_s=2",
+    'reward.verifiers=[{name="tests.integration.slow_verifier", options={seconds=0.02}}]',
 )  # fmt: skip
 
 
 def digests(run: Finished) -> list[object]:
-    """Of the versions that were committed, in order."""
+    """Return the digests of the committed versions, in order."""
     return [event["digest"] for event in of(run, "commit")]
 
 
@@ -59,8 +60,8 @@ async def test_weights_are_those_of_a_run_by_shm(tmp_path: Path, pair: str, dtyp
 @pytest.mark.parametrize(("pair", "dtype"), [*CASES, ("hf", "bfloat16")])
 async def test_versions_are_trained_while_the_engine_decodes(tmp_path: Path, pair: str, dtype: str) -> None:
     settings = small(
-        tmp_path, *PAIRS[pair], "bound.max_staleness=2", "weights.transport=shared", "run.steps=6", f"trainer.dtype={dtype}",
-        f"engine.dtype={dtype}", "algorithm.entropy_coef=0.1",
+        tmp_path, *PAIRS[pair], "bound.max_staleness=2", "weights.transport=shared", "run.steps=6",
+        f"trainer.dtype={dtype}", f"engine.dtype={dtype}", "algorithm.entropy_coef=0.1",
     )  # fmt: skip
     run = await run_to_end(settings)
     assert (run.status.version, run.audit.violations) == (6, [])
@@ -125,8 +126,9 @@ def test_a_run_survives_the_death_of_its_trainer_and_of_its_engine(tmp_path: Pat
 @pytest.mark.parametrize("eager", ["true", "false"])
 def test_vllm_and_the_reference_trainer_share_a_gpu(tmp_path: Path, eager: str) -> None:
     overrides = [
-        "run.steps=6", "weights.transport=shared", "trainer.backend=reference", "trainer.dtype=bfloat16", "engine.dtype=bfloat16",
-        f"engine.enforce_eager={eager}", "engine.memory_fraction=0.3", "eval.at_end=false", f'services.trainer_gpus="{visible_gpus()[0]}"',
+        "run.steps=6", "weights.transport=shared", "trainer.backend=reference", "trainer.dtype=bfloat16",
+        "engine.dtype=bfloat16", f"engine.enforce_eager={eager}", "engine.memory_fraction=0.3",
+        "eval.at_end=false", f'services.trainer_gpus="{visible_gpus()[0]}"',
         f'services.rollout_gpus="{visible_gpus()[0]}"',
     ]  # fmt: skip
     arguments = [
@@ -141,7 +143,7 @@ def test_vllm_and_the_reference_trainer_share_a_gpu(tmp_path: Path, eager: str) 
 
 
 def epochs(run_dir: Path) -> set[str]:
-    """Of the trainers that have made a step."""
+    """Return the epochs of the trainers that have made a step."""
     return {step["epoch"] for step in read_steps(run_dir / "metrics.jsonl")}
 
 

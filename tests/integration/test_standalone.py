@@ -100,8 +100,9 @@ async def reached(ledger: RedisLedger, ready: Callable[[LedgerStatus], Awaitable
 async def test_services_alone_make_a_run(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     variables = {
-        "TETHER_CONFIG": str(ROOT / "deploy/configs/stragglers.toml"), "TETHER_RUN": "alone", "TETHER_RUN_DIR": str(run_dir),
-        "TETHER_STEPS": str(STEPS), "TETHER_MAX_STALENESS": "2", "TETHER_ENGINE__SECONDS_PER_TOKEN": "0.002",
+        "TETHER_CONFIG": str(ROOT / "deploy/configs/stragglers.toml"), "TETHER_RUN": "alone",
+        "TETHER_RUN_DIR": str(run_dir), "TETHER_STEPS": str(STEPS), "TETHER_MAX_STALENESS": "2",
+        "TETHER_ENGINE__SECONDS_PER_TOKEN": "0.002",
     }  # fmt: skip
     async with machine(tmp_path, **variables) as (here, ledger):
         assert f"run alone is ready in {run_dir}: {STEPS} steps" in await here.run("prepare")

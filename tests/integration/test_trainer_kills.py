@@ -104,8 +104,8 @@ async def test_a_checkpoint_that_was_not_finished_is_passed_over(tmp_path: Path)
 
 
 async def test_a_checkpoint_of_an_abandoned_branch_is_passed_over(tmp_path: Path) -> None:
-    """As one looks that a trainer finished after its successor had rewound: the ledger knows other weights
-    for its version."""
+    """A trainer may finish a checkpoint after its successor rewound: the ledger has other weights for its
+    version."""
     async with asyncio.timeout(800), place(tmp_path, "run.steps=11", "trainer.checkpoint_every=3") as here:
         await here.kill(await here.held(Spot("commit", When.BEFORE, nth=9)))
         path = tmp_path / "checkpoints/step_00000006/manifest.json"

@@ -40,7 +40,7 @@ class Measured:
     ledger: Mapping[int, Mapping[str, float]]
     """By size of the crowd, by kind of call."""
     version: Mapping[int, float]
-    """One engine told of a version, by connections."""
+    """Announcing a version to one engine, by connections."""
     heartbeat: Mapping[int, float]
     window: Mapping[int, float]
     message: float

@@ -32,7 +32,7 @@ class Costs:
     ingest_applied: float
     """Ingest: archive one event of an engine."""
     trainer_answer: float
-    """Trainer's event loop: one engine is told of a version and answers twice."""
+    """Trainer's event loop: announcing a version to one engine, which answers twice."""
     trainer_listed: float
     """Trainer's event loop: one registered process is read from the registry, once a step."""
     heartbeat: float
@@ -54,7 +54,7 @@ class Load:
     register_s: float = 5.0 / 3
     """Seconds between two registrations of a process."""
     look_s: float = 0.5
-    """Seconds between two looks for endpoints, for each of two edges."""
+    """Seconds between two searches for endpoints, for each of two edges."""
     head_s: float = 1.0
     heartbeat_s: float = 0.5
 

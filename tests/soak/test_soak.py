@@ -28,7 +28,8 @@ FAST = (
 
 
 BLOCKS = 8
-"""Of Python's allocator, for each group done, that are noise; a rollout that is not forgotten is dozens."""
+"""Blocks of Python's allocator for each group done that are noise; a rollout that is not forgotten is
+dozens."""
 
 
 async def least(live: LiveRun, version: int) -> dict[str, int]:

@@ -30,7 +30,7 @@ class MeasuredEngine(VllmEngine):
 
     @property
     def dtype(self) -> str:
-        """Of the parameters."""
+        """Data type of the parameters."""
         return self._config.dtype
 
     @property

@@ -1,5 +1,7 @@
-"""From the times of decode steps to what a request sees: gaps between tokens, and tokens per second, by what
-went on meanwhile."""
+"""Turns the times of decode steps into what a request sees: gaps between tokens and tokens per second.
+
+Both are given for each kind of work that ran at the same time.
+"""
 
 import statistics
 from bisect import bisect_left, bisect_right
@@ -19,7 +21,7 @@ class Step:
     requests: int
     """That get a token from it."""
     prefill: bool
-    """Whether it computes prompts too: it takes longer then, whatever goes on beside it."""
+    """Whether it computes prompts too: it takes longer then, whatever else runs."""
 
 
 @dataclass(frozen=True, slots=True)

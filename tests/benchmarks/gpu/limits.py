@@ -26,7 +26,7 @@ ROUNDS = 5
 
 
 def median_ms(once: Callable[[], object]) -> float:
-    """Of a few rounds after one that is not counted."""
+    """Return the median time of a few rounds, in ms, after one that is not counted."""
     found = []
     for _ in range(ROUNDS + 1):
         settle()

@@ -63,7 +63,7 @@ class Partner:
         """What the trainer answers to an order.
 
         Raises:
-            RuntimeError: with the trainer's own reason, or if it is gone.
+            RuntimeError: with the trainer's own reason, or if it has exited.
         """
         assert self._process.stdin is not None
         async with self._free, asyncio.timeout(limit_s):

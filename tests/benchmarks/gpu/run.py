@@ -4,9 +4,9 @@ usual ways, in one run.
     python -m tests.benchmarks.gpu.run --out runs/bench-gpu.json [--model 7b|0.5b|tiny] [--parts
     nccl,vllm-nccl,...] [--minutes 8] [--tiny]
 
-Each section runs in processes of its own. One that fails or hangs is reported, its engine is started anew if
-it is gone, and the others go on. Results are written after every part; the table comes last. Exit code 1 if a
-part failed. An aim that is missed is printed, and is no failure.
+Each section runs in processes of its own. One that fails or hangs is reported, its engine is restarted if it
+has exited, and the others continue. Results are written after every part; the table comes last. Exit code 1
+if a part failed. An aim that is missed is printed, and is no failure.
 """
 
 import argparse
@@ -47,12 +47,12 @@ LIMITS_S = 75.0
 SLACK_S = 75.0
 """For a part's preparation, its first update and its verification, over the time in which it measures."""
 END_S = 30.0
-"""For a session that cannot go on to end itself."""
+"""Seconds in which a session that cannot continue has to exit by itself."""
 GRACE_S = 5.0
 
 
 def default_parts(one_gpu: bool) -> list[str]:
-    """All ways that can be gone on this machine."""
+    """Return all ways of transfer that this machine has."""
     if one_gpu:
         return [f"{way}{SAME}" for way in ("ipc", "vllm-ipc", "shm", "flip")]
     return [way for way in WAYS if torch.cuda.is_available() or way.partition("@")[0] != "ipc"]
@@ -89,8 +89,10 @@ class Lines:
                 self._process.wait(GRACE_S)
 
     def next(self, limit_s: float) -> dict[str, Any]:
-        """The next event; {"event": "hung"} or {"event": "gone"} if none comes. What is no event is passed on
-        to stderr."""
+        """Return the next event, or `{"event": "hung"}` or `{"event": "gone"}` if none comes.
+
+        Lines that are no events are written to stderr.
+        """
         end = time.monotonic() + limit_s
         while True:
             try:
@@ -231,7 +233,7 @@ def facts_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse() -> argparse.Namespace:
-    """The command line; `passed` is what goes on to the session."""
+    """Parse the command line; `passed` is what the session gets of it."""
     parser = argparse.ArgumentParser(description="Weight updates on GPUs.")
     parser.add_argument("--out", type=Path, default=ROOT / "runs/bench-gpu.json", help="where the JSON goes")
     parser.add_argument("--model", choices=SIZES, default="7b")

@@ -86,5 +86,5 @@ def settle() -> None:
 
 
 def group_backend() -> str:
-    """Of torch's process groups."""
+    """Return the backend of torch's process groups."""
     return "nccl" if torch.cuda.is_available() else "gloo"

@@ -21,7 +21,8 @@ def render(facts: Mapping[str, Any]) -> str:
     limits = facts["limits"].get("ms", {})
     engine, machine = facts["engine"], facts["limits"].get("machine", {})
     blocks = [
-        f"Weight updates, model {facts['model']}, {engine.get('bytes', 0) / 1e9:.2f} GB in {engine.get('tensors', 0)} tensors"
+        f"Weight updates, model {facts['model']}, {engine.get('bytes', 0) / 1e9:.2f} GB in "
+        f"{engine.get('tensors', 0)} tensors"
     ]
     blocks.append(f"{machine} {facts['versions']}")
     if limits:

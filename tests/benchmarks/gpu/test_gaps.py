@@ -53,7 +53,8 @@ def test_summary_finds_the_stall_and_the_table_says_whether_the_aims_are_reached
     assert found["gaps"]["commit"]["max"] == pytest.approx(500)
     assert found["decode"]["share"] == pytest.approx((21 / 2.5) / 10)
     facts = {
-        "model": "tiny", "versions": {}, "engine": {}, "failed": {"shm": "gone"}, "limits": {"ms": {"broadcast, 64 MiB buckets": 1600.0}},
+        "model": "tiny", "versions": {}, "engine": {}, "failed": {"shm": "gone"},
+        "limits": {"ms": {"broadcast, 64 MiB buckets": 1600.0}},
         "parts": {"nccl": found | {"verified": True}, "per-tensor": found},
     }  # fmt: skip
     text = render(facts)

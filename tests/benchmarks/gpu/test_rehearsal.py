@@ -1,4 +1,4 @@
-"""The GPU benchmark without a GPU: a tiny model, the real engine, gloo. No timing is looked at."""
+"""The GPU benchmark without a GPU: a tiny model, the real engine, gloo. No timing is asserted."""
 
 import json
 import subprocess

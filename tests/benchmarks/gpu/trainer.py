@@ -1,5 +1,4 @@
-"""The trainer's process: holds the weights on its device under their checkpoint names, and publishes them
-when it is told to.
+"""The trainer's process: holds the weights on its device under their checkpoint names and publishes them.
 
     python -m tests.benchmarks.gpu.trainer --model DIR --dtype bfloat16
 
@@ -61,7 +60,7 @@ class Trainer:
         settle()
 
     def describe(self) -> dict[str, Any]:
-        """Of the weights: bytes, and (name, shape) of each tensor."""
+        """Return the bytes of the weights, and name and shape of each tensor."""
         nbytes = sum(tensor.nbytes for tensor in self._tensors.values())
         return {
             "bytes": nbytes,
@@ -165,7 +164,7 @@ class Trainer:
         return {"began": self._began, "ended": time.monotonic(), "info": clients._json_safe_update_info(info)}
 
     def digest(self) -> dict[str, Any]:
-        """Of the weights as they are now."""
+        """Return the digest of the present weights."""
         return {"digest": digest_of(self._tensors)}
 
     def memory(self) -> dict[str, Any]:
@@ -174,7 +173,7 @@ class Trainer:
 
 
 def main() -> None:
-    """Make the weights, say so, and do as told until stdin ends."""
+    """Make the weights, report that, and execute commands until stdin ends."""
     parser = argparse.ArgumentParser(description="The trainer's side of the GPU benchmark.")
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--dtype", required=True)

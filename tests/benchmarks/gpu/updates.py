@@ -32,7 +32,7 @@ class Way(Protocol):
 
 
 class Ours:
-    """The project's own: publish, stage while decoding goes on, commit between two steps.
+    """The project's own: publish, stage while decoding continues, commit between two steps.
 
     Where a version is received while it is published, the phase "stage" is what is left of that when it is
     published.

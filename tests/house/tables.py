@@ -1,0 +1,127 @@
+"""Exceptions from the house rules, each with its reason, and the tables that the rules read.
+
+An exception that nothing needs any more is a violation itself.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+SHORT_MODULES: dict[str, str] = {}
+"""Modules under 40 lines that stay although one other imports them."""
+
+DUPLICATE_CLASSES = {
+    "LowRank": "the adapter of a linear layer, one for each training backend",
+    "Options": "settings of one verifier or environment: its registry finds them by this name",
+}
+"""Class names that the product has more than once."""
+
+LITERARY_WORDS = {
+    "gone": "removed, disconnected or exited",
+    "go on|goes on|going on|went on": "continue or resume",
+    "lets? go|letting go": "release",
+    "own words": "output",
+    "mend|mends|mended|mending": "fix",
+    "obey|obeys|obeyed|obeying": "apply or follow",
+    "heirs?": "child processes",
+    "told": "reported or recorded",
+    "hold on|holds on": "keep or wait",
+    "left alone|leaves? alone|leave each other alone": "do not change or do not affect",
+    "bears?|bore": "tolerate or carry",
+    "look(s|ed|ing)? (at|again|whether|into|once|that|before)": "check or read",
+    "(a|two|another|next|first|the) looks?": "check or read",
+}
+"""Words (regular expressions) that docstrings, messages and documents avoid, and what they say instead."""
+
+FOREIGN_NAMES: frozenset[str] = frozenset()
+"""Names of other projects that documents mention and the code does not."""
+
+MADE_PATHS = frozenset({"deploy/.env"})
+"""Paths that documents name and users write."""
+
+SCENARIO_FOLDERS = {
+    "tests": "the repository itself",
+    "tests/benchmarks": "the benchmarks run",
+    "tests/benchmarks/gpu": "the GPU benchmarks run, without a GPU",
+    "tests/chaos": "the loop under faults",
+    "tests/fuzz": "bytes from outside are refused or read",
+    "tests/integration": "whole runs of several processes",
+    "tests/security": "attempts to break what docs/security.md defends",
+    "tests/simulation": "runs in virtual time",
+    "tests/soak": "what a long run costs",
+}
+"""Folders of tests whose files are named after scenarios."""
+
+SCENARIOS = {
+    "tests/rollout/engines/test_contract.py": "every engine keeps the contract of tests/contracts",
+    "tests/rollout/engines/test_gpu_settings.py": "settings of vLLM and SGLang that apply on a GPU alone",
+    "tests/rollout/engines/test_loading.py": "models are loaded at the same time",
+    "tests/rollout/engines/test_orphans.py": "a worker dies, and its engine with it",
+    "tests/rollout/engines/test_sleep.py": "engines give memory back and return",
+    "tests/rollout/engines/vllm/test_death.py": "vLLM's processes die in the middle of a call",
+    "tests/rollout/prompts/test_rows.py": "prompts from files, good rows and bad",
+    "tests/rollout/weights/test_receivers.py": "every receiver reads what the senders publish",
+    "tests/services/bus/test_binding.py": "where a socket may be bound, and who may connect",
+    "tests/services/bus/test_closing.py": "what a closed bus leaves behind",
+    "tests/services/bus/test_delivery.py": "a message reaches one receiver",
+    "tests/services/bus/test_noise.py": "bytes that are no message",
+    "tests/services/bus/test_resend.py": "when a message is sent again",
+    "tests/services/ledger/test_contract.py": "every ledger keeps the contract of tests/contracts",
+    "tests/services/ledger/test_races.py": "many workers and two trainers at once",
+    "tests/services/ledger/test_states.py": "every reachable state of small runs",
+    "tests/services/rollout/test_update_history.py": "whatever happens to trainer, engine and files",
+    "tests/services/runtime/test_descriptors.py": "a service raises its limit of descriptors",
+    "tests/services/runtime/test_exit_codes.py": "exit codes of services",
+    "tests/trainer/megatron/test_layouts.py": "every layout trains as plain torch does",
+    "tests/trainer/reference/test_learning.py": "GRPO learns a digit",
+    "tests/trainer/weights/test_drafts.py": "versions that are sent while they are made",
+    "tests/trainer/weights/test_files.py": "versions that are kept as files",
+    "tests/trainer/weights/test_nccl_death.py": "either end of a transfer dies",
+    "tests/trainer/weights/test_senders.py": "every sender, read back by its receiver",
+}
+"""Test files in mirrored folders that are named after a scenario, and the scenario."""
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A number in a document that is a constant in the code."""
+
+    document: str
+    pattern: str
+    """Regular expression; its first group is the number, with or without commas."""
+    name: str
+    """Dotted name of the constant."""
+    scale: Callable[[float], float] = float
+    """From the constant to the number in the document."""
+
+
+def _mib(value: float) -> float:
+    return value / (1 << 20)
+
+
+def _log2(value: float) -> float:
+    return int(value).bit_length() - 1
+
+
+CONSTANTS = (
+    Constant("ARCHITECTURE.md", r"modules of at most (\d+) lines", "tests.house.sizes.MODULE_LINES"),
+    Constant("ARCHITECTURE.md", r"functions of at most (\d+)", "tests.house.sizes.FUNCTION_LINES"),
+    Constant("ARCHITECTURE.md", r"folders of at most (\d+) modules", "tests.house.sizes.FOLDER_MODULES"),
+    Constant("CONTRIBUTING.md", r"(\d+) at most; functions", "tests.house.sizes.MODULE_LINES"),
+    Constant("CONTRIBUTING.md", r"functions of (\d+) lines at most", "tests.house.sizes.FUNCTION_LINES"),
+    Constant("CONTRIBUTING.md", r"folders of (\d+) modules at most", "tests.house.sizes.FOLDER_MODULES"),
+    Constant("docs/guarantees.md", r"the last ([\d,]+) finished", "services.bus.receiver.REMEMBERED"),
+    Constant(
+        "docs/security.md", r"`bus.max_frame_bytes` \((\d+) MiB\)", "protocol.codec.MAX_FRAME_BYTES", _mib
+    ),
+    Constant("docs/security.md", r"payloads over (\d+) MiB", "protocol.codec.SMALL_BYTES", _mib),
+    Constant("docs/security.md", r"at most 2\^(\d+) in", "protocol.msgpack_limits.MOST_ITEMS", _log2),
+    Constant("docs/security.md", r"in (\d+) levels", "protocol.msgpack_limits.MOST_DEPTH"),
+    Constant(
+        "docs/weights.md",
+        r"(\d+) MiB of transfer buffers",
+        "rollout.staging.releasable_memory.RECEIVING_BYTES",
+        _mib,
+    ),
+    Constant("docs/weights.md", r"on a GPU up to (\d+) MiB", "protocol.device.digests.TOGETHER_BYTES", _mib),
+    Constant("docs/guarantees.md", r"equal within ([\d.e-]+)", "services.tools.replay.LOSS_TOLERANCE"),
+)
