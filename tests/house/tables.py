@@ -109,7 +109,7 @@ CONSTANTS = (
     Constant("CONTRIBUTING.md", r"(\d+) at most; functions", "tests.house.sizes.MODULE_LINES"),
     Constant("CONTRIBUTING.md", r"functions of (\d+) lines at most", "tests.house.sizes.FUNCTION_LINES"),
     Constant("CONTRIBUTING.md", r"folders of (\d+) modules at most", "tests.house.sizes.FOLDER_MODULES"),
-    Constant("docs/guarantees.md", r"the last ([\d,]+) finished", "services.bus.receiver.REMEMBERED"),
+    Constant("docs/guarantees.md", r"the last ([\d,]+) finished", "services.bus.receiver.REMEMBERED_IDS"),
     Constant(
         "docs/security.md", r"`bus.max_frame_bytes` \((\d+) MiB\)", "protocol.codec.MAX_FRAME_BYTES", _mib
     ),

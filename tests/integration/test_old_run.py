@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from services.trainer.leader import build_backend
 
 from services.ledger.embedded_server import EmbeddedServer
 from services.ledger.event_log.archiver import FILE
@@ -31,7 +32,6 @@ from services.observability.steps import read_steps
 from services.runtime.process import open_ledger
 from services.settings.load import dump_settings, run_settings
 from services.tools.replay import RecordedRun, nearest_checkpoint, replay_step
-from services.trainer.leader import build_backend
 from tests.integration.command import audit, tether_up
 from tests.integration.loop import ROOT
 from trainer.algorithms.registry import make_algorithm
