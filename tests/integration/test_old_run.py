@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from services.trainer.leader import build_backend
 
 from services.ledger.embedded_server import EmbeddedServer
 from services.ledger.event_log.archiver import FILE
@@ -31,11 +30,12 @@ from services.ledger_recovery.reconcile import reconcile
 from services.observability.steps import read_steps
 from services.runtime.process import open_ledger
 from services.settings.load import dump_settings, run_settings
+from services.settings.training import build_backend
 from services.tools.replay import RecordedRun, nearest_checkpoint, replay_step
 from tests.integration.command import audit, tether_up
 from tests.integration.loop import ROOT
 from trainer.algorithms.registry import make_algorithm
-from trainer.backends.rank_commands import run_step_on_all_ranks
+from trainer.backends.step import run_step_on_all_ranks
 from trainer.storage.archive import Archive
 
 PACKED = ROOT / "tests/fixtures/run_1a6dd8a.tar.gz"
