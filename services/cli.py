@@ -13,7 +13,8 @@ import typer
 
 from protocol.errors import EngineError, Reason, Refused, SettingsError, TetherError
 from protocol.topics import Role
-from services.runtime.process import configure_logging, describe_error, open_ledger
+from services.runtime.errors import configure_logging, describe_error
+from services.runtime.run_ledger import open_ledger
 from services.settings.load import load_settings, run_settings
 from services.settings.sections import Settings
 

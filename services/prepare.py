@@ -15,7 +15,8 @@ from rollout.prompts.registry import make_source
 from rollout.render import Renderer
 from services.ledger.interface import RunSpec
 from services.ledger_recovery.reconcile import reconcile
-from services.runtime.process import configure_logging, describe_error, ledger_url, open_ledger
+from services.runtime.errors import configure_logging, describe_error
+from services.runtime.run_ledger import ledger_url, open_ledger
 from services.settings.load import dump_settings, load_settings
 from services.settings.sections import Settings
 

@@ -18,7 +18,9 @@ from services.bus.receiver import Delivery, Receiver
 from services.ledger.interface import TakenGroup
 from services.ledger_recovery.journal_entries import accept_entry
 from services.ledger_recovery.reconcile import LedgerReconciler
-from services.runtime.process import Process, open_ledger, service_main
+from services.runtime.main import service_main
+from services.runtime.process import Process
+from services.runtime.run_ledger import open_ledger
 from trainer.data.samples import samples_of, token_counts
 from trainer.storage.spool import Spool
 

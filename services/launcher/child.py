@@ -19,7 +19,7 @@ from pathlib import Path
 
 from protocol.errors import SettingsError, TetherError
 from protocol.host.parent_death import tied_to_this_process
-from services.runtime.process import EXIT_SETTINGS
+from services.runtime.errors import EXIT_SETTINGS
 
 log = logging.getLogger("tether.up")
 

@@ -23,7 +23,7 @@ from services.ledger_recovery.reconcile import reconcile
 from services.observability.plot import plot_run
 from services.observability.progress import Progress
 from services.prepare import prepare
-from services.runtime.process import open_ledger
+from services.runtime.run_ledger import open_ledger
 from services.settings.load import dump_settings
 from services.settings.sections import Settings
 

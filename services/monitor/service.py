@@ -15,7 +15,8 @@ from protocol.topics import Role
 from services.observability.http import HttpServer
 from services.observability.status import collect_status
 from services.observability.steps import read_steps
-from services.runtime.process import Process, service_main
+from services.runtime.main import service_main
+from services.runtime.process import Process
 
 log = logging.getLogger("tether.monitor")
 

@@ -27,7 +27,9 @@ from services.gpu_sharing.device_lock import DeviceLock, given_device
 from services.gpu_sharing.memory_budget import GIB, check_budget
 from services.gpu_sharing.turn import POLL_S
 from services.observability.steps import StepLog
-from services.runtime.process import EXIT_FAILED, EXIT_SETTINGS, Process, configure_logging, service_main
+from services.runtime.errors import EXIT_FAILED, EXIT_SETTINGS, configure_logging
+from services.runtime.main import service_main
+from services.runtime.process import Process
 from services.settings.load import load_settings
 from services.settings.sections import Settings
 from services.trainer.gpu_turn import TrainerGpuTurn

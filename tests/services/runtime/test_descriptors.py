@@ -5,7 +5,7 @@ import sys
 
 PROGRAM = """
 import resource
-from services.runtime.process import DESCRIPTORS, raise_fd_limit
+from services.runtime.main import DESCRIPTORS, raise_fd_limit
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
 raise_fd_limit()
