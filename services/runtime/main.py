@@ -32,8 +32,8 @@ class _ServeReturned(Exception):
 async def run_process(role: Role, settings: Settings, name: str, serve: Serve) -> None:
     """Run a service until it is stopped or fails.
 
-    After a clean end SIGTERM and SIGINT are ignored: Python needs a moment to exit where torch was loaded, and
-    a signal in that moment would turn exit code 0 into a death by signal.
+    After a clean end SIGTERM and SIGINT are ignored: Python needs a moment to exit where torch was loaded,
+    and a signal in that moment would turn exit code 0 into a death by signal.
 
     Raises:
         BaseExceptionGroup: what ended the service or its heartbeat.
@@ -67,7 +67,10 @@ async def run_process(role: Role, settings: Settings, name: str, serve: Serve) -
 
 
 def raise_fd_limit() -> None:
-    """Raise the soft limit of open descriptors to the hard one, at most `DESCRIPTORS`: each connection is one."""
+    """Raise the soft limit of open descriptors to the hard one, at most `DESCRIPTORS`.
+
+    Each connection takes a descriptor.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -75,7 +78,10 @@ def raise_fd_limit() -> None:
 
 
 def service_main(role: Role, serve: Serve) -> None:
-    """Run `python -m services.ROLE`: load the settings, serve, and exit with a code of `services.runtime.errors`."""
+    """Run `python -m services.ROLE`: load the settings, serve, and exit.
+
+    Exit codes are those of `services.runtime.errors`.
+    """
     name = os.environ.get("TETHER_INSTANCE", role)
     configure_logging(name)
     raise_fd_limit()

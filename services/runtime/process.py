@@ -27,7 +27,7 @@ NUMBER = re.compile(r"\d+")
 
 
 class Process:
-    """One incarnation of a service: its settings, its ledger, its entry in the registry, and its stop event."""
+    """One incarnation of a service: its settings, ledger, entry in the registry, and stop event."""
 
     def __init__(self, role: Role, settings: Settings, ledger: RedisLedger, name: str) -> None:
         self.role = role

@@ -11,7 +11,9 @@ from services.settings.sections import Settings
 
 
 def ledger_url(settings: Settings) -> str:
-    """Return the URL of the run's ledger: the configured one, or that of the embedded server in the run directory.
+    """Return the URL of the run's ledger.
+
+    That is the configured one, or the one of the embedded server in the run directory.
 
     Raises:
         SettingsError: there is neither; the message says what to do.
