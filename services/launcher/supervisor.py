@@ -85,17 +85,7 @@ async def _supervise(
         return status.done or status.draining
 
     fleet = Fleet(settings, url, is_over)
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def on_signal() -> None:
-        """Drain at the first signal, kill everything at the second."""
-        if stop.is_set():
-            fleet.kill()
-        stop.set()
-
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(signum, on_signal)
+    stop = _stop_on_signals(fleet)
     try:
         async with asyncio.TaskGroup() as tasks:
             fleet.start(tasks)
@@ -123,6 +113,20 @@ async def _supervise(
         interrupted=stop.is_set() and not status.done,
         exhausted=prompts is not None and status.issued >= prompts,
     )
+
+
+def _stop_on_signals(fleet: Fleet) -> asyncio.Event:
+    """Return an event that the first SIGINT or SIGTERM sets; the second one kills the fleet."""
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            fleet.kill()
+        stop.set()
+
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(signum, on_signal)
+    return stop
 
 
 async def _wait_until_over(ledger: RedisLedger, trainer: SupervisedProcess, stop: asyncio.Event) -> None:

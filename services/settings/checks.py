@@ -57,10 +57,45 @@ def check_shared(settings: Settings) -> None:
     """
     if settings.weights.transport != TRANSPORT:
         return
+    for is_wrong, problem in _problems_of_shared(settings):
+        if is_wrong:
+            raise SettingsError(f"setting weights.transport: with {TRANSPORT!r}, {problem}")
+
+
+def check_workers(weights: WeightConfig, rollouts: int) -> None:
+    """Check a new number of rollout workers of a running `tether up`.
+
+    Raises:
+        SettingsError: the transport allows only one.
+    """
+    if weights.transport == TRANSPORT and rollouts > 1:
+        raise SettingsError(
+            f"rollouts={rollouts}: with weights.transport {TRANSPORT!r} there can be one rollout worker"
+        )
+
+
+def _check_adapters_and_sleep(settings: Settings) -> None:
+    engine = settings.engine.name
+    if settings.lora.rank and engine not in SERVE_ADAPTERS:
+        raise SettingsError(
+            f"setting lora.rank: engine {engine!r} does not serve adapters; use {' or '.join(SERVE_ADAPTERS)}"
+        )
+    if settings.colocated.enabled and engine not in CAN_SLEEP:
+        raise SettingsError(
+            f"setting colocated.enabled: engine {engine!r} cannot sleep; use {' or '.join(CAN_SLEEP)}"
+        )
+    if settings.colocated.enabled and settings.services.pool:
+        raise SettingsError(
+            "settings colocated.enabled and services.pool exclude each other: "
+            "engines that share a GPU are of one kind"
+        )
+
+
+def _problems_of_shared(settings: Settings) -> tuple[tuple[bool, str], ...]:
     trainer, engine, services = settings.trainer, settings.engine, settings.services
     backend = CAN_SHARE.get(engine.name)
     trainer_gpu, rollout_gpu = gpu_list(services.trainer_gpus)[:1], gpu_list(services.rollout_gpus)[:1]
-    problems = (
+    return (
         (backend is None, f"engine.name is {engine.name!r}; it has to be {' or '.join(CAN_SHARE)}"),
         (
             trainer.backend != backend,
@@ -99,35 +134,3 @@ def check_shared(settings: Settings) -> None:
             f"{services.rollout_gpus!r}; they have to name the same GPU",
         ),
     )
-    for is_wrong, problem in problems:
-        if is_wrong:
-            raise SettingsError(f"setting weights.transport: with {TRANSPORT!r}, {problem}")
-
-
-def check_workers(weights: WeightConfig, rollouts: int) -> None:
-    """Check a new number of rollout workers of a running `tether up`.
-
-    Raises:
-        SettingsError: the transport allows only one.
-    """
-    if weights.transport == TRANSPORT and rollouts > 1:
-        raise SettingsError(
-            f"rollouts={rollouts}: with weights.transport {TRANSPORT!r} there can be one rollout worker"
-        )
-
-
-def _check_adapters_and_sleep(settings: Settings) -> None:
-    engine = settings.engine.name
-    if settings.lora.rank and engine not in SERVE_ADAPTERS:
-        raise SettingsError(
-            f"setting lora.rank: engine {engine!r} does not serve adapters; use {' or '.join(SERVE_ADAPTERS)}"
-        )
-    if settings.colocated.enabled and engine not in CAN_SLEEP:
-        raise SettingsError(
-            f"setting colocated.enabled: engine {engine!r} cannot sleep; use {' or '.join(CAN_SLEEP)}"
-        )
-    if settings.colocated.enabled and settings.services.pool:
-        raise SettingsError(
-            "settings colocated.enabled and services.pool exclude each other: "
-            "engines that share a GPU are of one kind"
-        )

@@ -1,4 +1,4 @@
-"""What a service says to whoever keeps it running, when it cannot begin and when it has ended."""
+"""Tests the exit codes of a service that cannot start, and of one that has ended."""
 
 import asyncio
 import signal
