@@ -18,14 +18,17 @@ def checked_name(name: str, known: Iterable[str], what: str) -> str:
     Raises:
         SettingsError: naming `what` it should be, and the known name most like it.
     """
-    names = sorted(known)
+    names = list(known)
     if name in names:
         return name
+    raise SettingsError(f"{what} {name!r} is not known; {did_you_mean(name, names)}")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return what to append to "NAME is not known; ": the most similar known name, or all of them."""
+    names = sorted(known)
     close = get_close_matches(name, names, n=1, cutoff=0.5)
-    raise SettingsError(
-        f"{what} {name!r} is not known; "
-        + (f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(names)}")
-    )
+    return f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(names)}"
 
 
 def checked_options(kind: type[T], values: Mapping[str, Any], what: str) -> T:

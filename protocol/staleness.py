@@ -12,6 +12,12 @@ hold no place: they are admitted again, under rule F, when they are leased or ac
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated
+
+from msgspec import Meta
+
+MaxStaleness = Annotated[int, Meta(ge=0, le=1000)]
+GroupsPerStep = Annotated[int, Meta(ge=1, le=10**6)]
 
 
 class Policy(StrEnum):
@@ -27,9 +33,9 @@ class Policy(StrEnum):
 class Bound:
     """The staleness settings that a run may change while it is on."""
 
-    max_staleness: int = 1
+    max_staleness: MaxStaleness = 1
     """E: the largest lag, in versions, that a trained token may have."""
-    groups_per_step: int = 8
+    groups_per_step: GroupsPerStep = 8
     """B: groups that make one step."""
     policy: Policy = Policy.MASK
 

@@ -1,19 +1,22 @@
-"""Section `[reward]`."""
+"""Defines section `[reward]`."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 
 @dataclass(frozen=True, slots=True)
 class VerifierConfig:
-    """One verifier of the reward."""
+    """One entry of `reward.verifiers`."""
 
     name: str = "exact_match"
-    """Module in `reward/verifiers/`, or, with a dot, a module of your own with the same interface. Each at
-    most once."""
-    weight: float = 1.0
+    """A verifier in `reward/verifiers/`, or, with a dot, a module of your own with the same interface. Each
+    at most once."""
+    weight: Annotated[float, Meta(ge=-1e6, le=1e6)] = 1.0
+    """Factor of this verifier's score in the reward."""
     options: dict[str, Any] = field(default_factory=dict)
-    """The verifier's own options."""
+    """Options of that verifier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,15 +24,15 @@ class RewardConfig:
     """Section `[reward]`. The reward of a sample is the weighted sum of its scores."""
 
     verifiers: tuple[VerifierConfig, ...] = (VerifierConfig(),)
-    """May be empty where the environment itself gives the reward."""
-    environment_weight: float = 1.0
-    """Weight of the environment's own reward, if it gives one."""
-    timeout_s: float = 30.0
-    """For one verifier on one response. Exceeding it fails the group's score; the worker process is
-    replaced."""
-    start_timeout_s: float = 120.0
-    """For a worker process to import its verifiers."""
-    workers: int = 2
+    """The verifiers that score a sample. May be empty where the environment itself gives the reward."""
+    environment_weight: Annotated[float, Meta(ge=-1e6, le=1e6)] = 1.0
+    """Factor of the environment's own reward, if it gives one."""
+    timeout_s: Annotated[float, Meta(gt=0, le=1e6)] = 30.0
+    """Limit for one verifier on one response, seconds. Exceeding it fails the group's score, and the worker
+    process is replaced."""
+    start_timeout_s: Annotated[float, Meta(gt=0, le=1e6)] = 120.0
+    """Limit for a worker process to import its verifiers, seconds."""
+    workers: Annotated[int, Meta(ge=1, le=10_000)] = 2
     """Worker processes, which is also how many groups are scored at once."""
-    memory_mb: int = 4096
-    """Address space of a worker process, MiB; 0 is no limit."""
+    memory_mb: Annotated[int, Meta(ge=0, le=10**9)] = 4096
+    """Address space of a worker process, MiB. 0: no limit."""

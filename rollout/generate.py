@@ -3,6 +3,9 @@
 import asyncio
 import time
 from dataclasses import dataclass, replace
+from typing import Annotated
+
+from msgspec import Meta
 
 from protocol.errors import EngineError
 from protocol.messages import Rollout
@@ -15,16 +18,18 @@ from rollout.trajectory import assemble
 
 @dataclass(frozen=True, slots=True)
 class SamplingConfig:
-    """Section `[sampling]`."""
+    """Section `[sampling]`: how samples are drawn for training."""
 
-    samples_per_prompt: int = 8
+    samples_per_prompt: Annotated[int, Meta(ge=1, le=10**5)] = 8
     """n, the samples of a group."""
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    """0 is off."""
-    max_tokens: int = 128
-    """Of one generation; an environment with several turns may set less for each."""
+    temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
+    """Divides the logits before sampling. 0 is greedy."""
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Sample from the most likely tokens that together have this probability. 1 is off."""
+    top_k: Annotated[int, Meta(ge=0, le=10**7)] = 0
+    """Sample from the k most likely tokens. 0 is off."""
+    max_tokens: Annotated[int, Meta(ge=1, le=10**7)] = 128
+    """Limit of one generation, tokens. An environment with several turns may set less for each."""
 
 
 async def generate_group(

@@ -4,7 +4,9 @@ import json
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from protocol.errors import SettingsError
 from rollout.prompts.base import Prompt
@@ -26,18 +28,21 @@ class ChatTemplate(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RenderConfig:
-    """Section `[render]`."""
+    """Section `[render]`: how a prompt becomes tokens."""
 
     chat_template: ChatTemplate = ChatTemplate.AUTO
+    """Whether prompts are wrapped in the tokenizer's chat template. `auto`: if it has one."""
     system: str = ""
-    """System message before each prompt that has none; without a chat template it is text before the
+    """System message before each prompt that has none. Without a chat template it is text before the
     prompt."""
     suffix: str = ""
-    """Appended to each prompt, as in " Answer with only the number."."""
+    """Text appended to each prompt, such as " Answer with only the number."."""
     stop: tuple[str, ...] = ()
-    """Strings that end a sample besides the end-of-sequence token; each must be one token."""
+    """Strings that end a sample besides the end-of-sequence token. Each must be one token."""
     stop_at_eos: bool = True
-    max_prompt_tokens: int = 512
+    """Whether the end-of-sequence token ends a sample."""
+    max_prompt_tokens: Annotated[int, Meta(ge=1, le=10**7)] = 512
+    """Longest rendered prompt, tokens. The group of a longer one is dropped."""
 
 
 class PromptTooLong(SettingsError):

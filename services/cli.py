@@ -1,21 +1,22 @@
-"""The `tether` command. Every command ends with one clear line and exit code 2 where the user has to change
-something."""
+"""Defines the `tether` command.
 
-import asyncio
-import dataclasses
-import json
+Where the user has to change something, a command ends with one line that says what, and exit code 2. A
+command imports what it uses when it runs, so that `tether --help` and `tether status` answer at once.
+"""
+
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from protocol.errors import EngineError, Reason, Refused, SettingsError, TetherError
-from protocol.topics import Role
-from services.runtime.process import configure_logging, describe_error, open_ledger
-from services.settings.load import load_settings, run_settings
-from services.settings.sections import Settings
+from services.runtime.errors import configure_logging, describe_error
+
+if TYPE_CHECKING:
+    from services.ledger.redis.ledger import RedisLedger
+    from services.settings.sections import Settings
 
 T = TypeVar("T")
 app = typer.Typer(
@@ -44,8 +45,12 @@ def up(
     rewards: Annotated[int | None, typer.Option(help="reward workers")] = None,
 ) -> None:
     """Run all services on this machine until the steps are done or Ctrl-C."""
+    import asyncio
+    import json
+
     from services.launcher.supervisor import run_up
     from services.observability.progress import Progress
+    from services.settings.load import load_settings
 
     overrides = list(set_ or [])
     for dotted, value in (
@@ -59,19 +64,20 @@ def up(
     configure_logging("up")
     settings = load_settings(str(config), overrides)
     progress = Progress(settings.run_dir, settings.run.steps)
+    bound = settings.bound
     progress.note(
         f"run {settings.run.name} in {settings.run_dir}: {settings.run.steps} steps, "
-        f"E={settings.bound.max_staleness}, B={settings.bound.groups_per_step}, {settings.bound.staleness_policy}"
+        f"E={bound.max_staleness}, B={bound.groups_per_step}, {bound.staleness_policy}"
     )
     outcome = asyncio.run(run_up(settings, progress))
     if settings.eval.at_end and not outcome.interrupted:
         progress.note(
-            "scoring the first model and the last on held-out prompts; the engine's own words are in logs/eval.log"
+            "scoring the first and the last model on held-out prompts; engine output: logs/eval.log"
         )
         _print_eval(settings, [])
     if not outcome.interrupted and outcome.version < outcome.steps:
-        why = "the prompts ran out" if outcome.exhausted else "the run was drained"
-        progress.note(f"{why} after {outcome.version} of {outcome.steps} steps")
+        reason = "the prompts ran out" if outcome.exhausted else "the run was drained"
+        progress.note(f"{reason} after {outcome.version} of {outcome.steps} steps")
 
 
 @app.command()
@@ -79,29 +85,21 @@ def status(run_dir: RunDir, as_json: AsJson = False) -> None:
     """Show processes, engines and groups of a run."""
     from services.observability.status import collect_status, render_status
 
-    facts = _with_ledger(run_dir, collect_status)
-    print(json.dumps(facts, indent=2) if as_json else render_status(facts))
+    _show(_with_ledger(run_dir, collect_status), as_json, render_status)
 
 
 @app.command()
 def verify(run_dir: RunDir, as_json: AsJson = False) -> None:
     """Check a run's audit log against the lifecycle and the bound; exit code 1 if anything is wrong."""
+    import dataclasses
+
     from services.ledger.verify.verifier import verify as verify_log
 
     path = run_dir / "audit.jsonl"
     if not path.is_file():
         raise SettingsError(f"no audit log {path}: give the directory of a run, such as runs/demo")
     result = verify_log(path)
-    facts = dataclasses.asdict(result)
-    if as_json:
-        print(json.dumps(facts, indent=2))
-    else:
-        print(
-            "  ".join(f"{key} {value}" for key, value in facts.items() if key != "violations")
-            + f"  violations {len(result.violations)}"
-        )
-        for violation in result.violations[:50]:
-            print(f"violation: {violation}")
+    _show(dataclasses.asdict(result), as_json, _render_verification)
     if result.violations:
         raise typer.Exit(1)
 
@@ -116,12 +114,12 @@ def replay(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Build the batch of a past step again, bit for bit, from log and archive; exit code 1 if it is not what
-    was trained."""
+    """Rebuild the batch of a past step from log and archive; exit code 1 if it is not what was trained."""
+    from services.settings.load import run_settings
     from services.tools.replay import render_replay, replay_step
 
     facts = replay_step(run_settings(run_dir), step, train=train)
-    print(json.dumps(facts, indent=2) if as_json else render_replay(facts))
+    _show(facts, as_json, render_replay)
     if not facts["equal"] or not facts.get("train", facts)["equal"]:
         raise typer.Exit(1)
 
@@ -133,6 +131,8 @@ def trace(
     as_json: AsJson = False,
 ) -> None:
     """Show one group's life with times, from the event log alone."""
+    import dataclasses
+
     from services.ledger.event_log.archiver import FILE
     from services.ledger.event_log.reader import read_events
     from services.ledger.event_log.trace import render_trace
@@ -141,13 +141,11 @@ def trace(
     moments = trace_group(read_events(run_dir / FILE), group)
     if not moments:
         raise SettingsError(
-            f"group {group} is not in the log of {run_dir}: it was never leased, or the log is not archived so far yet"
+            f"group {group} is not in the log of {run_dir}: "
+            "it was never leased, or its events are not archived yet"
         )
-    print(
-        json.dumps([dataclasses.asdict(moment) for moment in moments], indent=2)
-        if as_json
-        else render_trace(group, moments)
-    )
+    facts = [dataclasses.asdict(moment) for moment in moments]
+    _show(facts, as_json, lambda _: render_trace(group, moments))
 
 
 @app.command("set")
@@ -157,20 +155,24 @@ def set_value(
     value: str,
 ) -> None:
     """Change the bound of a run while it is on. It takes effect at the first moment rule F holds with it."""
-    from protocol.staleness import Policy
+    from protocol.ranges import check_range
+    from protocol.staleness import Bound, Policy
 
-    parsers: dict[str, tuple[str, Callable[[str], Any]]] = {
-        "max-staleness": ("max_staleness", _at_least(0)),
-        "groups-per-step": ("groups_per_step", _at_least(1)),
-        "staleness-policy": ("policy", Policy),
+    keys = {
+        "max-staleness": "max_staleness",
+        "groups-per-step": "groups_per_step",
+        "staleness-policy": "policy",
     }
-    if name not in parsers:
-        raise SettingsError(f"{name!r} cannot be set while a run is on; choose one of {', '.join(parsers)}")
-    key, parse = parsers[name]
+    if name not in keys:
+        raise SettingsError(f"{name!r} cannot be set while a run is on; choose one of {', '.join(keys)}")
+    key = keys[name]
     try:
-        parsed = parse(value)
-    except ValueError as error:
-        raise SettingsError(f"{name} {value!r}: {error}") from None
+        parsed: Any = Policy(value) if key == "policy" else int(value)
+    except ValueError:
+        wanted = f"one of {', '.join(Policy)}" if key == "policy" else "a whole number"
+        raise SettingsError(f"{name} {value!r} is not {wanted}") from None
+    if isinstance(parsed, int):
+        check_range(Bound, key, parsed, name)
     pending = _change_ledger(run_dir, lambda ledger: ledger.set_bound(**{key: parsed}))
     print(f"{name} {value}: {'pending until rule F holds with it' if pending else 'in force'}")
 
@@ -179,8 +181,7 @@ def set_value(
 def drain(
     run_dir: RunDir, off: Annotated[bool, typer.Option("--off", help="grant leases again")] = False
 ) -> None:
-    """End a run early: no more leases, what is in flight is trained (the last step may be short), then the
-    trainer is done."""
+    """End a run early: grant no more leases, train what is in flight (the last step may be short)."""
     _change_ledger(run_dir, lambda ledger: ledger.drain(not off))
     print(
         "leases are granted again"
@@ -193,13 +194,17 @@ def drain(
 def scale(
     run_dir: RunDir,
     counts: Annotated[
-        list[str], typer.Argument(metavar="rollouts=N|rewards=N ...", help="how many there are to be")
+        list[str], typer.Argument(metavar="rollouts=N|rewards=N ...", help="number of workers")
     ],
 ) -> None:
-    """Change how many rollout and reward workers a running `tether up` keeps. Workers that are too many hand
-    back what they hold."""
+    """Change how many rollout and reward workers a running `tether up` keeps.
+
+    A worker that is removed hands back what it holds.
+    """
+    from protocol.topics import Role
     from services.launcher.scaling import is_up, parse_counts, request_scale
     from services.settings.checks import check_workers
+    from services.settings.load import run_settings
 
     wanted = parse_counts(counts)
     if is_up(run_dir):
@@ -214,7 +219,7 @@ def keys(
         Path, typer.Argument(metavar="DIR", help="directory that services read as bus.curve_dir")
     ],
 ) -> None:
-    """Make the CURVE keys that services need off loopback. A directory that has keys already is refused."""
+    """Make the CURVE keys that services need off loopback. A directory that already has keys is refused."""
     from services.bus.curve import create_keys
 
     create_keys(directory)
@@ -233,6 +238,8 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Score models on prompts that were never trained on: greedy, sampled, and the best constant answer."""
+    from services.settings.load import run_settings
+
     overrides = [
         f"eval.{key}={value}"
         for key, value in (("prompts", prompts), ("samples", samples))
@@ -242,7 +249,9 @@ def evaluate(
     _print_eval(run_settings(run_dir, overrides), checkpoint or [], as_json)
 
 
-def _print_eval(settings: Settings, checkpoints: list[Path], as_json: bool = False) -> None:
+def _print_eval(settings: "Settings", checkpoints: list[Path], as_json: bool = False) -> None:
+    import asyncio
+
     from services.observability.redirect_output import redirect_output
 
     log = settings.run_dir / "logs/eval.log"
@@ -252,12 +261,35 @@ def _print_eval(settings: Settings, checkpoints: list[Path], as_json: bool = Fal
 
             scores = asyncio.run(evaluate_run(settings, checkpoints))
     except EngineError:
-        print(f"tether: the engine's own words are in {log}", file=sys.stderr)
+        print(f"tether: engine output: {log}", file=sys.stderr)
         raise
-    print(json.dumps(scores, indent=2) if as_json else render_scores(scores), flush=True)
+    _show(scores, as_json, render_scores)
 
 
-def _with_ledger(run_dir: Path, call: Callable[[Any], Coroutine[Any, Any, T]]) -> T:
+def _show(facts: T, as_json: bool, render: Callable[[T], str]) -> None:
+    import json
+
+    print(json.dumps(facts, indent=2) if as_json else render(facts), flush=True)
+
+
+def _render_verification(facts: dict[str, Any]) -> str:
+    violations = facts["violations"]
+    counts = {**facts, "violations": len(violations)}
+    return "\n".join(
+        (
+            "  ".join(f"{key} {value}" for key, value in counts.items()),
+            *(f"violation: {violation}" for violation in violations[:50]),
+        )
+    )
+
+
+def _with_ledger(run_dir: Path, call: "Callable[[RedisLedger], Awaitable[T]]") -> T:
+    """Call with the ledger of a run. A ledger that does not answer is not retried."""
+    import asyncio
+
+    from services.runtime.run_ledger import open_ledger
+    from services.settings.load import run_settings
+
     settings = run_settings(run_dir, ["ledger.retry_s=0", "ledger.timeout_s=3"])
 
     async def body() -> T:
@@ -268,32 +300,22 @@ def _with_ledger(run_dir: Path, call: Callable[[Any], Coroutine[Any, Any, T]]) -
         return asyncio.run(body())
     except Refused as refusal:
         if refusal.reason is Reason.NO_RUN:
-            raise SettingsError(f"the ledger knows no run {settings.run.name!r}: was it started?") from None
+            raise SettingsError(f"the ledger has no run {settings.run.name!r}: was it started?") from None
         raise
 
 
-def _change_ledger(run_dir: Path, call: Callable[[Any], Coroutine[Any, Any, T]]) -> T:
-    """As `_with_ledger`, but not on a server that may have lost writes and was not looked at yet."""
+def _change_ledger(run_dir: Path, call: "Callable[[RedisLedger], Awaitable[T]]") -> T:
+    """Call as `_with_ledger` does, but only on a server that is known to hold all acknowledged writes."""
 
-    async def guarded(ledger: Any) -> T:
+    async def guarded(ledger: "RedisLedger") -> T:
         await ledger.guard()
         return await call(ledger)
 
     return _with_ledger(run_dir, guarded)
 
 
-def _at_least(smallest: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        value = int(text)
-        if value < smallest:
-            raise ValueError(f"must be at least {smallest}")
-        return value
-
-    return parse
-
-
 def main() -> None:
-    """Entry point of `tether`."""
+    """Run `tether`; exit with 1 for a failure, 2 where the user has to change something."""
     try:
         app()
     except (TetherError, ExceptionGroup) as error:

@@ -1,5 +1,6 @@
-"""What has to be there before services start. `python -m services.prepare` makes it for services started one
-by one, as containers are.
+"""Prepares a run before its services start: `python -m services.prepare`.
+
+For services that are started one by one, as containers are. `tether up` does the same itself.
 
 Produces: the model, the run in the ledger, and RUN_DIR/settings.json, which the services read as
 `TETHER_CONFIG`. Harmless to repeat. Exit codes are those of a service: 0 ready, 1 failed, 2 wrong settings.
@@ -15,23 +16,26 @@ from rollout.prompts.registry import make_source
 from rollout.render import Renderer
 from services.ledger.interface import RunSpec
 from services.ledger_recovery.reconcile import reconcile
-from services.runtime.process import configure_logging, describe_error, ledger_url, open_ledger
+from services.runtime.errors import configure_logging, describe_error
+from services.runtime.run_ledger import ledger_url, open_ledger
 from services.settings.load import dump_settings, load_settings
 from services.settings.sections import Settings
 
 
 def prepare(settings: Settings) -> RunSpec:
-    """Check what can be checked before anything starts, make the model if it is to be made, and say what the
-    run is.
+    """Check what can be checked before anything starts, and make the random model if one is configured.
+
+    Returns:
+        What the ledger has to know of the run.
 
     Raises:
-        SettingsError: naming what is wrong.
+        SettingsError: names what is wrong.
     """
     make_environment(settings.environment)
     for verifier in settings.reward.verifiers:
         make_verifier(verifier.name, verifier.options)
     if settings.model.scratch is not None:
-        from trainer.random_model import build_scratch  # imports torch, which nobody here needs otherwise
+        from trainer.random_model import build_scratch  # imports torch
 
         build_scratch(settings.model.scratch, settings.model_dir)
     if not (settings.model_dir / "config.json").is_file():
@@ -54,14 +58,16 @@ def prepare(settings: Settings) -> RunSpec:
 
 
 async def prepare_run(settings: Settings) -> str:
-    """Make everything that the services of a run expect to find. Returns what the ledger's server does not
-    promise, or nothing.
+    """Make everything that the services of a run expect to find.
+
+    Returns:
+        A warning about the durability of the ledger's server, or an empty string.
 
     Raises:
-        SettingsError: naming what is wrong; the ledger is unchanged.
-        Refused: the ledger has a run of this name that is another one; its settings stay as they are.
+        SettingsError: names what is wrong; the ledger is unchanged.
+        Refused: the ledger has a different run of this name; settings.json is unchanged.
     """
-    ledger_url(settings)  # refuses before a model is made
+    ledger_url(settings)  # before a model is made, which takes time
     settings.run_dir.mkdir(parents=True, exist_ok=True)
     spec = await asyncio.to_thread(prepare, settings)
     async with open_ledger(settings) as ledger:
@@ -87,7 +93,8 @@ def main() -> None:
     if warning:
         print(warning, file=sys.stderr)
     print(
-        f"run {settings.run.name} is ready in {settings.run_dir}: {settings.run.steps} steps, model {settings.model_dir}"
+        f"run {settings.run.name} is ready in {settings.run_dir}: "
+        f"{settings.run.steps} steps, model {settings.model_dir}"
     )
 
 

@@ -15,7 +15,8 @@ from reward.score import score_rollout
 from reward.workers.pool import ScorePool
 from services.bus.receiver import Delivery, Receiver
 from services.bus.sender import Declined, Sender
-from services.runtime.process import Process, service_main
+from services.runtime.main import service_main
+from services.runtime.process import Process
 
 log = logging.getLogger("tether.reward")
 

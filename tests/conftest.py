@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 # Before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from services.runtime.process import raise_fd_limit
+from services.runtime.main import raise_fd_limit
 
 # A slow machine is no failure, and every run draws the same examples; others are found with `pytest
 # --hypothesis-profile search`.

@@ -1,17 +1,25 @@
 """The settings of the trainer, a section each. No torch here: every process reads settings."""
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """Section `[parallel]`. Names as in Megatron-core."""
+    """Section `[parallel]`: ranks of the trainer. Names as in Megatron-core."""
 
-    tensor_model_parallel_size: int = 1
-    pipeline_model_parallel_size: int = 1
-    data_parallel_size: int = 1
+    tensor_model_parallel_size: Annotated[int, Meta(ge=1, le=4096)] = 1
+    """Ranks that share every layer."""
+    pipeline_model_parallel_size: Annotated[int, Meta(ge=1, le=4096)] = 1
+    """Groups of ranks that have the layers one after the other."""
+    data_parallel_size: Annotated[int, Meta(ge=1, le=4096)] = 1
+    """Copies of the model, each with its part of the batch."""
     sequence_parallel: bool = False
+    """Divide norms and dropout along the sequence between tensor-parallel ranks."""
     use_distributed_optimizer: bool = True
+    """Divide the optimizer's state between data-parallel ranks."""
 
     @property
     def world_size(self) -> int:
@@ -20,105 +28,129 @@ class ParallelConfig:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerConfig:
-    """Section `[optimizer]`. AdamW on fp32 masters. Names as in Megatron-core."""
+    """Section `[optimizer]`: AdamW on fp32 masters. Names as in Megatron-core."""
 
-    lr: float = 1e-5
-    lr_warmup_steps: int = 0
-    weight_decay: float = 0.0
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.95
-    adam_eps: float = 1e-8
-    clip_grad: float = 1.0
+    lr: Annotated[float, Meta(ge=0, le=1e3)] = 1e-5
+    """Learning rate after the warm-up."""
+    lr_warmup_steps: Annotated[int, Meta(ge=0, le=10**9)] = 0
+    """Steps in which the learning rate rises linearly from 0. 0 is off."""
+    weight_decay: Annotated[float, Meta(ge=0, le=1e3)] = 0.0
+    """Decoupled weight decay."""
+    adam_beta1: Annotated[float, Meta(ge=0, lt=1)] = 0.9
+    """Decay of the first moment."""
+    adam_beta2: Annotated[float, Meta(ge=0, lt=1)] = 0.95
+    """Decay of the second moment."""
+    adam_eps: Annotated[float, Meta(ge=0, le=1)] = 1e-8
+    """Added to the denominator of an update."""
+    clip_grad: Annotated[float, Meta(ge=0, le=1e9)] = 1.0
+    """Largest L2 norm of the gradient of all parameters. 0 is off."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerConfig:
-    """Section `[trainer]`."""
+    """Section `[trainer]`: what trains, on which device, and what is kept of a run."""
 
     backend: str = "megatron"
-    """megatron, reference or scripted."""
+    """What trains: megatron, reference (the oracle, one rank) or scripted (dry runs without a model)."""
     dtype: str = "float32"
-    """Of parameters in forward and backward: float32 or bfloat16 (with fp32 masters)."""
+    """Data type of parameters in forward and backward: float32, or bfloat16 with fp32 masters."""
     device: str = "auto"
-    """auto, cpu or cuda."""
-    micro_batch_size: int = 16
+    """auto, cpu or cuda. auto: cuda where there is one."""
+    micro_batch_size: Annotated[int, Meta(ge=1, le=10**6)] = 16
     """Samples in one forward pass."""
-    threads: int = 1
+    threads: Annotated[int, Meta(ge=1, le=4096)] = 1
     """CPU threads of each rank."""
-    checkpoint_every: int = 20
-    """Steps between checkpoints; the last step always makes one."""
-    keep_checkpoints: int = 2
-    archive_mb: int = 4096
-    """Room for the records of steps that checkpoints cover, for `tether replay`; the oldest go first. 0 keeps
-    none."""
+    checkpoint_every: Annotated[int, Meta(ge=1, le=10**9)] = 20
+    """Steps between checkpoints. The last step always makes one."""
+    keep_checkpoints: Annotated[int, Meta(ge=1, le=10**6)] = 2
+    """Newest checkpoints that are kept."""
+    archive_mb: Annotated[int, Meta(ge=0, le=10**9)] = 4096
+    """Room for the records of steps that checkpoints cover, for `tether replay`, MiB. The oldest are deleted
+    first. 0 keeps none."""
     recompute_logprobs: bool = False
     """Compute the proximal log-probabilities with the trainer before each step (decoupled objective)."""
-    memory_gb: float = 0.0
-    """colocated only: GPU memory that training takes on each rank at its peak, GiB, for the check before the
-    start; 0: reckoned from the model's size, without activations."""
-    seed: int = 0
-    step_s: float = 0.0
-    """scripted only: seconds that a step sleeps."""
+    memory_gb: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
+    """colocated runs: GPU memory that training takes on each rank at its peak, GiB, for the check before the
+    start. 0: computed from the model's size, without activations."""
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
+    """Seed of the trainer's random numbers."""
+    step_s: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
+    """scripted: seconds that a step sleeps."""
 
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmConfig:
-    """Section `[algorithm]`."""
+    """Section `[algorithm]`: advantages and loss."""
 
     name: str = "grpo"
-    """Module in `trainer/algorithms/`: grpo, dr_grpo."""
-    clip_low: float = 0.2
-    """PPO ratio clip: the ratio's lower edge is 1 - clip_low."""
-    clip_high: float = 0.2
-    importance_cap: float = 2.0
-    """Truncated importance sampling: weight min(pi_proximal / pi_behaviour, cap) where proximal
-    log-probabilities are recomputed; 0 is off."""
-    entropy_coef: float = 0.0
-    """Bonus for entropy, nats."""
-    kl_coef: float = 0.0
-    """Weight of the KL to the initial model (k3 estimator); 0 is off and costs nothing."""
-    advantage_eps: float = 1e-4
-    length_normalizer: int = 0
-    """dr_grpo: tokens that each sample's sum is divided by, usually the generation limit; 0 takes the longest
+    """The algorithm, a module in `trainer/algorithms/`: grpo or dr_grpo."""
+    clip_low: Annotated[float, Meta(ge=0, lt=1)] = 0.2
+    """PPO ratio clip: the lower edge of the ratio is 1 - clip_low."""
+    clip_high: Annotated[float, Meta(ge=0, le=1e6)] = 0.2
+    """PPO ratio clip: the upper edge of the ratio is 1 + clip_high."""
+    importance_cap: Annotated[float, Meta(ge=0, le=1e9)] = 2.0
+    """Truncated importance sampling: weight min(pi_proximal / pi_behaviour, cap), where proximal
+    log-probabilities are recomputed. 0 is off."""
+    entropy_coef: Annotated[float, Meta(ge=-1e6, le=1e6)] = 0.0
+    """Bonus for entropy, in nats. 0 is off."""
+    kl_coef: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
+    """Weight of the KL divergence to the initial model (k3 estimator). 0 is off and costs nothing."""
+    advantage_eps: Annotated[float, Meta(ge=0, le=1e6)] = 1e-4
+    """grpo: added to the standard deviation that advantages are divided by."""
+    length_normalizer: Annotated[int, Meta(ge=0, le=10**9)] = 0
+    """dr_grpo: tokens that each sample's sum is divided by, usually the generation limit. 0: the longest
     sample of the batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightConfig:
-    """Section `[weights]`."""
+    """Section `[weights]`: how new weights reach the engines."""
 
     transport: str = "shm"
-    """Module in `trainer/weights/` and `rollout/weights/`: shm, disk, nccl, ipc, shared."""
+    """The transport: shm, disk, nccl, ipc or shared. docs/weights.md says which one to choose."""
     directory: str = ""
-    """shm and disk: where versions are written; by default /dev/shm/tether-RUN-NONCE and RUN_DIR/weights."""
-    bucket_mb: int = 64
-    keep: int = 2
-    """Versions kept for engines that are late; the newest is always kept."""
+    """shm and disk: where versions are written. By default /dev/shm/tether-RUN-NONCE and RUN_DIR/weights."""
+    bucket_mb: Annotated[int, Meta(ge=1, le=10**5)] = 64
+    """Size of one bucket, MiB. A tensor that is larger has a bucket to itself."""
+    keep: Annotated[int, Meta(ge=1, le=10**6)] = 2
+    """shm and disk: versions that are kept for engines that are late."""
     host: str = "127.0.0.1"
     """nccl and ipc: address on which the trainer listens for engines."""
     backend: str = ""
-    """nccl: process group backend, "gloo" (CPU) or "nccl" (GPU); empty: what the trainer's device takes."""
-    timeout_s: float = 60.0
-    """Also, with shared: how long the trainer waits for the engine to serve a version before it works on the
-    next."""
+    """nccl: backend of the process groups, "gloo" (CPU) or "nccl" (GPU). Empty: as the trainer's device
+    needs."""
+    timeout_s: Annotated[float, Meta(gt=0, le=1e6)] = 60.0
+    """Limit for one transfer, seconds. With shared also how long the trainer waits for the engine to serve a
+    version before it works on the next."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScratchConfig:
-    """Section `[model.scratch]`. Names as in Hugging Face configurations."""
+    """Section `[model.scratch]`: a small random model. Names as in Hugging Face configurations."""
 
     architecture: str = "qwen2"
     """qwen2, qwen3 or llama."""
-    hidden_size: int = 128
-    intermediate_size: int = 128
-    num_hidden_layers: int = 2
-    num_attention_heads: int = 4
-    num_key_value_heads: int = 4
-    head_dim: int = 32
-    max_position_embeddings: int = 256
-    rope_theta: float = 10000.0
+    hidden_size: Annotated[int, Meta(ge=1, le=10**6)] = 128
+    """Width of the residual stream."""
+    intermediate_size: Annotated[int, Meta(ge=1, le=10**7)] = 128
+    """Width of the MLP."""
+    num_hidden_layers: Annotated[int, Meta(ge=1, le=10**4)] = 2
+    """Layers."""
+    num_attention_heads: Annotated[int, Meta(ge=1, le=10**4)] = 4
+    """Query heads of a layer."""
+    num_key_value_heads: Annotated[int, Meta(ge=1, le=10**4)] = 4
+    """Key and value heads of a layer; divides `num_attention_heads`."""
+    head_dim: Annotated[int, Meta(ge=1, le=10**5)] = 32
+    """Width of one head."""
+    max_position_embeddings: Annotated[int, Meta(ge=1, le=10**8)] = 256
+    """Longest sequence, tokens."""
+    rope_theta: Annotated[float, Meta(gt=0, le=1e12)] = 10000.0
+    """Base of the rotary frequencies."""
     tie_word_embeddings: bool = False
-    initializer_range: float = 0.05
+    """Whether input and output embedding are one tensor."""
+    initializer_range: Annotated[float, Meta(ge=0, le=1e3)] = 0.05
+    """Standard deviation of the random weights."""
     vocabulary: str = "0123456789=+- "
-    """Characters (printable ASCII, newline), one token each; `<pad>` (0) and `<eos>` (1) come before them."""
-    seed: int = 0
+    """Characters (printable ASCII, newline), one token each. `<pad>` (0) and `<eos>` (1) come before them."""
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
+    """Seed of the random weights."""

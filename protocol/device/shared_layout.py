@@ -2,12 +2,13 @@
 tensors for the trainer."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
-from protocol.device.shared_tensors import SUFFIX
+if TYPE_CHECKING:  # processes without tensors need the names alone
+    import torch
 
 TRANSPORT = "shared"
+SUFFIX = ".msgpack"
 
 MASTERS = "masters"
 """Section of the trainer's file: fp32, by checkpoint name; each is its tensor as `matches_layout` says."""
@@ -31,7 +32,7 @@ def description_file(run_dir: Path, incarnation: str) -> Path:
     return run_dir / "shared" / f"{incarnation}{SUFFIX}"
 
 
-def matches_layout(part: torch.Tensor, shape: tuple[int, ...]) -> bool:
+def matches_layout(part: "torch.Tensor", shape: tuple[int, ...]) -> bool:
     """Whether a part of a model's memory is a tensor of `shape`: it is dense and has it, or it is one of
     several that lie in turns.
 

@@ -21,8 +21,6 @@ import torch
 from protocol.errors import WeightError
 from protocol.weights.buckets import ALIGNMENT, DTYPE_BYTES
 
-SUFFIX = ".msgpack"
-
 Sections = Mapping[str, Mapping[str, torch.Tensor]]
 """What the tensors are -> name -> tensor."""
 

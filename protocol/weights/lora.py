@@ -9,6 +9,9 @@ scale.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
 
 from protocol.errors import SettingsError
 
@@ -18,12 +21,12 @@ WEIGHT = ".weight"
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """Section `[lora]`. Names as in PEFT. With a rank, only adapters are trained and published; the model
-    stays as it is."""
+    """Section `[lora]`. Names as in PEFT. With a rank only adapters are trained and published."""
 
-    rank: int = 0
-    """0 is off: all parameters are trained."""
-    alpha: float = 16.0
+    rank: Annotated[int, Meta(ge=0, le=10**5)] = 0
+    """Rank of A and B. 0 is off: all parameters are trained."""
+    alpha: Annotated[float, Meta(gt=0, le=1e6)] = 16.0
+    """Numerator of the scale alpha / rank."""
     target_modules: tuple[str, ...] = (
         "q_proj",
         "k_proj",

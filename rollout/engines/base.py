@@ -8,6 +8,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Annotated
+
+from msgspec import Meta
 
 from protocol.errors import Unsupported
 from protocol.messages import WeightManifest
@@ -25,53 +28,58 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Section `[engine]`. Engines refuse what they do not support, naming the field."""
+    """Section `[engine]`. An engine refuses a setting that it does not support, naming the field."""
 
     name: str = "vllm"
-    """Module in `rollout/engines/`: vllm, sglang, megatron, hf, scripted."""
+    """The engine, a name of `rollout/engines/registry.py`."""
     dtype: str = "float32"
-    """Of the engine's parameters, one of `DTYPES`; weights are published in it, whatever the trainer's
-    own."""
-    tensor_parallel_size: int = 1
-    memory_fraction: float = 0.85
-    """Share of GPU memory for weights and KV cache; not used on CPU."""
-    kv_cache_mb: int = 64
-    """KV cache on CPU, MiB."""
-    max_model_len: int = 1024
+    """Data type of the engine's parameters. Weights are published in it, whatever the trainer's own is."""
+    tensor_parallel_size: Annotated[int, Meta(ge=1, le=4096)] = 1
+    """Tensor-parallel ranks of one engine, a GPU each."""
+    memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.85
+    """Share of a GPU's memory for weights and KV cache. Not used on a CPU."""
+    kv_cache_mb: Annotated[int, Meta(ge=1, le=10**9)] = 64
+    """KV cache on a CPU, MiB."""
+    max_model_len: Annotated[int, Meta(ge=1, le=10**8)] = 1024
     """Prompt and completion together, tokens."""
-    max_running: int = 64
-    """Requests decoded in one batch."""
+    max_running: Annotated[int, Meta(ge=1, le=10**6)] = 64
+    """Requests that are decoded in one batch."""
     enforce_eager: bool = True
+    """vllm: run without CUDA graphs, which start faster and leave memory free."""
     attention_backend: str = ""
-    """vllm and sglang, on a GPU: the attention kernels, by the engine's own name for them; empty: its
-    choice."""
+    """vllm and sglang on a GPU: the attention kernels, by the engine's own name. Empty: the engine
+    chooses."""
     enable_sleep_mode: bool = False
-    """vllm (on a GPU) and sglang: be able to sleep; set by colocated runs."""
-    staging_mb: int = 0
-    """Memory that the staging copy of the weights may take on each rank, MiB; 0: as much as the parameters
-    do."""
-    threads: int = 1
+    """vllm (on a GPU) and sglang: make the engine able to sleep. Set by colocated runs."""
+    staging_mb: Annotated[int, Meta(ge=0, le=10**9)] = 0
+    """Memory for the staging copy of the weights on each rank, MiB. 0: as much as the parameters take."""
+    threads: Annotated[int, Meta(ge=1, le=4096)] = 1
     """CPU threads of the engine."""
     kv: KvPolicy = KvPolicy.RECOMPUTE
-    stage_timeout_s: float = 120.0
-    start_timeout_s: float = 300.0
+    """What happens to the KV cache of running requests at an update. `recompute`: it is computed again under
+    the new weights. `keep`: it stays, without a pause, and tokens rest partly on old KV."""
+    stage_timeout_s: Annotated[float, Meta(gt=0, le=1e6)] = 120.0
+    """How long staging one version may take, seconds."""
+    start_timeout_s: Annotated[float, Meta(gt=0, le=1e6)] = 300.0
+    """How long loading the model may take, seconds."""
     python: str = ""
-    """sglang only: the interpreter that has it; empty: this one."""
+    """sglang: the Python interpreter that has SGLang. Empty: the one of the rollout worker."""
     environment: dict[str, str] = field(default_factory=dict)
-    """sglang only: variables of its server, over those of this process."""
-    buffer_size_gb: float = 0.0
-    """megatron only: KV cache, GiB; fewer requests than `max_running` run at once if they do not fit. 0: as
-    much as those need."""
-    max_batch_tokens: int = 0
-    """megatron only: tokens of one forward pass, padding included; 0: 8192, or more if `max_model_len` or
+    """sglang: environment variables of its server, over those of the rollout worker."""
+    buffer_size_gb: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
+    """megatron: KV cache, GiB. Fewer requests than `max_running` run at once if they do not fit. 0: as much
+    as `max_running` requests need."""
+    max_batch_tokens: Annotated[int, Meta(ge=0, le=10**9)] = 0
+    """megatron: tokens of one forward pass, padding included. 0: 8192, or more if `max_model_len` or
     `max_running` is more."""
-    # scripted only: a deterministic engine for dry runs
-    seconds_per_token: float = 0.0
-    """Delay for each token."""
-    straggler_share: float = 0.0
-    """Share of groups that take `straggler_factor` times longer."""
-    straggler_factor: float = 1.0
-    script_seed: int = 0
+    seconds_per_token: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
+    """scripted: delay for each token, seconds."""
+    straggler_share: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """scripted: share of groups that take `straggler_factor` times longer."""
+    straggler_factor: Annotated[float, Meta(ge=0, le=1e6)] = 1.0
+    """scripted: how many times longer a straggler takes."""
+    script_seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
+    """scripted: seed of tokens and stragglers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,12 @@ Generate = Callable[[tuple[int, ...], int | None], Awaitable[Completion]]
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentConfig:
-    """Section `[environment]`."""
+    """Section `[environment]`: what turns a prompt into a sample."""
 
     name: str = "single_turn"
-    """Module in `rollout/environments/`: single_turn, guess_number."""
+    """The environment, a name of `rollout/environments/registry.py`: single_turn or guess_number."""
     options: dict[str, Any] = field(default_factory=dict)
-    """The environment's own options."""
+    """Options of that environment."""
 
 
 @dataclass(frozen=True, slots=True)

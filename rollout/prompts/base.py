@@ -4,49 +4,52 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import msgspec
 import numpy as np
 import xxhash
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from protocol.errors import ProtocolError, SettingsError
 from protocol.msgpack_limits import METADATA_DEPTH, check_shape
+from protocol.ranges import check_ranges
 
 
 @dataclass(frozen=True, slots=True)
 class PromptConfig:
-    """Section `[prompts]`."""
+    """Section `[prompts]`: which prompts are trained on, in which order, and which are held out."""
 
     source: str = "jsonl"
-    """Module in `rollout/prompts/`: jsonl, reasoning_gym, hf."""
+    """Where prompts come from, a name of `rollout/prompts/registry.py`: jsonl, reasoning_gym or hf."""
     path: str = ""
-    """jsonl: a file. hf: a directory made by `save_to_disk`, or a Parquet or JSON file or a directory of
+    """jsonl: a file. hf: a directory made by `save_to_disk`, a Parquet or JSON file, or a directory of
     them."""
     split: str = "train"
-    """hf: the split, where the directory holds several."""
+    """hf: the split, where the directory has several."""
     prompt_field: str = "prompt"
-    """Holds the question, or a list of messages `{role, content}`."""
+    """jsonl, hf: field with the question, or with a list of messages `{role, content}`."""
     answer_field: str = "answer"
-    """Becomes `answer` in the metadata; empty: rows have none. All other fields go to the metadata under
-    their own names."""
+    """jsonl, hf: field that becomes `answer` in the metadata. Empty: rows have none. All other fields become
+    metadata under their own names."""
     families: tuple[str, ...] = ()
     """reasoning_gym: task families, used in turn."""
     params: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """reasoning_gym: family -> its own parameters."""
-    count: int = 0
-    """Prompts to train on in a pass; 0: all there are (reasoning_gym: without end)."""
-    seed: int = 0
+    """reasoning_gym: family -> parameters of that family."""
+    count: Annotated[int, Meta(ge=0, le=2**30)] = 0
+    """Prompts of one pass. 0: all there are; with reasoning_gym, without end."""
+    seed: Annotated[int, Meta(ge=0, le=2**30)] = 0
+    """Seed of the order, and of what reasoning_gym generates."""
     shuffle: bool = True
-    """A new order in every pass."""
-    passes: int = 0
-    """How often the prompts are used; 0: without end."""
-    held_out: int = 0
-    """The last so many are kept for evaluation and never trained on; with `held_out_path`, so many of that
-    file (0: all)."""
+    """Use another order in every pass."""
+    passes: Annotated[int, Meta(ge=0, le=2**30)] = 0
+    """How often the prompts are used. 0: without end."""
+    held_out: Annotated[int, Meta(ge=0, le=2**20)] = 0
+    """Number of prompts, the last ones, that are kept for evaluation and never trained on. With
+    `held_out_path`: how many of that file, 0 for all."""
     held_out_path: str = ""
-    """jsonl, hf: the prompts for evaluation lie in a file or directory of their own."""
+    """jsonl, hf: a file or directory with the prompts for evaluation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +125,7 @@ class RowSource:
         Raises:
             SettingsError: if there are too few, or none is held out that does not occur in training.
         """
-        check_numbers(config)
+        check_ranges(config, "prompts")
         prompts = read(_path(config.path, "path"))
         own = config.held_out_path
         available = len(prompts) - (0 if own else config.held_out)
@@ -164,18 +167,6 @@ def _path(text: str, name: str) -> Path:
             f"setting prompts.{name}: {text!r} does not exist; give local data, nothing is downloaded"
         )
     return path
-
-
-def check_numbers(config: PromptConfig) -> None:
-    """Refuse numbers out of range.
-
-    Raises:
-        SettingsError: naming the setting.
-    """
-    for name, high in (("count", 1 << 30), ("passes", 1 << 30), ("held_out", 1 << 20), ("seed", 1 << 30)):
-        value = getattr(config, name)
-        if not 0 <= value <= high:
-            raise SettingsError(f"setting prompts.{name}: {value} is not between 0 and {high}")
 
 
 def unseen(candidates: Sequence[Prompt], trained: Iterable[str]) -> list[Prompt]:

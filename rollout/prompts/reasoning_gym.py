@@ -13,7 +13,8 @@ from typing import Any
 
 from protocol.choices import checked_name
 from protocol.errors import SettingsError
-from rollout.prompts.base import Order, Prompt, PromptConfig, check_numbers, fingerprint_of, unseen
+from protocol.ranges import check_ranges
+from rollout.prompts.base import Order, Prompt, PromptConfig, fingerprint_of, unseen
 
 CHUNK = 500
 HELD_OUT_SEED = CHUNK << 22
@@ -29,7 +30,7 @@ class ReasoningGymSource:
     """The families in turn: prompt i is item i // F of family i % F. Endless if `count` is 0."""
 
     def __init__(self, config: PromptConfig) -> None:
-        check_numbers(config)
+        check_ranges(config, "prompts")
         self._config = config
         self._families = _checked_families(config)
         self._order = (

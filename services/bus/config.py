@@ -3,9 +3,13 @@
 import ipaddress
 import socket
 from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
 
 from protocol.codec import MAX_FRAME_BYTES
 from protocol.errors import SettingsError
+from protocol.ranges import check_ranges
 from protocol.topics import TOPICS, Topic
 
 WILDCARDS = frozenset({"*", "0.0.0.0", "::"})
@@ -13,38 +17,33 @@ WILDCARDS = frozenset({"*", "0.0.0.0", "::"})
 
 @dataclass(frozen=True, slots=True)
 class BusConfig:
-    """Section `[bus]`."""
+    """Section `[bus]`: sockets between the services."""
 
     host: str = "127.0.0.1"
-    """Address that receivers bind; `curve_dir` is required unless it is a loopback address."""
+    """Address that receivers and health endpoints bind. Off loopback `curve_dir` is required."""
     advertise: str = ""
-    """Host that others connect to; empty: `host`, or this machine's name where `host` is a wildcard."""
-    port_base: int = 0
-    """Topic number i of `protocol.topics.TOPICS` binds port_base + i; 0: any free port."""
-    heartbeat_s: float = 0.5
+    """Host that others connect to. Empty: `host`, or this machine's name where `host` is a wildcard."""
+    port_base: Annotated[int, Meta(ge=0, le=65535 - len(TOPICS))] = 0
+    """Topic number i binds port_base + i. 0: any free port."""
+    heartbeat_s: Annotated[float, Meta(ge=0.01, le=1e4)] = 0.5
     """Seconds between two heartbeats of a receiver, and between two reads of the registry by a sender."""
-    peer_timeout_s: float = 5.0
-    """Seconds of silence after which a receiver counts as dead and its messages go to another one."""
-    max_outstanding: int = 1024
-    """Most unacknowledged messages of one sender."""
-    high_water_mark: int = 1000
-    """Most frames that a socket queues per connection, and most messages that wait for `receive`."""
+    peer_timeout_s: Annotated[float, Meta(ge=0.02, le=1e6)] = 5.0
+    """Seconds of silence after which a receiver counts as dead and its messages are sent to another. At least
+    twice `heartbeat_s`."""
+    max_outstanding: Annotated[int, Meta(ge=1, le=10**7)] = 1024
+    """Unacknowledged messages of one sender."""
+    high_water_mark: Annotated[int, Meta(ge=1, le=10**7)] = 1000
+    """Frames that a socket queues per connection, and messages that wait for `receive`."""
     curve_dir: str = ""
-    """Directory of CURVE keys (`services/bus/curve.py`); empty: no encryption, loopback only."""
-    max_frame_bytes: int = MAX_FRAME_BYTES
-    """Largest frame, bytes; a peer that sends a larger one is disconnected before it is read."""
+    """Directory of CURVE keys, made by `tether keys`. Empty: no encryption, loopback only."""
+    max_frame_bytes: Annotated[int, Meta(ge=1, le=2**40)] = MAX_FRAME_BYTES
+    """A peer that sends a larger frame is disconnected before the frame is read."""
 
     def __post_init__(self) -> None:
-        if self.heartbeat_s <= 0 or self.peer_timeout_s < 2 * self.heartbeat_s:
+        check_ranges(self, "bus")
+        if self.peer_timeout_s < 2 * self.heartbeat_s:
             raise SettingsError(
-                f"bus.peer_timeout_s = {self.peer_timeout_s}: use at least twice "
-                f"bus.heartbeat_s = {self.heartbeat_s}, which must be > 0"
-            )
-        if self.max_outstanding < 1 or self.high_water_mark < 1:
-            raise SettingsError("bus.max_outstanding and bus.high_water_mark must be at least 1")
-        if not 0 <= self.port_base <= 65535 - len(TOPICS):
-            raise SettingsError(
-                f"bus.port_base = {self.port_base}: use 0 for any free port, or 1 to {65535 - len(TOPICS)}"
+                f"setting bus.peer_timeout_s: {self.peer_timeout_s} is less than twice bus.heartbeat_s = {self.heartbeat_s}"
             )
 
 

@@ -13,7 +13,9 @@ from protocol.topics import SCORED, Role
 from services.bus.receiver import Receiver
 from services.ingest.admission import Admission
 from services.ledger_recovery.reconcile import LedgerReconciler
-from services.runtime.process import Process, open_ledger, service_main
+from services.runtime.main import service_main
+from services.runtime.process import Process
+from services.runtime.run_ledger import open_ledger
 from trainer.storage.spool import Spool
 
 log = logging.getLogger("tether.ingest")

@@ -1,1 +1,1 @@
-"""Starts, restarts and scales the processes of a run on one machine."""
+"""Starts the services of a run on one machine and keeps them running."""

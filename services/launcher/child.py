@@ -1,8 +1,7 @@
-"""Child processes of `tether up`: started in sessions of their own, logged to files, restarted when they die,
-ended by their pid.
+"""Keeps one service of `tether up` running: starts it, logs its output, restarts it, stops it.
 
-A child dies with the supervisor (Linux parent-death signal). SIGTERM asks it to drain; SIGKILL to its session
-ends what is left.
+A service runs in a session of its own. It gets SIGTERM when the supervisor dies (Linux parent-death signal).
+SIGTERM asks it to drain; SIGKILL to its session ends what is left.
 """
 
 import asyncio
@@ -19,7 +18,7 @@ from pathlib import Path
 
 from protocol.errors import SettingsError, TetherError
 from protocol.host.parent_death import tied_to_this_process
-from services.runtime.process import EXIT_SETTINGS
+from services.runtime.errors import EXIT_SETTINGS
 
 log = logging.getLogger("tether.up")
 
@@ -28,7 +27,7 @@ RESTART_WINDOW_S = 60.0
 
 
 class ServiceFailed(TetherError):
-    """A service died more often than it may."""
+    """A service died more often than `services.restarts` allows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +35,17 @@ class ServiceSpec:
     """One process to keep running."""
 
     name: str
-    """rollout.0, trainer ...: the name of its log, and `TETHER_INSTANCE`."""
+    """Such as rollout.0 or trainer: the name of its log file, and its `TETHER_INSTANCE`."""
     module: str
     """Started as `python -m MODULE`."""
     environ: Mapping[str, str]
+    """Environment variables of this service, over the inherited ones."""
     finishes: bool = False
-    """True if exit code 0 means that its work is done, not that it is to be started again."""
+    """Whether exit code 0 means that its work is done; otherwise it is started again."""
 
 
 class SupervisedProcess:
-    """One service: at any time at most one process of it lives."""
+    """One service, of which at most one process lives at any time."""
 
     def __init__(
         self,
@@ -54,12 +54,21 @@ class SupervisedProcess:
         restarts: int,
         is_over: Callable[[], Awaitable[bool]] | None = None,
     ) -> None:
-        """`is_over` says whether the run is over: a finishing service that ends before, drained by somebody,
-        is started again."""
+        """Prepare the service; nothing is started yet.
+
+        Args:
+            spec: what to start.
+            log_path: file that its output is appended to.
+            restarts: how often it may be restarted within `RESTART_WINDOW_S`.
+            is_over: whether the run is over; a service that `finishes` is started again if it ends before
+                that, because somebody else has drained it.
+        """
         self.spec = spec
         self.log_path = log_path
         self.restarts = 0
+        """Restarts so far."""
         self.finished = asyncio.Event()
+        """Set when `keep_running` has returned."""
         self._allowed = restarts
         self._deaths: deque[float] = deque()
         self._process: asyncio.subprocess.Process | None = None
@@ -75,8 +84,8 @@ class SupervisedProcess:
         """Start the service and restart it when it dies, until it finishes or is stopped.
 
         Raises:
-            SettingsError: the service says that it is configured wrong.
-            ServiceFailed: it died more than the allowed number of times within a minute.
+            SettingsError: the service ended with the exit code for wrong settings.
+            ServiceFailed: it died more often within `RESTART_WINDOW_S` than it may.
         """
         delay = BACKOFF_S[0]
         while not self._stopping:
@@ -127,7 +136,7 @@ class SupervisedProcess:
                 start_new_session=True,
                 preexec_fn=tied_to_this_process(),
             )
-        if self._stopping:  # asked to stop while it was being started: it holds nothing yet
+        if self._stopping:  # stopped during its start: it holds nothing yet
             self._kill_session()
         try:
             return await self._process.wait()
@@ -136,7 +145,7 @@ class SupervisedProcess:
             await self._process.wait()
 
     async def stop(self, drain_s: float) -> None:
-        """Ask the process to drain; end it after `drain_s`. What it started ends with it."""
+        """Send SIGTERM and wait `drain_s` seconds; then kill the process and everything that it started."""
         self._stopping = True
         process = self._process
         if process is None or process.returncode is not None:
@@ -154,20 +163,19 @@ class SupervisedProcess:
                 await process.wait()
 
     def kill(self) -> None:
-        """End the process and what it started at once; it is not started again."""
+        """Kill the process and everything that it started at once; it is not started again."""
         self._stopping = True
         self._kill_session()
 
     def _kill_session(self) -> None:
-        """End whatever still lives in the session of the child."""
+        """Send SIGKILL to every process that is left in the session of the service."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def inherited_environment() -> dict[str, str]:
-    """The environment without our own settings: those are resolved once, and children read them from the file
-    that says so."""
+    """Return the environment without `TETHER_*` settings, which services read from settings.json."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -176,8 +184,10 @@ def inherited_environment() -> dict[str, str]:
 
 
 def last_log_line(log_path: Path, limit: int = 300) -> str:
-    """What a service said last: its own closing line (torchrun writes more after it), else the last line; at
-    most `limit` characters."""
+    """Return the last line of a service's log, at most `limit` characters.
+
+    A line that the service itself closed with is preferred, because torchrun writes more after it.
+    """
     lines: Sequence[str] = []
     with contextlib.suppress(OSError):
         with open(log_path, "rb") as file:

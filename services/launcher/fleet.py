@@ -1,5 +1,4 @@
-"""The processes of a run under `tether up`: started together, scaled while the run is on, stopped in
-order."""
+"""Starts the processes of a run together, scales them while the run is on, and stops them in order."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -13,17 +12,23 @@ from services.settings.sections import Settings
 
 STOP_ORDER = (Role.ROLLOUT, Role.REWARD, Role.TRAINER, Role.INGEST, Role.MONITOR)
 SHARED_STOP_ORDER = (Role.TRAINER, Role.ROLLOUT, Role.REWARD, Role.INGEST, Role.MONITOR)
-"""With transport `shared`: who computes with another's memory ends first."""
+"""With transport `shared` the trainer stops first, because it computes with an engine's memory."""
 DRAIN_S = {Role.ROLLOUT: 20.0, Role.REWARD: 15.0, Role.TRAINER: 60.0, Role.INGEST: 15.0, Role.MONITOR: 15.0}
+"""Seconds that a process has to drain before it is killed."""
 SCALABLE = (Role.ROLLOUT, Role.REWARD)
 
 
 class Fleet:
-    """The children of a run, by role."""
+    """The supervised processes of a run, by role."""
 
     def __init__(self, settings: Settings, url: str, is_over: Callable[[], Awaitable[bool]]) -> None:
-        """`url`: of the ledger; it reaches children by their environment. `is_over`: see `SupervisedProcess`.
-        Nothing is started yet."""
+        """Prepare the processes; nothing is started yet.
+
+        Args:
+            settings: of the run; the processes read them from RUN_DIR/settings.json.
+            url: URL of the ledger, handed over in the environment because it may hold a password.
+            is_over: whether the run is over, see `SupervisedProcess`.
+        """
         self._settings = settings
         self._environ = {"TETHER_REDIS_URL": url, "TETHER_CONFIG": str(settings.run_dir / "settings.json")}
         self._is_over = is_over
@@ -43,21 +48,21 @@ class Fleet:
 
     @property
     def trainer(self) -> SupervisedProcess:
+        """The one trainer."""
         return self.children[Role.TRAINER][0]
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
-        """Keep every child running by a task of `tasks`."""
+        """Keep every process running, each by a task of `tasks`."""
         self._tasks = tasks
         for group in self.children.values():
             for child in group:
                 tasks.create_task(child.keep_running(), name=child.spec.name)
 
     async def scale(self, role: Role, count: int) -> None:
-        """Have `count` children of a role. New ones are started at once; those that are too many drain, the
-        newest first.
+        """Change the number of processes of a role to `count`.
 
-        Cancelled, it leaves children that still drain; `stop` ends them. Once the fleet stops this does
-        nothing.
+        Additional ones are started at once; the newest ones are drained. If this is cancelled, some may still
+        be draining; `stop` ends them. It does nothing once the fleet is stopping.
         """
         group = self.children[role]
         while len(group) < count and self._tasks is not None and not self._stopping:
@@ -71,7 +76,7 @@ class Fleet:
         del group[count:]
 
     async def stop(self) -> None:
-        """Drain everything, role by role; harmless to repeat."""
+        """Drain all processes, role by role. Harmless to repeat."""
         self._stopping = True
         order = SHARED_STOP_ORDER if self._settings.weights.transport == TRANSPORT else STOP_ORDER
         for role in order:
@@ -80,7 +85,7 @@ class Fleet:
                     stops.create_task(child.stop(DRAIN_S[role]), name=f"stop-{child.spec.name}")
 
     def kill(self) -> None:
-        """End everything at once."""
+        """Kill all processes at once."""
         self._stopping = True
         for group in self.children.values():
             for child in group:
@@ -91,7 +96,7 @@ class Fleet:
         spec = ServiceSpec(
             name,
             f"services.{role}",
-            {**self._environ, **self._own(role, index)},
+            {**self._environ, **self._variables(role, index)},
             finishes=role is Role.TRAINER,
         )
         return SupervisedProcess(
@@ -101,8 +106,8 @@ class Fleet:
             self._is_over,
         )
 
-    def _own(self, role: Role, index: int) -> dict[str, str]:
-        """Variables that this child has for itself."""
+    def _variables(self, role: Role, index: int) -> dict[str, str]:
+        """Return the environment variables that only this process has."""
         services = self._settings.services
         if role is Role.TRAINER:
             return trainer_variables(services)

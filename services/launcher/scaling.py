@@ -1,12 +1,11 @@
-"""How `tether scale` reaches a running `tether up`: by a file in the run directory that the latter takes away
-once it has obeyed.
+"""Passes `tether scale` to a running `tether up`, by a file in the run directory.
 
-The lock of the run directory says whether there is a `tether up` at all.
+`tether up` deletes the file once it has applied the change. The lock of the run directory shows whether a
+`tether up` is running at all.
 """
 
 import asyncio
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -15,9 +14,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from protocol.errors import SettingsError, TetherError
+from protocol.host.file_lock import locked, try_lock
+from protocol.ranges import check_range
 from protocol.topics import Role
 from services.launcher.fleet import SCALABLE, Fleet
-from services.settings.checks import RANGES
+from services.settings.placement import ServicesConfig
 
 log = logging.getLogger("tether.up")
 
@@ -25,50 +26,49 @@ FILE = "scale.json"
 LOCK = "lock"
 POLL_S = 0.2
 ANSWER_S = 120.0
-"""A worker that is scaled down may take a while to hand back what it holds."""
+"""How long `tether scale` waits: a worker that is removed first hands back what it holds."""
 
 
 @contextlib.contextmanager
 def run_lock(run_dir: Path) -> Iterator[None]:
-    """Hold the run directory; a second `tether up` on it is refused."""
-    with (run_dir / LOCK).open("w") as handle:
+    """Hold the lock of the run directory within the block.
+
+    Raises:
+        SettingsError: another `tether up` holds it.
+    """
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            stack.enter_context(locked(run_dir / LOCK, create=True))
+        except BlockingIOError:
             raise SettingsError(
                 f"another `tether up` is running in {run_dir}: stop it, or give --run-dir"
             ) from None
-        (run_dir / FILE).unlink(missing_ok=True)  # nobody was there to obey it
+        (run_dir / FILE).unlink(missing_ok=True)  # a request that no `tether up` was there to apply
         yield
 
 
 def is_up(run_dir: Path) -> bool:
-    """Whether a `tether up` runs in the directory."""
+    """Return whether a `tether up` is running in the directory."""
     try:
-        with (run_dir / LOCK).open() as handle:
-            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        with (run_dir / LOCK).open() as file:
+            return not try_lock(file.fileno(), exclusive=False)
     except FileNotFoundError:
         return False
-    except OSError:
-        return True
-    return False
 
 
-def parse_counts(words: list[str]) -> dict[Role, int]:
-    """What the user wrote: `rollouts=3 rewards=1`.
+def parse_counts(arguments: list[str]) -> dict[Role, int]:
+    """Return the counts in arguments such as `rollouts=3 rewards=1`.
 
     Raises:
-        SettingsError: names the word.
+        SettingsError: names the argument that is wrong.
     """
     names = {f"{role}s": role for role in SCALABLE}
     counts: dict[Role, int] = {}
-    for word in words:
-        name, _, text = word.partition("=")
+    for argument in arguments:
+        name, _, text = argument.partition("=")
         if name not in names or not text.isascii() or not text.isdigit():
-            raise SettingsError(f"{word!r}: write {' or '.join(f'{known}=N' for known in names)}")
-        low, high = RANGES[f"services.{name}"]
-        if not low <= int(text) <= high:
-            raise SettingsError(f"{word!r}: not between {low:g} and {high:g}")
+            raise SettingsError(f"{argument!r}: write {' or '.join(f'{known}=N' for known in names)}")
+        check_range(ServicesConfig, name, int(text), name)
         counts[names[name]] = int(text)
     return counts
 
@@ -77,12 +77,13 @@ def request_scale(run_dir: Path, counts: Mapping[Role, int]) -> None:
     """Have the `tether up` of a run directory change its numbers of processes, and wait until it has.
 
     Raises:
-        SettingsError: there is none, or it is busy with another such change.
-        TetherError: it did not obey within `ANSWER_S`; the request is taken back.
+        SettingsError: none is running, or it is applying another such change.
+        TetherError: it did not apply the change within `ANSWER_S`, or has ended; the request is withdrawn.
     """
     if not is_up(run_dir):
         raise SettingsError(
-            f"no `tether up` is running in {run_dir}: start it with --rollouts and --rewards, or start services yourself"
+            f"no `tether up` is running in {run_dir}: "
+            "start it with --rollouts and --rewards, or start services yourself"
         )
     request = run_dir / FILE
     aside = run_dir / f"{FILE}.{os.getpid()}"
@@ -95,14 +96,19 @@ def request_scale(run_dir: Path, counts: Mapping[Role, int]) -> None:
         aside.unlink()
     until = time.monotonic() + ANSWER_S
     while request.exists():
-        if time.monotonic() > until or not is_up(run_dir):
+        if not is_up(run_dir):
             request.unlink(missing_ok=True)
-            raise TetherError(f"`tether up` in {run_dir} did not obey; see what it printed")
+            raise TetherError(f"`tether up` in {run_dir} ended before it applied the change; see its output")
+        if time.monotonic() > until:
+            request.unlink(missing_ok=True)
+            raise TetherError(
+                f"`tether up` in {run_dir} did not apply the change within {ANSWER_S:.0f} s; see its output"
+            )
         time.sleep(POLL_S / 2)
 
 
 async def scale_loop(run_dir: Path, fleet: Fleet) -> None:
-    """Do what `request_scale` asks for, until cancelled."""
+    """Apply the requests of `request_scale`, until cancelled."""
     request = run_dir / FILE
     while True:
         await asyncio.sleep(POLL_S)
@@ -110,7 +116,7 @@ async def scale_loop(run_dir: Path, fleet: Fleet) -> None:
             counts = parse_counts(json.loads(request.read_text()))
         except FileNotFoundError:
             continue
-        except (ValueError, AttributeError, TypeError) as error:  # not one of ours
+        except (ValueError, AttributeError, TypeError) as error:  # not written by `request_scale`
             log.error("scale.unreadable error=%s", error)
             counts = {}
         for role, count in counts.items():

@@ -1,8 +1,8 @@
-"""`tether up`: every service of a run on one machine, until its steps are done or Ctrl-C.
+"""Runs `tether up`: every service of a run on one machine, until its steps are done or Ctrl-C.
 
-Starting: check everything that can be checked without starting anything, then ledger, run, services. Ending:
-rollout workers hand back what they hold, then rewards, trainer, ingest, monitor, ledger. Nothing is left
-running, whatever ends it.
+At the start everything is checked that can be checked without starting anything; then ledger, run and
+services start. At the end rollout workers hand back what they hold; then rewards, trainer, ingest, monitor
+and ledger stop. No process is left running, whatever ends the run.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from services.ledger_recovery.reconcile import reconcile
 from services.observability.plot import plot_run
 from services.observability.progress import Progress
 from services.prepare import prepare
-from services.runtime.process import open_ledger
+from services.runtime.run_ledger import open_ledger
 from services.settings.load import dump_settings
 from services.settings.sections import Settings
 
@@ -35,18 +35,21 @@ class Outcome:
     """How a run ended."""
 
     version: int
+    """Committed steps."""
     steps: int
+    """Steps that were asked for."""
     interrupted: bool
+    """Whether a signal stopped the run before it was done."""
     exhausted: bool
-    """The prompts have run out."""
+    """Whether the prompts ran out."""
 
 
 async def run_up(settings: Settings, progress: Progress) -> Outcome:
     """Start all services of a run and keep them running until it is done.
 
     Raises:
-        SettingsError: before anything was started, or as a service said; nothing is left running.
-        TetherError: a service died for good, or the run halted; nothing is left running.
+        SettingsError: a setting is wrong, found before the start or by a service; nothing is left running.
+        TetherError: a service died too often, or the run halted; nothing is left running.
     """
     run_dir = settings.run_dir
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
@@ -82,17 +85,7 @@ async def _supervise(
         return status.done or status.draining
 
     fleet = Fleet(settings, url, is_over)
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def on_signal() -> None:
-        """The first asks for a drain, the second ends everything."""
-        if stop.is_set():
-            fleet.kill()
-        stop.set()
-
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(signum, on_signal)
+    stop = _stop_on_signals(fleet)
     try:
         async with asyncio.TaskGroup() as tasks:
             fleet.start(tasks)
@@ -103,7 +96,7 @@ async def _supervise(
             if server is not None:
                 watchers.append(tasks.create_task(keep_running_loop(server), name="ledger"))
             try:
-                await _until_over(ledger, fleet.trainer, stop)
+                await _wait_until_over(ledger, fleet.trainer, stop)
             finally:
                 await fleet.stop()
             for watcher in watchers:
@@ -122,18 +115,33 @@ async def _supervise(
     )
 
 
-async def _until_over(ledger: RedisLedger, trainer: SupervisedProcess, stop: asyncio.Event) -> None:
-    """Return when the trainer has finished or a stop was asked for.
+def _stop_on_signals(fleet: Fleet) -> asyncio.Event:
+    """Return an event that the first SIGINT or SIGTERM sets; the second one kills the fleet."""
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            fleet.kill()
+        stop.set()
+
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(signum, on_signal)
+    return stop
+
+
+async def _wait_until_over(ledger: RedisLedger, trainer: SupervisedProcess, stop: asyncio.Event) -> None:
+    """Return when the trainer has finished or a stop was requested.
 
     Raises:
-        TetherError: if the run halted.
+        TetherError: the run halted.
     """
     while not stop.is_set() and not trainer.finished.is_set():
         status = await ledger.status()
         if status.halted:
             raise TetherError(
                 f"the run halted: too many of the last groups were dropped for the reason {status.halted!r} "
-                "(see `tether status` and the logs); mend the cause and start again: the run goes on where it was"
+                "(see `tether status` and the logs); "
+                "fix the cause and restart; the run resumes where it stopped"
             )
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.5):
@@ -142,7 +150,7 @@ async def _until_over(ledger: RedisLedger, trainer: SupervisedProcess, stop: asy
 
 @contextlib.asynccontextmanager
 async def _ledger_server(settings: Settings) -> AsyncIterator[EmbeddedServer | None]:
-    """An embedded server that lives as long as this, or None where the user has one."""
+    """Run an embedded server within the block; yield None if the user configured a server."""
     if settings.ledger.url:
         yield None
         return

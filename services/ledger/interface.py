@@ -14,6 +14,7 @@ import msgspec
 
 from protocol.errors import SettingsError
 from protocol.lifecycle import GroupState
+from protocol.ranges import check_range
 from protocol.staleness import Bound, Policy
 
 
@@ -383,10 +384,9 @@ ARCHIVE_LIMIT = 200_000
 
 def check_bound(max_staleness: int | None, groups_per_step: int | None) -> None:
     """Raise SettingsError for a bound that no run can have."""
-    if max_staleness is not None and max_staleness < 0:
-        raise SettingsError(f"max_staleness is {max_staleness}; it counts versions, 0 or more")
-    if groups_per_step is not None and groups_per_step < 1:
-        raise SettingsError(f"groups_per_step is {groups_per_step}; a step needs at least 1 group")
+    for name, value in (("max_staleness", max_staleness), ("groups_per_step", groups_per_step)):
+        if value is not None:
+            check_range(Bound, name, value, name)
 
 
 def check_spec(spec: RunSpec) -> None:

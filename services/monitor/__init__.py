@@ -1,4 +1,4 @@
-"""The monitor."""
+"""Serves a read-only web page of a run."""
 
 from services.monitor.service import serve
 

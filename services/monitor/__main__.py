@@ -1,3 +1,5 @@
+"""Starts `python -m services.monitor`."""
+
 from services.monitor.service import main
 
 main()

@@ -1,4 +1,4 @@
-"""`python -m services.monitor`: a read-only web page and metrics of a run.
+"""Runs `python -m services.monitor`: a read-only web page and metrics of a run.
 
 Consumes: the ledger's status and registry, and metrics.jsonl. Changes nothing.
 """
@@ -15,12 +15,15 @@ from protocol.topics import Role
 from services.observability.http import HttpServer
 from services.observability.status import collect_status
 from services.observability.steps import read_steps
-from services.runtime.process import Process, service_main
+from services.runtime.main import service_main
+from services.runtime.process import Process
 
 log = logging.getLogger("tether.monitor")
 
 REFRESH_S = 1.0
+"""Seconds between two reads of the ledger."""
 SHOWN_STEPS = 2000
+"""Newest steps that the page shows."""
 
 
 async def serve(process: Process) -> None:

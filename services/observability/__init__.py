@@ -1,1 +1,1 @@
-"""What a running service shows: metrics, health, progress and plots."""
+"""Shows what a running service does: metrics, health, progress and plots."""

@@ -1,4 +1,4 @@
-"""How much of the time an engine has had something to do."""
+"""Measures how much of the time an engine has work."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -6,10 +6,10 @@ from contextlib import contextmanager
 
 
 class BusyMeter:
-    """Counts the time in which at least one piece of work was going on."""
+    """Counts the seconds in which at least one piece of work was running."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` gives seconds."""
+        """Start at zero; `clock` returns seconds."""
         self._clock = clock
         self._working = 0
         self._busy_s = 0.0
@@ -17,7 +17,7 @@ class BusyMeter:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Note that work goes on while the block runs; blocks may overlap."""
+        """Count the time of the block as busy; blocks may overlap."""
         self._settle()
         self._working += 1
         try:
@@ -27,7 +27,7 @@ class BusyMeter:
             self._working -= 1
 
     def seconds(self) -> float:
-        """Busy seconds so far."""
+        """Return the busy seconds so far."""
         self._settle()
         return self._busy_s
 
@@ -39,7 +39,7 @@ class BusyMeter:
 
 
 class BusyShare:
-    """The share of time in which engines were busy between two looks at their meters."""
+    """Share of the time in which engines were busy between two readings of their meters."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -47,8 +47,12 @@ class BusyShare:
         self._seconds: Mapping[str, float] = {}
 
     def since_last(self, seconds: Mapping[str, float]) -> float:
-        """Mean over engines, 0 to 1. `seconds`: engine -> what its meter says; an engine seen for the first
-        time counts from now on."""
+        """Return the mean over engines since the last call, 0 to 1.
+
+        Args:
+            seconds: engine -> reading of its `BusyMeter`. An engine that is read for the first time counts
+                from the next call on.
+        """
         now = self._clock()
         known = seconds.keys() & self._seconds.keys()
         busy = sum(seconds[engine] - self._seconds[engine] for engine in known)

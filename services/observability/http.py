@@ -1,4 +1,4 @@
-"""The small HTTP server that every service has: `/health` and `/metrics`, and what the monitor adds."""
+"""Serves `/health` and `/metrics` of a service over HTTP, and the routes that the monitor adds."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -12,14 +12,14 @@ from protocol.errors import SettingsError
 _log = logging.getLogger("tether.http")
 _log.addFilter(
     lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
-)  # else noise fills the disk
+)  # otherwise port scanners fill the log
 
 Health = Callable[[], Mapping[str, object]]
 """Facts about the service; `{"ok": False, ...}` makes /health answer 503."""
 
 
 class HttpServer:
-    """Serves health and metrics on one port, on loopback unless told otherwise."""
+    """HTTP server for health and metrics on one port."""
 
     def __init__(
         self,
@@ -37,10 +37,17 @@ class HttpServer:
         self._runner = web.AppRunner(self._app, access_log=None, logger=_log, shutdown_timeout=1.0)
 
     async def start(self, host: str, port: int) -> int:
-        """Bind and serve; returns the port.
+        """Bind and serve.
+
+        Args:
+            host: address to bind.
+            port: port to bind, or 0 for any free one.
+
+        Returns:
+            The port.
 
         Raises:
-            SettingsError: if the port is taken or the host cannot be bound.
+            SettingsError: the port is taken, or the host cannot be bound.
         """
         await self._runner.setup()
         try:
@@ -48,11 +55,13 @@ class HttpServer:
         except OSError as error:
             await self._runner.cleanup()
             raise SettingsError(
-                f"cannot serve HTTP on {host}:{port}: {error.strerror or error}; choose another port, or 0 for any free one"
+                f"cannot serve HTTP on {host}:{port}: {error.strerror or error}; "
+                "choose another port, or 0 for any free one"
             ) from None
         return int(self._runner.addresses[0][1])
 
     async def close(self) -> None:
+        """Stop serving; running requests get a second to finish."""
         await self._runner.cleanup()
 
     async def _serve_health(self, request: web.Request) -> web.Response:

@@ -1,5 +1,7 @@
-"""Prometheus metrics of a service. Names start with `tether_`; one registry a process, so that tests can have
-several."""
+"""Defines the Prometheus metrics of a service.
+
+Names start with `tether_`. Each process has a registry of its own, so that tests can have several.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 
@@ -9,12 +11,13 @@ from prometheus_client.registry import Collector
 
 
 class StatsCollector(Collector):
-    """Shows a dictionary of counters (`bus.stats`) as one metric with a label."""
+    """Exports a dictionary of counters (`bus.stats`) as one metric with a label."""
 
     def __init__(self, name: str, help: str, read: Callable[[], Mapping[str, int]]) -> None:
         self._name, self._help, self._read = name, help, read
 
     def collect(self) -> Iterable[Metric]:
+        """Yield the metric with the present values."""
         family = CounterMetricFamily(self._name, self._help, labels=["what"])
         for what, value in self._read().items():
             family.add_metric([what], value)
@@ -22,7 +25,7 @@ class StatsCollector(Collector):
 
 
 class Metrics:
-    """The metrics that every service has. Services add their own on `registry`."""
+    """Metrics that every service has; services add their own on `registry`."""
 
     def __init__(self, role: str) -> None:
         self.registry = CollectorRegistry()
@@ -44,9 +47,9 @@ class Metrics:
         )
 
     def count(self, event: str, amount: float = 1) -> None:
-        """Count an event."""
+        """Add `amount` to the counter of an event."""
         self.events.labels(event).inc(amount)
 
     def watch(self, name: str, help: str, read: Callable[[], Mapping[str, int]]) -> None:
-        """Show a dictionary of counters."""
+        """Export a dictionary of counters as the metric `name`; `read` is called at each scrape."""
         self.registry.register(StatsCollector(name, help, read))

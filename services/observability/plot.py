@@ -1,4 +1,4 @@
-"""The picture of a run: reward and lag over steps, as PNG."""
+"""Draws reward and lag over the steps of a run, as PNG."""
 
 from pathlib import Path
 
@@ -6,7 +6,11 @@ from services.observability.steps import read_steps
 
 
 def plot_run(run_dir: Path) -> Path | None:
-    """Draw `progress.png` in the run directory from metrics.jsonl; None if there is nothing to draw yet."""
+    """Draw `progress.png` in the run directory from metrics.jsonl.
+
+    Returns:
+        The path of the picture, or None if no step is committed yet.
+    """
     steps = read_steps(run_dir / "metrics.jsonl")
     if not steps:
         return None

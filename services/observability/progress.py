@@ -1,4 +1,4 @@
-"""What `tether up` prints while a run is on: a line a step, and who waits for whom when nothing moves."""
+"""Prints the progress of `tether up`: each step, and what processes wait for when no step is made."""
 
 import asyncio
 import re
@@ -15,19 +15,21 @@ from services.observability.steps import read_lines
 
 POLL_S = 0.5
 NUMBER = re.compile(r"\d+")
+"""Waits that differ only in a number are printed as one."""
 QUIET_S = 15.0
-"""After so long without a step, say who waits for what."""
+"""Seconds without a step after which the waits are printed."""
 
 
 class Supervised(Protocol):
-    """What progress needs to know of a child process."""
+    """What `Progress` reads of a child process."""
 
     @property
-    def restarts(self) -> int: ...
+    def restarts(self) -> int:
+        """Restarts so far."""
 
 
 class Progress:
-    """Prints to a stream; keeps nothing."""
+    """Prints the steps of a run to a stream."""
 
     def __init__(self, run_dir: Path, steps: int, out: TextIO = sys.stdout) -> None:
         self._run_dir, self._steps, self._out = run_dir, steps, out
@@ -36,12 +38,12 @@ class Progress:
         self._began = time.monotonic()
 
     def note(self, text: str) -> None:
-        """Print a remark."""
+        """Print a line, if there is text."""
         if text:
             print(text, file=self._out, flush=True)
 
     async def watch_loop(self, ledger: Ledger, children: Mapping[Any, Sequence[Supervised]]) -> None:
-        """Print where the monitor's page is, and new steps, until cancelled."""
+        """Print the URL of the monitor's page, new steps and long waits, until cancelled."""
         page = ""
         while True:
             if not page:
@@ -54,7 +56,7 @@ class Progress:
             await asyncio.sleep(POLL_S)
 
     def finish(self, status: LedgerStatus) -> None:
-        """Print what is left to say at the end."""
+        """Print the last steps and how the run ended."""
         self._print_steps(0)
         self.note(
             f"{'done' if status.done else 'stopped'} at version {status.version} of {status.steps} "
@@ -64,12 +66,13 @@ class Progress:
 
     def _print_steps(self, restarts: int) -> None:
         lines = list(read_lines(self._run_dir / "metrics.jsonl"))
-        for line in lines[self._printed :]:  # after a rewind steps come again
+        for line in lines[self._printed :]:  # after a rewind steps appear again
             seconds = line["wait_s"] + line["train_s"] + line["publish_s"]
             self.note(
                 f"step {line['version']:>4}/{self._steps}  reward {line['reward_mean']:6.3f}  "
                 f"lag {line['lag_mean']:.2f} max {line['lag_max']}  "
-                f"{line['trained_tokens'] / max(seconds, 1e-9):8.0f} tokens/s  wait {line['wait_s']:.2f} s  train {line['train_s']:.2f} s  "
+                f"{line['trained_tokens'] / max(seconds, 1e-9):8.0f} tokens/s  "
+                f"wait {line['wait_s']:.2f} s  train {line['train_s']:.2f} s  "
                 f"publish {line['publish_s']:.2f} s" + (f"  restarts {restarts}" if restarts else "")
             )
             self._last = time.monotonic()
@@ -77,7 +80,7 @@ class Progress:
 
 
 async def page_of(ledger: Ledger) -> str:
-    """URL of the monitor's page; empty while there is none."""
+    """Return the URL of the monitor's page, or an empty string while there is none."""
     try:
         return next(
             (str(peer.info["page"]) for peer in await ledger.peers(Role.MONITOR) if "page" in peer.info), ""
@@ -87,24 +90,23 @@ async def page_of(ledger: Ledger) -> str:
 
 
 async def describe_waits(ledger: Ledger) -> str:
-    """One line: which process waits for what, and for how long."""
+    """Return one line that names which process waits for what, and for how long."""
     try:
         peers = await ledger.peers()
     except TetherError as error:
         return f"waiting: the ledger does not answer ({error})"
-    alike: dict[tuple[str, str], list[tuple[float, str]]] = {}
+    by_kind: dict[tuple[str, str], list[tuple[float, str]]] = {}
     for peer in peers:
         for what, seconds in peer.info.get("waits", {}).items():
-            alike.setdefault((str(peer.info.get("name", peer.role)), NUMBER.sub("N", what)), []).append(
-                (seconds, what)
-            )
+            name = str(peer.info.get("name", peer.role))
+            by_kind.setdefault((name, NUMBER.sub("N", what)), []).append((seconds, what))
     waits = []
-    for (name, kind), found in alike.items():
+    for (name, kind), found in by_kind.items():
         seconds, what = max(found)
         if seconds >= 1:
-            waits.append(
-                f"{name} waits for {f'{kind} ({len(found)} times, ' if len(found) > 1 else f'{what} ('}{seconds:.0f} s)"
-            )
-    return "waiting: " + (
-        "; ".join(waits[:8]) if waits else f"{len(peers)} processes are up, none of them waits"
-    )
+            count = len(found)
+            shown = f"{kind} ({count} times, " if count > 1 else f"{what} ("
+            waits.append(f"{name} waits for {shown}{seconds:.0f} s)")
+    if not waits:
+        return f"waiting: {len(peers)} processes are up, none of them waits"
+    return "waiting: " + "; ".join(waits[:8])

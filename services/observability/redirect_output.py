@@ -1,4 +1,4 @@
-"""Where what libraries print goes while a command works: to a file, and not among what the user asked for."""
+"""Redirects the output of libraries to a file, so that the output of a command stays readable."""
 
 import contextlib
 import os
@@ -11,10 +11,10 @@ from protocol.errors import SettingsError
 
 @contextlib.contextmanager
 def redirect_output(path: Path) -> Iterator[None]:
-    """Inside, what this process and those that it starts write to stdout and stderr is appended to a file.
+    """Append what is written to stdout and stderr within the block to a file.
 
-    By file descriptor: engines print from threads, from C and from processes of their own, some of which
-    outlive the block.
+    That includes the processes that the block starts. File descriptors are redirected, because engines print
+    from threads, from C and from processes of their own, some of which outlive the block.
 
     Raises:
         SettingsError: the file cannot be written.
@@ -34,7 +34,7 @@ def redirect_output(path: Path) -> Iterator[None]:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        for stream, own in zip((1, 2), kept, strict=True):
-            os.dup2(own, stream)
-            os.close(own)
+        for stream, saved in zip((1, 2), kept, strict=True):
+            os.dup2(saved, stream)
+            os.close(saved)
         os.close(file)

@@ -1,4 +1,4 @@
-"""The state of a run as plain data, for `tether status`, the monitor's page and scripts."""
+"""Collects the state of a run as plain data, for `tether status`, the monitor's page and scripts."""
 
 from typing import Any
 
@@ -6,10 +6,10 @@ from services.ledger.interface import Ledger, LedgerStatus
 
 
 async def collect_status(ledger: Ledger) -> dict[str, Any]:
-    """Counters, groups by state, processes and engines of a run.
+    """Return counters, groups by state, processes and engines of a run, as JSON types.
 
     Raises:
-        Refused: NO_RUN, if there is no such run on the ledger.
+        Refused: NO_RUN, the ledger has no such run.
     """
     status = await ledger.status()
     peers = await ledger.peers()
@@ -50,7 +50,7 @@ async def collect_status(ledger: Ledger) -> dict[str, Any]:
 
 
 def run_state(status: LedgerStatus) -> str:
-    """One word: done, halted (with the reason), draining or running."""
+    """Return done, halted (with the reason), draining or running."""
     if status.halted:
         return f"halted: {status.halted}"
     return "done" if status.done else "draining" if status.draining else "running"
@@ -64,27 +64,27 @@ def _bound(bound: Any) -> dict[str, Any]:
     }
 
 
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.items())
+
+
 def render_status(status: dict[str, Any]) -> str:
-    """The same for people."""
+    """Return the result of `collect_status` as text."""
     bound = status["bound"]
     lines = [
         f"{status['run_state']}: version {status['version']} of {status['steps']}, "
         f"bound E={bound['max_staleness']} B={bound['groups_per_step']} {bound['policy']}",
-        f"groups: issued {status['issued']}, trained {status['trained']}, dropped {status['dropped']}, active {status['active']} "
-        + "("
-        + ", ".join(f"{state} {count}" for state, count in status["groups"].items())
-        + ")",
+        f"groups: issued {status['issued']}, trained {status['trained']}, dropped {status['dropped']}, "
+        f"active {status['active']} ({_counts(status['groups'])})",
     ]
     if status["pending_bound"]:
         pending = status["pending_bound"]
         lines.append(
-            f"pending: E={pending['max_staleness']} B={pending['groups_per_step']} {pending['policy']}, as soon as rule F holds with it"
+            f"pending: E={pending['max_staleness']} B={pending['groups_per_step']} {pending['policy']}, "
+            "as soon as rule F holds with it"
         )
     if status["dropped_by_reason"]:
-        lines.append(
-            "dropped: "
-            + ", ".join(f"{reason} {count}" for reason, count in status["dropped_by_reason"].items())
-        )
+        lines.append(f"dropped: {_counts(status['dropped_by_reason'])}")
     lines += [
         f"engine {item['engine']}: version {item['version']} of epoch {item['epoch']}"
         for item in status["engines"]

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one line a committed step, and what can be read from it."""
+"""Writes and reads metrics.jsonl, which has one line for each committed step."""
 
 import json
 import os
@@ -13,15 +13,19 @@ from protocol.messages import StepReport
 
 
 class StepLog:
-    """Appends step reports to a file. After a rewind a step appears again, with another epoch; the last line
-    of a step counts."""
+    """Appends step reports to a file.
+
+    After a rewind a step appears again, with another epoch; the last line of a step is the valid one.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def append(self, report: StepReport) -> None:
-        """Write one line, whole or not at all as readers see it. A torn line before it stays a line of its
-        own."""
+        """Write one line, of which readers see all or nothing.
+
+        An incomplete line before it, which a crash has left, is terminated first.
+        """
         line = msgspec.json.encode(report) + b"\n"
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         try:
@@ -32,12 +36,12 @@ class StepLog:
             os.close(descriptor)
 
     def sync(self) -> None:
-        """Bring the lines to the disk, before anybody forgets the reports that they were made of."""
+        """Write the lines to the disk, before the reports that they were made of are deleted."""
         with self._path.open("rb") as file:
             os.fsync(file.fileno())
 
     def backfill(self, reports: Iterable[bytes]) -> None:
-        """Add lines of committed steps that a crash kept from being written."""
+        """Append the reports, encoded, of committed steps that a crash kept from being written."""
         known = {(line["step"], line["epoch"]) for line in read_lines(self._path)}
         for data in reports:
             report = decode_payload(data)
@@ -46,7 +50,7 @@ class StepLog:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Every line of a metrics file that is a step's, oldest first; a torn last line is left out."""
+    """Yield every line of a metrics file that is a step's, oldest first; incomplete lines are skipped."""
     if not path.is_file():
         return
     with path.open(errors="replace") as lines:
@@ -64,6 +68,6 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
-    """The lines that count: the last one of each step, in order of step."""
+    """Return the last line of each step, in order of step."""
     steps = {line["step"]: line for line in read_lines(path)}
     return [steps[step] for step in sorted(steps)]

@@ -24,7 +24,8 @@ from services.gpu_sharing.device_lock import DeviceLock
 from services.rollout.gpu_turn import EngineGpuTurn
 from services.rollout.group_runner import GroupRunner
 from services.rollout.weight_updater import WeightUpdater
-from services.runtime.process import Process, service_main
+from services.runtime.main import service_main
+from services.runtime.process import Process
 from services.settings.sections import Settings
 
 

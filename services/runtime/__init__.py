@@ -1,1 +1,1 @@
-"""What every service process does: start, register, wait, drain, exit."""
+"""Runs a service process: start, registration, waits, drain, exit code."""

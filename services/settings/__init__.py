@@ -1,1 +1,1 @@
-"""Settings of a run: sections, sources, checks."""
+"""Loads and checks the settings of a run."""

@@ -1,79 +1,72 @@
-"""`services.pool`: rollout workers of one run on different engines.
+"""Checks `services.pool`: rollout workers of one run on different engines.
 
-Each entry says how many workers, and what of `[engine]` is different for them; it reaches them as
-`TETHER_ENGINE__*` variables.
+Each entry says how many workers it has, and which settings of `[engine]` are different for them. Those reach
+the workers as `TETHER_ENGINE__*` variables.
 """
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
+from msgspec import Meta
 from pydantic import TypeAdapter, ValidationError
 
 from protocol.choices import checked_name
 from protocol.errors import SettingsError
+from protocol.ranges import check_ranges
 from rollout.engines.base import EngineConfig
 from rollout.engines.registry import ENGINES
-from services.settings.sources import refuse_unknown
+from services.settings.sources import describe_problem, refuse_unknown, to_toml
 
 _adapter: TypeAdapter[EngineConfig] = TypeAdapter(EngineConfig)
 
 
 @dataclass(frozen=True, slots=True)
 class PoolEntry:
-    """Workers with one kind of engine."""
+    """One entry of `services.pool`: workers with one kind of engine."""
 
-    count: int = 1
+    count: Annotated[int, Meta(ge=1, le=10_000)] = 1
+    """Rollout workers of this kind."""
     engine: dict[str, Any] = field(default_factory=dict)
     """Settings of `[engine]` that are different for these workers."""
 
 
 def check_pool(pool: Sequence[PoolEntry], base: EngineConfig) -> None:
-    """Check every entry as `[engine]` is checked.
+    """Check the engine settings of every entry as `[engine]` is checked.
 
     Raises:
-        SettingsError: naming the entry's setting.
+        SettingsError: names the entry's setting.
     """
     for number, entry in enumerate(pool):
-        where = f"services.pool.{number}"
-        if entry.count < 1:
-            raise SettingsError(f"setting {where}.count: {entry.count} is less than 1")
-        refuse_unknown(entry.engine, EngineConfig, f"{where}.engine.")
+        prefix = f"services.pool.{number}.engine"
+        refuse_unknown(entry.engine, EngineConfig, f"{prefix}.")
         try:
             engine = _adapter.validate_python({**dataclasses.asdict(base), **entry.engine})
         except ValidationError as error:
-            first = error.errors()[0]
-            raise SettingsError(
-                f"setting {where}.engine.{'.'.join(map(str, first['loc']))}: {first['msg']}"
-            ) from None
-        checked_name(engine.name, ENGINES, f"setting {where}.engine.name:")
+            problem: dict[str, Any] = dict(error.errors()[0])
+            raise SettingsError(describe_problem({**problem, "loc": (prefix, *problem["loc"])})) from None
+        check_ranges(engine, prefix)
+        checked_name(engine.name, ENGINES, f"setting {prefix}.name:")
         if engine.dtype != base.dtype:
             raise SettingsError(
-                f"setting {where}.engine.dtype: {engine.dtype}, but weights are published in engine.dtype, {base.dtype}"
+                f"setting {prefix}.dtype: {engine.dtype}, "
+                f"but weights are published in engine.dtype, {base.dtype}"
             )
 
 
 def pool_size(pool: Sequence[PoolEntry]) -> int:
-    """Workers of all entries."""
+    """Return how many workers all entries have together."""
     return sum(entry.count for entry in pool)
 
 
 def pool_variables(pool: Sequence[PoolEntry], index: int) -> dict[str, str]:
-    """What makes worker `index` one of its entry. Workers beyond the pool's size, after scaling, begin again
-    with the first entry."""
+    """Return the environment variables that make worker `index` one of its entry.
+
+    Workers beyond the size of the pool, which scaling can add, start over with the first entry.
+    """
     if not pool:
         return {}
     entries = [entry for entry in pool for _ in range(entry.count)]
-    return {
-        f"TETHER_ENGINE__{name.upper()}": _toml(value)
-        for name, value in entries[index % len(entries)].engine.items()
-    }
-
-
-def _toml(value: Any) -> str:
-    """A setting's value as TOML; strings and numbers are written as in JSON."""
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{json.dumps(key)} = {_toml(item)}" for key, item in value.items()) + " }"
-    return json.dumps(value)
+    engine = entries[index % len(entries)].engine
+    return {f"TETHER_ENGINE__{name.upper()}": to_toml(value) for name, value in engine.items()}

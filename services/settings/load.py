@@ -9,9 +9,10 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from protocol.errors import SettingsError
+from protocol.host.atomic_file import write_atomically
 from services.settings.checks import check_settings
 from services.settings.sections import Settings
-from services.settings.sources import assign, from_environ, parse, read_file, refuse_unknown
+from services.settings.sources import assign, describe_problem, from_environ, parse, read_file, refuse_unknown
 
 _adapter: TypeAdapter[Settings] = TypeAdapter(Settings)
 
@@ -22,13 +23,13 @@ def load_settings(
     """Compose the settings of a process.
 
     Args:
-        path: a TOML or JSON file; by default that of `TETHER_CONFIG`, or none.
-        overrides: `section.key=value` strings; values are TOML, or plain strings where they are not, or
-            where a string is wanted.
+        path: a TOML or JSON file; by default the one that `TETHER_CONFIG` names, or none.
+        overrides: `section.key=value` strings; values are TOML, or plain strings where the text is not TOML
+            or the setting is a string.
         environ: by default the process's environment.
 
     Raises:
-        SettingsError: naming the setting, what is wrong and the nearest known name.
+        SettingsError: names the setting, what is wrong, and the most similar known name.
     """
     environ = os.environ if environ is None else environ
     path = path or environ.get("TETHER_CONFIG") or None
@@ -41,22 +42,26 @@ def load_settings(
             raise SettingsError(f"--set {override!r}: write section.key=value")
         if dotted.strip() == "ledger.url" and "@" in text:
             raise SettingsError(
-                "--set ledger.url: every user can read a command line; set TETHER_REDIS_URL, or ledger.password_file"
+                "--set ledger.url: every user can read a command line; "
+                "set TETHER_REDIS_URL, or ledger.password_file"
             )
         assign(values, dotted.strip(), parse(text.strip(), dotted.strip(), Settings), f"--set {dotted}")
     refuse_unknown(values, Settings, "")
     try:
         settings = _adapter.validate_python(values)
     except ValidationError as error:
-        raise SettingsError("; ".join(_explain(item) for item in error.errors())) from None
+        raise SettingsError("; ".join(describe_problem(item) for item in error.errors())) from None
     check_settings(settings)
     return settings
 
 
 def run_settings(run_dir: Path, overrides: Sequence[str] = ()) -> Settings:
-    """The settings that a run was last started with; of the environment only the ledger's URL counts.
+    """Return the settings that a run was last started with.
 
-    Raises SettingsError if there is no run in the directory.
+    Of the environment only the ledger's URL is read.
+
+    Raises:
+        SettingsError: there is no run in the directory.
     """
     path = run_dir / "settings.json"
     if not path.is_file():
@@ -68,18 +73,14 @@ def run_settings(run_dir: Path, overrides: Sequence[str] = ()) -> Settings:
 
 
 def dump_settings(settings: Settings, path: Path) -> None:
-    """Write the effective settings as JSON, for the processes of the run. The ledger's URL stays out: it may
-    hold a password."""
+    """Write the effective settings as JSON for the processes of the run.
+
+    The ledger's URL is left out, because it may hold a password.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     values = _adapter.dump_python(settings, mode="json")
     values["ledger"]["url"] = ""
     values["run"]["dir"] = str(settings.run_dir)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(values, indent=2) + "\n")
-    temporary.replace(path)
-
-
-def _explain(error: Mapping[str, Any]) -> str:
-    where = ".".join(str(part) for part in error["loc"])
-    return f"setting {where}: {error['msg']}" + (
-        "" if where.startswith("ledger") else f" (got {error['input']!r})"
-    )
+    write_atomically(path, (json.dumps(values, indent=2) + "\n").encode())

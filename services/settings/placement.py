@@ -1,6 +1,9 @@
-"""Section `[services]`: how many processes of each kind `tether up` starts, and which GPUs they see."""
+"""Defines section `[services]`, and assigns GPUs to the processes that `tether up` starts."""
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
 
 from protocol.errors import SettingsError
 from services.settings.engine_pool import PoolEntry, pool_size
@@ -10,63 +13,64 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True, slots=True)
 class ServicesConfig:
-    """Section `[services]`: how many of each `tether up` starts, where, and how it treats those that die."""
+    """Section `[services]`: how many processes `tether up` starts, on which GPUs."""
 
-    rollouts: int = 1
-    """Workers on `[engine]`; with a pool, its own counts hold."""
+    rollouts: Annotated[int, Meta(ge=0, le=10_000)] = 1
+    """Rollout workers on `[engine]`. With a pool, its counts are used instead."""
     pool: tuple[PoolEntry, ...] = ()
-    """Workers on different engines."""
-    rewards: int = 1
+    """Rollout workers on different engines."""
+    rewards: Annotated[int, Meta(ge=0, le=10_000)] = 1
+    """Reward workers."""
     trainer_gpus: str = ""
-    """GPUs of the trainer, as in CUDA_VISIBLE_DEVICES ("0,1"); empty: what `tether up` itself sees."""
+    """GPUs of the trainer, as in CUDA_VISIBLE_DEVICES ("0,1"). Empty: those that `tether up` itself sees."""
     rollout_gpus: str = ""
-    """GPUs of the rollout workers: each gets `engine.tensor_parallel_size` of them in turn, and begins again
-    with the first when they are used up; empty: all see what `tether up` itself sees."""
-    restarts: int = 5
-    """Restarts of one service within a minute after which the run is given up."""
+    """GPUs of the rollout workers. Each gets the next `engine.tensor_parallel_size` of them; when they are
+    used up, the next worker gets the first ones again. Empty: all see what `tether up` itself sees."""
+    restarts: Annotated[int, Meta(ge=0, le=10**6)] = 5
+    """Restarts of one service within a minute; one death more ends the run."""
 
     @property
     def rollout_workers(self) -> int:
+        """Rollout workers to start, of the pool or on `[engine]`."""
         return pool_size(self.pool) or self.rollouts
 
 
 def rollout_variables(config: ServicesConfig, tensor_parallel_size: int, index: int) -> dict[str, str]:
-    """What makes rollout worker `index` see its own GPUs only."""
-    gpus = listed(config.rollout_gpus)
+    """Return the environment variables that limit rollout worker `index` to its own GPUs."""
+    gpus = gpu_list(config.rollout_gpus)
     if not gpus:
         return {}
-    turn = index % max(1, len(gpus) // tensor_parallel_size)
-    return {VISIBLE: ",".join(gpus[turn * tensor_parallel_size : (turn + 1) * tensor_parallel_size])}
+    first = index % max(1, len(gpus) // tensor_parallel_size) * tensor_parallel_size
+    return {VISIBLE: ",".join(gpus[first : first + tensor_parallel_size])}
 
 
 def trainer_variables(config: ServicesConfig) -> dict[str, str]:
-    """What makes the trainer see its own GPUs only."""
-    gpus = listed(config.trainer_gpus)
+    """Return the environment variables that limit the trainer to its own GPUs."""
+    gpus = gpu_list(config.trainer_gpus)
     return {VISIBLE: ",".join(gpus)} if gpus else {}
 
 
 def check_gpus(config: ServicesConfig, ranks: int, tensor_parallel_size: int) -> None:
-    """Compare the lists with how many GPUs one process of each kind needs.
+    """Compare the lists of GPUs with how many GPUs one process of each kind needs.
 
     Raises:
         SettingsError: a list is too short, or names a GPU twice.
     """
-    for name, text, needed, why in (
-        ("trainer_gpus", config.trainer_gpus, ranks, f"the trainer has {ranks} ranks"),
-        (
-            "rollout_gpus",
-            config.rollout_gpus,
-            tensor_parallel_size,
-            f"engine.tensor_parallel_size is {tensor_parallel_size}",
-        ),
+    trainer, engine = (
+        f"the trainer has {ranks} ranks",
+        f"engine.tensor_parallel_size is {tensor_parallel_size}",
+    )
+    for name, text, needed, reason in (
+        ("trainer_gpus", config.trainer_gpus, ranks, trainer),
+        ("rollout_gpus", config.rollout_gpus, tensor_parallel_size, engine),
     ):
-        gpus = listed(text)
+        gpus = gpu_list(text)
         if gpus and len(gpus) < needed:
-            raise SettingsError(f"setting services.{name}: {text!r} names {len(gpus)} GPUs, {why}")
+            raise SettingsError(f"setting services.{name}: {text!r} names {len(gpus)} GPUs, {reason}")
         if len(set(gpus)) < len(gpus):
             raise SettingsError(f"setting services.{name}: {text!r} names a GPU twice")
 
 
-def listed(text: str) -> list[str]:
-    """The GPUs of a list."""
+def gpu_list(text: str) -> list[str]:
+    """Return the GPUs of a comma-separated list."""
     return [part.strip() for part in text.split(",") if part.strip()]

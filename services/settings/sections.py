@@ -1,16 +1,18 @@
-"""Settings of a process: defaults < TOML or JSON file < `TETHER_*` variables < `--set a.b=c`.
+"""Composes the sections of all components into the settings of a run.
 
-Each component's section is a frozen dataclass beside the component; this module composes them and nothing
-more. A variable is named `TETHER_SECTION__KEY`; the ones that people set most have short names
-(`SHORT_NAMES`). An unknown key fails and names its neighbour.
+Each component's section is a frozen dataclass beside the component. The range of a number stands on its field
+(`protocol.ranges`), its meaning in the string below. `docs/settings.md` is generated from them by
+`python -m services.settings.reference`.
 """
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
+from msgspec import Meta
 from pydantic import ConfigDict
 
-from protocol.staleness import Bound, Policy
+from protocol.staleness import Bound, GroupsPerStep, MaxStaleness, Policy
 from protocol.weights.lora import LoraConfig
 from reward.config import RewardConfig
 from rollout.engines.base import EngineConfig
@@ -33,100 +35,122 @@ from trainer.config import (
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
-    """Section `[run]`."""
+    """Section `[run]`: name, place and length of the run."""
 
     name: str = "run"
+    """Name of the run on the ledger: lower-case letters, digits, `-` and `_`."""
     dir: str = ""
-    """Everything the run writes; by default runs/NAME."""
-    steps: int = 100
+    """Directory that everything of the run is written to. Empty: runs/NAME."""
+    steps: Annotated[int, Meta(ge=1, le=10**9)] = 100
+    """Optimizer steps after which the run is done."""
 
 
 @dataclass(frozen=True, slots=True)
 class BoundConfig:
-    """Section `[bound]`: the staleness bound and what counts as too many failures."""
+    """Section `[bound]`: the staleness bound, and how many failures end a group or halt the run."""
 
-    max_staleness: int = 1
-    groups_per_step: int = 8
+    max_staleness: MaxStaleness = 1
+    """E: the largest lag, in versions, that a trained token may have. 0 is on-policy."""
+    groups_per_step: GroupsPerStep = 8
+    """B: prompt groups of one optimizer step."""
     staleness_policy: Policy = Policy.MASK
-    max_attempts: int = 5
-    drop_share: float = 0.9
-    drop_window: int = 64
+    """What happens when B groups are scored and a straggler would become too late. `wait`: the step waits for
+    it. `drop`: it is dropped. `mask`: the step does not wait, and of late groups only tokens within the bound
+    are trained."""
+    max_attempts: Annotated[int, Meta(ge=1, le=10**6)] = 5
+    """Leases of one group, after which it is dropped."""
+    drop_share: Annotated[float, Meta(gt=0, le=1)] = 0.9
+    """The run halts when more than this share of the last `drop_window` finished groups was dropped for one
+    reason."""
+    drop_window: Annotated[int, Meta(ge=1, le=10**6)] = 64
+    """Finished groups that `drop_share` looks back on."""
 
     @property
     def bound(self) -> Bound:
+        """The part that can be changed while the run is on."""
         return Bound(self.max_staleness, self.groups_per_step, self.staleness_policy)
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerConfig:
-    """Section `[ledger]`."""
+    """Section `[ledger]`: the Redis or Valkey server that holds the state of the run."""
 
     url: str = ""
-    """redis:// or rediss:// URL; empty: an embedded server in the run directory. Set it by TETHER_REDIS_URL,
-    not on a command line."""
+    """redis:// or rediss:// URL. Empty: an embedded server in the run directory. Set it by TETHER_REDIS_URL,
+    not on a command line, which other users can read."""
     password_file: str = ""
-    """A file with the password, readable by its owner only, instead of one in the URL."""
+    """File with the password, readable by its owner only, instead of a password in the URL."""
     ca_file: str = ""
-    """rediss: certificates (PEM) that the server's is checked against; empty: those of the system."""
-    timeout_s: float = 10.0
-    retry_s: float = 60.0
-    """How long a lost connection is retried before the process gives up."""
-    ttl_s: float = 5.0
-    """Time-to-live of a process in the registry."""
-    archive_limit: int = ARCHIVE_LIMIT
+    """rediss: certificates (PEM) that the server's certificate is checked against. Empty: those of the
+    system."""
+    timeout_s: Annotated[float, Meta(gt=0, le=1e6)] = 10.0
+    """Limit for one call, seconds."""
+    retry_s: Annotated[float, Meta(ge=0, le=1e6)] = 60.0
+    """How long a lost connection is retried before the process gives up, seconds."""
+    ttl_s: Annotated[float, Meta(ge=0.1, le=1e6)] = 5.0
+    """Time-to-live of a process in the registry, seconds; renewed every third of it."""
+    archive_limit: Annotated[int, Meta(ge=1, le=10**9)] = ARCHIVE_LIMIT
     """Events that may wait for the archive before leasing stops."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Section `[model]`: a Hugging Face directory, or a small model made from scratch."""
+    """Section `[model]`: a Hugging Face directory, or a small random model."""
 
     path: str = ""
+    """Hugging Face model directory with config.json, tokenizer and safetensors."""
     scratch: ScratchConfig | None = None
+    """Instead of `path`: the random model to make in RUN_DIR/model."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutConfig:
-    """Section `[rollout]`."""
+    """Section `[rollout]`: the rollout workers."""
 
-    groups_in_flight: int = 32
+    groups_in_flight: Annotated[int, Meta(ge=1, le=10**5)] = 32
     """Groups that one worker generates or holds at a time."""
-    lease_s: float = 30.0
-    """A lease not extended for so long goes to another worker; extended every third of it."""
-    drain_s: float = 10.0
-    """How long a stopping worker finishes what it holds before it hands it back."""
-    prompt_failures: int = 1
+    lease_s: Annotated[float, Meta(ge=0.5, le=1e6)] = 30.0
+    """Seconds after which a lease that was not extended may go to another worker. Extended every third of
+    it."""
+    drain_s: Annotated[float, Meta(ge=0, le=1e6)] = 10.0
+    """Seconds in which a stopping worker finishes the groups it holds before it hands them back."""
+    prompt_failures: Annotated[int, Meta(ge=0, le=10**6)] = 1
     """Attempts of a prompt that cannot be rendered or generated before its group is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class MonitorConfig:
-    """Section `[monitor]`."""
+    """Section `[monitor]`: the web page of the run."""
 
     enabled: bool = True
+    """Whether `tether up` starts the monitor."""
     host: str = "127.0.0.1"
-    port: int = 0
-    """0: any free port; it is printed and registered."""
+    """Address that the page is served on. It has no password."""
+    port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    """Port of the page. 0: any free port; `tether up` prints it."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvalConfig:
-    """Section `[eval]`: scoring held-out prompts before and after a run."""
+    """Section `[eval]`: scores on held-out prompts before and after a run."""
 
     at_end: bool = False
-    prompts: int = 200
-    samples: int = 1
-    """Sampled answers a prompt for the sampled score; 0 leaves it out."""
+    """Whether `tether up` scores the first and the last model when the run is done."""
+    prompts: Annotated[int, Meta(ge=1, le=10**9)] = 200
+    """Held-out prompts to score on, at most."""
+    samples: Annotated[int, Meta(ge=0, le=10**5)] = 1
+    """Sampled answers to each prompt for the sampled score. 0: no sampled score."""
 
 
 @dataclass(frozen=True, slots=True)
 class ColocatedConfig:
-    """Section `[colocated]`: trainer and engines share their GPUs by turns."""
+    """Section `[colocated]`: trainer and engines use the same GPUs in turns."""
 
     enabled: bool = False
-    wait_s: float = 300.0
-    """How long the trainer waits for engines to sleep (one that starts or stages ends that first), and an
-    engine for others to leave the device in the engines' turn, before it gives up."""
+    """Whether they do."""
+    wait_s: Annotated[float, Meta(ge=1, le=1e6)] = 300.0
+    """Seconds that the trainer waits for engines to sleep (after they have started or staged), and an engine
+    for others to leave the device in the engines' turn, before it gives up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +184,10 @@ class Settings:
 
     @property
     def run_dir(self) -> Path:
+        """Absolute path of the run directory."""
         return Path(self.run.dir or f"runs/{self.run.name}").absolute()
 
     @property
     def model_dir(self) -> Path:
-        """Where the initial model lies: the user's directory, or the one made from scratch in the run
-        directory."""
+        """Absolute path of the initial model: `model.path`, or the random model in the run directory."""
         return Path(self.model.path).absolute() if self.model.path else self.run_dir / "model"

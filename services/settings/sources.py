@@ -1,14 +1,13 @@
-"""Where settings come from: a file, `TETHER_*` variables, and `section.key=value` texts. What they mean is
-`settings.py`'s business."""
+"""Reads settings from a file, `TETHER_*` variables and `section.key=value` texts."""
 
 import dataclasses
-import difflib
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
+from protocol.choices import did_you_mean
 from protocol.errors import SettingsError
 
 SHORT_NAMES = {
@@ -21,19 +20,20 @@ SHORT_NAMES = {
     "TETHER_RUN_DIR": "run.dir",
     "TETHER_STEPS": "run.steps",
 }
+"""Variable -> setting, beside `TETHER_SECTION__KEY`, for the settings that are set most."""
 OTHER_VARIABLES = frozenset({"TETHER_CONFIG", "TETHER_LOG_LEVEL", "TETHER_INSTANCE"})
-"""Variables that are read elsewhere: the settings file, the log level, and the name of this process among its
-like."""
+"""Variables that are read elsewhere: the settings file, the log level, the name of the process in its run."""
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The tables of a TOML or JSON file. Raises SettingsError, naming the file."""
+    """Return the tables of a TOML or JSON file. Raises SettingsError, which names the file."""
     try:
         text = path.read_text()
         values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
         raise SettingsError(
-            f"settings file {path}: {error.strerror}; give the path of a TOML file such as deploy/configs/demo.toml"
+            f"settings file {path}: {error.strerror}; "
+            "give the path of a TOML file such as deploy/configs/demo.toml"
         ) from None
     except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"settings file {path}: {error}") from None
@@ -43,8 +43,11 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def from_environ(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """(section.key, text, variable) of every `TETHER_*` variable that sets something. Raises SettingsError
-    for an unknown one."""
+    """Return (section.key, text, variable) for every `TETHER_*` variable that sets something.
+
+    Raises:
+        SettingsError: a variable is not known.
+    """
     found = []
     for name, text in sorted(environ.items()):
         if not name.startswith("TETHER_") or name in OTHER_VARIABLES:
@@ -53,37 +56,41 @@ def from_environ(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
         if dotted is None and "__" in name:
             dotted = ".".join(part.lower() for part in name.removeprefix("TETHER_").split("__"))
         if dotted is None:
-            raise SettingsError(
-                f"variable {name} is not known{nearest(name, [*SHORT_NAMES, *OTHER_VARIABLES])}"
-            )
+            known = [*SHORT_NAMES, *OTHER_VARIABLES]
+            raise SettingsError(f"variable {name} is not known; {did_you_mean(name, known)}")
         if text:
             found.append((dotted, text, name))
     return found
 
 
 def parse(text: str, dotted: str, kind: type) -> Any:
-    """The value that `text` gives the setting `dotted` of the dataclass `kind`: TOML, or the text itself
-    where that is what is wanted."""
+    """Return the value that `text` gives the setting `dotted` of the dataclass `kind`.
+
+    That is its TOML value, or the text itself where it is not TOML or the setting is a string.
+    """
     try:
         value = tomllib.loads(f"x = {text}")["x"]
     except tomllib.TOMLDecodeError:
         return text
-    return text if _wants_text(dotted, kind) and not isinstance(value, str) else value
+    return text if _is_text(dotted, kind) and not isinstance(value, str) else value
 
 
-def _wants_text(dotted: str, kind: Any) -> bool:
-    for part in dotted.split("."):
-        kind = (
-            {f.name: f.type for f in dataclasses.fields(kind)}.get(part)
-            if dataclasses.is_dataclass(kind)
-            else None
-        )
-    return kind is str
+def to_toml(value: Any) -> str:
+    """Return a setting's value as TOML. Strings and numbers are written as in JSON."""
+    if isinstance(value, Mapping):
+        items = ", ".join(f"{json.dumps(key)} = {to_toml(item)}" for key, item in value.items())
+        return f"{{ {items} }}" if items else "{}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(to_toml(item) for item in value)}]"
+    return json.dumps(value)
 
 
 def assign(values: dict[str, Any], dotted: str, value: Any, source: str) -> None:
-    """Put a value where `dotted` says, making the tables on the way. `source` is named in the SettingsError
-    if one of them is a value."""
+    """Set the key `dotted` of nested tables, making the tables on the way.
+
+    Raises:
+        SettingsError: a table on the way is a value; names `source`.
+    """
     *parents, last = dotted.split(".")
     for parent in parents:
         values = values.setdefault(parent, {})
@@ -92,30 +99,54 @@ def assign(values: dict[str, Any], dotted: str, value: Any, source: str) -> None
     values[last] = value
 
 
-def refuse_unknown(values: Mapping[str, Any], kind: Any, prefix: str) -> None:
+def refuse_unknown(values: Mapping[str, Any], kind: type, prefix: str) -> None:
     """Compare the keys of a table, and of the tables in it, with the fields of the dataclass `kind`.
 
     Raises:
-        SettingsError: naming the first unknown key after `prefix`, and its nearest neighbour.
+        SettingsError: names the first unknown key after `prefix`, and the most similar field.
     """
-    known = {f.name: f.type for f in dataclasses.fields(kind)}
+    known = _field_types(kind)
     for key, value in values.items():
         if key not in known:
-            raise SettingsError(f"setting {prefix}{key} is not known{nearest(key, list(known))}")
-        inner = next(
-            (each for each in (known[key], *get_args(known[key])) if dataclasses.is_dataclass(each)), None
-        )
-        tables = (
-            {f"{key}.{i}": item for i, item in enumerate(value)}
-            if isinstance(value, list | tuple)
-            else {key: value}
-        )
+            raise SettingsError(f"setting {prefix}{key} is not known; {did_you_mean(key, known)}")
+        inner = inner_dataclass(known[key])
+        if isinstance(value, list | tuple):
+            tables = {f"{key}.{i}": item for i, item in enumerate(value)}
+        else:
+            tables = {key: value}
         for name, table in tables.items():
             if inner is not None and isinstance(table, dict):
                 refuse_unknown(table, inner, f"{prefix}{name}.")
 
 
-def nearest(name: str, known: Sequence[str]) -> str:
-    """What to append to "NAME is not known"."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else f"; known: {', '.join(sorted(known))}"
+def inner_dataclass(hint: Any) -> type | None:
+    """Return the dataclass in a field's type: `X`, `X | None` or `tuple[X, ...]`; None if there is none."""
+    for item in (hint, *get_args(hint)):
+        if isinstance(item, type) and dataclasses.is_dataclass(item):
+            return item
+    return None
+
+
+def describe_problem(error: Mapping[str, Any]) -> str:
+    """Return one line for an entry of pydantic's `ValidationError.errors()`.
+
+    The value is left out for the section `[ledger]`, which may hold a password.
+    """
+    dotted = ".".join(str(part) for part in error["loc"])
+    cause = error.get("ctx", {}).get("error")
+    if isinstance(cause, SettingsError):  # a section's own check; its message names the setting
+        return str(cause)
+    got = "" if dotted.startswith("ledger") else f" (got {error['input']!r})"
+    return f"setting {dotted}: {error['msg']}{got}"
+
+
+def _is_text(dotted: str, kind: type) -> bool:
+    hint: Any = kind
+    for part in dotted.split("."):
+        inner = inner_dataclass(hint)
+        hint = _field_types(inner).get(part) if inner else None
+    return hint is str
+
+
+def _field_types(kind: type) -> dict[str, Any]:
+    return {field.name: field.type for field in dataclasses.fields(kind)}

@@ -1,1 +1,1 @@
-"""What people run on a finished or running run: replay, evaluation."""
+"""Holds the tools that work on a run from outside: replay and evaluation."""

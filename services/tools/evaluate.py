@@ -1,8 +1,7 @@
-"""`tether eval`: held-out scores of a run's initial model and its checkpoints, on one engine, beside the best
-constant answer.
+"""Runs `tether eval`: scores a run's initial model and its checkpoints on held-out prompts.
 
-All models are scored on the same prompts. Weights reach the engine as in training: published, staged,
-committed.
+All models are scored on one engine and the same prompts, beside the best constant answer. Weights reach the
+engine as in training: published, staged, committed.
 """
 
 import asyncio
@@ -10,6 +9,7 @@ import math
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,26 +33,26 @@ from trainer.weights.registry import make_sender
 
 CONSTANTS = 50
 """Most frequent held-out answers that are tried as a constant answer."""
-AT_ONCE = 64
+MAX_RUNNING_SAMPLES = 64
+"""Samples that are generated at once."""
 
 
 async def evaluate_run(settings: Settings, checkpoints: Sequence[Path]) -> dict[str, Any]:
     """Score the initial model and `checkpoints` (by default the newest exported one) on the held-out prompts.
 
     Returns:
-        {"prompts": n, "best_constant": score, "models": [{"model", "greedy", "sampled", ...}]}; scores are
-        mean rewards. Each model after the first also has the paired difference to the first and its standard
-        error.
+        {"prompts": n, "best_constant": score, "models": [{"model", "greedy", "sampled", ...}]}. Scores are
+        mean rewards. Each model after the first also has its mean gain over the first, paired by prompt, and
+        the standard error of that.
 
     Raises:
-        SettingsError: if there are no held-out prompts or no checkpoint.
+        SettingsError: there are no held-out prompts or no checkpoint.
+        EngineError: the engine failed.
     """
     source = await asyncio.to_thread(make_source, settings.prompts)
     prompts = list(source.held_out())[: settings.eval.prompts]
     if not prompts:
-        raise SettingsError(
-            "no held-out prompts: set prompts.held_out (or a held-out file) so that there is something to score on"
-        )
+        raise SettingsError("no held-out prompts to score on: set prompts.held_out or prompts.held_out_path")
     models = [settings.model_dir, *(checkpoints or [newest_export(settings.run_dir)])]
     renderer = await asyncio.to_thread(Renderer, settings.model_dir, settings.render)
     engine = make_engine(settings.engine, settings.model_dir, "eval")
@@ -64,7 +64,8 @@ async def evaluate_run(settings: Settings, checkpoints: Sequence[Path]) -> dict[
             run_dir=Path(directory),
         )
         async with ScorePool(settings.reward) as pool:
-            best = await best_constant(pool, renderer, prompts)
+            best = await best_constant(pool, prompts)
+            scorer = _ModelScorer(settings, engine, renderer, pool, prompts)
             try:
                 await engine.start()
                 for version, model in enumerate(models):
@@ -72,25 +73,29 @@ async def evaluate_run(settings: Settings, checkpoints: Sequence[Path]) -> dict[
                     manifest = await asyncio.to_thread(sender.publish, "eval", version, tensors)
                     await engine.stage(manifest)
                     await engine.commit(manifest)
-                    scored.append(
-                        {"model": str(model), **await _score_model(settings, engine, renderer, pool, prompts)}
-                    )
+                    scored.append({"model": str(model), **await scorer.score()})
             finally:
                 await engine.close()
                 sender.close()
-    for entry in scored[1:]:
-        for kind in ("greedy", "sampled"):
-            if f"{kind}_each" in entry:
-                entry[f"{kind}_gain"], entry[f"{kind}_gain_stderr"] = paired_difference(
-                    entry[f"{kind}_each"], scored[0][f"{kind}_each"]
-                )
-    for entry in scored:
-        entry.pop("greedy_each"), entry.pop("sampled_each", None)
+    add_gains(scored)
     return {"prompts": len(prompts), "best_constant": best, "models": scored}
 
 
+def add_gains(scored: list[dict[str, Any]]) -> None:
+    """Replace the rewards of each prompt, `KIND_each`, by the gain over the first model.
+
+    The gain is a mean over prompts, `KIND_gain`, with its standard error, `KIND_gain_stderr`.
+    """
+    for kind in ("greedy", "sampled"):
+        rewards = [entry.pop(f"{kind}_each", None) for entry in scored]
+        for entry, after in zip(scored[1:], rewards[1:], strict=True):
+            if after is not None:
+                gain, stderr = paired_difference(after, rewards[0])
+                entry |= {f"{kind}_gain": gain, f"{kind}_gain_stderr": stderr}
+
+
 def newest_export(run_dir: Path) -> Path:
-    """The Hugging Face directory of the newest checkpoint that has one."""
+    """Return the Hugging Face directory of the newest exported checkpoint. Raises SettingsError."""
     found = sorted((run_dir / "exports").glob("step_*[0-9]"))
     if not found:
         raise SettingsError(
@@ -100,7 +105,7 @@ def newest_export(run_dir: Path) -> Path:
 
 
 def load_model(directory: Path) -> dict[str, Any]:
-    """All tensors of a Hugging Face directory, by name."""
+    """Return all tensors of a Hugging Face directory, by name. Raises SettingsError."""
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise SettingsError(f"no safetensors in {directory}")
@@ -108,7 +113,7 @@ def load_model(directory: Path) -> dict[str, Any]:
 
 
 def paired_difference(after: Sequence[float], before: Sequence[float]) -> tuple[float, float]:
-    """Mean of after - before over the same prompts, and its standard error."""
+    """Return the mean of after - before over the same prompts, and its standard error."""
     differences = [a - b for a, b in zip(after, before, strict=True)]
     n = len(differences)
     mean = sum(differences) / n
@@ -116,9 +121,11 @@ def paired_difference(after: Sequence[float], before: Sequence[float]) -> tuple[
     return mean, math.sqrt(variance / n)
 
 
-async def best_constant(pool: ScorePool, renderer: Renderer, prompts: Sequence[Prompt]) -> float:
-    """The mean reward of the best single answer given to every prompt, among the most frequent right ones; 0
-    if answers are not known."""
+async def best_constant(pool: ScorePool, prompts: Sequence[Prompt]) -> float:
+    """Return the highest mean reward that one answer gets if it is given to every prompt.
+
+    The `CONSTANTS` most frequent right answers are tried. 0 if the prompts have no answers.
+    """
     answers = Counter(str(prompt.metadata["answer"]) for prompt in prompts if "answer" in prompt.metadata)
     constants = [answer for answer, _ in answers.most_common(CONSTANTS)]
     if not constants:
@@ -130,70 +137,71 @@ async def best_constant(pool: ScorePool, renderer: Renderer, prompts: Sequence[P
     return max(totals) / len(prompts)
 
 
-async def _score_model(
-    settings: Settings, engine: Engine, renderer: Renderer, pool: ScorePool, prompts: Sequence[Prompt]
-) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for kind, temperature, samples in (
-        ("greedy", 0.0, 1),
-        ("sampled", settings.sampling.temperature, settings.eval.samples),
-    ):
-        if samples:
-            each = await _rewards(settings, engine, renderer, pool, prompts, temperature, samples)
-            result |= {kind: sum(each) / len(each), f"{kind}_each": each}
-    return result
+@dataclass(frozen=True, slots=True)
+class _ModelScorer:
+    """Scores the weights that an engine serves on a list of prompts."""
 
+    settings: Settings
+    engine: Engine
+    renderer: Renderer
+    pool: ScorePool
+    prompts: Sequence[Prompt]
 
-async def _rewards(
-    settings: Settings,
-    engine: Engine,
-    renderer: Renderer,
-    pool: ScorePool,
-    prompts: Sequence[Prompt],
-    temperature: float,
-    samples: int,
-) -> list[float]:
-    """Mean reward of each prompt over its samples."""
-    environment = make_environment(settings.environment)
-    places = asyncio.Semaphore(max(1, AT_ONCE // samples))
-    sampling = Sampling(
-        max_tokens=settings.sampling.max_tokens,
-        temperature=temperature,
-        top_p=settings.sampling.top_p,
-        top_k=settings.sampling.top_k,
-        stop_token_ids=renderer.stop_token_ids,
-    )
+    async def score(self) -> dict[str, Any]:
+        """Return the mean rewards, greedy and sampled, and under `KIND_each` those of each prompt."""
+        result: dict[str, Any] = {}
+        for kind, temperature, samples in (
+            ("greedy", 0.0, 1),
+            ("sampled", self.settings.sampling.temperature, self.settings.eval.samples),
+        ):
+            if samples:
+                each = await self._rewards(temperature, samples)
+                result |= {kind: sum(each) / len(each), f"{kind}_each": each}
+        return result
 
-    async def one(index: int, prompt: Prompt) -> float:
-        async with places:
-            rollout = await generate_group(
-                engine,
-                renderer,
-                environment,
-                prompt,
-                group=index,
-                token="eval",
-                n=samples,
-                engine_name="eval",
-                sampling=sampling,
-            )
-            result = await score_rollout(rollout, pool, "eval")
-        if not isinstance(result, ScoredRollout):
-            raise SettingsError(
-                f"held-out prompt {index} could not be scored: {result.verifier}: {result.error}"
-            )
-        return float(result.rewards.numpy().mean())
+    async def _rewards(self, temperature: float, samples: int) -> list[float]:
+        """Return the mean reward of each prompt over its samples."""
+        config = self.settings.sampling
+        sampling = Sampling(
+            max_tokens=config.max_tokens,
+            temperature=temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            stop_token_ids=self.renderer.stop_token_ids,
+        )
+        slots = asyncio.Semaphore(max(1, MAX_RUNNING_SAMPLES // samples))
+        environment = make_environment(self.settings.environment)
 
-    async with asyncio.TaskGroup() as tasks:
-        running = [
-            tasks.create_task(one(index, prompt), name=f"eval-{index}")
-            for index, prompt in enumerate(prompts)
-        ]
-    return [task.result() for task in running]
+        async def one(index: int, prompt: Prompt) -> float:
+            async with slots:
+                rollout = await generate_group(
+                    self.engine,
+                    self.renderer,
+                    environment,
+                    prompt,
+                    group=index,
+                    token="eval",
+                    n=samples,
+                    engine_name="eval",
+                    sampling=sampling,
+                )
+                result = await score_rollout(rollout, self.pool, "eval")
+            if not isinstance(result, ScoredRollout):
+                raise SettingsError(
+                    f"held-out prompt {index} could not be scored: {result.verifier}: {result.error}"
+                )
+            return float(result.rewards.numpy().mean())
+
+        async with asyncio.TaskGroup() as tasks:
+            running = [
+                tasks.create_task(one(index, prompt), name=f"eval-{index}")
+                for index, prompt in enumerate(self.prompts)
+            ]
+        return [task.result() for task in running]
 
 
 def render_scores(scores: dict[str, Any]) -> str:
-    """The scores for people."""
+    """Return the scores as text, a line for each model."""
     lines = [f"held-out prompts: {scores['prompts']}, best constant answer: {scores['best_constant']:.3f}"]
     for entry in scores["models"]:
         parts = [f"{kind} {entry[kind]:.3f}" for kind in ("greedy", "sampled") if kind in entry]

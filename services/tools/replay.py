@@ -22,7 +22,7 @@ from services.ledger.event_log.archiver import FILE
 from services.ledger.event_log.reader import LoggedStep, committed_steps, read_events
 from services.ledger.interface import Taken
 from services.observability.steps import read_steps
-from services.runtime.process import configure_logging
+from services.runtime.errors import configure_logging
 from services.settings.load import run_settings
 from services.settings.sections import Settings
 from services.settings.training import build_backend, train_command

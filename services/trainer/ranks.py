@@ -3,7 +3,7 @@
 import signal
 
 from services.gpu_sharing.device_lock import DeviceLock
-from services.runtime.process import EXIT_FAILED, EXIT_SETTINGS, configure_logging
+from services.runtime.errors import EXIT_FAILED, EXIT_SETTINGS, configure_logging
 from services.settings.load import load_settings
 from services.settings.sections import Settings
 from services.settings.training import build_backend

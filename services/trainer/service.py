@@ -17,7 +17,9 @@ from protocol.ids import new_epoch
 from protocol.topics import WEIGHTS, Role
 from services.bus.broadcast import Broadcaster
 from services.observability.steps import StepLog
-from services.runtime.process import EXIT_SETTINGS, Process, service_main
+from services.runtime.errors import EXIT_SETTINGS
+from services.runtime.main import service_main
+from services.runtime.process import Process
 from services.settings.load import load_settings
 from services.trainer.checkpointing import Checkpointer
 from services.trainer.gpu_turn import TrainerGpuTurn, first_turn

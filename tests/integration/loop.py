@@ -22,7 +22,8 @@ from services.ledger.redis.ledger import RedisLedger
 from services.ledger.verify.verifier import AuditResult, verify
 from services.observability.steps import read_steps
 from services.prepare import prepare
-from services.runtime.process import Process, open_ledger, open_process
+from services.runtime.process import Process, open_process
+from services.runtime.run_ledger import open_ledger
 from services.settings.load import load_settings
 from services.settings.sections import Settings
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from services.runtime.process import EXIT_FAILED, describe_error
+from services.runtime.errors import EXIT_FAILED, describe_error
 from services.settings.sections import Settings
 from tests.integration.loop import running, settings_for
 

@@ -1,5 +1,7 @@
-"""The `tether` command on a run that is started, interrupted and resumed: one run, and each test checks a
-part of it."""
+"""Tests the `tether` command on a run that is on, interrupted, and resumed.
+
+One run serves all tests; each looks at a part of what was recorded.
+"""
 
 import json
 import signal
@@ -17,8 +19,8 @@ from tests.integration.loop import ROOT
 
 CONFIG = str(ROOT / "deploy/configs/stragglers.toml")
 FIELDS = {
-    "step", "version", "reward_mean", "lag_mean", "lag_max", "trained_tokens", "wasted_tokens", "generate_s",
-    "train_s", "publish_s", "pause_ms", "wait_s",
+    "step", "version", "reward_mean", "lag_mean", "lag_max", "trained_tokens", "wasted_tokens",
+    "generate_s", "train_s", "publish_s", "pause_ms", "wait_s",
 }  # fmt: skip
 
 SERVICES = 6

@@ -1,5 +1,7 @@
-"""What a user gets wrong ends with exit code 2, one clear line that names the culprit, no traceback, and no
-process left over."""
+"""Tests what `tether` answers to wrong settings.
+
+Exit code 2, one line that names what is wrong, no traceback, and no process left over.
+"""
 
 import socket
 from pathlib import Path
@@ -24,9 +26,10 @@ def refused(run_dir: Path, *arguments: str, **variables: str) -> str:
 @pytest.mark.parametrize(
     ("override", "culprit"),
     [
-        ("bound.max_stalenes=2", "did you mean max_staleness"),
-        ("bund.max_staleness=2", "did you mean bound"),
-        ("bound.max_staleness=-1", "bound.max_staleness"),
+        ("bound.max_stalenes=2", "did you mean 'max_staleness'"),
+        ("bund.max_staleness=2", "did you mean 'bound'"),
+        ("bound.max_staleness=-1", "bound.max_staleness: -1 is not between 0 and 1000"),
+        ("optimizer.lr=nan", "optimizer.lr: nan is not between 0 and 1000"),
         ("bound.staleness_policy=maybe", "bound.staleness_policy"),
         ("engine.name=vlm", "did you mean 'vllm'"),
         ("trainer.backend=megatrn", "did you mean 'megatron'"),
@@ -42,7 +45,7 @@ def test_a_wrong_setting_is_named(tmp_path: Path, override: str, culprit: str) -
 
 
 def test_an_unknown_variable_is_named(tmp_path: Path) -> None:
-    assert "did you mean TETHER_MAX_STALENESS" in refused(tmp_path, CONFIG, TETHER_MAX_STALENES="2")
+    assert "did you mean 'TETHER_MAX_STALENESS'" in refused(tmp_path, CONFIG, TETHER_MAX_STALENES="2")
 
 
 def test_a_missing_settings_file_is_named(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from services import ingest, reward, rollout
 from services.ledger.embedded_server import EmbeddedServer
 from services.ledger.redis.ledger import RedisLedger
 from services.prepare import prepare
-from services.runtime.process import open_ledger, open_process
+from services.runtime.process import open_process
+from services.runtime.run_ledger import open_ledger
 from services.settings.load import dump_settings
 from services.settings.sections import Settings
 from tests.integration.command import environment

@@ -21,7 +21,8 @@ import uvloop
 
 from protocol.topics import Role
 from services import reward, rollout
-from services.runtime.process import Process, configure_logging, open_process
+from services.runtime.errors import configure_logging
+from services.runtime.process import Process, open_process
 from services.settings.load import load_settings
 from services.settings.sections import Settings
 from tests.soak.census import census

@@ -28,7 +28,7 @@ from services.ledger.event_log.archiver import FILE, Archiver
 from services.ledger.redis.ledger import RedisLedger
 from services.ledger.verify.verifier import verify
 from services.prepare import prepare
-from services.runtime.process import open_ledger
+from services.runtime.run_ledger import open_ledger
 from services.settings.load import dump_settings
 from services.settings.sections import Settings
 from tests.integration.loop import ROOT, settings_for

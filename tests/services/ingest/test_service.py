@@ -12,7 +12,8 @@ from protocol.topics import Role
 from services import ingest
 from services.ledger.embedded_server import EmbeddedServer
 from services.prepare import prepare
-from services.runtime.process import open_ledger, open_process
+from services.runtime.process import open_process
+from services.runtime.run_ledger import open_ledger
 from tests.integration.loop import settings_for
 
 

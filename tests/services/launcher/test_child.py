@@ -1,5 +1,7 @@
-"""Services as child processes: real ones, which call in over a socket and hold it open as long as they
-live."""
+"""Tests `SupervisedProcess` with real child processes.
+
+Each child connects to a socket and keeps the connection open as long as it lives.
+"""
 
 import asyncio
 import json
@@ -114,7 +116,7 @@ async def test_a_killed_child_is_started_again_and_leaves_nothing(
         await second.gone()
 
 
-async def test_a_child_that_goes_on_dying_is_given_up(make: Callable[..., SupervisedProcess]) -> None:
+async def test_a_child_that_dies_too_often_ends_the_run(make: Callable[..., SupervisedProcess]) -> None:
     child = make("3 out of cheese", restarts=2)
     with pytest.raises(ServiceFailed) as failure:
         await child.keep_running()
@@ -131,7 +133,7 @@ async def test_wrong_settings_are_not_tried_again(make: Callable[..., Supervised
     assert child.restarts == 0
 
 
-async def test_wrong_settings_without_a_word_name_the_log(make: Callable[..., SupervisedProcess]) -> None:
+async def test_wrong_settings_without_output_name_the_log(make: Callable[..., SupervisedProcess]) -> None:
     child = make("2 ")
     with pytest.raises(SettingsError, match=r"worker\.0: wrong settings, see .*worker\.0\.log"):
         await child.keep_running()
@@ -205,9 +207,9 @@ async def test_a_child_drains_when_its_supervisor_is_killed(tmp_path: Path, roll
     assert log.read_text() == "drained\n"
 
 
-def test_last_words_are_the_last_line_that_says_something(tmp_path: Path) -> None:
+def test_last_log_line_is_the_last_one_that_is_not_empty(tmp_path: Path) -> None:
     log = tmp_path / "x.log"
-    log.write_bytes(b"first\nlast \xff words\n\n  \n")
-    assert last_log_line(log) == "last \ufffd words"
+    log.write_bytes(b"first\nlast \xff line\n\n  \n")
+    assert last_log_line(log) == "last \ufffd line"
     assert last_log_line(log, limit=4) == "last"
     assert last_log_line(tmp_path / "none.log") == ""

@@ -1,5 +1,4 @@
-"""The numbers of processes are changed by a file that a running fleet obeys: real child processes, no run
-around them."""
+"""Tests `tether scale` against a running fleet: real child processes, without a run around them."""
 
 import asyncio
 import json
@@ -22,7 +21,7 @@ async def never() -> bool:
 
 @asynccontextmanager
 async def up(run_dir: Path) -> AsyncIterator[Fleet]:
-    """A fleet without workers that obeys, whose services can never be of use: their ledger is not there."""
+    """Run a fleet without workers that applies requests. Its services fail: there is no ledger."""
     settings = settings_for(
         run_dir, "stragglers.toml", "services.rollouts=0", "services.rewards=0", "services.restarts=1000"
     )
@@ -31,9 +30,9 @@ async def up(run_dir: Path) -> AsyncIterator[Fleet]:
     with run_lock(run_dir):
         async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
             fleet._tasks = tasks  # without `start`: the trainer and the ingest stay out of it
-            obeying = tasks.create_task(scale_loop(run_dir, fleet))
+            applying = tasks.create_task(scale_loop(run_dir, fleet))
             yield fleet
-            obeying.cancel()
+            applying.cancel()
             await fleet.stop()
 
 
@@ -78,3 +77,5 @@ async def test_two_requests_at_once_and_one_to_nobody_are_refused(tmp_path: Path
 
 def test_counts_are_read_as_they_are_written() -> None:
     assert parse_counts(["rollouts=3", "rewards=0"]) == {Role.ROLLOUT: 3, Role.REWARD: 0}
+    with pytest.raises(SettingsError, match="rollouts: 20000 is not between 0 and 10000"):
+        parse_counts(["rollouts=20000"])

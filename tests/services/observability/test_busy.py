@@ -1,4 +1,4 @@
-"""The share of time in which an engine has work, on a clock that the test moves."""
+"""Tests the share of time in which an engine has work, on a clock that the test moves."""
 
 import pytest
 

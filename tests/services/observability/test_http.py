@@ -1,4 +1,4 @@
-"""/health and /metrics of a service, over a real port."""
+"""Tests /health and /metrics of a service, over a real port."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping

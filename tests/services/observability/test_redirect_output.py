@@ -1,4 +1,4 @@
-"""What libraries and their processes print while a command works does not reach its user's terminal."""
+"""Tests that the output of libraries and their processes does not reach the user's terminal."""
 
 import subprocess
 import sys
@@ -21,7 +21,8 @@ try:
         print("a library")
         logging.error("a logger")
         os.write(1, b"a foreign function\\n")
-        child = subprocess.Popen("read go; echo a process; echo its error >&2", shell=True, stdin=subprocess.PIPE)
+        command = "read go; echo a process; echo its error >&2"
+        child = subprocess.Popen(command, shell=True, stdin=subprocess.PIPE)
         raise ValueError("in the middle")
 except ValueError as error:
     print(error)

@@ -1,4 +1,4 @@
-"""The state of a run as data and as text, and who waits for whom, from a ledger in memory."""
+"""Tests the state of a run as data and as text, and the printed waits, on a ledger in memory."""
 
 import io
 import json
@@ -92,12 +92,12 @@ async def test_a_draining_run_says_so(driver: Driver) -> None:
 
 
 # -- who waits for whom
-# ------------------------------------------------------------------------------------------------
 async def test_waits_that_differ_in_a_number_only_are_one(driver: Driver) -> None:
     waits = {"acknowledgement of group 7": 2.0, "acknowledgement of group 8": 9.4, "ingest for group 3": 0.5}
     await driver.ledger.register(Peer("rollout", "other", {"name": "rollout.1", "waits": waits}), 60_000)
     assert await describe_waits(driver.ledger) == (
-        "waiting: rollout.0 waits for lease: bound (3 s); rollout.1 waits for acknowledgement of group N (2 times, 9 s)"
+        "waiting: rollout.0 waits for lease: bound (3 s); "
+        "rollout.1 waits for acknowledgement of group N (2 times, 9 s)"
     )
 
 
@@ -116,7 +116,6 @@ async def test_a_ledger_that_is_away_is_what_is_waited_for() -> None:
 
 
 # -- progress
-# ----------------------------------------------------------------------------------------------------------
 async def test_progress_prints_every_step_once_and_how_it_ended(tmp_path: Path, driver: Driver) -> None:
     out = io.StringIO()
     progress = Progress(tmp_path, 100, out)

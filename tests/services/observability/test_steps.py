@@ -1,5 +1,7 @@
-"""metrics.jsonl as a run leaves it: torn lines, crashes before a line was written, steps made again after a
-rewind."""
+"""Tests metrics.jsonl as a run leaves it.
+
+Incomplete lines, crashes before a line was written, steps made again after a rewind.
+"""
 
 from pathlib import Path
 

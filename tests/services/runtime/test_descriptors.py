@@ -1,16 +1,17 @@
-"""A service takes as many descriptors as it may have."""
+"""Tests that a service raises its limit of open descriptors."""
 
 import subprocess
 import sys
 
 PROGRAM = """
 import resource
-from services.runtime.process import DESCRIPTORS, raise_fd_limit
+from services.runtime.main import DESCRIPTORS, raise_fd_limit
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
 raise_fd_limit()
 raise_fd_limit()
-print(resource.getrlimit(resource.RLIMIT_NOFILE) == (min(hard, DESCRIPTORS) if hard != resource.RLIM_INFINITY else DESCRIPTORS, hard))
+soft = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
+print(resource.getrlimit(resource.RLIMIT_NOFILE) == (soft, hard))
 """
 
 

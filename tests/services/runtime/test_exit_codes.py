@@ -1,4 +1,4 @@
-"""What a service says to whoever keeps it running, when it cannot begin and when it has ended."""
+"""Tests the exit codes of a service that cannot start, and of one that has ended."""
 
 import asyncio
 import signal
@@ -37,7 +37,7 @@ def test_a_service_that_finds_no_ledger_asks_to_be_started_again(tmp_path: Path)
 SLOW_TO_LEAVE = """
 import os
 from protocol.topics import Role
-from services.runtime.process import service_main
+from services.runtime.main import service_main
 
 class Last:
     def __del__(self, read=os.read, write=os.write):

@@ -1,3 +1,5 @@
+"""Tests `services.pool`: which engine each worker gets, and which pools are refused."""
+
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,10 @@ count = 2
 engine = { name = "scripted", seconds_per_token = 0.5 }
 
 [[services.pool]]
-engine = { name = "sglang", python = "/opt/sglang/bin/python", environment = { PYTHONPATH = '/a "b"', OMP_NUM_THREADS = "1" } }
+[services.pool.engine]
+name = "sglang"
+python = "/opt/sglang/bin/python"
+environment = { PYTHONPATH = '/a "b"', OMP_NUM_THREADS = "1" }
 """
 
 
@@ -47,13 +52,14 @@ def test_without_a_pool_every_worker_has_the_one_engine() -> None:
 @pytest.mark.parametrize(
     ("pool", "words"),
     [
-        ("[{ cout = 1 }]", r"services\.pool\.0\.cout is not known; did you mean count\?"),
-        ("[{ count = 0 }]", r"services\.pool\.0\.count: 0 is less than 1"),
+        ("[{ cout = 1 }]", r"services\.pool\.0\.cout is not known; did you mean 'count'\?"),
+        ("[{ count = 0 }]", r"services\.pool\.0\.count: 0 is not between 1 and 10000"),
         (
             "[{}, { engine = { nmae = 'hf' } }]",
-            r"services\.pool\.1\.engine\.nmae is not known; did you mean name\?",
+            r"services\.pool\.1\.engine\.nmae is not known; did you mean 'name'\?",
         ),
         ("[{ engine = { name = 'sgland' } }]", r"services\.pool\.0\.engine\.name.*sglang"),
+        ("[{ engine = { max_running = 0 } }]", r"services\.pool\.0\.engine\.max_running: 0 is not between 1"),
         ("[{ engine = { max_running = 'many' } }]", r"services\.pool\.0\.engine\.max_running"),
         (
             "[{ engine = { dtype = 'bfloat16' } }]",

@@ -1,4 +1,4 @@
-"""Where settings come from, what is refused, and what the file for the services of a run holds."""
+"""Tests where settings come from, what is refused, and what the settings file of a run holds."""
 
 import dataclasses
 import json
@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import SettingsError
+from protocol.ranges import ranges_of
 from protocol.staleness import Bound, Policy
-from services.settings.checks import RANGES
 from services.settings.load import dump_settings, load_settings
+from services.settings.reference import sections
 from services.settings.sections import Settings
 from services.settings.sources import OTHER_VARIABLES, SHORT_NAMES
 from tests.integration.loop import ROOT
@@ -34,7 +35,6 @@ def toml(tmp_path: Path) -> Path:
 
 
 # -- precedence
-# --------------------------------------------------------------------------------------------------------
 def test_defaults_are_those_of_the_readme() -> None:
     settings = load()
     assert settings.bound.bound == Bound(1, 8, Policy.MASK)
@@ -73,7 +73,6 @@ def test_a_given_file_beats_the_one_of_the_variable(toml: Path, tmp_path: Path) 
 
 
 # -- names
-# -------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("variable", "text", "value"),
     [
@@ -132,6 +131,9 @@ def test_values_are_toml() -> None:
 @pytest.mark.parametrize("text", ["2024", "true", "2024-01-02", '"2024"'])
 def test_text_stays_text_where_text_is_wanted(text: str) -> None:
     plain = text.strip('"')
+    scratch = load(None, f"model.scratch.vocabulary={text}").model.scratch
+    assert scratch is not None
+    assert scratch.vocabulary == plain
     assert load(None, TETHER_RUN=text).run.name == plain
     assert load(None, f"run.name={text}").run.name == plain
 
@@ -143,17 +145,16 @@ def test_json_is_read_like_toml(tmp_path: Path, toml: Path) -> None:
 
 
 # -- refusals
-# ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("bound.max_stalenes=2", "bound.max_stalenes is not known; did you mean max_staleness?"),
-        ("samplng.max_tokens=2", "samplng is not known; did you mean sampling?"),
-        ("model.scratch.hiden_size=2", "model.scratch.hiden_size is not known; did you mean hidden_size?"),
+        ("bound.max_stalenes=2", "bound.max_stalenes is not known; did you mean 'max_staleness'?"),
+        ("samplng.max_tokens=2", "samplng is not known; did you mean 'sampling'?"),
+        ("model.scratch.hiden_size=2", "model.scratch.hiden_size is not known; did you mean 'hidden_size'?"),
         ('reward.verifiers=[{name="math", wieght=2}]', "reward.verifiers.0.wieght"),
         ("bound.max_staleness.deep=2", "bound.max_staleness"),
         ("bound=2", "setting bound"),
-        ("zzz.x=1", "zzz is not known; known: algorithm, bound, bus"),
+        ("zzz.x=1", "zzz is not known; use one of algorithm, bound, bus"),
         ("run.steps=many", "run.steps"),
         ("run.steps", "section.key=value"),
     ],
@@ -165,15 +166,15 @@ def test_a_wrong_override_is_named(override: str, said: str) -> None:
 def test_an_unknown_key_of_the_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text("[rollout]\nlease_seconds = 3\n")
-    assert "rollout.lease_seconds is not known; did you mean lease_s?" in refusal(path)
+    assert "rollout.lease_seconds is not known; did you mean 'lease_s'?" in refusal(path)
 
 
 @pytest.mark.parametrize(
     ("variable", "said"),
     [
-        ("TETHER_MAX_STALENES", "did you mean TETHER_MAX_STALENESS?"),
-        ("TETHER_LOGLEVEL", "did you mean TETHER_LOG_LEVEL?"),
-        ("TETHER_BUND__MAX_STALENESS", "bund is not known; did you mean bound?"),
+        ("TETHER_MAX_STALENES", "did you mean 'TETHER_MAX_STALENESS'?"),
+        ("TETHER_LOGLEVEL", "did you mean 'TETHER_LOG_LEVEL'?"),
+        ("TETHER_BUND__MAX_STALENESS", "bund is not known; did you mean 'bound'?"),
     ],
 )
 def test_an_unknown_variable_is_named(variable: str, said: str) -> None:
@@ -192,12 +193,53 @@ def test_a_file_that_is_not_settings_is_named(tmp_path: Path, name: str, text: s
     assert ("x is not known" if name == "c.toml" else name) in refusal(tmp_path / name)
 
 
-@pytest.mark.parametrize("dotted", sorted(RANGES))
-def test_a_value_out_of_its_range_is_named(dotted: str) -> None:
-    low, high = RANGES[dotted]
-    load(None, f"{dotted}={low:g}")
-    for text in (f"{low - 1:g}", f"{high + max(1, high):.0f}", "nan"):
-        assert dotted in refusal(None, f"{dotted}={text}")
+NUMBERS = {
+    f"{section}.{field}": limits
+    for section, kind, is_array in sections()
+    for field, limits in ranges_of(kind).items()
+    if not is_array
+}
+"""Setting -> its range."""
+
+
+@pytest.mark.parametrize("dotted", sorted(NUMBERS))
+def test_load_settings_accepts_the_range_of_a_number_and_nothing_outside(dotted: str) -> None:
+    limits = NUMBERS[dotted]
+    low = limits.ge if limits.gt is None else limits.gt
+    high = limits.le if limits.lt is None else limits.lt
+    assert low is not None
+    assert high is not None
+    if limits.ge is not None:
+        load(None, "bus.heartbeat_s=0.01", f"{dotted}={low}")  # the shortest, for `bus.peer_timeout_s`
+    outside = [f"{low - 1}", f"{2 * abs(high) + 1}", "nan", "inf", "-inf"]
+    outside += [f"{limit}" for limit in (limits.gt, limits.lt) if limit is not None]
+    for text in outside:
+        assert f"setting {dotted}: " in refusal(None, f"{dotted}={text}")
+
+
+def test_a_number_outside_its_range_is_named_with_value_and_range() -> None:
+    assert refusal(None, "bound.max_staleness=-1") == (
+        "setting bound.max_staleness: -1 is not between 0 and 1000"
+    )
+    assert refusal(None, "bound.drop_share=0") == (
+        "setting bound.drop_share: 0.0 is not above 0 and at most 1"
+    )
+    assert "reward.verifiers.0.weight: nan" in refusal(None, "reward.verifiers=[{weight=nan}]")
+
+
+@pytest.mark.parametrize(
+    ("dotted", "hint"),
+    [
+        ("engine.name", "did you mean 'vllm'?"),
+        ("engine.dtype", "use one of bfloat16, float16, float32"),
+        ("trainer.backend", "use one of megatron, reference, scripted"),
+        ("algorithm.name", "use one of dr_grpo, grpo"),
+        ("weights.transport", "use one of "),
+    ],
+)
+def test_a_name_that_does_not_exist_is_answered_with_those_that_do(dotted: str, hint: str) -> None:
+    name = "vlmm" if dotted == "engine.name" else "zzz"
+    assert f"setting {dotted}: '{name}' is not known; {hint}" in refusal(None, f"{dotted}={name}")
 
 
 def test_two_models_exclude_each_other(tmp_path: Path) -> None:
@@ -205,7 +247,6 @@ def test_two_models_exclude_each_other(tmp_path: Path) -> None:
 
 
 # -- the file of a run
-# -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("config", ["demo.toml", "stragglers.toml"])
 def test_the_file_of_a_run_gives_the_same_settings(tmp_path: Path, config: str) -> None:
     settings = load(ROOT / "deploy/configs" / config, f"run.dir='{tmp_path}'", "bound.staleness_policy=drop")
@@ -244,7 +285,6 @@ def test_engines_that_share_a_gpu_can_sleep_and_are_of_one_kind() -> None:
 
 
 # -- documents
-# ---------------------------------------------------------------------------------------------------------
 def test_the_readme_names_every_section_and_no_other() -> None:
     rows = [
         line.split("|")[1]

@@ -1,3 +1,5 @@
+"""Tests which GPUs each process sees, and which lists of GPUs are refused."""
+
 import pytest
 
 from protocol.errors import SettingsError

@@ -1,0 +1,101 @@
+"""Runs a service from its command line: settings, signals, the service's own loop, exit code.
+
+A service is `async def serve(process: Process) -> None`. It runs until `process.stop` is set, then drains and
+returns. SIGTERM and SIGINT set `stop`; a second signal cancels. The first task that ends, ends the process.
+"""
+
+import asyncio
+import json
+import os
+import resource
+import signal
+import sys
+
+import uvloop
+
+from protocol.errors import TetherError, Unavailable
+from protocol.topics import Role
+from services.runtime.errors import EXIT_FAILED, configure_logging, describe_error, innermost
+from services.runtime.process import Serve, log, open_process
+from services.settings.load import load_settings
+from services.settings.sections import Settings
+
+DESCRIPTORS = 65_536
+"""Open file descriptors that a service asks for."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class _ServeReturned(Exception):
+    """Cancels the other tasks of the process after the service's own loop has returned."""
+
+
+async def run_process(role: Role, settings: Settings, name: str, serve: Serve) -> None:
+    """Run a service until it is stopped or fails.
+
+    After a clean end SIGTERM and SIGINT are ignored: Python needs a moment to exit where torch was loaded,
+    and a signal in that moment would turn exit code 0 into a death by signal.
+
+    Raises:
+        BaseExceptionGroup: what ended the service or its heartbeat.
+    """
+    loop = asyncio.get_running_loop()
+    async with open_process(role, settings, name) as process:
+        main = asyncio.current_task()
+        assert main is not None
+
+        def on_signal() -> None:
+            if process.stop.is_set():
+                main.cancel()
+            process.stop.set()
+
+        for signum in STOP_SIGNALS:
+            loop.add_signal_handler(signum, on_signal)
+
+        async def body() -> None:
+            await serve(process)
+            raise _ServeReturned
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(process.heartbeat_loop(), name="heartbeat")
+                tasks.create_task(body(), name=role)
+        except* _ServeReturned:
+            pass
+    for signum in STOP_SIGNALS:
+        loop.remove_signal_handler(signum)
+        signal.signal(signum, signal.SIG_IGN)
+
+
+def raise_fd_limit() -> None:
+    """Raise the soft limit of open descriptors to the hard one, at most `DESCRIPTORS`.
+
+    Each connection takes a descriptor.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def service_main(role: Role, serve: Serve) -> None:
+    """Run `python -m services.ROLE`: load the settings, serve, and exit.
+
+    Exit codes are those of `services.runtime.errors`.
+    """
+    name = os.environ.get("TETHER_INSTANCE", role)
+    configure_logging(name)
+    raise_fd_limit()
+    try:
+        settings = load_settings()
+        uvloop.run(run_process(role, settings, name, serve))
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        sys.exit(EXIT_FAILED)
+    except (Exception, BaseExceptionGroup) as error:
+        line, code = describe_error(error)
+        if isinstance(innermost(error), Unavailable):
+            code = EXIT_FAILED  # the ledger may be back after a restart, so this is not a wrong setting
+        if not isinstance(innermost(error), TetherError):
+            log.exception("process.failed")
+        log.error("process.failed %s", json.dumps(line))
+        print(f"tether {role}: {line}", file=sys.stderr)
+        sys.exit(code)

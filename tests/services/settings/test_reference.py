@@ -1,0 +1,42 @@
+"""Tests that docs/settings.md is what the sections say, and that the sections say enough."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from protocol.ranges import ranges_of
+from services.settings.reference import PATH, field_docs, render_reference, sections
+
+SECTIONS = {dotted: kind for dotted, kind, _ in sections()}
+
+
+def test_the_reference_is_up_to_date() -> None:
+    assert PATH.read_text() == render_reference(), (
+        "docs/settings.md does not match the sections: run `python -m services.settings.reference`"
+    )
+
+
+@pytest.mark.parametrize("dotted", SECTIONS)
+def test_every_setting_has_a_docstring(dotted: str) -> None:
+    docs = field_docs(SECTIONS[dotted])
+    assert [field.name for field in dataclasses.fields(SECTIONS[dotted]) if not docs.get(field.name)] == []
+
+
+@pytest.mark.parametrize("dotted", SECTIONS)
+def test_every_number_has_a_range_that_is_closed_on_both_sides_and_holds_its_default(dotted: str) -> None:
+    kind = SECTIONS[dotted]
+    numbers = [field for field in dataclasses.fields(kind) if is_number(field.type)]
+    assert {field.name for field in numbers} == set(ranges_of(kind))
+    for field in numbers:
+        limits = ranges_of(kind)[field.name]
+        assert limits.ge is None or limits.ge <= field.default
+        assert limits.gt is None or limits.gt < field.default
+        assert limits.le is None or limits.le >= field.default
+        assert limits.lt is None or limits.lt > field.default
+        assert (limits.ge is None) != (limits.gt is None)
+        assert (limits.le is None) != (limits.lt is None)
+
+
+def is_number(hint: Any) -> bool:
+    return getattr(hint, "__origin__", hint) in (int, float)

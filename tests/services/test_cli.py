@@ -1,0 +1,77 @@
+"""Tests what the `tether` command and the services import: large libraries only where they are used."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.settings.load import dump_settings, load_settings
+from tests.integration.command import environment
+from tests.integration.loop import ROOT
+
+HEAVY = {"torch", "transformers", "matplotlib", "aiohttp", "prometheus_client", "datasets", "safetensors"}
+SETTINGS = HEAVY | {"services.settings.sections", "redis", "numpy", "asyncio", "zmq"}
+"""What a command that reads no settings does without."""
+
+MODULES_AT_EXIT = """
+import atexit, sys
+atexit.register(lambda: print("MODULES", *sys.modules, file=sys.stderr))
+from services.cli import main
+sys.argv[0] = "tether"
+main()
+"""
+
+
+def imported(program: str, *arguments: str, **variables: str) -> set[str]:
+    """Run a program that prints its modules at the end; return their names."""
+    result = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        cwd=ROOT,
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("MODULES ")]
+    return set(line.split()[1:])
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("up", "--help"), ("status", "--help")])
+def test_help_imports_nothing_that_it_does_not_print_with(arguments: tuple[str, ...]) -> None:
+    assert imported(MODULES_AT_EXIT, *arguments) & SETTINGS == set()
+
+
+def test_verify_needs_no_settings_and_no_ledger(tmp_path: Path) -> None:
+    (tmp_path / "audit.jsonl").touch()
+    assert imported(MODULES_AT_EXIT, "verify", str(tmp_path)) & (SETTINGS - {"asyncio"}) == set()
+
+
+@pytest.mark.parametrize("arguments", [("status",), ("drain",), ("set", "max-staleness", "2")])
+def test_commands_on_a_ledger_import_settings_and_client_only(
+    tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    """The ledger does not answer: what a command needs afterwards, it has imported before."""
+    dump_settings(load_settings(environ={}), tmp_path / "settings.json")
+    command, *rest = arguments
+    modules = imported(
+        MODULES_AT_EXIT, command, str(tmp_path), *rest, TETHER_REDIS_URL="redis://127.0.0.1:1/0"
+    )
+    assert {"redis", "services.settings.sections"} <= modules
+    assert modules & HEAVY == set()
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "services.ingest.service",
+        "services.reward",
+        "services.monitor.service",
+        "services.rollout.service",
+        "services.prepare",
+        "services.launcher.supervisor",
+    ],
+)
+def test_services_without_tensors_do_not_import_torch(module: str) -> None:
+    program = f"import sys, {module}\nprint('MODULES', *sys.modules, file=sys.stderr)"
+    assert imported(program) & {"torch", "transformers", "matplotlib", "safetensors"} == set()
