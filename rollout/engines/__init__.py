@@ -1,1 +1,1 @@
-"""Generation engines behind one interface, `base.py`."""
+"""Runs generation engines behind one interface, `base.Engine`."""

@@ -1,7 +1,7 @@
-"""The interface of a generation engine, and what one request is and returns. Tokens only; log-probabilities
-are required.
+"""Defines the interface of a generation engine, its requests and its completions.
 
-Every engine passes `tests/contracts/engine_suite.py`.
+An engine takes and returns tokens, never text, and must return log-probabilities. Every engine passes
+`tests/contracts/engine_suite.py`.
 """
 
 from abc import ABC, abstractmethod
@@ -17,10 +17,10 @@ from protocol.messages import WeightManifest
 
 
 class KvPolicy(StrEnum):
-    """What happens to the KV cache of running requests when new weights are applied."""
+    """What a commit does to the KV cache of running requests."""
 
-    RECOMPUTE = "recompute"  # preempt and prefill again under the new weights: fresh tokens rest on fresh KV
-    KEEP = "keep"  # go on with the old KV: no pause, tokens rest partly on old KV
+    RECOMPUTE = "recompute"  # preempt and prefill again: new tokens are computed from KV of the new weights
+    KEEP = "keep"  # keep the old KV: no pause, but new tokens are computed partly from KV of old weights
 
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -84,17 +84,23 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to sample. Log-probabilities are those of the distribution that was sampled from (after
-    temperature, top-k, top-p)."""
+    """Sampling parameters of one request.
+
+    Log-probabilities are those of the distribution that was sampled from: after temperature, top-k and top-p.
+    """
 
     max_tokens: int
+    """Most tokens of the completion; at least 1."""
     temperature: float = 1.0
     """0 is greedy; log-probabilities are then those at temperature 1."""
     top_p: float = 1.0
+    """Above 0 and at most 1; 1 is off."""
     top_k: int = 0
     """0 is off."""
     stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the completion, and are its last token."""
     seed: int | None = None
+    """None: the engine chooses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,55 +108,70 @@ class Request:
     """One completion to generate."""
 
     id: str
-    """Unique among running requests. The scripted engine derives tokens and delays from the part before the
-    last '/'."""
+    """Unique among running requests.
+
+    The scripted engine derives tokens and delays from the part before the last '/'.
+    """
     prompt: tuple[int, ...]
+    """[P] token ids; not empty."""
     sampling: Sampling
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What an engine generated for one request."""
+    """Tokens that an engine generated for one request."""
 
     tokens: tuple[int, ...]
     """[T]; the stop token, if one was sampled, is the last."""
     logprobs: tuple[float, ...]
     """[T] nats, as sampled."""
     spans: tuple[tuple[int, int], ...]
-    """Rows (end, version): tokens before `end` and after the row above were sampled under `version`. The last
-    end is T."""
+    """Rows (end, version): tokens from the previous row's end up to `end` were sampled under `version`.
+
+    The last end is T.
+    """
     finish_reason: str
     """"stop", "length" or "abort"."""
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Which weights are live. A fresh engine serves ("", -1): it gets no lease before it has applied a
-    version."""
+    """Version whose weights are live.
+
+    A fresh engine serves ("", -1): it gets no lease before it has committed a version.
+    """
 
     epoch: str = ""
     version: int = -1
     digest: int = 0
+    """Digest of the version's manifest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What an engine can do beyond the contract's core; the rest raises `Unsupported`."""
+    """Abilities of an engine beyond the contract's core; what it lacks raises `Unsupported`."""
 
     updates_while_generating: bool = True
+    """Whether versions are staged and committed while requests run."""
     recomputes_kv: bool = True
+    """Whether `KvPolicy.RECOMPUTE` is supported."""
     sleep: bool = False
+    """Whether `sleep` and `wake` are supported."""
     lora: bool = False
+    """Whether adapters are served."""
     seeds: bool = True
-    """Of single requests."""
+    """Whether `Sampling.seed` is supported."""
     transports: frozenset[str] = field(default_factory=frozenset)
+    """Names of the weight transports that versions may come by."""
 
 
 class Engine(ABC):
-    """A generation engine. All methods are called from one event loop; `generate` runs many times at once.
+    """Generation engine whose weights can be updated while it generates.
+
+    All methods are called from one event loop; many calls of `generate` run at once.
 
     Cancellation: a cancelled `generate` aborts its request. A cancelled `stage` discards the staged copy.
-    `commit` is not cancelled: it ends in applied, untouched (WeightError) or poisoned (PoisonedError).
+    `commit` must not be cancelled: it ends in applied, untouched (WeightError) or poisoned (PoisonedError).
     """
 
     capabilities: Capabilities
@@ -158,11 +179,11 @@ class Engine(ABC):
     @property
     @abstractmethod
     def served(self) -> Served:
-        """The weights that are live now."""
+        """The version that is live now."""
 
     @abstractmethod
     async def start(self) -> None:
-        """Load the model's shape (and tokenizer-free config) from the model directory and get ready to stage.
+        """Load the model from the model directory and prepare to stage.
 
         Raises:
             EngineError: if it is not ready within `start_timeout_s`; names the cause.
@@ -179,33 +200,37 @@ class Engine(ABC):
 
     @abstractmethod
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests; their `generate` returns what there is with finish_reason "abort". Unknown ids are
-        ignored."""
+        """End requests; unknown ids are ignored.
+
+        Their `generate` returns the tokens so far with finish_reason "abort".
+        """
 
     @abstractmethod
     async def pause(self) -> None:
-        """Stop between two decode steps, keeping every running request. New requests wait. Idempotent."""
+        """Stop between two decode steps and keep all running requests; new requests wait. Idempotent."""
 
     @abstractmethod
     async def resume(self) -> None:
-        """Go on after `pause`. Idempotent."""
+        """Continue after `pause`. Idempotent."""
 
     @abstractmethod
     async def stage(self, manifest: WeightManifest) -> None:
-        """Bring a complete, verified copy of a version beside the live weights while generation goes on.
+        """Fetch a complete, verified copy of a version beside the live weights while generation continues.
 
-        A draft (`protocol/weights/provisional.py`) is staged as it comes; when the version's manifest is
-        staged afterwards and its digest is that of what has come, nothing is fetched again.
+        A provisional manifest (`protocol/weights/provisional.py`) is staged as its bytes arrive. When the
+        version's final manifest is staged afterwards and has the digest of those bytes, nothing is fetched
+        again.
 
         Raises:
             WeightError: the staged copy is discarded and the live weights are untouched.
-            PoisonedError: so it is, and this process cannot stage any more; the engine must be closed.
+            PoisonedError: the same, and this process cannot stage any more; the engine must be closed.
         """
 
     @abstractmethod
     async def commit(self, manifest: WeightManifest) -> float:
-        """Make the staged version live between two decode steps. Returns the pause that running requests saw,
-        in milliseconds.
+        """Copy the staged version over the live weights between two decode steps.
+
+        Returns: for how long running requests were paused, milliseconds.
 
         Raises:
             WeightError: this version is not staged; nothing changed.
@@ -214,15 +239,19 @@ class Engine(ABC):
 
     @abstractmethod
     async def adopt(self, epoch: str, version: int) -> None:
-        """Rename the live weights: a new epoch continues the branch with the same digest. Copies nothing."""
+        """Rename the live weights: a new epoch continues the branch with the same digest. Copies nothing.
+
+        Raises:
+            WeightError: if no version is live.
+        """
 
     async def sleep(self) -> None:
-        """Give the accelerator's memory back until `wake`: weights, staging copy and KV cache. Idempotent.
+        """Release the accelerator's memory until `wake`: weights, staging copy and KV cache. Idempotent.
 
         The engine then serves nothing (`served` is that of a fresh one) and refuses to stage, commit and
-        adopt. Running requests stay, with their tokens, and new ones wait; neither goes on before a version
-        was committed after `wake`: who sends an engine to sleep bounds that wait. `abort`, `pause` and
-        `close` work as ever.
+        adopt. Running requests keep their tokens, and new ones wait; both continue only when a version has
+        been committed after `wake`, and the caller of `sleep` has to bound that wait. `abort`, `pause` and
+        `close` work as usual.
 
         Raises:
             Unsupported: if `capabilities.sleep` is false; nothing changed.
@@ -231,18 +260,18 @@ class Engine(ABC):
         raise Unsupported(f"{type(self).__name__} cannot sleep: it keeps its memory until it is closed")
 
     async def wake(self) -> None:
-        """Take the memory again; the next version that is staged and committed makes requests go on. Nothing
-        happens if it is awake.
+        """Take the memory again; requests continue when the next version is committed. Idempotent.
 
         Raises:
             Unsupported: as `sleep`.
-            EngineError: there is no room; it sleeps on.
+            EngineError: if there is no room. An engine with processes of its own is then poisoned, another
+                one stays asleep.
         """
         raise Unsupported(f"{type(self).__name__} cannot sleep, so there is nothing to wake")
 
     @abstractmethod
     async def check(self) -> None:
-        """Raises EngineError if the engine is dead or poisoned."""
+        """Raise EngineError if the engine is dead, poisoned, closed or not started."""
 
     @abstractmethod
     async def close(self) -> None:

@@ -1,11 +1,13 @@
-"""Engines by name. An engine's module is imported when it is chosen, so that nobody needs the libraries of
-the others."""
+"""Creates engines by name.
 
-import difflib
+An engine's module is imported only when it is chosen, so that nobody needs the libraries of the others.
+"""
+
 import importlib
 from pathlib import Path
 from typing import Any
 
+from protocol.choices import checked_name
 from protocol.errors import SettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from rollout.engines.base import Engine, EngineConfig
@@ -17,12 +19,17 @@ ENGINES: dict[str, str] = {
     "sglang": "rollout.engines.sglang.engine.SglangEngine",
     "vllm": "rollout.engines.vllm.engine.VllmEngine",
 }
-"""Engine -> its class. The packages `vllm` and `sglang` keep an empty `__init__`: their plug-in modules are
-the first of ours that vLLM and SGLang import."""
+"""Engine -> its class.
+
+The `__init__` of the packages `vllm` and `sglang` stays empty, because their worker and plug-in modules must
+be the first of our modules that vLLM and SGLang import.
+"""
 SERVE_ADAPTERS = ("hf", "sglang", "vllm")
+"""Engines that support `[lora]`."""
 CAN_SLEEP = ("hf", "megatron", "sglang", "vllm")
+"""Engines that support sleep, and with it `[colocated]`."""
 STARTED_TO_SLEEP = ("sglang", "vllm")
-"""Can only if `enable_sleep_mode` is set, vLLM on a GPU alone."""
+"""Engines that can sleep only if `enable_sleep_mode` is set when they start, vLLM only on a GPU."""
 CAN_SHARE = {"hf": "reference", "megatron": "megatron", "vllm": "reference"}
 """Engine -> the trainer's backend that can compute with its live weights."""
 
@@ -35,32 +42,32 @@ def make_engine(
     *,
     shared: Path | None = None,
 ) -> Engine:
-    """The engine that `config.name` says, not started yet.
+    """Create the engine named `config.name`, not started.
 
     Args:
-        shared: of an engine that can share: the trainer computes with its live weights, and finds them by
-            this file.
+        config: the engine's settings.
+        model_dir: directory of the model's config and, if it has any, weights.
+        incarnation: name of this engine, in errors and logs.
+        lora: the adapter that versions bring, if any.
+        shared: file by which the trainer finds the live weights, to compute with them; only for engines in
+            `CAN_SHARE`. None: it does not.
 
     Raises:
-        SettingsError: if there is none of that name, its library is not installed, or it is to serve
+        SettingsError: if there is no engine of that name, its library is not installed, or it should serve
             adapters and cannot.
     """
-    if config.name not in ENGINES:
-        close = difflib.get_close_matches(config.name, ENGINES, n=1, cutoff=0.0)
-        raise SettingsError(
-            f"engine {config.name!r} is not known; there are {', '.join(sorted(ENGINES))}. Did you mean {close[0]}?"
-        )
-    module_name, class_name = ENGINES[config.name].rsplit(".", 1)
+    module_name, class_name = ENGINES[checked_name(config.name, ENGINES, "engine")].rsplit(".", 1)
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise SettingsError(f"engine {config.name!r} cannot be imported: {error}") from error
     if lora.rank and config.name not in SERVE_ADAPTERS:
         raise SettingsError(
-            f"setting lora.rank: engine {config.name!r} does not serve adapters; use one of {', '.join(SERVE_ADAPTERS)}"
+            f"setting lora.rank: engine {config.name!r} does not serve adapters; "
+            f"use one of {', '.join(SERVE_ADAPTERS)}"
         )
     options: dict[str, Any] = {"lora": lora} if lora.rank else {}
     if shared is not None:
         options["shared"] = shared
-    found: Engine = getattr(module, class_name)(config, model_dir, incarnation, **options)
-    return found
+    engine: Engine = getattr(module, class_name)(config, model_dir, incarnation, **options)
+    return engine

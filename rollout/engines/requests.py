@@ -1,26 +1,25 @@
-"""What all engines do with a model, a request and its completion: refuse what cannot run, and turn token
-versions into spans."""
+"""Checks models and requests for all engines, and turns token versions into spans."""
 
-import difflib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from protocol.errors import EngineError
+from protocol.choices import checked_name
+from protocol.errors import EngineError, SettingsError
 from protocol.weights.lora import LoraConfig
 from rollout.engines.base import EngineConfig, Request
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:
-    """The model's config.json.
+    """Return the model's config.json.
 
     Raises:
         EngineError: if there is no such directory or file, or it is not JSON.
     """
     path = model_dir / "config.json"
     if not model_dir.is_dir():
-        raise EngineError(f"model directory {model_dir} does not exist{_nearest(model_dir)}")
+        raise EngineError(f"model directory {model_dir} does not exist{_suggestion(model_dir)}")
     try:
         found = json.loads(path.read_text())
     except FileNotFoundError:
@@ -46,12 +45,13 @@ def check_fits(config: EngineConfig, model: dict[str, Any], model_dir: Path) -> 
     heads = int(model.get("num_attention_heads") or 0)
     if heads and heads % config.tensor_parallel_size:
         raise EngineError(
-            f"tensor_parallel_size {config.tensor_parallel_size} does not divide the {heads} heads of {model_dir}"
+            f"tensor_parallel_size {config.tensor_parallel_size} does not divide "
+            f"the {heads} heads of {model_dir}"
         )
 
 
 def check_adapters(lora: LoraConfig, model_dir: Path) -> None:
-    """An adapter is nothing without the weights that it belongs to.
+    """Check that there are base weights if an adapter is served.
 
     Raises:
         EngineError: if the model directory holds none.
@@ -67,6 +67,12 @@ def check_request(
 ) -> None:
     """Refuse a request that no engine could run.
 
+    Args:
+        request: the request.
+        vocab_size: tokens of the model's vocabulary.
+        max_model_len: most tokens of prompt and completion together.
+        running: ids of the running requests.
+
     Raises:
         EngineError: naming the request and what is wrong with it.
     """
@@ -79,22 +85,24 @@ def check_request(
         raise EngineError(f"request {name}: max_tokens is {sampling.max_tokens}, must be at least 1")
     if len(prompt) + sampling.max_tokens > max_model_len:
         raise EngineError(
-            f"request {name}: prompt of {len(prompt)} tokens + max_tokens {sampling.max_tokens} exceed max_model_len {max_model_len}"
+            f"request {name}: prompt of {len(prompt)} tokens + max_tokens {sampling.max_tokens} "
+            f"exceed max_model_len {max_model_len}"
         )
-    for what, ids in (("token", prompt), ("stop token", sampling.stop_token_ids)):
+    for kind, ids in (("token", prompt), ("stop token", sampling.stop_token_ids)):
         if min(ids, default=0) < 0 or max(ids, default=0) >= vocab_size:
-            culprit = next(i for i in ids if not 0 <= i < vocab_size)
+            wrong = next(i for i in ids if not 0 <= i < vocab_size)
             raise EngineError(
-                f"request {name}: {what} id {culprit} is out of range, the vocabulary has {vocab_size}"
+                f"request {name}: {kind} id {wrong} is out of range, the vocabulary has {vocab_size}"
             )
     if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
         raise EngineError(
-            f"request {name}: temperature {sampling.temperature}, top_p {sampling.top_p}, top_k {sampling.top_k} are not all in range"
+            f"request {name}: temperature {sampling.temperature}, top_p {sampling.top_p}, "
+            f"top_k {sampling.top_k} are not all in range"
         )
 
 
 def spans_of(versions: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Rows (end, version) from the version of each token."""
+    """Return rows (end, version) for the version of each token, [T]."""
     return spans_from_marks(
         [(0, versions[0])] + [(i, v) for i, v in enumerate(versions) if v != versions[i - 1]]
         if versions
@@ -104,8 +112,12 @@ def spans_of(versions: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 
 def spans_from_marks(marks: Sequence[tuple[int, int]], count: int) -> tuple[tuple[int, int], ...]:
-    """Rows (end, version) for `count` tokens from marks (first token, version), which are in order and start
-    at token 0."""
+    """Return rows (end, version) for `count` tokens.
+
+    Args:
+        marks: (first token, version), in order of tokens, beginning at token 0.
+        count: number of tokens; marks after them are left out.
+    """
     rows: list[tuple[int, int]] = []
     for i, (start, version) in enumerate(marks):
         end = min(marks[i + 1][0] if i + 1 < len(marks) else count, count)
@@ -117,8 +129,10 @@ def spans_from_marks(marks: Sequence[tuple[int, int]], count: int) -> tuple[tupl
     return tuple(rows)
 
 
-def _nearest(path: Path) -> str:
-    if not path.parent.is_dir():
-        return ""
-    close = difflib.get_close_matches(path.name, [p.name for p in path.parent.iterdir() if p.is_dir()], n=1)
-    return f"; did you mean {path.parent / close[0]}?" if close else ""
+def _suggestion(path: Path) -> str:
+    siblings = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
+    try:
+        checked_name(path.name, siblings, f"; in {path.parent} the directory")
+    except SettingsError as error:
+        return str(error) if siblings else ""
+    return ""

@@ -1,4 +1,4 @@
-"""Sampling on logits in plain torch: the distribution that is sampled from, and its log-probabilities."""
+"""Samples from logits in plain torch, with log-probabilities of the distribution that is sampled from."""
 
 import torch
 
@@ -6,11 +6,11 @@ from rollout.engines.base import Sampling
 
 
 def sampled_distribution(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Log-probabilities after temperature, then top-k, then top-p; greedy keeps those at temperature 1.
+    """Return log-probabilities after temperature, then top-k, then top-p; for greedy, at temperature 1.
 
     Args:
         logits: [V].
-        sampling: how to sample.
+        sampling: the request's sampling parameters.
 
     Returns: [V] float32, -inf where a token cannot be sampled.
     """
@@ -28,8 +28,10 @@ def sampled_distribution(logits: torch.Tensor, sampling: Sampling) -> torch.Tens
 
 
 def kept_tokens(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Which tokens can be sampled: the `top_k` best and their equals, and of those the fewest whose
-    probabilities reach `top_p`.
+    """Return which tokens top-k and then top-p keep.
+
+    Top-k keeps the `top_k` best tokens and those that equal the last of them; top-p keeps the fewest of these
+    whose probabilities reach `top_p`.
 
     Args:
         scores: [B, V] logits after temperature.
@@ -49,7 +51,7 @@ def kept_tokens(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) 
 
 
 def sample(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> tuple[int, float]:
-    """One token from `logits` [V], and its log-probability as sampled."""
+    """Sample one token from `logits` [V]; return it and its log-probability as sampled."""
     logprobs = sampled_distribution(logits, sampling)
     greedy = sampling.temperature == 0
     token = int(logprobs.argmax() if greedy else torch.multinomial(logprobs.exp(), 1, generator=generator))

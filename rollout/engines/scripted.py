@@ -1,9 +1,8 @@
-"""A deterministic engine without a model, for dry runs: tokens, lengths and delays come from hashes,
-everything else is real.
+"""Generates deterministic tokens without a model, for dry runs.
 
-Tokens depend on (script_seed, request id without its last part, prompt), so a group that is leased again gets
-the same rollouts. Weight updates are fetched and verified like anywhere else; only nothing is computed with
-them.
+Tokens, lengths and delays are hashes of (script_seed, request id without its last part, prompt), so a group
+that is leased again gets the same rollouts. Weight updates are fetched and verified as by every engine, but
+nothing is computed with them.
 """
 
 import asyncio
@@ -24,11 +23,11 @@ from rollout.staging.staging import ExpectedTensor, Staging
 from rollout.weights.registry import RECEIVERS
 
 VOCAB_SIZE = 64
-"""Where the model directory does not say."""
+"""Used if the model directory has no config.json."""
 
 
 class AnyStaging(Staging):
-    """Accepts every model: the first manifest's tensors are what is expected."""
+    """Staging that accepts every model: it expects the tensors that a manifest names."""
 
     def check(self, manifest: WeightManifest) -> dict[str, str]:
         self._sources = {e.name: ExpectedTensor(e.dtype, e.shape, ()) for e in manifest.tensors}
@@ -36,8 +35,11 @@ class AnyStaging(Staging):
 
 
 class ScriptedEngine(Engine):
-    """Log-probabilities are those of a uniform distribution. A completion ends early only where the request
-    names stop tokens."""
+    """Engine without a model.
+
+    Log-probabilities are those of a uniform distribution. A completion ends before `max_tokens` only if the
+    request names stop tokens.
+    """
 
     def __init__(self, config: EngineConfig, model_dir: Path, incarnation: str) -> None:
         self._config = config
@@ -46,12 +48,12 @@ class ScriptedEngine(Engine):
         self.capabilities = Capabilities(recomputes_kv=False, transports=frozenset(RECEIVERS))
         self._vocab = VOCAB_SIZE
         self._served = Served()
-        self._updates = InProcessStaging(AnyStaging({}), config.stage_timeout_s)
+        self._staging = InProcessStaging(AnyStaging({}), config.stage_timeout_s)
         self._changed = asyncio.Condition()
         self._paused = False
         self._slots = config.max_running
-        self._alive: dict[str, bool] = {}
-        """Request id -> not aborted."""
+        self._running: dict[str, bool] = {}
+        """Request id -> whether it was not aborted."""
         self._closed = False
 
     @property
@@ -65,22 +67,22 @@ class ScriptedEngine(Engine):
     async def generate(self, request: Request) -> Completion:
         await self.check()
         check_request(
-            request, vocab_size=self._vocab, max_model_len=self._config.max_model_len, running=self._alive
+            request, vocab_size=self._vocab, max_model_len=self._config.max_model_len, running=self._running
         )
         script, reason = self._script(request)
         delay_s = self._delay_s(request)
         versions: list[int] = []
-        self._alive[request.id] = True
+        self._running[request.id] = True
         try:
-            if await self._until(request.id, lambda: self._slots > 0):
+            if await self._wait_until(request.id, lambda: self._slots > 0):
                 self._slots -= 1
                 try:
-                    while len(versions) < len(script) and await self._token(request.id, delay_s):
+                    while len(versions) < len(script) and await self._wait_for_token(request.id, delay_s):
                         versions.append(self._served.version)
                 finally:
-                    await self._tell(slots=1)
+                    await self._notify(slots=1)
         finally:
-            del self._alive[request.id]
+            del self._running[request.id]
         await self.check()
         done = len(versions)
         logprob = -math.log(self._vocab)
@@ -93,25 +95,25 @@ class ScriptedEngine(Engine):
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
-            if request_id in self._alive:
-                self._alive[request_id] = False
-        await self._tell()
+            if request_id in self._running:
+                self._running[request_id] = False
+        await self._notify()
 
     async def pause(self) -> None:
         self._paused = True
 
     async def resume(self) -> None:
         self._paused = False
-        await self._tell()
+        await self._notify()
 
     async def stage(self, manifest: WeightManifest) -> None:
         await self.check()
-        await self._updates.stage(manifest)
+        await self._staging.stage(manifest)
 
     async def commit(self, manifest: WeightManifest) -> float:
         await self.check()
         start = time.perf_counter()
-        self._served = self._updates.staging.take(manifest)
+        self._served = self._staging.staging.take(manifest)
         return (time.perf_counter() - start) * 1e3
 
     async def adopt(self, epoch: str, version: int) -> None:
@@ -120,7 +122,7 @@ class ScriptedEngine(Engine):
         self._served = Served(epoch, version, self._served.digest)
 
     async def live_digest(self) -> int:
-        """Of the weights that were applied last."""
+        """Return the digest of the version that was committed last."""
         return self._served.digest
 
     async def check(self) -> None:
@@ -130,32 +132,33 @@ class ScriptedEngine(Engine):
     async def close(self) -> None:
         self._closed = True
         self._paused = False
-        await self.abort(list(self._alive))
-        self._updates.staging.close()
+        await self.abort(list(self._running))
+        self._staging.staging.close()
 
-    async def _token(self, request_id: str, delay_s: float) -> bool:
-        """Wait as long as one token takes; false if the request was aborted."""
+    async def _wait_for_token(self, request_id: str, delay_s: float) -> bool:
+        """Wait as long as one token takes; return false if the request was aborted."""
         if delay_s:
             with suppress(TimeoutError):
                 async with asyncio.timeout(delay_s):
-                    await self._until(request_id, lambda: False)
+                    await self._wait_until(request_id, lambda: False)
         else:
             await asyncio.sleep(0)
-        return await self._until(request_id, lambda: not self._paused)
+        return await self._wait_until(request_id, lambda: not self._paused)
 
-    async def _until(self, request_id: str, ready: Callable[[], bool]) -> bool:
-        """Wait until `ready` or the request is aborted; false if it was."""
-        if self._alive[request_id] and not ready():
+    async def _wait_until(self, request_id: str, ready: Callable[[], bool]) -> bool:
+        """Wait until `ready` or the request is aborted; return false if it was."""
+        if self._running[request_id] and not ready():
             async with self._changed:
-                await self._changed.wait_for(lambda: ready() or not self._alive[request_id])
-        return self._alive[request_id]
+                await self._changed.wait_for(lambda: ready() or not self._running[request_id])
+        return self._running[request_id]
 
-    async def _tell(self, slots: int = 0) -> None:
+    async def _notify(self, slots: int = 0) -> None:
         self._slots += slots
         async with self._changed:
             self._changed.notify_all()
 
     def _script(self, request: Request) -> tuple[list[int], str]:
+        """Return the tokens and the finish reason of a request that is not aborted."""
         sampling = request.sampling
         numbers = _numbers(self._config.script_seed, _stem(request.id), request.prompt)
         stop = sampling.stop_token_ids

@@ -1,1 +1,1 @@
-"""How a weight version gets beside the live parameters of an engine, and into them."""
+"""Brings a weight version beside the live parameters of an engine, and commits it into them."""

@@ -132,7 +132,7 @@ async def test_cancelling_leaves_no_request(model_dir: Path, renderer: Renderer)
         task.cancel()
     assert task.cancelled()
     assert engine.running == 0
-    assert not engine._alive
+    assert not engine._running
     await engine.close()
 
 

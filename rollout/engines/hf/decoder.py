@@ -1,5 +1,4 @@
-"""Batched decoding with a transformers model: one token for every running request and step, KV kept for each
-request."""
+"""Decodes with a transformers model: one token for every row and step, with a KV cache for each row."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,12 +9,14 @@ from transformers import DynamicCache
 from rollout.engines.in_process.running_request import RunningRequest
 
 Layers = list[tuple[torch.Tensor, torch.Tensor]]
-"""For each layer keys and values, [H, L, D]."""
+"""Keys and values of each layer, both [H, L, D]."""
 
 
 class PaddingDecoder:
-    """Keeps in `RunningRequest.kv` the layers of prompt and all tokens but the last, and pads them to one
-    batch at every step."""
+    """Decoder that pads the KV caches of all rows to one batch at every step.
+
+    `RunningRequest.kv` holds the keys and values of the prompt and all tokens but the last.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model: Any = model
@@ -40,7 +41,7 @@ class PaddingDecoder:
             row.kv = None
 
     def _prefill(self, rows: list[RunningRequest]) -> torch.Tensor:
-        """Right-padded, so that causality alone hides the padding. Returns logits [N, V]."""
+        """Compute prompts, padded on the right so that causality alone hides the padding; return [N, V]."""
         ids = [row.ids for row in rows]
         longest = max(map(len, ids))
         padded = torch.tensor([i + [0] * (longest - len(i)) for i in ids], device=self._device)
@@ -55,7 +56,7 @@ class PaddingDecoder:
         return torch.stack([logits[n, where[n]] for n in range(len(rows))])
 
     def _decode(self, rows: list[RunningRequest]) -> torch.Tensor:
-        """One token each on left-padded KV. Returns logits [N, V]."""
+        """Compute one token for each row on KV that is padded on the left; return logits [N, V]."""
         kvs = [row.kv for row in rows if row.kv is not None]
         lengths = [kv[0][0].shape[1] for kv in kvs]
         longest = max(lengths)
@@ -72,8 +73,8 @@ class PaddingDecoder:
         for n, row in enumerate(rows):
             first = longest - lengths[n]
             row.kv = [(layer.keys[n, :, first:], layer.values[n, :, first:]) for layer in cache.layers]
-        found: torch.Tensor = logits[:, -1]
-        return found
+        last: torch.Tensor = logits[:, -1]
+        return last
 
 
 def _left_pad(tensor: torch.Tensor, length: int) -> torch.Tensor:

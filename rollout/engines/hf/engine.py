@@ -1,4 +1,4 @@
-"""The reference engine: a transformers model in this process, on a CPU or a GPU. Clear rather than fast."""
+"""Serves a transformers model in this process, on a CPU or a GPU: the reference engine, clear, not fast."""
 
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,10 @@ from rollout.weights.registry import RECEIVERS
 
 
 class HFEngine(InProcessEngine):
-    """Serves what `AutoModelForCausalLM` loads. A model directory without weights gives a model with random
-    ones."""
+    """Engine for every model that `AutoModelForCausalLM` loads.
+
+    A model directory without weights gives a model with random ones.
+    """
 
     def __init__(
         self,
@@ -34,7 +36,7 @@ class HFEngine(InProcessEngine):
         lora: LoraConfig = NO_ADAPTERS,
         shared: Path | None = None,
     ) -> None:
-        """`shared`: the trainer computes with the live weights, and finds them by this file."""
+        """Create an engine that is not started; the arguments are those of `make_engine`."""
         super().__init__(config, model_dir, incarnation)
         self._lora = lora
         self._shared = shared
@@ -55,8 +57,8 @@ class HFEngine(InProcessEngine):
         weights, staging, memory = _staging(model, live, self._lora, self._config.staging_mb)
 
         def checkpoint() -> dict[str, torch.Tensor]:
-            # Copies: a digest is taken through numpy, and a storage that numpy has seen can never be given
-            # back again.
+            # copies: a digest is computed through numpy, and a storage that numpy has seen can never be
+            # released again
             return {name: tensor.clone() for name, tensor in weights.live.items()}
 
         return LoadedModel(PaddingDecoder(model), weights, staging, checkpoint, memory)
@@ -78,8 +80,7 @@ class HFEngine(InProcessEngine):
 def _staging(
     model: Any, live: dict[str, torch.Tensor], lora: LoraConfig, staging_mb: int
 ) -> tuple[LiveAndStaged, Staging, ReleasableMemory]:
-    """The parameters that updates change and a copy of them, what fills the copy, and what sleep gives
-    back."""
+    """Return the parameters that updates change with a copy, what fills the copy, and what sleep releases."""
     architecture = type(model).__name__
     if lora.rank:
         merging = MergedStaging(live, lora, architecture=architecture, staging_mb=staging_mb)
@@ -118,6 +119,6 @@ def _load(model_dir: Path, config: EngineConfig) -> Any:
         torch.set_num_threads(config.threads)
     model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     for parameter in model.parameters():
-        if not parameter.untyped_storage().resizable():  # mapped from the file: it could not be given back
+        if not parameter.untyped_storage().resizable():  # mapped from the file: it could not be released
             parameter.data = parameter.data.clone()
     return model

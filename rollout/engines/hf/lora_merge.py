@@ -1,5 +1,7 @@
-"""Adapters for an engine without kernels for them: staging fetches A and B, and what is committed are the
-weights with them merged."""
+"""Merges LoRA adapters into the weights, for an engine without adapter kernels.
+
+Staging fetches A and B; a commit copies the merged weights.
+"""
 
 from collections.abc import Mapping
 
@@ -12,18 +14,27 @@ from rollout.staging.staging import Staging, whole_source
 
 
 class MergedStaging(Staging):
-    """`copy` holds, once a version is staged, W + B A for every weight that has an adapter; W is kept in
-    `base`, A and B in `adapter`."""
+    """Staging of merged weights.
+
+    Once a version is staged, `copy` holds W + B A for every weight that has an adapter. `base` keeps W, and
+    `adapter` A and B.
+    """
 
     def __init__(
         self, live: Mapping[str, torch.Tensor], lora: LoraConfig, *, architecture: str, staging_mb: int = 0
     ) -> None:
-        """`live`: the model's parameters, as they are without an adapter.
+        """Allocate the copies.
+
+        Args:
+            live: the model's parameters, without an adapter.
+            lora: the adapter that versions bring.
+            architecture: class of the model in transformers.
+            staging_mb: see `EngineConfig`.
 
         Raises:
             SettingsError: if the model lacks a target module.
-            EngineError: if there is no room for a copy of those that have an adapter, or it may not take
-                that much.
+            EngineError: if there is no room for a copy of the weights that have an adapter, or it takes more
+                than `staging_mb`.
         """
         self._targets = adapter_targets({name: tuple(tensor.shape) for name, tensor in live.items()}, lora)
         check_room([live[target.weight] for target in self._targets], staging_mb)

@@ -1,1 +1,1 @@
-"""Engines that decode inside the rollout worker's own process."""
+"""Runs engines that decode inside the rollout worker's own process."""

@@ -1,8 +1,7 @@
-"""What the engines with a model in this process share: one thread decodes, one token for every running
-request and step.
+"""Runs a model in the worker's own process: one thread decodes one token per step for all running requests.
 
-Between two steps it takes in new requests, aborts, pauses and commits; so no update can fall into a forward
-pass, and the version of a token is known when it is sampled.
+Between two steps the thread takes in new requests, aborts, pauses and commits. So no update falls into a
+forward pass, and the version of a token is known when it is sampled.
 """
 
 import asyncio
@@ -18,11 +17,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from protocol.errors import EngineError, PoisonedError, WeightError
+from protocol.errors import EngineError, PoisonedError
 from protocol.messages import WeightManifest
 from rollout.engines.base import Completion, Engine, EngineConfig, KvPolicy, Request, Served
 from rollout.engines.in_process.running_request import Decoder, RunningRequest
 from rollout.engines.requests import check_request, read_config, spans_of
+from rollout.engines.weight_state import WeightState
 from rollout.staging.in_process import InProcessStaging
 from rollout.staging.releasable_memory import ReleasableMemory
 from rollout.staging.staging import Committable, Staging, digest_of
@@ -32,26 +32,27 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """What an engine has loaded."""
+    """A loaded model, and what updates and sleep do with its weights."""
 
     decoder: Decoder
     weights: Committable
     """The parameters that updates change."""
     staging: Staging
     checkpoint: Callable[[], Mapping[str, torch.Tensor]]
-    """The live weights by the names that manifests give them."""
+    """Returns the live weights by the names that manifests give them."""
     memory: ReleasableMemory | None = None
-    """What sleep gives back; None: the engine cannot sleep."""
+    """What sleep releases; None: the engine cannot sleep."""
 
 
 class InProcessEngine(Engine):
-    """A subclass loads the model and says its `capabilities`."""
+    """Base of engines whose model runs in this process; a subclass loads it and sets `capabilities`."""
 
     def __init__(self, config: EngineConfig, model_dir: Path, incarnation: str) -> None:
         self._config = config
         self._model_dir = model_dir
         self._name = incarnation
-        self._served = Served()
+        self._weights = WeightState()
+        """Written by the decoding thread."""
         self._vocab = 0
         self._wake = threading.Condition()
         self._ids: dict[str, int] = {}
@@ -62,16 +63,15 @@ class InProcessEngine(Engine):
         self._aborted: set[int] = set()
         self._jobs: deque[Callable[[], None]] = deque()
         self._paused = False
-        self._weights_released = False
-        """It has slept, and no version was committed since: there are no weights to generate with."""
         self._closing = False
         self._error: BaseException | None = None
+        """What ended the decoding thread."""
         self._loading: asyncio.Future[LoadedModel] | None = None
         self._thread: threading.Thread | None = None
 
     @property
     def served(self) -> Served:
-        return self._served
+        return self._weights.served
 
     async def start(self) -> None:
         self._vocab = int(read_config(self._model_dir).get("vocab_size", 0))
@@ -82,9 +82,10 @@ class InProcessEngine(Engine):
                 self._model = await asyncio.shield(self._loading)
         except TimeoutError:
             raise EngineError(
-                f"engine {self._config.name}: {self._model_dir} not loaded within {self._config.start_timeout_s:g} s"
+                f"engine {self._config.name}: {self._model_dir} not loaded "
+                f"within {self._config.start_timeout_s:g} s"
             ) from None
-        self._updates = InProcessStaging(self._model.staging, self._config.stage_timeout_s)
+        self._staging = InProcessStaging(self._model.staging, self._config.stage_timeout_s)
         self._thread = threading.Thread(
             target=self._run, name=f"{self._config.name}-engine-{self._name}", daemon=True
         )
@@ -119,37 +120,37 @@ class InProcessEngine(Engine):
 
     async def stage(self, manifest: WeightManifest) -> None:
         await self.check()
-        await self._updates.stage(manifest)
+        await self._staging.stage(manifest)
 
     async def commit(self, manifest: WeightManifest) -> float:
         await self.check()
-        return await self._between_steps(lambda: self._apply(manifest))
+        return await self._between_steps(lambda: self._copy_staged_weights(manifest))
 
     async def adopt(self, epoch: str, version: int) -> None:
-        if self._served.version < 0:
-            raise WeightError(f"{self._name} serves no version yet that could be renamed")
-        await self._between_steps(lambda: self._set_served(Served(epoch, version, self._served.digest)))
+        await self._between_steps(lambda: self._weights.serve(self._weights.renamed(epoch, version)))
 
     async def live_digest(self) -> int:
-        """Digest of the live parameters, read between two steps; that of the manifest whose bytes they
-        are."""
+        """Return the digest of the live parameters, read between two steps, as a manifest of them has it."""
         return await self._between_steps(self._digest)
 
     async def sleep(self) -> None:
         await self.check()
         if self._model.memory is None:
             return await super().sleep()
-        self._updates.sleep()
-        await self._between_steps(self._give_back)
+        self._staging.sleep()
+        await self._between_steps(self._release_memory)
 
     async def wake(self) -> None:
         await self.check()
         if self._model.memory is None:
             return await super().wake()
         await self._between_steps(self._model.memory.restore)
-        self._updates.wake()
+        self._weights.wake()
+        self._staging.wake()
 
     async def check(self) -> None:
+        if self._weights.poisoned:
+            raise EngineError(f"engine {self._name} is poisoned: {self._weights.poisoned}")
         if self._error is not None:
             raise EngineError(f"engine {self._name} died: {self._error!r}")
         if self._thread is None or self._closing:
@@ -161,14 +162,11 @@ class InProcessEngine(Engine):
             self._wake.notify_all()
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
-            self._updates.staging.close()
-            if (
-                self._model.memory is not None and torch.cuda.is_available()
-            ):  # this process lives on for a moment
-                self._model.memory.release()
-        elif (
-            self._loading is not None
-        ):  # a start that was given up: its thread goes on, and what it takes is given back
+            self._staging.staging.close()
+            if self._model.memory is not None and torch.cuda.is_available():
+                self._model.memory.release()  # this process may live on and use the device
+        elif self._loading is not None:
+            # `start` was cancelled: its thread runs on, and `_unload` releases what it takes
             await asyncio.wait({self._loading}, timeout=self._config.start_timeout_s)
         self._unload()
 
@@ -181,7 +179,7 @@ class InProcessEngine(Engine):
         """
 
     def _unload(self) -> None:
-        """Give back what `_load` took, if anything; called when the thread has ended, once or more often."""
+        """Release what `_load` took, if anything; called after the thread has ended, once or more often."""
 
     def _end(self, numbers: set[int]) -> None:
         with self._wake:
@@ -189,28 +187,29 @@ class InProcessEngine(Engine):
             self._wake.notify_all()
 
     async def _between_steps(self, job: Callable[[], T]) -> T:
-        """Have the decoding thread do something between two steps; not undone when the caller is
-        cancelled."""
+        """Run `job` in the decoding thread between two steps.
+
+        Cancelling the caller does not undo it.
+        """
         await self.check()
         done: asyncio.Future[T] = self._loop.create_future()
 
         def run() -> None:
             try:
-                self._answer(done, job())
+                self._set_result(done, job())
             except Exception as error:
-                self._refuse(done, error)
+                self._set_exception(done, error)
 
-        done.add_done_callback(
-            lambda done: done.cancelled() or done.exception()
-        )  # a caller who was cancelled does not look at it
+        # retrieves the exception that a cancelled caller does not
+        done.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._hand_over(lambda: self._jobs.append(run))
         return await asyncio.shield(done)
 
     def _hand_over(self, put: Callable[[], None]) -> None:
-        """Give the decoding thread something to do.
+        """Run `put`, which queues work for the decoding thread, and notify the thread.
 
         Raises:
-            EngineError: if it has ended, or is about to: nobody would do it.
+            EngineError: if the thread has ended or is about to, so that nobody would do the work.
         """
         with self._wake:
             if self._closing:
@@ -218,34 +217,33 @@ class InProcessEngine(Engine):
             put()
             self._wake.notify_all()
 
-    def _answer(self, future: "asyncio.Future[T]", result: T) -> None:
+    def _set_result(self, future: "asyncio.Future[T]", result: T) -> None:
         self._loop.call_soon_threadsafe(lambda: None if future.done() else future.set_result(result))
 
-    def _refuse(self, future: "asyncio.Future[Any]", error: BaseException) -> None:
+    def _set_exception(self, future: "asyncio.Future[Any]", error: BaseException) -> None:
         self._loop.call_soon_threadsafe(lambda: None if future.done() else future.set_exception(error))
 
     # Everything below runs in the decoding thread.
 
     def _run(self) -> None:
         try:
-            while self._turn():
+            while self._run_step():
                 pass
         except BaseException as error:
             self._error = error
+        cause = self._weights.poisoned or self._error or "was closed"
         with self._wake:
             self._closing = True
             for row, ended in self._rows.values():
-                self._refuse(
-                    ended,
-                    EngineError(
-                        f"request {row.request.id}: engine {self._name} {self._error or 'was closed'}"
-                    ),
+                self._set_exception(
+                    ended, EngineError(f"request {row.request.id}: engine {self._name} {cause}")
                 )
             self._rows.clear()
             while self._jobs:
                 self._jobs.popleft()()
 
-    def _turn(self) -> bool:
+    def _run_step(self) -> bool:
+        """Carry out jobs and aborts, then decode one token per request; false if the thread is to end."""
         with self._wake:
             self._wake.wait_for(
                 lambda: self._closing or self._jobs or self._aborted or (self._rows and not self._frozen)
@@ -254,7 +252,7 @@ class InProcessEngine(Engine):
             closing = self._closing
         for job in jobs:
             job()
-        if closing or self._error is not None:  # poisoned by a job: not one more token
+        if closing or self._weights.poisoned:  # poisoned by a job: not one more token
             return False
         with self._wake:
             for number in self._aborted:
@@ -264,7 +262,7 @@ class InProcessEngine(Engine):
                 {} if self._frozen else dict(itertools.islice(self._rows.items(), self._config.max_running))
             )
         if rows:
-            self._model.decoder.step([row for row, _ in rows.values()], self._served.version)
+            self._model.decoder.step([row for row, _ in rows.values()], self._weights.served.version)
             with self._wake:
                 for number, (row, _) in rows.items():
                     if row.finish_reason:
@@ -273,40 +271,35 @@ class InProcessEngine(Engine):
 
     @property
     def _frozen(self) -> bool:
-        return self._paused or self._weights_released
+        return self._paused or self._weights.released
 
     def _finish(self, number: int, reason: str) -> None:
         if number in self._rows:
-            self._answer(self._rows.pop(number)[1], reason)
+            self._set_result(self._rows.pop(number)[1], reason)
 
     def _set_paused(self, paused: bool) -> None:
         self._paused = paused
 
-    def _set_served(self, served: Served) -> None:
-        self._served = served
-
     def _digest(self) -> int:
-        if self._weights_released:
+        if self._weights.released:
             raise EngineError(f"engine {self._name} has slept: it holds no weights before the next commit")
         return digest_of(self._model.checkpoint())
 
-    def _give_back(self) -> None:
+    def _release_memory(self) -> None:
         assert self._model.memory is not None
-        self._served = Served()
-        self._weights_released = True
+        self._weights.release()
         self._model.decoder.forget([row for row, _ in self._rows.values()])
         self._model.memory.release()
 
-    def _apply(self, manifest: WeightManifest) -> float:
+    def _copy_staged_weights(self, manifest: WeightManifest) -> float:
+        """Commit; returns the milliseconds that it took."""
         start = time.perf_counter()
-        served = self._updates.staging.take(manifest)
-        try:
-            self._model.weights.apply()
-        except BaseException as error:
-            self._error = PoisonedError(f"version {manifest.version}: {error}")
-            raise self._error from error
-        self._served = served
-        self._weights_released = False
+        with self._weights.commit(manifest):
+            self._staging.staging.take(manifest)
+            try:
+                self._model.weights.apply()
+            except BaseException as error:
+                raise PoisonedError(f"version {manifest.version}: {error}") from error
         if self._config.kv is KvPolicy.RECOMPUTE:
             self._model.decoder.forget([row for row, _ in self._rows.values()])
         return (time.perf_counter() - start) * 1e3

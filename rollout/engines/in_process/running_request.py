@@ -1,4 +1,4 @@
-"""A running request as the decoding thread sees it, and what decodes such rows."""
+"""Represents a running request in the decoding thread, and defines the decoder that steps such requests."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,19 +12,23 @@ from rollout.engines.sampling import sample
 
 @dataclass(slots=True, eq=False)
 class RunningRequest:
-    """One running request."""
+    """One running request, a row of the decoded batch."""
 
     request: Request
     generator: torch.Generator
+    """Of this request's samples."""
     tokens: list[int] = field(default_factory=list)
+    """[T] generated so far."""
     logprobs: list[float] = field(default_factory=list)
+    """[T] nats, as sampled."""
     versions: list[int] = field(default_factory=list)
+    """[T] version that each token was sampled under."""
     kv: Any = None
-    """For the decoder's use; None before its first step."""
+    """KV cache, set by the decoder; None before the first step."""
 
     @property
     def ids(self) -> list[int]:
-        """Prompt and completion."""
+        """Token ids of prompt and completion."""
         return [*self.request.prompt, *self.tokens]
 
     @property
@@ -35,7 +39,7 @@ class RunningRequest:
         return "length" if len(self.tokens) >= self.request.sampling.max_tokens else ""
 
     def take(self, logits: torch.Tensor, version: int) -> None:
-        """Sample the next token from `logits` [V] of the weights `version`."""
+        """Sample the next token from `logits` [V], which the weights of `version` computed."""
         token, logprob = sample(logits, self.request.sampling, self.generator)
         self.tokens.append(token)
         self.logprobs.append(logprob)
@@ -43,11 +47,13 @@ class RunningRequest:
 
 
 class Decoder(Protocol):
-    """Steps rows forward. Not thread-safe: one thread calls it, and weights change only between two steps."""
+    """Decodes rows. Not thread-safe: one thread calls it, and weights change only between two steps."""
 
     def step(self, rows: Sequence[RunningRequest], version: int) -> None:
-        """Sample one token for every row under the live weights, which are `version`. A row that does not
-        come again has ended."""
+        """Sample one token for every row under the live weights, which are those of `version`.
+
+        A row that is missing in the next step has ended.
+        """
 
     def forget(self, rows: Sequence[RunningRequest]) -> None:
-        """Drop the KV of rows; their next step computes it again."""
+        """Drop the KV cache of rows; their next step computes it again."""

@@ -1,9 +1,8 @@
-"""Generation with the training model: megatron-core's GPTModel and static KV cache in this process, on a CPU
-or a GPU.
+"""Serves the training model: megatron-core's GPTModel and static KV cache in this process, on a CPU or a GPU.
 
-Log-probabilities are those of the very layers that training runs. A request that arrives while others run
-joins them at the next step. One rank, no CUDA graphs. Weights come through a transport, as to every engine,
-or the trainer computes with the live ones, too.
+Log-probabilities are computed by the same layers that training runs. A request that arrives while others run
+joins them at the next step. There is one rank, and no CUDA graphs. Weights come through a transport, as to
+every engine, or the trainer computes with the live ones, too.
 """
 
 from collections.abc import Iterator, Sequence, Set
@@ -27,16 +26,19 @@ from rollout.weights.registry import RECEIVERS
 from trainer.megatron.inference import SlotModel
 
 DEFAULT_BATCH_TOKENS = 8192
+"""Tokens of one forward pass, padding included."""
 
 
 class MegatronEngine(InProcessEngine):
-    """Serves the families that the trainer backend `megatron` trains. A model directory without weights gives
-    random ones."""
+    """Engine for the model families that the trainer backend `megatron` trains.
+
+    A model directory without weights gives a model with random ones.
+    """
 
     def __init__(
         self, config: EngineConfig, model_dir: Path, incarnation: str, shared: Path | None = None
     ) -> None:
-        """`shared`: the trainer computes with the live weights, and finds them by this file."""
+        """Create an engine that is not started; the arguments are those of `make_engine`."""
         super().__init__(config, model_dir, incarnation)
         self._shared = shared
         self._room: SharedTensors | None = None
@@ -59,8 +61,8 @@ class MegatronEngine(InProcessEngine):
             raise EngineError(f"engine megatron: {error}") from error
         except RuntimeError as error:
             raise EngineError(
-                f"engine megatron cannot load {self._model_dir} and make a KV cache for {config.max_running} requests of "
-                f"{config.max_model_len} tokens; lower max_running or set buffer_size_gb: {error}"
+                f"engine megatron cannot load {self._model_dir} with a KV cache for {config.max_running} "
+                f"requests of {config.max_model_len} tokens; lower max_running or set buffer_size_gb: {error}"
             ) from error
         self._config = replace(config, max_running=model.slots)
         if not torch.cuda.is_available():
@@ -106,14 +108,17 @@ class MegatronEngine(InProcessEngine):
 
 
 class SlotDecoder:
-    """Keeps rows in the slots of a `SlotModel`: slot i holds the KV of the i-th of its rows, all tokens but
-    the last."""
+    """Decoder that keeps the KV cache of rows in the slots of a `SlotModel`.
+
+    Slot i holds the KV of the i-th row in `_held`, of all its tokens but the last.
+    """
 
     def __init__(self, model: SlotModel, batch_tokens: int) -> None:
-        """`batch_tokens`: in one prefill, padding included."""
+        """Use the slots of `model`, with at most `batch_tokens` tokens in a prefill, padding included."""
         self._model = model
         self._batch_tokens = batch_tokens
         self._held: list[RunningRequest] = []
+        """Row of each slot in use."""
 
     def step(self, rows: Sequence[RunningRequest], version: int) -> None:
         """See `Decoder`."""
@@ -134,7 +139,7 @@ class SlotDecoder:
         self._drop_all_but(set(self._held).difference(rows))
 
     def _drop_all_but(self, rows: Set[RunningRequest]) -> None:
-        """Free the slots of other rows; the last one in use moves into each gap."""
+        """Free the slots of other rows; the last slot in use moves into each gap."""
         slot = 0
         while slot < len(self._held):
             if self._held[slot] in rows:
@@ -146,7 +151,7 @@ class SlotDecoder:
                 self._model.move(len(self._held), slot)
 
     def _batches(self, rows: Set[RunningRequest]) -> Iterator[list[RunningRequest]]:
-        """Rows of about one length together, so that little is padded."""
+        """Yield batches of rows of similar lengths, so that little is padded."""
         batch: list[RunningRequest] = []
         for row in sorted(rows, key=lambda row: len(row.ids)):
             if (len(batch) + 1) * len(row.ids) > self._batch_tokens and batch:
@@ -158,10 +163,10 @@ class SlotDecoder:
 
 
 def _batch_tokens(config: EngineConfig) -> int:
-    """How many tokens a pass may have.
+    """Return how many tokens a forward pass may have.
 
     Raises:
-        EngineError: naming a setting that this engine does not do.
+        EngineError: naming a setting that this engine does not support.
     """
     if config.tensor_parallel_size != 1:
         raise EngineError(
@@ -176,7 +181,7 @@ def _batch_tokens(config: EngineConfig) -> int:
     least = max(config.max_model_len, config.max_running)
     if config.max_batch_tokens and config.max_batch_tokens < least:
         raise EngineError(
-            f"engine megatron: max_batch_tokens is {config.max_batch_tokens}; a pass must hold max_model_len tokens of a prompt and one "
-            f"for each of max_running requests, so at least {least}"
+            f"engine megatron: max_batch_tokens is {config.max_batch_tokens}; a pass must hold max_model_len "
+            f"tokens of a prompt and one for each of max_running requests, so at least {least}"
         )
     return config.max_batch_tokens or max(DEFAULT_BATCH_TOKENS, least)

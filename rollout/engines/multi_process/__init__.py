@@ -1,1 +1,1 @@
-"""Engines whose ranks are processes of their own."""
+"""Runs engines whose ranks are processes of their own."""

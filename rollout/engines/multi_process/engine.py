@@ -1,214 +1,193 @@
-"""What engines have in common whose model lives in processes of its own: an update is the ranks' answers
-turned into one state.
+"""Updates weights on all ranks, and admits requests, for engines whose model runs in other processes.
 
-An engine says how its ranks are called (`_call`) and what happens around a commit (`_commit`).
+A subclass starts the processes, sends requests to them, and carries out commits and sleep in its own way
+inside what this base offers: `_committing`, `_admitted`, `_release_memory`.
 """
 
 import asyncio
-from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
-from protocol.errors import EngineError, PoisonedError, Unsupported, WeightError
+from protocol.errors import EngineError, Unsupported, WeightError
 from protocol.messages import WeightManifest
 from rollout.engines.base import Completion, Engine, EngineConfig, Served
-from rollout.staging.ranks import AllRanksStaging
-
-CALL_TIMEOUT_S = 60.0
-"""For one answer of all ranks; a step on a loaded CPU can take seconds."""
+from rollout.engines.multi_process.rank_rpc import CALL_TIMEOUT_S
+from rollout.engines.weight_state import WeightState
+from rollout.staging.ranks import AllRanksStaging, Call
 
 ABORTED = Completion((), (), (), "abort")
-"""Of a request that was never submitted."""
+"""Completion of a request that was aborted before it was submitted."""
+
+
+class RequestGate:
+    """Holds requests back while weights change or are released."""
+
+    def __init__(self, weights: WeightState, check: Callable[[], Awaitable[None]]) -> None:
+        """Create a gate that `weights` opens and closes.
+
+        Args:
+            weights: say whether requests are admitted.
+            check: raises EngineError if the engine is dead, poisoned or closed.
+        """
+        self._weights = weights
+        self._check = check
+        self._waiting: dict[str, asyncio.Future[None]] = {}
+        """Request id -> resolved when it may test the gate again."""
+        self._aborted: set[str] = set()
+        """Waiting requests that were aborted."""
+
+    async def admitted(self, request_id: str) -> bool:
+        """Wait until requests may be submitted; return false if this one was aborted before.
+
+        Raises:
+            EngineError: if the engine ended while the request waited.
+        """
+        try:
+            while not self._weights.admits_requests and request_id not in self._aborted:
+                self._waiting[request_id] = asyncio.get_running_loop().create_future()
+                await self._waiting[request_id]
+                await self._check()
+            return request_id not in self._aborted
+        finally:
+            self._waiting.pop(request_id, None)
+            self._aborted.discard(request_id)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Abort those of the requests that wait here."""
+        self._aborted |= self._waiting.keys() & set(request_ids)
+        self.notify()
+
+    def notify(self) -> None:
+        """Have all waiting requests test the gate again."""
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_result(None)
 
 
 class MultiProcessEngine(Engine):
-    """Stage, commit, adopt, sleep and wake on all ranks; requests are not submitted while weights change or
-    are not there."""
+    """Base of engines that stage, commit, rename, sleep and wake on all ranks."""
 
-    def __init__(self, config: EngineConfig, model_dir: Path, incarnation: str) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_dir: Path,
+        incarnation: str,
+        *,
+        call: Call,
+        call_anytime: Call,
+    ) -> None:
+        """Create an engine that is not started.
+
+        Args:
+            config: the engine's settings.
+            model_dir: directory of the model's config and weights.
+            incarnation: name of this engine, in errors and logs.
+            call: reaches all ranks between the same two steps.
+            call_anytime: reaches all ranks at any time, for what concerns the staging copy alone.
+        """
         self._config = config
         self._model_dir = model_dir
         self._name = incarnation
-        self._served = Served()
+        self._weights = WeightState()
+        self._gate = RequestGate(self._weights, self.check)
         self._running: dict[str, str] = {}
         """Request id -> the id that the engine's own processes know."""
-        self._changes = 0
-        """Commits and renames begun: what was cached or submitted before one may be of other weights."""
-        self._accepting = True
-        """False while weights change or are not there: requests are not submitted then, but wait."""
-        self._waiting: dict[str, asyncio.Future[None]] = {}
-        """Request id -> resolved when it may look again."""
-        self._aborted: set[str] = set()
-        """Of those that wait."""
-        self._asleep = False
-        self._weights_released = False
-        """It has slept, and no version was committed since: there are no weights to generate with."""
         self._updating = asyncio.Lock()
-        self._is_committing = False
-        self._updates = AllRanksStaging(
-            self._call,
-            self._call_anytime,
-            stage_timeout_s=config.stage_timeout_s,
-            call_timeout_s=CALL_TIMEOUT_S,
+        """Held while weights change or are released, and while the scheduler is paused or resumed."""
+        self._call = call
+        self._staging = AllRanksStaging(
+            call, call_anytime, stage_timeout_s=config.stage_timeout_s, call_timeout_s=CALL_TIMEOUT_S
         )
-        self._poisoned = ""
+        self._closed = False
 
     @property
     def served(self) -> Served:
-        return self._served
+        return self._weights.served
 
     async def stage(self, manifest: WeightManifest) -> None:
         await self.check()
-        if self._asleep:
+        if self._weights.asleep:
             raise WeightError(
                 f"version {manifest.version}: the engine sleeps, there is no memory to stage in"
             )
-        if self._is_committing:  # the ranks hear of both by different ways
+        if self._weights.committing:  # the two calls may reach the ranks in any order
             raise WeightError(f"version {manifest.version}: another version is being committed")
-        await self._updates.stage(manifest)
-
-    async def commit(self, manifest: WeightManifest) -> float:
-        await self.check()
-        if self._updates.is_staging:
-            raise WeightError(f"version {manifest.version} is not staged: one is being staged")
-        self._is_committing = True
-        try:
-            async with self._updating:
-                self._accepting = False
-                try:
-                    return await self._commit(manifest)
-                finally:
-                    self._reopen()
-        finally:
-            self._is_committing = False
+        await self._staging.stage(manifest)
 
     async def adopt(self, epoch: str, version: int) -> None:
         await self.check()
         async with self._updating:
-            if self._served.version < 0:
-                raise WeightError(f"{self._name} serves no version yet that could be renamed")
-            self._accepting = False
-            try:
-                self._changes += 1
+            renamed = self._weights.renamed(epoch, version)
+            async with self._changing_weights():
                 await self._call("rename", version)
-                self._served = Served(epoch, version, self._served.digest)
-            finally:
-                self._reopen()
-
-    async def sleep(self) -> None:
-        await self.check()
-        if not self.capabilities.sleep:
-            raise Unsupported(
-                f"engine {self._name} cannot sleep: it was started without engine.enable_sleep_mode"
-            )
-        async with self._updating:
-            if self._asleep:
-                return
-            if self._updates.is_staging:
-                raise WeightError("a version is being staged: the engine cannot sleep now")
-            self._asleep = self._weights_released = True
-            self._accepting = False
-            self._served = Served()
-            await self._poison_unless_done("sleep", self._give_back)
+                self._weights.serve(renamed)
 
     async def wake(self) -> None:
         await self.check()
         if not self.capabilities.sleep:
             raise Unsupported(f"engine {self._name} cannot sleep, so there is nothing to wake")
         async with self._updating:
-            if self._asleep:
-                await self._poison_unless_done("wake", self._updates.wake)
-                self._asleep = False
+            if self._weights.asleep:
+                with self._weights.poisoned_by_failure("wake"):
+                    await self._staging.wake()
+                self._weights.wake()
+
+    async def check(self) -> None:
+        if self._weights.poisoned:
+            raise EngineError(f"engine {self._name} is poisoned: {self._weights.poisoned}")
+        if self._closed:
+            raise EngineError(f"engine {self._name} is closed")
 
     async def live_digest(self) -> int:
-        """Digest of the live parameters, read between two steps; with one rank that of the manifest whose
-        bytes they are."""
-        if self._weights_released:
+        """Return the digest of the live parameters, read between two steps.
+
+        With one rank it is that of the manifest whose bytes they are.
+        """
+        if self._weights.released:
             raise EngineError(f"engine {self._name} has slept: it holds no weights before the next commit")
-        return await self._updates.live_digest()
+        return await self._staging.live_digest()
 
-    async def _admitted(self, request_id: str) -> bool:
-        """Wait until requests may be submitted; false if this one was aborted meanwhile."""
-        try:
-            while not self._accepting and request_id not in self._aborted:
-                self._waiting[request_id] = asyncio.get_running_loop().create_future()
-                await self._waiting[request_id]
-                await self.check()
-            return request_id not in self._aborted
-        finally:
-            self._waiting.pop(request_id, None)
-            self._aborted.discard(request_id)
-
-    def _abort_waiting(self, request_ids: Iterable[str]) -> None:
-        self._aborted |= self._waiting.keys() & set(request_ids)
-        self._wake_waiting()
-
-    def _reopen(self) -> None:
-        """The weights have changed, or stayed as they were: requests are submitted again, if there are
-        weights."""
-        self._accepting = not self._weights_released
-        self._wake_waiting()
-
-    def _wake_waiting(self) -> None:
-        for waiting in self._waiting.values():
-            if not waiting.done():
-                waiting.set_result(None)
-
-    @abstractmethod
-    async def _call(self, method: str, *arguments: Any) -> list[Any]:
-        """The answers of all ranks, given between two steps. Raises EngineError if one does not answer."""
-
-    async def _call_anytime(self, method: str, *arguments: Any) -> list[Any]:
-        """The same for what a rank may be asked at any time: to stage, how that goes, to end it."""
-        return await self._call(method, *arguments)
-
-    @abstractmethod
-    async def _commit(self, manifest: WeightManifest) -> float:
-        """See `commit`; by way of `_apply`."""
-
-    async def _give_back(self) -> None:
-        """Put running requests back, with their tokens, and give all memory back; no step is made before the
-        next commit."""
-        await self._updates.sleep()
-
-    async def _poison_unless_done(self, what: str, change: Callable[[], Awaitable[None]]) -> None:
-        """Something that leaves the engine useless unless it ends well."""
-        ended = False
-        try:
-            await change()
-            ended = True
-        except EngineError as error:
-            self._poisoned = f"{what}: {error}"
-            raise
-        finally:
-            self._poisoned = self._poisoned or ("" if ended else f"{what} did not end")
-
-    async def _apply(
-        self, manifest: WeightManifest, afterwards: Callable[[], Awaitable[None]] | None = None
-    ) -> list[Any]:
-        """Commit on all ranks and serve the version from now on. Returns the ranks' answers.
-
-        Args:
-            afterwards: what has to follow on the ranks before the version counts as served.
+    @asynccontextmanager
+    async def _committing(self, manifest: WeightManifest) -> AsyncIterator[None]:
+        """Exclude other updates and hold requests back while the body commits `manifest`.
 
         Raises:
-            WeightError: nothing changed.
-            PoisonedError: live weights may be mixed; `check` says so from now on.
+            WeightError: if a version is being staged; nothing changed.
         """
-        self._changes += 1
+        await self.check()
+        if self._staging.is_staging:
+            raise WeightError(f"version {manifest.version} is not staged: one is being staged")
+        with self._weights.pending_commit():
+            async with self._updating, self._changing_weights():
+                yield
+
+    @asynccontextmanager
+    async def _changing_weights(self) -> AsyncIterator[None]:
+        """Hold requests back during the body; afterwards those that wait test the gate again."""
         try:
-            ranks = await self._updates.commit(manifest)
-            if afterwards is not None:
-                await afterwards()
-        except PoisonedError as error:
-            self._poisoned = str(error)
-            raise
-        except WeightError:  # untouched
-            raise
-        except BaseException as error:  # no answer: nobody knows what was applied
-            self._poisoned = f"the commit of version {manifest.version} did not end: {error!r}"
-            raise PoisonedError(self._poisoned) from error
-        self._served = Served(manifest.epoch, manifest.version, manifest.digest)
-        self._weights_released = False
-        return ranks
+            with self._weights.changing():
+                yield
+        finally:
+            self._gate.notify()
+
+    async def _release_memory(self, release: Callable[[], Awaitable[None]]) -> None:
+        """Go to sleep: serve nothing, and run `release`, unless the engine sleeps already.
+
+        Args:
+            release: puts running requests back, with their tokens, and releases all memory on all ranks; no
+                step may follow before the next commit. If it fails, the engine is poisoned.
+        """
+        await self.check()
+        if not self.capabilities.sleep:
+            raise Unsupported(
+                f"engine {self._name} cannot sleep: it was started without engine.enable_sleep_mode"
+            )
+        async with self._updating:
+            if self._weights.asleep:
+                return
+            if self._staging.is_staging:
+                raise WeightError("a version is being staged: the engine cannot sleep now")
+            self._weights.release()
+            with self._weights.poisoned_by_failure("sleep"):
+                await release()

@@ -1,5 +1,4 @@
-"""Engine processes end with the process whose engine they are, however that ends, and hold until then what it
-gives them to hold."""
+"""Ends engine processes when the engine's owner ends; until then they hold its device lock with it."""
 
 import os
 import select
@@ -10,17 +9,16 @@ from collections.abc import Callable
 from protocol.host.fd_passing import receive_fd
 
 OWNER = "TETHER_ENGINE_OWNER"
-"""Environment: pid of the process whose engine this is."""
+"""Environment variable: pid of the process that owns the engine."""
 
 
 def exit_with_parent(end: Callable[[int], None]) -> bool:
-    """If this process belongs to another one, watch that in a thread and call `end(its pid)` when it has
-    ended.
+    """Call `end(pid of the owner)` in a thread when the process that owns this engine has ended.
 
-    To be called before anything is allocated on a device: the lock of the device, if there is one, is held
-    from then on.
+    Call it before anything is allocated on a device: from then on this process holds the lock of the device,
+    if there is one, together with its owner.
 
-    Returns: whether it does.
+    Returns: False, and does nothing, if this process belongs to no engine.
 
     Raises:
         OSError: the owner lives, but does not answer.
@@ -30,7 +28,7 @@ def exit_with_parent(end: Callable[[int], None]) -> bool:
         return False
 
     def watch() -> None:
-        _await_end(int(owner))
+        _wait_for_exit(int(owner))
         end(int(owner))
 
     threading.Thread(target=watch, name="tether-owner", daemon=True).start()
@@ -38,12 +36,12 @@ def exit_with_parent(end: Callable[[int], None]) -> bool:
     return True
 
 
-def _await_end(pid: int) -> None:
+def _wait_for_exit(pid: int) -> None:
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
         return
-    except OSError:  # no pidfd here (a sandbox): look every second
+    except OSError:  # no pidfd here (a sandbox): poll every second
         while _exists(pid):
             time.sleep(1)
         return

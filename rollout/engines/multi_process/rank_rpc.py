@@ -1,12 +1,13 @@
-"""Calls from the engine's process to its ranks over Unix sockets, for what the engine itself offers no such
-call.
+"""Carries calls from the engine's process to its ranks over Unix sockets.
+
+It is used for what the engine itself offers no such call for.
 
     engine -> rank   a call: (number, method, arguments)
     rank -> engine   an answer: (number, value, error), one from every rank
 
-A frame is its length in 4 bytes, big endian, and one msgpack value. A call goes to rank 0 alone, which passes
-it on to the others at a place where all of them stand between the same two steps; or, where that does not
-matter, to every rank.
+A frame is its length in 4 bytes, big endian, and one msgpack value. A call is sent either to rank 0 alone,
+which passes it on to the others at a place where all of them are between the same two steps, or, where that
+does not matter, to every rank.
 """
 
 import asyncio
@@ -23,14 +24,16 @@ import msgspec
 
 from protocol.errors import EngineError
 
+CALL_TIMEOUT_S = 60.0
+"""Limit for one answer of all ranks; a step on a loaded CPU can take seconds."""
 MAX_FRAME = 64 << 20
 """Bytes; a manifest of a thousand tensors has a tenth of a megabyte."""
 SEND_S = 10
-"""For the engine's process to take an answer, before its connection counts as lost."""
+"""Limit for the engine's process to accept an answer, after which its connection counts as lost."""
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
-    """What the engine's process wants of every rank."""
+    """Call of a method of every rank."""
 
     number: int
     method: str
@@ -38,7 +41,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank says: a plain value, or why there is none."""
+    """Answer of one rank: a plain value, or why there is none."""
 
     number: int
     value: Any = None
@@ -46,35 +49,35 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankRpcServer:
-    """A rank's end. Reads calls in a thread of its own; one connection at a time."""
+    """A rank's end; reads calls in a thread of its own, from one connection at a time."""
 
     def __init__(self, path: Path, arrived: Callable[[Call], None]) -> None:
-        """`arrived` is called in the reading thread."""
+        """Listen at `path`; `arrived` is called in the reading thread."""
         self._arrived = arrived
         self._connection: socket.socket | None = None
-        self._met = threading.Event()
+        self._connected = threading.Event()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(str(path))
         self._listener.listen(1)
         threading.Thread(target=self._run, name="tether-calls", daemon=True).start()
 
     def answer(self, answer: Answer) -> None:
-        """Send an answer; lost if nobody is connected any more.
+        """Send an answer; it is dropped if nobody is connected any more.
 
-        A call may come by rank 0 before this rank's thread has taken the connection that the answer goes
-        over: wait for it.
+        A call may arrive through rank 0 before this rank's thread has accepted the connection that the answer
+        is sent over, so wait for that.
         """
-        self._met.wait(SEND_S)
+        self._connected.wait(SEND_S)
         connection = self._connection
         if connection is not None:
             with suppress(OSError):
                 connection.sendall(frame(answer))
 
     def carry_out(self, call: Call, method: Callable[..., Any]) -> None:
-        """Do what a call asks for and answer it."""
+        """Run `method` with the call's arguments and send the answer."""
         try:
             answer = Answer(call.number, method(*call.arguments))
-        except Exception as error:  # whatever it is, the engine's process is told, and decides
+        except Exception as error:  # whatever it is, the engine's process decides what follows
             answer = Answer(call.number, error=f"{call.method}: {type(error).__name__}: {error}")
         self.answer(answer)
 
@@ -84,9 +87,9 @@ class RankRpcServer:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_S, 0))
             with connection, suppress(OSError, msgspec.MsgspecError):
                 self._connection = connection
-                self._met.set()
-                while head := _exactly(connection, 4):
-                    body = _exactly(connection, _length(head))
+                self._connected.set()
+                while head := _receive_exactly(connection, 4):
+                    body = _receive_exactly(connection, _body_length(head))
                     self._arrived(msgspec.msgpack.decode(body, type=Call))
             self._connection = None
 
@@ -94,60 +97,84 @@ class RankRpcServer:
 class RankRpcClient:
     """The engine's end: one connection to each rank."""
 
-    def __init__(self, on_lost: Callable[[], None]) -> None:
-        """`on_lost` is called once, when a rank's connection ends that was not closed here."""
+    def __init__(self, engine: str, on_lost: Callable[[], None]) -> None:
+        """Create a client that is not connected.
+
+        Args:
+            engine: the engine's name, in errors.
+            on_lost: called once, when a rank's connection ends that was not closed here.
+        """
+        self._engine = engine
         self._on_lost: Callable[[], None] | None = on_lost
         self._numbers = itertools.count()
-        self._lines: list[_Connection] = []
+        self._connections: list[_Connection] = []
 
     async def connect(self, paths: Sequence[Path]) -> None:
-        """Connect to every rank's socket. Raises EngineError if one is not there."""
+        """Connect to every rank's socket.
+
+        Raises:
+            EngineError: if a rank does not listen.
+        """
         loop = asyncio.get_running_loop()
         for path in paths:
             try:
-                _, line = await loop.create_unix_connection(lambda: _Connection(self._lost), str(path))
+                _, connection = await loop.create_unix_connection(lambda: _Connection(self._lost), str(path))
             except OSError as error:
                 raise EngineError(f"no answer at {path}: {error}") from error
-            self._lines.append(line)
+            self._connections.append(connection)
 
     async def call(self, method: str, *arguments: Any) -> list[Any]:
-        """The answers of all ranks to a call that rank 0 passes on. A cancelled call is carried out all the
-        same.
+        """Send a call to rank 0, which passes it on, and return the answers of all ranks.
+
+        The ranks carry out a cancelled call nevertheless.
 
         Raises:
-            EngineError: a rank could not do it, or is gone.
+            EngineError: if a rank refuses, has ended, or does not answer within `CALL_TIMEOUT_S`.
         """
-        return await self._answers(self._lines[:1], method, arguments)
+        return await self._call(self._connections[:1], method, arguments)
 
     async def call_each(self, method: str, *arguments: Any) -> list[Any]:
-        """The same of a call that goes to every rank."""
-        return await self._answers(self._lines, method, arguments)
-
-    async def _answers(
-        self, asked: Sequence["_Connection"], method: str, arguments: Sequence[Any]
-    ) -> list[Any]:
-        if not asked:
-            raise EngineError("not connected")
-        number = next(self._numbers)
-        waiting = [line.expect(number) for line in self._lines]
-        try:
-            for line in asked:
-                line.send(Call(number, method, list(arguments)))
-            answers = [await future for future in waiting]
-        finally:
-            for line in self._lines:
-                line.forget(number)
-        for rank, answer in enumerate(answers):
-            if answer.error:
-                raise EngineError(f"rank {rank}: {answer.error}")
-        return [answer.value for answer in answers]
+        """Send a call to every rank and return their answers; otherwise as `call`."""
+        return await self._call(self._connections, method, arguments)
 
     def close(self) -> None:
         """Close all connections."""
         self._on_lost = None
-        for line in self._lines:
-            line.close()
-        self._lines = []
+        for connection in self._connections:
+            connection.close()
+        self._connections = []
+
+    async def _call(
+        self, receivers: Sequence["_Connection"], method: str, arguments: Sequence[Any]
+    ) -> list[Any]:
+        try:
+            async with asyncio.timeout(CALL_TIMEOUT_S):
+                return await self._answers(receivers, method, arguments)
+        except TimeoutError:
+            raise EngineError(
+                f"engine {self._engine}: no answer to {method} within {CALL_TIMEOUT_S:g} s"
+            ) from None
+        except EngineError as error:
+            raise EngineError(f"engine {self._engine}: {error}") from error
+
+    async def _answers(
+        self, receivers: Sequence["_Connection"], method: str, arguments: Sequence[Any]
+    ) -> list[Any]:
+        if not receivers:
+            raise EngineError("not connected")
+        number = next(self._numbers)
+        waiting = [connection.expect(number) for connection in self._connections]
+        try:
+            for connection in receivers:
+                connection.send(Call(number, method, list(arguments)))
+            answers = [await future for future in waiting]
+        finally:
+            for connection in self._connections:
+                connection.forget(number)
+        for rank, answer in enumerate(answers):
+            if answer.error:
+                raise EngineError(f"rank {rank}: {answer.error}")
+        return [answer.value for answer in answers]
 
     def _lost(self) -> None:
         on_lost, self._on_lost = self._on_lost, None
@@ -156,7 +183,7 @@ class RankRpcClient:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection: frames in, futures out."""
+    """Connection to one rank: decodes frames and resolves the futures of their calls."""
 
     def __init__(self, lost: Callable[[], None]) -> None:
         self._lost = lost
@@ -165,12 +192,12 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport does not subclass it
 
     def data_received(self, data: bytes) -> None:
         self._data += data
         try:
-            while len(self._data) >= 4 and len(self._data) >= (end := 4 + _length(self._data[:4])):
+            while len(self._data) >= 4 and len(self._data) >= (end := 4 + _body_length(self._data[:4])):
                 answer = msgspec.msgpack.decode(self._data[4:end], type=Answer)
                 del self._data[:end]
                 future = self._waiting.get(answer.number)
@@ -183,50 +210,54 @@ class _Connection(asyncio.Protocol):
         self._transport = None
         for future in self._waiting.values():
             if not future.done():
-                future.set_exception(EngineError("the rank's process is gone"))
+                future.set_exception(EngineError("the rank's process has ended"))
         self._lost()
 
     def expect(self, number: int) -> "asyncio.Future[Answer]":
+        """Return a future of the answer to call `number`."""
         future = self._waiting[number] = asyncio.get_running_loop().create_future()
         if self._transport is None:
-            future.set_exception(EngineError("the rank's process is gone"))
+            future.set_exception(EngineError("the rank's process has ended"))
         return future
 
     def forget(self, number: int) -> None:
+        """Drop the future of call `number`; a late answer is ignored."""
         future = self._waiting.pop(number)
         if future.done() and not future.cancelled():
-            future.exception()  # raised already, or of no interest any more
+            future.exception()  # marks it as retrieved: it was raised already, or nobody needs it
         future.cancel()
 
     def send(self, call: Call) -> None:
+        """Send a call, if the rank is still connected."""
         if self._transport is not None:
             self._transport.write(frame(call))
 
     def close(self) -> None:
+        """Close the connection."""
         if self._transport is not None:
             self._transport.close()
 
 
 def frame(message: Call | Answer) -> bytes:
-    """A message as it goes over the socket."""
+    """Encode a message as it is sent over the socket."""
     body = msgspec.msgpack.encode(message)
     return len(body).to_bytes(4, "big") + body
 
 
 def socket_path(directory: Path, rank: int) -> Path:
-    """Where a rank listens."""
+    """Return the path of the socket at which a rank listens."""
     return directory / f"rank{rank}.sock"
 
 
-def _length(head: bytes | bytearray) -> int:
+def _body_length(head: bytes | bytearray) -> int:
     length = int.from_bytes(head, "big")
     if length > MAX_FRAME:
         raise OSError(f"a frame of {length} bytes")
     return length
 
 
-def _exactly(connection: socket.socket, count: int) -> bytes:
-    """`count` bytes; none at the end of the stream."""
+def _receive_exactly(connection: socket.socket, count: int) -> bytes:
+    """Receive `count` bytes; none at the end of the stream."""
     data = b""
     while len(data) < count:
         part = connection.recv(min(count - len(data), 1 << 20))

@@ -1,44 +1,50 @@
-"""Which version sampled which token, written down where it happens: at the scheduler's step, in the process
-of the model."""
+"""Records, at each scheduler step, which weight version samples each token; runs in the model's process."""
 
 from collections import OrderedDict
 from collections.abc import Iterable
 
 FINISHED_KEPT = 4096
-"""Finished requests whose marks can still be asked for."""
+"""Finished requests whose marks can still be read."""
 
 
 class TokenVersions:
-    """For every request the marks (first token, version), a new one at its first step after each change of
-    weights."""
+    """Marks (first token, version) of every request.
+
+    A request gets a new mark at its first step after each change of weights.
+    """
 
     def __init__(self, version: int) -> None:
         self._version = version
         self._change = 0
-        self._alive: dict[str, tuple[int, list[tuple[int, int]]]] = {}
+        self._running: dict[str, tuple[int, list[tuple[int, int]]]] = {}
+        """Request id -> (change at its latest mark, its marks)."""
         self._finished: OrderedDict[str, list[tuple[int, int]]] = OrderedDict()
 
     def switch(self, version: int) -> None:
-        """From the next step on tokens are sampled under `version`."""
+        """Count tokens from the next step on as sampled under `version`."""
         self._version = version
         self._change += 1
 
     def step(self, scheduled: Iterable[tuple[str, int]], finished: Iterable[str] = ()) -> None:
-        """A step begins. `scheduled`: requests and how many tokens each has so far; `finished`: requests that
-        ended before it."""
+        """Record the beginning of a step.
+
+        Args:
+            scheduled: (request id, tokens that it has generated so far).
+            finished: ids of requests that ended before this step.
+        """
         for request_id in finished:
-            ended = self._alive.pop(request_id, None)
+            ended = self._running.pop(request_id, None)
             if ended is not None:
                 self._finished[request_id] = ended[1]
         while len(self._finished) > FINISHED_KEPT:
             self._finished.popitem(last=False)
         for request_id, tokens in scheduled:
-            change, marks = self._alive.get(request_id, (-1, []))
+            change, marks = self._running.get(request_id, (-1, []))
             if change != self._change:
                 marks.append((tokens, self._version))
-                self._alive[request_id] = (self._change, marks)
+                self._running[request_id] = (self._change, marks)
 
     def of(self, request_id: str) -> list[tuple[int, int]]:
-        """Marks of a request; empty if it was never scheduled or ended too long ago."""
-        alive = self._alive.get(request_id)
-        return list(alive[1] if alive else self._finished.get(request_id, ()))
+        """Return the marks of a request; none if it was never scheduled or ended too long ago."""
+        running = self._running.get(request_id)
+        return list(running[1] if running else self._finished.get(request_id, ()))

@@ -1,8 +1,8 @@
-"""SGLang behind our interface: its server is a child process, our part in it is `sglang_plugin.py`.
+"""Serves with SGLang: its server is a child process, with our `plugin.py` in its schedulers.
 
-Requests go to the server over HTTP on loopback, tokens in and tokens out. Weights are staged beside the live
-ones while requests are decoded and committed between two steps on all ranks. Needs no SGLang in this process:
-`engine.python` names the interpreter that has it.
+Requests are sent to the server over HTTP on loopback, tokens in and tokens out. Weights are staged beside the
+live ones while requests are decoded, and committed between two steps on all ranks. This process needs no
+SGLang: `engine.python` names the interpreter that has it.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from protocol.errors import EngineError, Unsupported
 from protocol.messages import WeightManifest
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig, adapter_shapes, adapter_targets
 from rollout.engines.base import Capabilities, Completion, EngineConfig, KvPolicy, Request, Sampling
-from rollout.engines.multi_process.engine import ABORTED, CALL_TIMEOUT_S, MultiProcessEngine
+from rollout.engines.multi_process.engine import ABORTED, MultiProcessEngine
 from rollout.engines.multi_process.rank_rpc import RankRpcClient, socket_path
 from rollout.engines.requests import check_request
 from rollout.engines.sglang.launch import SglangServer, check_model
@@ -31,7 +31,8 @@ from rollout.weights.registry import RECEIVERS
 
 ABORT_S = 5.0
 """How long an abort is repeated: one that overtakes its request in SGLang's own queues is lost."""
-ABORT_AGAIN_S = 0.05
+ABORT_INTERVAL_S = 0.05
+"""Time between two repetitions."""
 
 
 class SglangEngine(MultiProcessEngine):
@@ -40,18 +41,17 @@ class SglangEngine(MultiProcessEngine):
     def __init__(
         self, config: EngineConfig, model_dir: Path, incarnation: str, lora: LoraConfig = NO_ADAPTERS
     ) -> None:
-        super().__init__(config, model_dir, incarnation)
+        self._server = SglangServer(config, model_dir, incarnation, lora)
+        self._ranks = RankRpcClient(incarnation, on_lost=self._server.kill)
+        super().__init__(config, model_dir, incarnation, call=self._ranks.call, call_anytime=self._ranks.call)
         self.capabilities = Capabilities(
             seeds=False, transports=frozenset(RECEIVERS), lora=True, sleep=config.enable_sleep_mode
         )
         self._lora = lora
         self._vocab = 0
-        # none of the ids that SGLang knows is the beginning of another: it aborts by prefix
+        # SGLang aborts by prefix: with a number in front no request id is the beginning of another
         self._numbers = itertools.count()
-        self._server = SglangServer(config, model_dir, incarnation, lora)
-        self._ranks = RankRpcClient(on_lost=self._server.kill)
         self._http: aiohttp.ClientSession | None = None
-        self._closed = False
 
     async def start(self) -> None:
         self._http = new_session(self._server.key)
@@ -66,7 +66,8 @@ class SglangEngine(MultiProcessEngine):
             ready = True
         except TimeoutError:
             raise EngineError(
-                f"engine {self._name}: SGLang not ready within {self._config.start_timeout_s:g} s: {self._server.last_words()}"
+                f"engine {self._name}: SGLang not ready within {self._config.start_timeout_s:g} s: "
+                f"{self._server.log_tail()}"
             ) from None
         finally:
             if not ready:
@@ -78,10 +79,12 @@ class SglangEngine(MultiProcessEngine):
             request, vocab_size=self._vocab, max_model_len=self._config.max_model_len, running=self._running
         )
         if request.sampling.seed is not None:
-            raise Unsupported(f"request {request.id}: engine sglang has no seeds of single requests")
+            raise Unsupported(
+                f"request {request.id}: engine sglang does not support seeds of single requests"
+            )
         self._running[request.id] = name = f"{next(self._numbers)}:{request.id}"
         try:
-            if not await self._admitted(request.id):
+            if not await self._gate.admitted(request.id):
                 return ABORTED
             answer = await self._complete(request, name)
         except asyncio.CancelledError:
@@ -95,15 +98,14 @@ class SglangEngine(MultiProcessEngine):
         return completion_of(request, answer)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        self._abort_waiting(request_ids)
+        self._gate.abort(request_ids)
         names = {self._running[i] for i in request_ids if i in self._running}
         with suppress(TimeoutError):
             async with asyncio.timeout(ABORT_S):
                 while names:
-                    await self._call(
-                        "abort", sorted(names)
-                    )  # past the server's process, which may lag behind the scheduler
-                    await asyncio.sleep(ABORT_AGAIN_S)
+                    # not through the server's process, which may lag behind the scheduler
+                    await self._call("abort", sorted(names))
+                    await asyncio.sleep(ABORT_INTERVAL_S)
                     names &= set(self._running.values())
 
     async def pause(self) -> None:
@@ -116,39 +118,48 @@ class SglangEngine(MultiProcessEngine):
         async with self._updating:
             await self._call("resume")
 
+    async def commit(self, manifest: WeightManifest) -> float:
+        async with self._committing(manifest):
+            with self._weights.commit(manifest):
+                ranks = await self._staging.commit(manifest)
+        return float(max(rank["copy_ms"] for rank in ranks))
+
+    async def sleep(self) -> None:
+        await self._release_memory(self._staging.sleep)
+
     async def check(self) -> None:
-        if self._poisoned:
-            raise EngineError(f"engine {self._name} is poisoned: {self._poisoned}")
-        if self._http is None or self._closed:
-            raise EngineError(f"engine {self._name} is {'closed' if self._closed else 'not started'}")
+        await super().check()
+        if self._http is None:
+            raise EngineError(f"engine {self._name} is not started")
         self._server.check()
 
     async def close(self) -> None:
         self._closed = True
-        self._wake_waiting()
+        self._gate.notify()
         self._ranks.close()
         await self._server.stop()
         if self._http is not None:
             await self._http.close()
 
     async def _install(self, model: dict[str, Any]) -> None:
+        """Connect to the ranks and install our part in them."""
         self._vocab = int(model.get("vocab_size") or 0)
         paths = [
             socket_path(self._server.directory, rank) for rank in range(self._config.tensor_parallel_size)
         ]
         if not all(path.exists() for path in paths):
             raise EngineError(
-                f"engine {self._name}: SGLang did not load tether's plug-in: {self._server.last_words()}"
+                f"engine {self._name}: SGLang did not load tether's plug-in: {self._server.log_tail()}"
             )
         await self._ranks.connect(paths)
         shapes = await asyncio.to_thread(checkpoint_shapes, self._model_dir)
         if self._lora.rank:
-            whole = {name: tuple(shape) for name, shape in shapes.items()}
+            full = {name: tuple(shape) for name, shape in shapes.items()}
             shapes = {
                 name: list(shape)
-                for name, shape in adapter_shapes(adapter_targets(whole, self._lora), self._lora.rank).items()
+                for name, shape in adapter_shapes(adapter_targets(full, self._lora), self._lora.rank).items()
             }
-        terms = RankSettings(
+        settings = RankSettings(
             architecture=next(iter(model.get("architectures") or ()), ""),
             adapter=bool(self._lora.rank),
             recompute=self._config.kv is KvPolicy.RECOMPUTE,
@@ -156,28 +167,17 @@ class SglangEngine(MultiProcessEngine):
             staging_mb=self._config.staging_mb,
         )
         try:
-            await self._call("install", shapes, msgspec.to_builtins(terms))
+            await self._call("install", shapes, msgspec.to_builtins(settings))
         except EngineError as error:
             raise EngineError(f"{self._model_dir} cannot be updated in place: {error}") from error
 
-    async def _call(self, method: str, *arguments: Any) -> list[Any]:
-        """The answers of all ranks, given between two steps."""
-        try:
-            async with asyncio.timeout(CALL_TIMEOUT_S):
-                return await self._ranks.call(method, *arguments)
-        except TimeoutError:
-            raise EngineError(
-                f"engine {self._name}: no answer to {method} within {CALL_TIMEOUT_S:g} s"
-            ) from None
-        except EngineError as error:
-            raise EngineError(f"engine {self._name}: {error}") from error
-
     async def _complete(self, request: Request, name: str) -> dict[str, Any]:
+        """Return SGLang's answer to one request, which SGLang knows by `name`."""
         sampling = request.sampling
         body = {
             "rid": name,
             "input_ids": list(request.prompt),
-            "extra_key": f"{self._served.epoch}/{self._served.version}/{self._changes}",
+            "extra_key": self._weights.cache_key,
             "return_logprob": True,
             "lora_path": NAME if self._lora.rank else None,
             "sampling_params": {
@@ -194,30 +194,32 @@ class SglangEngine(MultiProcessEngine):
             raise EngineError(f"request {request.id}: {error}") from error
 
     async def _post(self, path: str, body: dict[str, Any]) -> Any:
-        """A request to the server. Raises EngineError with its words, or if it is gone."""
+        """Send a request to the server and return its answer.
+
+        Raises:
+            EngineError: with the server's message, or if it does not answer.
+        """
         if self._http is None:
             raise EngineError(f"engine {self._name} is not started")
         try:
             async with self._http.post(f"{self._server.url}/{path}", json=body) as response:
                 answer = await response.read()
                 if response.status != 200:
-                    raise EngineError(
-                        f"SGLang refuses with {response.status}: {answer[:500].decode(errors='replace')}"
-                    )
+                    reason = answer[:500].decode(errors="replace")
+                    raise EngineError(f"SGLang answers with status {response.status}: {reason}")
         except (aiohttp.ClientError, RuntimeError) as error:
             raise EngineError(f"SGLang's server does not answer: {error!r}") from error
         return msgspec.json.decode(answer) if answer else None
 
-    async def _commit(self, manifest: WeightManifest) -> float:
-        return float(max(rank["copy_ms"] for rank in await self._apply(manifest)))
-
 
 def new_session(key: str) -> aiohttp.ClientSession:
-    """For requests to the server that has this key. No limits: the engine bounds what runs, and a request
-    takes as long as it takes."""
+    """Create an HTTP session for the server that has this key.
+
+    It has no limits: the engine bounds the number of requests, and each may take as long as it needs.
+    """
     return aiohttp.ClientSession(
-        # a connection that is kept may be closed by the server, which is idle for seconds at most, when the
-        # next request is on it
+        # the server closes a connection that was idle for a few seconds, possibly while the next request is
+        # on its way over it: so none is kept
         connector=aiohttp.TCPConnector(limit=0, force_close=True),
         timeout=aiohttp.ClientTimeout(total=None),
         headers={"Authorization": f"Bearer {key}"},
@@ -225,7 +227,7 @@ def new_session(key: str) -> aiohttp.ClientSession:
 
 
 def completion_of(request: Request, answer: dict[str, Any]) -> Completion:
-    """What SGLang's answer to /generate says.
+    """Decode SGLang's answer to /generate.
 
     Raises:
         EngineError: if it lacks log-probabilities or versions for a token.
@@ -235,14 +237,14 @@ def completion_of(request: Request, answer: dict[str, Any]) -> Completion:
     versions = meta.get(VERSIONS) or ()
     if not len(tokens) == len(logprobs) == len(versions) or None in versions:
         raise EngineError(
-            f"request {request.id}: {len(tokens)} tokens, {len(logprobs)} log-probabilities, versions {versions}"
+            f"request {request.id}: {len(tokens)} tokens, {len(logprobs)} log-probabilities, "
+            f"versions {versions}"
         )
     runs = [(version, len(list(same))) for version, same in itertools.groupby(versions)]
     spans = tuple(
         zip(itertools.accumulate(count for _, count in runs), (version for version, _ in runs), strict=True)
     )
-    if (
-        request.sampling.temperature and request.sampling.top_k == 1
-    ):  # SGLang decodes it as greedy: the one token has probability 1
+    # SGLang decodes top_k 1 as greedy: the only token has probability 1
+    if request.sampling.temperature and request.sampling.top_k == 1:
         logprobs = (0.0,) * len(tokens)
     return Completion(tokens, logprobs, spans, str(meta["finish_reason"]["type"]))

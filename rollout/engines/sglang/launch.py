@@ -1,4 +1,4 @@
-"""Starting SGLang's server: its command, its environment, the entry point of our plug-in, and its process."""
+"""Starts and stops SGLang's server: command, environment, entry point of our plug-in, processes."""
 
 import asyncio
 import os
@@ -29,23 +29,23 @@ from rollout.engines.sglang.memory import check_memory_saver
 from rollout.engines.sglang.plugin import DIRECTORY
 
 SPARE_TOKENS = 8
-"""SGLang keeps a few positions of a context for itself, and shortens what would need them."""
+"""Positions of a context that SGLang reserves; it shortens requests that would need them."""
 ENTRY_POINT = "[sglang.srt.plugins]\ntether = rollout.engines.sglang.plugin:load\n"
 METADATA = "Metadata-Version: 2.1\nName: tether-sglang-plugin\nVersion: 1\n"
 LONGEST_TMPDIR = 70
 """Characters; a socket's path may have 107 on Linux, and SGLang makes some of its own in our directory."""
 HIGHEST_PORT = 55535
-"""SGLang 0.5.15 adds 10000 for a server that it does not start, and ends if that is no port."""
+"""SGLang 0.5.15 adds 10000 for a server that it does not start, and exits if the sum is no valid port."""
 PORT_TRIES = 100
 POLL_S = 0.1
 EXIT_GRACE_S = 5.0
-"""For the server's processes to be gone after they were killed."""
-LAST_WORDS = 600
+"""For the server's processes to end after they were killed."""
+LOG_TAIL = 600
 """Characters of the server's log that an error quotes."""
 
 
 class SglangServer:
-    """One server with its processes, in a session of their own, and their directory."""
+    """One server with its processes, which form a process group of their own, and their directory."""
 
     def __init__(
         self, config: EngineConfig, model_dir: Path, incarnation: str, lora: LoraConfig = NO_ADAPTERS
@@ -58,17 +58,22 @@ class SglangServer:
         self.directory = Path()
         self.url = ""
         self.key = secrets.token_hex(16)
-        """What requests must show: others on this host could load other weights."""
+        """API key of requests: without it others on this host could load other weights."""
 
     async def start(self, session: aiohttp.ClientSession) -> None:
-        """Returns when it answers. Raises EngineError, with its last words, if it ends before."""
+        """Start the server and return when it answers.
+
+        Raises:
+            EngineError: with the end of its log, if it ends before.
+        """
         if len(tempfile.gettempdir()) > LONGEST_TMPDIR:
             raise EngineError(
-                f"TMPDIR {tempfile.gettempdir()} is too long for the names of sockets in it: at most {LONGEST_TMPDIR} characters"
+                f"TMPDIR {tempfile.gettempdir()} is too long for the names of sockets in it: "
+                f"at most {LONGEST_TMPDIR} characters"
             )
         self.directory = Path(tempfile.mkdtemp(prefix="tether-sglang-"))
         _write_entry_point(self.directory)
-        secret = self.directory / "server.yaml"  # a command line can be read by everybody
+        secret = self.directory / "server.yaml"  # every user can read a command line
         secret.write_text(f"api-key: {self.key}\n")
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
@@ -98,34 +103,36 @@ class SglangServer:
             await asyncio.sleep(POLL_S)
 
     def check(self) -> None:
-        """Raises EngineError if the server has ended."""
+        """Raise EngineError if the server has ended."""
         code = self._process.returncode if self._process is not None else None
         if code is not None:
-            raise EngineError(f"SGLang's server ended with code {code}: {self.last_words()}")
+            raise EngineError(f"SGLang's server ended with code {code}: {self.log_tail()}")
 
-    def last_words(self) -> str:
-        """The end of the server's log, in one line."""
+    def log_tail(self) -> str:
+        """Return the end of the server's log, in one line."""
         with suppress(OSError):
             lines = (self.directory / "log").read_text(errors="replace").splitlines()
-            return " / ".join(line.strip() for line in lines[-8:])[-LAST_WORDS:]
+            return " / ".join(line.strip() for line in lines[-8:])[-LOG_TAIL:]
         return "no log"
 
     def kill(self) -> None:
-        """End all of its processes at once; Python's tracker of named semaphores then removes those and ends
-        by itself."""
+        """Kill all of its processes at once, but for Python's resource tracker.
+
+        The tracker then removes the named semaphores and ends by itself.
+        """
         for process in self._group():
             with suppress(psutil.Error):
                 if not any("resource_tracker" in word for word in process.cmdline()):
                     process.kill()
 
     async def stop(self) -> None:
-        """End all of its processes and remove what they left."""
+        """End all of its processes and remove the files that they leave behind."""
         self.kill()
         if self._process is not None:
             try:
                 async with asyncio.timeout(EXIT_GRACE_S):
                     await self._process.wait()
-                    await _group_gone(self._process.pid)
+                    await _group_ended(self._process.pid)
             except TimeoutError:
                 with suppress(ProcessLookupError):
                     os.killpg(self._process.pid, signal.SIGKILL)
@@ -150,7 +157,7 @@ class SglangServer:
 
 
 def server_command(config: EngineConfig, model_dir: Path, incarnation: str, port: int) -> list[str]:
-    """The command line of SGLang's server."""
+    """Return the command line of SGLang's server."""
     on_gpu = torch.cuda.is_available()
     values: dict[str, Any] = {
         "model-path": model_dir,
@@ -162,8 +169,8 @@ def server_command(config: EngineConfig, model_dir: Path, incarnation: str, port
         "host": "127.0.0.1",
         "port": port,
         "log-level": "warning",
-        # what top-k and top-p drop is out of the logits before SGLang samples: the others have nothing to do
-        # better
+        # our plug-in removes what top-k and top-p drop from the logits before SGLang samples, so that its
+        # faster backends would gain nothing
         "sampling-backend": "pytorch",
         # engines with one seed would sample the same completions
         "random-seed": xxhash.xxh3_64_intdigest(incarnation.encode()) % 2**31,
@@ -193,8 +200,8 @@ def server_command(config: EngineConfig, model_dir: Path, incarnation: str, port
 
 
 def adapter_options(directory: Path) -> list[str]:
-    """What the command has besides where an adapter is trained: it has the only slot."""
-    # the base weights come with no version, so SGLang keeps them in host memory while the engine sleeps
+    """Return the options that the command has besides if an adapter is trained, which has the only slot."""
+    # no version brings the base weights, so SGLang keeps them in host memory while the engine sleeps
     kernels = (
         ["--enable-weights-cpu-backup"] if torch.cuda.is_available() else ["--lora-backend=torch_native"]
     )
@@ -202,8 +209,10 @@ def adapter_options(directory: Path) -> list[str]:
 
 
 def server_environment(config: EngineConfig, directory: Path) -> dict[str, str]:
-    """Ours, with what makes SGLang find our plug-in and leave nothing elsewhere; `engine.environment` comes
-    last."""
+    """Return the server's environment: this process's, without our settings, and what the plug-in needs.
+
+    SGLang finds our plug-in by it, and keeps its files in `directory`. `engine.environment` comes last.
+    """
     given = dict(config.environment)
     here = Path(rollout.__file__).parents[1]
     path = [str(directory), str(here), given.pop("PYTHONPATH", ""), os.environ.get("PYTHONPATH", "")]
@@ -226,7 +235,7 @@ def server_environment(config: EngineConfig, directory: Path) -> dict[str, str]:
 
 
 def kv_tokens(config: EngineConfig, model: dict[str, Any]) -> int:
-    """Tokens whose keys and values fit into `kv_cache_mb`.
+    """Return how many tokens' keys and values fit into `kv_cache_mb`.
 
     Raises:
         EngineError: if that is less than one request may have.
@@ -245,7 +254,7 @@ def kv_tokens(config: EngineConfig, model: dict[str, Any]) -> int:
 
 
 def check_model(config: EngineConfig, model_dir: Path, lora: LoraConfig = NO_ADAPTERS) -> dict[str, Any]:
-    """Find what would otherwise fail late or in another process. Returns the model's config.
+    """Return the model's config, after checks of what would fail late or in another process.
 
     Raises:
         EngineError: naming the culprit.
@@ -261,7 +270,7 @@ def check_model(config: EngineConfig, model_dir: Path, lora: LoraConfig = NO_ADA
 
 
 def _write_entry_point(directory: Path) -> None:
-    """What pip would install: SGLang's interpreter need not have this project installed."""
+    """Write what pip would install: SGLang's interpreter need not have this project installed."""
     info = directory / "tether_sglang_plugin-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(METADATA)
@@ -269,7 +278,7 @@ def _write_entry_point(directory: Path) -> None:
 
 
 def free_port() -> int:
-    """A port that is free now, and no higher than `HIGHEST_PORT` if the system has such."""
+    """Return a port that is free now, and at most `HIGHEST_PORT` if the system offers one."""
     for _ in range(PORT_TRIES):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -287,8 +296,8 @@ async def _answers(session: aiohttp.ClientSession, url: str) -> bool:
         return False
 
 
-async def _group_gone(group: int) -> None:
-    """Returns when no process of the group is left."""
+async def _group_ended(group: int) -> None:
+    """Wait until no process of the group is left."""
     with suppress(ProcessLookupError):
         while True:
             os.killpg(group, 0)

@@ -1,9 +1,9 @@
-"""Adapters in SGLang: one of them, in the one slot there is, trained on in place.
+"""Updates the one LoRA adapter of SGLang's only slot in place.
 
 SGLang loads an adapter once and copies it into tensors that its kernels read. An update stages and commits
 these tensors, as it does parameters without adapters; SGLang itself must never load or move the adapter
-again. Where each element ends up is found by sending numbers instead of weights through SGLang's own loader:
-it stacks, cuts and fills up what it loads, and differently for each layer.
+again. Where each element ends up is found by sending numbers instead of weights through SGLang's own loader,
+which stacks, cuts and pads what it loads, differently for each layer.
 """
 
 import json
@@ -23,24 +23,28 @@ from rollout.staging.loader_trace import Copy, Recorder, StagingPlan, Window
 NAME = "policy"
 SLOT = 0
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Layers that SGLang makes one of: it loads adapters of all of them or of none."""
+"""Modules that SGLang fuses into one layer: it loads adapters of all of them or of none."""
 NOTHING = 0
-"""Number of an element that no tensor brings."""
+"""Number of an element that no tensor of a version brings."""
 
 
 def first_adapter(
     directory: Path, shapes: Mapping[str, tuple[int, ...]], lora: LoraConfig, dtype: str
 ) -> None:
-    """Write an adapter that changes nothing into a new directory. Its alpha is its rank: what is published
-    later has the scaling in it.
+    """Write an adapter that changes nothing into a new directory.
+
+    Its alpha is its rank, because what is published later includes the scaling.
 
     Args:
-        shapes: of the model's tensors.
+        directory: is created.
+        shapes: shapes of the model's tensors, by checkpoint name.
+        lora: the adapter that versions bring; modules that SGLang fuses with its own are added.
+        dtype: dtype of the tensors.
     """
-    whole = LoraConfig(lora.rank, lora.alpha, _with_fused(lora.target_modules, shapes))
+    fused = LoraConfig(lora.rank, lora.alpha, _with_fused(lora.target_modules, shapes))
     tensors = {
         name: torch.zeros(shape, dtype=getattr(torch, dtype))
-        for name, shape in adapter_shapes(adapter_targets(shapes, whole), lora.rank).items()
+        for name, shape in adapter_shapes(adapter_targets(shapes, fused), lora.rank).items()
     }
     directory.mkdir()
     safetensors.torch.save_file(tensors, directory / "adapter_model.safetensors")
@@ -48,28 +52,30 @@ def first_adapter(
         "peft_type": "LORA",
         "r": lora.rank,
         "lora_alpha": lora.rank,
-        "target_modules": list(whole.target_modules),
+        "target_modules": list(fused.target_modules),
         "bias": "none",
     }
     (directory / "adapter_config.json").write_text(json.dumps(config))
 
 
 def trace_adapter(manager: Any, shapes: Mapping[str, tuple[int, ...]], staging_mb: int) -> StagingPlan:
-    """A plan for the tensors that the adapter's slot consists of. Loads the first adapter, and forbids SGLang
-    to do so again.
+    """Plan the staging of the tensors of the adapter's slot.
+
+    Loads the first adapter, and forbids SGLang to load or drop one again.
 
     Args:
-        manager: SGLang's, of a model that has the first adapter.
-        shapes: of the adapter's tensors that versions bring.
+        manager: SGLang's LoRAManager, of a model that has the first adapter.
+        shapes: shapes of the adapter's tensors that versions bring, by name.
+        staging_mb: see `EngineConfig`.
 
     Raises:
-        EngineError: if SGLang has no place for a tensor, or rearranges one in a way that cannot be followed.
+        EngineError: if SGLang has no place for a tensor, or rearranges one in a way that cannot be traced.
     """
     (uid,) = manager.loras
     manager.fetch_new_loras({uid})
     pool = manager.memory_pool
     if pool.buffer_id_to_uid[SLOT] != uid:
-        raise EngineError(f"SGLang holds adapter {pool.buffer_id_to_uid[SLOT]} where ours should be")
+        raise EngineError(f"SGLang holds adapter {pool.buffer_id_to_uid[SLOT]} in the slot of ours")
     numbered = Numbered.of(shapes)
     loaded = _load_numbers(manager, uid, numbered)
     live = {name: tensor for name, tensor in _buffers(pool).items() if loaded[name].any()}
@@ -86,16 +92,17 @@ def trace_adapter(manager: Any, shapes: Mapping[str, tuple[int, ...]], staging_m
 
 @dataclass(frozen=True, slots=True)
 class Numbered:
-    """Tensors whose elements have numbers of their own, one after the other."""
+    """Tensors whose elements are numbered consecutively, to be traced through a loader."""
 
     names: Sequence[str]
     starts: torch.Tensor
     """[N] number of each tensor's first element."""
     tensors: Mapping[str, torch.Tensor]
+    """Name -> numbers of its elements, int64."""
 
     @classmethod
     def of(cls, shapes: Mapping[str, tuple[int, ...]]) -> "Numbered":
-        """Numbers for tensors of these shapes."""
+        """Return numbers for the elements of tensors of these shapes."""
         starts, tensors, number = [], {}, NOTHING + 1
         for name, shape in shapes.items():
             count = int(torch.Size(shape).numel())
@@ -105,13 +112,14 @@ class Numbered:
         return cls(tuple(shapes), torch.tensor(starts), tensors)
 
     def found_in(self, parameter: str, numbers: torch.Tensor) -> tuple[list[Copy], list[Window]]:
-        """The copies that make `numbers` of the tensors, and the rows that nothing is copied to.
+        """Return the copies that produce `numbers` from the tensors, and the rows that nothing is copied to.
 
         Args:
-            numbers: [..., C], dense; what the parameter holds when the tensors were loaded into it.
+            parameter: name of the parameter, in copies and errors.
+            numbers: [..., C], dense; what the parameter holds after the tensors were loaded into it.
 
         Raises:
-            EngineError: if a row is not a piece of one tensor's row.
+            EngineError: if a row is not a contiguous part of one tensor's row.
         """
         rows = numbers.reshape(-1, numbers.shape[-1])
         columns = rows.shape[-1]
@@ -133,12 +141,12 @@ class Numbered:
         return copies, fills
 
     def _owners(self, numbers: torch.Tensor) -> torch.Tensor:
-        """[R] indices of the tensors that have these numbers; -1 for `NOTHING`."""
+        """Return [R] indices of the tensors that have these numbers; -1 for `NOTHING`."""
         return torch.bucketize(numbers.contiguous(), self.starts, right=True) - 1
 
 
 def _runs(numbers: Sequence[int], owners: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Rows of one owner at one distance from each other: (begin, end, distance)."""
+    """Group rows of one owner at equal distances from each other into runs (begin, end, distance)."""
     runs: list[tuple[int, int, int]] = []
     begin = 0
     for end in range(1, len(numbers) + 1):
@@ -153,13 +161,12 @@ def _runs(numbers: Sequence[int], owners: Sequence[int]) -> list[tuple[int, int,
 
 
 def _load_numbers(manager: Any, uid: str, numbered: Numbered) -> dict[str, torch.Tensor]:
-    """What the slot's tensors would hold if the adapter were one of numbers. They themselves are not written
-    to."""
+    """Return what the slot's tensors would hold after loading `numbered`; they themselves are not written."""
     from sglang.srt.lora.lora import LoRAAdapter
 
     pool = manager.memory_pool
-    whole = checkpoint_shapes(Path(manager.lora_refs[uid].lora_path))
-    tensors = {name: numbered.tensors.get(name, torch.full(shape, NOTHING)) for name, shape in whole.items()}
+    shapes = checkpoint_shapes(Path(manager.lora_refs[uid].lora_path))
+    tensors = {name: numbered.tensors.get(name, torch.full(shape, NOTHING)) for name, shape in shapes.items()}
     adapter = LoRAAdapter(
         uid,
         manager.configs[uid],
@@ -196,13 +203,13 @@ def _buffers(pool: Any) -> dict[str, torch.Tensor]:
 
 
 def _with_fused(modules: Sequence[str], shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
-    """The target modules, and those of the model that SGLang makes one layer with them."""
-    there = {name.removesuffix(".weight").rpartition(".")[2] for name in shapes}
-    more = [part for group in FUSED if set(group) & set(modules) for part in group if part in there]
+    """Return the target modules, and those of the model that SGLang fuses with them."""
+    present = {name.removesuffix(".weight").rpartition(".")[2] for name in shapes}
+    more = [part for group in FUSED if set(group) & set(modules) for part in group if part in present]
     return tuple(dict.fromkeys([*modules, *more]))
 
 
 def _refuse(*unused: Any) -> None:
     raise EngineError(
-        "SGLang was about to load or drop an adapter: the one that is trained must stay where it is"
+        "SGLang was about to load or drop an adapter: the one that is trained must stay in its slot"
     )

@@ -1,8 +1,8 @@
-"""The memory of one of SGLang's ranks, given back while the engine sleeps.
+"""Releases the memory of an SGLang rank while the engine sleeps.
 
-SGLang's own release and resume keep what no version brings (buffers, captured graphs) and order the ranks. On
-a GPU its memory saver gives the memory back, and takes it under the same addresses. On a CPU that saver does
-nothing: there the storages themselves are given back.
+SGLang's own release and resume keep what no version brings (buffers, captured graphs) and synchronise the
+ranks. On a GPU its memory saver releases the memory and maps it again at the same addresses. On a CPU that
+saver does nothing: there the storages themselves are released.
 """
 
 import asyncio
@@ -20,37 +20,41 @@ FIND = f"from importlib.util import find_spec; raise SystemExit(find_spec({SAVER
 
 
 class RankMemory:
-    """Parameters and KV cache. Running requests have been put back before they are given back."""
+    """Memory of one rank's parameters and KV cache; released only while no request runs."""
 
-    def __init__(self, scheduler: Any, brought: Iterable[torch.Tensor]) -> None:
-        """`brought`: what every version fills again; on a CPU other parameters wait in host memory.
+    def __init__(self, scheduler: Any, updated: Iterable[torch.Tensor]) -> None:
+        """Find the memory of SGLang's `scheduler`.
+
+        Args:
+            scheduler: SGLang's, with the model loaded.
+            updated: parameters that every version fills again; on a CPU the others are kept in host memory.
 
         Raises:
-            EngineError: on a GPU, if SGLang's memory saver is not at work.
+            EngineError: on a GPU, if SGLang's memory saver is not enabled.
         """
         self._scheduler = scheduler
         self._updater = scheduler.weight_updater
         if torch.cuda.is_available():
             if not self._updater.memory_saver_adapter.enabled:
-                raise EngineError("SGLang's memory saver is not at work: sleep would give nothing back")
+                raise EngineError("SGLang's memory saver is not enabled: sleep would release nothing")
             self._storages = ReleasableMemory([])
             return
         cache = scheduler.token_to_kv_pool_allocator.get_kvcache()
         model = scheduler.tp_worker.model_runner.model
         self._storages = ReleasableMemory(
-            [*brought, *cache.k_buffer, *cache.v_buffer], kept=model.parameters()
+            [*updated, *cache.k_buffer, *cache.v_buffer], kept=model.parameters()
         )
 
-    def give_back(self) -> None:
-        """The KV cache must be empty and no request running."""
+    def release(self) -> None:
+        """Release the memory. The KV cache must be empty, and no request may run."""
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
-        with _queue_aside(self._scheduler):
+        with _without_waiting_queue(self._scheduler):
             self._updater.release_memory_occupation(ReleaseMemoryOccupationReqInput())
         self._storages.release()
 
-    def take_back(self) -> None:
-        """Raises EngineError, or what the memory saver raises, if there is no room."""
+    def restore(self) -> None:
+        """Take the memory again. Raises EngineError, or what the memory saver raises, if there is no room."""
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
         self._storages.restore()
@@ -58,25 +62,28 @@ class RankMemory:
 
 
 def empty_cache(scheduler: Any) -> bool:
-    """Empty the KV cache, with no request running. Returns false if SGLang will not."""
-    with _queue_aside(scheduler):
+    """Empty the KV cache while no request runs; return false if SGLang refuses."""
+    with _without_waiting_queue(scheduler):
         return bool(scheduler.flush_cache(empty_cache=False))
 
 
 async def check_memory_saver(python: str) -> None:
-    """Raises EngineError if SGLang's interpreter lacks what gives memory back on a GPU."""
+    """Raise EngineError if SGLang's interpreter lacks the package that releases memory on a GPU."""
     process = await asyncio.create_subprocess_exec(python, "-c", FIND, stdin=asyncio.subprocess.DEVNULL)
     if await process.wait():
         raise EngineError(
-            f"engine.enable_sleep_mode is true, but {python} has no {SAVER}, by which SGLang gives memory back: "
-            f"install {SAVER.replace('_', '-')} there"
+            f"engine.enable_sleep_mode is true, but {python} has no {SAVER}, by which SGLang releases "
+            f"memory: install {SAVER.replace('_', '-')} there"
         )
 
 
 @contextmanager
-def _queue_aside(scheduler: Any) -> Iterator[None]:
-    """Of requests that wait nothing is in the KV cache, but SGLang 0.5.15 neither empties it nor gives memory
-    back while some do."""
+def _without_waiting_queue(scheduler: Any) -> Iterator[None]:
+    """Hide waiting requests from SGLang during the body.
+
+    Nothing of them is in the KV cache, but SGLang 0.5.15 neither empties it nor releases memory while there
+    are any.
+    """
     waiting, scheduler.waiting_queue = scheduler.waiting_queue, []
     try:
         yield

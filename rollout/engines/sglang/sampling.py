@@ -1,5 +1,4 @@
-"""What our part adds to SGLang's sampler: log-probabilities as sampled, and with every token the version it
-was sampled under."""
+"""Extends SGLang's sampler: log-probabilities as sampled, and the weight version of every token."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,49 +8,57 @@ import torch
 from rollout.engines.sampling import kept_tokens
 
 VERSIONS = "tether_versions"
-"""Key of the answer's meta_info: a version for every token."""
+"""Key of the answer's meta_info: list of the version of each token."""
 CARRIER = "sglang.srt.layers.logits_processor.LogitsProcessorOutput.customized_info"
-"""What SGLang takes there."""
+"""Field of SGLang's sampler output whose values SGLang puts into meta_info."""
 
 
-def as_sampled(
+def sample_with_dropped_tokens_masked(
     forward: Callable[..., Any], sampler: Any, output: Any, info: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Around the sampler, where top-k or top-p is asked for: SGLang's log-probabilities would leave both out.
+    """Run SGLang's sampler so that its log-probabilities account for top-k and top-p, which it leaves out.
 
-    The tokens that cannot be sampled are taken out of the logits first, and what SGLang samples from and
-    reports is the rest. Greedy rows (top_k 1 in SGLang) then have one token left: their log-probabilities in
-    the whole distribution are put in afterwards.
+    The tokens that top-k and top-p drop are masked in the logits first, so SGLang samples from the rest and
+    reports its log-probabilities. Greedy rows (top_k 1 in SGLang) then have one token left: their
+    log-probabilities in the full distribution are filled in afterwards.
+
+    Args:
+        forward: SGLang's `Sampler.forward`.
+        sampler: its `Sampler`.
+        output: its LogitsProcessorOutput, with `next_token_logits` [B, V].
+        info: its SamplingBatchInfo.
+        args: further arguments of `forward`.
+        kwargs: further arguments of `forward`.
+
+    Returns: token ids [B].
     """
     if info.is_all_greedy or not (info.need_top_k_sampling or info.need_top_p_sampling):
         return forward(sampler, output, info, *args, **kwargs)
     logits = output.next_token_logits
-    scores = logits.float() / info.temperatures  # SGLang has greedy rows at 1
+    scores = logits.float() / info.temperatures  # 1 for greedy rows
     kept = kept_tokens(scores, info.top_ks, info.top_ps)
     greedy = info.top_ks == 1
-    best = torch.zeros_like(kept).scatter(
-        -1, logits.argmax(-1, keepdim=True), True
-    )  # one, where several are equal
+    # exactly one token, also where several have the highest logit
+    best = torch.zeros_like(kept).scatter(-1, logits.argmax(-1, keepdim=True), True)
     output.next_token_logits = logits.masked_fill(~torch.where(greedy[:, None], best, kept), -torch.inf)
-    asked = info.need_top_k_sampling, info.need_top_p_sampling
+    requested = info.need_top_k_sampling, info.need_top_p_sampling
     info.need_top_k_sampling = info.need_top_p_sampling = False
     try:
         tokens = forward(sampler, output, info, *args, **kwargs)
     finally:
-        info.need_top_k_sampling, info.need_top_p_sampling = asked
+        info.need_top_k_sampling, info.need_top_p_sampling = requested
     if output.next_token_logprobs is not None:
-        whole = scores.gather(-1, tokens[:, None].long())[:, 0] - scores.logsumexp(-1)
-        output.next_token_logprobs = torch.where(greedy, whole, output.next_token_logprobs)
+        full = scores.gather(-1, tokens[:, None].long())[:, 0] - scores.logsumexp(-1)
+        output.next_token_logprobs = torch.where(greedy, full, output.next_token_logprobs)
     return tokens
 
 
-def with_version(output: Any, version: int) -> None:
-    """Put the version beside the tokens that were sampled: SGLang keeps both together, through retraction and
-    abort.
+def record_version(output: Any, version: int) -> None:
+    """Record the version beside the sampled tokens; SGLang keeps both together on retraction and abort.
 
     Args:
         output: SGLang's LogitsProcessorOutput.
-        version: of the live weights.
+        version: version of the live weights.
     """
     rows = len(output.next_token_logits)
     output.customized_info = {**(output.customized_info or {}), VERSIONS: [version] * rows}

@@ -1,11 +1,12 @@
-"""Starting vLLM: environment, arguments, and what is known about the model before it is loaded."""
+"""Starts and stops vLLM's processes, and calls their ranks: environment, arguments, checks of the model."""
 
+import asyncio
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil  # type: ignore[import-untyped]
 import torch
@@ -15,17 +16,151 @@ from protocol.errors import EngineError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from rollout.engines.base import EngineConfig, Sampling
 from rollout.engines.multi_process.parent_watch import OWNER
+from rollout.engines.multi_process.rank_rpc import CALL_TIMEOUT_S, RankRpcClient, socket_path
 from rollout.engines.requests import check_adapters, check_fits, read_config
 from rollout.engines.vllm.lora import lora_arguments
 
+T = TypeVar("T")
+
+WORKER_EXTENSION = "rollout.engines.vllm.worker.WorkerExtension"
 SHARED_FILES = ("vllm_dist_", "psm_")
+"""How names of vLLM's files in /dev/shm begin."""
 MIN_BATCHED_TOKENS = 2048
 """Tokens that one step may prefill, where `max_model_len` is not more."""
+EXIT_GRACE_S = 1.0
+"""For vLLM's processes to end by themselves."""
+
+
+class VllmProcesses:
+    """One AsyncLLM with its processes, and calls to its ranks that fail at once when a rank has died."""
+
+    def __init__(self, name: str) -> None:
+        """Create nothing yet; `name` is the engine's, in errors."""
+        self.llm: Any = None
+        """AsyncLLM; None before `start` and from `stop` on."""
+        self._name = name
+        self._ranks = RankRpcClient(name, self._on_rank_lost)
+        self._calls: set[asyncio.Timeout] = set()
+        """Limits of the calls that wait for an answer."""
+        self._rank_lost = False
+        """Whether a rank's process has ended."""
+        self._pids: set[int] = set()
+        self._files: set[Path] = set()
+        """Files by which the processes communicate, and which vLLM leaves behind."""
+
+    async def start(self, arguments: dict[str, Any]) -> None:
+        """Start AsyncLLM with these arguments of AsyncEngineArgs; cancelled, it ends what it has started.
+
+        Raises:
+            EngineError: with vLLM's reason.
+        """
+        before = {child.pid for child in multiprocessing.active_children()}
+        launching = asyncio.get_running_loop().run_in_executor(None, launch, arguments)
+        try:
+            self.llm = await asyncio.shield(launching)
+        except asyncio.CancelledError:
+            started = {child.pid for child in multiprocessing.active_children() if child.pid} - before
+            end_processes(started, EXIT_GRACE_S)
+            await asyncio.wait([launching])
+            with suppress(EngineError):
+                self.llm = launching.result()
+            raise
+
+    def add_pids(self, pids: Iterable[int]) -> None:
+        """Note processes of vLLM, which `stop` waits for; this process itself is left out."""
+        self._pids |= set(pids) - {os.getpid()}
+
+    async def connect(self, directory: Path, ranks: int) -> None:
+        """Connect to the ranks' sockets in `directory`."""
+        await self._ranks.connect([socket_path(directory, rank) for rank in range(ranks)])
+
+    def find_shared_files(self) -> None:
+        """Note the files by which vLLM's processes communicate, which `stop` removes."""
+        self._files = shared_files(self._pids)
+
+    async def stop(self, running: Iterable[str]) -> bool:
+        """Abort requests, end all processes, and remove what they leave behind.
+
+        Args:
+            running: vLLM's ids of the requests that run.
+
+        Returns: whether there was anything to stop.
+        """
+        self._ranks.close()
+        llm, self.llm = self.llm, None
+        if llm is None:
+            return False
+        with suppress(Exception):  # an engine process that is dead has ended its requests already
+            await llm.abort(list(running))
+        # vLLM waits long for its workers; with our part in them they need no more than a moment
+        async with asyncio.TaskGroup() as group:
+            group.create_task(asyncio.to_thread(llm.shutdown), name="vllm-shutdown")
+            group.create_task(asyncio.to_thread(end_processes, self._pids, EXIT_GRACE_S), name="vllm-end")
+        for path in self._files:
+            path.unlink(missing_ok=True)
+        end_context(llm)
+        return True
+
+    async def call(self, method: str, *arguments: Any) -> list[Any]:
+        """Return the answers of all ranks to a method of their worker extension, given between two steps."""
+        if self.llm is None:
+            raise EngineError(f"engine {self._name} is closed")
+        found: list[Any] = await self._answer(
+            self.llm.collective_rpc(f"tether_{method}", args=arguments), method
+        )
+        return found
+
+    async def call_anytime(self, method: str, *arguments: Any) -> list[Any]:
+        """Return the answers of all ranks to a call over their sockets, while they go on with their steps."""
+        return await self._ranks.call_each(method, *arguments)
+
+    async def pause_scheduler(self) -> None:
+        """Stop the scheduler between two steps, keeping every running request."""
+        await self._answer(self.llm.engine_core.pause_scheduler_async("keep", False), "pause")
+
+    async def resume_scheduler(self) -> None:
+        """Let the scheduler continue."""
+        await self._answer(self.llm.engine_core.resume_scheduler_async(), "resume")
+
+    async def drop_kv(self) -> None:
+        """Preempt running requests, with their tokens, and empty the KV cache.
+
+        Raises:
+            EngineError: the cache may still be there.
+        """
+        if not await self._answer(
+            self.llm.reset_prefix_cache(reset_running_requests=True), "reset_prefix_cache"
+        ):
+            raise EngineError(f"engine {self._name}: the KV cache could not be dropped")
+
+    async def _answer(self, answer: Awaitable[T], call: str) -> T:
+        """Await vLLM's answer to `call`, at most until one of its processes has ended.
+
+        Raises:
+            EngineError: there was none, or it was an error.
+        """
+        limit = asyncio.timeout(0 if self._rank_lost else CALL_TIMEOUT_S)
+        try:
+            async with limit:
+                self._calls.add(limit)
+                return await answer
+        except TimeoutError:
+            cause = "a rank's process has ended" if self._rank_lost else f"none within {CALL_TIMEOUT_S:g} s"
+            raise EngineError(f"engine {self._name}: no answer to {call}: {cause}") from None
+        except Exception as error:
+            raise EngineError(f"engine {self._name}: {call}: {error!r}") from error
+        finally:
+            self._calls.discard(limit)
+
+    def _on_rank_lost(self) -> None:
+        """End the calls that wait: vLLM reports a dead process only to those that wait for a request."""
+        self._rank_lost = True
+        for limit in self._calls:
+            limit.reschedule(0)
 
 
 def set_environment(config: EngineConfig) -> None:
-    """What vLLM reads from the environment; must come before it is imported, and is passed on to its
-    processes."""
+    """Set what vLLM reads from the environment, before it is imported; its processes inherit it."""
     os.environ.update(
         {
             OWNER: str(os.getpid()),
@@ -51,8 +186,7 @@ def set_environment(config: EngineConfig) -> None:
 
 @contextmanager
 def eager_environment(eager: bool) -> Iterator[None]:
-    """While engine processes are started: on a CPU, keep an eager engine from compiling its sampler for half
-    a minute."""
+    """Keep an eager engine on a CPU from compiling its sampler, for half a minute, while processes start."""
     name = "TORCHDYNAMO_DISABLE"
     before = os.environ.get(name)
     if eager and not torch.cuda.is_available():
@@ -65,12 +199,16 @@ def eager_environment(eager: bool) -> Iterator[None]:
 
 
 def engine_arguments(
-    config: EngineConfig, model_dir: Path, incarnation: str, lora: LoraConfig
+    config: EngineConfig,
+    model_dir: Path,
+    incarnation: str,
+    lora: LoraConfig,
+    worker_extension: str = WORKER_EXTENSION,
 ) -> dict[str, Any]:
-    """Keyword arguments of vLLM's AsyncEngineArgs.
+    """Return the keyword arguments of vLLM's AsyncEngineArgs.
 
     Raises:
-        EngineError: if vLLM does not have adapters of that rank.
+        EngineError: if vLLM has no adapters of that rank.
     """
     on_gpu = torch.cuda.is_available()
     memory = (
@@ -95,7 +233,7 @@ def engine_arguments(
         "enable_prefix_caching": True,
         # with it a token may be in flight at a commit, sampled under weights that its step no longer shows
         "async_scheduling": False,
-        "worker_extension_cls": "rollout.engines.vllm.worker.WorkerExtension",
+        "worker_extension_cls": worker_extension,
         "enable_sleep_mode": config.enable_sleep_mode,
         # engines with one seed would sample the same completions
         "seed": xxhash.xxh3_64_intdigest(incarnation.encode()) % 2**31,
@@ -106,18 +244,20 @@ def engine_arguments(
 
 
 def check_model(config: EngineConfig, model_dir: Path, lora: LoraConfig = NO_ADAPTERS) -> dict[str, Any]:
-    """Find what would otherwise fail late or in another process. Returns the model's config.
+    """Return the model's config, after checks of what would fail late or in another process.
 
     Raises:
         EngineError: naming the culprit.
     """
     if config.enable_sleep_mode and not torch.cuda.is_available():
         raise EngineError(
-            "engine.enable_sleep_mode is true, but vLLM cannot sleep on a CPU: its sleep would do nothing and not say so"
+            "engine.enable_sleep_mode is true, but vLLM cannot sleep on a CPU: "
+            "its sleep would silently do nothing"
         )
     if lora.rank and torch.cuda.is_available() and config.dtype == "float32":
         raise EngineError(
-            "setting engine.dtype: vLLM's adapter kernels on a GPU compute in bfloat16 and float16, not in float32"
+            "setting engine.dtype: vLLM's adapter kernels on a GPU compute in bfloat16 and float16, "
+            "not in float32"
         )
     model = read_config(model_dir)
     check_adapters(lora, model_dir)
@@ -127,7 +267,8 @@ def check_model(config: EngineConfig, model_dir: Path, lora: LoraConfig = NO_ADA
         sizes = _cpu_head_sizes()
         if sizes and head_dim not in sizes:
             raise EngineError(
-                f"{model_dir}: head_dim {head_dim} is not supported by vLLM on a CPU; it can be {', '.join(map(str, sizes))}"
+                f"{model_dir}: head_dim {head_dim} is not supported by vLLM on a CPU; "
+                f"supported are {', '.join(map(str, sizes))}"
             )
     check_fits(config, model, model_dir)
     return model
@@ -142,7 +283,7 @@ def _cpu_head_sizes() -> list[int]:
 
 
 def launch(arguments: dict[str, Any]) -> Any:
-    """An AsyncLLM with its processes up; blocks for seconds to minutes.
+    """Start an AsyncLLM with its processes; blocks for seconds to minutes.
 
     Raises:
         EngineError: with vLLM's reason.
@@ -153,12 +294,12 @@ def launch(arguments: dict[str, Any]) -> Any:
     try:
         with eager_environment(arguments["enforce_eager"]):
             return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
-    except Exception as error:  # vLLM raises many kinds; all of them mean that it did not start
+    except Exception as error:  # vLLM raises many types; all of them mean that it did not start
         raise EngineError(f"vLLM cannot serve {arguments['model']}: {error}") from error
 
 
 def sampling_parameters(sampling: Sampling) -> Any:
-    """As vLLM's SamplingParams: tokens and the log-probability of each, once, at the end."""
+    """Return vLLM's SamplingParams: tokens and the log-probability of each, once, at the end."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -177,20 +318,21 @@ def sampling_parameters(sampling: Sampling) -> Any:
 
 
 def end_context(llm: Any) -> None:
-    """Terminate the zmq context of an AsyncLLM that was shut down; vLLM leaves that to the garbage collector,
-    which complains."""
+    """Terminate the ZeroMQ context of an AsyncLLM that was shut down.
+
+    vLLM leaves that to the garbage collector, which then warns about it.
+    """
     core = getattr(llm, "engine_core", None)
     shadow, context = getattr(core, "ctx", None), getattr(getattr(core, "resources", None), "ctx", None)
     if shadow is None or context is None:
         return
-    if all(
-        socket.closed for socket in [*shadow._sockets, *context._sockets]
-    ):  # with an open one `term` would block
+    # with an open socket `term` would block
+    if all(socket.closed for socket in [*shadow._sockets, *context._sockets]):
         context.term()
 
 
 def shared_files(pids: set[int]) -> set[Path]:
-    """Files in /dev/shm by which processes of ours talk to each other."""
+    """Return the files in /dev/shm by which these processes of vLLM communicate."""
     paths: set[Path] = set()
     for pid in pids:
         with suppress(OSError):  # it has ended
@@ -200,8 +342,7 @@ def shared_files(pids: set[int]) -> set[Path]:
 
 
 def end_processes(pids: set[int], grace_s: float) -> None:
-    """Wait until processes of ours have ended; kill those that have not after `grace_s`. Returns when none is
-    left."""
+    """Wait until these processes have ended, and kill those that are left after `grace_s` seconds."""
     children = [child for child in multiprocessing.active_children() if child.pid in pids]
     others = []
     for pid in pids - {child.pid for child in children}:

@@ -1,4 +1,4 @@
-"""Adapters in vLLM: one of them, in the one slot there is, trained on in place.
+"""Updates the one LoRA adapter of vLLM's only slot in place.
 
 vLLM loads an adapter once and copies it into tensors that its kernels read. An update stages and commits
 these tensors, as it does parameters without adapters; vLLM itself must never load or move the adapter again.
@@ -18,11 +18,12 @@ from rollout.staging.loader_trace import StagingPlan, trace
 
 NAME = "policy"
 NUMBER = 1
+"""vLLM's `lora_int_id` of the adapter."""
 SLOT = 0
 
 
 def lora_arguments(lora: LoraConfig) -> dict[str, Any]:
-    """What AsyncEngineArgs needs; nothing without adapters.
+    """Return what AsyncEngineArgs needs for an adapter of this rank; nothing without adapters.
 
     Raises:
         EngineError: if vLLM has no kernels for the rank.
@@ -34,7 +35,7 @@ def lora_arguments(lora: LoraConfig) -> dict[str, Any]:
     ranks = sorted(get_args(MaxLoRARanks))
     if lora.rank not in ranks:
         raise EngineError(
-            f"setting lora.rank: {lora.rank} is not a rank that vLLM has: {', '.join(map(str, ranks))}"
+            f"setting lora.rank: {lora.rank} is not a rank that vLLM supports: {', '.join(map(str, ranks))}"
         )
     return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": lora.rank}
 
@@ -44,7 +45,13 @@ def first_adapter(
 ) -> Any:
     """Write an adapter that changes nothing, and return the LoRARequest that names it.
 
-    Its alpha is its rank: what is published later has the scaling in it.
+    Its alpha is its rank, because what is published later includes the scaling.
+
+    Args:
+        directory: exists, and is empty.
+        shapes: shapes of the model's tensors, by checkpoint name.
+        lora: the adapter that versions bring.
+        dtype: dtype of the tensors.
     """
     from vllm.lora.request import LoRARequest
 
@@ -67,19 +74,22 @@ def first_adapter(
 def trace_adapter(
     runner: Any, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, staging_mb: int = 0
 ) -> StagingPlan:
-    """A plan for the tensors that the adapter's slot consists of, found by watching how vLLM fills it.
+    """Plan the staging of the tensors of the adapter's slot, by tracing how vLLM fills it.
+
     Forbids vLLM to fill it again.
 
     Args:
-        runner: of a worker that has loaded the first adapter.
-        shapes: of the adapter's tensors.
+        runner: vLLM's model runner, of a worker that has loaded the first adapter.
+        shapes: shapes of the adapter's tensors, by name.
+        dtype: dtype of the adapter's tensors.
+        staging_mb: see `EngineConfig`.
 
     Raises:
-        EngineError: if vLLM keeps the adapter otherwise than it does in the versions we know.
+        EngineError: if vLLM stores the adapter in another way than in the versions we know.
     """
     manager = runner.lora_manager._adapter_manager
     if manager.lora_index_to_id[SLOT] != NUMBER:
-        raise EngineError(f"vLLM holds adapter {manager.lora_index_to_id[SLOT]} where ours should be")
+        raise EngineError(f"vLLM holds adapter {manager.lora_index_to_id[SLOT]} in the slot of ours")
     layers = {name: layer for name, layer in manager.modules.items() if _members(manager, name, shapes)}
     parameters: dict[str, torch.Tensor] = {}
     for name, layer in layers.items():
@@ -108,8 +118,10 @@ def trace_adapter(
 
 
 def _members(manager: Any, name: str, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """PEFT names of the weights that a layer holds, "" for those without an adapter; empty if none has
-    one."""
+    """Return the PEFT names of the weights that a layer holds, "" for those without an adapter.
+
+    The list is empty if none has one.
+    """
     members = [f"base_model.model.{member}" for member in manager.packed_modules.get(name, [name])]
     found = [member if f"{member}.lora_A.weight" in shapes else "" for member in members]
     return found if any(found) else []
@@ -117,5 +129,5 @@ def _members(manager: Any, name: str, shapes: Mapping[str, tuple[int, ...]]) -> 
 
 def _refuse(*unused: Any) -> None:
     raise EngineError(
-        "vLLM was about to load or drop an adapter: the one that is trained must stay where it is"
+        "vLLM was about to load or drop an adapter: the one that is trained must stay in its slot"
     )

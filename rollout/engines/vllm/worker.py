@@ -1,11 +1,12 @@
-"""Our part inside vLLM's workers: trace, stage, commit, spans. Given to vLLM as `worker_extension_cls`,
-called by `collective_rpc`.
+"""Stages, commits and records token versions inside vLLM's workers.
 
-A call runs between two steps, in the thread that runs the model, on all ranks at the same step. Staging has a
-thread of its own, and is asked for over a socket of each rank, so that neither it nor the steps wait for each
-other. Importing this module in a worker ties the worker's life to the process that started the engine, and on
-a CPU keeps vLLM from repacking linear layers: both must happen before the model is loaded, and vLLM imports
-this module first of all of ours.
+vLLM gets `WorkerExtension` as `worker_extension_cls`; its methods are called by `collective_rpc`. Such a call
+runs between two steps, in the thread that runs the model, on all ranks at the same step. Staging has a thread
+of its own and is requested over a socket of each rank, so that staging and steps do not wait for each other.
+
+Importing this module in a worker ties the worker's life to the process that started the engine, and on a CPU
+keeps vLLM from repacking linear layers. Both must happen before the model is loaded, so this must be the
+first of our modules that vLLM imports.
 """
 
 import os
@@ -30,8 +31,10 @@ from rollout.staging.shared_weights import SharedPlan, describe, share_parameter
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker class, next to `model_runner` and `vllm_config`. It keeps its share of the
-    weights, and the marks."""
+    """Mixin of vLLM's worker class, beside its `model_runner` and `vllm_config`.
+
+    It holds this rank's staging (`_tether`) and the record of token versions (`_tether_marks`).
+    """
 
     def tether_install(
         self,
@@ -42,25 +45,29 @@ class WorkerExtension:
         directory: str,
         shared: str,
     ) -> dict[str, Any]:
-        """Trace the loader, calibrate, and watch the scheduler's steps from now on. Returns {"pid", "parent",
-        "error"}.
+        """Trace the loader, calibrate, and record the scheduler's steps from now on.
 
         Args:
-            shapes: of what is published: the model's tensors, or those of its `adapter`.
+            shapes: shapes of what is published: the model's tensors, or those of its `adapter`.
+            architecture: class of the model in transformers, as in its config.json.
+            adapter: whether versions bring an adapter instead of the model's weights.
             staging_mb: see `EngineConfig`.
-            directory: where this rank's socket is made, over which it is asked to stage.
+            directory: where this rank creates the socket over which it is asked to stage.
             shared: file that describes the live weights to a trainer that computes with them; empty:
                 there is none.
+
+        Returns: {"pid", "parent", "error"}, and without an error {"bytes"}.
         """
         sizes = {name: tuple(shape) for name, shape in shapes.items()}
         try:
             if shared:
-                self._tether = _shared(self, sizes, architecture, Path(shared))
+                self._tether = _shared_staging(self, sizes, architecture, Path(shared))
             else:
-                self._tether = _share(self, sizes, architecture, adapter, staging_mb)
+                self._tether = _staging(self, sizes, architecture, adapter, staging_mb)
             self._tether_marks = TokenVersions(-1)
-            _watch(self.model_runner, self._tether_marks)  # type: ignore[attr-defined]
-            self._tether_server = RankRpcServer(socket_path(Path(directory), self.rank), self._tether_asked)  # type: ignore[attr-defined]
+            _record_steps(self.model_runner, self._tether_marks)  # type: ignore[attr-defined]
+            path = socket_path(Path(directory), self.rank)  # type: ignore[attr-defined]
+            self._tether_server = RankRpcServer(path, self._tether_called)
         except (
             EngineError,
             RuntimeError,
@@ -72,7 +79,7 @@ class WorkerExtension:
             return {"pid": os.getpid(), "parent": os.getppid(), "error": f"{type(error).__name__}: {error}"}
         return {"pid": os.getpid(), "parent": os.getppid(), "error": "", "bytes": self._tether.bytes}
 
-    def _tether_asked(self, call: Call) -> None:
+    def _tether_called(self, call: Call) -> None:
         methods: dict[str, Callable[..., Any]] = {
             "stage": self._tether_stage,
             "status": self._tether.status,
@@ -84,7 +91,10 @@ class WorkerExtension:
         return self._tether.stage(msgspec.msgpack.decode(manifest, type=WeightManifest), deadline_s)
 
     def tether_commit(self, manifest: bytes) -> dict[str, Any]:
-        """Make what is staged live. Tokens from the next step on count as of its version."""
+        """Copy the staged version over the live weights; tokens from the next step on are of that version.
+
+        Returns: as `RankStaging.commit`.
+        """
         decoded = msgspec.msgpack.decode(manifest, type=WeightManifest)
         found = self._tether.commit(decoded)
         if found["applied"]:
@@ -92,33 +102,34 @@ class WorkerExtension:
         return found
 
     def tether_rename(self, version: int) -> None:
-        """Tokens from the next step on count as of `version`."""
+        """Count tokens from the next step on as sampled under `version`."""
         self._tether_marks.switch(version)
 
     def tether_marks(self, request_id: str) -> list[tuple[int, int]]:
-        """Marks (first token, version) of a request."""
+        """Return the marks (first token, version) of a request."""
         return self._tether_marks.of(request_id)
 
     def tether_sleep(self, level: int) -> dict[str, Any]:
-        """Give back the staging copy's memory and vLLM's own: level 2 discards the weights, level 1 keeps
-        them in host memory."""
+        """Release the memory of the staging copy and vLLM's own; return {"error"}.
+
+        vLLM's level 2 discards the weights, level 1 keeps them in host memory.
+        """
         found = self._tether.sleep()
         if not found["error"]:
             self.sleep(level)  # type: ignore[attr-defined]
         return found
 
     def tether_wake(self) -> dict[str, Any]:
-        """Take it all again; the live weights come with the next commit."""
+        """Take the memory again; the live weights come with the next commit. Return {"error"}."""
         self.wake_up(None)  # type: ignore[attr-defined]
         return self._tether.wake()
 
     def tether_live_digest(self) -> tuple[bool, int]:
-        """Digest of the live weights by checkpoint name, or if this rank has only a part of them by
-        parameter."""
+        """Return whether this rank has all of the live weights, and the digest of what it has."""
         return self._tether.live_digest()
 
 
-def _share(
+def _staging(
     worker: Any, shapes: dict[str, tuple[int, ...]], architecture: str, adapter: bool, staging_mb: int
 ) -> RankStaging:
     from vllm.config import set_current_vllm_config
@@ -146,7 +157,9 @@ def _share(
     )
 
 
-def _shared(worker: Any, shapes: dict[str, tuple[int, ...]], architecture: str, path: Path) -> RankStaging:
+def _shared_staging(
+    worker: Any, shapes: dict[str, tuple[int, ...]], architecture: str, path: Path
+) -> RankStaging:
     from vllm.config import set_current_vllm_config
 
     model = worker.model_runner.get_model()
@@ -159,21 +172,22 @@ def _shared(worker: Any, shapes: dict[str, tuple[int, ...]], architecture: str, 
         plan = SharedPlan(
             *record(model.load_weights, model.named_parameters(remove_duplicate=False), shapes, config.dtype)
         )
-    share = RankStaging(
+    staging = RankStaging(
         plan,
         architecture=architecture,
         tied=bool(getattr(config.hf_text_config, "tie_word_embeddings", False)),
     )
     describe(room, path, plan.views(), buffers)
-    return share
+    return staging
 
 
-def _watch(runner: Any, marks: TokenVersions) -> None:
+def _record_steps(runner: Any, marks: TokenVersions) -> None:
     from vllm.v1.core.sched.output import CachedRequestData
 
     if "num_output_tokens" not in CachedRequestData.__dataclass_fields__:
         raise EngineError(
-            "this vLLM's scheduler does not say how many tokens a request has: their versions cannot be recorded"
+            "this vLLM's scheduler does not report how many tokens a request has: "
+            "their versions cannot be recorded"
         )
     execute = runner.execute_model
 
@@ -188,27 +202,28 @@ def _watch(runner: Any, marks: TokenVersions) -> None:
 
 
 def _key(request_id: str) -> str:
-    """Our own number in front of the id; vLLM appends random characters to it."""
+    """Return our own number from the front of the id; vLLM appends random characters to the id."""
     return request_id.partition(":")[0]
 
 
 def _resumed_tokens(new: Any) -> int:
-    """Tokens that a request has at its first step: some runners send a preempted request as a new one, with
-    them at the end."""
+    """Return how many tokens a request has generated before its first step.
+
+    Some runners send a preempted request as a new one, with its tokens after the prompt.
+    """
     prefill = getattr(new, "prefill_token_ids", None)
     return max(0, len(prefill) - len(new.prompt_token_ids)) if prefill is not None else 0
 
 
 def _end_after(owner: int, engine: int) -> None:
-    """End this process, and vLLM's engine process above it."""
+    """End this process, and vLLM's engine process, which is its parent."""
     if engine != owner and engine == os.getppid():
         os.kill(engine, signal.SIGKILL)
     os._exit(1)
 
 
-def _plain_linears() -> None:
-    """On a CPU vLLM repacks the weights of linear layers, which then could not be updated in place. Leave
-    them plain."""
+def _keep_linears_plain() -> None:
+    """Keep vLLM on a CPU from repacking the weights of linear layers: they could not be updated in place."""
     from vllm.model_executor.layers import utils
 
     def dispatch(layer: Any, remove_weight: bool) -> None:
@@ -220,4 +235,4 @@ def _plain_linears() -> None:
 
 _ENGINE = os.getppid()
 if exit_with_parent(lambda owner: _end_after(owner, _ENGINE)) and not torch.cuda.is_available():
-    _plain_linears()
+    _keep_linears_plain()

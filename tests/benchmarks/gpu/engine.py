@@ -25,8 +25,7 @@ WORKER = "tests.benchmarks.gpu.worker.MeasuredWorker"
 class MeasuredEngine(VllmEngine):
     """`VllmEngine`, and what the benchmark asks of its worker and of vLLM itself."""
 
-    def _arguments(self) -> dict[str, Any]:
-        return super()._arguments() | {"worker_extension_cls": WORKER}
+    worker_extension = WORKER
 
     @property
     def dtype(self) -> str:
@@ -46,12 +45,12 @@ class MeasuredEngine(VllmEngine):
     @property
     def llm(self) -> Any:
         """vLLM's AsyncLLM."""
-        return self._llm
+        return self._vllm.llm
 
     async def worker(self, method: str, *args: Any) -> Any:
         """What the worker answers to one of its `bench_` methods."""
         async with asyncio.timeout(CALL_S):
-            return (await self._llm.collective_rpc(f"bench_{method}", args=args))[0]
+            return (await self.llm.collective_rpc(f"bench_{method}", args=args))[0]
 
     async def steps(self) -> list[Step]:
         """The steps since the last call."""
@@ -99,7 +98,7 @@ class Load:
         """Keeps the requests running inside the block; a request that fails ends it."""
         async with asyncio.TaskGroup() as group:
             for slot in range(self._size.requests - 1):
-                group.create_task(self._repeat(slot, self._poison_unless_done), name=f"request-{slot}")
+                group.create_task(self._repeat(slot, self._generate), name=f"request-{slot}")
             group.create_task(self._repeat(-1, self._streamed), name="streamed")
             try:
                 await self._full()
@@ -123,7 +122,7 @@ class Load:
             await one(slot, Request(f"bench-{slot}-{count}", prompt, sampling))
             count += 1
 
-    async def _poison_unless_done(self, slot: int, request: Request) -> None:
+    async def _generate(self, slot: int, request: Request) -> None:
         self._ids[slot] = request.id
         await self._engine.generate(request)
 

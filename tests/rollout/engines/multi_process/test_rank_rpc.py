@@ -29,7 +29,7 @@ def serve(directory: Path, rank: int, answer: Callable[[Call], Answer]) -> RankR
 
 
 async def connected(directory: Path, ranks: int, on_lost: Callable[[], None] = lambda: None) -> RankRpcClient:
-    calls = RankRpcClient(on_lost)
+    calls = RankRpcClient("e.1", on_lost)
     await calls.connect([socket_path(directory, rank) for rank in range(ranks)])
     return calls
 
@@ -93,8 +93,8 @@ async def test_a_lost_rank_fails_what_waits_and_is_told_once(tmp_path: Path) -> 
             waiting = tasks.create_task(refused(calls))
             peer, _ = await asyncio.to_thread(listener.accept)
             peer.close()
-        assert "gone" in waiting.result()
-    assert "gone" in await refused(calls)
+        assert "has ended" in waiting.result()
+    assert "has ended" in await refused(calls)
     assert lost == [True]
     calls.close()
 

@@ -10,7 +10,7 @@ import pytest
 
 from protocol.errors import PoisonedError
 from rollout.engines.base import EngineConfig
-from rollout.engines.multi_process.engine import CALL_TIMEOUT_S
+from rollout.engines.multi_process.rank_rpc import CALL_TIMEOUT_S
 from rollout.engines.registry import make_engine
 from tests.contracts.engine_models import tiny_model, weights, write_shm
 
@@ -39,5 +39,5 @@ async def test_a_commit_whose_engine_dies_ends_at_once(tmp_path: Path) -> None:
 
 
 async def refused(commit: object) -> None:
-    with pytest.raises(PoisonedError, match="gone"):
+    with pytest.raises(PoisonedError, match="has ended"):
         await commit  # type: ignore[misc]

@@ -1,0 +1,148 @@
+"""Tracks which weight version is live and whether requests may run on it.
+
+Every engine, and every SGLang rank, keeps one `WeightState`. It copies no weights: its owner does that inside
+`commit` or after `release`, and the state says what is served afterwards.
+
+    served   --commit-->   serves the new version | unchanged (WeightError) | poisoned (any other failure)
+    served   --release-->  released  --commit-->  serves the new version
+
+Nothing leaves poisoned: the engine must be closed and its process must exit.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from protocol.errors import EngineError, PoisonedError, WeightError
+from protocol.messages import WeightManifest
+from rollout.engines.base import Served
+
+
+class WeightState:
+    """State of the live weights of one engine or rank."""
+
+    def __init__(self) -> None:
+        self._served = Served()
+        self._changes = 0
+        self._changing = False
+        self._pending_commits = 0
+        self._released = False
+        self._asleep = False
+        self._poisoned = ""
+
+    @property
+    def served(self) -> Served:
+        """The live version; that of a fresh engine before the first commit and after `release`."""
+        return self._served
+
+    @property
+    def changes(self) -> int:
+        """Changes begun; a request submitted before the latest one may hold tokens of other weights."""
+        return self._changes
+
+    @property
+    def cache_key(self) -> str:
+        """Key that separates prefix-cache entries: two requests with one key ran on the same live version."""
+        return f"{self._served.epoch}/{self._served.version}/{self._changes}"
+
+    @property
+    def released(self) -> bool:
+        """Whether there are no weights to generate with: true from `release` to the next commit."""
+        return self._released
+
+    @property
+    def asleep(self) -> bool:
+        """Whether the memory is released: true from `release` to `wake`."""
+        return self._asleep
+
+    @property
+    def poisoned(self) -> str:
+        """Why live weights may be mixed, or the memory half released; empty while neither is so."""
+        return self._poisoned
+
+    @property
+    def committing(self) -> bool:
+        """Whether a commit runs or waits for its turn; nothing may be staged meanwhile."""
+        return self._pending_commits > 0
+
+    @property
+    def admits_requests(self) -> bool:
+        """Whether new requests may be submitted: there are weights, and they are not being changed."""
+        return not (self._changing or self._released)
+
+    @contextmanager
+    def pending_commit(self) -> Iterator[None]:
+        """Count as `committing` while the body runs."""
+        self._pending_commits += 1
+        try:
+            yield
+        finally:
+            self._pending_commits -= 1
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Admit no requests while the body, a commit or a rename, runs. Not reentrant."""
+        self._changing = True
+        self._changes += 1
+        try:
+            yield
+        finally:
+            self._changing = False
+
+    @contextmanager
+    def commit(self, manifest: WeightManifest) -> Iterator[None]:
+        """Serve `manifest` if the body succeeds, which copies its weights over the live ones.
+
+        The body must raise a plain WeightError only if it has changed no live weight. If it raises anything
+        else, cancellation included, nobody knows what was copied, and the state is poisoned.
+
+        Raises:
+            WeightError: by the body; nothing changed.
+            PoisonedError: for every other failure of the body, or if the state was poisoned before.
+        """
+        if self._poisoned:
+            raise PoisonedError(self._poisoned)
+        try:
+            yield
+        except PoisonedError as error:
+            self._poisoned = str(error)
+            raise
+        except WeightError:
+            raise
+        except BaseException as error:
+            self._poisoned = f"the commit of version {manifest.version} did not end: {error!r}"
+            raise PoisonedError(self._poisoned) from error
+        self.serve(Served(manifest.epoch, manifest.version, manifest.digest))
+
+    def serve(self, served: Served) -> None:
+        """Record that the weights of `served` are live, completely."""
+        self._served = served
+        self._released = False
+
+    def renamed(self, epoch: str, version: int) -> Served:
+        """Return the live weights under another name; changes nothing.
+
+        Raises:
+            WeightError: if no version is live.
+        """
+        if self._served.version < 0:
+            raise WeightError(f"no version is served that could be renamed to version {version}")
+        return Served(epoch, version, self._served.digest)
+
+    def release(self) -> None:
+        """Record that the memory is being released: nothing is served until the next commit."""
+        self._asleep = self._released = True
+        self._served = Served()
+
+    def wake(self) -> None:
+        """Record that the memory was taken again; the live weights come with the next commit."""
+        self._asleep = False
+
+    @contextmanager
+    def poisoned_by_failure(self, step: str) -> Iterator[None]:
+        """Poison the state if the body fails or is cancelled; `step` names it in the reason."""
+        try:
+            yield
+        except BaseException as error:
+            reason = f"{step}: {error}" if isinstance(error, EngineError) else f"{step} did not end"
+            self._poisoned = self._poisoned or reason
+            raise
