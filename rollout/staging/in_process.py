@@ -1,5 +1,4 @@
-"""Staging for engines whose parameters live in this process: the fetch runs in a thread, and cancellation
-reaches it."""
+"""Stages versions for engines whose parameters are in this process, by a fetch in a thread."""
 
 import asyncio
 
@@ -9,23 +8,24 @@ from rollout.engines.base import Served
 from rollout.staging.staging import Staging
 
 CANCEL_S = 0.05
-"""Between two attempts to end a fetch."""
+"""Interval of attempts to end a cancelled fetch."""
 
 
 class InProcessStaging:
-    """Runs one fetch at a time in a thread of its own."""
+    """Staging copy in this process, filled by one fetch at a time in a thread of its own."""
 
     def __init__(self, staging: Staging, timeout_s: float) -> None:
+        """Fill `staging`; `timeout_s` bounds each fetch."""
         self.staging = staging
         self._timeout_s = timeout_s
         self._fetching: asyncio.Future[int] | None = None
         self._asleep = False
 
     async def stage(self, manifest: WeightManifest) -> None:
-        """Fetch and verify, unless the very version is staged. A cancelled call returns when the thread has
-        let go; then nothing is staged.
+        """Fetch and verify a version, unless exactly that version is staged.
 
-        Cancelled once more it returns at once; until the thread has let go, further calls are refused.
+        A cancelled call returns when the thread has ended the fetch; then nothing is staged. Cancelled once
+        more it returns at once; until the thread has ended the fetch, further calls are refused.
 
         Raises:
             WeightError: nothing is staged.
@@ -47,7 +47,7 @@ class InProcessStaging:
         def end(_: object) -> None:
             self._fetching = None
             if cancelled:
-                fetching.exception()  # has been looked at
+                fetching.exception()  # marks it as retrieved
                 self.staging.discard()
 
         fetching.add_done_callback(end)
@@ -55,15 +55,18 @@ class InProcessStaging:
             await asyncio.shield(fetching)
         except asyncio.CancelledError:
             cancelled = True
-            while not fetching.done():  # again and again: the first may come before the fetch has begun
+            while not fetching.done():  # repeatedly: the first may come before the fetch has begun
                 self.staging.cancel()
                 await asyncio.wait([fetching], timeout=CANCEL_S)
             self.staging.discard()
             raise
 
     def sleep(self) -> None:
-        """Forget what is staged; refuse to stage until `wake`. Raises WeightError while a version is being
-        staged."""
+        """Discard what is staged, and refuse to stage until `wake`.
+
+        Raises:
+            WeightError: a version is being staged; nothing changed.
+        """
         if self._fetching is not None:
             raise WeightError("a version is being staged: the engine cannot sleep now")
         self._asleep = True
@@ -71,5 +74,5 @@ class InProcessStaging:
         self.staging.close()
 
     def wake(self) -> None:
-        """The copy's memory is there again."""
+        """Allow staging: the memory of the copy was taken again."""
         self._asleep = False

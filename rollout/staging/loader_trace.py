@@ -1,9 +1,9 @@
-"""Where each checkpoint tensor ends up in an engine's parameters, found by watching the engine's own loader.
+"""Traces an engine's own weight loader, to find where each checkpoint tensor goes in its parameters.
 
 The loader runs once on meta tensors with the checkpoint's names. A dispatch mode records every copy into a
-live parameter, and skips it: no live byte changes. That covers fused, sharded and padded parameters of any
-model. What the loader hides (a parameter repacked after loading) is found by `calibrate`, which sends the
-live weights through the plan and wants the same bits back.
+live parameter and skips it: no live byte changes. That covers fused, sharded and padded parameters of any
+model. What the loader does not show (a parameter repacked after loading) is found by `calibrate`, which sends
+the live weights through the plan and expects the same bits.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,11 +19,12 @@ from rollout.staging.releasable_memory import ReleasableMemory, check_room
 from rollout.staging.staging import ExpectedTensor, Slice, Staging, dtype_name, stored_once
 
 Load = Callable[[Iterator[tuple[str, torch.Tensor]]], object]
+"""A model's loader: takes (checkpoint name, tensor) pairs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A strided part of a storage, in elements."""
+    """Strided part of a storage; offset and strides in elements."""
 
     offset: int
     size: tuple[int, ...]
@@ -31,11 +32,11 @@ class Window:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "Window":
-        """Where `tensor` lies in its storage."""
+        """Return the part of its storage that `tensor` covers."""
         return cls(int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
 
     def on(self, base: torch.Tensor) -> torch.Tensor:
-        """The same part of the storage of `base`."""
+        """Return the tensor that covers this part of the storage of `base`."""
         return base.as_strided(self.size, self.stride, self.offset)
 
 
@@ -44,18 +45,29 @@ class Copy:
     """One copy that the loader would have made."""
 
     name: str
+    """Checkpoint name of the source."""
     source: Window
     parameter: str
+    """Name of the live parameter."""
     target: Window
 
 
 class LoaderTrace:
-    """The copies from checkpoint tensors to parameters that a loader would make."""
+    """Copies from checkpoint tensors to parameters that a loader would make."""
 
     def __init__(
         self, live: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]], recorder: "Recorder"
     ) -> None:
-        """Raises EngineError where the loader does not fill a parameter."""
+        """Take what `record` returns.
+
+        Args:
+            live: the live parameters, each storage once.
+            shapes: checkpoint name -> shape of the whole tensor.
+            recorder: what the loader would have done.
+
+        Raises:
+            EngineError: naming a parameter that the loader does not fill exactly.
+        """
         self.live = dict(live)
         self._shapes = shapes
         self._copies: dict[str, list[Copy]] = {}
@@ -65,22 +77,27 @@ class LoaderTrace:
         self._check_counts()
 
     def sources_in(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, ExpectedTensor]:
-        """The checkpoint tensors that the loader used, and the parts of `parameters`, laid out as the live
-        ones, that they fill."""
-        found = {}
+        """Return the checkpoint tensors that the loader used, and the parts of `parameters` that they fill.
+
+        Args:
+            parameters: tensors with the names and the layout of the live ones.
+        """
+        sources = {}
         for name, copies in self._copies.items():
             parts = tuple(
                 Slice(c.source.offset, c.source.size, c.source.stride, c.target.on(parameters[c.parameter]))
                 for c in copies
             )
-            found[name] = ExpectedTensor(
+            sources[name] = ExpectedTensor(
                 dtype_name(self.live[copies[0].parameter].dtype), self._shapes[name], parts
             )
-        return found
+        return sources
 
     def gathered(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
-        """The live weights as checkpoint tensors (the inverse of the plan), and whether this rank holds the
-        whole of each."""
+        """Yield the live weights as checkpoint tensors, the inverse of loading.
+
+        Yields: (name, tensor, whether this rank holds all of it); what it does not hold is zero.
+        """
         for name, copies in self._copies.items():
             base = self.live[copies[0].parameter]
             tensor = torch.zeros(self._shapes[name], dtype=base.dtype, device=base.device)
@@ -98,12 +115,13 @@ class LoaderTrace:
         for name, tensor in self.live.items():
             if counts[name] != tensor.numel() or not tensor.numel():
                 raise EngineError(
-                    f"parameter {name} has {tensor.numel()} elements, the loader wrote {counts[name]}: it cannot be staged"
+                    f"parameter {name} has {tensor.numel()} elements, the loader wrote {counts[name]}: "
+                    "it cannot be staged"
                 )
 
 
 class StagingPlan(LoaderTrace):
-    """With a staging buffer of the parameters' layout."""
+    """Loader trace with a staging buffer that has the layout of the parameters."""
 
     def __init__(
         self,
@@ -112,6 +130,18 @@ class StagingPlan(LoaderTrace):
         recorder: "Recorder",
         staging_mb: int = 0,
     ) -> None:
+        """Allocate the buffer.
+
+        Args:
+            live: see `LoaderTrace`.
+            shapes: see `LoaderTrace`.
+            recorder: see `LoaderTrace`.
+            staging_mb: see `check_room`.
+
+        Raises:
+            EngineError: naming a parameter that the loader does not fill exactly, or that is not dense; or
+                there is no room for the buffer.
+        """
         super().__init__(live, shapes, recorder)
         check_room(self.live.values(), staging_mb)
         self.buffer = {name: torch.empty_like(tensor) for name, tensor in self.live.items()}
@@ -119,16 +149,15 @@ class StagingPlan(LoaderTrace):
             if tensor.stride() != self.live[name].stride() or self.live[name].storage_offset():
                 raise EngineError(f"parameter {name} is not dense: it cannot be staged")
         self._memory = ReleasableMemory(self.buffer.values())
-        self._filled: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """While the buffer's memory is given back: its padding, which no version brings, and what it
-        holds."""
+        self._padding: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """(part of the buffer, its values) of the padding, which no version brings; while released."""
 
     def staging(self, *, architecture: str, tied: bool) -> Staging:
-        """What fills the buffer."""
+        """Return a staging that fills the buffer."""
         return Staging(self.sources(), architecture=architecture, tied=tied)
 
     def sources(self) -> dict[str, ExpectedTensor]:
-        """What the buffer is filled from: the checkpoint tensors that the loader used."""
+        """Return the checkpoint tensors that the loader used, and the parts of the buffer that they fill."""
         return self.sources_in(self.buffer)
 
     def calibrate(self) -> None:
@@ -151,26 +180,29 @@ class StagingPlan(LoaderTrace):
             for name, tensor in self.buffer.items():
                 if not torch.equal(bits_of(tensor), bits_of(self.live[name])):
                     raise EngineError(
-                        f"parameter {name}: staging the live weights does not reproduce them; it is repacked after loading"
+                        f"parameter {name}: staging the live weights does not reproduce them; "
+                        "it is repacked after loading"
                     )
 
     def release(self) -> None:
-        """Give the buffer's memory back. What was staged is lost; `sources` stay valid. Nothing changes if it
-        was given back."""
-        if not self._filled:
+        """Release the buffer's memory. What was staged is lost; `sources` stay valid. Idempotent."""
+        if not self._padding:
             padding = [
                 window.on(self.buffer[name]) for name, fills in self._fills.items() for window in fills
             ]
-            self._filled = [(tensor, tensor.cpu().clone()) for tensor in padding]
+            self._padding = [(tensor, tensor.cpu().clone()) for tensor in padding]
         self._memory.release()
 
     def restore(self) -> None:
-        """Take the buffer's memory again. Raises EngineError if there is no room; nothing changes if it was
-        not given back."""
+        """Take the buffer's memory again. Idempotent.
+
+        Raises:
+            EngineError: there is no room.
+        """
         self._memory.restore()
-        for tensor, values in self._filled:
+        for tensor, values in self._padding:
             tensor.copy_(values)
-        self._filled.clear()
+        self._padding.clear()
 
     def apply(self) -> None:
         """Copy the buffer over the live parameters: no allocation, no I/O, no communication."""
@@ -179,10 +211,13 @@ class StagingPlan(LoaderTrace):
 
 
 class Recorder(TorchDispatchMode):
-    """Records copies from `sources` into `parameters` and fills of them with a constant; refuses any other
-    write to a parameter."""
+    """Dispatch mode that records copies into parameters and fills with a constant, without executing them.
+
+    Any other write to a parameter raises EngineError.
+    """
 
     def __init__(self, sources: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
+        """Watch `parameters`; copies must come from `sources`, which are meta tensors by checkpoint name."""
         super().__init__()
         self._sources = {tensor.untyped_storage()._cdata: name for name, tensor in sources.items()}
         self._parameters = {tensor.untyped_storage().data_ptr(): name for name, tensor in parameters.items()}
@@ -190,6 +225,7 @@ class Recorder(TorchDispatchMode):
             raise EngineError("two parameters share one storage: they cannot be staged")
         self.copies: list[Copy] = []
         self.fills: dict[str, list[Window]] = {}
+        """Parameter -> parts that are filled with a constant."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         target = args[0] if args and isinstance(args[0], torch.Tensor) and not args[0].is_meta else None
@@ -209,7 +245,8 @@ class Recorder(TorchDispatchMode):
         name = self._sources.get(source.untyped_storage()._cdata) if source.is_meta else None
         if name is None or source.shape != target.shape:
             raise EngineError(
-                f"parameter {parameter}: its loader computes what it copies ({list(source.shape)}), which cannot be traced"
+                f"parameter {parameter}: its loader computes what it copies ({list(source.shape)}), "
+                "which cannot be traced"
             )
         self.copies.append(Copy(name, Window.of(source), parameter, Window.of(target)))
 
@@ -220,14 +257,15 @@ def record(
     shapes: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
 ) -> tuple[dict[str, torch.Tensor], Mapping[str, tuple[int, ...]], Recorder]:
-    """Run `load` on meta tensors of `shapes`. Returns what a plan is made from: the live parameters, each
-    once, `shapes`, and what would have been done.
+    """Run `load` on meta tensors of `shapes`, and record what it would have done.
 
     Args:
-        load: the model's loader, takes (name, tensor) pairs.
-        parameters: all of the model's, tied ones more than once.
+        load: the model's loader.
+        parameters: all parameters of the model, tied ones more than once.
         shapes: checkpoint name -> shape of the whole tensor.
-        dtype: of the meta tensors.
+        dtype: dtype of the meta tensors.
+
+    Returns: arguments of a `LoaderTrace`: live parameters, each storage once, `shapes`, and the record.
 
     Raises:
         EngineError: naming a parameter that the loader does not fill by plain copies.
@@ -247,8 +285,14 @@ def trace(
     dtype: torch.dtype,
     staging_mb: int = 0,
 ) -> StagingPlan:
-    """What `record` found, as a plan with a buffer, which may take `staging_mb` MiB; 0: as much as the
-    parameters.
+    """Plan the staging of a model with a buffer beside the live parameters.
+
+    Args:
+        load: see `record`.
+        parameters: see `record`.
+        shapes: see `record`.
+        dtype: see `record`.
+        staging_mb: most memory that the buffer may take, MiB; 0: as much as the parameters.
 
     Raises:
         EngineError: as `record`; or there is no room for the buffer.

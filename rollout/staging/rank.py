@@ -1,9 +1,7 @@
-"""One rank's share of the weights, in the process of the model: the plan, the staging copy and the thread
-that fills it.
+"""Stages and commits one rank's part of the weights, in the process of the model.
 
 `stage`, `status` and `cancel` may be called at any time and from any thread, the other methods between two
-forward passes. Answers are plain values: the engine's process gets them over whatever leads to its ranks
-(`rank_updates.py` is that side).
+forward passes. Answers are plain values, which are sent to the engine's process (`ranks.py` is that side).
 """
 
 import threading
@@ -20,30 +18,41 @@ from rollout.staging.staging import digest_of
 
 
 class RankStaging:
-    """What one rank holds of the weights, live and staged."""
+    """One rank's part of the weights, live and staged, and the thread that fills the staging copy."""
 
     def __init__(self, plan: StagingPlan | SharedPlan, *, architecture: str, tied: bool) -> None:
-        """`tied`: input and output embeddings are one tensor. Raises EngineError if `plan` does not reproduce
-        the live weights."""
+        """Calibrate `plan` and stage by it.
+
+        Args:
+            plan: where the tensors of a version go in this rank.
+            architecture: class of the model in transformers; empty: any.
+            tied: input and output embeddings are one tensor.
+
+        Raises:
+            EngineError: if `plan` does not reproduce the live weights.
+        """
         plan.calibrate()
         self._plan = plan
         self._staging = plan.staging(architecture=architecture, tied=tied)
         self._cuda = torch.cuda.is_available()
         self._device = torch.cuda.current_device() if self._cuda else -1
         self._stream = torch.cuda.Stream() if self._cuda else None
-        """Of all fetches: what one has queued is done before what the next one does."""
+        """Stream of all fetches, so that the kernels of one run before those of the next."""
         self._state = "idle"
-        """It is "staging" until the thread that fetches has nothing left to do."""
+        """One of idle, staging, staged, failed, asleep; staging until the fetching thread has ended."""
         self._error = ""
+        """Why the latest staging failed."""
         self._covered = 0
+        """Bytes that the latest staging has verified and placed."""
         self._poisoned = False
+        """Whether live weights may be mixed, or this process cannot receive any more."""
         self._lock = threading.Lock()
-        """Held while the copy changes hands: nothing is written into it while it is committed or given
-        back."""
+        """Guards the staging copy: nothing is written into it while it is committed or released."""
         self.bytes = sum(tensor.nbytes for tensor in plan.live.values())
+        """Of the live parameters that versions bring."""
 
     def stage(self, manifest: WeightManifest, deadline_s: float) -> dict[str, Any]:
-        """Begin to stage in the background; `status` tells how it goes. Returns {"error"}."""
+        """Begin to stage in the background; `status` reports the progress. Return {"error"}."""
         with self._lock:
             if self._state == "staging":
                 return {"error": "another version is being staged"}
@@ -57,34 +66,38 @@ class RankStaging:
         return {"error": ""}
 
     def status(self) -> dict[str, Any]:
-        """What is staged or being staged: {"state", "epoch", "version", "digest", "covered", "error",
-        "poisoned"}."""
+        """Return what is staged or being staged.
+
+        Returns: {"state", "error", "covered", "poisoned"}, and if a version is staged {"epoch", "version",
+            "digest"}.
+        """
         staged = self._staging.staged if self._state == "staged" else None
-        found: dict[str, Any] = {
+        status: dict[str, Any] = {
             "state": self._state,
             "error": self._error,
             "covered": self._covered,
             "poisoned": self._poisoned,
         }
         if staged is not None:
-            found |= {"epoch": staged.epoch, "version": staged.version, "digest": staged.digest}
-        return found
+            status |= {"epoch": staged.epoch, "version": staged.version, "digest": staged.digest}
+        return status
 
     def cancel(self) -> dict[str, Any]:
-        """Make a running fetch end, or forget what is staged."""
+        """End a running fetch, or discard what is staged; return the status."""
         with self._lock:
             fetching = self._state == "staging"
             if self._state == "staged":
                 self._staging.discard()
                 self._state = "idle"
-        if (
-            fetching
-        ):  # without the lock: ending a collective may take a while, and a commit does not wait for it
+        if fetching:  # without the lock: ending a collective may take a while, and a commit must not wait
             self._staging.cancel()
         return self.status()
 
     def commit(self, manifest: WeightManifest) -> dict[str, Any]:
-        """Make what is staged live. Returns {"applied", "copy_ms", "error", "poisoned"}."""
+        """Copy the staged version over the live weights.
+
+        Returns: {"applied", "error", "poisoned"}, and if applied {"copy_ms"}.
+        """
         with self._lock:
             return self._commit(manifest)
 
@@ -117,18 +130,18 @@ class RankStaging:
         }
 
     def sleep(self) -> dict[str, Any]:
-        """Forget what is staged and give the copy's memory back. Returns {"error"}."""
+        """Discard what is staged and release the copy's memory. Return {"error"}."""
         with self._lock:
             if self._state == "staging":
                 return {"error": "a version is being staged"}
             self._staging.discard()
-            self._staging.close()  # what it maps of the trainer's memory stays taken when the trainer ends
+            self._staging.close()  # memory of the trainer that it maps would outlive the trainer
             self._state = "asleep"
             self._plan.release()
         return {"error": ""}
 
     def wake(self) -> dict[str, Any]:
-        """Take the copy's memory again; the live weights come with the next commit. Returns {"error"}."""
+        """Take the copy's memory again; the live weights come with the next commit. Return {"error"}."""
         try:
             self._plan.restore()
         except EngineError as error:
@@ -138,14 +151,16 @@ class RankStaging:
         return {"error": ""}
 
     def live_digest(self) -> tuple[bool, int]:
-        """Digest of the live weights by checkpoint name, and whether this rank has the whole of them; what it
-        has not counts as zeros."""
+        """Return whether this rank has all of the live weights, and their digest by checkpoint name.
+
+        Parts that it does not have count as zeros.
+        """
         tensors = {}
-        whole = True
-        for name, tensor, complete in self._plan.gathered():
+        complete = True
+        for name, tensor, is_complete in self._plan.gathered():
             tensors[name] = tensor
-            whole = whole and complete
-        return whole, digest_of(tensors)
+            complete = complete and is_complete
+        return complete, digest_of(tensors)
 
     def _fetch(self, manifest: WeightManifest, deadline_s: float) -> None:
         try:
@@ -158,7 +173,7 @@ class RankStaging:
                         covered = self._staging.fetch(manifest, deadline_s)
                     finally:
                         self._stream.synchronize()
-        except Exception as error:  # whatever it is, the engine's process is told
+        except Exception as error:  # whatever it is, `status` reports it to the engine's process
             with self._lock:
                 self._staging.discard()
                 self._error, self._state = str(error) or repr(error), "failed"

@@ -1,7 +1,6 @@
-"""Updates of engines whose parameters live in processes of their own: what all ranks say, turned into one
-outcome.
+"""Stages and commits on all ranks of an engine, and combines their answers into one outcome.
 
-The ranks' side is `share.py`.
+The ranks' side is `rank.py`.
 """
 
 import asyncio
@@ -20,35 +19,44 @@ from protocol.weights.provisional import is_provisional
 from rollout.engines.base import Served
 
 POLL_S = (0.002, 0.1)
-"""Shortest and longest wait between two looks at a staging."""
+"""Shortest and longest interval between two polls of a staging, seconds."""
 POLL_SHARE = 1 / 8
-"""Of the time since it began: the end of a staging is noticed so much later at most."""
+"""Interval between two polls as a share of the time since the staging began, within `POLL_S`."""
 
 Call = Callable[..., Awaitable[list[Any]]]
-"""Calls a method of every rank's `Share` and returns their answers; EngineError where one does not answer."""
+"""Calls a method of every rank's `RankStaging` and returns their answers; EngineError if one is missing."""
 
 
 class AllRanksStaging:
-    """Stages on all ranks, one version at a time."""
+    """Staging copies of all ranks, with one version at a time."""
 
-    def __init__(self, call: Call, ask: Call, *, stage_timeout_s: float, call_timeout_s: float) -> None:
-        """`call` reaches all ranks between the same two steps; `ask` at any time, for what concerns the
-        staging copy alone."""
+    def __init__(
+        self, call: Call, call_anytime: Call, *, stage_timeout_s: float, call_timeout_s: float
+    ) -> None:
+        """Use these calls.
+
+        Args:
+            call: reaches all ranks between the same two steps.
+            call_anytime: reaches all ranks at any time, for what concerns the staging copy alone.
+            stage_timeout_s: limit of a rank for a fetch.
+            call_timeout_s: limit for the answers to a call.
+        """
         self._call = call
-        self._call_anytime = ask
+        self._call_anytime = call_anytime
         self._stage_timeout_s = stage_timeout_s
         self._call_timeout_s = call_timeout_s
         self._busy = False
         self._staged: Served | None = None
-        """What all ranks hold, if they have been left alone since."""
+        """Version that all ranks hold, unless a call has changed that since."""
 
     async def stage(self, manifest: WeightManifest) -> None:
-        """Returns when every rank holds the whole version, at once if it does. Cancelled or failed, it leaves
-        nothing staged anywhere.
+        """Stage a version on all ranks, unless they hold exactly that version.
+
+        If it fails or is cancelled, nothing is staged on any rank.
 
         Raises:
-            WeightError: with a rank's own reason.
-            PoisonedError: a rank will not stage any more.
+            WeightError: with the reason of a rank.
+            PoisonedError: a rank cannot stage any more.
         """
         if self._busy:
             raise WeightError(f"version {manifest.version}: another version is being staged")
@@ -58,17 +66,15 @@ class AllRanksStaging:
         try:
             ranks = await self._call_anytime("stage", msgspec.msgpack.encode(manifest), self._stage_timeout_s)
             if not any(rank["error"] for rank in ranks):
-                ranks = await self._settled(manifest)
-            wanted = manifest
-            if is_provisional(manifest) and ranks[0].get(
-                "digest"
-            ):  # what has come must be the same on all ranks, whatever it is
-                wanted = replace(manifest, digest=ranks[0]["digest"])
-            for number, rank in sorted(
-                enumerate(ranks), key=lambda found: not found[1]["error"]
-            ):  # who says why comes first
-                check_rank(number, rank, wanted)
-            self._staged = Served(wanted.epoch, wanted.version, wanted.digest)
+                ranks = await self._final_status(manifest)
+            expected = manifest
+            # the bytes that arrived must be the same on all ranks, whatever they are
+            if is_provisional(manifest) and ranks[0].get("digest"):
+                expected = replace(manifest, digest=ranks[0]["digest"])
+            # ranks with an error first: it is the reason of the others' state
+            for number, rank in sorted(enumerate(ranks), key=lambda numbered: not numbered[1]["error"]):
+                check_rank(number, rank, expected)
+            self._staged = Served(expected.epoch, expected.version, expected.digest)
         finally:
             try:
                 if self._staged is None:
@@ -77,11 +83,11 @@ class AllRanksStaging:
                 self._busy = False
 
     async def commit(self, manifest: WeightManifest) -> list[Any]:
-        """Make the staged version live on all ranks. Returns their answers.
+        """Copy the staged version over the live weights of all ranks; return their answers.
 
         Raises:
-            WeightError: no rank has applied it.
-            PoisonedError: some have.
+            WeightError: no rank has applied it; nothing changed.
+            PoisonedError: some ranks have applied it, or one may have applied a part.
         """
         self._staged = None
         ranks = await self._call("commit", msgspec.msgpack.encode(manifest))
@@ -101,16 +107,20 @@ class AllRanksStaging:
         return self._busy
 
     async def sleep(self, *arguments: Any) -> None:
-        """Have all ranks give memory back. Raises EngineError: a rank has not, others may have."""
+        """Have all ranks release their memory.
+
+        Raises:
+            EngineError: a rank has not; others may have.
+        """
         self._staged = None
         self._check_all(await self._call("sleep", *arguments))
 
     async def wake(self) -> None:
-        """Have all ranks take their memory again. Raises EngineError if one cannot."""
+        """Have all ranks take their memory again; EngineError if one cannot."""
         self._check_all(await self._call("wake"))
 
     async def live_digest(self) -> int:
-        """Digest of the live parameters; with one rank that of the manifest whose bytes they are."""
+        """Return the digest of the live parameters; with one rank that of the manifest of their bytes."""
         ranks = await self._call("live_digest")
         if ranks[0][0]:
             return int(ranks[0][1])
@@ -122,8 +132,8 @@ class AllRanksStaging:
             if rank["error"]:
                 raise EngineError(f"rank {number}: {rank['error']}")
 
-    async def _settled(self, manifest: WeightManifest) -> list[Any]:
-        """Every rank's status when none is staging any more, or one has failed."""
+    async def _final_status(self, manifest: WeightManifest) -> list[Any]:
+        """Poll until no rank is staging any more or one has failed; return the status of all."""
         shortest_s, longest_s = POLL_S
         began = time.monotonic()
         limit_s = self._stage_timeout_s + self._call_timeout_s
@@ -143,7 +153,7 @@ class AllRanksStaging:
             ) from None
 
     async def _discard(self) -> None:
-        """Forget what is staged, on all ranks; a fetch that runs is told to end and waited for."""
+        """Discard what is staged on all ranks, after ending fetches that still run."""
         with suppress(EngineError, TimeoutError):
             async with asyncio.timeout(self._call_timeout_s):
                 ranks = await self._call_anytime("cancel")
@@ -153,11 +163,16 @@ class AllRanksStaging:
 
 
 def check_rank(rank: int, found: dict[str, Any], manifest: WeightManifest) -> None:
-    """Compare what a rank says it has staged with the manifest.
+    """Compare a rank's status with the manifest that it was to stage.
+
+    Args:
+        rank: number of the rank.
+        found: its answer to `stage`, if that is an error, or its status.
+        manifest: the version.
 
     Raises:
-        WeightError: with the rank's own reason, or what differs.
-        PoisonedError: with its reason for which it will not stage any more.
+        WeightError: with the rank's reason, or with what differs.
+        PoisonedError: with the rank's reason, if it cannot stage any more.
     """
     if found["error"] or found["state"] != "staged":
         kind = PoisonedError if found.get("poisoned") else WeightError
@@ -169,8 +184,8 @@ def check_rank(rank: int, found: dict[str, Any], manifest: WeightManifest) -> No
         "digest": manifest.digest,
         "covered": covered,
     }
-    for fact, value in expected.items():
-        if found.get(fact) != value:
+    for key, value in expected.items():
+        if found.get(key) != value:
             raise WeightError(
-                f"rank {rank} has staged {fact} {found.get(fact)}, version {manifest.version} has {value}"
+                f"rank {rank} has staged {key} {found.get(key)}, version {manifest.version} has {value}"
             )

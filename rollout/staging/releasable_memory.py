@@ -1,4 +1,4 @@
-"""Memory of an engine: room for the staging copy, and giving memory back while the engine sleeps."""
+"""Releases an engine's memory while it sleeps, and checks that the staging copy fits."""
 
 from collections.abc import Iterable
 
@@ -9,27 +9,31 @@ from protocol.errors import EngineError
 
 MIB = 1 << 20
 RECEIVING_BYTES = 512 * MIB
-"""On a GPU, what comes of a version takes so much beside the staging copy: pieces on their way, and those
-that are not hashed yet."""
+"""GPU memory that receiving a version takes beside the staging copy: chunks in flight or not yet hashed."""
 
 
 class ReleasableMemory:
-    """The storages of some tensors: given back and taken again. The tensors stay the same objects, and their
-    views are valid again.
+    """Storages of tensors that can be released and restored.
 
-    In between nobody may touch them: they point nowhere.
+    The tensors stay the same objects, and after `restore` their views are valid again. In between nobody may
+    use them: they have no memory.
     """
 
     def __init__(self, dropped: Iterable[torch.Tensor], kept: Iterable[torch.Tensor] = ()) -> None:
-        """`dropped`: their contents are lost; `kept`: theirs wait in host memory. Where a storage is in both,
-        it is dropped."""
-        lost, held = _storages(dropped), _storages(kept)
-        self._kept = {key: storage for key, storage in held.items() if key not in lost}
-        self._sizes = {key: (storage, storage.nbytes()) for key, storage in (lost | self._kept).items()}
+        """Collect the storages of the tensors.
+
+        Args:
+            dropped: tensors whose contents `release` discards.
+            kept: tensors whose contents are kept in host memory; a storage in both is dropped.
+        """
+        discarded, preserved = _storages(dropped), _storages(kept)
+        self._kept = {key: storage for key, storage in preserved.items() if key not in discarded}
+        self._sizes = {key: (storage, storage.nbytes()) for key, storage in (discarded | self._kept).items()}
         self._saved: dict[int, torch.UntypedStorage] = {}
+        """Contents of `_kept` in host memory, while released."""
 
     def release(self) -> None:
-        """Nothing changes if it has been given back."""
+        """Release the memory. Idempotent."""
         for key, storage in self._kept.items():
             if storage.nbytes():
                 self._saved[key] = torch.empty(storage.nbytes(), dtype=torch.uint8).untyped_storage()
@@ -39,24 +43,28 @@ class ReleasableMemory:
         empty_cache()
 
     def restore(self) -> None:
-        """Raises EngineError if there is no room; it can be tried again then. Nothing changes if it has not
-        been given back."""
+        """Take the memory again. Idempotent.
+
+        Raises:
+            EngineError: there is no room; it can be tried again.
+        """
         try:
             for storage, nbytes in self._sizes.values():
                 if storage.nbytes() != nbytes:
                     storage.resize_(nbytes)
         except RuntimeError as error:
             total = sum(nbytes for _, nbytes in self._sizes.values())
-            raise EngineError(f"no room for the {_mib(total)} MiB that were given back: {error}") from error
+            raise EngineError(f"no room for the {_mib(total)} MiB that were released: {error}") from error
         for key in list(self._saved):
             self._kept[key].copy_(self._saved.pop(key))
 
 
 def check_room(tensors: Iterable[torch.Tensor], staging_mb: int) -> None:
-    """Before a copy of `tensors` is allocated on their device.
+    """Check that a copy of `tensors` fits on their device, before it is allocated.
 
     Args:
-        staging_mb: how much the copy may take, MiB; 0: as much as is free.
+        tensors: the live parameters, all on one device.
+        staging_mb: most memory that the copy may take, MiB; 0: as much as is free.
 
     Raises:
         EngineError: with the numbers and the settings that decide them.
@@ -65,7 +73,8 @@ def check_room(tensors: Iterable[torch.Tensor], staging_mb: int) -> None:
     needed = sum(tensor.nbytes for tensor in tensors)
     if 0 < staging_mb * MIB < needed:
         raise EngineError(
-            f"engine.staging_mb is {staging_mb}, a copy of the parameters takes {_mib(needed)} MiB: set it to that, or to 0"
+            f"engine.staging_mb is {staging_mb}, a copy of the parameters takes {_mib(needed)} MiB: "
+            "set it to that, or to 0"
         )
     device = tensors[0].device if tensors else torch.device("cpu")
     free = _free_bytes(device)
@@ -74,13 +83,14 @@ def check_room(tensors: Iterable[torch.Tensor], staging_mb: int) -> None:
     if needed > free:
         smaller = "engine.memory_fraction" if on_gpu else "engine.kv_cache_mb"
         raise EngineError(
-            f"staging takes {_mib(needed)} MiB beside the live parameters, {free // MIB} MiB are free on {device}: lower {smaller}, "
+            f"staging takes {_mib(needed)} MiB beside the live parameters, {free // MIB} MiB are free "
+            f"on {device}: lower {smaller}, "
             "or spread the engine over more devices (engine.tensor_parallel_size)"
         )
 
 
 def empty_cache() -> None:
-    """Give what the allocator holds unused to the other processes on the device."""
+    """Release what the CUDA allocator caches unused, for other processes on the device."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
@@ -93,10 +103,10 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _mib(nbytes: int) -> int:
-    """Rounded up."""
+    """Return MiB, rounded up."""
     return -(-nbytes // MIB)
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
-    """Each storage once."""
+    """Return each storage once, by its identity."""
     return {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}

@@ -1,6 +1,7 @@
-"""Live weights that are the trainer's compute weights, too (transport `shared`): they lie where the trainer
-can map them, and nothing is copied beside them. What a version is made from are the trainer's masters, mapped
-and verified; a commit converts them into place.
+"""Shares the live weights with the trainer (transport `shared`), which computes with them.
+
+They lie in memory that the trainer can map, and there is no staging copy. A version is staged by mapping and
+verifying the trainer's master weights; a commit converts them into the live weights.
 """
 
 from collections.abc import Mapping
@@ -22,17 +23,23 @@ from rollout.weights.shared import SharedReceiver
 
 
 class SharedStaging(Staging):
-    """A version is staged when every digest of what its masters make is right. `apply` is the commit's copy.
+    """Staging without a copy: a version is staged once the masters' conversion has the right digests.
 
-    The trainer holds the masters still until the engine says that it serves the version. Should it have gone
-    on all the same, for it took this engine for another one, a version is refused before the copy, and after
-    it is not taken for applied.
+    `apply` is the commit's copy. The trainer does not change the masters until the engine reports that it
+    serves the version. Should it have changed them nevertheless, because it took this engine for another one,
+    the version is refused before the copy, and does not count as applied after it.
     """
 
     def __init__(
         self, sources: Mapping[str, ExpectedTensor], *, architecture: str = "", tied: bool = False
     ) -> None:
-        """`sources`: what goes where in the live parameters, each tensor as a whole to one place."""
+        """Expect versions of these tensors.
+
+        Args:
+            sources: checkpoint name -> the one part of a live parameter that the whole tensor fills.
+            architecture: class of the model in transformers; empty: any.
+            tied: input and output embeddings are one tensor in this engine.
+        """
         unplaced = {name: ExpectedTensor(source.dtype, source.shape, ()) for name, source in sources.items()}
         super().__init__(unplaced, architecture=architecture, tied=tied)
         self._live = {name: source.slices[0].target for name, source in sources.items()}
@@ -43,7 +50,8 @@ class SharedStaging(Staging):
     def fetch(self, manifest: WeightManifest, deadline_s: float) -> int:
         if manifest.transport != TRANSPORT:
             raise WeightError(
-                f"version {manifest.version} comes by {manifest.transport}, this engine takes what is {TRANSPORT}"
+                f"version {manifest.version} comes by {manifest.transport}, "
+                f"this engine accepts only the transport {TRANSPORT}"
             )
         covered = super().fetch(manifest, deadline_s)
         try:
@@ -59,10 +67,10 @@ class SharedStaging(Staging):
         return served
 
     def apply(self) -> None:
-        """Convert the masters of what was taken into the live parameters, and let go of them.
+        """Convert the masters of the version that was taken into the live parameters, and unmap them.
 
         Raises:
-            WeightError: the trainer has begun to write to them meanwhile.
+            WeightError: the trainer has begun to write to the masters; the live weights may be mixed.
         """
         taken, masters = self._taken, self._masters
         assert taken is not None
@@ -71,22 +79,25 @@ class SharedStaging(Staging):
                 target.copy_(masters[name])
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
-            self.check_live(
-                taken
-            )  # nothing says what a GPU's memory holds when the process whose it was has ended
+            # the contents of GPU memory are undefined once the process that owned it has ended
+            self.check_live(taken)
         self._shared.masters(taken)
         self._taken, self._masters = None, {}
         self._shared.close()
 
     def check_live(self, manifest: WeightManifest) -> None:
-        """Compare the live parameters with the digests of a version. Raises WeightError, naming the first
-        tensor that differs."""
+        """Compare the live parameters with the digests of a version.
+
+        Raises:
+            WeightError: naming the first tensor that differs.
+        """
         copies = self.check(manifest)
-        wanted = {entry.name: entry.digest for entry in manifest.tensors}
+        expected = {entry.name: entry.digest for entry in manifest.tensors}
         for name, found in zip(self._live, digests_of(self._live.values()), strict=True):
-            if found != wanted[copies.get(name, name)]:
+            if found != expected[copies.get(name, name)]:
                 raise WeightError(
-                    f"version {manifest.version}: {name} is not what the trainer's masters made when they were verified"
+                    f"version {manifest.version}: {name} is not what the trainer's masters gave "
+                    "when they were verified"
                 )
 
     def discard(self) -> None:
@@ -95,8 +106,11 @@ class SharedStaging(Staging):
         self._shared.close()
 
     def _masters_of(self, manifest: WeightManifest) -> dict[str, torch.Tensor]:
-        """What the trainer has for each live tensor, in its shape. Raises WeightError, naming one that lies
-        otherwise there."""
+        """Return the trainer's master of each live tensor, in its shape.
+
+        Raises:
+            WeightError: naming a tensor with another layout there.
+        """
         copies, masters = self.check(manifest), self._shared.masters(manifest)
         found: dict[str, torch.Tensor] = {}
         for name, target in self._live.items():
@@ -105,8 +119,9 @@ class SharedStaging(Staging):
                 found[name] = master.view(target.shape)
             except RuntimeError as error:
                 raise WeightError(
-                    f"tensor {name} lies between others in the trainer, {list(master.shape)} of strides {master.stride()}, and not in this "
-                    "engine: the two do not compute with one layout of the weights"
+                    f"tensor {name} is interleaved with others in the trainer, {list(master.shape)} "
+                    f"of strides {master.stride()}, and not in this engine: "
+                    "the two do not compute with one layout of the weights"
                 ) from error
         return found
 
@@ -116,35 +131,44 @@ class SharedStaging(Staging):
 
 
 class SharedPlan(LoaderTrace):
-    """Without a buffer: every checkpoint tensor is one dense part of a live parameter."""
+    """Loader trace without a buffer: every checkpoint tensor is one dense part of a live parameter."""
 
     def __init__(
         self, live: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]], recorder: Recorder
     ) -> None:
-        """Raises EngineError: naming a tensor that is not."""
+        """Take what `record` returns.
+
+        Args:
+            live: see `LoaderTrace`.
+            shapes: see `LoaderTrace`.
+            recorder: see `LoaderTrace`.
+
+        Raises:
+            EngineError: naming a tensor that is not one dense part of a parameter.
+        """
         super().__init__(live, shapes, recorder)
         for name, copies in self._copies.items():
             whole = Window(0, shapes[name], contiguous_stride(shapes[name]))
             if len(copies) != 1 or copies[0].source != whole or copies[0].target.stride != whole.stride:
                 raise EngineError(
-                    f"tensor {name} is not one dense part of a parameter: weights.transport 'shared' cannot serve this model"
+                    f"tensor {name} is not one dense part of a parameter: "
+                    "weights.transport 'shared' cannot serve this model"
                 )
         self._staging: SharedStaging | None = None
 
     def views(self) -> dict[str, torch.Tensor]:
-        """The live weights by checkpoint name."""
+        """Return the live weights by checkpoint name."""
         return {
             name: copies[0].target.on(self.live[copies[0].parameter]) for name, copies in self._copies.items()
         }
 
     def staging(self, *, architecture: str, tied: bool) -> SharedStaging:
-        """What `apply` commits from."""
+        """Create the staging that `apply` commits from."""
         self._staging = SharedStaging(self.sources_in(self.live), architecture=architecture, tied=tied)
         return self._staging
 
     def calibrate(self) -> None:
-        """Send the live weights through the plan, a parameter at a time, over one of inverted bits, and
-        compare.
+        """Send the live weights through the plan, over inverted bits, a parameter at a time, and compare.
 
         Raises:
             EngineError: naming the first parameter that comes out different: its layout is not what the
@@ -160,18 +184,19 @@ class SharedPlan(LoaderTrace):
                     copy.target.on(made).copy_(bits_of(views[copy.name]).clone())
                 if not torch.equal(made, bits_of(live)):
                     raise EngineError(
-                        f"parameter {name}: staging the live weights does not reproduce them; it is repacked after loading"
+                        f"parameter {name}: staging the live weights does not reproduce them; "
+                        "it is repacked after loading"
                     )
 
     def release(self) -> None:
-        """Raises EngineError: the trainer computes with this memory."""
-        raise EngineError("the trainer computes with the live weights: their memory cannot be given back")
+        """Raise EngineError: the trainer computes with this memory."""
+        raise EngineError("the trainer computes with the live weights: their memory cannot be released")
 
     def restore(self) -> None:
-        """Nothing was given back."""
+        """Do nothing: nothing was released."""
 
     def apply(self) -> None:
-        """Commit what was taken from the staging. Raises WeightError, see `SharedStaging`."""
+        """Commit the version that was taken from the staging. Raises WeightError, see `SharedStaging`."""
         assert self._staging is not None
         self._staging.apply()
 
@@ -179,30 +204,45 @@ class SharedPlan(LoaderTrace):
 def share_parameters(
     model: torch.nn.Module, buffers: Mapping[str, torch.Tensor]
 ) -> tuple[SharedTensors, dict[str, torch.Tensor]]:
-    """Bring a model's parameters to memory that others can map, in place. Returns the room, and copies of
-    `buffers` in it.
+    """Move a model's parameters into memory that other processes can map; they stay the same objects.
+
+    Args:
+        model: the model.
+        buffers: its buffers that the trainer compares with its own, by name.
+
+    Returns: the memory, and copies of `buffers` in it.
 
     Raises:
         EngineError: there is no such memory.
     """
     parameters = list(model.parameters())
     try:
-        room = SharedTensors([*parameters, *buffers.values()])
+        shared = SharedTensors([*parameters, *buffers.values()])
     except WeightError as error:
         raise EngineError(f"the parameters cannot be shared: {error}") from error
-    for parameter, tensor in zip(parameters, room.tensors, strict=False):
+    for parameter, tensor in zip(parameters, shared.tensors, strict=False):
         parameter.data = tensor
-    return room, dict(zip(buffers, room.tensors[len(parameters) :], strict=True))
+    return shared, dict(zip(buffers, shared.tensors[len(parameters) :], strict=True))
 
 
 def describe(
-    room: SharedTensors,
+    shared: SharedTensors,
     path: Path,
     parameters: Mapping[str, torch.Tensor],
     buffers: Mapping[str, torch.Tensor],
 ) -> None:
-    """Write the file by which the trainer finds what it is to compute with. Raises EngineError."""
+    """Write the file by which the trainer finds the tensors that it is to compute with.
+
+    Args:
+        shared: the memory in which all of them are.
+        path: the file.
+        parameters: live weights by checkpoint name.
+        buffers: buffers that the trainer compares with its own.
+
+    Raises:
+        EngineError: the file cannot be written.
+    """
     try:
-        room.write(path, {PARAMETERS: parameters, BUFFERS: buffers})
+        shared.write(path, {PARAMETERS: parameters, BUFFERS: buffers})
     except WeightError as error:
         raise EngineError(str(error)) from error

@@ -1,5 +1,4 @@
-"""A staging copy: the live parameters' layout in memory of its own, filled from a manifest while the live
-ones are in use."""
+"""Fetches weight versions into a staging copy, which has the layout of the live parameters beside it."""
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,30 +18,32 @@ from rollout.weights.registry import make_receiver
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A strided window of a source tensor (by checkpoint name) and the window of the staging buffer that it
-    fills."""
+    """Strided part of a checkpoint tensor, and the part of the staging buffer that it fills."""
 
     offset: int
     """Elements from the source's start."""
     size: tuple[int, ...]
+    """Shape of both parts."""
     stride: tuple[int, ...]
-    """Elements, in the source."""
+    """In the source, elements."""
     target: torch.Tensor
     """View of the staging buffer, shape `size`."""
 
     def fill(self, source: torch.Tensor) -> None:
-        """Copy the window out of the contiguous `source`."""
+        """Copy the part out of the contiguous `source`."""
         self.target.copy_(
             source.as_strided(self.size, self.stride, int(source.storage_offset()) + self.offset)
         )
 
 
 class Committable(Protocol):
-    """Live weights that a staged version can be brought into."""
+    """Live weights that a staged version can be copied into."""
 
     def apply(self) -> None:
-        """Do it, for the version that was taken from the staging last: no allocation on the device, no I/O,
-        no communication."""
+        """Copy the version that was taken from the staging last over the live weights.
+
+        It allocates nothing on the device, and does no I/O and no communication.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +61,18 @@ class LiveAndStaged:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTensor:
-    """What the engine expects of one tensor of a version."""
+    """One tensor that the engine expects in a version."""
 
     dtype: str
+    """As in manifests: "float32"."""
     shape: tuple[int, ...]
+    """Of the whole tensor."""
     slices: tuple[Slice, ...]
+    """Parts that go into the staging buffer."""
 
 
 class Staging:
-    """Fetches versions into the staging copy. One at a time; what is staged is forgotten when the next one
-    begins.
+    """Staging copy of one version at a time; the next fetch discards it.
 
     States: empty -> (fetch) -> staged -> (take) -> empty. A fetch that fails leaves it empty.
     """
@@ -77,7 +80,13 @@ class Staging:
     def __init__(
         self, sources: Mapping[str, ExpectedTensor], *, architecture: str = "", tied: bool = False
     ) -> None:
-        """`tied`: input and output embeddings are one tensor in this engine."""
+        """Expect versions of these tensors.
+
+        Args:
+            sources: checkpoint name -> the tensor that the engine expects.
+            architecture: class of the model in transformers; empty: any.
+            tied: input and output embeddings are one tensor in this engine.
+        """
         self._sources = sources
         self._architecture = architecture
         self._tied = tied
@@ -89,13 +98,13 @@ class Staging:
 
     @property
     def staged(self) -> Served | None:
-        """The version that lies complete and verified in the copy."""
+        """The version that is complete and verified in the copy; None if there is none."""
         return self._staged
 
     def check(self, manifest: WeightManifest) -> dict[str, str]:
         """Compare a manifest with what this engine expects, before anything is fetched.
 
-        Returns: for each tied name that the engine holds apart, the name whose bytes it gets.
+        Returns: for each tied name that is a tensor of its own in this engine, the name whose bytes it gets.
 
         Raises:
             WeightError: naming the first tensor that is missing, unknown or of another shape or dtype.
@@ -107,7 +116,7 @@ class Staging:
             )
         entries = {entry.name: entry for entry in manifest.tensors}
         if len(entries) != len(manifest.tensors):
-            raise WeightError(f"version {version}: a tensor comes twice in the manifest")
+            raise WeightError(f"version {version}: a tensor occurs twice in the manifest")
         copies = {absent: holder for absent, holder in manifest.tied if absent in self._sources}
         for name, source in self._sources.items():
             entry = entries.get(copies.get(name, name))
@@ -115,7 +124,8 @@ class Staging:
                 raise WeightError(f"version {version} lacks tensor {copies.get(name, name)}")
             if entry.shape != source.shape or entry.dtype != source.dtype:
                 raise WeightError(
-                    f"tensor {entry.name} is {entry.dtype}{list(entry.shape)}, the engine's {name} is {source.dtype}{list(source.shape)}"
+                    f"tensor {entry.name} is {entry.dtype}{list(entry.shape)}, "
+                    f"the engine's {name} is {source.dtype}{list(source.shape)}"
                 )
         unknown = sorted(set(entries) - set(self._sources))
         if unknown:
@@ -124,18 +134,21 @@ class Staging:
         return copies
 
     def fetch(self, manifest: WeightManifest, deadline_s: float) -> int:
-        """Fill the copy; blocks. Returns the bytes that were verified and placed.
+        """Fill the copy with a version; blocks.
 
-        Of a draft (`protocol/weights/provisional.py`) what has come is staged, under the digest that it has.
+        With a provisional manifest (`protocol/weights/provisional.py`) the bytes that arrive are staged under
+        the digest that they have.
+
+        Returns: bytes that were verified and placed.
 
         Raises:
             WeightError: the copy is empty again.
         """
         self._staged = None
         copies = self.check(manifest)
-        places: dict[str, list[ExpectedTensor]] = {}
+        destinations: dict[str, list[ExpectedTensor]] = {}
         for name, source in self._sources.items():
-            places.setdefault(copies.get(name, name), []).append(source)
+            destinations.setdefault(copies.get(name, name), []).append(source)
         receiver = self._receiver_of(manifest.transport)
         covered = 0
         seen: set[str] = set()
@@ -143,15 +156,14 @@ class Staging:
         try:
             with torch.no_grad():
                 for entry, tensor in receiver.tensors(
-                    manifest, deadline_s, lambda entry: _whole_place(places[entry.name])
+                    manifest, deadline_s, lambda entry: _whole_destination(destinations[entry.name])
                 ):
                     if self._cancelled.is_set():
                         raise WeightError(f"staging of version {manifest.version} was cancelled")
-                    for source in places[entry.name]:
+                    for source in destinations[entry.name]:
                         for part in source.slices:
-                            if (
-                                part.target.data_ptr() != tensor.data_ptr()
-                            ):  # else it has come straight to its place
+                            # else it was received directly into its place
+                            if part.target.data_ptr() != tensor.data_ptr():
                                 part.fill(tensor)
                     seen.add(entry.name)
                     covered += entry.nbytes
@@ -169,49 +181,47 @@ class Staging:
         return covered
 
     def cancel(self) -> None:
-        """Make a fetch that runs or is about to begin end soon, with WeightError; called from another
-        thread."""
+        """Make a fetch that runs or is about to begin end soon with WeightError; for other threads."""
         self._cancelled.set()
         if self._fetching and self._receiver is not None:
             self._receiver.close()
 
     def close(self) -> None:
-        """Release what the transport holds for the next version."""
+        """Release what the transport keeps for the next version."""
         if self._receiver is not None:
             self._receiver.close()
 
     def _receiver_of(self, transport: str) -> WeightReceiver:
-        """The receiver of the last version, which may still be connected, or another."""
+        """Return the receiver of the last version, which may still be connected, or a new one."""
         if self._receiver is None or self._transport != transport:
             self.close()
             self._receiver, self._transport = make_receiver(transport), transport
         return self._receiver
 
     def take(self, manifest: WeightManifest) -> Served:
-        """Claim the staged version for a commit; the copy counts as empty from then on.
+        """Take the staged version for a commit; the copy counts as empty from then on.
 
         Raises:
             WeightError: if `manifest` is not what is staged.
         """
         if self._staged != Served(manifest.epoch, manifest.version, manifest.digest):
-            held = (
+            staged = (
                 f"version {self._staged.version} of epoch {self._staged.epoch}" if self._staged else "nothing"
             )
             raise WeightError(
-                f"version {manifest.version} of epoch {manifest.epoch} is not staged ({held} is)"
+                f"version {manifest.version} of epoch {manifest.epoch} is not staged ({staged} is)"
             )
-        found, self._staged = self._staged, None
-        return found
+        taken, self._staged = self._staged, None
+        return taken
 
     def discard(self) -> None:
-        """Forget what is staged, and a `cancel` that came too late for its fetch."""
+        """Discard what is staged, and forget a `cancel` that came too late for its fetch."""
         self._staged = None
         self._cancelled.clear()
 
 
-def _whole_place(sources: Sequence[ExpectedTensor]) -> torch.Tensor | None:
-    """The part of the staging copy that a tensor fills as it is, if it is not cut up and goes nowhere
-    else."""
+def _whole_destination(sources: Sequence[ExpectedTensor]) -> torch.Tensor | None:
+    """Return the dense part of the staging copy that a whole tensor fills, if it goes nowhere else."""
     if len(sources) != 1 or len(sources[0].slices) != 1:
         return None
     part = sources[0].slices[0]
@@ -220,19 +230,19 @@ def _whole_place(sources: Sequence[ExpectedTensor]) -> torch.Tensor | None:
 
 
 def stored_once(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Parameters by name, each storage once: of tied ones the first name stays."""
-    found: dict[tuple[object, ...], str] = {}
+    """Return parameters by name, each storage once: of tied parameters the first name stays."""
+    first_names: dict[tuple[object, ...], str] = {}
     kept: dict[str, torch.Tensor] = {}
     for name, tensor in named:
         key = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape))
-        if tensor.numel() and found.setdefault(key, name) != name:
+        if tensor.numel() and first_names.setdefault(key, name) != name:
             continue
         kept[name] = tensor.detach()
     return kept
 
 
 def whole_source(target: torch.Tensor) -> ExpectedTensor:
-    """A tensor that goes as it is to `target`, which is dense."""
+    """Expect a tensor that fills the dense `target` as it is."""
     shape = tuple(target.shape)
     return ExpectedTensor(
         dtype_name(target.dtype), shape, (Slice(0, shape, contiguous_stride(shape), target),)
@@ -240,7 +250,7 @@ def whole_source(target: torch.Tensor) -> ExpectedTensor:
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides, in elements, of a dense row-major tensor."""
+    """Return the strides, in elements, of a dense row-major tensor."""
     strides: list[int] = []
     step = 1
     for n in reversed(shape):
@@ -250,12 +260,12 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As manifests spell it: "float32"."""
+    """Return the name of a dtype as in manifests, such as "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
 def digest_of(named: Mapping[str, torch.Tensor]) -> int:
-    """The digest that a manifest of exactly these tensors would have."""
+    """Return the digest that a manifest of exactly these tensors would have."""
     return manifest_digest(
         [
             TensorEntry(name, dtype_name(tensor.dtype), tuple(tensor.shape), 0, 0, tensor.nbytes, digest)

@@ -145,7 +145,7 @@ def test_a_loader_that_writes_one_place_twice_fails_calibration() -> None:
 
 def test_an_engine_that_shares_takes_no_other_transport(tmp_path: Path) -> None:
     staging = SharedStaging({name: whole_source(tensor) for name, tensor in new_weights().items()})
-    with pytest.raises(WeightError, match="comes by shm, this engine takes what is shared"):
+    with pytest.raises(WeightError, match="comes by shm, this engine accepts only the transport shared"):
         staging.fetch(write_shm(tmp_path / "v1", new_weights(), 1), 10)
 
 

@@ -196,7 +196,7 @@ def test_an_engine_of_other_layers_finds_the_tensor_that_lies_otherwise(place: P
     )
     with pytest.raises(
         WeightError,
-        match=r"tensor model\.layers\.0\.self_attn\.q_proj\.weight lies between others in the trainer",
+        match=r"tensor model\.layers\.0\.self_attn\.q_proj\.weight is interleaved with others in the trainer",
     ):
         staging.fetch(sender.publish("e1", 1, backend.export()), 30)
     assert staging.staged is None
