@@ -151,18 +151,10 @@ class Served:
 class Capabilities:
     """Abilities of an engine beyond the contract's core; what it lacks raises `Unsupported`."""
 
-    updates_while_generating: bool = True
-    """Whether versions are staged and committed while requests run."""
-    recomputes_kv: bool = True
-    """Whether `KvPolicy.RECOMPUTE` is supported."""
     sleep: bool = False
     """Whether `sleep` and `wake` are supported."""
-    lora: bool = False
-    """Whether adapters are served."""
     seeds: bool = True
     """Whether `Sampling.seed` is supported."""
-    transports: frozenset[str] = field(default_factory=frozenset)
-    """Names of the weight transports that versions may come by."""
 
 
 class Engine(ABC):

@@ -20,7 +20,6 @@ from rollout.engines.base import Capabilities, Completion, Engine, EngineConfig,
 from rollout.engines.requests import check_request, read_config, spans_of
 from rollout.staging.in_process import InProcessStaging
 from rollout.staging.staging import ExpectedTensor, Staging
-from rollout.weights.registry import RECEIVERS
 
 VOCAB_SIZE = 64
 """Used if the model directory has no config.json."""
@@ -45,7 +44,7 @@ class ScriptedEngine(Engine):
         self._config = config
         self._model_dir = model_dir
         self._name = incarnation
-        self.capabilities = Capabilities(recomputes_kv=False, transports=frozenset(RECEIVERS))
+        self.capabilities = Capabilities()
         self._vocab = VOCAB_SIZE
         self._served = Served()
         self._staging = InProcessStaging(AnyStaging({}), config.stage_timeout_s)

@@ -1,5 +1,4 @@
-"""The bench on which engines are tested: one started engine, two models, versions of their weights, and
-faulty ones."""
+"""Holds one started engine under test, with two models, versions of their weights, and faulty versions."""
 
 import asyncio
 import math

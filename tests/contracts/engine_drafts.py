@@ -1,5 +1,4 @@
-"""What every engine must do with a version that is still being made. Part of the contract; see
-`engine_suite.py`."""
+"""Tests that every engine must pass with versions that are still being exported; see `engine_suite.py`."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -18,9 +17,7 @@ from trainer.weights.nccl import NcclSender
 
 
 class DraftContract:
-    async def test_a_version_is_staged_while_it_is_made_and_committed_from_what_has_come(
-        self, bench: Bench
-    ) -> None:
+    async def test_provisional_version_is_committed_from_the_bytes_that_arrived(self, bench: Bench) -> None:
         if bench.shares:
             await assert_staged_as_it_comes(bench)
             return
@@ -55,7 +52,7 @@ class DraftContract:
         if bench.computes:
             assert_switched(bench, found, [["A", "B"]] * len(found))
 
-    async def test_what_has_come_is_not_committed_as_what_it_is_not(self, bench: Bench) -> None:
+    async def test_bytes_that_arrived_are_not_committed_as_another_version(self, bench: Bench) -> None:
         if bench.shares:
             pytest.skip("versions that are shared are not sent")
         async with serving(bench) as (sender, before):
@@ -76,7 +73,7 @@ class DraftContract:
             assert bench.engine.served.digest == manifest.digest
             assert not bench.computes or await bench.engine.live_digest() != live
 
-    async def test_a_version_that_is_not_made_after_all_changes_nothing(self, bench: Bench) -> None:
+    async def test_provisional_version_that_fails_changes_nothing(self, bench: Bench) -> None:
         if bench.shares:
             pytest.skip("versions that are shared are not sent")
         async with serving(bench) as (sender, before):
@@ -109,10 +106,10 @@ async def serving(bench: Bench) -> AsyncIterator[tuple[NcclSender, WeightManifes
 def next_of(bench: Bench, sender: NcclSender, before: WeightManifest) -> WeightManifest:
     """The next version, which may be asked for from now on."""
     bench.last += 1
-    said = sender.provisional("e1", bench.last)
-    assert said is not None
-    assert said.like == before.version
-    return provisional_manifest(before, said.version)
+    announced = sender.provisional("e1", bench.last)
+    assert announced is not None
+    assert announced.like == before.version
+    return provisional_manifest(before, announced.version)
 
 
 async def assert_staged_as_it_comes(bench: Bench) -> None:

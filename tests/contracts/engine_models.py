@@ -1,5 +1,7 @@
-"""Tiny models for engine tests, versions of their weights written by hand, and what plain transformers makes
-of them."""
+"""Builds tiny models for engine tests, writes versions of their weights, and checks greedy tokens.
+
+The check recomputes the tokens with plain transformers.
+"""
 
 import copy
 from collections.abc import Mapping, Sequence

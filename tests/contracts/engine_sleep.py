@@ -1,5 +1,4 @@
-"""What an engine that can sleep must do, and what one that cannot must say. A part of the contract, beside
-`engine_suite.py`."""
+"""Tests that every engine must pass about sleep, whether it supports it or not; see `engine_suite.py`."""
 
 import asyncio
 
@@ -22,7 +21,7 @@ def sleeper(bench: Bench) -> Bench:
 
 
 class SleepContract:
-    async def test_sleep_that_is_not_supported_is_refused(self, bench: Bench) -> None:
+    async def test_unsupported_sleep_is_refused(self, bench: Bench) -> None:
         if bench.engine.capabilities.sleep:
             pytest.skip("this engine can")
         for method in (bench.engine.sleep, bench.engine.wake):
@@ -30,9 +29,7 @@ class SleepContract:
                 await method()
         await bench.pilot("awake")
 
-    async def test_running_requests_go_on_after_sleep_under_the_weights_that_are_committed_then(
-        self, sleeper: Bench
-    ) -> None:
+    async def test_running_requests_continue_after_sleep_under_the_next_commit(self, sleeper: Bench) -> None:
         old = (await sleeper.serve("A")).version
         async with sleeper.long(*PROMPTS) as tasks:
             await sleeper.engine.sleep()
@@ -62,7 +59,7 @@ class SleepContract:
                 assert (await late).spans == ((8, version),)
         assert sleeper.follows([(8, "B")], PROMPTS[1], late.result().tokens, recompute=True)
 
-    async def test_a_sleeping_engine_serves_nothing_and_takes_no_version(self, sleeper: Bench) -> None:
+    async def test_sleeping_engine_serves_nothing_and_accepts_no_version(self, sleeper: Bench) -> None:
         await sleeper.serve("A")
         staged = sleeper.publish("B")
         await sleeper.engine.stage(staged)
@@ -105,7 +102,7 @@ class SleepContract:
         await sleeper.serve("A")
         assert len((await sleeper.engine.generate(ask("gone", PROMPTS[1], 8))).tokens) == 8
 
-    async def test_a_paused_engine_that_slept_stays_paused(self, sleeper: Bench) -> None:
+    async def test_paused_engine_that_slept_stays_paused(self, sleeper: Bench) -> None:
         await sleeper.serve("A")
         await sleeper.engine.pause()
         await sleeper.engine.sleep()

@@ -1,8 +1,8 @@
-"""What every engine must do. A test module provides the fixture `bench` and subclasses `EngineContract`.
+"""Tests that every engine must pass; a module provides the fixture `bench` and subclasses `EngineContract`.
 
-Nothing here waits by the clock: a pilot request of a few tokens that has ended proves that the others,
-decoded in the same batches, have about as many; requests that must outlive an update are aborted when enough
-was seen.
+No test waits for a time: a pilot request of a few tokens that has ended proves that the others, decoded in
+the same batches, have about as many; requests that must outlive an update are aborted once the test has seen
+enough.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from tests.contracts.engine_models import VOCAB, logits_of
 
 
 class EngineContract:
-    async def test_a_fresh_engine_serves_no_version_and_cannot_adopt_one(self, bench: Bench) -> None:
+    async def test_fresh_engine_serves_no_version_and_cannot_adopt_one(self, bench: Bench) -> None:
         assert bench.engine.served == Served("", -1, 0)
         with pytest.raises(WeightError):
             await bench.engine.adopt("e1", 0)
@@ -39,7 +39,7 @@ class EngineContract:
             assert len(completion.logprobs) == len(completion.tokens) == 40
             assert bench.follows([(40, "A")], prompt, completion.tokens, recompute=True)
 
-    async def test_logprobs_are_those_of_the_distribution_that_was_sampled_from(self, bench: Bench) -> None:
+    async def test_logprobs_are_those_of_the_sampled_distribution(self, bench: Bench) -> None:
         await bench.serve("A")
         ways: list[dict[str, float]] = [
             {"temperature": 0},
@@ -64,7 +64,7 @@ class EngineContract:
             ]
             bench.assert_logprobs(request.sampling, found.logprobs, expected)
 
-    async def test_a_seed_repeats_a_completion_or_is_refused(self, bench: Bench) -> None:
+    async def test_seed_repeats_a_completion_or_is_refused(self, bench: Bench) -> None:
         request = ask("seeded", PROMPTS[0], 24, temperature=1.0, seed=7)
         if not bench.engine.capabilities.seeds:
             with pytest.raises(Unsupported, match="seeded/0"):
@@ -74,7 +74,7 @@ class EngineContract:
         first, again = await bench.engine.generate(request), await bench.engine.generate(request)
         assert again.tokens == first.tokens
 
-    async def test_a_stop_token_ends_a_completion_and_is_its_last(self, bench: Bench) -> None:
+    async def test_stop_token_ends_a_completion_and_is_its_last(self, bench: Bench) -> None:
         await bench.serve("A")
         whole = (await bench.engine.generate(ask("stop", PROMPTS[0], 40))).tokens
         found = await bench.engine.generate(ask("stop", PROMPTS[0], 40, stop_token_ids=(whole[9],)))
@@ -96,7 +96,7 @@ class EngineContract:
             (ask("cold", (1,), 4, temperature=-1.0), "temperature"),
         ],
     )
-    async def test_a_request_that_cannot_run_is_refused_by_name(
+    async def test_invalid_request_is_refused_by_name(
         self, bench: Bench, request_: Request, words: str
     ) -> None:
         with pytest.raises(EngineError, match=words) as error:
@@ -104,12 +104,12 @@ class EngineContract:
         assert request_.id in str(error.value)
         await bench.pilot("after")
 
-    async def test_an_id_that_is_running_is_refused(self, bench: Bench) -> None:
+    async def test_running_id_is_refused(self, bench: Bench) -> None:
         async with bench.long(PROMPTS[0]):
             with pytest.raises(EngineError, match="long0"):
                 await bench.engine.generate(Request("long0/0", PROMPTS[1], Sampling(max_tokens=4)))
 
-    async def test_abort_returns_what_there_is(self, bench: Bench) -> None:
+    async def test_abort_returns_the_tokens_so_far(self, bench: Bench) -> None:
         await bench.serve("A")
         async with bench.long(PROMPTS[0]) as (task,):
             await bench.engine.abort(["nobody", "long0/0"])
@@ -120,7 +120,7 @@ class EngineContract:
         assert len(found.logprobs) == len(found.tokens)
         assert bench.follows([(len(found.tokens), "A")], PROMPTS[0], found.tokens, recompute=True)
 
-    async def test_a_cancelled_generate_frees_its_id(self, bench: Bench) -> None:
+    async def test_cancelled_generate_frees_its_id(self, bench: Bench) -> None:
         async with asyncio.TaskGroup() as group:
             task = group.create_task(bench.engine.generate(ask("gone", PROMPTS[0], LONG)), name="gone")
             await bench.pilot("first")
@@ -128,7 +128,7 @@ class EngineContract:
         assert task.cancelled()
         assert len((await bench.engine.generate(ask("gone", PROMPTS[0], 8))).tokens) == 8
 
-    async def test_pause_freezes_and_resume_goes_on(self, bench: Bench) -> None:
+    async def test_pause_stops_and_resume_continues(self, bench: Bench) -> None:
         await bench.serve("A")
         alone = (await bench.engine.generate(ask("held", PROMPTS[0], 120))).tokens
         async with asyncio.TaskGroup() as group:
@@ -146,7 +146,7 @@ class EngineContract:
         assert bench.margin or held.result().tokens == alone
         assert len(late.result().tokens) == 4
 
-    async def test_an_update_while_generating_is_exact_at_the_recorded_token(self, bench: Bench) -> None:
+    async def test_update_while_generating_is_exact_at_the_recorded_token(self, bench: Bench) -> None:
         old = (await bench.serve("A")).version
         async with bench.long(*PROMPTS) as tasks:
             manifest = bench.publish("B")
@@ -173,7 +173,7 @@ class EngineContract:
         if bench.computes:
             assert_switched(bench, found, [["A", "B", "A", "B"]] * len(found))
 
-    async def test_a_commit_while_paused_stays_paused(self, bench: Bench) -> None:
+    async def test_commit_while_paused_stays_paused(self, bench: Bench) -> None:
         old = (await bench.serve("A")).version
         async with bench.long(*PROMPTS) as tasks:
             await bench.engine.pause()
@@ -187,7 +187,7 @@ class EngineContract:
         if bench.computes:
             assert_switched(bench, found, [["A", "B"]] * len(found))
 
-    async def test_a_new_request_never_rests_on_an_old_prefix(self, bench: Bench) -> None:
+    async def test_new_request_never_uses_an_old_prefix(self, bench: Bench) -> None:
         prompt = tuple(range(4, 304))
         await bench.serve("A")
         await bench.engine.generate(ask("warm", prompt, 4))
@@ -196,7 +196,7 @@ class EngineContract:
         assert found.spans == ((16, version),)
         assert bench.follows([(16, "B")], prompt, found.tokens, recompute=True)
 
-    async def test_committing_what_is_not_staged_is_refused(self, bench: Bench) -> None:
+    async def test_commit_of_what_is_not_staged_is_refused(self, bench: Bench) -> None:
         await bench.serve("A")
         served, live = bench.engine.served, await bench.engine.live_digest()
         never = bench.publish("B")
@@ -208,13 +208,13 @@ class EngineContract:
             await bench.engine.commit(never)
         assert (bench.engine.served, await bench.engine.live_digest()) == (served, live)
 
-    async def test_a_version_is_committed_once(self, bench: Bench) -> None:
+    async def test_version_is_committed_once(self, bench: Bench) -> None:
         manifest = await bench.serve("A")
         with pytest.raises(WeightError):
             await bench.engine.commit(manifest)
         assert bench.engine.served.version == manifest.version
 
-    async def test_a_cancelled_stage_leaves_nothing_staged(self, bench: Bench) -> None:
+    async def test_cancelled_stage_leaves_nothing_staged(self, bench: Bench) -> None:
         await bench.serve("A")
         manifest = bench.publish("B")
         async with asyncio.TaskGroup() as group:
@@ -226,7 +226,7 @@ class EngineContract:
             await bench.engine.commit(manifest)
         await bench.serve("B")
 
-    async def test_a_second_stage_at_the_same_time_is_refused(self, bench: Bench) -> None:
+    async def test_concurrent_stage_is_refused(self, bench: Bench) -> None:
         await bench.serve("A")
         first, second = bench.publish("B"), bench.publish("B")
         async with asyncio.TaskGroup() as group:
@@ -237,7 +237,7 @@ class EngineContract:
         assert task.done()
         await bench.engine.commit(first)
 
-    async def test_adopt_renames_what_is_live(self, bench: Bench) -> None:
+    async def test_adopt_renames_the_live_version(self, bench: Bench) -> None:
         manifest = await bench.serve("A")
         live = await bench.engine.live_digest()
         async with bench.long(*PROMPTS) as tasks:
@@ -253,11 +253,11 @@ class EngineContract:
     @pytest.mark.parametrize(
         "fault", ["corrupted", "truncated", "file missing", "twice", "overlap", "digest"]
     )
-    async def test_a_broken_version_changes_nothing(self, bench: Bench, fault: str) -> None:
+    async def test_broken_version_changes_nothing(self, bench: Bench, fault: str) -> None:
         await assert_refused(bench, fault)
 
     @pytest.mark.parametrize("fault", ["tensor missing", "shape", "dtype", "unknown", "architecture"])
-    async def test_a_version_of_another_model_changes_nothing(self, bench: Bench, fault: str) -> None:
+    async def test_version_of_another_model_changes_nothing(self, bench: Bench, fault: str) -> None:
         if not bench.computes:
             pytest.skip("an engine without a model takes every model's weights")
         await assert_refused(bench, fault)

@@ -1,5 +1,4 @@
-"""Where SGLang lives for tests: an environment of its own beside the main one, and stand-ins for what has no
-CPU build."""
+"""Finds the Python environment that has SGLang for tests, and stand-ins for what has no CPU build."""
 
 import os
 import sys

@@ -7,7 +7,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from protocol.device.hf_build_lock import MODEL_BUILDING
-from protocol.device.shared_layout import TRANSPORT
 from protocol.device.shared_tensors import SharedTensors
 from protocol.errors import EngineError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
@@ -19,7 +18,6 @@ from rollout.engines.requests import check_adapters
 from rollout.staging.releasable_memory import ReleasableMemory, check_room
 from rollout.staging.shared_weights import SharedStaging, describe, share_parameters
 from rollout.staging.staging import LiveAndStaged, Staging, stored_once, whole_source
-from rollout.weights.registry import RECEIVERS
 
 
 class HFEngine(InProcessEngine):
@@ -40,9 +38,8 @@ class HFEngine(InProcessEngine):
         super().__init__(config, model_dir, incarnation)
         self._lora = lora
         self._shared = shared
-        self._room: SharedTensors | None = None
-        transports = frozenset(RECEIVERS) if shared is None else frozenset({TRANSPORT})
-        self.capabilities = Capabilities(transports=transports, lora=True, sleep=shared is None)
+        self._shared_memory: SharedTensors | None = None
+        self.capabilities = Capabilities(sleep=shared is None)
 
     def _load(self) -> LoadedModel:
         if self._config.tensor_parallel_size != 1:
@@ -64,17 +61,17 @@ class HFEngine(InProcessEngine):
         return LoadedModel(PaddingDecoder(model), weights, staging, checkpoint, memory)
 
     def _share(self, model: Any, path: Path) -> LoadedModel:
-        self._room, buffers = share_parameters(model, dict(model.named_buffers()))
+        self._shared_memory, buffers = share_parameters(model, dict(model.named_buffers()))
         live = stored_once(model.named_parameters())
-        describe(self._room, path, live, buffers)
+        describe(self._shared_memory, path, live, buffers)
         sources = {name: whole_source(tensor) for name, tensor in live.items()}
         staging = SharedStaging(sources, architecture=type(model).__name__, tied=_is_tied(model))
         return LoadedModel(PaddingDecoder(model), staging, staging, lambda: live)
 
     def _unload(self) -> None:
-        if self._room is not None and self._shared is not None:
+        if self._shared_memory is not None and self._shared is not None:
             self._shared.unlink(missing_ok=True)
-            self._room.close()
+            self._shared_memory.close()
 
 
 def _staging(

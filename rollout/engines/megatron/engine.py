@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from protocol.device.shared_layout import TRANSPORT
 from protocol.device.shared_tensors import SharedTensors
 from protocol.errors import EngineError, SettingsError
 from rollout.engines.base import Capabilities, EngineConfig
@@ -22,7 +21,6 @@ from rollout.staging.loader_trace import trace
 from rollout.staging.releasable_memory import ReleasableMemory
 from rollout.staging.shared_weights import SharedStaging, describe, share_parameters
 from rollout.staging.staging import whole_source
-from rollout.weights.registry import RECEIVERS
 from trainer.megatron.inference import SlotModel
 
 DEFAULT_BATCH_TOKENS = 8192
@@ -41,9 +39,8 @@ class MegatronEngine(InProcessEngine):
         """Create an engine that is not started; the arguments are those of `make_engine`."""
         super().__init__(config, model_dir, incarnation)
         self._shared = shared
-        self._room: SharedTensors | None = None
-        transports = frozenset(RECEIVERS) if shared is None else frozenset({TRANSPORT})
-        self.capabilities = Capabilities(transports=transports, sleep=shared is None)
+        self._shared_memory: SharedTensors | None = None
+        self.capabilities = Capabilities(sleep=shared is None)
         self._slot_model: SlotModel | None = None
 
     def _load(self) -> LoadedModel:
@@ -85,8 +82,8 @@ class MegatronEngine(InProcessEngine):
         )
 
     def _share(self, model: SlotModel, decoder: "SlotDecoder", path: Path) -> LoadedModel:
-        self._room, buffers = share_parameters(model.module, model.buffers())
-        describe(self._room, path, model.parameters, buffers)
+        self._shared_memory, buffers = share_parameters(model.module, model.buffers())
+        describe(self._shared_memory, path, model.parameters, buffers)
         parts = model.parts()
         sources = {
             name: replace(whole_source(part), shape=model.shapes[name]) for name, part in parts.items()
@@ -100,9 +97,9 @@ class MegatronEngine(InProcessEngine):
         )
 
     def _unload(self) -> None:
-        if self._room is not None and self._shared is not None:
+        if self._shared_memory is not None and self._shared is not None:
             self._shared.unlink(missing_ok=True)
-            self._room.close()
+            self._shared_memory.close()
         if self._slot_model is not None:
             self._slot_model.close()
 

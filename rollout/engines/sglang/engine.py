@@ -27,7 +27,6 @@ from rollout.engines.sglang.launch import SglangServer, check_model
 from rollout.engines.sglang.lora import NAME
 from rollout.engines.sglang.plugin import RankSettings
 from rollout.engines.sglang.sampling import VERSIONS
-from rollout.weights.registry import RECEIVERS
 
 ABORT_S = 5.0
 """How long an abort is repeated: one that overtakes its request in SGLang's own queues is lost."""
@@ -44,9 +43,7 @@ class SglangEngine(MultiProcessEngine):
         self._server = SglangServer(config, model_dir, incarnation, lora)
         self._ranks = RankRpcClient(incarnation, on_lost=self._server.kill)
         super().__init__(config, model_dir, incarnation, call=self._ranks.call, call_anytime=self._ranks.call)
-        self.capabilities = Capabilities(
-            seeds=False, transports=frozenset(RECEIVERS), lora=True, sleep=config.enable_sleep_mode
-        )
+        self.capabilities = Capabilities(seeds=False, sleep=config.enable_sleep_mode)
         self._lora = lora
         self._vocab = 0
         # SGLang aborts by prefix: with a number in front no request id is the beginning of another

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from protocol.device.checkpoint_shapes import checkpoint_shapes
-from protocol.device.shared_layout import TRANSPORT
 from protocol.errors import EngineError, PoisonedError, WeightError
 from protocol.messages import WeightManifest
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig, adapter_shapes, adapter_targets
@@ -30,7 +29,6 @@ from rollout.engines.vllm.launch import (
     set_environment,
 )
 from rollout.engines.vllm.lora import first_adapter
-from rollout.weights.registry import RECEIVERS
 
 
 class VllmEngine(MultiProcessEngine):
@@ -60,8 +58,7 @@ class VllmEngine(MultiProcessEngine):
         super().__init__(
             config, model_dir, incarnation, call=self._vllm.call, call_anytime=self._vllm.call_anytime
         )
-        transports = frozenset(RECEIVERS) if shared is None else frozenset({TRANSPORT})
-        self.capabilities = Capabilities(transports=transports, lora=True, sleep=config.enable_sleep_mode)
+        self.capabilities = Capabilities(sleep=config.enable_sleep_mode)
         self._lora = lora
         self._shared = shared
         self._adapter: Any = None

@@ -164,10 +164,10 @@ def _shared_staging(
 
     model = worker.model_runner.get_model()
     config = worker.vllm_config.model_config
-    room, buffers = share_parameters(
+    shared, buffers = share_parameters(
         model, {name: tensor for name, tensor in model.named_buffers() if name.endswith(ROTARY)}
     )
-    worker._tether_room = room
+    worker._tether_shared = shared  # keeps the memory mapped
     with set_current_vllm_config(worker.vllm_config):
         plan = SharedPlan(
             *record(model.load_weights, model.named_parameters(remove_duplicate=False), shapes, config.dtype)
@@ -177,7 +177,7 @@ def _shared_staging(
         architecture=architecture,
         tied=bool(getattr(config.hf_text_config, "tie_word_embeddings", False)),
     )
-    describe(room, path, plan.views(), buffers)
+    describe(shared, path, plan.views(), buffers)
     return staging
 
 

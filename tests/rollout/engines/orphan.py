@@ -1,7 +1,6 @@
-"""Starts an engine, prints the pids of its processes, and generates until it is killed. Run by
-`test_orphans.py`.
+"""Starts an engine, prints the pids of its processes, and generates until it is killed.
 
-Beside the model lies the lock of its device, which it holds.
+`test_orphans.py` runs it. It holds the lock of its device; the lock's file is beside the model directory.
 """
 
 import asyncio

@@ -1,3 +1,5 @@
+"""Tests every engine with the contract suites, in the set-ups of `SETUPS`."""
+
 import multiprocessing
 from collections.abc import AsyncIterator
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What vLLM and SGLang are told, or refused, on a GPU alone. No GPU is needed: nothing is started."""
+"""Tests what vLLM and SGLang are started with, or refused, only on a GPU; needs none and starts nothing."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +30,7 @@ def test_float32_is_refused_where_the_kernels_lack_it(
     check(EngineConfig(), tmp_path, lora)
 
 
-def test_attention_kernels_are_named_to_both_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_backend_is_passed_to_both_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_model(1).save_pretrained(tmp_path)
     config = EngineConfig(attention_backend="TRITON")
 

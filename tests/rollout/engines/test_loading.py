@@ -1,4 +1,4 @@
-"""Models that are loaded at the same time, in one process."""
+"""Tests models that are loaded concurrently in one process, and a cancelled start."""
 
 import asyncio
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.contracts.engine_models import tiny_model
 from trainer.random_model import ScratchConfig, build_scratch
 
 
-async def test_models_loaded_side_by_side_leave_transformers_as_it_was(tmp_path: Path) -> None:
+async def test_models_loaded_concurrently_leave_transformers_unchanged(tmp_path: Path) -> None:
     ties = PreTrainedModel.tie_weights
     tiny_model(1, tied=True).save_pretrained(tmp_path / "model")
     tiny_model(1).config.save_pretrained(tmp_path / "bare")
@@ -30,7 +30,7 @@ async def test_models_loaded_side_by_side_leave_transformers_as_it_was(tmp_path:
     assert PreTrainedModel.tie_weights is ties
 
 
-async def test_a_start_that_is_given_up_has_ended_when_the_engine_is_closed(
+async def test_cancelled_start_has_ended_when_the_engine_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny_model(1).save_pretrained(tmp_path / "model")

@@ -1,3 +1,5 @@
+"""Tests that engine processes end with their owner and hold the device's lock until then."""
+
 import os
 import subprocess
 import sys
@@ -25,7 +27,7 @@ def tmpdir_of_engine() -> Iterator[Path]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["vllm", "sglang"])
-def test_an_engine_does_not_outlive_a_killed_owner_and_holds_the_device_until_it_has_ended(
+def test_engine_of_a_killed_owner_ends_and_holds_the_device_until_then(
     tmp_path: Path, tmpdir_of_engine: Path, name: str
 ) -> None:
     tiny_model(1).save_pretrained(tmp_path / "model")

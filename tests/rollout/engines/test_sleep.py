@@ -1,4 +1,4 @@
-"""That a sleeping engine holds no memory, and that what it serves after waking is what was committed then."""
+"""Tests that a sleeping engine holds no memory, and serves after waking what is committed then."""
 
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,7 @@ CONTEXT_BYTES = 3 * GIB
 
 
 @pytest.mark.parametrize("lora", [NO_ADAPTERS, LoraConfig(rank=4)], ids=["whole", "lora"])
-async def test_the_reference_engine_holds_no_weights_while_it_sleeps(
-    tmp_path: Path, lora: LoraConfig
-) -> None:
+async def test_sleeping_hf_engine_holds_no_weights(tmp_path: Path, lora: LoraConfig) -> None:
     model = tiny_model(1)
     model.save_pretrained(tmp_path / "model")
     tensors = adapted(model, lora, 1)[1] if lora.rank else weights(model)
@@ -53,7 +51,7 @@ async def test_the_reference_engine_holds_no_weights_while_it_sleeps(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM can sleep on a GPU")
-async def test_vllm_that_is_to_sleep_on_a_cpu_is_refused_by_name(tmp_path: Path) -> None:
+async def test_vllm_sleep_mode_on_a_cpu_is_refused_by_name(tmp_path: Path) -> None:
     tiny_model(1).save_pretrained(tmp_path)
     engine = make_engine(EngineConfig(name="vllm", enable_sleep_mode=True), tmp_path, "e")
     with pytest.raises(
@@ -67,7 +65,7 @@ async def test_vllm_that_is_to_sleep_on_a_cpu_is_refused_by_name(tmp_path: Path)
     "name", ["hf", *(pytest.param(name, marks=pytest.mark.engine) for name in STARTED_TO_SLEEP)]
 )
 @pytest.mark.timeout(600)
-async def test_a_sleeping_engine_leaves_the_gpu_to_others(tmp_path: Path, name: str) -> None:
+async def test_sleeping_engine_leaves_the_gpu_to_others(tmp_path: Path, name: str) -> None:
     half = torch.bfloat16
     model = tiny_model(1, dtype=half)
     model.save_pretrained(tmp_path / "model")

@@ -1,5 +1,4 @@
-"""Weights that are committed out of the trainer's masters: what is traced, what a commit does, and when it is
-refused."""
+"""Tests weights committed from the trainer's masters: tracing, commits and refusals."""
 
 import time
 from pathlib import Path
@@ -17,7 +16,7 @@ from rollout.staging.rank import RankStaging
 from rollout.staging.shared_weights import SharedPlan, SharedStaging, describe, share_parameters
 from rollout.staging.staging import digest_of, whole_source
 from tests.contracts.engine_models import write_shared, write_shm
-from tests.rollout.engines.test_parts import SHAPES, Fused
+from tests.rollout.staging.models import SHAPES, Fused
 
 
 def planned(
@@ -40,7 +39,7 @@ def staged(share: RankStaging, manifest: WeightManifest) -> dict[str, object]:
     return share.status()
 
 
-def test_a_model_whose_parameters_are_shared_is_seen_by_checkpoint_name(tmp_path: Path) -> None:
+def test_shared_parameters_are_mapped_by_checkpoint_name(tmp_path: Path) -> None:
     model = Fused()
     before = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
     room, buffers = share_parameters(model, {"angles": torch.arange(3.0)})
@@ -60,7 +59,7 @@ def test_a_model_whose_parameters_are_shared_is_seen_by_checkpoint_name(tmp_path
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_commit_converts_masters_into_the_live_parameters(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_commit_converts_masters_into_the_live_parameters(tmp_path: Path, dtype: torch.dtype) -> None:
     model = Fused().to(dtype)
     with torch.no_grad():
         model.embed[5:] = 7
@@ -78,7 +77,7 @@ def test_a_commit_converts_masters_into_the_live_parameters(tmp_path: Path, dtyp
     room.close()
 
 
-def test_a_version_that_was_withdrawn_is_refused_before_the_copy_and_poisons_after_it(tmp_path: Path) -> None:
+def test_invalidated_version_is_refused_before_the_copy_and_poisons_after_it(tmp_path: Path) -> None:
     model = Fused()
     share = RankStaging(planned(model), architecture="", tied=False)
     manifest, _, room = write_shared(tmp_path / "v1.msgpack", new_weights(), 1)
@@ -113,7 +112,7 @@ class WithdrawnMeanwhile:
         self._live.copy_(master)
 
 
-def test_a_tensor_that_is_cut_up_cannot_be_shared() -> None:
+def test_tensor_in_several_parts_cannot_be_shared() -> None:
     class Halves(Fused):
         def load_weights(self, named: object) -> None:
             for name, tensor in named:  # type: ignore[attr-defined]
@@ -129,7 +128,7 @@ def test_a_tensor_that_is_cut_up_cannot_be_shared() -> None:
         planned(Halves(), {"qk": (6, 4), "embed": (8, 4)})
 
 
-def test_a_loader_that_writes_one_place_twice_fails_calibration() -> None:
+def test_loader_that_writes_one_place_twice_fails_calibration() -> None:
     class Twice(Fused):
         def load_weights(self, named: object) -> None:
             for name, tensor in named:  # type: ignore[attr-defined]
@@ -143,13 +142,13 @@ def test_a_loader_that_writes_one_place_twice_fails_calibration() -> None:
         planned(Twice()).calibrate()
 
 
-def test_an_engine_that_shares_takes_no_other_transport(tmp_path: Path) -> None:
+def test_sharing_engine_accepts_no_other_transport(tmp_path: Path) -> None:
     staging = SharedStaging({name: whole_source(tensor) for name, tensor in new_weights().items()})
     with pytest.raises(WeightError, match="comes by shm, this engine accepts only the transport shared"):
         staging.fetch(write_shm(tmp_path / "v1", new_weights(), 1), 10)
 
 
-def test_a_tied_name_gets_the_bytes_of_its_holder(tmp_path: Path) -> None:
+def test_tied_name_gets_the_bytes_of_its_holder(tmp_path: Path) -> None:
     weights = new_weights()
     live = {
         **{name: torch.zeros(shape) for name, shape in SHAPES.items()},

@@ -1,5 +1,4 @@
-"""What the contract suite does not ask of the engine `megatron`: all families, slots that come and go, its
-own settings."""
+"""Tests the engine `megatron` beyond the contract suite: model families, slots, its own settings."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -68,7 +67,7 @@ async def test_ragged_requests_in_few_slots_and_small_passes_are_greedy(name: st
     )
 
 
-async def test_a_buffer_bounds_the_requests_that_run_at_once(tmp_path: Path) -> None:
+async def test_buffer_size_bounds_the_requests_that_run_at_once(tmp_path: Path) -> None:
     model_dir = save_model("qwen2", tmp_path)
     buffer_bytes = int(
         2.9 * 2 * 2 * 2 * 32 * LENGTH * 4
@@ -96,7 +95,7 @@ async def test_a_buffer_bounds_the_requests_that_run_at_once(tmp_path: Path) -> 
         ({"buffer_size_gb": -1.0}, "buffer_size_gb is -1.0"),
     ],
 )
-async def test_a_setting_that_it_does_not_do_is_refused_by_name(
+async def test_unsupported_setting_is_refused_by_name(
     settings: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     with pytest.raises(EngineError, match=f"^(engine megatron: )?.*{words}"):
@@ -104,7 +103,7 @@ async def test_a_setting_that_it_does_not_do_is_refused_by_name(
             pass
 
 
-async def test_a_family_that_the_trainer_lacks_is_refused(tmp_path: Path) -> None:
+async def test_family_that_the_trainer_lacks_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "vocab_size": 7}')
     with pytest.raises(
         EngineError, match=r"engine megatron: .*model_type 'gpt2' is not supported; supported are"
@@ -160,7 +159,7 @@ def batch_of(requests: Sequence[Request], found: Sequence[Completion]) -> Batch:
     )
 
 
-def test_a_slot_keeps_nothing_of_weights_that_were_not_finite(tmp_path: Path) -> None:
+def test_slot_keeps_nothing_of_weights_that_were_not_finite(tmp_path: Path) -> None:
     model = SlotModel(save_model("qwen2", tmp_path), dtype="float32", slots=2, length=LENGTH)
     good = {name: parameter.clone() for name, parameter in model.parameters.items()}
     for parameter in model.parameters.values():
@@ -174,7 +173,7 @@ def test_a_slot_keeps_nothing_of_weights_that_were_not_finite(tmp_path: Path) ->
     model.close()
 
 
-async def test_asleep_it_holds_neither_weights_nor_cache(tmp_path: Path) -> None:
+async def test_sleeping_megatron_engine_holds_neither_weights_nor_cache(tmp_path: Path) -> None:
     async with started(save_model("qwen2", tmp_path)) as engine:
         await engine.generate(Request("a/0", (1,), Sampling(max_tokens=2)))
         loaded, model = engine._model, engine._slot_model
@@ -191,7 +190,7 @@ async def test_asleep_it_holds_neither_weights_nor_cache(tmp_path: Path) -> None
         assert all(tensor.untyped_storage().nbytes() for tensor in held)
 
 
-async def test_closing_leaves_the_process_groups(tmp_path: Path) -> None:
+async def test_close_destroys_the_process_groups(tmp_path: Path) -> None:
     model_dir = save_model("qwen2", tmp_path)
     async with started(model_dir) as first:
         async with started(model_dir) as second:

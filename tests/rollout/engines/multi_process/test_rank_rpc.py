@@ -1,3 +1,5 @@
+"""Tests calls to ranks over Unix sockets: answers, refusals, lost ranks, framing."""
+
 import asyncio
 import socket
 import threading
@@ -34,7 +36,7 @@ async def connected(directory: Path, ranks: int, on_lost: Callable[[], None] = l
     return calls
 
 
-async def test_every_rank_answers_a_call_that_rank_zero_gets(tmp_path: Path) -> None:
+async def test_call_to_rank_zero_is_answered_by_every_rank(tmp_path: Path) -> None:
     other = RankRpcServer(socket_path(tmp_path, 1), lambda call: pytest.fail("rank 1 was asked"))
 
     def both(call: Call) -> Answer:
@@ -47,7 +49,7 @@ async def test_every_rank_answers_a_call_that_rank_zero_gets(tmp_path: Path) -> 
     calls.close()
 
 
-def test_an_answer_given_before_the_connection_is_taken_is_not_lost(tmp_path: Path) -> None:
+def test_answer_given_before_the_connection_is_accepted_is_not_lost(tmp_path: Path) -> None:
     server = RankRpcServer(socket_path(tmp_path, 1), lambda call: None)
     early = threading.Thread(target=server.answer, args=(Answer(7, "early"),))
     early.start()
@@ -58,7 +60,7 @@ def test_an_answer_given_before_the_connection_is_taken_is_not_lost(tmp_path: Pa
     early.join()
 
 
-async def test_a_rank_that_refuses_is_an_error_with_its_words(tmp_path: Path) -> None:
+async def test_refusal_of_a_rank_is_an_error_with_its_message(tmp_path: Path) -> None:
     serve(tmp_path, 0, lambda call: Answer(call.number, error=f"no {call.method} here"))
     calls = await connected(tmp_path, 1)
     with pytest.raises(EngineError, match="rank 0: no dance here"):
@@ -66,7 +68,7 @@ async def test_a_rank_that_refuses_is_an_error_with_its_words(tmp_path: Path) ->
     calls.close()
 
 
-async def test_the_late_answer_of_a_cancelled_call_is_not_that_of_the_next(tmp_path: Path) -> None:
+async def test_late_answer_of_a_cancelled_call_is_not_that_of_the_next(tmp_path: Path) -> None:
     held: asyncio.Queue[Call] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     server = RankRpcServer(socket_path(tmp_path, 0), lambda call: put(loop, held, call))
@@ -83,7 +85,7 @@ async def test_the_late_answer_of_a_cancelled_call_is_not_that_of_the_next(tmp_p
     calls.close()
 
 
-async def test_a_lost_rank_fails_what_waits_and_is_told_once(tmp_path: Path) -> None:
+async def test_lost_rank_fails_waiting_calls_and_is_reported_once(tmp_path: Path) -> None:
     lost: list[bool] = []
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(socket_path(tmp_path, 0)))
@@ -109,7 +111,7 @@ async def refused(calls: RankRpcClient) -> str:
     return str(error.value)
 
 
-async def test_a_frame_that_is_too_long_ends_the_connection(tmp_path: Path) -> None:
+async def test_too_long_frame_ends_the_connection(tmp_path: Path) -> None:
     serve(tmp_path, 0, lambda call: Answer(call.number, call.method))
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.settimeout(DEADLINE_S)
@@ -121,7 +123,7 @@ async def test_a_frame_that_is_too_long_ends_the_connection(tmp_path: Path) -> N
     calls.close()
 
 
-async def test_a_rank_that_is_not_there_is_named(tmp_path: Path) -> None:
+async def test_missing_rank_is_named(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"rank0\.sock"):
         await connected(tmp_path, 1)
 
@@ -139,5 +141,5 @@ def test_calls_work_on_the_services_event_loop(tmp_path: Path) -> None:
     assert uvloop.run(ask()) == ["ask"]
 
 
-def test_a_frame_is_its_length_and_an_array() -> None:
+def test_frame_is_its_length_and_an_array() -> None:
     assert frame(Call(1, "a", [])) == b"\x00\x00\x00\x05\x93\x01\xa1a\x90"

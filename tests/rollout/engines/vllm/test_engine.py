@@ -1,4 +1,4 @@
-"""vLLM's processes die in the middle of a call to them: nobody waits for an answer that cannot come."""
+"""Tests that a call to vLLM's processes ends when they die."""
 
 import asyncio
 import multiprocessing
@@ -17,7 +17,7 @@ from tests.contracts.engine_models import tiny_model, weights, write_shm
 
 @pytest.mark.engine
 @pytest.mark.slow
-async def test_a_commit_whose_engine_dies_ends_at_once(tmp_path: Path) -> None:
+async def test_commit_whose_engine_dies_ends_at_once(tmp_path: Path) -> None:
     model = tiny_model(1)
     model.save_pretrained(tmp_path / "model")
     engine = make_engine(EngineConfig(max_model_len=64), tmp_path / "model", "e")

@@ -1,0 +1,38 @@
+"""Tests the reading of model configs and the spans of token versions."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.errors import EngineError
+from rollout.engines.requests import read_config, spans_from_marks, spans_of
+
+
+def test_unreadable_model_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"no config\.json"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(EngineError, match="not a JSON object"):
+        read_config(tmp_path)
+
+
+@given(st.lists(st.integers(0, 3)))
+def test_spans_give_the_version_of_every_token(versions: list[int]) -> None:
+    spans = spans_of(versions)
+    start = 0
+    found = []
+    for end, version in spans:
+        assert end > start
+        found += [version] * (end - start)
+        start = end
+    assert found == versions
+    assert all(a[1] != b[1] for a, b in itertools.pairwise(spans))
+
+
+def test_spans_skip_versions_without_tokens_and_end_at_the_last_token() -> None:
+    assert spans_from_marks([(0, 1), (0, 2), (5, 3), (5, 4), (9, 5)], 7) == ((5, 2), (7, 4))
+    assert spans_from_marks([(0, 1), (3, 1), (6, 1)], 9) == ((9, 1),)
+    assert spans_from_marks([(0, 1)], 0) == ()

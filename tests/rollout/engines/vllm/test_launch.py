@@ -1,0 +1,31 @@
+"""Tests which models are refused before vLLM starts."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from protocol.errors import EngineError
+from rollout.engines.base import EngineConfig
+from rollout.engines.vllm.launch import check_model
+from tests.contracts.engine_models import tiny_model
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a limit of vLLM on a CPU")
+@pytest.mark.parametrize(
+    ("change", "config", "words"),
+    [
+        ({"num_attention_heads": 8, "hidden_size": 128}, EngineConfig(), "head_dim 16 is not supported"),
+        ({"max_position_embeddings": 100}, EngineConfig(max_model_len=200), "exceeds the 100 positions"),
+        ({}, EngineConfig(tensor_parallel_size=3), "tensor_parallel_size 3 does not divide the 4 heads"),
+    ],
+)
+def test_model_that_vllm_cannot_run_is_refused(
+    tmp_path: Path, change: dict[str, int], config: EngineConfig, words: str
+) -> None:
+    tiny_model(1).config.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(EngineError, match=words):
+        check_model(config, tmp_path)

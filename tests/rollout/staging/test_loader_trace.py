@@ -1,0 +1,93 @@
+"""Tests tracing of a model's loader: what is copied where, and which loaders are refused."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from protocol.errors import EngineError
+from rollout.staging.loader_trace import trace
+from rollout.staging.staging import Staging, digest_of
+from tests.contracts.engine_models import write_shm
+from tests.rollout.staging.models import SHAPES, Fused, traced
+
+
+def test_plan_copies_what_the_traced_loader_would_have_copied(tmp_path: Path) -> None:
+    model, other = Fused(), Fused()
+    before = digest_of(dict(model.named_parameters()))
+    plan = traced(model)
+    plan.calibrate()
+    assert digest_of(dict(model.named_parameters())) == before
+    new = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+    staging = Staging(plan.sources())
+    manifest = write_shm(tmp_path / "v1", new, 1)
+    assert staging.fetch(manifest, 10) == sum(t.nbytes for t in new.values())
+    assert digest_of(dict(model.named_parameters())) == before
+    staging.take(manifest)
+    padding = model.embed[5:].clone()
+    plan.apply()
+    other.load_weights(new.items())
+    assert torch.equal(model.qk, other.qk)
+    assert torch.equal(model.embed[:5], other.embed[:5])
+    assert torch.equal(model.embed[5:], padding)
+    assert all(whole and torch.equal(tensor, new[name]) for name, tensor, whole in plan.gathered())
+
+
+def test_buffer_over_staging_mb_is_not_allocated() -> None:
+    model = Wide()
+    with pytest.raises(EngineError, match=r"engine\.staging_mb is 1, a copy of the parameters takes 2 MiB"):
+        trace(model.load_weights, model.named_parameters(), {"wide": (1 << 19,)}, torch.float32, staging_mb=1)
+
+
+class Wide(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = torch.nn.Parameter(torch.zeros(1 << 19))
+
+    def load_weights(self, named: object) -> None:
+        for _, tensor in named:  # type: ignore[attr-defined]
+            self.wide.data.copy_(tensor)
+
+
+@pytest.mark.parametrize("missing", sorted(SHAPES))
+def test_parameter_that_the_loader_does_not_fill_is_named(missing: str) -> None:
+    with pytest.raises(EngineError, match="parameter embed" if missing == "embed" else "parameter qk"):
+        traced(Fused(), {name: shape for name, shape in SHAPES.items() if name != missing})
+
+
+def test_parameter_repacked_after_loading_fails_calibration() -> None:
+    class Computed(Fused):
+        def load_weights(self, named: object) -> None:
+            super().load_weights((name, tensor * 2) for name, tensor in named)  # type: ignore[attr-defined]
+
+    with pytest.raises(EngineError, match="computes what it copies"):
+        traced(Computed())
+
+    class Scaled(Fused):
+        def load_weights(self, named: object) -> None:
+            super().load_weights(named)
+            self.qk.data.mul_(2)
+
+    with pytest.raises(EngineError, match="parameter qk: its loader calls"):
+        traced(Scaled())
+
+    model = Fused()
+    model.qk = torch.nn.Parameter(torch.empty(0))
+    with pytest.raises((EngineError, RuntimeError)):
+        traced(model)
+
+
+def test_loader_that_writes_one_place_twice_fails_calibration() -> None:
+    class Twice(Fused):
+        def load_weights(self, named: object) -> None:
+            for name, tensor in named:  # type: ignore[attr-defined]
+                if name == "embed":
+                    self.embed[:5].data.copy_(tensor)
+                    self.embed[5:].data.fill_(0)
+                elif name == "q":
+                    self.qk.data.narrow(0, 0, 4).copy_(tensor)
+                else:
+                    self.qk.data.narrow(0, 0, 2).copy_(tensor)
+
+    with pytest.raises(EngineError, match="parameter qk: staging the live weights does not reproduce them"):
+        traced(Twice()).calibrate()

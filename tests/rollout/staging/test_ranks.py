@@ -1,0 +1,85 @@
+"""Tests staging on all ranks: cancellation, and a rank that cannot stage any more."""
+
+import asyncio
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from protocol.device.bounded_init import MAX_STUCK
+from protocol.errors import PoisonedError, WeightError
+from protocol.messages import WeightManifest
+from rollout.staging.loader_trace import trace
+from rollout.staging.rank import RankStaging
+from rollout.staging.ranks import AllRanksStaging
+from tests.contracts.engine_models import write_shm
+from tests.protocol.device.stuck import Library, stuck
+from tests.rollout.staging.models import NEW, OLD, OneTensor, staging
+from trainer.config import WeightConfig
+from trainer.weights.nccl import NcclSender
+
+
+async def test_staging_cancelled_twice_leaves_ranks_that_can_stage_again(tmp_path: Path) -> None:
+    good = write_shm(tmp_path / "v1", OLD, 1)
+    copy = staging()
+    staged = {
+        "state": "staged",
+        "error": "",
+        "epoch": good.epoch,
+        "version": 1,
+        "digest": good.digest,
+        "covered": 16,
+    }
+    silent, asked = asyncio.Event(), asyncio.Event()
+
+    async def ask(method: str, *arguments: Any) -> list[Any]:
+        if not silent.is_set():
+            asked.set()
+            await silent.wait()
+        if method == "stage":
+            copy.fetch(good, 10)
+        return [staged]
+
+    updates = AllRanksStaging(ask, ask, stage_timeout_s=20, call_timeout_s=20)
+    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        staging_now = tasks.create_task(updates.stage(good))
+        await asked.wait()
+        staging_now.cancel()
+        await asyncio.sleep(0)  # it asks the ranks to forget the version
+        staging_now.cancel()
+        await asyncio.wait([staging_now])
+        assert not updates.is_staging
+        silent.set()
+        await updates.stage(good)
+    assert copy.staged is not None
+
+
+async def test_rank_that_can_make_no_more_groups_is_poisoned_for_the_engine_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("protocol.device.bounded_init.GRACE_S", 0.0)
+    model = OneTensor()
+    share = RankStaging(
+        trace(model.load_weights, model.named_parameters(), {"a": (4,)}, torch.float32),
+        architecture="",
+        tied=False,
+    )
+
+    async def ask(method: str, *arguments: Any) -> list[Any]:
+        if method == "stage":
+            return [share.stage(msgspec.msgpack.decode(arguments[0], type=WeightManifest), arguments[1])]
+        return [getattr(share, method)()]
+
+    with closing(NcclSender(WeightConfig(transport="nccl", backend="gloo", timeout_s=20))) as sender:
+        manifest = sender.publish("e1", 1, OLD.items())
+        with stuck(Library(), MAX_STUCK):
+            with pytest.raises(PoisonedError, match="this process has to be started again"):
+                await AllRanksStaging(ask, ask, stage_timeout_s=20, call_timeout_s=20).stage(manifest)
+            with pytest.raises(
+                WeightError, match="version 2: 4 threads are stuck"
+            ):  # nor does a trainer go on
+                sender.publish("e1", 2, NEW.items())
+        assert share.live_digest()[1] != manifest.digest

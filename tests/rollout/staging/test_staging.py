@@ -1,0 +1,36 @@
+"""Tests a staging copy: tied tensors, and cancelled fetches."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from protocol.errors import WeightError
+from rollout.staging.staging import Staging, stored_once, whole_source
+from tests.contracts.engine_models import tiny_model, weights, write_shm
+from tests.rollout.staging.models import OLD, staging
+
+
+def test_tied_version_is_accepted_by_an_untied_engine(tmp_path: Path) -> None:
+    tied, untied = tiny_model(1, tied=True), tiny_model(2)
+    assert "lm_head.weight" not in stored_once(tied.named_parameters(remove_duplicate=False))
+    manifest = write_shm(tmp_path / "tied", weights(tied), 1)
+    sources = {name: whole_source(tensor) for name, tensor in weights(untied).items()}
+    with pytest.raises(WeightError, match=r"lacks tensor lm_head\.weight"):
+        Staging(sources).check(manifest)
+    with_tie = msgspec.structs.replace(manifest, tied=(("lm_head.weight", "model.embed_tokens.weight"),))
+    copies = Staging(sources).check(with_tie)
+    assert copies == {"lm_head.weight": "model.embed_tokens.weight"}
+    with pytest.raises(WeightError, match=r"no place for tensor lm_head.weight \(its embeddings are tied\)"):
+        Staging({name: whole_source(t) for name, t in weights(tied).items()}, tied=True).check(
+            write_shm(tmp_path / "u", weights(untied), 1)
+        )
+
+
+def test_cancel_before_a_fetch_ends_that_fetch_alone(tmp_path: Path) -> None:
+    copy = staging()
+    manifest = write_shm(tmp_path / "v1", OLD, 1)
+    copy.cancel()
+    with pytest.raises(WeightError, match="cancelled"):
+        copy.fetch(manifest, 10)
+    assert copy.fetch(manifest, 10) == 16
