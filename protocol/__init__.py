@@ -1,4 +1,10 @@
-"""What the services of tether say to each other, and the rules they hold each other to.
+"""Defines the messages that the services exchange, and the rules that both sides of an exchange apply.
 
-Pure data and pure functions: no sockets, no torch, nothing else of the project.
+What may be imported where:
+
+    protocol.device     torch (and transformers, when a model is built)
+    protocol.host       the standard library and psutil
+    everything else     the standard library, numpy, msgspec, msgpack and xxhash
+
+Nothing in it imports another package of the project.
 """

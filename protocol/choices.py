@@ -1,4 +1,4 @@
-"""Names and options that a user wrote, checked against those that exist."""
+"""Checks names and options that a user wrote against those that exist, and suggests the nearest one."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -16,7 +16,7 @@ def checked_name(name: str, known: Iterable[str], what: str) -> str:
     """Return `name` if it is one of `known`.
 
     Raises:
-        SettingsError: naming `what` it should be, and the known name most like it.
+        SettingsError: it is not; names `what` it should be and suggests the nearest known name, or lists all.
     """
     names = list(known)
     if name in names:
@@ -32,10 +32,10 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def checked_options(kind: type[T], values: Mapping[str, Any], what: str) -> T:
-    """An instance of the dataclass `kind` from a table of the settings.
+    """Build the dataclass `kind` from a table of the settings.
 
     Raises:
-        SettingsError: for an unknown key, with the nearest known one, or for a value of the wrong type.
+        SettingsError: a key is unknown (suggests the nearest one) or a value has the wrong type.
     """
     _check_keys(kind, values, what)
     try:
@@ -45,7 +45,7 @@ def checked_options(kind: type[T], values: Mapping[str, Any], what: str) -> T:
 
 
 def _check_keys(kind: Any, values: Mapping[str, Any], what: str) -> None:
-    """Also of the dataclasses inside."""
+    """Refuse unknown keys, also those of nested dataclasses."""
     fields = {field.name: field.type for field in dataclasses.fields(kind)}
     for key, value in values.items():
         inner = fields[checked_name(key, fields, f"{what}: option")]

@@ -1,9 +1,10 @@
-"""Frames: one MessagePack frame a message, an envelope around a payload with a checksum.
+"""Encodes and decodes frames: one MessagePack frame per message, an envelope around a checksummed payload.
 
     frame = msgpack map {schema, run, epoch, id, group, token, sum, payload}
 
-`sum` is the xxh3-64 of the payload's bytes, seeded with that of [run, epoch, id, group, token] as
-MessagePack; `payload` is the message itself, embedded, so that any MessagePack reader sees it.
+`sum` is the xxh3-64 of the payload's bytes, seeded with the xxh3-64 of [run, epoch, id, group, token] as
+MessagePack. `payload` is the message itself, embedded rather than wrapped in a byte string, so that any
+MessagePack reader can read it.
 """
 
 import msgspec
@@ -15,26 +16,27 @@ from protocol.msgpack_limits import check_shape
 
 SCHEMA = 2
 MAX_FRAME_BYTES = 256 << 20
+"""Limit on a frame, bytes."""
 SMALL_BYTES = 1 << 20
-"""A payload up to here unfolds to some 40 MiB at worst, whatever it holds; only in larger ones are values
-counted first."""
+"""Payloads of at most this many bytes are decoded without counting their values first; whatever they hold,
+they decode to about 40 MiB at worst."""
 
 Buffer = bytes | bytearray | memoryview
 
 
 class Envelope(msgspec.Struct, frozen=True, kw_only=True, rename={"checksum": "sum"}):
-    """What the bus needs to know of a message without opening it."""
+    """Routing data of a message, which the bus reads without decoding the payload."""
 
     schema: int = SCHEMA
     run: str
     epoch: str = ""
-    """Epoch that the sender believes in; empty before it knows one."""
+    """Epoch known to the sender; empty before it knows one."""
     id: str
-    """Message id: unique for each message, equal when the message is sent again."""
+    """Message id: unique per message, the same when the message is resent."""
     group: int = -1
     """Group that the message is about, or -1."""
     token: str = ""
-    """Lease token, where the message belongs to a lease."""
+    """Lease token, if the message belongs to a lease."""
     checksum: int
     payload: msgspec.Raw
 
@@ -45,16 +47,16 @@ _envelope_decoder = msgspec.msgpack.Decoder(Envelope)
 
 
 def encode_payload(message: AnyMessage) -> bytes:
-    """A message alone, as MessagePack."""
+    """Return a message as MessagePack, without an envelope."""
     return _encoder.encode(message)
 
 
 def decode_payload(data: Buffer) -> AnyMessage:
-    """The inverse of `encode_payload`.
+    """Return the message that `encode_payload` encoded.
 
     Raises:
-        ProtocolError: if `data` is not one of our messages, or unfolds to more than
-            `protocol.msgpack_limits` allows.
+        ProtocolError: `data` is not one of the messages of `AnyMessage`, or exceeds the limits of
+            `protocol.msgpack_limits`.
     """
     if len(data) > SMALL_BYTES:
         check_shape(data)
@@ -67,19 +69,19 @@ def decode_payload(data: Buffer) -> AnyMessage:
 def encode(
     message: AnyMessage, *, run: str, id: str, epoch: str = "", group: int = -1, token: str = ""
 ) -> bytes:
-    """One frame for `message`.
+    """Return the frame of `message`.
 
     Raises:
-        FrameTooLarge: if the frame would exceed `MAX_FRAME_BYTES`.
+        FrameTooLarge: the frame would exceed `MAX_FRAME_BYTES`.
     """
     return wrap(_encoder.encode(message), run=run, id=id, epoch=epoch, group=group, token=token)
 
 
 def wrap(payload: bytes, *, run: str, id: str, epoch: str = "", group: int = -1, token: str = "") -> bytes:
-    """One frame for a message that `encode_payload` has packed.
+    """Return the frame of a message that `encode_payload` has encoded.
 
     Raises:
-        FrameTooLarge: if the frame would exceed `MAX_FRAME_BYTES`.
+        FrameTooLarge: the frame would exceed `MAX_FRAME_BYTES`.
     """
     if len(payload) > MAX_FRAME_BYTES - 4096:
         raise FrameTooLarge(f"message {id} of {len(payload)} bytes is over the limit of {MAX_FRAME_BYTES}")
@@ -97,11 +99,11 @@ def wrap(payload: bytes, *, run: str, id: str, epoch: str = "", group: int = -1,
 
 
 def decode_envelope(frame: Buffer) -> Envelope:
-    """Read and check the envelope of a frame; the payload stays packed.
+    """Decode and check the envelope of a frame; the payload stays encoded.
 
     Raises:
-        FrameTooLarge, UnsupportedSchema, ChecksumMismatch, ProtocolError: and nothing else, whatever the
-        bytes are.
+        FrameTooLarge, UnsupportedSchema, ChecksumMismatch, ProtocolError: whatever the bytes are, no other
+            exception is raised.
     """
     if len(frame) > MAX_FRAME_BYTES:
         raise FrameTooLarge(f"frame of {len(frame)} bytes is over the limit of {MAX_FRAME_BYTES}")
@@ -121,16 +123,16 @@ def decode_envelope(frame: Buffer) -> Envelope:
 
 
 def open_payload(envelope: Envelope) -> AnyMessage:
-    """The message in an envelope.
+    """Decode the message in an envelope.
 
     Raises:
-        ProtocolError: if the payload is not one of our messages.
+        ProtocolError: the payload is not one of the messages of `AnyMessage`.
     """
     return decode_payload(memoryview(envelope.payload))
 
 
 def decode(frame: Buffer) -> tuple[Envelope, AnyMessage]:
-    """Envelope and message of a frame; raises what `decode_envelope` and `open_payload` raise."""
+    """Return envelope and message of a frame; raises what `decode_envelope` and `open_payload` raise."""
     envelope = decode_envelope(frame)
     return envelope, open_payload(envelope)
 

@@ -1,29 +1,29 @@
-"""Every error that crosses a boundary between two parts of tether.
+"""Defines every error that crosses a boundary between two parts of tether.
 
     TetherError
     ├── SettingsError            the user configured something wrong; says what to do (exit code 2)
-    ├── ProtocolError            bytes from outside that are not a message of ours
+    ├── ProtocolError            bytes from outside that are not a valid message
     │   ├── FrameTooLarge
     │   ├── ChecksumMismatch
     │   └── UnsupportedSchema
     ├── Refused                  the ledger or a peer declined; nothing changed; `reason` says why
-    ├── Unavailable              a service that is needed does not answer within its deadline
+    ├── Unavailable              a required service does not answer within its deadline
     ├── SpoolError               the spool cannot be read or written (disk full ...); nothing is acknowledged
     ├── EngineError              the engine failed a request or died
-    │   └── Unsupported          the engine cannot do this, and says so instead of pretending
+    │   └── Unsupported          the engine does not support the operation
     ├── WeightError              an update was not staged; the live weights are untouched
-    │   └── PoisonedError        a commit broke in the middle, or the process is past receiving; it must exit
+    │   └── PoisonedError        a commit failed half-way, or the process cannot receive again; it must exit
     ├── RewardError              a score could not be computed (never to be read as reward 0)
     └── BoundViolation           a trained token over the bound: a bug that stops the run
 
-A class exists only where a caller acts differently on it.
+A class exists only where a caller handles it differently.
 """
 
 from enum import StrEnum
 
 
 class TetherError(Exception):
-    """Base of everything tether raises on purpose."""
+    """Base of every error that tether raises on purpose."""
 
 
 class SettingsError(TetherError, ValueError):
@@ -47,7 +47,7 @@ class UnsupportedSchema(ProtocolError):
 
 
 class Reason(StrEnum):
-    """Why a transition was refused. Stable strings: they appear in logs and in the Lua scripts."""
+    """Reason for which a transition was refused. Stable strings: logs and Lua scripts contain them."""
 
     NO_RUN = "no_run"  # the run was never created on this ledger
     RUN_MISMATCH = "run_mismatch"  # created before with other prompts
@@ -70,7 +70,7 @@ class Reason(StrEnum):
 
 
 class Refused(TetherError):
-    """A refusal: nothing changed. `reason` is for code, the text is for people."""
+    """A refused transition, which changed nothing. Code tests `reason`; the text is for people."""
 
     def __init__(self, reason: Reason, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else str(reason))
@@ -79,12 +79,14 @@ class Refused(TetherError):
 
 
 class Unavailable(TetherError):
-    """A needed service did not answer within its deadline; names it and how long was waited."""
+    """A required service did not answer within its deadline; names the service and the time waited."""
 
 
 class SpoolError(TetherError, OSError):
-    """The spool could not be read or written. A failed write stored nothing, so nothing may be
-    acknowledged."""
+    """The spool could not be read or written.
+
+    A failed write stored nothing, so the messages must not be acknowledged.
+    """
 
 
 class EngineError(TetherError):
@@ -100,12 +102,14 @@ class WeightError(TetherError):
 
 
 class PoisonedError(WeightError):
-    """A commit failed half-way, or too much is stuck in this process to go on: it must exit, and a fresh one
-    loads a complete snapshot."""
+    """A commit failed half-way, or too many threads of this process are stuck.
+
+    The process must exit; a new one loads a complete version.
+    """
 
 
 class RewardError(TetherError):
-    """A score could not be computed. Not a reward of 0."""
+    """A score could not be computed. It must not be counted as a reward of 0."""
 
 
 class BoundViolation(TetherError):

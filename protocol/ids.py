@@ -1,5 +1,7 @@
-"""Identifiers. Groups are numbered by the ledger; everything else is random and short enough to read in a
-log."""
+"""Creates and checks identifiers.
+
+Groups are numbered by the ledger; every other id is random, and short enough to read in a log.
+"""
 
 import re
 import secrets
@@ -10,28 +12,29 @@ RUN_ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
 
 
 def new_epoch() -> str:
-    """An epoch: 64 random bits a trainer draws when it takes over a run, as 16 hex digits."""
+    """Return an epoch, which a trainer draws when it takes over a run: 64 random bits as 16 hex digits."""
     return secrets.token_hex(8)
 
 
 def new_token() -> str:
-    """A lease token, a message id or a request id: 64 random bits as 16 hex digits."""
+    """Return a lease token, message id or request id: 64 random bits as 16 hex digits."""
     return secrets.token_hex(8)
 
 
 def new_incarnation(name: str) -> str:
-    """One life of a process: `name` and 32 random bits. A restarted process is another incarnation."""
+    """Return the id of one lifetime of a process: `name` and 32 random bits; a restart gets a new one."""
     return f"{name}.{secrets.token_hex(4)}"
 
 
 def checked_run_id(run: str) -> str:
-    """Return `run` if it may name a run (it becomes a Redis key and a directory).
+    """Return `run` if it is a valid run name (it becomes part of Redis keys and a directory name).
 
     Raises:
-        SettingsError: with the pattern that it must match.
+        SettingsError: it is not; says which characters are allowed.
     """
     if not RUN_ID.fullmatch(run):
         raise SettingsError(
-            f"run name {run!r}: use lower-case letters, digits, '-' and '_', at most 63, starting with a letter or digit"
+            f"run name {run!r}: use lower-case letters, digits, '-' and '_', at most 63, "
+            "starting with a letter or digit"
         )
     return run

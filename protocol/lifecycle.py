@@ -1,17 +1,19 @@
-"""The life of a prompt group, as one table. Each row is one Lua script in `services/ledger/redis/lua/`.
+"""Defines the lifecycle of a prompt group as one table.
+
+Each row is one Lua script in `services/ledger/redis/lua/`.
 
     LEASED -accept-> SCORED -take-> TAKEN -commit-> TRAINED
 
-A group is created by its first lease; there is no row before that. WAITING groups hold no tokens and no
-deadline, and are leased before new ones. An expired lease stays LEASED and valid until another worker takes
-the group over.
+A group is created by its first lease, so no row precedes that. A WAITING group has no tokens and no deadline,
+and is leased before new groups. An expired lease stays LEASED and valid until another worker takes the group
+over.
 """
 
 from enum import StrEnum
 
 
 class GroupState(StrEnum):
-    """Where a group is. TRAINED and DROPPED are final (a rewind is a new epoch and un-trains by `rewind`)."""
+    """State of a group. TRAINED and DROPPED are final, except that `rewind` returns TRAINED to WAITING."""
 
     WAITING = "waiting"
     LEASED = "leased"
@@ -22,7 +24,7 @@ class GroupState(StrEnum):
 
 
 class Event(StrEnum):
-    """What moves a group on."""
+    """Event that moves a group to another state; the comment names who causes it."""
 
     LEASE = "lease"  # worker: new token, new deadline
     EXTEND = "extend"  # holder: keeps the lease alive
@@ -58,5 +60,5 @@ ACTIVE = frozenset({_S.WAITING, _S.LEASED, _S.SCORED, _S.TAKEN})
 
 
 def after(state: GroupState, event: Event) -> GroupState | None:
-    """The state that `event` leads to from `state`, or None if the table has no such row."""
+    """Return the state that `event` leads to from `state`, or None if the table has no such row."""
     return TRANSITIONS[state].get(event)

@@ -1,23 +1,21 @@
-"""Limits on what a MessagePack document may unfold to, checked on its bytes before anything is allocated for
-it.
+"""Limits the number of values and the nesting of a MessagePack document, before it is decoded.
 
-A byte can become an object of sixty, so a limit on bytes alone does not limit memory; and nesting costs
-stack.
+One byte can decode to an object of sixty bytes, so a limit on bytes alone does not limit memory; and each
+level of nesting uses stack.
 """
 
 from protocol.errors import ProtocolError
 
 MOST_ITEMS = 1 << 20
-"""Values in one document, keys included: a manifest of 90,000 tensors has as many."""
+"""Values in one document, keys included; about as many as a manifest of 90,000 tensors has."""
 MOST_DEPTH = 64
-"""Arrays and maps within each other."""
+"""Levels of nested arrays and maps."""
 METADATA_DEPTH = 32
-"""The same for a prompt's metadata, which travel within messages: the one part of them whose form is not
-ours."""
+"""Levels in a prompt's metadata, the only part of a message whose structure users choose."""
 
-_FIXED = {0xC0: 0, 0xC2: 0, 0xC3: 0, 0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8,
-          0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17}  # fmt: skip
-"""First byte -> bytes that follow it: constants, numbers, extensions of fixed size."""
+_FIXED = {0xC0: 0, 0xC2: 0, 0xC3: 0, 0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2,
+          0xD2: 4, 0xD3: 8, 0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17}  # fmt: skip
+"""First byte -> bytes that follow it, for constants, numbers and extensions of fixed size."""
 _SIZED = {
     0xC4: (1, 0),
     0xC5: (2, 0),
@@ -29,20 +27,24 @@ _SIZED = {
     0xDA: (2, 0),
     0xDB: (4, 0),
 }
-"""First byte -> (bytes of the length, bytes between it and the data): binary, extension, text."""
+"""First byte -> (bytes of the length, bytes between it and the data), for binary, extensions and text."""
 _COUNTED = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
-"""First byte -> (bytes of the count, values an element): arrays and maps."""
+"""First byte -> (bytes of the count, values per element), for arrays and maps."""
 
 
 def check_shape(
     data: bytes | bytearray | memoryview, *, most_items: int = MOST_ITEMS, most_depth: int = MOST_DEPTH
 ) -> None:
-    """Walk over one document without building it.
+    """Check the limits of one document without decoding it.
+
+    Args:
+        data: the document, exactly.
+        most_items: values allowed, keys included.
+        most_depth: levels of nesting allowed.
 
     Raises:
-        ProtocolError: if it has more than `most_items` values or `most_depth` levels, declares more than
-            it has bytes for, is cut short,
-            or is followed by something.
+        ProtocolError: there are more values or levels, a container declares more values than bytes remain,
+            the document is truncated, or bytes follow it.
     """
     view = memoryview(data).cast("B") if not isinstance(data, bytes) else data
     end, at, items = len(view), 0, 1
@@ -70,7 +72,8 @@ def check_shape(
             items += count
             if items > most_items or count > end - at:
                 raise ProtocolError(
-                    f"document of {end} bytes declares {items} values; at most {most_items}, each of a byte or more"
+                    f"document of {end} bytes declares {items} values; "
+                    f"at most {most_items}, each of a byte or more"
                 )
             open_counts.append(count)
             if len(open_counts) > most_depth + 1:
@@ -82,7 +85,7 @@ def check_shape(
 
 
 def _children(first: int, view: bytes | memoryview, at: int) -> tuple[int, int]:
-    """Values within an array or map, and where they begin."""
+    """Return how many values an array or map holds, and the position of the first."""
     if first < 0x90:
         return (first & 0x0F) * 2, at
     if first < 0xA0:

@@ -1,4 +1,4 @@
-"""Arrays on the wire: dtype, shape and raw little-endian bytes. No lists of numbers, no pickles."""
+"""Encodes arrays for the wire: dtype, shape and raw little-endian bytes. No lists of numbers, no pickles."""
 
 import math
 from typing import Any
@@ -15,36 +15,38 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 MAX_DIMS = 8
 MAX_ELEMENTS = 1 << 40
-"""More than any frame can hold."""
+"""Limit on the elements that a shape may declare; more than any frame can hold."""
 
 
 class Array(msgspec.Struct, frozen=True, array_like=True):
-    """A dense array: `[dtype, shape, data]` in MessagePack. `data` is C-contiguous, little-endian."""
+    """A dense array, `[dtype, shape, data]` in MessagePack."""
 
     dtype: str
+    """One of `DTYPES`."""
     shape: tuple[int, ...]
     data: memoryview
+    """The elements, C-contiguous and little-endian."""
 
     @classmethod
     def of(cls, values: Any, dtype: str) -> "Array":
         """Pack `values` (anything numpy accepts) as `dtype`.
 
         Raises:
-            KeyError: if `dtype` is not one of `DTYPES`.
+            KeyError: `dtype` is not one of `DTYPES`.
         """
         packed = np.asarray(values, dtype=DTYPES[dtype], order="C")
         return cls(dtype, tuple(packed.shape), memoryview(packed.tobytes()))
 
     def numpy(self) -> NDArray[Any]:
-        """A read-only view of the data.
+        """Return a read-only view of the data.
 
         Raises:
-            ProtocolError: if dtype, shape and byte count do not belong together.
+            ProtocolError: the dtype is unknown, or shape and byte count do not match.
         """
         kind = DTYPES.get(self.dtype)
         if kind is None:
             raise ProtocolError(f"array dtype {self.dtype!r} is not one of {sorted(DTYPES)}")
-        # An array without elements may have no large dimension either: numpy multiplies them all.
+        # Zeros are left out of the product: numpy refuses large dimensions even where another one is 0.
         if (
             len(self.shape) > MAX_DIMS
             or any(n < 0 for n in self.shape)

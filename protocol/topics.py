@@ -1,8 +1,8 @@
-"""Every edge of the bus, as data. Data flow can be read off this table.
+"""Defines every edge of the bus as data.
 
     prompts -> rollout --rollouts--> reward --scored--> ingest ==spool==> trainer --weights--> rollout
 
-The receiving side binds and is found through the ledger's registry under the topic's name; senders connect.
+One side of an edge binds and registers its endpoint in the ledger under the topic's name; the other connects.
 """
 
 from dataclasses import dataclass
@@ -33,15 +33,15 @@ class Role(StrEnum):
 
 
 class Pattern(StrEnum):
-    """How an edge behaves."""
+    """Delivery guarantee of an edge."""
 
     DELIVER = "deliver"  # each message to one receiver, acknowledged, resent, deduplicated
-    BROADCAST = "broadcast"  # newest to every connected peer; the ledger holds what a peer missed
+    BROADCAST = "broadcast"  # the newest to every connected peer; a peer finds what it missed in the ledger
 
 
 @dataclass(frozen=True, slots=True)
 class Topic:
-    """One edge."""
+    """One edge of the bus."""
 
     name: str
     sender: Role
@@ -52,10 +52,10 @@ class Topic:
     carries: tuple[type[Message], ...]
     """Message types in the direction of the edge."""
     answers: tuple[type[Message], ...] = ()
-    """Message types in the other direction, beside acknowledgements and heartbeats."""
+    """Message types in the other direction, besides acknowledgements and heartbeats."""
     window: int = 0
-    """Messages that one receiver works on at a time, granted as credit; 0 where rule F already bounds what is
-    in flight."""
+    """Messages that one receiver processes at a time, granted as credit; 0 where rule F already bounds the
+    messages in flight."""
 
 
 ROLLOUTS = Topic(

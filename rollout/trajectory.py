@@ -1,19 +1,12 @@
-"""Samples to a `Rollout` message and back. Pure.
-
-Shapes: n samples a group, T tokens of all samples together, T_i tokens of sample i.
-"""
+"""Assembles the samples of a group into a `Rollout` message; `protocol.rollout_view` is the inverse."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
-from protocol.errors import EngineError, ProtocolError, SettingsError
+from protocol.errors import EngineError, SettingsError
 from protocol.messages import Rollout
 from protocol.tensors import Array
 from rollout.environments.base import Sample
@@ -21,24 +14,7 @@ from rollout.prompts.base import Prompt
 
 FINISH_REASONS = ("stop", "length", "environment")
 MAX_LOGPROB = 1e-3
-"""A log-probability above 0 by more than rounding is a bug of the engine."""
-
-
-@dataclass(frozen=True, slots=True)
-class SampleView:
-    """One sample of a rollout; the arrays are views of the message."""
-
-    tokens: NDArray[np.int32]
-    """[T_i]."""
-    logprobs: NDArray[np.float32]
-    """[T_i] nats."""
-    loss_mask: NDArray[np.bool_]
-    """[T_i]: True where sampled."""
-    versions: NDArray[np.int32]
-    """[T_i]: version of each token."""
-    finish_reason: str
-    response: str
-    environment_reward: float | None
+"""Tolerance for rounding, nats: a log-probability above this is a bug of the engine."""
 
 
 def assemble(
@@ -52,11 +28,21 @@ def assemble(
     engine: str,
     generate_s: float,
 ) -> Rollout:
-    """The message for a generated group.
+    """Return the message of a generated group.
+
+    Args:
+        prompt: the prompt of the group.
+        prompt_tokens: its tokens, [P].
+        samples: [n] what was generated.
+        responses: [n] the samples as text.
+        group: number of the group in the run.
+        token: the lease token.
+        engine: incarnation of the engine.
+        generate_s: seconds from the lease to the last token.
 
     Raises:
-        EngineError: naming group and sample, if a sample contradicts itself.
-        SettingsError: if only some samples have a reward, or the metadata does not fit MessagePack.
+        EngineError: a sample contradicts itself; names group and sample.
+        SettingsError: only some samples have a reward, or MessagePack cannot encode the metadata.
     """
     if not samples or len(samples) != len(responses):
         raise ValueError(f"group {group}: {len(samples)} samples and {len(responses)} responses")
@@ -90,10 +76,10 @@ def assemble(
 
 
 def pack_metadata(prompt: Prompt) -> msgspec.Raw:
-    """A prompt's metadata as it travels.
+    """Return a prompt's metadata as MessagePack.
 
     Raises:
-        SettingsError: naming the prompt, if it holds what MessagePack cannot.
+        SettingsError: MessagePack cannot encode it; names the prompt.
     """
     try:
         return msgspec.Raw(msgspec.msgpack.encode(dict(prompt.metadata)))
@@ -103,39 +89,8 @@ def pack_metadata(prompt: Prompt) -> msgspec.Raw:
         ) from None
 
 
-def split(rollout: Rollout) -> tuple[SampleView, ...]:
-    """The samples of a rollout.
-
-    Raises:
-        ProtocolError: if its arrays do not belong together.
-    """
-    n = len(rollout.finish_reasons)
-    lengths, tokens = _array(rollout.lengths, (n,)), rollout.tokens.numpy()
-    total = int(lengths.sum())
-    if n == 0 or lengths.min() < 1 or tokens.shape != (total,) or len(rollout.responses) != n:
-        raise ProtocolError(
-            f"group {rollout.group}: {n} samples of lengths {lengths.tolist()}, {tokens.size} tokens, {len(rollout.responses)} responses"
-        )
-    logprobs, loss_mask = _array(rollout.logprobs, (total,)), _array(rollout.loss_mask, (total,))
-    versions = _versions(rollout, lengths)
-    rewards = _array(rollout.environment_rewards, (n,)) if rollout.environment_rewards is not None else None
-    ends = np.cumsum(lengths).tolist()
-    return tuple(
-        SampleView(
-            tokens=tokens[start:end],
-            logprobs=logprobs[start:end],
-            loss_mask=loss_mask[start:end].astype(bool),
-            versions=versions[start:end],
-            finish_reason=rollout.finish_reasons[i],
-            response=rollout.responses[i],
-            environment_reward=None if rewards is None else float(rewards[i]),
-        )
-        for i, (start, end) in enumerate(pairwise([0, *ends]))
-    )
-
-
 def _problem(sample: Sample) -> str:
-    """What is wrong with a sample, or nothing."""
+    """Return the first contradiction within a sample, or an empty string."""
     count = len(sample.tokens)
     ends = [end for end, _ in sample.spans]
     checks: dict[str, bool] = {
@@ -158,29 +113,3 @@ def _problem(sample: Sample) -> str:
         f"reward {sample.reward}": sample.reward is None or math.isfinite(sample.reward),
     }
     return next((problem for problem, holds in checks.items() if not holds), "")
-
-
-def _array(array: Array, shape: tuple[int, ...]) -> NDArray[Any]:
-    found = array.numpy()
-    if found.shape != shape:
-        raise ProtocolError(f"expected an array of shape {list(shape)}, got {list(found.shape)}")
-    return found
-
-
-def _versions(rollout: Rollout, lengths: NDArray[np.int32]) -> NDArray[np.int32]:
-    """int32 [T]: the spans written out."""
-    spans = rollout.spans.numpy()
-    parts: list[NDArray[np.int32]] = []
-    sample, done = 0, 0
-    for owner, end, version in spans.reshape(-1, 3).tolist() if spans.size % 3 == 0 else []:
-        if sample < len(lengths) and done == lengths[sample]:
-            sample, done = sample + 1, 0
-        if owner != sample or sample >= len(lengths) or not done < end <= lengths[sample]:
-            raise ProtocolError(
-                f"group {rollout.group}: span ({owner}, {end}, {version}) does not follow {done} tokens of sample {sample}"
-            )
-        parts.append(np.full(end - done, version, np.int32))
-        done = end
-    if sample != len(lengths) - 1 or done != lengths[-1]:
-        raise ProtocolError(f"group {rollout.group}: the spans end at token {done} of sample {sample}")
-    return np.concatenate(parts)

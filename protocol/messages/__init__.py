@@ -1,4 +1,4 @@
-"""Every message of the bus. `AnyMessage` is what a frame may hold."""
+"""Defines every message of the bus; `AnyMessage` is the union of those that a frame may hold."""
 
 from protocol.messages.base import Message
 from protocol.messages.control import Ack, Action, Control, Heartbeat, Hello

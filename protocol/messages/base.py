@@ -1,7 +1,7 @@
-"""The base of every message: a frozen struct with a tag, keyword-only, strict about unknown fields' types
-only.
+"""Defines the base of every message: a frozen, keyword-only struct with a tag.
 
-New fields are appended with defaults, so that an older reader skips them and a newer one fills them in.
+New fields are appended with defaults: an older reader ignores them, a newer reader of an older message fills
+in the default.
 """
 
 import msgspec

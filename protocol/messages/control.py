@@ -1,4 +1,4 @@
-"""Messages of the bus itself: hello, acknowledgement, heartbeat, and control from the trainer."""
+"""Defines the messages of the bus itself: hello, acknowledgement, heartbeat, and control from the trainer."""
 
 from enum import StrEnum
 
@@ -6,38 +6,41 @@ from protocol.messages.base import Message
 
 
 class Hello(Message, tag="hello", frozen=True, kw_only=True):
-    """First message of a connecting peer, answered by a heartbeat, which grants credit; again while a peer
-    waits for acknowledgements."""
+    """First message of a connecting peer; the receiver answers with a heartbeat, which grants credit.
+
+    A peer repeats it while it waits for acknowledgements.
+    """
 
     sender: str
     """Incarnation of the sender."""
     role: str
+    """Role of the sender, a `protocol.topics.Role`."""
     sent: int = 0
-    """Messages sent on this connection before this one: what has not arrived by now is lost, and counts as
-    seen."""
+    """Messages sent on this connection before this one. Those that have not arrived by then are lost, and
+    count as seen."""
 
 
 class Ack(Message, tag="ack", frozen=True, kw_only=True):
-    """The receiver is done with these messages: the sender may forget them."""
+    """Acknowledgement: the sender may delete these messages."""
 
     messages: tuple[str, ...]
     """Message ids that took effect."""
     refused: dict[str, str] = {}
-    """Message id -> why it was refused for good."""
+    """Message id -> why the receiver will never accept it."""
     credit: int = -1
-    """Absolute window: the sender may have sent this many messages in total on this connection; -1 leaves it
-    as it is."""
+    """Absolute window: the sender may have sent this many messages in total on this connection; -1:
+    unchanged."""
 
 
 class Heartbeat(Message, tag="heartbeat", frozen=True, kw_only=True):
-    """The receiver lives, and this is what it holds. A message that it does not name is to be sent again."""
+    """Sign of life of a receiver with the messages that it holds; the sender resends those not listed."""
 
     receiver: str
     """Incarnation of the receiver."""
     sequence: int
-    """Counts up; a smaller one is out of date."""
+    """Increases with every heartbeat; one with a smaller number is out of date."""
     held: tuple[str, ...] = ()
-    """Ids of this sender's messages that are being worked on."""
+    """Ids of this sender's messages that are being processed."""
     seen: int = 0
     """Messages received from this sender on this connection so far."""
     credit: int = -1
@@ -45,15 +48,18 @@ class Heartbeat(Message, tag="heartbeat", frozen=True, kw_only=True):
 
 
 class Action(StrEnum):
-    """What the trainer asks of rollout workers."""
+    """Instruction of the trainer to rollout workers."""
 
     ABORT = "abort"  # stop generating these groups: they were dropped
-    TURN = "turn"  # look into the registry whose turn it is on the device that trainer and engine share
+    TURN = "turn"  # read in the registry whose turn it is on the GPU that trainer and engine share
 
 
 class Control(Message, tag="control", frozen=True, kw_only=True):
-    """An instruction of the trainer to rollout workers. Lost ones do no harm: the ledger refuses what they
-    would have stopped."""
+    """Instruction of the trainer to rollout workers.
+
+    A lost one does no harm: the ledger refuses the work that it would have stopped.
+    """
 
     action: Action
     groups: tuple[int, ...] = ()
+    """The groups to abort; empty for TURN."""

@@ -1,6 +1,7 @@
-"""Trajectories: what a rollout worker generated for one prompt group, and the same with its rewards.
+"""Defines the messages of one prompt group: generated, scored, or failed to be scored.
 
-Shapes: n samples a group, T tokens of all samples together, S version spans of all samples together.
+Shapes: P prompt tokens, n samples per group, T tokens of all samples together, S version spans of all samples
+together. `protocol.rollout_view` decodes and checks them.
 """
 
 import msgspec
@@ -10,10 +11,10 @@ from protocol.tensors import Array
 
 
 class Rollout(Message, tag="rollout", frozen=True, kw_only=True):
-    """One generated group, sent by a rollout worker to a reward worker."""
+    """A generated group, sent by a rollout worker to a reward worker."""
 
     group: int
-    """Number of the group in the run, which is also its position in the prompt stream."""
+    """Number of the group in the run, which is also the position of its prompt in the prompt stream."""
     token: str
     """The lease token under which it was generated."""
     engine: str
@@ -23,35 +24,36 @@ class Rollout(Message, tag="rollout", frozen=True, kw_only=True):
     lengths: Array
     """int32 [n]: tokens of each sample; sums to T."""
     tokens: Array
-    """int32 [T]: the samples' tokens after the prompt, one sample after the other."""
+    """int32 [T]: the samples' tokens without the prompt, one sample after the other."""
     logprobs: Array
-    """float32 [T]: behaviour log-probability of each token as sampled (nats); 0 where `loss_mask` is 0."""
+    """float32 [T]: behaviour log-probability of each token as sampled, nats; 0 where `loss_mask` is 0."""
     loss_mask: Array
     """uint8 [T]: 1 for tokens that the model sampled, 0 for tokens that the environment inserted."""
     spans: Array
-    """int32 [S, 3]: rows (sample, end, version): tokens of the sample before `end` and after the row above
-    are of `version`."""
+    """int32 [S, 3], rows (sample, end, version): the sample's tokens from the end of the row above (0 in the
+    first row of a sample) up to, not including, `end` are of `version`."""
     finish_reasons: tuple[str, ...]
     """[n]: "stop", "length" or "environment"."""
     responses: tuple[str, ...]
-    """[n]: the samples as text, for verifiers; decoded by the rollout worker, which owns the tokenizer."""
+    """[n]: the samples as text, for verifiers; detokenized by the rollout worker."""
     prompt_text: str = ""
+    """The prompt as text, for verifiers."""
     metadata: msgspec.Raw = msgspec.Raw(b"\x80")
-    """MessagePack map: what the prompt source knows (answer, task name, tests ...), for verifiers."""
+    """MessagePack map from the prompt source (answer, task name, tests ...), for verifiers."""
     generate_s: float = 0.0
-    """Seconds from lease to the last token."""
+    """Seconds from the lease to the last token."""
     environment_rewards: Array | None = None
-    """float32 [n]: rewards that the environment itself gave, if it does."""
+    """float32 [n]: rewards of the environment, if it gives any."""
 
 
 class ScoredRollout(Message, tag="scored", frozen=True, kw_only=True):
-    """A rollout with its rewards, sent by a reward worker to the ingest."""
+    """A group with its rewards, sent by a reward worker to the ingest."""
 
     rollout: Rollout
     rewards: Array
     """float32 [n]: the combined reward of each sample."""
     components: dict[str, Array] = {}
-    """float32 [n] for each verifier, before weighting."""
+    """Verifier name -> float32 [n], its scores before weighting."""
     scorer: str = ""
     """Incarnation of the reward worker."""
     score_s: float = 0.0
@@ -59,12 +61,14 @@ class ScoredRollout(Message, tag="scored", frozen=True, kw_only=True):
 
 
 class ScoreFailure(Message, tag="score_failure", frozen=True, kw_only=True):
-    """A group that could not be scored, sent by a reward worker to the ingest. Never read as reward 0."""
+    """A group that could not be scored, sent by a reward worker to the ingest. Never counted as reward 0."""
 
     group: int
     token: str
+    """The lease token under which the group was generated."""
     verifier: str
-    """The verifier that failed."""
+    """Name of the verifier that failed."""
     error: str
-    """What it said, at most 500 characters."""
+    """Its error, at most 500 characters."""
     scorer: str = ""
+    """Incarnation of the reward worker."""

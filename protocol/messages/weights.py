@@ -1,4 +1,4 @@
-"""Weights: what a version consists of and where it can be fetched, and what engines answer."""
+"""Defines the messages about weight versions: manifests of the trainer and answers of the engines."""
 
 import msgspec
 
@@ -6,12 +6,12 @@ from protocol.messages.base import Message
 
 
 class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor of a version: where its bytes lie and what they must hash to."""
+    """One tensor of a version: location and digest of its bytes."""
 
     name: str
     """Name in the Hugging Face checkpoint of the model."""
     dtype: str
-    """torch dtype without prefix: "float32", "bfloat16" ..."""
+    """torch dtype without the prefix "torch.": "float32", "bfloat16" ..."""
     shape: tuple[int, ...]
     bucket: int
     """Index into the manifest's `buckets`."""
@@ -19,70 +19,71 @@ class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
     """Byte offset within the bucket."""
     nbytes: int
     digest: int
-    """`protocol.weights.digests.digest` of the tensor's bytes as sent."""
+    """`protocol.weights.digests.digest` of the tensor's bytes as published."""
 
 
 class WeightManifest(Message, tag="weight_manifest", frozen=True, kw_only=True):
-    """Everything an engine needs to stage one version. Sent by the trainer, kept in the ledger."""
+    """Everything that an engine needs to stage a version; made by the trainer, stored in the ledger."""
 
     epoch: str
     version: int
     transport: str
-    """"shm", "disk", "nccl", "ipc" ...: the receiver in `rollout/weights/` of the same name."""
+    """"shm", "disk", "nccl", "ipc" ...: name of the receiver in `rollout/weights/`."""
     location: str
-    """What that receiver needs to find the bytes (a directory, an endpoint)."""
+    """Where that receiver finds the bytes: a directory, a file or an endpoint, see the receiver."""
     buckets: tuple[int, ...]
-    """Bytes of each bucket."""
+    """Size of each bucket, bytes."""
     tensors: tuple[TensorEntry, ...]
     tied: tuple[tuple[str, str], ...] = ()
-    """Pairs (absent name, name that holds the bytes) of tied tensors."""
+    """Tied tensors: pairs of the name that is absent and the name of the tensor that it shares."""
     digest: int = 0
-    """xxh3-64 over all entries (`protocol.weights.buckets.manifest_digest`): two versions with equal digests
-    are the same bits."""
+    """xxh3-64 over all entries (`protocol.weights.buckets.manifest_digest`): versions with equal digests are
+    bit-identical."""
     base_model: str = ""
-    """Architecture name in the model's config.json, checked by the engine."""
+    """Architecture name from the model's config.json, which the engine checks."""
 
 
 class WeightDraft(Message, tag="weight_draft", frozen=True, kw_only=True):
-    """A version is being made: an engine may begin to receive it, and serves it only when its manifest has
-    come.
+    """Announcement of a version that is still being exported: engines may begin to receive it.
 
-    Sent by the trainer, never kept. An engine that misses it loses nothing but time.
+    Sent by the trainer, never stored. An engine serves the version only once it has the manifest; an engine
+    that misses the announcement merely receives the version later.
     """
 
     epoch: str
     version: int
     like: int
-    """The version of the same epoch whose manifest names the same tensors at the same places; only the
-    digests are not known yet."""
+    """An earlier version of the same epoch with the same layout; of its manifest, only the digests differ."""
 
 
 class WeightStaged(Message, tag="weight_staged", frozen=True, kw_only=True):
-    """Sent by an engine when all its ranks hold a complete, verified copy beside the live weights."""
+    """Sent by an engine when all of its ranks have staged a complete, verified copy."""
 
     engine: str
     epoch: str
     version: int
     digest: int
+    """Manifest digest of the staged copy."""
     stage_ms: float = 0.0
+    """Time from the request for the version to its verified copy."""
 
 
 class WeightApplied(Message, tag="weight_applied", frozen=True, kw_only=True):
-    """Sent by an engine when the version is live on all its ranks."""
+    """Sent by an engine when the version is live on all of its ranks."""
 
     engine: str
     epoch: str
     version: int
     pause_ms: float = 0.0
-    """How long running requests got no token because of the update."""
+    """Time for which running requests got no token because of the update."""
 
 
 class WeightFailed(Message, tag="weight_failed", frozen=True, kw_only=True):
-    """Sent by an engine that could not stage or apply a version."""
+    """Sent by an engine that could not stage or commit a version."""
 
     engine: str
     epoch: str
     version: int
     error: str
     poisoned: bool = False
-    """True if live weights may be mixed: the engine is about to reload or exit."""
+    """True if the live weights may be a mixture of versions; the engine then exits."""

@@ -9,6 +9,7 @@ import pytest
 
 from protocol.errors import EngineError, SettingsError
 from protocol.messages import Rollout
+from protocol.rollout_view import decode_rollout
 from rollout.engines.base import Completion, EngineConfig, Request, Sampling
 from rollout.engines.scripted import ScriptedEngine
 from rollout.environments.base import Environment, EnvironmentConfig, Generate, Sample
@@ -16,7 +17,6 @@ from rollout.environments.registry import make_environment
 from rollout.generate import generate_group
 from rollout.prompts.base import Prompt
 from rollout.render import PromptTooLong, RenderConfig, Renderer
-from rollout.trajectory import split
 from tests.rollout.tokenizers import write_tokenizer
 
 PROMPT = Prompt("3+4=", metadata={"answer": "7"}, index=12)
@@ -75,7 +75,7 @@ async def generate(
 
 async def test_a_group_holds_n_samples_with_their_text(engine: Watched, renderer: Renderer) -> None:
     rollout = await generate(engine, renderer)
-    views = split(rollout)
+    views = decode_rollout(rollout).samples
     assert len(views) == 4
     assert (rollout.group, rollout.token, rollout.engine, rollout.prompt_text) == (
         12,
@@ -86,7 +86,7 @@ async def test_a_group_holds_n_samples_with_their_text(engine: Watched, renderer
     assert tuple(rollout.prompt_tokens.numpy()) == renderer.prompt_tokens(PROMPT)
     for view in views:
         assert view.response == renderer.text(tuple(view.tokens))
-        assert view.loss_mask.all()
+        assert view.sampled.all()
         assert set(view.versions) == {5}
         assert view.finish_reason in {"stop", "length"}
     assert rollout.generate_s >= 0
@@ -103,12 +103,10 @@ async def test_turns_of_a_game_become_one_sample(engine: Watched, renderer: Rend
     game = make_environment(EnvironmentConfig("guess_number", {"max_turns": 3, "turn_tokens": 2}))
     prompt = replace(PROMPT, metadata={"answer": 10**9})
     rollout = await generate(engine, renderer, game, prompt)
-    views = split(rollout)
+    views = decode_rollout(rollout).samples
     assert rollout.finish_reasons == ("environment",) * 4
     assert [view.environment_reward for view in views] == [0.0] * 4
-    assert all(
-        0 < view.loss_mask.sum() <= 6 and not view.loss_mask.all() and view.loss_mask[-1] for view in views
-    )
+    assert all(0 < view.sampled.sum() <= 6 and not view.sampled.all() and view.sampled[-1] for view in views)
     assert len({request.id for request in engine.requests}) == 12
     assert all(request.sampling.max_tokens == 2 for request in engine.requests)
 

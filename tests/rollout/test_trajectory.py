@@ -1,4 +1,4 @@
-"""Samples to a message and back."""
+"""Assembling samples into a message, which `protocol.rollout_view` decodes again."""
 
 from dataclasses import replace
 
@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.codec import decode_payload, encode_payload
-from protocol.errors import EngineError, ProtocolError, SettingsError
+from protocol.errors import EngineError, SettingsError
 from protocol.messages import Rollout
-from protocol.tensors import Array
+from protocol.rollout_view import decode_rollout
 from rollout.environments.base import Sample
 from rollout.prompts.base import Prompt
-from rollout.trajectory import assemble, split
+from rollout.trajectory import assemble
 
 GOOD = Sample((5, 6, 7), (-0.5, 0.0, -1.25), (1, 0, 1), ((2, 3), (3, 4)), "stop")
 
@@ -41,14 +41,18 @@ def samples(draw: st.DrawFn) -> Sample:
 
 
 @given(st.lists(samples(), min_size=1, max_size=5), st.booleans())
-def test_split_is_the_inverse_of_assemble_over_the_wire(given_samples: list[Sample], rewarded: bool) -> None:
+def test_decode_rollout_is_the_inverse_of_assemble_over_the_wire(
+    given_samples: list[Sample], rewarded: bool
+) -> None:
     group = [replace(s, reward=float(i)) if rewarded else s for i, s in enumerate(given_samples)]
     received = decode_payload(encode_payload(packed(*group)))
     assert isinstance(received, Rollout)
-    for i, (sample, view) in enumerate(zip(group, split(received), strict=True)):
+    decoded = decode_rollout(received)
+    assert (decoded.group, tuple(decoded.prompt)) == (9, (1, 2))
+    for i, (sample, view) in enumerate(zip(group, decoded.samples, strict=True)):
         assert tuple(view.tokens) == sample.tokens
         assert tuple(view.logprobs) == sample.logprobs
-        assert tuple(view.loss_mask) == sample.loss_mask
+        assert tuple(view.sampled) == sample.loss_mask
         starts = [0, *(end for end, _ in sample.spans)]
         assert list(view.versions) == [
             v for start, (end, v) in zip(starts, sample.spans, strict=False) for _ in range(end - start)
@@ -108,30 +112,3 @@ def test_rewards_are_given_to_all_samples_or_none() -> None:
 def test_metadata_that_does_not_fit_is_an_error_of_the_prompt() -> None:
     with pytest.raises(SettingsError, match="prompt 3: the metadata"):
         packed(GOOD, prompt=Prompt("q", metadata={"x": object()}, index=3))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"lengths": Array.of([3, 2], "int32")},
-        {"lengths": Array.of([6], "int32")},
-        {"lengths": Array.of([6, 0], "int32")},
-        {"lengths": Array.of([7, -1], "int32")},
-        {"tokens": Array.of([1], "int32")},
-        {"logprobs": Array.of([0.0] * 5, "float32")},
-        {"loss_mask": Array.of([[1] * 6], "uint8")},
-        {"responses": ("a",)},
-        {"environment_rewards": Array.of([1.0], "float32")},
-        {"spans": Array.of([], "int32")},
-        {"spans": Array.of([1, 2], "int32")},
-        {"spans": Array.of([[0, 3, 1]], "int32")},
-        {"spans": Array.of([[0, 3, 1], [1, 2, 1]], "int32")},
-        {"spans": Array.of([[0, 3, 1], [1, 4, 1]], "int32")},
-        {"spans": Array.of([[1, 3, 1], [0, 3, 1]], "int32")},
-        {"spans": Array.of([[0, 3, 1], [1, 3, 1], [2, 3, 1]], "int32")},
-        {"finish_reasons": ()},
-    ],
-)
-def test_a_message_whose_arrays_disagree_is_refused(change: dict[str, object]) -> None:
-    with pytest.raises(ProtocolError):
-        split(msgspec.structs.replace(packed(GOOD, GOOD), **change))

@@ -1,0 +1,160 @@
+"""Decodes one `Rollout` into its samples, and checks its arrays against each other.
+
+Shapes: P prompt tokens, n samples per group, T tokens of all samples together, T_i tokens of sample i. A
+sample may be empty (T_i = 0).
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.errors import ProtocolError
+from protocol.messages import Rollout
+from protocol.tensors import Array
+
+MAX_GROUPS = 10**12
+"""Group numbers are below this: they have twelve digits in the ledger."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleView:
+    """One sample of a rollout; `tokens` and `logprobs` are views of the message."""
+
+    tokens: NDArray[np.int32]
+    """[T_i], at least 0."""
+    logprobs: NDArray[np.float32]
+    """[T_i] nats, finite."""
+    sampled: NDArray[np.bool_]
+    """[T_i]: True where the model sampled the token, False where the environment inserted it."""
+    versions: NDArray[np.int32]
+    """[T_i]: weight version of each token, at least 0."""
+    finish_reason: str
+    response: str
+    environment_reward: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutView:
+    """A checked rollout."""
+
+    group: int
+    prompt: NDArray[np.int32]
+    """[P], P > 0: the prompt of all samples."""
+    samples: tuple[SampleView, ...]
+    """[n], n > 0."""
+
+    def token_counts(self) -> dict[int, int]:
+        """Return version -> sampled tokens, as `Ledger.accept` expects them."""
+        versions = np.concatenate([sample.versions[sample.sampled] for sample in self.samples])
+        return {int(v): int(n) for v, n in zip(*np.unique(versions, return_counts=True), strict=True)}
+
+
+def decode_rollout(rollout: Rollout) -> RolloutView:
+    """Check a rollout and split it into its samples.
+
+    Raises:
+        ProtocolError: an array has another dtype or shape than the message defines, contradicts another
+            one, or
+            holds a value out of range; names group and field.
+    """
+    group = rollout.group
+    require(0 <= group < MAX_GROUPS, group, "group", f"is not between 0 and {MAX_GROUPS}")
+    lengths = checked_array(group, "lengths", rollout.lengths, "int32", (None,))
+    require(len(lengths) > 0, group, "lengths", "is empty")
+    require(bool((lengths >= 0).all()), group, "lengths", "has a negative length")
+    n, total = len(lengths), int(lengths.sum(dtype=np.int64))
+    tokens = checked_array(group, "tokens", rollout.tokens, "int32", (total,))
+    prompt = checked_array(group, "prompt_tokens", rollout.prompt_tokens, "int32", (None,))
+    logprobs = checked_array(group, "logprobs", rollout.logprobs, "float32", (total,))
+    mask = checked_array(group, "loss_mask", rollout.loss_mask, "uint8", (total,))
+    require(bool((mask <= 1).all()), group, "loss_mask", "has a value other than 0 and 1")
+    versions = _versions(rollout, lengths)
+    require(len(prompt) > 0, group, "prompt_tokens", "is empty")
+    require(bool((prompt >= 0).all()), group, "prompt_tokens", "has a negative token")
+    require(bool((tokens >= 0).all()), group, "tokens", "has a negative token")
+    require(bool(np.isfinite(logprobs).all()), group, "logprobs", "is not finite")
+    for field, values in (("finish_reasons", rollout.finish_reasons), ("responses", rollout.responses)):
+        require(len(values) == n, group, field, f"has {len(values)} entries for {n} samples")
+    rewards: list[float | None] = [None] * n
+    if rollout.environment_rewards is not None:
+        rewards = checked_array(
+            group, "environment_rewards", rollout.environment_rewards, "float32", (n,)
+        ).tolist()
+    sampled = mask.astype(bool)
+    samples = tuple(
+        SampleView(
+            tokens=tokens[start:end],
+            logprobs=logprobs[start:end],
+            sampled=sampled[start:end],
+            versions=versions[start:end],
+            finish_reason=rollout.finish_reasons[i],
+            response=rollout.responses[i],
+            environment_reward=rewards[i],
+        )
+        for i, (start, end) in enumerate(pairwise([0, *np.cumsum(lengths, dtype=np.int64).tolist()]))
+    )
+    return RolloutView(group, prompt, samples)
+
+
+def checked_array(
+    group: int, field: str, array: Array, dtype: str, shape: tuple[int | None, ...]
+) -> NDArray[Any]:
+    """Return the values of an array of a group's message.
+
+    Args:
+        group: number of the group, for the error.
+        field: name of the array in the message, for the error.
+        array: the array as received.
+        dtype: the dtype it must have.
+        shape: the shape it must have; None is any length.
+
+    Raises:
+        ProtocolError: it has another dtype or shape, or the wrong number of bytes; names group and field.
+    """
+    require(array.dtype == dtype, group, field, f"is {array.dtype}, not {dtype}")
+    fits = len(array.shape) == len(shape) and all(
+        want in (None, got) for got, want in zip(array.shape, shape, strict=True)
+    )
+    require(
+        fits, group, field, f"has shape {list(array.shape)}, not {['any' if n is None else n for n in shape]}"
+    )
+    try:
+        return array.numpy()
+    except ProtocolError as error:
+        raise ProtocolError(f"group {group}: {field}: {error}") from error
+
+
+def require(condition: bool, group: int, field: str, problem: str) -> None:
+    """Refuse a message whose field has a problem.
+
+    Raises:
+        ProtocolError: `condition` is False; names group, field and problem.
+    """
+    if not condition:
+        raise ProtocolError(f"group {group}: {field} {problem}")
+
+
+def _versions(rollout: Rollout, lengths: NDArray[Any]) -> NDArray[np.int32]:
+    """Return the version of each token, int32 [T].
+
+    The spans must cover every sample from its first token to its last, in order.
+    """
+    group = rollout.group
+    spans = checked_array(group, "spans", rollout.spans, "int32", (None, 3)).tolist()
+    versions = np.empty(int(lengths.sum()), dtype=np.int32)
+    sample, done, start = 0, 0, 0  # the sample being covered, its tokens covered so far, its first token in T
+    for row, (index, end, version) in enumerate(spans):
+        while sample < len(lengths) and done == lengths[sample]:
+            start, sample, done = start + done, sample + 1, 0
+        fits = sample < len(lengths) and index == sample and done < end <= lengths[sample]
+        problem = f"row {row} ({index}, {end}, {version}) does not continue sample {sample} at token {done}"
+        require(fits, group, "spans", problem)
+        require(version >= 0, group, "spans", f"row {row} has version {version}")
+        versions[start + done : start + end] = version
+        done = end
+    covered = start + done
+    require(covered == len(versions), group, "spans", f"cover {covered} of {len(versions)} tokens")
+    return versions

@@ -1,0 +1,90 @@
+"""Decoding a rollout: its samples, and messages whose arrays contradict each other are refused by name."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.errors import ProtocolError
+from protocol.messages import Rollout
+from protocol.rollout_view import MAX_GROUPS, decode_rollout
+from protocol.tensors import Array
+from tests.protocol.samples import ROLLOUT
+from tests.trainer.groups import GroupSpec, SampleSpec, scored
+
+PAIR = scored(
+    GroupSpec(group=9, samples=[SampleSpec([5, 6, 7], [2, 2, 3], mask=[1, 0, 1]), SampleSpec([8, 9], [3, 4])])
+).rollout
+
+
+def test_samples_of_the_golden_rollout() -> None:
+    view = decode_rollout(ROLLOUT)
+    assert (view.group, view.prompt.tolist()) == (7, [5, 6, 7])
+    first, second = view.samples
+    assert (first.tokens.tolist(), second.tokens.tolist()) == ([8, 9], [10])
+    assert (first.logprobs.tolist(), second.logprobs.tolist()) == ([-0.5, -1.25], [-2.0])
+    assert (first.sampled.tolist(), second.sampled.tolist()) == ([True, True], [True])
+    assert (first.versions.tolist(), second.versions.tolist()) == ([3, 4], [4])
+    assert (first.finish_reason, second.response, second.environment_reward) == ("stop", "c", 1.0)
+
+
+def test_token_counts_are_of_sampled_tokens() -> None:
+    assert decode_rollout(ROLLOUT).token_counts() == {3: 1, 4: 2}
+    assert decode_rollout(PAIR).token_counts() == {2: 1, 3: 2, 4: 1}
+
+
+sample_specs = st.lists(st.tuples(st.integers(0, 6), st.booleans()), max_size=8).map(
+    lambda rows: SampleSpec([9] * len(rows), [v for v, _ in rows], mask=[int(m) for _, m in rows])
+)
+
+
+@given(st.lists(sample_specs, min_size=1, max_size=5))
+def test_spans_give_each_token_its_version(specs: list[SampleSpec]) -> None:
+    view = decode_rollout(scored(GroupSpec(samples=specs)).rollout)
+    assert [sample.versions.tolist() for sample in view.samples] == [list(spec.versions) for spec in specs]
+    assert [sample.sampled.tolist() for sample in view.samples] == [
+        [bool(m) for m in spec.mask or []] for spec in specs
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"group": -1}, "group is not between 0 and"),
+        ({"group": MAX_GROUPS}, "group is not between 0 and"),
+        ({"lengths": Array.of([3, 1], "int32")}, r"tokens has shape \[5\], not \[4\]"),
+        ({"lengths": Array.of([5], "int32")}, "spans row 2"),
+        ({"lengths": Array.of([5, 0], "int32")}, "spans row 2"),
+        ({"lengths": Array.of([6, -1], "int32")}, "lengths has a negative length"),
+        ({"lengths": Array("int32", (0,), memoryview(b""))}, "lengths is empty"),
+        ({"lengths": Array.of([[3, 2]], "int32")}, "lengths has shape"),
+        ({"lengths": Array("int32", (2,), memoryview(b"123"))}, "lengths: array int32"),
+        ({"tokens": Array.of([1], "int32")}, r"tokens has shape \[1\], not \[5\]"),
+        ({"tokens": Array.of([5, 6, -7, 8, 9], "int32")}, "tokens has a negative token"),
+        ({"tokens": Array.of([0] * 5, "int64")}, "tokens is int64, not int32"),
+        ({"prompt_tokens": Array("int32", (0,), memoryview(b""))}, "prompt_tokens is empty"),
+        ({"prompt_tokens": Array.of([-1], "int32")}, "prompt_tokens has a negative token"),
+        ({"logprobs": Array.of([0.0] * 4, "float32")}, "logprobs has shape"),
+        ({"logprobs": Array.of([0.0, float("nan"), 0.0, 0.0, 0.0], "float32")}, "logprobs is not finite"),
+        ({"loss_mask": Array.of([[1] * 5], "uint8")}, "loss_mask has shape"),
+        ({"loss_mask": Array.of([1, 1, 2, 1, 1], "uint8")}, "loss_mask has a value other"),
+        ({"responses": ("a",)}, "responses has 1 entries for 2 samples"),
+        ({"finish_reasons": ()}, "finish_reasons has 0 entries for 2 samples"),
+        ({"environment_rewards": Array.of([1.0], "float32")}, "environment_rewards has shape"),
+        ({"spans": Array.of([], "int32")}, "spans has shape"),
+        ({"spans": Array.of([1, 2], "int32")}, "spans has shape"),
+        ({"spans": Array.of([[0, 3, 1]], "int32")}, "spans cover 3 of 5 tokens"),
+        ({"spans": Array.of([[0, 3, 1], [1, 1, 1]], "int32")}, "spans cover 4 of 5 tokens"),
+        ({"spans": Array.of([[0, 3, 1], [1, 3, 1]], "int32")}, r"spans row 1 \(1, 3, 1\) does not continue"),
+        ({"spans": Array.of([[1, 2, 1], [0, 3, 1]], "int32")}, "spans row 0"),
+        ({"spans": Array.of([[0, 3, 1], [1, 2, 1], [1, 2, 1]], "int32")}, "spans row 2"),
+        ({"spans": Array.of([[0, 3, 1], [1, 2, 1], [2, 3, 1]], "int32")}, "spans row 2"),
+        ({"spans": Array.of([[0, 3, -1], [1, 2, 1]], "int32")}, "spans row 0 has version -1"),
+    ],
+)
+def test_a_message_whose_arrays_disagree_is_refused_by_group_and_field(
+    change: dict[str, object], problem: str
+) -> None:
+    rollout: Rollout = msgspec.structs.replace(PAIR, **change)
+    with pytest.raises(ProtocolError, match=f"^group {rollout.group}: {problem}"):
+        decode_rollout(rollout)
