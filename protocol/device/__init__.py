@@ -1,1 +1,1 @@
-"""What both ends of a weight transfer do on a device; the only part of `protocol` that imports torch."""
+"""Implements what both ends of a weight transfer do on a device; may import torch."""

@@ -1,8 +1,8 @@
-"""Process groups are made in a thread of their own: NCCL's initialisation may wait for the other end without
-a bound.
+"""Initializes process groups with a deadline, since NCCL's initialization may block without limit.
 
-A thread that is not done in time is left behind: it touches nothing but what it makes, and gives that up
-should it ever come back. A process bears a few of them; then it has to be started again.
+The initialization runs in a thread. A thread that misses its deadline is abandoned: it uses nothing but what
+it creates, and discards that if it ever returns. A process tolerates fewer than `MAX_STUCK` such threads;
+then it has to be restarted.
 """
 
 import threading
@@ -15,53 +15,54 @@ from protocol.errors import PoisonedError
 T = TypeVar("T")
 
 MAX_STUCK = 4
+"""Abandoned threads with which no further initialization is started."""
 GRACE_S = 5.0
-"""For a thread that was left behind to come back, as gloo does at its own deadline, before it counts as
-stuck."""
+"""Time after which an abandoned thread counts as stuck; gloo's return at their own deadline."""
 POLL_S = 0.02
-"""Between two looks whether the other end has gone."""
+"""Interval at which the connection to the peer is checked."""
 
 _lock = threading.Lock()
-_left: dict[threading.Thread, float] = {}
-"""Left behind, and when."""
+_abandoned: dict[threading.Thread, float] = {}
+"""Thread -> time.monotonic() at which it was abandoned."""
 
 
 def init_with_deadline(
     make: Callable[[Callable[[T], None]], T],
     discard: Callable[[T], None],
     seconds: float,
-    gone: Callable[[], bool],
+    disconnected: Callable[[], bool],
 ) -> T:
-    """What `make` returns or raises, in a thread.
+    """Run `make` in a thread, and return or raise what it does.
 
     Args:
-        make: may never return, and shares nothing with others. What it has to show already, although it
-            goes on with it, it hands over.
-        discard: gives up what `make` returned or handed over when nobody wants it any more; called from
-            either thread, also twice.
-        seconds: to wait for it.
-        gone: whether there is nobody any more to make it with.
+        make: may never return, and must not share state. It passes what it has created so far to its
+            argument,
+            so that this can be discarded while `make` still blocks on it.
+        discard: aborts what `make` returned or passed on, once nobody uses it; called from either thread,
+            possibly twice.
+        seconds: the deadline.
+        disconnected: returns whether the peer has left.
 
     Raises:
-        TimeoutError: it has not returned in time.
-        ConnectionError: the other end has gone.
-        PoisonedError: too many threads are stuck; none was started.
+        TimeoutError: it has not returned within `seconds`.
+        ConnectionError: the peer has left.
+        PoisonedError: too many threads are stuck; no thread was started.
     """
     check_stuck()
-    held: list[T] = []
-    made: list[T] = []
-    failed: list[BaseException] = []
+    created: list[T] = []
+    returned: list[T] = []
+    raised: list[BaseException] = []
 
     def run() -> None:
         try:
-            made.append(make(held.append))
+            returned.append(make(created.append))
         except BaseException as error:
-            failed.append(error)
+            raised.append(error)
         with _lock:
-            late = _left.pop(threading.current_thread(), None) is not None
+            late = _abandoned.pop(threading.current_thread(), None) is not None
             ended.set()
         if late:
-            for group in held or made:
+            for group in created or returned:
                 discard(group)
 
     ended = threading.Event()
@@ -70,29 +71,29 @@ def init_with_deadline(
     end = time.monotonic() + seconds
     try:
         while not ended.wait(POLL_S):
-            if gone():
-                raise ConnectionError("the other end left while the group was made")
+            if disconnected():
+                raise ConnectionError("the peer disconnected while the process group was initialized")
             if time.monotonic() > end:
-                raise TimeoutError("the group was not made in time")
+                raise TimeoutError("the process group was not initialized in time")
     except BaseException:
         with _lock:
-            left = not ended.is_set()
-            if left:
-                _left[thread] = time.monotonic()
-        for group in held if left else made:  # what the thread waits for in there ends, on a device too
+            running = not ended.is_set()
+            if running:
+                _abandoned[thread] = time.monotonic()
+        for group in created if running else returned:  # ends what the thread waits for, on a device too
             discard(group)
         raise
-    if failed:
-        raise failed[0]
-    return made[0]
+    if raised:
+        raise raised[0]
+    return returned[0]
 
 
 def check_stuck() -> None:
-    """Raises PoisonedError if so many threads are stuck that this process should not go on."""
+    """Raise PoisonedError if so many threads are stuck that this process has to be restarted."""
     now = time.monotonic()
     with _lock:
-        stuck = sum(now - since > GRACE_S for since in _left.values())
+        stuck = sum(now - since > GRACE_S for since in _abandoned.values())
     if stuck >= MAX_STUCK:
         raise PoisonedError(
-            f"{stuck} threads are stuck where process groups are made: this process has to be started again"
+            f"{stuck} threads are stuck initializing process groups: this process has to be restarted"
         )

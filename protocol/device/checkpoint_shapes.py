@@ -1,4 +1,4 @@
-"""What is known of a checkpoint's tensors without loading them."""
+"""Reads the names and shapes of a checkpoint's tensors without loading them."""
 
 import json
 import struct
@@ -10,15 +10,16 @@ from protocol.device.hf_build_lock import MODEL_BUILDING
 from protocol.errors import EngineError
 
 MAX_HEADER_BYTES = 100 << 20
-"""Of a safetensors file, its own limit."""
+"""Limit on the header of a safetensors file, as in the safetensors library."""
 
 
 def checkpoint_shapes(model_dir: Path) -> dict[str, list[int]]:
-    """Names and shapes of the model's checkpoint tensors: from the files' headers, or without files from the
-    architecture.
+    """Return name -> shape of a model's checkpoint tensors.
+
+    From the headers of its safetensors files, or from its architecture if there are no files.
 
     Raises:
-        EngineError: if a file cannot be read or the architecture is not known.
+        EngineError: a file cannot be read, or the architecture is not known.
     """
     shapes: dict[str, list[int]] = {}
     for path in sorted(model_dir.glob("*.safetensors")):
@@ -42,6 +43,6 @@ def _architecture_shapes(model_dir: Path) -> dict[str, list[int]]:
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir))
     except (OSError, ValueError, KeyError) as error:
         raise EngineError(
-            f"{model_dir} holds no weights, and its architecture is not known: {error}"
+            f"{model_dir} has no weights, and its architecture is not known: {error}"
         ) from error
     return {name: list(parameter.shape) for name, parameter in model.named_parameters()}

@@ -1,7 +1,7 @@
-"""Digests of tensors where they lie: on the host at once, on a GPU on the current stream, so that the host
-waits once for all.
+"""Digests tensors where they lie, for the trainer and the engines.
 
-For the trainer and the engines.
+Tensors in host memory are digested at once, those on a GPU by kernels on the current stream, so that the host
+waits only once.
 """
 
 import importlib.util
@@ -13,44 +13,40 @@ import torch
 from protocol.weights.digests import ROW, digest, finish, fold, multipliers, rows_of
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Item size -> a dtype to look at bits through."""
-
-
-def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers, which compare bit by bit."""
-    return tensor.view(INTEGERS[tensor.element_size()])
-
-
+"""Bytes per element -> an integer dtype of that size."""
 ROWS = 512
-"""Taken at a time where there is no Triton: 32 MiB of words and 64 MiB of products."""
-TOGETHER_BYTES = 256 << 20
-"""Of tensors on a GPU that are hashed by one kernel: each launch costs Python's time, which an engine's steps
-need too."""
-TOGETHER = 1024
-"""Tensors, at most; a kernel's grid has no more than 65,535 in that direction."""
+"""Rows folded at a time without Triton: 32 MiB of words and 64 MiB of products."""
+BATCH_BYTES = 256 << 20
+"""Bytes of GPU tensors digested by one kernel: each launch takes Python's time, which an engine's steps
+need."""
+BATCH_TENSORS = 1024
+"""Tensors digested by one kernel, at most; a grid has at most 65,535 programs in that dimension."""
 
 _tables: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+"""Device -> (INNER, OUTER), grown when a larger tensor needs it."""
 
 
 class Digests:
-    """Of the bytes of dense tensors, in the order in which they are added.
+    """Digests of dense tensors, in the order in which they are added.
 
-    A tensor on a GPU is held until the kernel that reads it is queued. All is queued on one stream: that
-    which is current at each call.
+    A tensor on a GPU is referenced until the kernel that reads it is queued. Kernels are queued on the stream
+    that is current at each call, which must always be the same.
     """
 
     def __init__(self) -> None:
         self._sizes: list[int] = []
+        """Bytes of each tensor."""
         self._known: dict[int, int] = {}
-        """Number of a tensor -> its digest; of the others there are totals, or will be."""
+        """Index -> digest, of tensors in host memory and empty ones."""
         self._words: list[torch.Tensor] = []
-        """Of tensors on a GPU that no kernel was queued for yet."""
+        """Words of the GPU tensors for which no kernel is queued yet."""
         self._bytes = 0
-        """Of those."""
+        """Bytes of `_words`."""
         self._totals: list[torch.Tensor] = []
+        """int64 on the GPU, from `fold`, of the GPU tensors in order."""
 
     def add(self, tensor: torch.Tensor) -> None:
-        """What is queued after this must not overwrite it, or not before `launch` or `numbers`."""
+        """Add a tensor; work that overwrites it must not be queued before `launch` or `numbers`."""
         raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         if not raw.is_cuda:
             self._known[len(self._sizes)] = digest(memoryview(raw.numpy().data))
@@ -60,11 +56,11 @@ class Digests:
             self._words.append(words_of(raw))
             self._bytes += len(raw)
         self._sizes.append(len(raw))
-        if self._bytes >= TOGETHER_BYTES or len(self._words) == TOGETHER:
+        if self._bytes >= BATCH_BYTES or len(self._words) == BATCH_TENSORS:
             self.launch()
 
     def numbers(self) -> list[int]:
-        """Of all that was added; waits for the stream."""
+        """Return the digests of all tensors; waits for the stream."""
         self.launch()
         totals = iter(torch.cat(self._totals).tolist() if self._totals else [])
         return [
@@ -73,14 +69,19 @@ class Digests:
         ]
 
     def launch(self) -> None:
-        """Queue what is not queued yet on the current stream."""
+        """Queue the kernels that are not queued yet, on the current stream."""
         words, self._words, self._bytes = self._words, [], 0
         if words:
             self._totals.append(fold_words(words))
 
 
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of the memory as integers, which compare bit by bit."""
+    return tensor.view(INTEGERS[tensor.element_size()])
+
+
 def digests_of(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Of dense tensors anywhere."""
+    """Return the digests of dense tensors on any device."""
     found = Digests()
     for tensor in tensors:
         found.add(tensor)
@@ -88,7 +89,7 @@ def digests_of(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 
 def words_of(raw: torch.Tensor) -> torch.Tensor:
-    """[n] uint8 -> [(n + 3) / 4] int32, zeros behind them."""
+    """Return the words of uint8 [n], padded with zeros: int32 [ceil(n / 4)]."""
     if raw.data_ptr() % 4:
         raw = raw.clone()
     if len(raw) % 4:
@@ -97,7 +98,14 @@ def words_of(raw: torch.Tensor) -> torch.Tensor:
 
 
 def fold_words(words: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`protocol.weights.digests.fold` of tensors [any > 0] int32 on one device -> [n] int64 there."""
+    """Return `protocol.weights.digests.fold` of n tensors on one device.
+
+    Args:
+        words: n tensors int32 [any number above 0].
+
+    Returns:
+        int64 [n] on that device.
+    """
     device = words[0].device
     inner, outer = _multipliers(device, rows_of(max(tensor.nbytes for tensor in words)))
     if device.type == "cuda" and _has_triton():

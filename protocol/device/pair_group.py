@@ -1,4 +1,4 @@
-"""A process group of two, the sender of weights and one receiver: how both of them make it."""
+"""Creates the process group of a weight transfer, with two ranks: the sender and one receiver."""
 
 import os
 import threading
@@ -12,21 +12,64 @@ import torch.distributed as dist
 
 from protocol.weights.buckets import ALONE_BYTES, ALONE_ON_GPU_BYTES
 
-QUIET = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # 0: an error of this group does not end the process
-    "TORCH_NCCL_ENABLE_MONITORING": "0",  # nor does a watchdog of torch's that is held up
+BACKENDS = ("gloo", "nccl")
+"""Backends of such a group: gloo on CPUs, nccl on GPUs."""
+SENDER, RECEIVER = 0, 1
+"""Ranks."""
+ALONE = {"gloo": ALONE_BYTES, "nccl": ALONE_ON_GPU_BYTES}
+"""Backend -> `alone_bytes` of `protocol.weights.buckets.chunks`."""
+NO_WATCHDOG = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # an error of the group does not end the process
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # nor does a watchdog thread that is delayed
 }
+"""Environment in which a group without a watchdog is created."""
 
 _lock = threading.Lock()
 
 
+def make_pair(
+    store: Any, rank: int, device: torch.device, seconds: float, created: Callable[[Any], None]
+) -> Any:
+    """Return a group on gloo or NCCL whose ranks are connected: rank 0 has broadcast a byte.
+
+    On a GPU it blocks without limit if the peer hangs, so it is called through `init_with_deadline`.
+
+    Args:
+        store: the store by which the ranks find each other.
+        rank: `SENDER` or `RECEIVER`.
+        device: the CPU, for gloo, or a GPU, for NCCL.
+        seconds: timeout of gloo's operations.
+        created: called with the group before anything blocks on it.
+    """
+    group: Any
+    if device.type == "cpu":
+        group = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=seconds))
+        created(group)
+        group.broadcast([torch.zeros(1, dtype=torch.uint8)]).wait()
+        return group
+    torch.cuda.set_device(device)
+    with _without_watchdog():
+        group = dist.ProcessGroupNCCL(store, rank, 2, dist.ProcessGroupNCCL.Options())
+    created(group)
+    stream = torch.cuda.Stream(device)  # not the stream that trains
+    with torch.cuda.stream(stream):  # NCCL creates the communicator in the first collective
+        group.broadcast([torch.zeros(1, dtype=torch.uint8, device=device)]).wait()
+        stream.synchronize()
+    return group
+
+
+def abort(group: Any) -> None:
+    """Abort a group, which ends the collectives that block in it."""
+    with suppress(RuntimeError, AttributeError):
+        group.abort()
+
+
 @contextmanager
-def unwatched() -> Iterator[None]:
-    """Within this, groups are made that have no watchdog: whoever makes them bounds every wait. Other groups
-    keep theirs."""
+def _without_watchdog() -> Iterator[None]:
+    """Create groups without a watchdog within the block: their users bound every wait. Others keep theirs."""
     with _lock:
-        before = {name: os.environ.get(name) for name in QUIET}
-        os.environ.update(QUIET)
+        before = {name: os.environ.get(name) for name in NO_WATCHDOG}
+        os.environ.update(NO_WATCHDOG)
         try:
             yield
         finally:
@@ -35,40 +78,3 @@ def unwatched() -> Iterator[None]:
                     del os.environ[name]
                 else:
                     os.environ[name] = value
-
-
-SENDER, RECEIVER = 0, 1
-"""Ranks."""
-ALONE = {"gloo": ALONE_BYTES, "nccl": ALONE_ON_GPU_BYTES}
-"""Backend -> from how many bytes on a tensor is a piece."""
-
-
-def make_pair(
-    store: Any, rank: int, device: torch.device, seconds: float, hold: Callable[[Any], None]
-) -> Any:
-    """A group on gloo (CPU) or NCCL whose two members have heard of each other: rank 0 has broadcast a byte.
-
-    It may block for ever, on a GPU, if the other one stands still: `make_group` bounds it, and aborts what
-    `hold` was given.
-    """
-    group: Any
-    if device.type == "cpu":
-        group = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=seconds))
-        hold(group)
-        group.broadcast([torch.zeros(1, dtype=torch.uint8)]).wait()
-        return group
-    torch.cuda.set_device(device)
-    with unwatched():
-        group = dist.ProcessGroupNCCL(store, rank, 2, dist.ProcessGroupNCCL.Options())
-    hold(group)
-    stream = torch.cuda.Stream(device)  # not the one that trains
-    with torch.cuda.stream(stream):  # the communicator is made by the first collective
-        group.broadcast([torch.zeros(1, dtype=torch.uint8, device=device)]).wait()
-        stream.synchronize()
-    return group
-
-
-def abort(group: Any) -> None:
-    """End a group and whatever is stuck in it."""
-    with suppress(RuntimeError, AttributeError):
-        group.abort()

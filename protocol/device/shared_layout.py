@@ -1,5 +1,7 @@
-"""What the files of the transport `shared` describe: the trainer's masters for the engine, the engine's live
-tensors for the trainer."""
+"""Names the sections of the files by which trainer and engine share tensors (transport `shared`).
+
+The trainer's file describes its masters for the engine, the engine's file its live tensors for the trainer.
+"""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,41 +10,39 @@ if TYPE_CHECKING:  # processes without tensors need the names alone
     import torch
 
 TRANSPORT = "shared"
+"""Value of `weights.transport`."""
+DESCRIBED = "described"
+"""Key in an engine's registration: the file that describes its tensors."""
 SUFFIX = ".msgpack"
+"""Suffix of a description's file name."""
 
 MASTERS = "masters"
-"""Section of the trainer's file: fp32, by checkpoint name; each is its tensor as `matches_layout` says."""
+"""Section of the trainer's file: fp32 masters by checkpoint name, laid out as in `matches_layout`."""
 HELD, VERSION = "held", "version"
-"""Section of the trainer's file with one number: the version that the masters are, -1 while they are written
-to."""
+"""Section of the trainer's file, and the name of its one number: the version that the masters hold, or -1
+while the trainer writes to them."""
 
 PARAMETERS = "parameters"
-"""Section of an engine's file: the live weights under the names that the trainer's model has for its
-parameters. Of `hf` and `vllm` it is the part of a parameter that a checkpoint's tensor fills, of `megatron` a
-whole parameter."""
+"""Section of an engine's file: the live weights by the names of the trainer's parameters. For `hf` and `vllm`
+each is the part of a parameter that a checkpoint tensor fills, for `megatron` a whole parameter."""
 BUFFERS = "buffers"
-"""Section of an engine's file: what it computes with beside the weights, by the engine's own names."""
+"""Section of an engine's file: its buffers, by the engine's names."""
 ROTARY = "cos_sin_cache"
-"""Last part of the name of a buffer whose rows are cos and sin of the rotary angles of a position, half of
-the columns each."""
+"""Last component of the name of a buffer whose rows are cos and sin of the rotary angles of a position, in
+half of the columns each."""
 
 
 def description_file(run_dir: Path, incarnation: str) -> Path:
-    """Where a process of a run describes its tensors; its registration names the file."""
+    """Return the file in which a process of a run describes its tensors."""
     return run_dir / "shared" / f"{incarnation}{SUFFIX}"
 
 
 def matches_layout(part: "torch.Tensor", shape: tuple[int, ...]) -> bool:
-    """Whether a part of a model's memory is a tensor of `shape`: it is dense and has it, or it is one of
-    several that lie in turns.
+    """Return whether `part`, of a model's memory, is a tensor of `shape`.
 
-    Then it has one dimension more: [turns, rows of a turn, ...], which are the tensor's rows one after the
-    other.
+    Either it is dense and has that shape, or it is interleaved with others in blocks of rows: then it is
+    [blocks, rows of a block, ...], and the rows of all blocks in order are those of the tensor.
     """
     if part.ndim == len(shape):
         return tuple(part.shape) == shape and part.is_contiguous()
     return part.ndim == len(shape) + 1 > 1 and (part.shape[0] * part.shape[1], *part.shape[2:]) == shape
-
-
-DESCRIBED = "described"
-"""What an engine writes into the registry: the file that describes its tensors."""

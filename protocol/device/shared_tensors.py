@@ -1,10 +1,10 @@
-"""Memory of one process that others on its host can map, described in a file: the transport `shared`.
+"""Shares tensors of one process with others on its host, which map them (transport `shared`).
 
-    FILE.msgpack    a `Description`: whose memory, and which tensors lie where in it
+    FILE.msgpack    a `Description`: the owner, its memories, and the tensors in them
 
-On a CPU an anonymous file is mapped, named by the open descriptor of its owner: nothing is left behind
-however that ends, and who has mapped it keeps it. On a GPU it is CUDA's own handles. Owner and reader see the
-same process ids.
+Host memory is an anonymous file (memfd), found through the owner's open descriptor: nothing is left when the
+owner ends, however it does, and a process that has mapped it keeps it. GPU memory is shared by CUDA IPC
+handles. Owner and readers must be in the same pid namespace.
 """
 
 import fcntl
@@ -19,26 +19,27 @@ import msgspec
 import torch
 
 from protocol.errors import WeightError
+from protocol.host.atomic_file import write_atomically
 from protocol.weights.buckets import ALIGNMENT, DTYPE_BYTES
 
 Sections = Mapping[str, Mapping[str, torch.Tensor]]
-"""What the tensors are -> name -> tensor."""
+"""Section -> name -> tensor."""
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True):
-    """A process, not another one that came later under its number."""
+    """A process, told apart from later ones with the same pid."""
 
     pid: int
     started: int
-    """Clock ticks since boot."""
+    """Start time, clock ticks since boot."""
 
     @classmethod
     def of(cls, pid: int) -> "ProcessIdentity":
-        """Raises OSError if there is no such process."""
+        """Return the identity of a running process. Raises OSError if there is none with this pid."""
         return cls(pid, int(_stat(pid)[19]))
 
     def is_alive(self) -> bool:
-        """Whether it has its memory still: a zombie has none."""
+        """Return whether the process runs; a zombie, which has no memory any more, does not."""
         try:
             found = _stat(self.pid)
         except (FileNotFoundError, ProcessLookupError):
@@ -47,20 +48,20 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
 
 
 class HostMemory(msgspec.Struct, frozen=True, tag="host"):
-    """An anonymous file."""
+    """Anonymous file in host memory."""
 
     descriptor: int
-    """In its owner."""
+    """The owner's descriptor of the file."""
     inode: int
-    """So that a descriptor that came later under the same number is not taken for it."""
+    """Inode of the file, by which a reader recognizes that the descriptor has been reused."""
     nbytes: int
 
 
 class DeviceMemory(msgspec.Struct, frozen=True, tag="device"):
-    """A storage on a GPU: what `UntypedStorage._share_cuda_` says of it."""
+    """Storage on a GPU, with the fields of `UntypedStorage._share_cuda_`."""
 
     gpu: str
-    """UUID."""
+    """UUID of the GPU."""
     handle: bytes
     nbytes: int
     offset: int
@@ -73,31 +74,36 @@ class View(msgspec.Struct, frozen=True, array_like=True):
     """A tensor in one of the memories."""
 
     memory: int
-    """Index into the description's."""
+    """Index into `Description.memories`."""
     offset: int
-    """Bytes."""
+    """Bytes from the start of the memory."""
     dtype: str
+    """torch dtype without the prefix "torch."."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
 
 class Description(msgspec.Struct, frozen=True):
-    """The whole file."""
+    """Content of the file."""
 
     owner: ProcessIdentity
     memories: tuple[HostMemory | DeviceMemory, ...]
     sections: dict[str, dict[str, View]]
+    """Section -> name -> tensor."""
 
 
 class SharedTensors:
-    """Tensors of this process in memory that others can map: those of a CPU are copied there, those of a GPU
-    stay where they are."""
+    """Tensors of this process that other processes can map.
+
+    Host tensors are copied to shareable memory; GPU tensors are shared where they lie. `tensors` holds them
+    in the order in which they were passed.
+    """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        """`tensors` in the order of `SharedTensors.tensors`; those that are one in memory are one there, too.
+        """Copy the host tensors; tensors that share memory (tied ones) share it afterwards, too.
 
         Raises:
-            WeightError: there is no room for copies.
+            WeightError: there is not enough memory for the copies.
         """
         held: dict[tuple[object, ...], int] = {}
         sizes: list[int] = []
@@ -113,26 +119,27 @@ class SharedTensors:
         ]
 
     def write(self, path: Path, sections: Sections) -> None:
-        """Describe tensors, each of which lies in the room, in a file that only this user reads; those of
-        dead processes beside it go.
+        """Write the description file, readable by this user only, and remove those of dead processes beside it.
+
+        Args:
+            path: the file.
+            sections: the tensors to describe, each of which is one of `tensors` or a view of one.
 
         Raises:
-            WeightError: the file cannot be written, or memory of the GPU cannot be shared.
+            WeightError: the file cannot be written, or GPU memory cannot be shared.
         """
         try:
             description = self._described(sections)
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             _remove_dead(path.parent)
-            aside = path.with_suffix(f".{os.getpid()}.tmp")
-            aside.unlink(missing_ok=True)
-            with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(msgspec.msgpack.encode(description))
-            aside.rename(path)
+            aside = path.with_suffix(f".{os.getpid()}.tmp")  # by its pid `_remove_dead` knows whose it is
+            data = msgspec.msgpack.encode(description)
+            write_atomically(path, data, mode=0o600, durable=False, aside=aside)
         except (OSError, RuntimeError) as error:
             raise WeightError(f"{path}: {error}") from error
 
     def close(self) -> None:
-        """Nobody can map it from now on; who has keeps it, and so do the tensors here. Idempotent."""
+        """Stop sharing the host tensors; mappings that exist, and `tensors`, stay valid. Idempotent."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -150,7 +157,7 @@ class SharedTensors:
 
     def _copied(self, tensor: torch.Tensor, start: int) -> torch.Tensor:
         target = torch.empty(0, dtype=tensor.dtype)
-        if tensor.numel():  # each has a storage of its own
+        if tensor.numel():  # with a storage of its own
             target = torch.frombuffer(
                 self._memory, dtype=tensor.dtype, offset=start, count=_extent(tensor) // tensor.element_size()
             )
@@ -180,11 +187,12 @@ class SharedTensors:
 
 
 def map_tensors(path: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """The tensors that a file describes, in the memory of their owner; on a CPU what is written to them here
-    stays here.
+    """Map the tensors that a file describes: section -> name -> tensor, in the memory of their owner.
+
+    What the owner writes is seen. Writes to host tensors are private to this process.
 
     Raises:
-        WeightError: the file is not one of ours, or its owner has ended.
+        WeightError: the file is missing or not a description, or its owner has ended.
     """
     try:
         found = _read(path)
@@ -203,19 +211,19 @@ def map_tensors(path: Path) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def owner_of(path: Path) -> ProcessIdentity:
-    """Whose memory a file describes.
+    """Return the process whose tensors a file describes.
 
     Raises:
-        WeightError: the file is not there, or not one of ours.
+        WeightError: the file is missing or not a description.
     """
     try:
         return _read(path).owner
     except (OSError, msgspec.DecodeError) as error:
-        raise WeightError(f"{path} does not say whose memory it describes: {error}") from error
+        raise WeightError(f"{path} does not describe the tensors of a process: {error}") from error
 
 
 def gpu_of(device: torch.device) -> str:
-    """UUID of a GPU."""
+    """Return the UUID of a GPU."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
@@ -228,8 +236,8 @@ def _map_host(pid: int, memory: HostMemory) -> torch.UntypedStorage:
     try:
         found = os.fstat(descriptor)
         if (found.st_ino, found.st_size) != (memory.inode, memory.nbytes):
-            raise FileNotFoundError("another file has its descriptor")
-        # Privately: what the owner writes is seen, as long as nothing is written here.
+            raise FileNotFoundError("the owner has reused the descriptor for another file")
+        # A private mapping: the owner's writes are seen as long as nothing is written here.
         storage: torch.UntypedStorage = torch.UntypedStorage.from_file(
             f"/proc/self/fd/{descriptor}", False, memory.nbytes
         )  # type: ignore[assignment]
@@ -241,7 +249,7 @@ def _map_host(pid: int, memory: HostMemory) -> torch.UntypedStorage:
 def _map_device(memory: DeviceMemory) -> torch.UntypedStorage:
     here = gpu_of(torch.device("cuda", torch.cuda.current_device())) if torch.cuda.is_available() else "none"
     if here != memory.gpu:
-        raise ValueError(f"it is memory of GPU {memory.gpu}, this process uses {here}")
+        raise ValueError(f"the memory is on GPU {memory.gpu}, this process uses {here}")
     return torch.UntypedStorage._new_shared_cuda(
         torch.cuda.current_device(),
         memory.handle,
@@ -256,18 +264,20 @@ def _map_device(memory: DeviceMemory) -> torch.UntypedStorage:
 
 def _on(storages: Sequence[torch.UntypedStorage], view: View) -> torch.Tensor:
     if view.dtype not in DTYPE_BYTES or view.offset % DTYPE_BYTES[view.dtype]:
-        raise ValueError(f"no tensor of dtype {view.dtype} lies at byte {view.offset}")
+        raise ValueError(f"no tensor of dtype {view.dtype} can begin at byte {view.offset}")
     storage = storages[view.memory]
     empty = torch.empty(0, dtype=getattr(torch, view.dtype), device=storage.device)
     tensor = empty.set_(storage, view.offset // DTYPE_BYTES[view.dtype], view.shape, view.stride)
     if tensor.numel() and view.offset + _extent(tensor) > storage.nbytes():
-        raise ValueError(f"a tensor of {list(view.shape)} leaves its memory")
+        raise ValueError(f"a tensor of shape {list(view.shape)} exceeds its memory")
     return tensor
 
 
 def _reserved(file: int, nbytes: int) -> mmap.mmap:
-    """The pages of an anonymous file, all of them there: touching one that cannot be had would be a
-    SIGBUS."""
+    """Allocate and map all pages of an anonymous file.
+
+    Touching a page that cannot be allocated later would raise SIGBUS.
+    """
     try:
         os.posix_fallocate(file, 0, nbytes)
         fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
@@ -287,23 +297,22 @@ def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """Bytes from its first element to its last."""
+    """Return the bytes from the tensor's first element to the end of its last."""
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (1 + steps) * tensor.element_size() if tensor.numel() else 0
 
 
 def _stat(pid: int) -> list[str]:
-    """What the kernel says of a process, from its state on."""
+    """Return the fields of /proc/PID/stat from the state on."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def _remove_dead(directory: Path) -> None:
     for path in directory.iterdir():
         with suppress(OSError, ValueError, LookupError):
-            aside = path.suffix == ".tmp"  # of a process that died while it wrote: its number is in the name
-            if not (
-                Path(f"/proc/{int(path.suffixes[-2][1:])}").exists()
-                if aside
-                else _read(path).owner.is_alive()
-            ):
+            if path.suffix == ".tmp":  # being written, or left by a process that died meanwhile
+                alive = Path(f"/proc/{int(path.suffixes[-2][1:])}").exists()
+            else:
+                alive = _read(path).owner.is_alive()
+            if not alive:
                 path.unlink()

@@ -1,5 +1,7 @@
-"""`protocol.weights.digests.fold` of many tensors by one Triton kernel: one pass over the bytes at the
-memory's speed. Imported on GPUs only."""
+"""Implements `protocol.weights.digests.fold` for many tensors as one Triton kernel; imported on GPUs only.
+
+One pass over the bytes, at the bandwidth of the memory.
+"""
 
 from collections.abc import Sequence
 
@@ -10,8 +12,9 @@ import triton.language as tl
 from protocol.weights.digests import ROW
 
 BLOCK = 2048
+"""Words per iteration of a program."""
 VECTOR_BYTES = 16
-"""What a thread loads at once where all tensors are aligned to it."""
+"""Bytes that a thread loads at once if all tensors are aligned to them."""
 
 
 @triton.jit
@@ -23,7 +26,7 @@ def _fold(table, inner, outer, totals, ROW: tl.constexpr, BLOCK: tl.constexpr, A
         if ALIGNED:
             words = tl.multiple_of(words, 16)
         sums = tl.zeros([BLOCK], tl.int64)
-        if left >= ROW:  # without a mask a thread can load many bytes at once
+        if left >= ROW:  # loads without a mask can be vectorized
             for start in range(0, ROW, BLOCK):
                 column = start + tl.arange(0, BLOCK)
                 sums += tl.load(words + column).to(tl.int64) * tl.load(inner + column)
@@ -38,8 +41,16 @@ def _fold(table, inner, outer, totals, ROW: tl.constexpr, BLOCK: tl.constexpr, A
 
 
 def fold(words: Sequence[torch.Tensor], inner: torch.Tensor, outer: torch.Tensor) -> torch.Tensor:
-    """n tensors [any > 0] int32 on a GPU -> [n] int64 there; the tables are those of
-    `protocol.weights.digests.fold`."""
+    """Return `protocol.weights.digests.fold` of each tensor.
+
+    Args:
+        words: n tensors on a GPU, int32 [any number above 0].
+        inner: [ROW] int64 on that GPU, as in `protocol.weights.digests.fold`.
+        outer: [at least 2 * rows] int64 on that GPU, likewise.
+
+    Returns:
+        int64 [n] on that GPU.
+    """
     facts = [(tensor.data_ptr(), len(tensor)) for tensor in words]
     table = torch.tensor(facts, dtype=torch.int64).to(inner.device, non_blocking=True)
     totals = torch.zeros(len(words), dtype=torch.int64, device=inner.device)

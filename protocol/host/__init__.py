@@ -1,1 +1,1 @@
-"""What the processes of one host do: files, locks, descriptors and process trees."""
+"""Handles files, locks, descriptors and process trees; may import the standard library and psutil."""

@@ -1,4 +1,4 @@
-"""Locks files and directories by flock(2), which the kernel drops with the last process that holds them."""
+"""Locks files and directories with flock(2); the kernel releases a lock when its last holder has exited."""
 
 import fcntl
 import os
@@ -11,10 +11,12 @@ POLL_S = 0.01
 
 
 def try_lock(handle: int, *, exclusive: bool = True) -> bool:
-    """Lock an open file if nobody is in the way. A lock that is held already changes to what is asked for.
+    """Lock an open file without waiting; return whether that succeeded.
+
+    A lock that this opening of the file holds already is converted to the requested kind.
 
     Raises:
-        OSError: the file system has no such locks.
+        OSError: the file system does not support locks.
     """
     try:
         fcntl.flock(handle, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
@@ -24,24 +26,25 @@ def try_lock(handle: int, *, exclusive: bool = True) -> bool:
 
 
 def unlock(handle: int) -> None:
-    """Give up the lock of an open file, for all who have the same opening of it."""
+    """Release the lock of an open file, for all processes that share this opening of it."""
     fcntl.flock(handle, fcntl.LOCK_UN)
 
 
 @contextmanager
 def locked(path: Path, *, timeout_s: float = 0.0, create: bool = False) -> Iterator[int]:
-    """Hold a file or directory alone within the block.
+    """Hold an exclusive lock on a file or directory within the block.
 
     Args:
-        path: what to lock; `create` makes an empty file if it is not there.
+        path: the file or directory to lock.
         timeout_s: how long to wait for another holder; 0: not at all.
+        create: create an empty file if `path` does not exist.
 
     Yields:
-        The descriptor that holds the lock; whoever inherits it holds the lock, too.
+        The descriptor that holds the lock; a process that inherits it holds the lock, too.
 
     Raises:
-        BlockingIOError: somebody else holds it, and did until the deadline.
-        OSError: it cannot be opened, or the file system has no such locks.
+        BlockingIOError: another process held it until the deadline.
+        OSError: it cannot be opened, or the file system does not support locks.
     """
     handle = os.open(path, (os.O_RDWR | os.O_CREAT) if create else os.O_RDONLY, 0o644)
     try:

@@ -1,5 +1,8 @@
-"""A process that ends with the one that started it, also when that one is killed (Linux parent-death signal;
-elsewhere nothing happens)."""
+"""Ends a process when its parent ends, however the parent ends.
+
+By Linux's parent-death signal (prctl(2), PR_SET_PDEATHSIG); on other systems nothing happens. Strictly, the
+signal comes when the *thread* that started the process ends.
+"""
 
 import ctypes
 import os
@@ -11,19 +14,18 @@ _prctl = getattr(ctypes.CDLL(None), "prctl", None)
 
 
 def die_with_parent(signum: int = signal.SIGTERM) -> None:
-    """Ask the kernel to send this process a signal when the thread that started it ends."""
+    """Have the kernel send this process a signal when its parent ends."""
     if _prctl is not None:
         _prctl(PR_SET_PDEATHSIG, signum)
 
 
 def tied_to_this_process() -> Callable[[], None]:
-    """What a child of this process runs before exec (`preexec_fn`): it gets SIGTERM when the thread that
-    started it ends."""
+    """Return a `preexec_fn` by which a child of this process gets SIGTERM when this process ends."""
     parent = os.getpid()
 
     def before_exec() -> None:
         die_with_parent()
-        if os.getppid() != parent:  # the parent died before the request
+        if os.getppid() != parent:  # the parent died before the signal was set up
             os._exit(1)
 
     return before_exec

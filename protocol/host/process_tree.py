@@ -1,4 +1,4 @@
-"""Ending a process together with everything that it started."""
+"""Kills a process together with everything that it started."""
 
 import contextlib
 import os
@@ -7,14 +7,14 @@ import signal
 import psutil  # type: ignore[import-untyped]
 
 ROUNDS = 20
-"""Looks for new descendants; one that forks faster than this is bound by its limit on processes."""
+"""How often to search for new descendants; a tree that forks faster is bounded by its limit on processes."""
 
 
 def kill_process_tree(pid: int) -> None:
-    """Kill a child of ours that leads a process group, its descendants and the group. Does not wait for them.
+    """Kill a child that leads a process group, its descendants, and the group; does not wait for their exit.
 
-    Descendants that left the group are found by their parents, so they are killed first, and looked for until
-    there are no more.
+    Descendants that left the group can only be found through their parents, so descendants are killed first,
+    again and again until none is left.
     """
     with contextlib.suppress(psutil.Error):
         root = psutil.Process(pid)

@@ -1,1 +1,1 @@
-"""Layout, digests and provisional manifests of weight versions: pure functions."""
+"""Lays out, digests and describes weight versions: pure functions."""

@@ -1,7 +1,7 @@
-"""How the tensors of a version are laid out in buckets, and the digest of the whole. Digests of single
-tensors: `digests.py`."""
+"""Lays out the tensors of a version in buckets, cuts these into chunks, and checks manifests."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 import xxhash
@@ -11,12 +11,13 @@ from protocol.messages.weights import TensorEntry, WeightManifest
 from protocol.weights.provisional import is_provisional
 
 ALIGNMENT = 64
-"""Bytes: every tensor starts on a cache line, so that a view of any dtype is aligned."""
+"""Bytes. Every tensor starts on a cache line, so that a view of any dtype is aligned."""
 
 ALONE_BYTES = 1 << 20
-"""From this size on a tensor is sent by itself: what comes with others is copied once more."""
+"""Tensors of at least this many bytes are a chunk of their own: those of a shared chunk are copied once
+more."""
 ALONE_ON_GPU_BYTES = 32 << 20
-"""The same between GPUs, where a copy costs less than another call."""
+"""`ALONE_BYTES` between GPUs, where copying again is cheaper than another call."""
 
 DTYPE_BYTES = {
     "float64": 8,
@@ -30,59 +31,57 @@ DTYPE_BYTES = {
     "bool": 1,
     "float8_e4m3fn": 1,
 }
+"""torch dtype that can be published -> bytes per element."""
 
 
-class Placement(msgspec.Struct, frozen=True):
-    """Where one tensor goes."""
+@dataclass(slots=True)
+class BucketLayout:
+    """Assigns the tensors of a version to buckets, one after the other, in the order in which they come.
 
-    name: str
-    bucket: int
-    offset: int
-    nbytes: int
-
-
-def plan_buckets(sizes: Iterable[tuple[str, int]], bucket_bytes: int) -> tuple[list[Placement], list[int]]:
-    """Lay tensors, given as (name, bytes) in order, into buckets of at most `bucket_bytes`.
-
-    A tensor larger than a bucket gets a bucket of its own. Returns placements in the same order, and the
-    bytes of each bucket.
-
-    Raises:
-        ValueError: if `bucket_bytes` is not positive or a name comes twice.
+    A tensor goes behind the one before it, aligned, if the bucket then stays within `bucket_bytes`; otherwise
+    it opens a new bucket. A tensor larger than a bucket gets one of its own.
     """
-    if bucket_bytes <= 0:
-        raise ValueError(f"bucket_bytes is {bucket_bytes}, must be positive")
-    placements: list[Placement] = []
-    buckets: list[int] = []
-    seen: set[str] = set()
-    for name, nbytes in sizes:
-        if name in seen:
-            raise ValueError(f"tensor {name} comes twice")
-        seen.add(name)
-        start = -(-buckets[-1] // ALIGNMENT) * ALIGNMENT if buckets else 0
-        if not buckets or (start and start + nbytes > bucket_bytes):
-            buckets.append(0)
-            start = 0
-        placements.append(Placement(name, len(buckets) - 1, start, nbytes))
-        buckets[-1] = start + nbytes
-    return placements, buckets
+
+    bucket_bytes: int
+    """Size limit of a bucket that holds several tensors, above 0."""
+    buckets: list[int] = field(default_factory=list)
+    """Bytes of each bucket so far; only the last one still grows."""
+    _names: set[str] = field(default_factory=set)
+
+    def place(self, name: str, nbytes: int) -> tuple[int, int]:
+        """Return (bucket, offset in bytes) of the next tensor.
+
+        Raises:
+            WeightError: the name was placed before.
+        """
+        if name in self._names:
+            raise WeightError(f"tensor {name} comes twice")
+        self._names.add(name)
+        offset = -(-self.buckets[-1] // ALIGNMENT) * ALIGNMENT if self.buckets else 0
+        if not self.buckets or (offset and offset + nbytes > self.bucket_bytes):
+            self.buckets.append(0)
+            offset = 0
+        self.buckets[-1] = offset + nbytes
+        return len(self.buckets) - 1, offset
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """Bytes of one bucket that are sent at once."""
+    """Part of a bucket that is transferred by one call."""
 
     bucket: int
     start: int
+    """First byte within the bucket."""
     end: int
+    """Byte after the last one."""
     entries: tuple[TensorEntry, ...]
+    """The tensors in it, by offset."""
 
 
 def chunks(manifest: WeightManifest, alone_bytes: int = ALONE_BYTES) -> list[Chunk]:
-    """How the buckets of a version are cut for a receiver that can put large tensors straight where they
-    belong.
+    """Return the chunks of a version, by bucket and offset; both ends of a transfer compute the same ones.
 
-    A tensor of `alone_bytes` or more is a piece, its smaller neighbours in a bucket are one together. Both
-    ends cut alike.
+    A tensor of `alone_bytes` or more is a chunk of its own, so that a receiver can place it without another
+    copy; the smaller tensors between two of these form one chunk.
     """
     found: list[Chunk] = []
     run: list[TensorEntry] = []
@@ -103,15 +102,19 @@ def chunks(manifest: WeightManifest, alone_bytes: int = ALONE_BYTES) -> list[Chu
 
 
 def manifest_digest(tensors: Sequence[TensorEntry]) -> int:
-    """One number for a whole version: over (name, dtype, shape, digest) in name order, independent of buckets
-    and transport."""
+    """Return the xxh3-64 of a version over (name, dtype, shape, digest) of its tensors in name order.
+
+    It does not depend on buckets and transport.
+    """
     facts = sorted((entry.name, entry.dtype, entry.shape, entry.digest) for entry in tensors)
     return xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(facts))
 
 
 def layout_digest(manifest: WeightManifest) -> int:
-    """One number for where the bytes of a version lie and how they are cut: both ends of a transfer have to
-    do it alike."""
+    """Return the xxh3-64 of where the bytes of a version lie and how they are cut into chunks.
+
+    Both ends of a transfer compare it: they must agree on every chunk.
+    """
     facts = [(entry.name, entry.dtype, entry.shape, entry.bucket, entry.offset) for entry in manifest.tensors]
     return xxhash.xxh3_64_intdigest(
         msgspec.msgpack.encode((manifest.buckets, facts, ALONE_BYTES, ALONE_ON_GPU_BYTES))
@@ -119,11 +122,14 @@ def layout_digest(manifest: WeightManifest) -> int:
 
 
 def check_manifest(manifest: WeightManifest) -> None:
-    """Refuse a manifest whose entries overlap, leave their bucket, repeat a name or contradict its digest; a
-    draft has none.
+    """Refuse a manifest that contradicts itself.
+
+    The digest of a provisional manifest is not checked, since it is not known yet.
 
     Raises:
-        WeightError: naming the first culprit.
+        WeightError: entries overlap, leave their bucket, repeat a name, or have a size that contradicts
+            dtype and
+            shape; or the manifest's digest is not that of its entries. Names the first offender.
     """
     seen: set[str] = set()
     ends: dict[int, int] = {}

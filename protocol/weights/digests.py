@@ -1,14 +1,14 @@
-"""The digest of a tensor's bytes: a multilinear hash, which any device computes in one pass, with its words
-in any order.
+"""Computes the digest of a tensor's bytes: a multilinear hash, in one pass, in any order, on any device.
 
-    words    the bytes as little-endian int32, zeros behind them, in rows of ROW words
-    h[r]     sum over j of words[r, j] * INNER[j]                                        mod 2^64
-    digest   sum over r of low32(h[r]) * OUTER[2 r] + high32(h[r]) * OUTER[2 r + 1], + bytes * LENGTH    mod 2^64
+    words    the bytes as little-endian int32, padded with zeros, in rows of ROW words
+    h[r]     sum over j of words[r, j] * INNER[j]                                               mod 2^64
+    digest   bytes * LENGTH + sum over r of low32(h[r]) * OUTER[2 r] + high32(h[r]) * OUTER[2 r + 1]
+                                                                                                mod 2^64
 
-All products are of signed numbers; INNER, OUTER and LENGTH are odd 64-bit numbers from splitmix64. For
-numbers drawn at random two strings of the same length collide with a probability of at most 2^-32 at each
-level (Carter and Wegman 1979; Lemire and Kaser 2014). That finds whatever goes wrong on the way; it does not
-stop somebody who wants a collision.
+All products are of signed numbers; INNER, OUTER and LENGTH are odd 64-bit numbers from splitmix64. If these
+were drawn at random, two strings of the same length would collide with a probability of at most 2^-32 at each
+level (Carter and Wegman 1979; Lemire and Kaser 2014). The digest detects errors of transfer; it does not
+resist an adversary.
 """
 
 from collections.abc import Callable
@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 from protocol.codec import Buffer
 
 ROW = 16384
-"""Words in a row: 64 KiB, which stay in a core's cache together with their multipliers."""
+"""Words per row: 64 KiB, which fit in a core's cache together with their multipliers."""
 LENGTH = 0x9E3779B97F4A7C15
 MASK = (1 << 64) - 1
 
 
 def multipliers(stream: int, count: int) -> NDArray[np.int64]:
-    """The first `count` numbers of a stream: 0 is INNER, 1 is OUTER."""
+    """Return the first `count` multipliers of a stream, int64 [count]: stream 0 is INNER, 1 is OUTER."""
     with np.errstate(over="ignore"):
         z = (np.arange(1, count + 1, dtype=np.uint64) + np.uint64(stream << 40)) * np.uint64(LENGTH)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -35,22 +35,22 @@ def multipliers(stream: int, count: int) -> NDArray[np.int64]:
 
 
 def rows_of(nbytes: int) -> int:
-    """Rows of a string of so many bytes."""
+    """Return the number of rows that `nbytes` bytes take."""
     return -(-nbytes // (4 * ROW))
 
 
 def fold(words: Any, inner: Any, outer: Any, int32: Any, row_sums: Callable[[Any, Any], Any]) -> Any:
-    """The digest of `words` but for the length: for numpy arrays and torch tensors alike.
+    """Return the digest of `words` without the term of the length; for numpy arrays and torch tensors.
 
     Args:
         words: [n] int32, n > 0.
         inner: [ROW] int64.
         outer: [at least 2 * rows] int64.
-        int32: the library's dtype.
-        row_sums: ([r, k] int32, [k] int64) -> [r] int64, the products' sums mod 2^64.
+        int32: int32 of the library.
+        row_sums: ([r, k] int32, [k] int64) -> [r] int64, the sums of products mod 2^64.
 
     Returns:
-        A sum of the library's kind, int64.
+        An int64 scalar of the library.
     """
     full = len(words) // ROW
     rest = len(words) - full * ROW
@@ -65,12 +65,12 @@ def fold(words: Any, inner: Any, outer: Any, int32: Any, row_sums: Callable[[Any
 
 
 def finish(total: int, nbytes: int) -> int:
-    """The digest from what `fold` returned."""
+    """Return the digest of `nbytes` bytes for which `fold` returned `total`."""
     return (total + nbytes * LENGTH) & MASK
 
 
 def digest(data: Buffer) -> int:
-    """The digest of bytes on the host."""
+    """Return the digest of bytes in host memory."""
     raw = np.frombuffer(data, dtype=np.uint8)
     if not len(raw):
         return 0

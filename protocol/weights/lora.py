@@ -1,10 +1,9 @@
-"""Low-rank adapters: which weights get one, and what its tensors are called. Hu et al. 2021, arXiv
-2106.09685.
+"""Names LoRA adapters and selects the weights that get one (Hu et al. 2021, arXiv 2106.09685).
 
     W x + (alpha / rank) B A x        A [rank, in], B [out, rank]
 
-Names are PEFT's. What goes over the wire is A and (alpha / rank) B: an engine adds B A and needs to know no
-scale.
+Tensor names are those of PEFT. Published are A and (alpha / rank) B, so that an engine adds B A without
+having to know the scaling.
 """
 
 from collections.abc import Mapping
@@ -21,12 +20,15 @@ WEIGHT = ".weight"
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """Section `[lora]`. Names as in PEFT. With a rank only adapters are trained and published."""
+    """Section `[lora]`, with names as in PEFT.
+
+    With a rank above 0, only adapters are trained and published; the model's own weights are frozen.
+    """
 
     rank: Annotated[int, Meta(ge=0, le=10**5)] = 0
-    """Rank of A and B. 0 is off: all parameters are trained."""
+    """Rank of A and B; 0: off, all parameters are trained."""
     alpha: Annotated[float, Meta(gt=0, le=1e6)] = 16.0
-    """Numerator of the scale alpha / rank."""
+    """Numerator of the scaling alpha / rank."""
     target_modules: tuple[str, ...] = (
         "q_proj",
         "k_proj",
@@ -36,11 +38,11 @@ class LoraConfig:
         "up_proj",
         "down_proj",
     )
-    """Last parts of the names of the linear layers that get an adapter."""
+    """Last components of the names of the linear layers that get an adapter."""
 
     @property
     def scaling(self) -> float:
-        """What B A is multiplied by."""
+        """The factor of B A."""
         return self.alpha / self.rank
 
 
@@ -58,7 +60,7 @@ class AdapterTarget:
 
     @property
     def module(self) -> str:
-        """Name of the layer that holds the weight."""
+        """Name of the layer to which the weight belongs."""
         return self.weight.removesuffix(WEIGHT)
 
     @property
@@ -73,13 +75,14 @@ class AdapterTarget:
 
 
 def adapter_targets(shapes: Mapping[str, tuple[int, ...]], config: LoraConfig) -> list[AdapterTarget]:
-    """The weights that get an adapter, in the order of `shapes`.
+    """Return the weights that get an adapter, in the order of `shapes`.
 
     Args:
-        shapes: Hugging Face name -> shape of every tensor of the model.
+        shapes: Hugging Face name -> shape, of every tensor of the model.
+        config: the section `[lora]`.
 
     Raises:
-        SettingsError: if a target module is no linear layer of the model, or the rank or alpha make no sense.
+        SettingsError: a target module is not a linear layer of the model, or rank or alpha is not positive.
     """
     if config.rank < 1 or config.alpha <= 0:
         raise SettingsError(f"setting lora: rank {config.rank} and alpha {config.alpha:g} must be above 0")
@@ -99,7 +102,7 @@ def adapter_targets(shapes: Mapping[str, tuple[int, ...]], config: LoraConfig) -
 
 
 def adapter_shapes(targets: list[AdapterTarget], rank: int) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of the tensors of an adapter."""
+    """Return name -> shape of the tensors of an adapter."""
     shapes: dict[str, tuple[int, ...]] = {}
     for target in targets:
         shapes |= {target.a: (rank, target.shape[1]), target.b: (target.shape[0], rank)}

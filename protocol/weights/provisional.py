@@ -1,7 +1,7 @@
-"""Manifests of versions that are still being made: everything of a version is known but its digests.
+"""Builds provisional manifests, of versions that are still being exported: all is known but the digests.
 
-An engine stages what comes under a draft, and computes the digests itself. Whether it is the version shows
-when the manifest comes: a staged copy is committed only if its digest is the manifest's.
+An engine that stages a provisional version computes the digests itself. It commits the staged copy only if
+its digest equals that of the final manifest.
 """
 
 from collections.abc import Sequence
@@ -11,22 +11,22 @@ from msgspec.structs import replace
 from protocol.messages.weights import WeightManifest
 
 UNKNOWN = 0
-"""Stands for every digest of a draft. No version can be committed under it: a manifest with this digest
-contradicts its tensors."""
+"""Digest of the version and of every tensor in a provisional manifest. No version can be committed under it:
+a final manifest with this digest contradicts its tensors."""
 
 
 def provisional_manifest(manifest: WeightManifest, version: int) -> WeightManifest:
-    """The manifest of a later version of the same sender, before its digests are known."""
+    """Return the provisional manifest of a later version with the layout of `manifest`."""
     return with_digests(replace(manifest, version=version, digest=UNKNOWN), [UNKNOWN] * len(manifest.tensors))
 
 
 def is_provisional(manifest: WeightManifest) -> bool:
-    """Whether no digest is known."""
+    """Return whether the digests of the manifest are not known yet."""
     return manifest.digest == UNKNOWN and all(entry.digest == UNKNOWN for entry in manifest.tensors)
 
 
 def with_digests(manifest: WeightManifest, digests: Sequence[int]) -> WeightManifest:
-    """The same with these digests of its tensors, in their order; that of the whole stays what it is."""
+    """Return a copy with these digests of its tensors, in their order; the digest of the version is kept."""
     entries = tuple(
         replace(entry, digest=digest) for entry, digest in zip(manifest.tensors, digests, strict=True)
     )

@@ -14,7 +14,7 @@ from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 from protocol.device.shared_layout import HELD, MASTERS, VERSION
 from protocol.device.shared_tensors import SharedTensors
 from protocol.messages import TensorEntry, WeightManifest
-from protocol.weights.buckets import manifest_digest, plan_buckets
+from protocol.weights.buckets import BucketLayout, manifest_digest
 from protocol.weights.digests import digest
 from protocol.weights.lora import LoraConfig, adapter_shapes, adapter_targets
 
@@ -71,23 +71,14 @@ def adapted(
 
 def entries_of(tensors: Mapping[str, torch.Tensor], bucket_bytes: int) -> tuple[list[TensorEntry], list[int]]:
     """Lay tensors into buckets."""
-    places, buckets = plan_buckets([(name, tensor.nbytes) for name, tensor in tensors.items()], bucket_bytes)
+    layout = BucketLayout(bucket_bytes)
     entries = []
-    for place in places:
-        tensor = tensors[place.name]
+    for name, tensor in tensors.items():
+        bucket, offset = layout.place(name, tensor.nbytes)
         dtype = str(tensor.dtype).removeprefix("torch.")
-        entries.append(
-            TensorEntry(
-                place.name,
-                dtype,
-                tuple(tensor.shape),
-                place.bucket,
-                place.offset,
-                place.nbytes,
-                digest(_raw(tensor)),
-            )
-        )
-    return entries, buckets
+        shape = tuple(tensor.shape)
+        entries.append(TensorEntry(name, dtype, shape, bucket, offset, tensor.nbytes, digest(_raw(tensor))))
+    return entries, layout.buckets
 
 
 def manifest(

@@ -1,45 +1,62 @@
-"""Copying the tensors of a version into buckets as they come, hashed where they lie; what all senders share.
-
-The layout is that of `protocol.weights.buckets.plan_buckets`, found without knowing the later tensors.
-"""
+"""Writes the tensors of a version into buckets as they are exported, and digests them there; for all senders."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from protocol.device.digests import Digests
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
-from protocol.weights.buckets import ALIGNMENT, DTYPE_BYTES, manifest_digest
+from protocol.weights.buckets import DTYPE_BYTES, BucketLayout, manifest_digest
 
 Named = Iterable[tuple[str, torch.Tensor]]
+"""(Hugging Face name, tensor) in the order of export."""
 
 
-@dataclass(slots=True)
-class BucketWriter:
-    """`plan_buckets`, one tensor at a time."""
+class BucketContents(NamedTuple):
+    """What a version consists of."""
 
-    bucket_bytes: int
-    buckets: list[int] = field(default_factory=list)
-    """Bytes of each bucket so far; only the last one still grows."""
-    _names: set[str] = field(default_factory=set)
+    entries: tuple[TensorEntry, ...]
+    """In the order of export."""
+    buckets: tuple[int, ...]
+    """Bytes of each bucket."""
 
-    def place(self, name: str, nbytes: int) -> tuple[int, int]:
-        """(bucket, offset) of the next tensor.
+
+class EntryBuilder:
+    """Builds the entries of a version, tensor by tensor: `place` one, then `digest` it."""
+
+    def __init__(self, bucket_bytes: int) -> None:
+        self._layout = BucketLayout(bucket_bytes)
+        self._placed: list[tuple[str, str, tuple[int, ...], int, int, int]] = []
+        self._digests = Digests()
+
+    def place(self, name: str, tensor: torch.Tensor) -> tuple[int, int]:
+        """Return (bucket, offset in bytes) of the next tensor.
 
         Raises:
-            WeightError: if the name has come before.
+            WeightError: the name was placed before, or the dtype cannot be published.
         """
-        if name in self._names:
-            raise WeightError(f"tensor {name} comes twice")
-        self._names.add(name)
-        start = -(-self.buckets[-1] // ALIGNMENT) * ALIGNMENT if self.buckets else 0
-        if not self.buckets or (start and start + nbytes > self.bucket_bytes):
-            self.buckets.append(0)
-            start = 0
-        self.buckets[-1] = start + nbytes
-        return len(self.buckets) - 1, start
+        dtype = checked_dtype(name, tensor)
+        bucket, offset = self._layout.place(name, tensor.nbytes)
+        self._placed.append((name, dtype, tuple(tensor.shape), bucket, offset, tensor.nbytes))
+        return bucket, offset
+
+    def digest(self, tensor: torch.Tensor) -> None:
+        """Digest the tensor that was placed last, or its bytes as uint8, wherever they lie."""
+        self._digests.add(tensor)
+
+    def finish(self) -> BucketContents:
+        """Return what was placed; waits for digests on the current stream.
+
+        Raises:
+            WeightError: nothing was placed.
+        """
+        if not self._placed:
+            raise WeightError("a version without tensors cannot be published")
+        numbers = self._digests.numbers()
+        entries = tuple(TensorEntry(*facts, n) for facts, n in zip(self._placed, numbers, strict=True))
+        return BucketContents(entries, tuple(self._layout.buckets))
 
 
 def fill_buckets(
@@ -47,47 +64,31 @@ def fill_buckets(
     bucket_bytes: int,
     allocate: Callable[[int, int], torch.Tensor],
     reserve: Callable[[int, int, int], None] = lambda bucket, offset, nbytes: None,
-) -> tuple[tuple[TensorEntry, ...], tuple[int, ...]]:
-    """Copy all tensors into buckets and hash each where it lies.
+) -> BucketContents:
+    """Copy all tensors into buckets and digest each in its bucket.
 
     Args:
-        tensors: (name, tensor) in order, on any device, contiguous or not.
+        tensors: on any device, contiguous or not.
         bucket_bytes: size of a bucket; a larger tensor gets one of its own.
-        allocate: (index, bytes) -> uint8 tensor of that size, on any device. It is called for one bucket
-            after the other; a bucket is
-            complete when it is called for the next one, on a GPU when this function returns.
-        reserve: (index, offset, bytes), called before a part of a bucket is written.
-
-    Returns:
-        (entries, bytes of each bucket).
+        allocate: (index, bytes) -> uint8 tensor of that size, on any device. Called for one bucket after the
+            other; a bucket is complete when the next one is allocated, on a GPU when this function returns.
+        reserve: (index, offset, bytes), called before that part of a bucket is written.
 
     Raises:
-        WeightError: no tensors, a name twice, or a dtype that cannot be sent.
+        WeightError: there are no tensors, a name comes twice, or a dtype cannot be published.
     """
-    layout = BucketWriter(bucket_bytes)
-    placed: list[tuple[str, str, tuple[int, ...], int, int, int]] = []
-    digests = Digests()
-    memory = torch.empty(0, dtype=torch.uint8)
+    builder = EntryBuilder(bucket_bytes)
+    current, memory = -1, torch.empty(0, dtype=torch.uint8)
     for name, tensor in tensors:
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        if dtype not in DTYPE_BYTES:
-            raise WeightError(f"tensor {name}: dtype {dtype!r} cannot be sent")
-        nbytes = tensor.numel() * tensor.element_size()
-        known = len(layout.buckets)
-        bucket, offset = layout.place(name, nbytes)
-        if len(layout.buckets) > known:
-            memory = allocate(bucket, max(bucket_bytes, nbytes))
-        target = memory[offset : offset + nbytes]
-        if nbytes:
-            reserve(bucket, offset, nbytes)
+        bucket, offset = builder.place(name, tensor)
+        if bucket != current:
+            current, memory = bucket, allocate(bucket, max(bucket_bytes, tensor.nbytes))
+        target = memory[offset : offset + tensor.nbytes]
+        if tensor.nbytes:
+            reserve(bucket, offset, tensor.nbytes)
             target.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-        placed.append((name, dtype, tuple(tensor.shape), bucket, offset, nbytes))
-        digests.add(target)
-    if not placed:
-        raise WeightError("a version without tensors cannot be published")
-    return tuple(
-        TensorEntry(*facts, number) for facts, number in zip(placed, digests.numbers(), strict=True)
-    ), tuple(layout.buckets)
+        builder.digest(target)
+    return builder.finish()
 
 
 def make_manifest(
@@ -95,36 +96,45 @@ def make_manifest(
     location: str,
     epoch: str,
     version: int,
-    layout: tuple[tuple[TensorEntry, ...], tuple[int, ...]],
+    contents: BucketContents,
     *,
     base_model: str,
     tied: tuple[tuple[str, str], ...],
 ) -> WeightManifest:
-    """The manifest of what `fill_buckets` laid out."""
-    entries, buckets = layout
+    """Return the manifest of a version with these contents; the fields are those of `WeightManifest`."""
     return WeightManifest(
         epoch=epoch,
         version=version,
         transport=transport,
         location=location,
-        buckets=buckets,
-        tensors=entries,
+        buckets=contents.buckets,
+        tensors=contents.entries,
         tied=tied,
-        digest=manifest_digest(entries),
+        digest=manifest_digest(contents.entries),
         base_model=base_model,
     )
 
 
+def checked_dtype(name: str, tensor: torch.Tensor) -> str:
+    """Return the name of a tensor's dtype, as in `TensorEntry`.
+
+    Raises:
+        WeightError: tensors of this dtype cannot be published.
+    """
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in DTYPE_BYTES:
+        raise WeightError(f"tensor {name}: dtype {dtype!r} cannot be sent")
+    return dtype
+
+
 def in_dtype(tensors: Named, dtype: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors as an engine of that dtype holds them; what is not a floating-point number keeps its
-    own."""
+    """Yield the tensors converted to an engine's dtype; those that are not floating point are kept as they are."""
     kind = getattr(torch, dtype)
     for name, tensor in tensors:
         yield name, tensor.to(kind) if tensor.is_floating_point() else tensor
 
 
 def drain(tensors: Named) -> None:
-    """Take what is left and throw it away: an export is a collective that every rank has to see through, also
-    when publishing failed."""
+    """Consume the rest of an export: it is a collective that every rank completes, also if publishing failed."""
     for _ in tensors:
         pass

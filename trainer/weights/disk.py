@@ -1,10 +1,10 @@
-"""Publishes versions as safetensors files, for engines anywhere that the directory is mounted, for late
-joiners and restarts.
+"""Publishes versions as safetensors files, for engines on any host that mounts the directory.
 
     DIRECTORY/v00000012-EPOCH/model.safetensors   `location` of the manifest is the version's directory
     DIRECTORY/v00000012-EPOCH/manifest.json       the manifest, written last
 
-In the manifest the data section of the file is the one bucket.
+In the manifest, the data section of the file is the only bucket. Versions outlive the run, so engines that join
+late and restarted trainers find them.
 """
 
 import json
@@ -17,29 +17,27 @@ import safetensors.torch
 import torch
 
 from protocol.errors import WeightError
-from protocol.host.atomic_file import sync
 from protocol.messages import TensorEntry, WeightManifest
-from protocol.weights.buckets import DTYPE_BYTES
 from protocol.weights.digests import digest
 from trainer.config import WeightConfig
-from trainer.weights.bucket_writer import Named, drain, make_manifest
-from trainer.weights.version_directories import VersionDirectories, remove
+from trainer.weights.bucket_writer import BucketContents, Named, checked_dtype, drain, make_manifest
+from trainer.weights.version_directories import VersionDirectories
 
 FILE = "model.safetensors"
 MANIFEST = "manifest.json"
 
 
 class DiskSender:
-    """Holds one version in host memory while it writes it. Versions outlive the run."""
+    """Copies a version to host memory, then writes it to a directory."""
 
     def __init__(self, config: WeightConfig, run_dir: Path) -> None:
-        """Make the directory, and take over what an earlier trainer of the run published there.
+        """Make the directory, and take over the versions that an earlier trainer of the run published there.
 
         Raises:
-            WeightError: if the directory cannot be made or read.
+            WeightError: the directory cannot be made or read.
         """
         self.directory = Path(config.directory) if config.directory else run_dir / "weights"
-        self._versions = VersionDirectories(self.directory, config.keep)
+        self._versions = VersionDirectories(self.directory, config.keep, durable=True)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._versions.adopt()
@@ -57,22 +55,14 @@ class DiskSender:
     ) -> WeightManifest:
         try:
             host = _on_host(tensors)
-            self._require_space(sum(tensor.numel() * tensor.element_size() for tensor in host.values()))
-            aside, final = self._versions.begin(epoch, version)
-            try:
+            self._require_space(sum(tensor.nbytes for tensor in host.values()))
+            with self._versions.written(epoch, version) as (aside, final):
                 safetensors.torch.save_file(host, aside / FILE, metadata={"format": "pt"})
-                layout = _layout(aside / FILE, host)
+                contents = _contents(aside / FILE, host)
                 manifest = make_manifest(
-                    "disk", str(final), epoch, version, layout, base_model=base_model, tied=tied
+                    "disk", str(final), epoch, version, contents, base_model=base_model, tied=tied
                 )
                 (aside / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
-                for path in (aside / FILE, aside / MANIFEST, aside):
-                    sync(path)
-                self._versions.finish(aside, final, version)
-                sync(self.directory)
-            except BaseException:
-                remove(aside)
-                raise
         except (OSError, safetensors.SafetensorError) as error:
             drain(tensors)
             raise WeightError(f"version {version} in {self.directory}: {error}") from error
@@ -85,34 +75,33 @@ class DiskSender:
         self._versions.retire(in_use)
 
     def close(self) -> None:
-        """Nothing to remove: late joiners and restarts need what is there."""
+        """Keep all files: engines that join late and restarted trainers need them."""
 
     def _require_space(self, needed: int) -> None:
         found = os.statvfs(self.directory)
         free = found.f_bavail * found.f_frsize
         if free < needed:
             raise WeightError(
-                f"{self.directory} has {free >> 20} MiB free, a version needs {needed >> 20} MiB: free some, or lower weights.keep"
+                f"{self.directory} has {free >> 20} MiB free, a version needs {needed >> 20} MiB: "
+                "free some, or lower weights.keep"
             )
 
 
 def _on_host(tensors: Named) -> dict[str, torch.Tensor]:
-    """Contiguous copies: when they exist, the trainer may write its tensors again."""
+    """Return contiguous copies in host memory, after which the trainer may write to its tensors again."""
     host: dict[str, torch.Tensor] = {}
     for name, tensor in tensors:
-        dtype = str(tensor.dtype).removeprefix("torch.")
         if name in host:
             raise WeightError(f"tensor {name} comes twice")
-        if dtype not in DTYPE_BYTES:
-            raise WeightError(f"tensor {name}: dtype {dtype!r} cannot be sent")
+        checked_dtype(name, tensor)
         host[name] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
     if not host:
         raise WeightError("a version without tensors cannot be published")
     return host
 
 
-def _layout(path: Path, host: dict[str, torch.Tensor]) -> tuple[tuple[TensorEntry, ...], tuple[int, ...]]:
-    """Entries in the order of publication, with the places that the file's own header gives."""
+def _contents(path: Path, host: dict[str, torch.Tensor]) -> BucketContents:
+    """Return the entries in the order of export, with the offsets that the file's own header gives."""
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(length))
@@ -121,8 +110,11 @@ def _layout(path: Path, host: dict[str, torch.Tensor]) -> tuple[tuple[TensorEntr
     for name, tensor in host.items():
         start, end = header[name]["data_offsets"]
         raw = tensor.reshape(-1).view(torch.uint8).numpy().data
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        # an empty tensor shares its offset with another; at the end it is in nobody's way
+        # An empty tensor shares its offset with another one; at the end of the bucket it overlaps none.
         offset = start if start < end else total
-        entries.append(TensorEntry(name, dtype, tuple(tensor.shape), 0, offset, end - start, digest(raw)))
-    return tuple(entries), (total,)
+        entries.append(
+            TensorEntry(
+                name, checked_dtype(name, tensor), tuple(tensor.shape), 0, offset, end - start, digest(raw)
+            )
+        )
+    return BucketContents(tuple(entries), (total,))

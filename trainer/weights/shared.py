@@ -1,8 +1,8 @@
-"""Publishes where the trainer's fp32 masters lie: `location` is the file that describes their memory, and
-nothing is copied.
+"""Publishes where the trainer's fp32 masters lie, without copying them; for one engine on the same device.
 
-The engine converts them into its live weights by itself. So the masters must not be written to between
-`publish` and the moment in which the engine serves the version; `withdraw` says that they will be.
+`location` is the file that describes their memory. The engine converts the masters into its live weights itself.
+So they must not be written to between `publish` and the moment in which the engine serves the version;
+`invalidate` announces that they will be.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,19 +10,19 @@ from pathlib import Path
 
 import torch
 
-from protocol.device.digests import Digests
 from protocol.device.shared_layout import HELD, MASTERS, TRANSPORT, VERSION, description_file, matches_layout
 from protocol.device.shared_tensors import SharedTensors
 from protocol.errors import WeightError
-from protocol.messages import TensorEntry, WeightManifest
-from protocol.weights.buckets import DTYPE_BYTES
-from trainer.weights.bucket_writer import BucketWriter, Named, drain, make_manifest
+from protocol.messages import WeightManifest
+from trainer.weights.bucket_writer import BucketContents, EntryBuilder, Named, drain, make_manifest
 
 NOT_HELD = -1
+UNLIMITED_BYTES = 1 << 62
+"""Size of the only bucket, which exists in the manifest alone."""
 
 
 class SharedSender:
-    """Brings the masters to memory that the engine can map, and says which version they are."""
+    """Moves the masters to memory that the engine can map, and publishes which version they hold."""
 
     def __init__(
         self,
@@ -30,20 +30,21 @@ class SharedSender:
         masters: Mapping[str, torch.Tensor],
         parts: Callable[[], Mapping[str, torch.Tensor]] | None = None,
     ) -> None:
-        """Bring the masters there.
+        """Move the masters.
 
         Args:
-            masters: dense; they stay the same objects.
-            parts: what of them is which tensor, by checkpoint name, see `matches_layout`; by default each
-                is one.
+            run_dir: directory of the run.
+            masters: dense tensors; they stay the same objects.
+            parts: returns checkpoint name -> part of a master, see `matches_layout`; by default each master
+                is one tensor of the checkpoint.
 
         Raises:
-            WeightError: on a CPU, if there is no memory for them; nothing changed.
+            WeightError: on a CPU, there is not enough memory for them; nothing changed.
         """
         self._run_dir = run_dir
         held = torch.tensor(NOT_HELD)
-        self._room = SharedTensors([held, *masters.values()])
-        self._held, *moved = self._room.tensors
+        self._memory = SharedTensors([held, *masters.values()])
+        self._held, *moved = self._memory.tensors
         for master, tensor in zip(masters.values(), moved, strict=True):
             master.data = tensor
         self._parts = (
@@ -62,57 +63,47 @@ class SharedSender:
         base_model: str = "",
         tied: tuple[tuple[str, str], ...] = (),
     ) -> WeightManifest:
-        """`tensors`: what the masters make in the engine's dtype; each is let go when it has been hashed."""
+        """Publish the version that the masters hold.
+
+        `tensors` are the masters converted to the engine's dtype; they are digested, and not kept.
+        """
         self.invalidate()
         path = description_file(self._run_dir, f"trainer.{epoch}")
         try:
             if path != self._path:
-                self._room.write(path, {MASTERS: self._parts, HELD: {VERSION: self._held}})
+                self._memory.write(path, {MASTERS: self._parts, HELD: {VERSION: self._held}})
                 self._path = path
-            layout = _digested(tensors, self._parts)
+            contents = _digested(tensors, self._parts)
         except WeightError as error:
             drain(tensors)
             raise WeightError(f"version {version}: {error}") from error
         manifest = make_manifest(
-            TRANSPORT, str(path), epoch, version, layout, base_model=base_model, tied=tied
+            TRANSPORT, str(path), epoch, version, contents, base_model=base_model, tied=tied
         )
         self._held.fill_(version)
         return manifest
 
     def invalidate(self) -> None:
-        """The masters are about to be written to: no engine may take what it finds in them for a version,
-        until the next one."""
+        """Withdraw the version, because the masters will be written to; engines read none until the next one."""
         self._held.fill_(NOT_HELD)
 
     def retire(self, in_use: frozenset[int]) -> None:
-        """Nothing to do: there is one version at a time."""
+        """Do nothing: there is one version at a time."""
 
     def close(self) -> None:
-        """Withdraw, and remove the description; the masters stay usable here."""
+        """Withdraw the version and remove the description; the masters stay usable in this process."""
         self.invalidate()
         if self._path is not None:
             self._path.unlink(missing_ok=True)
-        self._room.close()
+        self._memory.close()
 
 
-def _digested(
-    tensors: Named, parts: Mapping[str, torch.Tensor]
-) -> tuple[tuple[TensorEntry, ...], tuple[int, ...]]:
-    """Entries and the size of the one bucket in which, for the manifest alone, the tensors lie behind each
-    other."""
-    layout = BucketWriter(1 << 62)
-    placed: list[tuple[str, str, tuple[int, ...], int, int, int]] = []
-    digests = Digests()
+def _digested(tensors: Named, parts: Mapping[str, torch.Tensor]) -> BucketContents:
+    """Return the entries of the tensors, placed one behind the other in a bucket that exists in the manifest."""
+    builder = EntryBuilder(UNLIMITED_BYTES)
     for name, tensor in tensors:
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        if dtype not in DTYPE_BYTES:
-            raise WeightError(f"tensor {name}: dtype {dtype!r} cannot be sent")
         if name not in parts or not matches_layout(parts[name], tuple(tensor.shape)):
             raise WeightError(f"tensor {name} is not one of the masters")
-        placed.append((name, dtype, tuple(tensor.shape), *layout.place(name, tensor.nbytes), tensor.nbytes))
-        digests.add(tensor)
-    if not placed:
-        raise WeightError("a version without tensors cannot be published")
-    return tuple(
-        TensorEntry(*facts, number) for facts, number in zip(placed, digests.numbers(), strict=True)
-    ), tuple(layout.buckets)
+        builder.place(name, tensor)
+        builder.digest(tensor)
+    return builder.finish()

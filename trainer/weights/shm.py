@@ -1,12 +1,12 @@
 """Publishes versions as files in shared memory, for engines on the same host.
 
-    DIRECTORY/owner.pid                          pid of the trainer, locked for as long as it lives
+    DIRECTORY/owner.pid                          pid of the trainer, which locks the file while it lives
     DIRECTORY/v00000012-EPOCH/bucket_00000.bin   `location` of the manifest is the version's directory
 
-Files, not `multiprocessing.shared_memory`: a reader's resource tracker would unlink them when it exits.
+These are plain files rather than `multiprocessing.shared_memory`, because the resource tracker of a reader would
+unlink the latter when the reader exits.
 """
 
-import fcntl
 import mmap
 import os
 import re
@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from protocol.errors import WeightError
+from protocol.host.file_lock import try_lock
 from protocol.messages import WeightManifest
 from trainer.config import WeightConfig
 from trainer.weights.bucket_writer import Named, drain, fill_buckets, make_manifest
@@ -27,13 +28,13 @@ OWNER = "owner.pid"
 
 
 class ShmSender:
-    """One pass over the bytes: each tensor is copied into a mapped file and hashed there."""
+    """Copies each tensor into a mapped file and digests it there, in one pass over the bytes."""
 
     def __init__(self, config: WeightConfig, run: str) -> None:
-        """Make the directory, and remove those that dead trainers of the same run left behind.
+        """Make the directory, and remove those of dead trainers of the same run.
 
         Raises:
-            WeightError: if the directory cannot be made, or another live process owns it.
+            WeightError: the directory cannot be made, or another live process owns it.
         """
         self._bucket_bytes = config.bucket_mb << 20
         self._last_bytes = 0
@@ -41,7 +42,7 @@ class ShmSender:
             self.directory, self._owner = (
                 _claim(Path(config.directory)) if config.directory else _claim_shared(run)
             )
-            self._versions = VersionDirectories(self.directory, config.keep)
+            self._versions = VersionDirectories(self.directory, config.keep, durable=False)
             self._versions.adopt()
             self._versions.clear()
         except OSError as error:
@@ -60,30 +61,25 @@ class ShmSender:
     ) -> WeightManifest:
         try:
             self._require_space(self._last_bytes)
-            aside, final = self._versions.begin(epoch, version)
-            try:
-                layout = fill_buckets(
-                    tensors,
-                    self._bucket_bytes,
-                    allocate=lambda index, size: _map(_bucket(aside, index), size),
-                    reserve=lambda index, offset, nbytes: self._reserve(
-                        _bucket(aside, index), offset, nbytes
-                    ),
-                )
-                for index, nbytes in enumerate(layout[1]):
+            with self._versions.written(epoch, version) as (aside, final):
+
+                def allocate(index: int, nbytes: int) -> torch.Tensor:
+                    return _map(_bucket(aside, index), nbytes)
+
+                def reserve(index: int, offset: int, nbytes: int) -> None:
+                    self._reserve(_bucket(aside, index), offset, nbytes)
+
+                contents = fill_buckets(tensors, self._bucket_bytes, allocate, reserve)
+                for index, nbytes in enumerate(contents.buckets):
                     os.truncate(_bucket(aside, index), nbytes)
-                self._versions.finish(aside, final, version)
-            except BaseException:
-                remove(aside)
-                raise
         except OSError as error:
             drain(tensors)
             raise WeightError(f"version {version}: {error}") from error
         except WeightError:
             drain(tensors)
             raise
-        self._last_bytes = sum(layout[1])
-        return make_manifest("shm", str(final), epoch, version, layout, base_model=base_model, tied=tied)
+        self._last_bytes = sum(contents.buckets)
+        return make_manifest("shm", str(final), epoch, version, contents, base_model=base_model, tied=tied)
 
     def retire(self, in_use: frozenset[int]) -> None:
         self._versions.retire(in_use)
@@ -100,7 +96,7 @@ class ShmSender:
         os.close(self._owner)
 
     def _reserve(self, bucket: Path, offset: int, nbytes: int) -> None:
-        """Take the pages before they are written to: writing to one that cannot be had would be a SIGBUS."""
+        """Allocate pages before they are written: writing to one that cannot be allocated raises SIGBUS."""
         self._require_space(nbytes)
         with bucket.open("rb+") as file:
             os.posix_fallocate(file.fileno(), offset, nbytes)
@@ -110,8 +106,8 @@ class ShmSender:
         free = found.f_bavail * found.f_frsize
         if free < needed:
             raise WeightError(
-                f"{self.directory} has {free >> 20} MiB free, the weights need {needed >> 20} MiB more: enlarge it (docker: --shm-size), "
-                f"lower weights.keep, or set weights.directory"
+                f"{self.directory} has {free >> 20} MiB free, the weights need {needed >> 20} MiB more: "
+                "enlarge it (docker: --shm-size), lower weights.keep, or set weights.directory"
             )
 
 
@@ -120,33 +116,36 @@ def _bucket(directory: Path, index: int) -> Path:
 
 
 def _map(bucket: Path, size: int) -> torch.Tensor:
-    """A new file with holes, as memory."""
+    """Create a sparse file of `size` bytes and return it as a uint8 tensor."""
     with bucket.open("xb+") as file:
         os.truncate(file.fileno(), size)
         return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
 
 
 def _claim(directory: Path) -> tuple[Path, int]:
-    """Make `directory` ours. The lock on the owner file goes with the process, whatever pid namespace a
-    reader or successor is in."""
+    """Make `directory` and lock its owner file; return the directory and the descriptor that holds the lock.
+
+    The lock ends with this process, and is seen from every pid namespace.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     owner = os.open(directory / OWNER, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+    if not try_lock(owner):
         pid = os.read(owner, 32).decode(errors="replace")
         os.close(owner)
         raise WeightError(
-            f"{directory} belongs to the trainer with pid {pid or '?'}, which is alive: give each run its own"
-        ) from error
+            f"{directory} belongs to the trainer with pid {pid or '?'}, which is alive: "
+            "set another weights.directory for each run"
+        )
     os.truncate(owner, 0)
     os.write(owner, str(os.getpid()).encode())
     return directory, owner
 
 
 def _claim_shared(run: str) -> tuple[Path, int]:
-    """A new directory for this trainer; it gets its name only once it is locked, so that no other trainer
-    takes it for a dead one's."""
+    """Make and claim a new directory in shared memory.
+
+    It gets its name only once it is locked, so that no other trainer takes it for that of a dead one.
+    """
     stale = re.compile(rf"tether-{re.escape(run)}-[0-9a-f]{{8}}(\.tmp)?")
     for path in SHARED_MEMORY.iterdir():
         if stale.fullmatch(path.name) and _is_dead(path):
@@ -158,12 +157,11 @@ def _claim_shared(run: str) -> tuple[Path, int]:
 
 
 def _is_dead(directory: Path) -> bool:
-    """Whether the directory has an owner file that nobody holds."""
+    """Return whether the directory has an owner file that no process has locked."""
     with suppress(OSError):
         owner = os.open(directory / OWNER, os.O_RDWR)
         try:
-            fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
+            return try_lock(owner)
         finally:
             os.close(owner)
     return False

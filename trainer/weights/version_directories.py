@@ -1,9 +1,12 @@
-"""Directories of published versions: named, written aside, renamed, retired. For the transports that keep
-versions as files."""
+"""Names, writes and retires the directories of published versions, for the transports that keep files."""
 
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from protocol.host.atomic_file import directory_written_aside
 
 VERSION_NAME = re.compile(r"v(\d{8,})-([0-9a-zA-Z_-]+)")
 
@@ -11,14 +14,21 @@ VERSION_NAME = re.compile(r"v(\d{8,})-([0-9a-zA-Z_-]+)")
 class VersionDirectories:
     """The versions in one directory, `v00000012-EPOCH` each, in the order in which they were published."""
 
-    def __init__(self, directory: Path, keep: int) -> None:
+    def __init__(self, directory: Path, keep: int, *, durable: bool) -> None:
+        """Start without versions.
+
+        Args:
+            directory: holds the versions.
+            keep: how many of the newest versions `retire` keeps, at least 1.
+            durable: sync each version to the disk before it becomes visible.
+        """
         self.directory = directory
         self._keep = max(keep, 1)
+        self._durable = durable
         self._published: list[tuple[int, Path]] = []
 
     def adopt(self) -> None:
-        """Take over what an earlier process published here, oldest first, and remove what it did not
-        finish."""
+        """Take over the versions of an earlier process, oldest first, and remove those that it did not finish."""
         found = []
         for path in self.directory.iterdir():
             if path.name.endswith(".tmp"):
@@ -27,29 +37,29 @@ class VersionDirectories:
                 found.append((path.stat().st_mtime_ns, int(match[1]), path))
         self._published = [(version, path) for _, version, path in sorted(found)]
 
-    def begin(self, epoch: str, version: int) -> tuple[Path, Path]:
-        """(empty directory to write to, path that it will have)."""
-        final = self.directory / f"v{version:08d}-{epoch}"
-        aside = final.with_name(final.name + ".tmp")
-        remove(aside)
-        aside.mkdir(parents=True)
-        return aside, final
+    @contextmanager
+    def written(self, epoch: str, version: int) -> Iterator[tuple[Path, Path]]:
+        """Yield (empty directory to write to, path that it will have); it becomes visible when the block ends.
 
-    def finish(self, aside: Path, final: Path, version: int) -> None:
-        """Make a written version visible. One of the same name is replaced."""
-        remove(final)
-        aside.rename(final)
+        A version of the same name is replaced. If the block raises, what it wrote is removed.
+
+        Raises:
+            OSError: the directory cannot be made or renamed.
+        """
+        final = self.directory / f"v{version:08d}-{epoch}"
+        with directory_written_aside(final, durable=self._durable) as aside:
+            yield aside, final
         self._published = [entry for entry in self._published if entry[1] != final] + [(version, final)]
 
     def retire(self, in_use: frozenset[int]) -> None:
         """Remove versions that are neither in use nor among the newest."""
-        newest = self._published[-self._keep :]
+        kept = self._published[-self._keep :]
         for entry in self._published[: -self._keep]:
             if entry[0] in in_use:
-                newest.append(entry)
+                kept.append(entry)
             else:
                 remove(entry[1])
-        self._published = [entry for entry in self._published if entry in newest]
+        self._published = [entry for entry in self._published if entry in kept]
 
     def clear(self) -> None:
         """Remove all versions."""
@@ -59,7 +69,7 @@ class VersionDirectories:
 
 
 def remove(path: Path) -> None:
-    """Remove a directory if it is there. A reader that has a file of it mapped keeps its bytes."""
+    """Remove a directory if it exists; a reader that has mapped a file of it keeps the bytes."""
     try:
         shutil.rmtree(path)
     except FileNotFoundError:

@@ -44,6 +44,6 @@ def stuck(library: Library, count: int, more: int = 0) -> Iterator[None]:
 def until_none_is_left() -> None:
     """All threads that were left behind have come back."""
     end = time.monotonic() + 180  # gloo comes back at its own deadline, which is a minute in other tests
-    while bounded_init._left or any(thread.name == "weights.group" for thread in threading.enumerate()):
+    while bounded_init._abandoned or any(thread.name == "weights.group" for thread in threading.enumerate()):
         assert time.monotonic() < end
         time.sleep(0.001)

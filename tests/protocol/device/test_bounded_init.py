@@ -58,7 +58,7 @@ def test_a_look_that_fails_leaves_nothing_behind_that_is_not_known() -> None:
     with stuck(library, 0, more=1):
         with pytest.raises(ConnectionResetError):
             init_with_deadline(library.make, library.discarded.append, 600, reset)
-        assert len(bounded_init._left) == 1
+        assert len(bounded_init._abandoned) == 1
     assert library.discarded == ["group"]
 
 
@@ -75,7 +75,7 @@ def test_a_process_bears_a_few_threads_that_are_stuck_and_recovers_when_they_ret
         ):
             with pytest.raises(
                 PoisonedError,
-                match="4 threads are stuck where process groups are made: this process has to be started",
+                match="4 threads are stuck initializing process groups: this process has to be restarted",
             ):
                 refused()
         assert threading.active_count() == before

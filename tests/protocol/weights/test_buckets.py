@@ -1,3 +1,5 @@
+"""The layout of buckets, how they are cut into chunks, and which manifests are refused."""
+
 import itertools
 
 import msgspec
@@ -10,41 +12,80 @@ from protocol.messages import TensorEntry, WeightManifest
 from protocol.weights.buckets import (
     ALIGNMENT,
     ALONE_BYTES,
+    BucketLayout,
     check_manifest,
     chunks,
+    layout_digest,
     manifest_digest,
-    plan_buckets,
 )
 
 SIZES = st.lists(st.integers(0, 500), max_size=30)
+Placed = list[tuple[int, int]]
+
+
+def laid_out(sizes: list[int], bucket_bytes: int) -> tuple[Placed, list[int]]:
+    """(bucket, offset) of tensors t0, t1 ... of these sizes, and the bytes of each bucket."""
+    layout = BucketLayout(bucket_bytes)
+    placed = [layout.place(f"t{i}", size) for i, size in enumerate(sizes)]
+    return placed, layout.buckets
+
+
+def naive_layout(sizes: list[int], bucket_bytes: int) -> tuple[Placed, list[int]]:
+    """The layout by hand: pad a bucket byte by byte to a multiple of 64, open another one if it is full."""
+    placed: Placed = []
+    buckets: list[int] = []
+    for size in sizes:
+        if buckets:
+            offset = buckets[-1]
+            while offset % 64:
+                offset += 1
+            if offset == 0 or offset + size <= bucket_bytes:
+                placed.append((len(buckets) - 1, offset))
+                buckets[-1] = offset + size
+                continue
+        placed.append((len(buckets), 0))
+        buckets.append(size)
+    return placed, buckets
 
 
 @given(SIZES, st.integers(1, 1000))
-def test_plan_places_every_tensor_once_without_overlap(sizes: list[int], bucket_bytes: int) -> None:
-    placements, buckets = plan_buckets(((f"t{i}", n) for i, n in enumerate(sizes)), bucket_bytes)
-    assert [p.name for p in placements] == [f"t{i}" for i in range(len(sizes))]
+def test_layout_is_that_of_the_naive_one(sizes: list[int], bucket_bytes: int) -> None:
+    assert laid_out(sizes, bucket_bytes) == naive_layout(sizes, bucket_bytes)
+
+
+def test_layout_of_golden_sizes() -> None:
+    """Versions that were published before are read with the layout of today."""
+    assert laid_out([100, 28, 1, 0, 300, 64, 200, 0], 256) == (
+        [(0, 0), (0, 128), (0, 192), (0, 256), (1, 0), (2, 0), (3, 0), (3, 256)],
+        [256, 300, 64, 256],
+    )
+
+
+@given(SIZES, st.integers(1, 1000))
+def test_layout_places_every_tensor_without_overlap(sizes: list[int], bucket_bytes: int) -> None:
+    placed, buckets = laid_out(sizes, bucket_bytes)
     end: dict[int, int] = {}
-    for p in placements:
-        assert p.offset % ALIGNMENT == 0
-        assert p.offset >= end.get(p.bucket, 0)
-        end[p.bucket] = p.offset + p.nbytes
-        assert end[p.bucket] <= buckets[p.bucket]
+    for (bucket, offset), size in zip(placed, sizes, strict=True):
+        assert offset % ALIGNMENT == 0
+        assert offset >= end.get(bucket, 0)
+        end[bucket] = offset + size
+        assert end[bucket] <= buckets[bucket]
     assert sum(buckets) < sum(sizes) + ALIGNMENT * (len(sizes) + 1)
 
 
 @given(SIZES, st.integers(1, 1000))
 def test_a_bucket_is_over_the_limit_only_for_one_large_tensor(sizes: list[int], bucket_bytes: int) -> None:
-    placements, buckets = plan_buckets(((f"t{i}", n) for i, n in enumerate(sizes)), bucket_bytes)
-    for index, size in enumerate(buckets):
-        holding = [p for p in placements if p.bucket == index and p.nbytes]
-        assert size <= bucket_bytes or len(holding) == 1
+    placed, buckets = laid_out(sizes, bucket_bytes)
+    for index, total in enumerate(buckets):
+        holding = [size for (bucket, _), size in zip(placed, sizes, strict=True) if bucket == index and size]
+        assert total <= bucket_bytes or len(holding) == 1
 
 
-def test_plan_refuses_repeats_and_silly_sizes() -> None:
-    with pytest.raises(ValueError, match="comes twice"):
-        plan_buckets([("a", 1), ("a", 1)], 10)
-    with pytest.raises(ValueError, match="positive"):
-        plan_buckets([], 0)
+def test_layout_refuses_a_repeated_name() -> None:
+    layout = BucketLayout(10)
+    layout.place("a", 1)
+    with pytest.raises(WeightError, match="tensor a comes twice"):
+        layout.place("a", 1)
 
 
 def manifest(*entries: TensorEntry, buckets: tuple[int, ...] = (64,)) -> WeightManifest:
@@ -90,6 +131,11 @@ def test_an_edited_manifest_does_not_match_its_digest() -> None:
         )
 
 
+def test_digests_of_a_golden_manifest() -> None:
+    assert manifest_digest((A, B)) == 1136723240673091959
+    assert layout_digest(manifest(A, B)) == 4028397468924553609
+
+
 def test_digest_ignores_order_and_buckets_but_not_content() -> None:
     moved = msgspec.structs.replace(A, bucket=1, offset=64)
     assert manifest_digest((A, B)) == manifest_digest((B, moved))
@@ -103,17 +149,20 @@ def test_digest_ignores_order_and_buckets_but_not_content() -> None:
     ),
     st.sampled_from([ALONE_BYTES, 2 * ALONE_BYTES]),
 )
-def test_pieces_hold_every_tensor_once_and_the_large_ones_alone(sizes: list[int], alone: int) -> None:
-    placements, buckets = plan_buckets(((f"t{i}", n) for i, n in enumerate(sizes)), 3 * ALONE_BYTES)
-    entries = [TensorEntry(p.name, "uint8", (p.nbytes,), p.bucket, p.offset, p.nbytes, 0) for p in placements]
+def test_chunks_hold_every_tensor_once_and_the_large_ones_alone(sizes: list[int], alone: int) -> None:
+    placed, buckets = laid_out(sizes, 3 * ALONE_BYTES)
+    entries = [
+        TensorEntry(f"t{i}", "uint8", (size,), bucket, offset, size, 0)
+        for i, (size, (bucket, offset)) in enumerate(zip(sizes, placed, strict=True))
+    ]
     found = chunks(manifest(*entries, buckets=tuple(buckets)), alone)
-    assert sorted(entry.name for piece in found for entry in piece.entries) == sorted(
+    assert sorted(entry.name for chunk in found for entry in chunk.entries) == sorted(
         f"t{i}" for i in range(len(sizes))
     )
-    for piece in found:
-        assert len(piece.entries) == 1 or all(entry.nbytes < alone for entry in piece.entries)
-        for entry in piece.entries:
-            assert entry.bucket == piece.bucket
-            assert piece.start <= entry.offset
-            assert entry.offset + entry.nbytes <= piece.end <= buckets[piece.bucket]
+    for chunk in found:
+        assert len(chunk.entries) == 1 or all(entry.nbytes < alone for entry in chunk.entries)
+        for entry in chunk.entries:
+            assert entry.bucket == chunk.bucket
+            assert chunk.start <= entry.offset
+            assert entry.offset + entry.nbytes <= chunk.end <= buckets[chunk.bucket]
     assert all(a.bucket < b.bucket or a.end <= b.start for a, b in itertools.pairwise(found))

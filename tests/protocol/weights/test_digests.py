@@ -3,7 +3,7 @@ import random
 import pytest
 import torch
 
-from protocol.device.digests import TOGETHER_BYTES, digests_of, fold_words, words_of
+from protocol.device.digests import BATCH_BYTES, digests_of, fold_words, words_of
 from protocol.weights.digests import LENGTH, MASK, ROW, digest, finish, multipliers
 
 GOLDEN = ["9e3779b97f4a7c15", "d641fc5b64a8ae3a", "b10de5e917a45226"]
@@ -81,5 +81,5 @@ def test_a_gpu_computes_the_same_digests() -> None:
         torch.randn(300, 500).T,
         torch.arange(200_000, dtype=torch.int32)[1:],
     ]
-    tensors += [torch.randint(0, 256, (TOGETHER_BYTES // 3 + 1,), dtype=torch.uint8) for _ in range(7)]
+    tensors += [torch.randint(0, 256, (BATCH_BYTES // 3 + 1,), dtype=torch.uint8) for _ in range(7)]
     assert digests_of(tensor.cuda() for tensor in tensors) == digests_of(tensors)

@@ -1,22 +1,11 @@
+"""Copying an export into buckets: layout, digests, and what is refused."""
+
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from protocol.errors import WeightError
-from protocol.weights.buckets import plan_buckets
 from protocol.weights.digests import digest
-from trainer.weights.bucket_writer import BucketWriter, fill_buckets, in_dtype
-
-
-@given(st.lists(st.integers(0, 500), max_size=30), st.integers(1, 600))
-def test_one_at_a_time_gives_the_plan_of_the_protocol(sizes: list[int], bucket_bytes: int) -> None:
-    named = [(f"t{i}", size) for i, size in enumerate(sizes)]
-    layout = BucketWriter(bucket_bytes)
-    placed = [layout.place(*entry) for entry in named]
-    placements, buckets = plan_buckets(named, bucket_bytes)
-    assert placed == [(p.bucket, p.offset) for p in placements]
-    assert layout.buckets == buckets
+from trainer.weights.bucket_writer import fill_buckets, in_dtype
 
 
 def test_tensors_are_copied_and_hashed_where_they_lie() -> None:

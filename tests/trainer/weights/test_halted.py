@@ -135,9 +135,9 @@ def _stick() -> None:
         words = msgspec.msgpack.encode(manifest).hex()
         with halted("receiver", words, str(MAX_STUCK - 1)) as said:
             assert said == "there"
-            until(lambda: len(bounded_init._left) == MAX_STUCK - 1)
+            until(lambda: len(bounded_init._abandoned) == MAX_STUCK - 1)
             engine.serve(publish(sender, 2, "cuda"))
             with halted("receiver", msgspec.msgpack.encode(publish(sender, 3, "cuda")).hex(), "1"):
-                until(lambda: len(bounded_init._left) == MAX_STUCK)
-                with pytest.raises(WeightError, match="4 threads are stuck where process groups are made"):
+                until(lambda: len(bounded_init._abandoned) == MAX_STUCK)
+                with pytest.raises(WeightError, match="4 threads are stuck initializing process groups"):
                     until(lambda: publish(sender, 4, "cuda").version != 4)
