@@ -1,1 +1,1 @@
-"""The receiving side of weight transports, one file each."""
+"""Receives weight versions: one module per transport, found by name through `registry.make_receiver`."""

@@ -1,5 +1,4 @@
-"""The receiving side of a weight transport: one file for each transport, with the same name as in
-`trainer/weights/`."""
+"""Defines the interface of receivers; each has a sender in a module of the same name in trainer/weights/."""
 
 from collections.abc import Callable, Iterator
 from typing import Protocol
@@ -9,12 +8,12 @@ import torch
 from protocol.messages import TensorEntry, WeightManifest
 
 Destination = Callable[[TensorEntry], torch.Tensor | None]
-"""Where a tensor belongs: dense memory of its dtype and shape that nothing else of the version touches; None
-if it has to be cut up."""
+"""Returns where a tensor is to be staged: dense memory of its dtype and shape that nothing else of the
+version uses; None if the tensor has to be split."""
 
 
 def no_destination(entry: TensorEntry) -> torch.Tensor | None:
-    """A `Destination` that knows none."""
+    """Return None: a `Destination` that knows none."""
     return None
 
 
@@ -23,31 +22,28 @@ class WeightReceiver(Protocol):
 
     @property
     def digest(self) -> int:
-        """Of the version that came last (`manifest_digest`): that of its manifest, but for a draft, whose
-        digests only the bytes tell."""
+        """`manifest_digest` of the version received last, computed from its bytes if it was provisional."""
 
     def tensors(
         self, manifest: WeightManifest, deadline_s: float, place: Destination = no_destination
     ) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-        """Yield every entry once with its bytes as a tensor, on any device, valid until the next one is asked
-        for.
+        """Yield every entry once with its bytes as a tensor, on any device.
 
-        When the iterator has ended without an error every tensor was verified against its digest; on a GPU
-        not before. Work on a tensor must be queued on the stream that is current. What is connected stays so
-        for the next version.
+        A tensor is valid until the next one is requested. Tensors are verified against their digests only once the iterator has ended without an error. Work on
+        a tensor must be queued on the current stream. Connections are kept for the next version.
 
         Args:
-            manifest: what is wanted.
-            deadline_s: seconds until the version has to be there.
-            place: a receiver that would copy a tensor anyway may put it there, and yields that very
-                memory then.
+            manifest: the version.
+            deadline_s: seconds within which all of it must have been received.
+            place: a receiver that copies a tensor anyway may copy it there, and then yields that very memory.
 
         Raises:
-            WeightError: missing, truncated or wrong bytes, or not complete within `deadline_s`; names the
-                tensor. Transports that
-                cannot send a version while it is made find the bytes of a draft wrong.
+            WeightError: bytes are missing or wrong, or not there within `deadline_s`; names the tensor.
+                Transports that cannot send a version during its export raise it for a provisional manifest.
         """
 
     def close(self) -> None:
-        """Release what the receiver holds, and end a `tensors` that runs in another thread; idempotent. It
-        may be used again."""
+        """Release what the receiver holds, and end a `tensors` that runs in another thread.
+
+        Idempotent; the receiver may be used again.
+        """

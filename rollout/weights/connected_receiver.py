@@ -1,12 +1,10 @@
-"""What receivers share that keep their connection to the sender from one version to the next: nccl and
-ipc."""
+"""Receives versions over a connection that is kept between them; for the transports nccl and ipc."""
 
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -18,140 +16,149 @@ from rollout.weights.sender_connection import SenderConnection
 from rollout.weights.verification import Deadline, Verification, view
 
 
-class ConnectedReceiver(ABC):
-    """Asks, verifies what comes, says that it is done; hangs up when anything goes wrong, and when the sender
-    does.
+class Channel(Protocol):
+    """How a connection transfers the bytes of versions; the receiver calls it, never the other way round."""
 
-    Used by one thread at a time; `close` may come from another.
+    def address(self, manifest: WeightManifest) -> tuple[str, int]:
+        """Return host and port of the sender.
+
+        Raises:
+            WeightError: the location contains none, or this engine cannot use the transport.
+        """
+
+    def chunks(
+        self,
+        answer: dict[str, Any],
+        manifest: WeightManifest,
+        deadline: Deadline,
+        place: Destination,
+        disconnected: Callable[[], bool],
+    ) -> Iterator[tuple[Chunk, torch.Tensor]]:
+        """Yield every chunk of the version with its bytes, uint8; referenced memory is not written to again.
+
+        Args:
+            answer: the sender's answer to the request.
+            manifest: the version.
+            deadline: of the version.
+            place: where tensors are to be staged.
+            disconnected: returns whether the sender has disconnected or the receiver was closed.
+        """
+
+    def drain_device(self) -> None:
+        """Wait until nothing queued touches the sender's memory or a destination; before a disconnect."""
+
+    def interrupt(self) -> None:
+        """Wake a thread that waits for the bytes of a sender that disconnected. Called with the lock held."""
+
+    def release(self) -> None:
+        """Release what belongs to the connection. Called with the lock held, possibly more than once."""
+
+
+class ConnectedReceiver:
+    """Requests a version, verifies its bytes, confirms it; disconnects on any error and when the sender does.
+
+    Used by one thread at a time; `close` may be called from another one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
         self.digest = 0
         self._location = ""
-        self._line: SenderConnection | None = None
+        self._connection: SenderConnection | None = None
         self._lock = threading.RLock()
-        self._ended = threading.Event()
+        self._closed = threading.Event()
         """`close` was called since the last `tensors` began."""
         self._receiving = False
-        self._left = False
-        """The sender has hung up in the middle."""
+        self._sender_left = False
+        """The sender disconnected in the middle of a version."""
 
     def tensors(
         self, manifest: WeightManifest, deadline_s: float, place: Destination = no_destination
     ) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-        """See `Receiver`."""
-        self._ended.clear()
+        """Yield every entry once with its bytes; see `WeightReceiver`."""
+        self._closed.clear()
         deadline = Deadline(manifest, deadline_s)
-        host, port = self._address(manifest)
+        host, port = self._channel.address(manifest)
         complete = False
-        # What is stuck in a library or on the GPU is ended by closing.
+        # Closing ends what blocks in a library or on the GPU.
         watchdog = threading.Timer(deadline.remaining("starting"), self.close)
         watchdog.daemon = True
         watchdog.start()
         try:
             self._receiving = True
-            line, answer = self._ask(host, port, manifest, deadline)
-            check = Verification(manifest)
-            for piece, memory in self._pieces(answer, manifest, deadline, place):
-                for entry in piece.entries:
-                    tensor = view(entry, memory, piece.start)
-                    check.add(entry, tensor)
+            connection, answer = self._request(host, port, manifest, deadline)
+            verification = Verification(manifest)
+            for chunk, memory in self._channel.chunks(answer, manifest, deadline, place, self._disconnected):
+                for entry in chunk.entries:
+                    tensor = view(entry, memory, chunk.start)
+                    verification.add(entry, tensor)
                     yield entry, tensor
-            self.digest = check.finish(deadline, line.hung_up)
-            line.done(manifest, deadline)
+            self.digest = verification.finish(deadline, connection.disconnected)
+            connection.confirm(manifest, deadline)
             complete = True
         except (OSError, RuntimeError, ValueError, KeyError, TypeError, OverflowError) as error:
             deadline.remaining("receiving")
-            why = "the sender hung up in the middle" if self._left else error
-            raise WeightError(f"version {manifest.version} from {manifest.location}: {why}") from error
+            problem = "the sender disconnected in the middle" if self._sender_left else error
+            raise WeightError(f"version {manifest.version} from {manifest.location}: {problem}") from error
         finally:
             watchdog.cancel()
             if not complete:
-                self._drain_device()
+                self._channel.drain_device()
                 self.close()
             self._end_receiving()
 
     def close(self) -> None:
-        """Hang up and release what the transport holds; wakes a thread that waits for an answer or for
-        bytes."""
-        self._ended.set()
-        self._drop()
+        """Disconnect and release what the transport holds; wakes a thread that waits for the sender."""
+        self._closed.set()
+        self._disconnect()
 
-    @abstractmethod
-    def _address(self, manifest: WeightManifest) -> tuple[str, int]:
-        """Host and port of the sender. Raises WeightError if the location names none, or this engine cannot
-        use it."""
+    def _disconnected(self) -> bool:
+        """Return whether there is no sender any more, or the receiver was closed."""
+        connection = self._connection
+        return self._closed.is_set() or connection is None or connection.disconnected()
 
-    @abstractmethod
-    def _pieces(
-        self, answer: dict[str, Any], manifest: WeightManifest, deadline: Deadline, place: Destination
-    ) -> Iterator[tuple[Chunk, torch.Tensor]]:
-        """Every piece of the version with its bytes, uint8; as long as somebody holds those nothing else is
-        written there."""
-
-    @abstractmethod
-    def _drain_device(self) -> None:
-        """Before hanging up in the middle: wait until nothing that was queued touches the sender's memory or
-        a tensor's place."""
-
-    @abstractmethod
-    def _interrupt(self) -> None:
-        """The sender has hung up in the middle: wake who waits for its bytes; called with the lock held."""
-
-    @abstractmethod
-    def _release(self) -> None:
-        """Give up what belongs to the connection; called with the lock held, once or more often."""
-
-    def _is_disconnected(self) -> bool:
-        """Whether there is nobody any more to receive from, or for."""
-        line = self._line
-        return self._ended.is_set() or line is None or line.hung_up()
-
-    def _drop(self, only: SenderConnection | None = None) -> None:
-        """Release what belongs to the connection; if `only` is given, if it is that one."""
-        with (
-            self._lock
-        ):  # also while it is released: when anybody's `close` has returned, nothing is written any more
-            line = self._line
-            if only is not None and line is not only:
-                return
-            self._line = None
-            if line is not None:
-                # first: a sender that waits for its own tensors ends when it sees that, and what we wait for
-                # with it
-                line.close()
-            self._release()
-
-    def _on_hang_up(self, line: SenderConnection) -> None:
-        """A connection has ended: what it holds of a sender that is gone is released at once, but not beneath
-        a copy that is under way."""
+    def _disconnect(self, only: SenderConnection | None = None) -> None:
+        """Close the connection and release what belongs to it; with `only`, unless it is another one."""
+        # The lock is held during the release: once `close` has returned in any thread, nothing is written.
         with self._lock:
-            if line is self._line and self._receiving:
-                self._left = True
-                self._interrupt()
+            connection = self._connection
+            if only is not None and connection is not only:
+                return
+            self._connection = None
+            if connection is not None:
+                # First: a sender that waits for its export notices, stops, and ends what we wait for.
+                connection.close()
+            self._channel.release()
+
+    def _on_hang_up(self, connection: SenderConnection) -> None:
+        """Release at once what is held of a sender that disconnected, except beneath a copy in progress."""
+        with self._lock:
+            if connection is self._connection and self._receiving:
+                self._sender_left = True
+                self._channel.interrupt()
             else:
-                self._drop(line)
+                self._disconnect(connection)
 
     def _end_receiving(self) -> None:
         with self._lock:
             self._receiving = False
-            if self._line is not None and self._line.hung_up():  # meanwhile, so it was left to us
-                self._drop()
+            # `_on_hang_up` leaves a connection that ends during a copy to this method.
+            if self._connection is not None and self._connection.disconnected():
+                self._disconnect()
 
-    def _ask(
+    def _request(
         self, host: str, port: int, manifest: WeightManifest, deadline: Deadline
     ) -> tuple[SenderConnection, dict[str, Any]]:
-        """Ask for a version, on the connection that there is; on a new one if the sender has closed it in the
-        meantime."""
-        line = self._line  # read once: a connection that ends is given up by the thread that watches it
-        if line is not None and self._location == manifest.location:
+        """Request a version on the existing connection; on a new one if there is none or it was closed."""
+        connection = self._connection  # read once: the thread that watches it may set it to None
+        if connection is not None and self._location == manifest.location:
             with suppress(OSError, ValueError):
-                return line, line.ask(manifest, deadline)
-        self._drop()
-        self._left = False
+                return connection, connection.request(manifest, deadline)
+        self._disconnect()
+        self._sender_left = False
         self._location = manifest.location
-        self._line = line = SenderConnection(host, port, deadline)
-        line.watch(partial(self._on_hang_up, line))
-        if self._ended.is_set():
+        self._connection = connection = SenderConnection(host, port, deadline)
+        connection.watch(partial(self._on_hang_up, connection))
+        if self._closed.is_set():
             raise ConnectionError("the receiver was closed")
-        return line, line.ask(manifest, deadline)
+        return connection, connection.request(manifest, deadline)

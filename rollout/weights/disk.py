@@ -1,4 +1,4 @@
-"""Receives a version from a safetensors file: `location` is a directory with `model.safetensors`."""
+"""Receives a version from a safetensors file: `location` is a directory that contains `model.safetensors`."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +13,7 @@ from rollout.weights.verification import Deadline, verify
 
 
 class DiskReceiver:
-    """Reads tensors by name. The file's own header must agree with the manifest; its bytes are verified all
-    the same."""
+    """Reads tensors by name, checks the file's own header against the manifest, and verifies the bytes."""
 
     digest = 0
 
@@ -39,12 +38,13 @@ class DiskReceiver:
         self.digest = manifest.digest
 
     def close(self) -> None:
-        """Nothing to release: the file is closed when the last tensor is read."""
+        """Do nothing: the file is closed when the last tensor has been read."""
 
 
 def _check_header(entry: TensorEntry, tensor: torch.Tensor, path: Path) -> None:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype != entry.dtype or tuple(tensor.shape) != entry.shape:
         raise WeightError(
-            f"tensor {entry.name} is {dtype}{list(tensor.shape)} in {path}, {entry.dtype}{list(entry.shape)} in the manifest"
+            f"tensor {entry.name} is {dtype}{list(tensor.shape)} in {path}, "
+            f"{entry.dtype}{list(entry.shape)} in the manifest"
         )

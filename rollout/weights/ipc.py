@@ -1,18 +1,21 @@
-"""Copies versions out of the trainer's GPU memory by CUDA IPC handle, on the same host: `location` is
-"HOST:PORT".
+"""Copies versions out of the trainer's GPU memory by CUDA IPC handles, on the same host.
+
+`location` is "HOST:PORT". The dialogue:
 
     receiver -> sender   {"version": v, "epoch": e, "layout": d}
-    sender -> receiver   {"gpu": UUID, "buckets": [{"memory": n, "handle": [...]}, ...]}  a handle where `n` is new on this connection
-    receiver -> sender   {"done": v}                                                      the memory may be written again
+    sender -> receiver   {"gpu": UUID, "buckets": [{"memory": n, "handle": [...]}, ...]}
+                             a handle where `n` is new on this connection
+    receiver -> sender   {"done": v}
+                             the memory may be written again
 
-Large tensors are copied straight to their place. Other memory of the GPU that the engine uses is read where
-it lies; that of another GPU, which need not be visible to this process, comes over the link by the copy
-engines, some pieces ahead of those that are looked at.
+Large tensors are copied straight to their destination. Other memory is read in place if it is on the engine's
+own GPU. Memory of another GPU, which need not be visible to this process, is copied by the copy engines, a
+few chunks ahead of the one that is read.
 """
 
 import base64
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -28,52 +31,64 @@ from rollout.weights.verification import AHEAD, Deadline, destination_of
 
 
 class IpcReceiver(ConnectedReceiver):
-    """Keeps the mappings for the next version."""
+    """Keeps the trainer's memory mapped for the next version."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self._mapped: dict[int, torch.Tensor] = {}
+        super().__init__(IpcChannel())
 
-    def _address(self, manifest: WeightManifest) -> tuple[str, int]:
+
+class IpcChannel:
+    """Maps the trainer's buckets."""
+
+    def __init__(self) -> None:
+        self._mapped: dict[int, torch.Tensor] = {}
+        """Number on the wire -> bucket."""
+
+    def address(self, manifest: WeightManifest) -> tuple[str, int]:
         if not torch.cuda.is_available():
             raise WeightError(
-                f"version {manifest.version}: transport ipc hands over GPU memory, and this engine has no GPU; use shm"
+                f"version {manifest.version}: transport ipc shares GPU memory, and this engine has no GPU; "
+                "use shm"
             )
         return parse_address(manifest.location, manifest.location)
 
-    def _pieces(
-        self, answer: dict[str, Any], manifest: WeightManifest, deadline: Deadline, place: Destination
+    def chunks(
+        self,
+        answer: dict[str, Any],
+        manifest: WeightManifest,
+        deadline: Deadline,
+        place: Destination,
+        disconnected: Callable[[], bool],
     ) -> Iterator[tuple[Chunk, torch.Tensor]]:
         mapped = [self._map(found) for found in answer["buckets"]]
         if len(mapped) != len(manifest.buckets):
             raise WeightError(
                 f"version {manifest.version}: {len(mapped)} buckets, the manifest has {len(manifest.buckets)}"
             )
-        here = answer["gpu"] == str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-        yield from (_in_place if here else _over_the_link)(manifest, mapped, place)
+        gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+        yield from (_in_place if answer["gpu"] == gpu else _from_peer)(manifest, mapped, place)
 
-    def _drain_device(self) -> None:
-        # Hanging up frees the trainer's memory to be written again, and the next version comes to the same
-        # places.
+    def drain_device(self) -> None:
+        # After a disconnect the trainer may write its memory again, and the next version has the same
+        # destinations.
         with suppress(RuntimeError):
             torch.cuda.synchronize()
 
-    def _interrupt(self) -> None:
-        """Nobody waits: what is being copied is mapped, and whether it was the version is looked at
-        afterwards."""
+    def interrupt(self) -> None:
+        """Do nothing: no thread waits for the sender; what is being copied is mapped, and verified later."""
 
-    def _release(self) -> None:
+    def release(self) -> None:
         self._mapped = {}
 
-    def _map(self, found: dict[str, Any]) -> torch.Tensor:
-        """The memory of a bucket in this process, [bytes] uint8."""
-        number = int(found["memory"])
+    def _map(self, described: dict[str, Any]) -> torch.Tensor:
+        """Return the memory of a bucket in this process, uint8."""
+        number = int(described["memory"])
         if number not in self._mapped:
-            _, *parts = found["handle"]
+            _, *parts = described["handle"]
             handle, nbytes, offset, counter, counter_offset, event, _ = (
                 base64.b64decode(part) if isinstance(part, str) else part for part in parts
             )
-            # Mapped under our own GPU, whichever it is on; what was published is complete, so there is no
+            # Mapped on our own GPU, whichever GPU it is on; a published version is complete, so there is no
             # event to wait for.
             storage = torch.UntypedStorage._new_shared_cuda(
                 torch.cuda.current_device(), handle, nbytes, offset, counter, counter_offset, event, False
@@ -85,35 +100,34 @@ class IpcReceiver(ConnectedReceiver):
 def _in_place(
     manifest: WeightManifest, mapped: list[torch.Tensor], place: Destination
 ) -> Iterator[tuple[Chunk, torch.Tensor]]:
-    """Pieces of memory of our own GPU: those that have a place are copied to it, the others are read where
-    they lie."""
-    for piece in chunks(manifest, ALONE_ON_GPU_BYTES):
-        source = mapped[piece.bucket][piece.start : piece.end]
-        target = destination_of(piece, source.device, place)
-        yield piece, source if target is None else target.copy_(source)
+    """Yield chunks on our own GPU: copied to their destination if they have one, in place otherwise."""
+    for chunk in chunks(manifest, ALONE_ON_GPU_BYTES):
+        source = mapped[chunk.bucket][chunk.start : chunk.end]
+        target = destination_of(chunk, source.device, place)
+        yield chunk, source if target is None else target.copy_(source)
 
 
-def _over_the_link(
+def _from_peer(
     manifest: WeightManifest, mapped: list[torch.Tensor], place: Destination
 ) -> Iterator[tuple[Chunk, torch.Tensor]]:
-    """Pieces of another GPU's memory, copied to their place or into memory of our own, some ahead."""
-    looking, copying = torch.cuda.current_stream(), torch.cuda.Stream()
-    coming: deque[tuple[Chunk, torch.Tensor, torch.cuda.Event]] = deque()
+    """Yield chunks of another GPU, copied to their destination or to memory of ours, a few chunks ahead."""
+    reading, copying = torch.cuda.current_stream(), torch.cuda.Stream()
+    queued: deque[tuple[Chunk, torch.Tensor, torch.cuda.Event]] = deque()
 
-    def arrived() -> tuple[Chunk, torch.Tensor]:
-        piece, memory, event = coming.popleft()
-        looking.wait_event(event)
-        return piece, memory
+    def first() -> tuple[Chunk, torch.Tensor]:
+        chunk, memory, event = queued.popleft()
+        reading.wait_event(event)
+        return chunk, memory
 
-    for piece in chunks(manifest, ALONE_ON_GPU_BYTES):
-        source = mapped[piece.bucket][piece.start : piece.end]
-        target = destination_of(piece, source.device, place)
+    for chunk in chunks(manifest, ALONE_ON_GPU_BYTES):
+        source = mapped[chunk.bucket][chunk.start : chunk.end]
+        target = destination_of(chunk, source.device, place)
         memory = torch.empty_like(source) if target is None else target
-        copying.wait_stream(looking)  # memory that is used again may still be looked at
+        copying.wait_stream(reading)  # reused memory may still be read
         with torch.cuda.stream(copying):
             memory.copy_(source, non_blocking=True)
-            coming.append((piece, memory, copying.record_event()))
-        if len(coming) == AHEAD:
-            yield arrived()
-    while coming:
-        yield arrived()
+            queued.append((chunk, memory, copying.record_event()))
+        if len(queued) == AHEAD:
+            yield first()
+    while queued:
+        yield first()

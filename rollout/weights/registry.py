@@ -1,4 +1,4 @@
-"""Receivers by the name of their transport."""
+"""Makes receivers by the name of their transport."""
 
 from collections.abc import Callable, Iterator
 
@@ -44,10 +44,10 @@ class CheckedReceiver:
 
 
 def make_receiver(transport: str) -> WeightReceiver:
-    """The receiver for `manifest.transport`. It checks each manifest before it uses it.
+    """Return the receiver of a manifest's transport; it checks each manifest before it uses it.
 
     Raises:
-        WeightError: if there is none of that name; lists those there are.
+        WeightError: the transport is unknown; lists the known ones.
     """
     make = RECEIVERS.get(transport)
     if make is None:

@@ -1,5 +1,4 @@
-"""The receiving end of `trainer/weights/version_server.py`: asks for a version, a line of JSON at a time, on
-a connection that stays."""
+"""Connects to `trainer/weights/version_server.py` and requests versions, one line of JSON at a time."""
 
 import json
 import select
@@ -15,13 +14,13 @@ from protocol.weights.buckets import layout_digest
 from rollout.weights.verification import Deadline
 
 MAX_LINE = 1 << 20
-"""Bytes of an answer: a handle for each bucket is a few hundred."""
+"""Bytes of an answer; the handle of a bucket takes a few hundred."""
 HANG_UP = getattr(select, "POLLRDHUP", select.POLLHUP)
-"""What `poll` calls it when the other end has hung up; elsewhere than on Linux it may notice later."""
+"""Event of `poll` when the other end disconnects; on systems other than Linux it may come later."""
 
 
 class SenderConnection:
-    """A connection to the sender."""
+    """A connection to the sender, which is kept between versions."""
 
     def __init__(self, host: str, port: int, deadline: Deadline) -> None:
         """Connect. Raises OSError or WeightError."""
@@ -29,61 +28,72 @@ class SenderConnection:
         self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
-    def ask(self, manifest: WeightManifest, deadline: Deadline) -> dict[str, Any]:
-        """Ask for a version.
+    def request(self, manifest: WeightManifest, deadline: Deadline) -> dict[str, Any]:
+        """Request a version and return the sender's answer.
 
         Raises:
-            WeightError: the sender refused; says why.
-            OSError, ValueError: it has hung up, or does not speak our protocol.
+            WeightError: the sender refused, with its reason.
+            OSError, ValueError: the sender disconnected, or sent no line of JSON.
         """
-        self._tell(
+        self._send(
             {"version": manifest.version, "epoch": manifest.epoch, "layout": layout_digest(manifest)},
             deadline,
         )
-        answer = b""
-        while not answer.endswith(b"\n"):
+        line = b""
+        while not line.endswith(b"\n"):
             self._connection.settimeout(deadline.remaining("waiting for the sender's answer"))
             part = self._connection.recv(1 << 16)
-            answer += part
-            if not part or len(answer) > MAX_LINE:
+            line += part
+            if not part or len(line) > MAX_LINE:
                 raise ConnectionError(
-                    f"the sender of version {manifest.version} hung up or does not speak our protocol"
+                    f"the sender of version {manifest.version} disconnected or sent no line of JSON"
                 )
-        found = json.loads(answer)
-        if not isinstance(found, dict) or "error" in found:
-            detail = found.get("error") if isinstance(found, dict) else found
+        answer = json.loads(line)
+        if not isinstance(answer, dict) or "error" in answer:
+            detail = answer.get("error") if isinstance(answer, dict) else answer
             raise WeightError(f"the sender refused version {manifest.version}: {detail}")
-        return found
+        return answer
 
-    def done(self, manifest: WeightManifest, deadline: Deadline) -> None:
-        """Say that all bytes have come."""
-        self._tell({"done": manifest.version}, deadline)
+    def confirm(self, manifest: WeightManifest, deadline: Deadline) -> None:
+        """Tell the sender that the whole version was received."""
+        self._send({"done": manifest.version}, deadline)
 
     def watch(self, on_hang_up: Callable[[], None]) -> None:
-        """Call a function from a thread of its own, which lives until then: when the sender hangs up, or
-        `close` does."""
-        connection = self._connection.dup()  # its number stays its own until the thread has ended
+        """Call a function from a thread of its own when the sender disconnects, or `close` does."""
+        connection = self._connection.dup()  # its number is not reused before the thread has ended
         threading.Thread(
             target=_watch, args=(connection, on_hang_up), name="weights.watch", daemon=True
         ).start()
 
-    def hung_up(self) -> bool:
-        """Whether the sender has hung up, or we have. It says nothing unasked."""
+    def disconnected(self) -> bool:
+        """Return whether either end has disconnected; the sender sends nothing without a request."""
         if self._connection.fileno() < 0:
             return True
-        ready = select.poll()  # `select` knows no descriptors over 1023
+        ready = select.poll()  # `select` cannot handle descriptors over 1023
         ready.register(self._connection, select.POLLIN)
         return bool(ready.poll(0))
 
     def close(self) -> None:
-        """Hang up; wakes a thread that waits for an answer."""
+        """Disconnect; wakes a thread that waits for an answer."""
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
-    def _tell(self, words: dict[str, Any], deadline: Deadline) -> None:
-        self._connection.settimeout(deadline.remaining("talking to the sender"))
-        self._connection.sendall(json.dumps(words).encode() + b"\n")
+    def _send(self, message: dict[str, Any], deadline: Deadline) -> None:
+        self._connection.settimeout(deadline.remaining("sending to the sender"))
+        self._connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def parse_address(address: str, location: str) -> tuple[str, int]:
+    """Split "HOST:PORT", a part of `location`.
+
+    Raises:
+        WeightError: it is not of that form.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise WeightError(f"location {location!r} does not begin with HOST:PORT")
+    return host, int(port)
 
 
 def _watch(connection: socket.socket, on_hang_up: Callable[[], None]) -> None:
@@ -92,15 +102,3 @@ def _watch(connection: socket.socket, on_hang_up: Callable[[], None]) -> None:
         ready.register(connection, HANG_UP)
         ready.poll()
     on_hang_up()
-
-
-def parse_address(address: str, location: str) -> tuple[str, int]:
-    """Split "HOST:PORT", a part of `location`.
-
-    Raises:
-        WeightError: if it is not of that form.
-    """
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise WeightError(f"location {location!r} does not begin with HOST:PORT")
-    return host, int(port)

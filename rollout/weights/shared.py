@@ -1,8 +1,7 @@
-"""Reads a version out of the trainer's fp32 masters, where they lie: `location` is the file that describes
-their memory.
+"""Reads a version from the trainer's fp32 masters, in place: `location` is the file that describes them.
 
-Two sections of it: `MASTERS` by checkpoint name, and the one number of `HELD`, the version that the masters
-are for as long as the trainer does not write to them.
+The file has a section `MASTERS`, by checkpoint name, and a section `HELD` with one number: the version that
+the masters hold, or -1 while the trainer writes to them.
 """
 
 from collections.abc import Iterator
@@ -19,8 +18,7 @@ from rollout.weights.verification import Deadline, Verification
 
 
 class SharedReceiver:
-    """Yields the masters in the manifest's dtypes, converted one after the other; nothing of the version is
-    kept but the mapping."""
+    """Yields the masters converted to the manifest's dtypes, one after the other; keeps only the mapping."""
 
     def __init__(self) -> None:
         self.digest = 0
@@ -39,40 +37,40 @@ class SharedReceiver:
             raise WeightError(
                 f"{manifest.location} has no {error}: it does not describe a trainer's masters"
             ) from error
-        check = Verification(manifest)
+        verification = Verification(manifest)
         for entry in manifest.tensors:
             deadline.remaining(f"reading {entry.name}")
             tensor = _in_dtype(entry, masters, manifest)
-            check.add(entry, tensor)
+            verification.add(entry, tensor)
             yield entry, tensor
-        self.digest = check.finish(deadline)
+        self.digest = verification.finish(deadline)
         self._masters, self._held = masters, held
         self.masters(manifest)
 
     def masters(self, manifest: WeightManifest) -> dict[str, torch.Tensor]:
-        """The masters of the version that was verified last, by checkpoint name, where and as the trainer has
-        them.
+        """Return the masters of the version verified last, by checkpoint name, in the trainer's memory.
 
         Raises:
-            WeightError: none was, or the trainer has begun to write to them.
+            WeightError: no version was verified, or the trainer has begun to write to them.
         """
         if self._held is None or int(self._held) != manifest.version:
             raise WeightError(
-                f"version {manifest.version} is not held by the trainer any more: it works on the next one, or has ended"
+                f"version {manifest.version} is not held by the trainer any more: "
+                "it computes the next one, or has ended"
             )
         return self._masters
 
     def close(self) -> None:
-        """Let go of the trainer's memory; what a `tensors` that runs has mapped it keeps to its end."""
+        """Unmap the trainer's memory; a `tensors` that runs keeps its own mapping until it ends."""
         self._masters, self._held = {}, None
 
 
 def _in_dtype(entry: TensorEntry, masters: dict[str, torch.Tensor], manifest: WeightManifest) -> torch.Tensor:
     master = masters.get(entry.name)
     if master is None or not matches_layout(master, entry.shape):
-        there = "absent" if master is None else f"{list(master.shape)} of strides {master.stride()}"
+        found = "absent" if master is None else f"{list(master.shape)} of strides {master.stride()}"
         raise WeightError(
-            f"tensor {entry.name} is {list(entry.shape)} in the manifest, {there} in {manifest.location}"
+            f"tensor {entry.name} is {list(entry.shape)} in the manifest, {found} in {manifest.location}"
         )
     return (master.to(getattr(torch, entry.dtype)) if master.is_floating_point() else master).reshape(
         entry.shape

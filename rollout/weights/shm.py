@@ -1,5 +1,4 @@
-"""Receives a version from files in shared memory on the same host: `location` is a directory with one file
-for each bucket."""
+"""Receives a version from shared memory: `location` is a directory with one file per bucket."""
 
 import mmap
 from collections.abc import Iterator
@@ -14,8 +13,7 @@ from rollout.weights.verification import Deadline, in_buckets, verify, view
 
 
 class ShmReceiver:
-    """Maps `bucket_00000.bin` ... privately: nothing is copied, and a publisher that unlinks the files does
-    not disturb a reader."""
+    """Maps `bucket_00000.bin` ... without copying; a sender may unlink files that are mapped."""
 
     digest = 0
 
@@ -37,7 +35,7 @@ class ShmReceiver:
         self.digest = manifest.digest
 
     def close(self) -> None:
-        """Nothing to release: a mapping ends with the last tensor on it."""
+        """Do nothing: a mapping ends with the last tensor in it."""
 
 
 def _map(path: Path, nbytes: int, first: TensorEntry) -> torch.Tensor:
@@ -50,8 +48,7 @@ def _map(path: Path, nbytes: int, first: TensorEntry) -> torch.Tensor:
                 )
             if nbytes == 0:
                 return torch.empty(0, dtype=torch.uint8)
-            # ACCESS_COPY: torch wants writable memory; nothing here writes to it, and writes would stay
-            # private
+            # ACCESS_COPY: torch requires writable memory. Nothing here writes to it; writes would be private.
             memory = mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_COPY)
     except OSError as error:
         raise WeightError(f"{path}: {error.strerror or error} (first tensor {first.name})") from error

@@ -1,4 +1,4 @@
-"""From the bytes of a manifest's entries to verified tensors: what all receivers share."""
+"""Views the bytes of a version as tensors and verifies these against the manifest, for all receivers."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,13 +13,13 @@ from protocol.weights.provisional import is_provisional, with_digests
 from rollout.weights.base import Destination
 
 POLL_S = 0.0005
-"""Between two looks at a stream."""
+"""Interval at which a stream is polled."""
 AHEAD = 4
-"""Pieces that are on their way at a time."""
+"""Chunks in flight at a time."""
 
 
 class Deadline:
-    """A point in time by which a version must have arrived."""
+    """The time by which a version must have been received."""
 
     def __init__(self, manifest: WeightManifest, seconds: float) -> None:
         self._what = f"version {manifest.version} over {manifest.transport}"
@@ -27,10 +27,13 @@ class Deadline:
         self._end = time.monotonic() + seconds
 
     def remaining(self, doing: str) -> float:
-        """Seconds left.
+        """Return the seconds left.
+
+        Args:
+            doing: what the caller is about to wait for, for the error.
 
         Raises:
-            WeightError: if none are; says what was being done.
+            WeightError: none are left.
         """
         left = self._end - time.monotonic()
         if left <= 0:
@@ -39,25 +42,32 @@ class Deadline:
 
 
 def in_buckets(manifest: WeightManifest) -> Iterator[tuple[int, Sequence[TensorEntry]]]:
-    """Every bucket with its entries in the order of their offsets."""
+    """Yield every bucket's index with its entries by offset."""
     entries: list[list[TensorEntry]] = [[] for _ in manifest.buckets]
     for entry in sorted(manifest.tensors, key=lambda e: (e.bucket, e.offset)):
         entries[entry.bucket].append(entry)
     yield from enumerate(entries)
 
 
-def destination_of(piece: Chunk, device: torch.device, place: Destination) -> torch.Tensor | None:
-    """Where the bytes of a piece belong, [bytes] uint8: the place of its tensor, if it is one and has one on
-    this device."""
-    target = place(piece.entries[0]) if len(piece.entries) == 1 else None
+def destination_of(chunk: Chunk, device: torch.device, place: Destination) -> torch.Tensor | None:
+    """Return the destination of a chunk's bytes, uint8 [bytes].
+
+    It is that of its tensor, if it is a single one with a destination on this device; otherwise None.
+    """
+    target = place(chunk.entries[0]) if len(chunk.entries) == 1 else None
     return target.view(-1).view(torch.uint8) if target is not None and target.device == device else None
 
 
 def view(entry: TensorEntry, bucket: torch.Tensor, start: int = 0) -> torch.Tensor:
-    """The tensor of `entry` as a view of its bucket from `start` on, a uint8 tensor whose storage is aligned.
+    """Return the tensor of `entry` as a view of its bucket.
+
+    Args:
+        entry: the tensor.
+        bucket: uint8, the bytes of the bucket from `start` on, in aligned storage.
+        start: offset of the first of these bytes in the bucket.
 
     Raises:
-        WeightError: if the entry's offset is not aligned for its dtype.
+        WeightError: the entry's offset is not aligned for its dtype.
     """
     try:
         offset = entry.offset - start
@@ -67,91 +77,88 @@ def view(entry: TensorEntry, bucket: torch.Tensor, start: int = 0) -> torch.Tens
 
 
 def verify(entry: TensorEntry, tensor: torch.Tensor) -> None:
-    """Compare the bytes of a tensor on the host with the digest of its entry.
+    """Compare the bytes of a host tensor with the digest of its entry.
 
     Raises:
-        WeightError: naming the tensor.
+        WeightError: they differ; names the tensor.
     """
     _compare(entry, digests_of([tensor])[0])
 
 
 class Verification:
-    """Compares the tensors of a version with their digests: those on the host at once, those on a GPU all
-    together at the end.
+    """Compares the tensors of a version with their digests: host tensors at once, GPU tensors at the end.
 
-    Of a draft it finds out the digests in the same way.
+    For a provisional manifest it computes the digests in the same way.
     """
 
     def __init__(self, manifest: WeightManifest) -> None:
         self._manifest = manifest
-        self._found: dict[str, int] | None = {} if is_provisional(manifest) else None
-        """Of a draft."""
-        self._later: list[TensorEntry] = []
+        self._computed: dict[str, int] | None = {} if is_provisional(manifest) else None
+        """Name -> digest, for a provisional manifest."""
+        self._on_gpu: list[TensorEntry] = []
+        """Entries of GPU tensors, which are compared at the end."""
         self._digests = Digests()
-        """Of `_later`."""
+        """Digests of `_on_gpu`."""
 
     def add(self, entry: TensorEntry, tensor: torch.Tensor) -> None:
-        """Take a tensor; one on a GPU is held, and nothing may overwrite it before `finish`.
+        """Add a tensor; one on a GPU is referenced, and must not be overwritten before `finish`.
 
         Raises:
-            WeightError: naming the tensor, if its bytes are others.
+            WeightError: its bytes do not match its digest; names the tensor.
         """
         if tensor.is_cuda:
-            self._later.append(entry)
+            self._on_gpu.append(entry)
             self._digests.add(tensor)
         else:
-            self._note(entry, digests_of([tensor])[0])
+            self._record(entry, digests_of([tensor])[0])
 
-    def finish(self, deadline: Deadline, gone: Callable[[], bool] = lambda: False) -> int:
-        """Wait until all that is queued on the current stream is done, and compare what has not been
-        compared.
-
-        Returns: the digest of the version.
+    def finish(self, deadline: Deadline, disconnected: Callable[[], bool] = lambda: False) -> int:
+        """Wait for the work queued on the current stream, compare the GPU tensors, and return the digest.
 
         Args:
             deadline: of the version.
-            gone: whether the other side has died, so that what is queued will never be done.
+            disconnected: returns whether the sender has disconnected, so that the queued work may never end.
+
+        Returns:
+            The digest of the version.
 
         Raises:
-            WeightError: naming the tensor; or it did not come.
+            WeightError: a tensor's bytes do not match its digest, or have not been received.
         """
-        if self._later:
-            self._compare_later(deadline, gone)
+        if self._on_gpu:
+            self._compare_on_gpu(deadline, disconnected)
         else:
-            self._refuse_if(gone)
-        if self._found is None:
+            self._refuse_if(disconnected)
+        if self._computed is None:
             return self._manifest.digest
-        return manifest_digest(
-            with_digests(
-                self._manifest, [self._found[entry.name] for entry in self._manifest.tensors]
-            ).tensors
-        )
+        digests = [self._computed[entry.name] for entry in self._manifest.tensors]
+        return manifest_digest(with_digests(self._manifest, digests).tensors)
 
-    def _compare_later(self, deadline: Deadline, gone: Callable[[], bool]) -> None:
+    def _compare_on_gpu(self, deadline: Deadline, disconnected: Callable[[], bool]) -> None:
         self._digests.launch()
         queued = torch.cuda.Event()
         queued.record()
-        while not queued.query():  # not `synchronize`: no deadline reaches the driver
+        while not queued.query():  # `synchronize` would have no deadline
             deadline.remaining("receiving")
-            self._refuse_if(gone)
+            self._refuse_if(disconnected)
             time.sleep(POLL_S)
-        self._refuse_if(gone)  # who has hung up may have written over what was read
-        for entry, found in zip(self._later, self._digests.numbers(), strict=True):
-            self._note(entry, found)
+        self._refuse_if(disconnected)  # a sender that disconnected may have overwritten what was read
+        for entry, found in zip(self._on_gpu, self._digests.numbers(), strict=True):
+            self._record(entry, found)
 
-    def _note(self, entry: TensorEntry, found: int) -> None:
-        if self._found is None:
+    def _record(self, entry: TensorEntry, found: int) -> None:
+        if self._computed is None:
             _compare(entry, found)
         else:
-            self._found[entry.name] = found
+            self._computed[entry.name] = found
 
-    def _refuse_if(self, gone: Callable[[], bool]) -> None:
-        if gone():
-            raise WeightError(f"version {self._manifest.version}: the sender hung up in the middle")
+    def _refuse_if(self, disconnected: Callable[[], bool]) -> None:
+        if disconnected():
+            raise WeightError(f"version {self._manifest.version}: the sender disconnected in the middle")
 
 
 def _compare(entry: TensorEntry, found: int) -> None:
     if found != entry.digest:
         raise WeightError(
-            f"tensor {entry.name}: digest {found:016x} of the bytes that arrived, expected {entry.digest:016x}"
+            f"tensor {entry.name}: digest {found:016x} of the received bytes, expected {entry.digest:016x}"
         )

@@ -1,1 +1,1 @@
-"""The sending side of weight transports, one a file. `make_sender` finds them by name."""
+"""Publishes weight versions: one module per transport, found by name through `registry.make_sender`."""

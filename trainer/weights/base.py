@@ -1,5 +1,4 @@
-"""The sending side of a weight transport: one file for each transport, with the same name as in
-`rollout/weights/`."""
+"""Defines the interface of senders; each has a receiver in a module of the same name in rollout/weights/."""
 
 from __future__ import annotations
 
@@ -24,28 +23,41 @@ class WeightSender(Protocol):
         base_model: str = "",
         tied: tuple[tuple[str, str], ...] = (),
     ) -> WeightManifest:
-        """Make a version available and return its manifest. When it returns, the tensors may be written
-        again; with `shared`, when the engine serves it.
+        """Make a version available to engines and return its manifest.
+
+        When it returns, the tensors may be written to; with `shared`, only once the engine serves the
+        version.
+
+        Args:
+            epoch: epoch of the trainer.
+            version: number of the version.
+            tensors: (Hugging Face name, tensor) in the order of export; consumed to its end also on a
+                WeightError.
+            base_model: architecture name from the model's config.json.
+            tied: pairs of a name that is absent and the name of the tensor that it shares.
 
         Raises:
-            WeightError: nothing was published; what was written is removed.
+            WeightError: nothing was published, and what was written has been removed.
         """
 
     def retire(self, in_use: frozenset[int]) -> None:
-        """Forget versions that are neither in `in_use` nor among the newest `keep`."""
+        """Remove versions that are neither in `in_use` nor among the newest `keep`."""
 
     def close(self) -> None:
-        """Remove everything published that does not outlive the run; idempotent."""
+        """Remove all versions that do not outlive the run; idempotent."""
 
 
 @runtime_checkable
 class StreamingSender(WeightSender, Protocol):
-    """Sends a version while it is made."""
+    """Sends a version while it is being exported."""
 
     def provisional(self, epoch: str, version: int) -> WeightDraft | None:
-        """Be asked for a version from now on, which `publish` is about to make; None if that has to wait for
-        its manifest.
+        """Accept requests for a version that the next `publish` will export, and return its announcement.
 
-        Engines get what `publish` has made so far, and wait for the rest. If it fails, or makes another
-        version, they are hung up on.
+        Engines get the buckets that `publish` has filled so far and wait for the rest. If it fails, or
+        exports another version, they are disconnected.
+
+        Returns:
+            None if there is no earlier version of the epoch, whose layout the announcement would name;
+            engines then wait for the manifest.
         """

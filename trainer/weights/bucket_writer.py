@@ -1,4 +1,4 @@
-"""Writes the tensors of a version into buckets as they are exported, and digests them there; for all senders."""
+"""Writes the tensors of a version into buckets as they are exported, and digests them there."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
@@ -128,13 +128,13 @@ def checked_dtype(name: str, tensor: torch.Tensor) -> str:
 
 
 def in_dtype(tensors: Named, dtype: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors converted to an engine's dtype; those that are not floating point are kept as they are."""
+    """Yield the tensors in an engine's dtype; those that are not floating point are not converted."""
     kind = getattr(torch, dtype)
     for name, tensor in tensors:
         yield name, tensor.to(kind) if tensor.is_floating_point() else tensor
 
 
 def drain(tensors: Named) -> None:
-    """Consume the rest of an export: it is a collective that every rank completes, also if publishing failed."""
+    """Consume the rest of an export, a collective that every rank must complete even if publishing failed."""
     for _ in tensors:
         pass

@@ -3,8 +3,8 @@
     DIRECTORY/v00000012-EPOCH/model.safetensors   `location` of the manifest is the version's directory
     DIRECTORY/v00000012-EPOCH/manifest.json       the manifest, written last
 
-In the manifest, the data section of the file is the only bucket. Versions outlive the run, so engines that join
-late and restarted trainers find them.
+In the manifest, the data section of the file is the only bucket. Versions outlive the run, so engines that
+join late and restarted trainers find them.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Two sets of buckets, written in turns: one is read by engines while the other gets the next version."""
+"""Double-buffers versions: engines read one set of buckets while the next version is written to the other."""
 
 import threading
 from collections.abc import Iterator
@@ -16,23 +16,27 @@ SETS = 2
 class _Set:
     buckets: list[torch.Tensor] = field(default_factory=list)
     readers: int = 0
-    turn: int = 0
-    """Which version of this set it holds, counted from 1."""
+    uses: int = 0
+    """How often it was taken."""
 
 
 class BufferLease:
-    """The memory of one version: to be written by who has taken it, then read by engines until its set is
-    taken again."""
+    """The buckets of one version.
+
+    The thread that took the set writes them; engines read them until the set is taken again.
+    """
 
     def __init__(self, held: _Set, changed: threading.Condition, device: torch.device) -> None:
         self._set = held
-        self._turn = held.turn
+        self._use = held.uses
         self._changed = changed
         self._device = device
 
     def bucket(self, index: int, nbytes: int) -> torch.Tensor:
-        """Bucket `index`, uint8, of at least `nbytes`: the same memory as in the set's last turn unless that
-        is too small."""
+        """Return bucket `index`, uint8 of at least `nbytes`.
+
+        The memory of the set's last use is reused if it is large enough.
+        """
         buckets = self._set.buckets
         if index == len(buckets):
             buckets.append(torch.empty(nbytes, dtype=torch.uint8, device=self._device))
@@ -42,10 +46,13 @@ class BufferLease:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Within this, nobody writes to the memory. Raises ValueError if it has been taken for another
-        version."""
+        """Keep the memory from being written within the block.
+
+        Raises:
+            ValueError: the set was taken for another version.
+        """
         with self._changed:
-            if self._set.turn != self._turn:
+            if self._set.uses != self._use:
                 raise ValueError("the version was replaced before it was sent")
             self._set.readers += 1
         try:
@@ -57,7 +64,7 @@ class BufferLease:
 
 
 class DoubleBuffer:
-    """The memory of versions that engines read by themselves. No set is written to while anybody reads it."""
+    """Memory of the last two versions. No set is written to while an engine reads it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -66,22 +73,22 @@ class DoubleBuffer:
         self._changed = threading.Condition()
 
     def take(self, timeout_s: float) -> BufferLease:
-        """The set that was written longest ago, once nobody reads it.
+        """Take the set that was written least recently, once nobody reads it.
 
         Raises:
-            WeightError: somebody still does after `timeout_s`.
+            WeightError: it is still read after `timeout_s`.
         """
         with self._changed:
             held = self._sets[self._next]
             if not self._changed.wait_for(lambda: not held.readers, timeout_s):
                 raise WeightError(
-                    f"{held.readers} engine ranks still copy the version before the last after {timeout_s:g} s"
+                    f"{held.readers} engine ranks still copy the version before the last "
+                    f"after {timeout_s:g} s"
                 )
-            held.turn += 1
+            held.uses += 1
             return BufferLease(held, self._changed, self._device)
 
     def published(self) -> None:
-        """What was taken last holds a version now: the next one goes to the other set. Else it is taken
-        again."""
+        """Mark the set taken last as in use; without this call, `take` returns the same set again."""
         with self._changed:
             self._next = (self._next + 1) % SETS

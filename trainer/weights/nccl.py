@@ -1,18 +1,19 @@
-"""Sends versions through process groups of two, one for each engine rank: `location` is "HOST:PORT/BACKEND".
+"""Sends versions through process groups of two ranks, one group per engine rank.
 
-    receiver -> sender   {"version": v, "epoch": e, "layout": d}            `serving.py`
-    sender -> receiver   {"store_port": p}                     on the first request: both make a TCPStore(HOST, p) and a group of rank 0
-                                                               (sender) and rank 1 of it, which stay for the
-                                                               next versions
-                         {"ready": true}                       on later ones
-    both                 a byte, broadcast by rank 0 when the group is new: only then a GPU's is complete
-    both                 the pieces of the buckets (`protocol.weights.buckets.chunks`), broadcast by rank 0 in order
+`location` is "HOST:PORT/BACKEND". The dialogue, on the connection of `version_server.py`:
+
+    receiver -> sender   {"version": v, "epoch": e, "layout": d}
+    sender -> receiver   {"store_port": p}   first request: both open a TCPStore(HOST, p) and create a group,
+                                             rank 0 the sender, which is kept for the next versions
+                         {"ready": true}     later requests
+    both                 a byte, broadcast by rank 0 in a new group, which completes a GPU's communicator
+    both                 the chunks of the buckets (`protocol.weights.buckets.chunks`), broadcast by rank 0
     receiver -> sender   {"done": v}
 
-Pairwise groups: a receiver that hangs or dies holds up no other, and no default process group is touched. The
-version lies in memory of its own on the trainer's device, so the next training step does not wait for its
-transfers. A version that is laid out as the one before it is sent while it is made (`draft`), a bucket as
-soon as it is full.
+With a group per receiver, one that hangs or dies delays no other, and the default process group is not
+touched. The version is kept in memory of its own on the trainer's device, so the next training step does not
+wait for transfers. A version with the layout of the one before it is sent while it is exported
+(`provisional`), each bucket as soon as it is full.
 """
 
 import socket
@@ -25,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from protocol.device.bounded_init import check_stuck, init_with_deadline
-from protocol.device.pair_group import ALONE, SENDER, abort, make_pair
+from protocol.device.pair_group import ALONE, BACKENDS, SENDER, abort, make_pair
 from protocol.errors import SettingsError, WeightError
 from protocol.messages import WeightDraft, WeightManifest
 from protocol.weights.buckets import chunks
@@ -41,14 +42,12 @@ from trainer.weights.version_server import (
     remaining_s,
 )
 
-BACKENDS = ("gloo", "nccl")
 JOIN_POLL_S = 0.005
-"""Between two looks whether a receiver has joined."""
-FILL_POLL_S = 0.05
-"""Between two looks whether a receiver still waits for a bucket that is not full."""
+"""Interval at which the store is checked for a receiver that joins."""
+BUCKET_POLL_S = 0.05
+"""Interval at which the connection is checked while a receiver waits for a bucket."""
 POLL_S = 0.0005
-"""Between two looks whether the transfer is through: the host does not wait in the driver, which no deadline
-reaches."""
+"""Interval at which a transfer on a GPU is polled: a wait in the driver would have no deadline."""
 
 
 class NcclSender:
@@ -58,8 +57,8 @@ class NcclSender:
         """Start to listen on a free port of `config.host`.
 
         Raises:
-            SettingsError: if the process group backend is not known, or cannot be used here.
-            WeightError: if the address cannot be listened on.
+            SettingsError: the process group backend is unknown, or cannot be used here.
+            WeightError: the address cannot be listened on.
         """
         backend = config.backend or ("nccl" if torch.cuda.is_available() else "gloo")
         if backend not in BACKENDS:
@@ -71,7 +70,7 @@ class NcclSender:
         self._device = (
             torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
         )
-        self._server = VersionServer(config, lambda: _Pair(config.host, backend, self._device))
+        self._server = VersionServer(config, lambda: _PairChannel(config.host, backend, self._device))
 
     @property
     def location(self) -> str:
@@ -79,13 +78,13 @@ class NcclSender:
         return f"{self._server.address}/{self._backend}"
 
     def provisional(self, epoch: str, version: int) -> WeightDraft | None:
-        """See `DraftingSender`."""
+        """Accept requests for a version that the next `publish` will export; see `StreamingSender`."""
         before = self._server.current
         if before is None or before.manifest.epoch != epoch:
             return None
-        self._give_up()
-        self._server.coming = ServedVersion(
-            provisional_manifest(before.manifest, version), filling=StreamedBuckets()
+        self._cancel_provisional()
+        self._server.provisional = ServedVersion(
+            provisional_manifest(before.manifest, version), streamed=StreamedBuckets()
         )
         return WeightDraft(epoch=epoch, version=version, like=before.manifest.version)
 
@@ -98,59 +97,61 @@ class NcclSender:
         base_model: str = "",
         tied: tuple[tuple[str, str], ...] = (),
     ) -> WeightManifest:
-        memory: list[torch.Tensor] = []
-        filling = self._filling(epoch, version)
+        buckets: list[torch.Tensor] = []
+        streamed = self._streamed_buckets(epoch, version)
 
         def allocate(_: int, size: int) -> torch.Tensor:
-            if memory:
-                filling.add(memory[-1])
-            memory.append(torch.empty(size, dtype=torch.uint8, device=self._device))
-            return memory[-1]
+            if buckets:
+                streamed.add(buckets[-1])
+            buckets.append(torch.empty(size, dtype=torch.uint8, device=self._device))
+            return buckets[-1]
 
         try:
             check_stuck()
-            layout = fill_buckets(tensors, self._config.bucket_mb << 20, allocate)
-            filling.add(memory[-1])
-            filling.fail()  # who waits for more has asked for another layout
+            contents = fill_buckets(tensors, self._config.bucket_mb << 20, allocate)
+            streamed.add(buckets[-1])
+            streamed.fail()  # a receiver that waits for another bucket expects another layout
         except (WeightError, torch.OutOfMemoryError) as error:
-            self._give_up()
+            self._cancel_provisional()
             drain(tensors)
             raise WeightError(f"version {version}: {error}") from error
         except BaseException:
-            self._give_up()
+            self._cancel_provisional()
             raise
         manifest = make_manifest(
-            "nccl", self.location, epoch, version, layout, base_model=base_model, tied=tied
+            "nccl", self.location, epoch, version, contents, base_model=base_model, tied=tied
         )
-        self._server.current = ServedVersion(manifest, filling=filling)
-        self._server.coming = None
+        self._server.current = ServedVersion(manifest, streamed=streamed)
+        self._server.provisional = None
         return manifest
 
     def retire(self, in_use: frozenset[int]) -> None:
-        """Nothing to do: only the current version is kept, and those that are being sent."""
+        """Do nothing: only the current version is kept, and those that are being sent."""
 
     def close(self) -> None:
-        """Stop listening and hang up on every receiver."""
-        self._give_up()
+        """Stop listening and disconnect every receiver."""
+        self._cancel_provisional()
         self._server.close()
 
-    def _filling(self, epoch: str, version: int) -> StreamedBuckets:
-        """Where the buckets of a version go: to the senders of its draft, if it has one."""
-        coming = self._server.coming
-        if coming is not None and (coming.manifest.epoch, coming.manifest.version) == (epoch, version):
-            return coming.filling
-        self._give_up()
+    def _streamed_buckets(self, epoch: str, version: int) -> StreamedBuckets:
+        """Return where the buckets of a version go: those of the provisional version, if it is this one."""
+        provisional = self._server.provisional
+        if provisional is not None:
+            manifest = provisional.manifest
+            if (manifest.epoch, manifest.version) == (epoch, version):
+                return provisional.streamed
+        self._cancel_provisional()
         return StreamedBuckets()
 
-    def _give_up(self) -> None:
-        """Whoever receives a draft is hung up on."""
-        coming, self._server.coming = self._server.coming, None
-        if coming is not None:
-            coming.filling.fail()
+    def _cancel_provisional(self) -> None:
+        """Disconnect the receivers of the provisional version, if there is one."""
+        provisional, self._server.provisional = self._server.provisional, None
+        if provisional is not None:
+            provisional.streamed.fail()
 
 
-class _Pair:
-    """Rank 0 of a group of two."""
+class _PairChannel:
+    """Sends chunks to one receiver, as rank 0 of a group of two."""
 
     def __init__(self, host: str, backend: str, device: torch.device) -> None:
         self._host = host
@@ -158,82 +159,89 @@ class _Pair:
         self._device = device
         self._group: Any = None
 
-    def send(self, line: ReceiverConnection, published: ServedVersion, end: float) -> None:
+    def send(self, connection: ReceiverConnection, served: ServedVersion, end: float) -> None:
         if self._group is None:
-            self._group = self._join(line, end)
+            self._group = self._join(connection, end)
         else:
-            line.answer({"ready": True}, end)
-        # What is stuck in a library or on the GPU is ended by aborting the communicator.
+            connection.answer({"ready": True}, end)
+        # Aborting the group ends what blocks in a library or on the GPU.
         watchdog = threading.Timer(remaining_s(end), abort, args=(self._group,))
         watchdog.daemon = True
         watchdog.start()
         try:
             if self._device.type == "cuda":
-                self._send_on_stream(line, published, end)
+                self._send_on_stream(connection, served, end)
             else:
-                self._broadcast(line, published, end)
-            line.done(published.manifest.version, end)
+                self._broadcast(connection, served, end)
+            connection.wait_done(served.manifest.version, end)
         except BaseException:
             self.close()
             raise
         finally:
             watchdog.cancel()
-            watchdog.join(
-                CLOSE_S
-            )  # a group that it let go of last would end while the interpreter does, and take the process with it
+            # If the timer's thread dropped the last reference to the group while the interpreter shuts down,
+            # the process would crash.
+            watchdog.join(CLOSE_S)
 
     def close(self) -> None:
         group, self._group = self._group, None
         if group is not None:
             abort(group)
 
-    def _join(self, line: ReceiverConnection, end: float) -> Any:
-        # The store's socket is made here because the store's own would listen on every address.
+    def _join(self, connection: ReceiverConnection, end: float) -> Any:
+        # The socket is created here because the store's own would listen on every address.
         listener = socket.create_server((self._host, 0))
         port = listener.getsockname()[1]
         timeout = timedelta(seconds=remaining_s(end))
         store = dist.TCPStore(  # type: ignore[attr-defined]
             self._host, port, 2, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        line.answer({"store_port": port}, end)
-        # Making a group whose other side does not come leaves a thread behind, so it is not begun before the
-        # receiver is there.
+        connection.answer({"store_port": port}, end)
+        # The group is not created before the receiver is there: if it never came, a thread would be stuck.
         while not store.check(["receiver"]):
-            if line.hung_up(JOIN_POLL_S):
-                raise ValueError("a receiver left before it had joined")
+            if connection.disconnected(JOIN_POLL_S):
+                raise ValueError("a receiver disconnected before it had joined the group")
             remaining_s(end)
         seconds = remaining_s(end)
         return init_with_deadline(
-            partial(make_pair, store, SENDER, self._device, seconds), abort, seconds, lambda: line.hung_up(0)
+            partial(make_pair, store, SENDER, self._device, seconds),
+            abort,
+            seconds,
+            lambda: connection.disconnected(0),
         )
 
-    def _broadcast(self, line: ReceiverConnection, published: ServedVersion, end: float) -> None:
-        for piece in chunks(published.manifest, ALONE[self._backend]):
-            bucket = _bucket(line, published, piece.bucket, end)
+    def _broadcast(self, connection: ReceiverConnection, served: ServedVersion, end: float) -> None:
+        for chunk in chunks(served.manifest, ALONE[self._backend]):
+            bucket = _full_bucket(connection, served, chunk.bucket, end)
             options = dist.BroadcastOptions()
             options.rootRank, options.rootTensor = 0, 0
             options.timeout = timedelta(seconds=remaining_s(end))
-            self._group.broadcast([bucket[piece.start : piece.end]], options).wait()
+            self._group.broadcast([bucket[chunk.start : chunk.end]], options).wait()
 
-    def _send_on_stream(self, line: ReceiverConnection, published: ServedVersion, end: float) -> None:
-        """Queue all pieces and wait until they are through, the receiver is gone, or the time is up."""
-        stream = torch.cuda.Stream(self._device)  # not the one that trains
+    def _send_on_stream(self, connection: ReceiverConnection, served: ServedVersion, end: float) -> None:
+        """Queue all chunks and wait until they are sent, the receiver disconnects, or time is up."""
+        stream = torch.cuda.Stream(self._device)  # not the stream that trains
         with torch.cuda.stream(stream):
-            self._broadcast(line, published, end)
-            through = torch.cuda.Event()
-            through.record(stream)
-        while not through.query():
-            if line.hung_up(POLL_S):
-                raise ValueError("a receiver died in the middle of a version")
+            self._broadcast(connection, served, end)
+            sent = torch.cuda.Event()
+            sent.record(stream)
+        while not sent.query():
+            if connection.disconnected(POLL_S):
+                raise ValueError("a receiver disconnected in the middle of a version")
             remaining_s(end)
 
 
-def _bucket(line: ReceiverConnection, published: ServedVersion, index: int, end: float) -> torch.Tensor:
-    """A bucket of the version, when it is full. Raises ValueError: the receiver has left, or the bucket will
-    not come."""
-    while (bucket := published.filling.bucket(index, min(FILL_POLL_S, remaining_s(end)))) is None:
-        if line.hung_up(0):
-            raise ValueError("a receiver left before the version was made")
-    if len(bucket) < published.manifest.buckets[index]:
-        raise ValueError("the version is laid out in another way than the one before it")
+def _full_bucket(
+    connection: ReceiverConnection, served: ServedVersion, index: int, end: float
+) -> torch.Tensor:
+    """Wait for a bucket of the version to be full.
+
+    Raises:
+        ValueError: the receiver has disconnected, or the bucket will not come.
+    """
+    while (bucket := served.streamed.bucket(index, min(BUCKET_POLL_S, remaining_s(end)))) is None:
+        if connection.disconnected(0):
+            raise ValueError("a receiver disconnected before the version was exported")
+    if len(bucket) < served.manifest.buckets[index]:
+        raise ValueError("the version does not have the layout of the one before it")
     return bucket

@@ -1,4 +1,4 @@
-"""Makes a sender by the name of its transport, whose module is imported when it is chosen."""
+"""Makes senders by the name of their transport, whose module is imported when it is chosen."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ TRANSPORTS = {
 """Transport -> the class of its sender."""
 
 Masters = Callable[[], "Mapping[str, torch.Tensor]"]
+"""Returns name -> tensor."""
 
 
 def _no_masters() -> Mapping[str, torch.Tensor]:
@@ -41,15 +42,18 @@ def make_sender(
     masters: Masters = _no_masters,
     parts: Masters | None = None,
 ) -> WeightSender:
-    """The sender for `config.transport`. Made in trainer rank 0 only.
+    """Return the sender of `config.transport`; called in trainer rank 0 only.
 
     Args:
-        masters: of the backend, see there; asked for by `shared`.
-        parts: of them, see there; by default they are what is published.
+        config: section `[weights]`.
+        run: name of the run.
+        run_dir: directory of the run.
+        masters: returns the backend's fp32 masters by the names of its parameters; called for `shared` only.
+        parts: returns checkpoint name -> part of a master; by default the masters are what is published.
 
     Raises:
-        SettingsError: if there is none of that name, or a number is out of range.
-        WeightError: if the sender cannot set itself up.
+        SettingsError: the transport is unknown, or a number is out of range.
+        WeightError: the sender cannot be set up.
     """
     for name in ("bucket_mb", "keep", "timeout_s"):
         if getattr(config, name) <= 0:

@@ -1,8 +1,8 @@
 """Publishes where the trainer's fp32 masters lie, without copying them; for one engine on the same device.
 
-`location` is the file that describes their memory. The engine converts the masters into its live weights itself.
-So they must not be written to between `publish` and the moment in which the engine serves the version;
-`invalidate` announces that they will be.
+`location` is the file that describes their memory. The engine converts the masters into its live weights
+itself. So they must not be written to between `publish` and the moment in which the engine serves the
+version; `invalidate` announces that they will be.
 """
 
 from collections.abc import Callable, Mapping
@@ -84,7 +84,7 @@ class SharedSender:
         return manifest
 
     def invalidate(self) -> None:
-        """Withdraw the version, because the masters will be written to; engines read none until the next one."""
+        """Withdraw the version, as the masters are about to be written to: no engine reads it any more."""
         self._held.fill_(NOT_HELD)
 
     def retire(self, in_use: frozenset[int]) -> None:
@@ -99,7 +99,7 @@ class SharedSender:
 
 
 def _digested(tensors: Named, parts: Mapping[str, torch.Tensor]) -> BucketContents:
-    """Return the entries of the tensors, placed one behind the other in a bucket that exists in the manifest."""
+    """Return the entries of the tensors, in one bucket that exists in the manifest alone."""
     builder = EntryBuilder(UNLIMITED_BYTES)
     for name, tensor in tensors:
         if name not in parts or not matches_layout(parts[name], tuple(tensor.shape)):

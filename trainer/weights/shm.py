@@ -3,8 +3,8 @@
     DIRECTORY/owner.pid                          pid of the trainer, which locks the file while it lives
     DIRECTORY/v00000012-EPOCH/bucket_00000.bin   `location` of the manifest is the version's directory
 
-These are plain files rather than `multiprocessing.shared_memory`, because the resource tracker of a reader would
-unlink the latter when the reader exits.
+These are plain files rather than `multiprocessing.shared_memory`, because the resource tracker of a reader
+would unlink the latter when the reader exits.
 """
 
 import mmap

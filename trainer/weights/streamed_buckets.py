@@ -1,4 +1,4 @@
-"""The buckets of a version that is being made, for senders that begin before the last of them is full."""
+"""Hands over the buckets of a version that is still being exported; readers wait until each one is full."""
 
 import threading
 
@@ -6,15 +6,16 @@ import torch
 
 
 class StreamedBuckets:
-    """Buckets come one after the other, from one thread, and are read by others."""
+    """Buckets that one thread adds one after the other, and other threads read."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._buckets: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
+        """Full buckets; those on a GPU with the event after which they are full."""
         self._failed = False
 
     def add(self, bucket: torch.Tensor) -> None:
-        """The next bucket is full; on a GPU when what is queued on the current stream by now is done."""
+        """Add the next bucket; one on a GPU is full once the work queued on the current stream is done."""
         full = None
         if bucket.is_cuda:
             full = torch.cuda.Event()
@@ -24,22 +25,22 @@ class StreamedBuckets:
             self._changed.notify_all()
 
     def fail(self) -> None:
-        """No more buckets will come: those that have stay."""
+        """Announce that no more buckets will be added; those that were can still be read."""
         with self._changed:
             self._failed = True
             self._changed.notify_all()
 
     def bucket(self, index: int, seconds: float) -> torch.Tensor | None:
-        """A bucket, for work on the current stream; None if it is not there within `seconds`.
+        """Return a bucket, for work on the current stream; None if it is not full within `seconds`.
 
         Raises:
-            ValueError: it will not come.
+            ValueError: it will not be added.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._failed or index < len(self._buckets), seconds)
             if index >= len(self._buckets):
                 if self._failed:
-                    raise ValueError("the version was given up before it was complete")
+                    raise ValueError("the export of the version ended before this bucket")
                 return None
             bucket, full = self._buckets[index]
         if full is not None:

@@ -28,7 +28,7 @@ class VersionDirectories:
         self._published: list[tuple[int, Path]] = []
 
     def adopt(self) -> None:
-        """Take over the versions of an earlier process, oldest first, and remove those that it did not finish."""
+        """Take over the versions of an earlier process, oldest first, and remove unfinished ones."""
         found = []
         for path in self.directory.iterdir():
             if path.name.endswith(".tmp"):
@@ -39,9 +39,12 @@ class VersionDirectories:
 
     @contextmanager
     def written(self, epoch: str, version: int) -> Iterator[tuple[Path, Path]]:
-        """Yield (empty directory to write to, path that it will have); it becomes visible when the block ends.
+        """Write a version within the block; it becomes visible when the block ends.
 
         A version of the same name is replaced. If the block raises, what it wrote is removed.
+
+        Yields:
+            (empty directory to write to, path that it will have).
 
         Raises:
             OSError: the directory cannot be made or renamed.

@@ -1,11 +1,11 @@
-"""Serves the version that is current to engines that ask for it over TCP; what nccl and ipc share.
+"""Serves the current version to engines that request it over TCP; shared by the transports nccl and ipc.
 
-    receiver -> sender   {"version": v, "epoch": e, "layout": d}     one line of JSON; the connection stays for the next version
-    sender -> receiver   {"error": text}, or what the transport answers
+    receiver -> sender   {"version": v, "epoch": e, "layout": d}   one line of JSON
+    sender -> receiver   {"error": text}, or the transport's answer
     ...                  the transport moves the bytes
-    receiver -> sender   {"done": v}
+    receiver -> sender   {"done": v}                               the connection is kept for the next version
 
-Each connection has a thread of its own, so a receiver that hangs or dies costs nobody else anything.
+Each connection has a thread of its own, so that a receiver that hangs or dies delays no other.
 """
 
 import json
@@ -30,13 +30,15 @@ from trainer.weights.streamed_buckets import StreamedBuckets
 log = logging.getLogger("tether.weights")
 
 MAX_RECEIVERS = 8
-"""Served at a time; further ones wait, within their own deadlines."""
+"""Receivers served at a time; others wait, within their own deadlines."""
 MAX_CONNECTIONS = 1024
-"""Engine ranks; further ones are hung up on."""
+"""Connections, one per engine rank; further ones are closed."""
 MAX_LINE = 4096
 """Bytes of a request."""
 POLL_S = 1.0
-"""Between two looks whether an idle connection is to be closed."""
+"""Interval at which an idle connection checks whether the server is closed."""
+ACCEPT_RETRY_S = 0.05
+"""Pause after a failed accept, for instance without free file descriptors."""
 SOCKET_OPTIONS = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),  # a host that vanished is noticed within a minute
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
@@ -45,38 +47,37 @@ SOCKET_OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
 )
 CLOSE_S = 5.0
-"""For all connections to end when they are hung up on."""
+"""Time for the threads of all connections to end on `close`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedVersion:
-    """A version in memory. Whoever sends it holds it, so it stays while it is sent, however many versions
-    follow."""
+    """A version in memory. A channel that sends it references it, so it lives until it is sent."""
 
     manifest: WeightManifest
     buckets: tuple[torch.Tensor, ...] = ()
-    """Of a transport that hands them over: uint8, each of at least its size in the manifest, complete."""
-    sending: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Entered for as long as it is sent; ValueError if that cannot begin any more."""
-    filling: StreamedBuckets = field(default_factory=StreamedBuckets)
-    """Of a transport that sends them: where they come from, one after the other, while the version is made
-    and after."""
+    """Complete buckets, uint8, each of at least its size in the manifest; of a transport that shares
+    memory."""
+    reading: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Entered while the version is sent; raises ValueError if it has been replaced."""
+    streamed: StreamedBuckets = field(default_factory=StreamedBuckets)
+    """The buckets, during the export and after it; of a transport that sends them."""
 
 
 class ReceiverConnection:
-    """One connection, a line of JSON at a time."""
+    """A receiver's connection, which carries lines of JSON."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self._rest = b""
-        """What came behind the last line: who says that it has one version may ask for the next at once."""
+        """Bytes after the last line: a receiver may send the next request right behind {"done": v}."""
 
     def request(self, end: float) -> dict[str, Any] | None:
-        """The next line; None if the receiver has hung up before it began one.
+        """Read the next line; None if the receiver disconnected before it began one.
 
         Raises:
-            TimeoutError: not complete by `end`.
-            ValueError: not a line of JSON.
+            TimeoutError: it is not complete by `end`.
+            ValueError: it is not a line of JSON.
         """
         while b"\n" not in self._rest:
             self.connection.settimeout(remaining_s(end))
@@ -85,51 +86,51 @@ class ReceiverConnection:
             if not self._rest:
                 return None
             if not part or len(self._rest) > MAX_LINE:
-                raise ValueError("a receiver hung up, or does not speak our protocol")
+                raise ValueError("a receiver disconnected within a request, or sent no line of JSON")
         line, _, self._rest = self._rest.partition(b"\n")
         found = json.loads(line)
         return found if isinstance(found, dict) else {}
 
     def answer(self, answer: dict[str, Any], end: float) -> None:
-        """Send a line."""
+        """Send a line of JSON."""
         self.connection.settimeout(remaining_s(end))
         self.connection.sendall(json.dumps(answer).encode() + b"\n")
 
-    def done(self, version: int, end: float) -> None:
-        """Wait until the receiver says that it has the whole version.
+    def wait_done(self, version: int, end: float) -> None:
+        """Wait for the receiver's {"done": version}.
 
         Raises:
-            ValueError: it has hung up instead.
+            ValueError: it disconnected, or sent something else.
         """
         if self.request(end) != {"done": version}:
-            raise ValueError(f"a receiver left in the middle of version {version}")
+            raise ValueError(f"a receiver disconnected in the middle of version {version}")
 
-    def hang_up(self) -> None:
-        """At once, also for who waits on the connection."""
+    def shut_down(self) -> None:
+        """Disconnect at once, which also wakes threads that wait on the connection."""
         with suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
 
     def readable(self, seconds: float) -> bool:
-        """Whether there is something to read, or the receiver has hung up, within `seconds`."""
+        """Return whether there is something to read, or the receiver disconnects, within `seconds`."""
         if self._rest:
             return True
-        ready = select.poll()  # `select` knows no descriptors over 1023
+        ready = select.poll()  # `select` cannot handle descriptors over 1023
         ready.register(self.connection, select.POLLIN)
         return bool(ready.poll(1e3 * seconds))
 
-    def hung_up(self, seconds: float) -> bool:
-        """Whether the receiver has hung up, or does within `seconds`, with nothing left to read."""
+    def disconnected(self, seconds: float) -> bool:
+        """Return whether the receiver disconnects within `seconds`, with nothing left to read."""
         return self.readable(seconds) and not self._rest and not self.connection.recv(1, socket.MSG_PEEK)
 
 
 class Channel(Protocol):
-    """How one connection gets its bytes; lives as long as the connection."""
+    """How one connection transfers the bytes of versions; lives as long as the connection."""
 
-    def send(self, line: ReceiverConnection, published: ServedVersion, end: float) -> None:
-        """Answer the request, and return when the receiver has the bytes.
+    def send(self, connection: ReceiverConnection, served: ServedVersion, end: float) -> None:
+        """Answer the request, transfer the version, and return when the receiver has it.
 
         Raises:
-            OSError, RuntimeError, ValueError, WeightError: it has not by `end`.
+            OSError, RuntimeError, ValueError, WeightError: the receiver does not have it by `end`.
         """
 
     def close(self) -> None:
@@ -137,16 +138,22 @@ class Channel(Protocol):
 
 
 class VersionServer:
-    """Listens on a free port of `config.host` and serves `current`, and `coming` to those who know of it."""
+    """Listens on a free port of `config.host` and serves the current version.
 
-    def __init__(self, config: WeightConfig, channel: Callable[[], Channel]) -> None:
-        """`channel` is called for each connection. Raises WeightError if the address cannot be listened
-        on."""
+    It also serves the provisional version, which is still being exported, to receivers that know of it.
+    """
+
+    def __init__(self, config: WeightConfig, make_channel: Callable[[], Channel]) -> None:
+        """Start to listen; `make_channel` is called for each connection.
+
+        Raises:
+            WeightError: the address cannot be listened on.
+        """
         self._config = config
-        self._channel = channel
+        self._make_channel = make_channel
         self.current: ServedVersion | None = None
-        self.coming: ServedVersion | None = None
-        """A version that is being made; its manifest is a draft."""
+        self.provisional: ServedVersion | None = None
+        """A version that is being exported, with a provisional manifest."""
         self._closed = threading.Event()
         self._slots = threading.BoundedSemaphore(MAX_RECEIVERS)
         self._lock = threading.Lock()
@@ -164,17 +171,17 @@ class VersionServer:
         return f"{self._config.host}:{self._listener.getsockname()[1]}"
 
     def close(self) -> None:
-        """Stop listening and hang up on every receiver."""
+        """Stop listening and disconnect every receiver."""
         self._closed.set()
-        self.current = self.coming = None
+        self.current = self.provisional = None
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept
         self._listener.close()
         with self._lock:
             threads = list(self._connections.values())
             for connection in self._connections:
-                ReceiverConnection(connection).hang_up()
-        # A thread that comes back from a library when the interpreter is gone would take the process with it.
+                ReceiverConnection(connection).shut_down()
+        # A thread that returns from a library after the interpreter has shut down would crash the process.
         end = time.monotonic() + CLOSE_S
         for thread in [self._thread, *threads]:
             thread.join(timeout=max(0.0, end - time.monotonic()))
@@ -184,7 +191,7 @@ class VersionServer:
             try:
                 connection, _ = self._listener.accept()
             except OSError:
-                if self._closed.wait(0.05):  # else out of file descriptors, or a peer that hung up at once
+                if self._closed.wait(ACCEPT_RETRY_S):
                     return
                 continue
             thread = threading.Thread(
@@ -199,67 +206,69 @@ class VersionServer:
                 log.warning("weights.too_many_receivers limit=%d", MAX_CONNECTIONS)
                 connection.close()
 
-    def _serve(self, connection: socket.socket) -> None:
-        """Serve one receiver until it hangs up; whatever goes wrong ends this receiver's connection and
-        nothing else."""
-        line, channel = ReceiverConnection(connection), self._channel()
+    def _serve(self, accepted: socket.socket) -> None:
+        """Serve one receiver until it disconnects; an error closes its connection and has no other effect."""
+        connection, channel = ReceiverConnection(accepted), self._make_channel()
         for level, option, value in SOCKET_OPTIONS:
-            connection.setsockopt(level, option, value)
+            accepted.setsockopt(level, option, value)
         served = 0
         try:
-            # A connection that has had a version may be silent until there is another; a new one has to ask.
+            # A receiver that has had a version may be silent until the next one; a new one must send a
+            # request.
             first = time.monotonic() + self._config.timeout_s
             while not self._closed.is_set():
-                if not line.readable(POLL_S):
+                if not connection.readable(POLL_S):
                     if not served:
                         remaining_s(first)
                     continue
                 end = time.monotonic() + self._config.timeout_s
-                request = line.request(end)
+                request = connection.request(end)
                 if request is None:
                     return
-                served += self._answer(line, channel, request, end)
+                served += self._answer(connection, channel, request, end)
         except (OSError, RuntimeError, ValueError, WeightError) as error:
             if not self._closed.is_set():
-                log.warning(
-                    "weights.send_failed error=%s", str(error)
-                )  # its traceback would keep the channel open as long as the record
+                # As text: the traceback of a log record would keep the channel open as long as the record.
+                log.warning("weights.send_failed error=%s", str(error))
         finally:
             channel.close()
             with self._lock:
-                self._connections.pop(connection, None)
-            connection.close()
+                self._connections.pop(accepted, None)
+            accepted.close()
 
-    def _asked_for(self, request: dict[str, Any]) -> ServedVersion | str:
-        """The version of a request, or why it is not served."""
-        coming, current = self.coming, self.current  # in this order: what is not coming any more is there
+    def _requested(self, request: dict[str, Any]) -> ServedVersion | str:
+        """Return the version of a request, or why it is not served."""
+        # In this order: a provisional version that has just become the current one is found as that.
+        provisional, current = self.provisional, self.current
         wanted = (request.get("epoch"), request.get("version"))
-        for found in (current, coming):
+        for found in (current, provisional):
             if found is not None and (found.manifest.epoch, found.manifest.version) == wanted:
                 layout = layout_digest(found.manifest)
-                if (
-                    request.get("layout", layout) != layout
-                ):  # gloo ends the process of a receiver to whom more comes than it has room for
-                    return f"version {found.manifest.version} is laid out in another way than is expected"
+                # gloo ends the process of a receiver that gets more bytes than it has memory for
+                if request.get("layout", layout) != layout:
+                    return f"version {found.manifest.version} has another layout than the request expects"
                 return found
         if current is None:
             return "no version is published"
         return f"the current version is {current.manifest.version} of epoch {current.manifest.epoch}"
 
-    def _answer(self, line: ReceiverConnection, channel: Channel, request: dict[str, Any], end: float) -> int:
-        """Serve one request. Returns the number of versions sent: 0 if it is not for the current one."""
-        published = self._asked_for(request)
-        if isinstance(published, str):
-            line.answer({"error": published}, end)
+    def _answer(
+        self, connection: ReceiverConnection, channel: Channel, request: dict[str, Any], end: float
+    ) -> int:
+        """Serve one request; return how many versions were sent: 0 if the requested one is not served."""
+        served = self._requested(request)
+        if isinstance(served, str):
+            connection.answer({"error": served}, end)
             return 0
         if not self._slots.acquire(timeout=remaining_s(end)):
             raise TimeoutError("no slot became free within weights.timeout_s")
         try:
-            with published.sending():
+            with served.reading():
                 try:
-                    channel.send(line, published, end)
+                    channel.send(connection, served, end)
                 except BaseException:
-                    line.hang_up()  # before the memory may be written again: who still reads it will see that
+                    # Before the memory may be written again, so that a receiver that still reads it notices.
+                    connection.shut_down()
                     raise
         finally:
             self._slots.release()
@@ -267,7 +276,7 @@ class VersionServer:
 
 
 def remaining_s(end: float) -> float:
-    """Seconds until `end`. Raises TimeoutError if it has passed."""
+    """Return the seconds until `end`. Raises TimeoutError if it has passed."""
     seconds = end - time.monotonic()
     if seconds <= 0:
         raise TimeoutError("not complete within weights.timeout_s")

@@ -54,55 +54,63 @@ def many_descriptors() -> Iterator[None]:
         yield
 
 
-class Spoken:
-    """A channel whose receivers have the bytes already."""
+class DoneChannel:
+    """The sender's channel of receivers that can read its memory already."""
 
-    def send(self, line: ReceiverConnection, published: ServedVersion, end: float) -> None:
-        line.answer({"ready": True}, end)
-        line.done(published.manifest.version, end)
+    def send(self, connection: ReceiverConnection, served: ServedVersion, end: float) -> None:
+        connection.answer({"ready": True}, end)
+        connection.wait_done(served.manifest.version, end)
 
     def close(self) -> None:
         pass
 
 
-class Mapping(ConnectedReceiver):
+class MappingChannel:
     """Maps the memory of a sender in this very process, as `ipc` does that of another one's GPU."""
 
     def __init__(self, memory: list[torch.Tensor]) -> None:
-        super().__init__()
         self._memory = memory
         self.mapped: list[torch.Tensor] = []
 
-    def _address(self, manifest: WeightManifest) -> tuple[str, int]:
+    def address(self, manifest: WeightManifest) -> tuple[str, int]:
         return parse_address(manifest.location, manifest.location)
 
-    def _pieces(
-        self, answer: dict[str, Any], manifest: WeightManifest, deadline: Deadline, place: Destination
+    def chunks(
+        self,
+        answer: dict[str, Any],
+        manifest: WeightManifest,
+        deadline: Deadline,
+        place: Destination,
+        disconnected: Callable[[], bool],
     ) -> Iterator[tuple[Chunk, torch.Tensor]]:
         self.mapped = self._memory
-        for piece in chunks(manifest):
+        for chunk in chunks(manifest):
             assert self.mapped, "released beneath a copy"
-            yield piece, self.mapped[piece.bucket][piece.start : piece.end]
+            yield chunk, self.mapped[chunk.bucket][chunk.start : chunk.end]
 
-    def _drain_device(self) -> None:
+    def drain_device(self) -> None:
         pass
 
-    def _interrupt(self) -> None:
+    def interrupt(self) -> None:
         pass
 
-    def _release(self) -> None:
+    def release(self) -> None:
         self.mapped = []
 
 
 @contextmanager
-def mapping() -> Iterator[tuple[VersionServer, WeightManifest, Mapping]]:
+def mapping() -> Iterator[tuple[VersionServer, WeightManifest, ConnectedReceiver, MappingChannel]]:
     memory: list[torch.Tensor] = []
 
     def allocate(_: int, size: int) -> torch.Tensor:
         memory.append(torch.empty(size, dtype=torch.uint8))
         return memory[-1]
 
-    with closing(VersionServer(CONFIG, Spoken)) as server, closing(Mapping(memory)) as receiver:
+    channel = MappingChannel(memory)
+    with (
+        closing(VersionServer(CONFIG, DoneChannel)) as server,
+        closing(ConnectedReceiver(channel)) as receiver,
+    ):
         manifest = make_manifest(
             "ipc",
             server.address,
@@ -113,39 +121,42 @@ def mapping() -> Iterator[tuple[VersionServer, WeightManifest, Mapping]]:
             tied=(),
         )
         server.current = ServedVersion(manifest, tuple(memory))
-        yield server, manifest, receiver
+        yield server, manifest, receiver, channel
 
 
 def test_what_is_mapped_of_a_sender_is_released_when_it_hangs_up() -> None:
-    with mapping() as (server, manifest, receiver):
+    with mapping() as (server, manifest, receiver, channel):
         assert len(list(receiver.tensors(manifest, 60))) == len(TENSORS)
-        assert receiver.mapped
+        assert channel.mapped
         server.close()
-        until(lambda: not receiver.mapped)
+        until(lambda: not channel.mapped)
         until(lambda: not watchers())
 
 
 def test_that_is_noticed_with_more_descriptors_than_select_knows() -> None:
-    with many_descriptors(), mapping() as (server, manifest, receiver):
+    with many_descriptors(), mapping() as (server, manifest, receiver, channel):
         assert len(list(receiver.tensors(manifest, 60))) == len(TENSORS)
         server.close()
-        until(lambda: not receiver.mapped)
+        until(lambda: not channel.mapped)
 
 
 def test_nothing_is_released_beneath_a_copy_but_when_it_has_ended() -> None:
-    with mapping() as (server, manifest, receiver):
+    with mapping() as (server, manifest, receiver, channel):
         coming = receiver.tensors(manifest, 60)
         next(coming)
         server.close()
         until(lambda: not watchers())  # it has seen that
-        assert receiver.mapped
-        with pytest.raises(WeightError, match="hung up in the middle"):
+        assert channel.mapped
+        with pytest.raises(WeightError, match="disconnected in the middle"):
             list(coming)
-        assert not receiver.mapped
+        assert not channel.mapped
 
 
 def test_a_successor_at_another_address_is_watched_in_its_place() -> None:
-    with mapping() as (server, manifest, receiver), closing(VersionServer(CONFIG, Spoken)) as successor:
+    with (
+        mapping() as (server, manifest, receiver, channel),
+        closing(VersionServer(CONFIG, DoneChannel)) as successor,
+    ):
         assert len(list(receiver.tensors(manifest, 60))) == len(TENSORS)
         assert server.current is not None
         moved = msgspec.structs.replace(manifest, location=successor.address)
@@ -153,25 +164,25 @@ def test_a_successor_at_another_address_is_watched_in_its_place() -> None:
         assert len(list(receiver.tensors(moved, 60))) == len(TENSORS)
         server.close()
         until(lambda: len(watchers()) == 1)
-        assert receiver.mapped
+        assert channel.mapped
         successor.close()
-        until(lambda: not receiver.mapped)
+        until(lambda: not channel.mapped)
 
 
 def test_a_closed_receiver_leaves_no_thread_and_may_be_used_again() -> None:
-    with mapping() as (_, manifest, receiver):
+    with mapping() as (_, manifest, receiver, channel):
         for _ in range(3):
             assert len(list(receiver.tensors(manifest, 60))) == len(TENSORS)
             assert len(watchers()) == 1
             receiver.close()
-            assert not receiver.mapped
+            assert not channel.mapped
             until(lambda: not watchers())
 
 
 def test_a_group_is_not_waited_for_when_the_sender_hangs_up_although_its_store_lives() -> None:
     store = torch.distributed.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
     with (
-        mapping() as (_, manifest, _),
+        mapping() as (_, manifest, _, _),
         socket.create_server(("127.0.0.1", 0)) as listener,
         closing(NcclReceiver()) as receiver,
     ):
@@ -186,6 +197,6 @@ def test_a_group_is_not_waited_for_when_the_sender_hangs_up_although_its_store_l
         thread = threading.Thread(target=serve)
         thread.start()
         location = f"127.0.0.1:{listener.getsockname()[1]}/gloo"
-        with pytest.raises(WeightError, match="the sender hung up in the middle"):
+        with pytest.raises(WeightError, match="the sender disconnected in the middle"):
             list(receiver.tensors(msgspec.structs.replace(manifest, location=location), 30))
         thread.join()

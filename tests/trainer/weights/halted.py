@@ -40,7 +40,7 @@ def receive(manifest: WeightManifest, count: int) -> None:
     for _ in range(count):
         deadline = Deadline(manifest, TIMEOUT.total_seconds())
         line = SenderConnection(host, port, deadline)
-        answer = line.ask(manifest, deadline)
+        answer = line.request(manifest, deadline)
         store = TCPStore(host, int(answer["store_port"]), 2, False, TIMEOUT)
         store.set("receiver", "here")
         kept.append((line, store))

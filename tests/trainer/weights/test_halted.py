@@ -22,7 +22,7 @@ from rollout.weights.registry import make_receiver
 from tests.trainer.weights.engines import ROOT, publish, started
 from tests.trainer.weights.receiver import COUNT
 from trainer.config import WeightConfig
-from trainer.weights.nccl import NcclSender, _Pair
+from trainer.weights.nccl import NcclSender, _PairChannel
 from trainer.weights.version_server import MAX_RECEIVERS, ReceiverConnection, ServedVersion
 
 
@@ -91,13 +91,15 @@ def test_a_sender_gives_up_receivers_that_stand_still_and_serves_the_next() -> N
 def test_a_sender_that_gives_up_lets_go_of_the_group_though_its_error_is_kept(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broadcast = _Pair._broadcast
+    broadcast = _PairChannel._broadcast
 
-    def too_late(pair: _Pair, line: ReceiverConnection, published: ServedVersion, end: float) -> None:
-        broadcast(pair, line, published, 0.0)
+    def too_late(
+        channel: _PairChannel, connection: ReceiverConnection, served: ServedVersion, end: float
+    ) -> None:
+        broadcast(channel, connection, served, 0.0)
 
-    monkeypatch.setattr(_Pair, "_broadcast", too_late)
-    with sending("gloo", 60) as (_, manifest), pytest.raises(WeightError, match=r"hung up|was closed"):
+    monkeypatch.setattr(_PairChannel, "_broadcast", too_late)
+    with sending("gloo", 60) as (_, manifest), pytest.raises(WeightError, match=r"disconnected|was closed"):
         receive(manifest, 60)
     assert [record.getMessage() for record in caplog.records] == [
         "weights.send_failed error=not complete within weights.timeout_s"

@@ -11,7 +11,8 @@ import torch
 
 from protocol.errors import SettingsError, WeightError
 from protocol.messages import TensorEntry, WeightManifest
-from rollout.weights.nccl import NcclReceiver
+from rollout.weights.connected_receiver import ConnectedReceiver
+from rollout.weights.nccl import NcclReceiver, PairChannel
 from rollout.weights.registry import make_receiver
 from trainer.config import WeightConfig
 from trainer.weights.nccl import NcclSender
@@ -125,7 +126,8 @@ def test_slots_are_given_back_after_failures(sender: NcclSender) -> None:
 
 
 def test_the_connection_and_the_group_stay_for_the_next_version(sender: NcclSender) -> None:
-    with closing(NcclReceiver()) as receiver:
+    channel = PairChannel()
+    with closing(ConnectedReceiver(channel)) as receiver:
         groups = set()
         for version in range(1, 4):
             got = [
@@ -133,7 +135,7 @@ def test_the_connection_and_the_group_stay_for_the_next_version(sender: NcclSend
                 for _, t in receiver.tensors(sender.publish("e1", version, weights(10.0 * version)), 30)
             ]
             assert got == [10.0 * version + i for i in range(4)]
-            groups.add(id(receiver._group))
+            groups.add(id(channel.group))
         assert len(groups) == 1
 
 
