@@ -1,1 +1,1 @@
-"""Rewards: verifiers, the processes they run in, and how their scores are combined."""
+"""Scores rollouts: verifiers, the worker processes that run them, and the combination of their scores."""

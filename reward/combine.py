@@ -1,5 +1,4 @@
-"""Combines the scores of several verifiers into one reward a sample; the error of a score that could not be
-computed."""
+"""Combines the scores of several verifiers into one reward per sample."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,7 +7,7 @@ from protocol.errors import RewardError
 
 
 class VerifierError(RewardError):
-    """A verifier raised, hung, crashed or returned no number."""
+    """A verifier raised, hung, crashed or returned no finite number."""
 
     def __init__(self, verifier: str, error: str) -> None:
         super().__init__(f"{verifier}: {error}")
@@ -17,11 +16,16 @@ class VerifierError(RewardError):
 
 
 def combine(components: Mapping[str, Sequence[float]], weights: Mapping[str, float]) -> list[float]:
-    """reward_i = sum over verifiers v of weight_v * score_v,i.
+    """Return the rewards: reward_i = sum over verifiers v of weight_v * score_v,i.
+
+    Args:
+        components: verifier -> [n] scores.
+        weights: verifier -> weight.
 
     Raises:
-        VerifierError: naming the verifier, if a score is NaN or infinite, one has no weight or another
-            number of samples, or there is none.
+        VerifierError: there is no verifier, a score is NaN or infinite, or a verifier has no weight or
+            another
+            number of scores; names the verifier.
     """
     if not components:
         raise VerifierError("reward", "no verifier and no reward of the environment; set reward.verifiers")

@@ -1,4 +1,4 @@
-"""A rollout to its scored form, or to the message that it could not be scored."""
+"""Turns a rollout into its scored form, or into the message that it could not be scored."""
 
 import time
 
@@ -9,11 +9,11 @@ from reward.combine import VerifierError
 from reward.workers.pool import ScorePool
 
 MAX_ERROR = 500
-"""Characters of an error that travel."""
+"""Characters of an error that are sent."""
 
 
 async def score_rollout(rollout: Rollout, pool: ScorePool, scorer: str) -> ScoredRollout | ScoreFailure:
-    """Score a group; what keeps it from being scored becomes a `ScoreFailure`, never a reward.
+    """Score a group; an error while scoring becomes a `ScoreFailure`, never a reward.
 
     Args:
         rollout: the group.
@@ -27,7 +27,7 @@ async def score_rollout(rollout: Rollout, pool: ScorePool, scorer: str) -> Score
             rewards = rollout.environment_rewards.numpy()
             if rewards.shape != (len(rollout.responses),):
                 raise ProtocolError(
-                    f"rewards of the environment of shape {list(rewards.shape)} for {len(rollout.responses)} samples"
+                    f"environment_rewards of shape {list(rewards.shape)} for {len(rollout.responses)} samples"
                 )
             environment = rewards.tolist()
         combined, components = await pool.score(

@@ -1,2 +1,1 @@
-"""Generation: prompts, environments and engines. Text stops at `render.py`; below it there are only
-tokens."""
+"""Generates samples: prompts, environments and engines. Only `render.py` converts between text and tokens."""

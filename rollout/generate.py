@@ -1,4 +1,4 @@
-"""One prompt group: n samples of one prompt on one engine, at once."""
+"""Generates one prompt group: n samples of one prompt, concurrently on one engine."""
 
 import asyncio
 import time
@@ -46,11 +46,22 @@ async def generate_group(
 ) -> Rollout:
     """Generate the n samples of a group.
 
-    If one sample fails, the others are cancelled; a cancelled call leaves no request on the engine.
+    If one sample fails, the others are cancelled. Cancelling the call leaves no request on the engine.
+
+    Args:
+        engine: generates.
+        renderer: renders the prompt, and detokenizes the samples.
+        environment: produces each sample.
+        prompt: the prompt.
+        group: number of the group in the run.
+        token: the lease token.
+        n: samples to generate.
+        sampling: parameters of every generation.
+        engine_name: incarnation of the engine, for the message.
 
     Raises:
-        EngineError: from the engine, or because it ended a request by itself.
-        SettingsError: if the prompt cannot be rendered or does not fit the environment.
+        EngineError: the engine failed, or aborted a request itself.
+        SettingsError: the prompt cannot be rendered, or does not fit the environment.
     """
     began = time.perf_counter()
     prompt_tokens = renderer.prompt_tokens(prompt)
@@ -76,8 +87,10 @@ async def generate_group(
 
 
 def _generator(engine: Engine, sampling: Sampling, group: int, sample: int, token: str) -> Generate:
-    """What one sample's environment generates with. The lease token keeps request ids apart where a group is
-    leased again."""
+    """Return the function by which the environment of one sample generates.
+
+    Request ids contain the lease token, so that they differ if the group is leased again.
+    """
     turn = 0
 
     async def generate(tokens: tuple[int, ...], max_tokens: int | None) -> Completion:
@@ -92,7 +105,7 @@ def _generator(engine: Engine, sampling: Sampling, group: int, sample: int, toke
         completion = await engine.generate(request)
         if completion.finish_reason == "abort":
             raise EngineError(
-                f"request {request.id}: the engine ended it after {len(completion.tokens)} tokens"
+                f"request {request.id}: the engine aborted it after {len(completion.tokens)} tokens"
             )
         return completion
 

@@ -1,4 +1,4 @@
-"""Text to tokens and back. The only module that knows a tokenizer; engines and trainers see tokens."""
+"""Converts text to tokens and back; the only module that uses a tokenizer."""
 
 import json
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ from protocol.errors import SettingsError
 from rollout.prompts.base import Prompt
 
 _MARK = "\x02assistant\x03"
-"""Stands for an assistant's message where a template is rendered to be cut there."""
+"""Placeholder for an assistant's message, at which a rendered template is cut."""
 
 GENERIC = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
-"""Values of `tokenizer_class` that say no more than: as tokenizer.json says."""
+"""Values of `tokenizer_class` that merely refer to tokenizer.json."""
 
 
 class ChatTemplate(StrEnum):
@@ -46,7 +46,7 @@ class RenderConfig:
 
 
 class PromptTooLong(SettingsError):
-    """A prompt over `render.max_prompt_tokens`. The group is dropped with this reason; the run goes on."""
+    """A prompt exceeds `render.max_prompt_tokens`; its group is dropped for that, and the run continues."""
 
 
 class Renderer:
@@ -56,26 +56,27 @@ class Renderer:
         """Load the tokenizer.
 
         Raises:
-            SettingsError: if there is none, it has no chat template although one is asked for, or a stop
-                string is not one token.
+            SettingsError: there is none, it has no chat template although the settings require one, or a stop
+                string is not a single token.
         """
         self._config = config
         self._tokenizer = _load(Path(model_dir))
         has_template = bool(getattr(self._tokenizer, "chat_template", None))
         if config.chat_template is ChatTemplate.ON and not has_template:
             raise SettingsError(
-                f"setting render.chat_template: the tokenizer in {model_dir} has no chat template; use 'auto' or 'off'"
+                f"setting render.chat_template: the tokenizer in {model_dir} has no chat template; "
+                "use 'auto' or 'off'"
             )
         self._chat = has_template and config.chat_template is not ChatTemplate.OFF
         self.stop_token_ids = self._stop_ids(Path(model_dir))
-        """Ids of the tokens that end a sample, ascending."""
+        """Ids of the tokens that end a sample, in ascending order."""
 
     def prompt_tokens(self, prompt: Prompt) -> tuple[int, ...]:
-        """The tokens that an engine continues.
+        """Return the tokens of a prompt, for an engine to continue.
 
         Raises:
-            PromptTooLong: naming the prompt's index, if it is over `max_prompt_tokens`.
-            SettingsError: if it has no tokens at all, or messages that the template refuses.
+            PromptTooLong: it exceeds `max_prompt_tokens`; names the prompt's index.
+            SettingsError: it has no tokens, or the chat template refuses its messages.
         """
         if self._chat:
             tokens = self._encode(self._templated(self._messages(prompt), prompt.index))
@@ -83,18 +84,19 @@ class Renderer:
             tokens = self._encode("\n".join(content for _, content in self._messages(prompt)), special=True)
         if len(tokens) > self._config.max_prompt_tokens:
             raise PromptTooLong(
-                f"prompt {prompt.index} has {len(tokens)} tokens, over render.max_prompt_tokens {self._config.max_prompt_tokens}"
+                f"prompt {prompt.index} has {len(tokens)} tokens, "
+                f"over render.max_prompt_tokens {self._config.max_prompt_tokens}"
             )
         if not tokens:
             raise SettingsError(f"prompt {prompt.index} has no tokens: {prompt.text[:80]!r}")
         return tokens
 
     def turn_tokens(self, text: str, *, after: tuple[int, ...] = ()) -> tuple[int, ...]:
-        """The tokens of another turn of the user, up to where the model speaks again.
+        """Return the tokens of another user turn, up to where the model continues.
 
         Args:
-            text: what the environment says.
-            after: the sampled tokens before it; an end of turn among them is not repeated.
+            text: message of the environment.
+            after: the sampled tokens before it; if they end with the end of turn, that is not repeated.
         """
         if not self._chat:
             return self._encode(text)
@@ -103,7 +105,7 @@ class Renderer:
         return tail[1:] if after and tail and after[-1] == tail[0] else tail
 
     def text(self, tokens: tuple[int, ...]) -> str:
-        """Tokens as text, without special tokens."""
+        """Detokenize, without special tokens."""
         text: str = self._tokenizer.decode(
             list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
@@ -122,7 +124,7 @@ class Renderer:
             text: str = self._tokenizer.apply_chat_template(
                 conversation, tokenize=False, add_generation_prompt=True
             )
-        except Exception as error:  # templates raise whatever jinja and their authors chose
+        except Exception as error:  # templates raise any exception of jinja or their own
             raise SettingsError(f"prompt {index}: the chat template refuses it: {error}") from error
         return text
 
@@ -135,7 +137,8 @@ class Renderer:
             tokens = self._encode(stop)
             if len(tokens) != 1:
                 raise SettingsError(
-                    f"setting render.stop: {stop!r} is {len(tokens)} tokens of this tokenizer; only a single token can end a sample"
+                    f"setting render.stop: {stop!r} is {len(tokens)} tokens of this tokenizer; "
+                    "only a single token can end a sample"
                 )
             ids.add(tokens[0])
         return tuple(sorted(ids))
@@ -149,12 +152,13 @@ def _load(model_dir: Path) -> Any:
         for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
     ):
         raise SettingsError(
-            f"no tokenizer in {model_dir}: it needs tokenizer.json beside the model (save_pretrained writes it)"
+            f"no tokenizer in {model_dir}: it needs tokenizer.json beside the model "
+            "(save_pretrained writes it)"
         )
     try:
         path = model_dir / "tokenizer_config.json"
         named = json.loads(path.read_text()).get("tokenizer_class") if path.is_file() else None
-        # AutoTokenizer would take the tokenizer class of the model's family instead and get other tokens
+        # For these, AutoTokenizer would use the tokenizer class of the model's family, with other tokens.
         loader = PreTrainedTokenizerFast if named in GENERIC else AutoTokenizer
         return loader.from_pretrained(str(model_dir), local_files_only=True)
     except Exception as error:  # OSError, ValueError, or the tokenizers library's own
@@ -164,8 +168,7 @@ def _load(model_dir: Path) -> Any:
 
 
 def _eos_ids(model_dir: Path, tokenizer: Any) -> list[int]:
-    """The tokenizer's end of sequence, and those of generation_config.json: chat models often have
-    several."""
+    """Return the end-of-sequence ids of the tokenizer and of generation_config.json, which often has more."""
     path = model_dir / "generation_config.json"
     try:
         found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None

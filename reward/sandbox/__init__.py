@@ -1,1 +1,1 @@
-"""Runs code that a model wrote in a confined child process."""
+"""Runs code of a model in a confined child process."""

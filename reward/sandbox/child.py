@@ -1,10 +1,13 @@
-"""Run as a script by `reward/sandbox/runner.py`: confines itself, then runs the code. Imports nothing but the
-standard library.
+"""Confines itself, then runs the code of a model; `reward/sandbox/runner.py` starts it as a script.
 
-Three processes: this one; under it the first process of a new pid namespace, which waits; under that the one
-that runs the code. When the first process of a namespace ends, the kernel kills all others in it. Where there
-are no namespaces, this process adopts and kills what is left. The report goes to standard output, each line
-with a secret word, because the code can write there too.
+It stands alone on purpose, and imports only the standard library (not even `protocol.host`): it runs with
+`python -I`, where the project cannot be imported, and code of the project in its memory would be within reach
+of the model's code.
+
+There are three processes: this one; its child, the first process of a new pid namespace, which waits; and
+that one's child, which runs the code. When the first process of a namespace ends, the kernel kills all others
+in it. Without namespaces, this process adopts and kills what is left (as a subreaper). The report goes to
+standard output; every line of it begins with a secret word, because the code can write there, too.
 """
 
 import contextlib
@@ -27,9 +30,10 @@ LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
 LANDLOCK_VERSION, LANDLOCK_PATH_BENEATH = 1, 1
 READ = (1 << 2) | (1 << 3)
 WRITE = {1: 0x1FF2, 2: 0x3FF2, 3: 0x7FF2}
-"""Landlock ABI -> every right that changes files: write, remove, make, (2) refer, (3) truncate."""
+"""Landlock ABI -> all rights that change files: write, remove, make, refer (from ABI 2), truncate (from
+3)."""
 ON_FILES = (1 << 1) | (1 << 2) | (1 << 14)
-"""The rights that a rule on a file, not a directory, may name: write, read, truncate."""
+"""The rights that a rule for a file, rather than a directory, may contain: write, read, truncate."""
 READABLE = (
     sys.prefix,
     sys.base_prefix,
@@ -41,6 +45,7 @@ READABLE = (
     "/dev/urandom",
     "/dev/zero",
 )
+"""Paths that the code may read, besides its working directory."""
 NOBODY = 65534
 PR_SET_SECCOMP, SECCOMP_FILTER = 22, 2
 AUDIT_X86_64, X32_BIT = 0xC000003E, 0x40000000
@@ -52,7 +57,7 @@ DENIED = (
     248, 249, 250, 298, 321, 323, 425, 426, 427,  # keys; perf_event_open, bpf, userfaultfd, io_uring
     167, 168, 169, 175, 176, 246, 313, 320,  # swapon, swapoff, reboot, modules, kexec
 )  # fmt: skip
-"""x86-64 system calls that no tested code needs."""
+"""x86-64 system calls that no tested code needs, which fail with EPERM."""
 CLONE, CLONE3, NEW_NAMESPACES = 56, 435, 0x7E020000
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -60,7 +65,7 @@ libc.syscall.restype = ctypes.c_long
 
 
 def main() -> None:
-    """Confine, run, report."""
+    """Confine this process, run the code and the tests, and report."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     spec = json.load(sys.stdin.buffer)
     limits, directory = spec["limits"], spec["directory"]
@@ -71,22 +76,21 @@ def main() -> None:
     if "pid" not in isolation:
         libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
 
-    def play() -> None:
+    def run_confined() -> None:
         confine(limits, directory, isolation)
         if limits["isolation"] == "required" and not {"pid", "net", "tmpfs", "landlock"} <= isolation:
-            raise OSError(
-                f"reward isolation is required, but this machine offers only: {', '.join(sorted(isolation)) or 'nothing'}"
-            )
+            offered = ", ".join(sorted(isolation)) or "nothing"
+            raise OSError(f"reward isolation is required, but this machine offers only: {offered}")
         report("isolation " + " ".join(sorted(isolation)))
         run(spec["code"], spec["tests"], report)
 
-    wait_for(fork(lambda: wait_for(fork(play)) if "pid" in isolation else play()))
-    end_orphans()
+    wait_for(fork(lambda: wait_for(fork(run_confined)) if "pid" in isolation else run_confined()))
+    kill_orphans()
     report("done")
 
 
 def fork(work: Callable[[], Any]) -> int:
-    """Run `work` in a child that dies with us; its pid."""
+    """Run `work` in a child that is killed when this process ends; return its pid."""
     pid = os.fork()
     if pid:
         return pid
@@ -101,13 +105,13 @@ def fork(work: Callable[[], Any]) -> int:
 
 
 def wait_for(pid: int) -> None:
-    """Wait for a child; as the first process of a namespace, reap the orphans meanwhile."""
+    """Wait for a child; meanwhile reap orphans, as the first process of a namespace has to."""
     while os.waitpid(-1, 0)[0] != pid:
         pass
 
 
-def end_orphans() -> None:
-    """Kill what outlived the code. In a namespace there is nothing left."""
+def kill_orphans() -> None:
+    """Kill what outlived the code; with a pid namespace there is nothing left."""
     while True:
         with open(f"/proc/self/task/{os.getpid()}/children") as children:
             pids = [int(pid) for pid in children.read().split()]
@@ -119,8 +123,7 @@ def end_orphans() -> None:
 
 
 def reporter(nonce: str) -> Callable[[str], None]:
-    """A function that writes lines to our standard output, whatever the code does to `sys.stdout` or
-    descriptor 1."""
+    """Return a function that writes lines to standard output, even after the code changed descriptor 1."""
     out = os.dup(1)
 
     def report(text: str) -> None:
@@ -130,7 +133,7 @@ def reporter(nonce: str) -> Callable[[str], None]:
 
 
 def namespaces(directory: str, size_mb: int) -> set[str]:
-    """Enter as many namespaces as the kernel allows; says which."""
+    """Enter the namespaces that the kernel allows; return which."""
     uid, gid = os.geteuid(), os.getegid()
     user = NEWUSER if uid else 0
     if libc.unshare(user | NEWPID | NEWNET | NEWIPC | NEWNS):
@@ -153,10 +156,10 @@ def namespaces(directory: str, size_mb: int) -> set[str]:
 
 
 def confine(limits: dict[str, Any], directory: str, isolation: set[str]) -> None:
-    """Give up everything that the code does not need. What is in force is added to `isolation`."""
+    """Drop everything that the code does not need; add to `isolation` what is in force."""
     os.chdir(directory)
     target = NOBODY if os.getuid() == 0 else os.getuid()
-    own = target == os.getuid()  # then we are among those that are counted
+    own = target == os.getuid()  # then this process is counted, too
     processes = tasks_of(target, within=own and "pid" in isolation) - own + limits["processes"]
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     if landlock(directory):
@@ -170,9 +173,10 @@ def confine(limits: dict[str, Any], directory: str, isolation: set[str]) -> None
     keep_capabilities(0 if readable() or "landlock" not in isolation else CAP_DAC_READ_SEARCH)
     if not readable():
         raise OSError(
-            f"Python in {sys.base_prefix} is not readable for the user nobody; run reward workers as another user than root"
+            f"Python in {sys.base_prefix} is not readable for the user nobody; "
+            "run reward workers as another user than root"
         )
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # changing the user has cleared it
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # setuid cleared it
     mb = 1 << 20
     for kind, value in (
         (resource.RLIMIT_CORE, 0),
@@ -188,7 +192,7 @@ def confine(limits: dict[str, Any], directory: str, isolation: set[str]) -> None
 
 
 def readable() -> bool:
-    """Whether we may read the standard library, which the code will import from."""
+    """Return whether this process may read the standard library, from which the code imports."""
     try:
         with open(os.__file__):
             return True
@@ -197,8 +201,7 @@ def readable() -> bool:
 
 
 def landlock(directory: str) -> bool:
-    """Allow writing in `directory` only, and reading there and in `READABLE`. False if the kernel has no
-    Landlock."""
+    """Allow to write in `directory` only, and to read there and in `READABLE`; False without Landlock."""
     abi = libc.syscall(LANDLOCK_CREATE, None, 0, LANDLOCK_VERSION)
     if abi < 1:
         return False
@@ -220,7 +223,7 @@ def landlock(directory: str) -> bool:
 
 
 def allow(rules: int, path: str, rights: int) -> None:
-    """Add a Landlock rule."""
+    """Add a rule to a Landlock ruleset."""
     beneath = os.open(path, os.O_PATH | os.O_CLOEXEC)
     rule = struct.pack("=Qi", rights if os.path.isdir(path) else rights & ON_FILES, beneath)
     if libc.syscall(LANDLOCK_ADD, rules, LANDLOCK_PATH_BENEATH, rule, 0):
@@ -229,32 +232,35 @@ def allow(rules: int, path: str, rights: int) -> None:
 
 
 def seccomp() -> bool:
-    """Have the kernel refuse `DENIED` and new namespaces from now on. False where it has no such filters, and
-    on others than x86-64."""
+    """Deny the system calls in `DENIED` and new namespaces from now on.
+
+    Returns:
+        False without seccomp filters, and on processors other than x86-64.
+    """
     if os.uname().machine != "x86_64":
         return False
-    load, equal, at_least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
+    load, equal, at_least, any_bit, ret = 0x20, 0x15, 0x35, 0x45, 0x06
     kill, eperm, enosys, allow = 0x80000000, 0x00050001, 0x00050026, 0x7FFF0000
     program = [
         (load, 0, 0, 4),
         (equal, 1, 0, AUDIT_X86_64),
-        (give, 0, 0, kill),
+        (ret, 0, 0, kill),
         (load, 0, 0, 0),
         (at_least, 0, 1, X32_BIT),
-        (give, 0, 0, enosys),
+        (ret, 0, 0, enosys),
     ]
     for number in DENIED:
-        program += [(equal, 0, 1, number), (give, 0, 0, eperm)]
+        program += [(equal, 0, 1, number), (ret, 0, 0, eperm)]
     program += [
         (equal, 0, 1, CLONE3),
-        (give, 0, 0, enosys),
-    ]  # its flags cannot be seen; the C library then uses clone
+        (ret, 0, 0, enosys),
+    ]  # a filter cannot read its flags; after ENOSYS the C library uses clone
     program += [
         (equal, 0, 3, CLONE),
         (load, 0, 0, 16),
         (any_bit, 0, 1, NEW_NAMESPACES),
-        (give, 0, 0, eperm),
-        (give, 0, 0, allow),
+        (ret, 0, 0, eperm),
+        (ret, 0, 0, allow),
     ]
     code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in program))
     head = ctypes.create_string_buffer(struct.pack("@HP", len(program), ctypes.addressof(code)))
@@ -269,9 +275,9 @@ def keep_capabilities(mask: int) -> None:
 
 
 def tasks_of(uid: int, within: bool) -> int:
-    """The threads that the kernel holds against a limit on processes: all of the user's on this machine.
+    """Return how many threads the kernel counts for RLIMIT_NPROC: all of the user's on this machine.
 
-    Within a user namespace of our own, kernels from 5.14 on count only those in it.
+    `within` a user namespace of our own, kernels from 5.14 on count only those in it.
     """
     release = re.match(r"(\d+)\.(\d+)", os.uname().release)
     within = within and release is not None and (int(release[1]), int(release[2])) >= (5, 14)
@@ -286,7 +292,7 @@ def tasks_of(uid: int, within: bool) -> int:
 
 
 def run(code: str, tests: list[str], report: Callable[[str], None]) -> None:
-    """Run the code and then each test; report the tests that do not raise."""
+    """Run the code, then each test; report the tests that do not raise."""
     null = os.open("/dev/null", os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)

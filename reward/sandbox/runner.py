@@ -1,15 +1,15 @@
-"""Runs code that a model wrote, together with tests, in a process of its own with limits.
+"""Runs code of a model, together with tests, in a process of its own with limits.
 
-Always: own session, closed environment, temporary working directory, limits on CPU time, memory, file size,
-open files and processes, no core dumps, ended with everything that it started. Where the kernel allows it
-(`IsolationLevel`), also: no network, no sight of other processes, a memory file system of limited size as
-working directory, files outside it read-only and mostly unreadable (Landlock), no system calls that code has
-no use for (seccomp, x86-64); as root, the code runs as `nobody`. `reward/sandbox/child.py` does this inside
-the new process.
+Always: a session of its own, a minimal environment, a temporary working directory, limits on CPU time,
+memory, file size, open files and processes, no core dumps; it is killed together with everything that it
+started. If the kernel allows it (`IsolationLevel`), also: no network, no visibility of other processes, a
+memory file system of limited size as working directory, files outside it read-only and mostly unreadable
+(Landlock), no system calls that tested code does not need (seccomp, x86-64); as root, the code runs as
+`nobody`. `reward/sandbox/child.py` does this inside the new process.
 
-What it does not do: the tests run in the same interpreter as the code, so code that is written to fool this
-very sandbox can; and this is not a virtual machine. Run reward workers of untrusted models in a container or
-virtual machine of their own.
+Limits of the sandbox: the tests run in the same interpreter as the code, so code written against this very
+sandbox can fake their results; and it is not a virtual machine. Run reward workers of untrusted models in a
+container or virtual machine of their own.
 """
 
 import json
@@ -30,37 +30,38 @@ from protocol.host.process_tree import kill_process_tree
 
 CHILD = Path(__file__).with_name("child.py")
 SETUP_S = 60.0
-"""For the process to start and confine itself; only then does the code's own time run."""
+"""Time limit for the process to start and confine itself; the code's own time begins after that."""
 MAX_REPORT = 1 << 16
-"""Bytes read from the process; more than any honest report."""
-
-
+"""Bytes read from the process, more than any honest report has."""
 KINDS = frozenset({"pid", "net", "tmpfs", "landlock", "seccomp", "nobody"})
-"""Of isolation; the last one only as root."""
+"""Kinds of isolation; `nobody` only as root."""
 NEEDED = KINDS - {"nobody"}
-"""What full isolation consists of."""
+"""Kinds of which full isolation consists."""
 
 
 class IsolationLevel(StrEnum):
-    """What happens where the kernel does not offer all kinds of isolation."""
+    """What happens if the kernel does not offer all kinds of isolation."""
 
-    BEST = "best"  # use what there is
+    BEST = "best"  # use those that it offers
     REQUIRED = "required"  # refuse to run code
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits on one run."""
+    """Limits of one run."""
 
     wall_s: float = 10.0
+    """Wall-clock seconds of code and tests together."""
     cpu_s: int = 5
+    """CPU seconds of each process."""
     memory_mb: int = 512
     """Address space of each process, MiB."""
     file_mb: int = 16
-    """Size of one file, and of the working directory where it is a memory file system, MiB."""
+    """Size of each file, and of the working directory if it is a memory file system, MiB."""
     processes: int = 8
-    """Processes and threads that the code may have."""
+    """Processes and threads of the code."""
     isolation: IsolationLevel = IsolationLevel.BEST
+    """What happens if the kernel does not offer all kinds of isolation."""
 
     def __post_init__(self) -> None:
         for name in ("wall_s", "cpu_s", "memory_mb", "file_mb", "processes"):
@@ -70,20 +71,21 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What came of a run."""
+    """Result of a run."""
 
     passed: frozenset[int]
     """Indices of the tests that did not raise."""
     timed_out: bool
+    """Whether `wall_s` was exceeded."""
     isolation: frozenset[str]
-    """What was in force, of `KINDS`."""
+    """The `KINDS` that were in force."""
 
 
 def run_tests(code: str, tests: list[str], limits: Limits) -> Verdict:
-    """Run `code`, then each test in its namespace. Leaves no process and no file behind.
+    """Run `code`, then each test in its namespace; leaves no process and no file behind.
 
     Raises:
-        RewardError: if the sandbox cannot be set up. What the code does never raises.
+        RewardError: the sandbox cannot be set up. Nothing that the code does raises.
     """
     nonce = secrets.token_hex(16)
     directory = tempfile.mkdtemp(prefix="tether-sandbox-")
@@ -91,9 +93,19 @@ def run_tests(code: str, tests: list[str], limits: Limits) -> Verdict:
     try:
         process = subprocess.Popen(
             [sys.executable, "-I", str(CHILD)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd="/", start_new_session=True,
-            env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": directory, "TMPDIR": directory, "PYTHONHASHSEED": "0"},
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd="/",
+            start_new_session=True,
+            env={
+                "PATH": "/usr/bin:/bin",
+                "LANG": "C.UTF-8",
+                "HOME": directory,
+                "TMPDIR": directory,
+                "PYTHONHASHSEED": "0",
+            },
+        )
         with process:
             try:
                 report, timed_out = _watch(process, json.dumps(spec).encode(), nonce, limits.wall_s)
@@ -102,15 +114,15 @@ def run_tests(code: str, tests: list[str], limits: Limits) -> Verdict:
             assert process.stderr is not None
             parsed = parse_report(report, nonce, len(tests))
             if parsed is None:
-                said = process.stderr.read(2000).decode(errors="replace").strip()
-                raise RewardError(f"the sandbox cannot be set up: {said[-400:] or 'it said nothing'}")
+                output = process.stderr.read(2000).decode(errors="replace").strip()
+                raise RewardError(f"the sandbox cannot be set up: {output[-400:] or 'no error output'}")
             return Verdict(parsed[0], timed_out, parsed[1])
     finally:
         shutil.rmtree(directory, onerror=_open_and_retry)
 
 
 def _watch(process: "subprocess.Popen[bytes]", spec: bytes, nonce: str, wall_s: float) -> tuple[bytes, bool]:
-    """Read the report until it is complete, too long, ended, or late."""
+    """Return the report, and whether time ran out before it was complete."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:
@@ -134,8 +146,13 @@ def _watch(process: "subprocess.Popen[bytes]", spec: bytes, nonce: str, wall_s: 
 
 
 def parse_report(report: bytes, nonce: str, tests: int) -> tuple[frozenset[int], frozenset[str]] | None:
-    """Tests passed, of so many, and what isolation was in force; None if the process did not get as far as to
-    run the code."""
+    """Return the tests that passed and the isolation in force; None if the code was not run.
+
+    Args:
+        report: output of the process.
+        nonce: the secret word that begins every line of ours.
+        tests: number of tests.
+    """
     lines = [line.partition(" ") for line in report.decode(errors="replace").split("\n")]
     trusted = [rest for first, _, rest in lines if first == nonce]
     if not trusted or not trusted[0].startswith("isolation"):
@@ -147,7 +164,7 @@ def parse_report(report: bytes, nonce: str, tests: int) -> tuple[frozenset[int],
 
 
 def _open_and_retry(function: object, path: str, _: object) -> None:
-    """The code may have taken our rights on its directories away."""
+    """Remove a path of which the code has changed the permissions."""
     os.chmod(os.path.dirname(path), 0o700)
     os.chmod(path, 0o700)
     if os.path.isdir(path) and not os.path.islink(path):

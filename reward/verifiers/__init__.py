@@ -1,2 +1,4 @@
-"""Verifiers: one module each, with a dataclass `Options` and a pure function `score(prompt_text, response,
-metadata, options)`."""
+"""Scores responses; one module per verifier.
+
+Each has a dataclass `Options` and a pure function `score(prompt_text, response, metadata, options)`.
+"""

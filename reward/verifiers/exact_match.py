@@ -1,4 +1,4 @@
-"""1 if the response is the answer, else 0."""
+"""Scores 1 if the response equals the answer as text, else 0."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,13 +12,18 @@ class Options:
     """Options of `exact_match`."""
 
     key: str = "answer"
+    """Field of the metadata with the answer."""
     strip: bool = True
     """Ignore white space around response and answer."""
     ignore_case: bool = False
 
 
 def score(prompt_text: str, response: str, metadata: Mapping[str, Any], options: Options) -> float:
-    """Compare as text."""
+    """Return 1 if response and answer are equal, else 0.
+
+    Raises:
+        RewardError: the metadata has no answer.
+    """
     answer = str(required(metadata, options.key))
     return float(_normal(response, options) == _normal(answer, options))
 

@@ -1,4 +1,4 @@
-"""1 if the response is JSON that fits a schema, else 0."""
+"""Scores 1 if the response is JSON that is valid under a schema, else 0."""
 
 import re
 from collections.abc import Mapping
@@ -25,14 +25,14 @@ class Options:
     schema: dict[str, Any] = field(default_factory=dict)
     """One schema for all prompts, instead of one in the metadata."""
     fenced: bool = True
-    """Look into the last ``` block of the response, if it has one."""
+    """Read the last ``` block of the response, if it has one."""
 
 
 def score(prompt_text: str, response: str, metadata: Mapping[str, Any], options: Options) -> float:
-    """Parse and validate. References to other documents are not followed.
+    """Return 1 if the response is valid, else 0; references to other documents are not resolved.
 
     Raises:
-        RewardError: if the schema itself is wrong.
+        RewardError: there is no schema, or it is invalid itself.
     """
     schema = options.schema or required(metadata, options.key)
     try:

@@ -1,4 +1,4 @@
-"""1 if the last whole number in the response is the answer, else 0."""
+"""Scores 1 if the last whole number in the response is the answer, else 0."""
 
 import re
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from reward.verifiers.registry import required
 SEPARATOR = re.compile(r"(?<=\d),(?=\d{3}(?!\d))", re.ASCII)
 """The comma in 12,345."""
 INTEGER = re.compile(r"(?<![\d.])-?\d+(?!\d|\.\d)", re.ASCII)
-"""Not a part of 3.5; the minus of 5-3 is not a sign."""
+"""A whole number: no part of 3.5, and without the minus of 5-3."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,13 +19,14 @@ class Options:
     """Options of `last_integer`."""
 
     key: str = "answer"
+    """Field of the metadata with the answer."""
 
 
 def score(prompt_text: str, response: str, metadata: Mapping[str, Any], options: Options) -> float:
-    """Compare digits, without leading zeros.
+    """Return 1 if the numbers are equal, ignoring leading zeros, else 0.
 
     Raises:
-        RewardError: if the answer is not a whole number.
+        RewardError: the answer is missing or not a whole number.
     """
     answer = str(required(metadata, options.key)).strip()
     if not INTEGER.fullmatch(SEPARATOR.sub("", answer)):
@@ -35,6 +36,6 @@ def score(prompt_text: str, response: str, metadata: Mapping[str, Any], options:
 
 
 def _normal(number: str) -> str:
-    """Digits as text: `int` refuses thousands of them."""
+    """Return the digits as text, since `int` refuses thousands of them."""
     digits = number.lstrip("-").lstrip("0") or "0"
     return f"-{digits}" if number.startswith("-") and digits != "0" else digits

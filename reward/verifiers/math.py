@@ -1,4 +1,4 @@
-"""1 if the response equals the answer as mathematics (math-verify), else 0."""
+"""Scores 1 if the response equals the answer mathematically (math-verify), else 0."""
 
 import logging
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from math_verify import parse, verify
 from protocol.errors import RewardError
 from reward.verifiers.registry import required
 
-for _module in ("parser", "grader"):  # they warn about every call without a timeout of their own
+for _module in ("parser", "grader"):  # they warn about every call without their own timeout
     logging.getLogger(f"math_verify.{_module}").setLevel(logging.ERROR)
 
 
@@ -19,16 +19,18 @@ class Options:
     """Options of `math`."""
 
     key: str = "answer"
+    """Field of the metadata with the answer."""
     digits: int = 6
     """Decimal digits to which numbers are compared."""
 
 
 def score(prompt_text: str, response: str, metadata: Mapping[str, Any], options: Options) -> float:
-    """Parse both and compare. math-verify's own timeouts are off, since they need signals; the pool bounds
-    the time.
+    """Return 1 if response and answer are equal, else 0.
+
+    The timeouts of math-verify are off, since they need signals; the pool limits the time.
 
     Raises:
-        RewardError: if the answer cannot be parsed.
+        RewardError: the answer is missing or cannot be parsed.
     """
     answer = str(required(metadata, options.key))
     gold = parse(answer, parsing_timeout=None) or parse(f"${answer}$", parsing_timeout=None)

@@ -1,4 +1,4 @@
-"""The share of characters that stand in the right place."""
+"""Scores the fraction of characters that are at the right position."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,12 +12,17 @@ class Options:
     """Options of `positions`."""
 
     key: str = "answer"
+    """Field of the metadata with the answer."""
     strip: bool = True
     """Ignore white space around response and answer."""
 
 
 def score(prompt_text: str, response: str, metadata: Mapping[str, Any], options: Options) -> float:
-    """Matching positions over the longer of the two lengths, so that rambling costs."""
+    """Return matching positions / longer length, 0 to 1, so that a longer response scores less.
+
+    Raises:
+        RewardError: the metadata has no answer.
+    """
     answer = str(required(metadata, options.key))
     if options.strip:
         response, answer = response.strip(), answer.strip()

@@ -1,4 +1,4 @@
-"""Runs the response's code against the prompt's tests in a sandbox."""
+"""Scores the response's code by running the prompt's tests on it in a sandbox."""
 
 import functools
 import re
@@ -19,22 +19,26 @@ class Options:
     """Options of `python_tests`."""
 
     key: str = "tests"
-    """Field of the metadata with the tests: Python text, or a list of them. A test passes if it does not
+    """Field of the metadata with the tests: Python text, or a list of such. A test passes if it does not
     raise."""
     prelude: str = ""
-    """Field of the metadata with code to put before the response's; empty: none."""
+    """Field of the metadata with code to run before the response's; empty: none."""
     partial: bool = False
-    """Score the share of tests that pass, instead of 1 for all and 0 otherwise."""
+    """Score the fraction of tests that pass, instead of 1 if all do and 0 otherwise."""
     limits: Limits = field(default_factory=Limits)
+    """Limits of the sandbox."""
 
 
 def score(prompt_text: str, response: str, metadata: Mapping[str, Any], options: Options) -> float:
     """Run the last ``` block of the response, or all of it if there is none, and then the tests.
 
-    Code that fails, hangs or exceeds a limit has not passed.
+    Tests that were not run because the code failed, hung or exceeded a limit have not passed.
+
+    Returns:
+        The score, 0 to 1.
 
     Raises:
-        RewardError: if there are no tests, or the sandbox cannot be set up.
+        RewardError: there are no tests, or the sandbox cannot be set up.
     """
     tests = required(metadata, options.key)
     tests = [tests] if isinstance(tests, str) else tests
@@ -52,7 +56,7 @@ def score(prompt_text: str, response: str, metadata: Mapping[str, Any], options:
 
 @functools.cache
 def _warn(isolation: frozenset[str]) -> None:
-    """Say once in each worker what this machine does not offer."""
+    """Print, once per worker, which kinds of isolation this machine does not offer."""
     missing = sorted(NEEDED - isolation)
     if missing:
         print(f"sandbox.weak missing={','.join(missing)} (see docs/security.md)", file=sys.stderr, flush=True)

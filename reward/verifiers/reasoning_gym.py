@@ -1,4 +1,4 @@
-"""The score that a reasoning-gym family gives; wrong answers may get a part."""
+"""Scores by the scorer of a reasoning-gym family, which may give partial credit."""
 
 import re
 from collections.abc import Mapping
@@ -18,23 +18,25 @@ class Options:
     """Options of `reasoning_gym`."""
 
     tag: str = ""
-    """Take the answer from the last <tag>...</tag>; a response without it scores 0. Empty: the whole
+    """The answer is in the last <tag>...</tag>; a response without one scores 0. Empty: the whole
     response."""
     strip: bool = True
+    """Ignore white space around the answer."""
     strict: bool = False
-    """Fail on responses that the family's scorer cannot read, instead of scoring them 0."""
+    """Raise on responses that the family's scorer cannot read, instead of scoring them 0."""
 
 
 def score(prompt_text: str, response: str, metadata: Mapping[str, Any], options: Options) -> float:
-    """Score with the family's own scorer. Some raise on garbage: that is a wrong answer if they can read the
-    right one.
+    """Return the score of the family's own scorer.
+
+    Some scorers raise on malformed answers; these score 0 if the scorer can read the right answer.
 
     Raises:
-        RewardError: if the metadata is not that of the prompt source `reasoning_gym`, or the scorer does
-            not work on this prompt.
+        RewardError: the metadata is not that of the prompt source `reasoning_gym`, or the scorer does not
+            work on this prompt.
     """
     family, params = str(required(metadata, "family")), metadata.get("params") or {}
-    # a family may have no answer of its own, only a rule
+    # Some families have no answer, only a rule.
     entry = {
         "question": prompt_text,
         "answer": untagged(metadata.get("answer")),
@@ -46,7 +48,7 @@ def score(prompt_text: str, response: str, metadata: Mapping[str, Any], options:
         return 0.0
     try:
         return float(scorer.score_answer(answer, entry))
-    except Exception as error:  # whatever a family's scorer does
+    except Exception as error:  # a family's scorer may raise anything
         problem = f"{family}: {type(error).__name__}: {error}"
         try:
             scorer.score_answer(entry["answer"], entry)
@@ -58,7 +60,7 @@ def score(prompt_text: str, response: str, metadata: Mapping[str, Any], options:
 
 
 def untagged(value: Any) -> Any:
-    """The inverse of the prompt source's encoding: `{"__tuple__": [...]}` is a tuple."""
+    """Undo the prompt source's encoding of tuples as `{"__tuple__": [...]}`."""
     if isinstance(value, Mapping):
         if value.keys() == {"__tuple__"}:
             return tuple(untagged(item) for item in value["__tuple__"])

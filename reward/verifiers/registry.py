@@ -1,4 +1,4 @@
-"""Verifiers by name."""
+"""Makes verifiers by name."""
 
 import importlib
 from collections.abc import Callable, Mapping
@@ -16,17 +16,17 @@ VERIFIERS = (
     "python_tests",
     "reasoning_gym",
 )
-"""Modules in `reward/verifiers/`. Each is imported in the worker process that runs it."""
+"""Modules in `reward/verifiers/`; only the worker processes that run one import it."""
 
 Score = Callable[[str, str, Mapping[str, Any]], float]
 """(prompt_text, response, metadata) -> score."""
 
 
 def checked_verifier(name: str) -> str:
-    """The module of a verifier. A name with a dot is a module of the user's own, found like any import.
+    """Return the module of a verifier; a name with a dot is a module of the user.
 
     Raises:
-        SettingsError: if it has no dot and is not one of ours, with the nearest known name.
+        SettingsError: the name has no dot and is unknown; suggests the nearest one.
     """
     if "." in name:
         return name
@@ -34,11 +34,11 @@ def checked_verifier(name: str) -> str:
 
 
 def make_verifier(name: str, options: Mapping[str, Any]) -> Score:
-    """A verifier with its options.
+    """Return a verifier with its options.
 
     Raises:
-        SettingsError: for an unknown name or option, with the nearest known one, or if its library is not
-            installed.
+        SettingsError: the name or an option is unknown (suggests the nearest one), or the module cannot be
+            imported.
     """
     path = checked_verifier(name)
     try:
@@ -54,10 +54,10 @@ def make_verifier(name: str, options: Mapping[str, Any]) -> Score:
 
 
 def required(metadata: Mapping[str, Any], field: str) -> Any:
-    """A field of the metadata that a verifier cannot do without.
+    """Return a field of the metadata that a verifier needs.
 
     Raises:
-        RewardError: naming the field and what there is.
+        RewardError: it is missing; names the fields that exist.
     """
     if metadata.get(field) is None:
         raise RewardError(

@@ -1,1 +1,1 @@
-"""Scores in worker processes with a time limit."""
+"""Runs verifiers in worker processes with a time limit."""

@@ -1,4 +1,4 @@
-"""One worker process as the pool sees it: started, asked, ended."""
+"""Starts, queries and ends one worker process, for the pool."""
 
 import asyncio
 import contextlib
@@ -19,14 +19,17 @@ from reward.config import RewardConfig
 
 LENGTH = struct.Struct("<I")
 MAX_FRAME = 1 << 16
-"""Bytes of a frame from a worker: a number or a short text."""
+"""Limit on a frame from a worker, bytes: it holds a number or a short text."""
 EXIT_S = 2.0
+"""Time for a process that has closed its pipe to exit by itself."""
 ROOT = Path(__file__).resolve().parents[2]
 
 
 class WorkerClient:
-    """A worker process. `score` is called for one group at a time; after an exception with `healthy` False it
-    must be ended."""
+    """A worker process, which scores one group at a time.
+
+    If `healthy` is False after `score` has ended, the process must be replaced.
+    """
 
     def __init__(self, process: Process, config: RewardConfig) -> None:
         self._process, self._config = process, config
@@ -34,17 +37,16 @@ class WorkerClient:
 
     @classmethod
     async def start(cls, config: RewardConfig) -> "WorkerClient":
-        """Start a worker and wait until it has imported its verifiers. Cancelling it ends the process.
+        """Start a worker and wait until it has imported its verifiers; cancelling the call ends the process.
 
         Raises:
-            SettingsError: if a verifier's name or options are wrong.
-            RewardError: if it does not get ready in `start_timeout_s`.
+            SettingsError: a verifier's name or options are wrong.
+            RewardError: the worker was not ready within `start_timeout_s`.
         """
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        own = {
-            name: value for name, value in os.environ.items() if not name.startswith("TETHER_")
-        }  # verifiers need no password
-        environment = own | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        # Verifiers need no settings, which may contain passwords.
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("TETHER_")}
+        environment = inherited | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",
@@ -55,36 +57,41 @@ class WorkerClient:
             start_new_session=True,
             env=environment,
         )
-        scorer = cls(process, config)
+        worker = cls(process, config)
         try:
             async with asyncio.timeout(config.start_timeout_s):
-                await scorer._send([config.memory_mb, [[v.name, v.options] for v in config.verifiers]])
-                kind, *rest = await scorer._receive()
+                await worker._send([config.memory_mb, [[v.name, v.options] for v in config.verifiers]])
+                kind, *rest = await worker._receive()
         except TimeoutError:
-            await scorer.end()
+            await worker.end()
             raise RewardError(
                 f"a reward worker was not ready within reward.start_timeout_s {config.start_timeout_s}"
             ) from None
         except (EOFError, OSError) as error:
-            code = await scorer._exit_code()
+            code = await worker._exit_code()
             raise RewardError(f"a reward worker ended while starting, exit code {code}") from error
         except BaseException:
-            await scorer.end()
+            await worker.end()
             raise
         if kind == "settings":
-            await scorer.end()
+            await worker.end()
             raise SettingsError(rest[0])
-        return scorer
+        return worker
 
     async def score(
         self, prompt_text: str, responses: Sequence[str], metadata: bytes
     ) -> dict[str, list[float]]:
-        """Every verifier's score of every response.
+        """Return verifier -> [n] scores of the responses.
+
+        Args:
+            prompt_text: the prompt as text.
+            responses: [n] the samples as text.
+            metadata: the prompt's metadata, a MessagePack map.
 
         Raises:
-            VerifierError: if a verifier raises (the worker stays healthy), exceeds `timeout_s` or crashes.
+            VerifierError: a verifier raised (the worker stays healthy), exceeded `timeout_s`, or crashed.
         """
-        self.healthy = False  # until the whole answer has been read, also if we are cancelled
+        self.healthy = False  # until the whole answer has been read, even if this call is cancelled
         names = [verifier.name for verifier in self._config.verifiers]
         scores: dict[str, list[float]] = {name: [] for name in names}
         current = names[0] if names else ""
@@ -111,13 +118,13 @@ class WorkerClient:
         return scores
 
     def kill(self) -> None:
-        """Kill the process and what it started."""
+        """Kill the process and everything that it started."""
         self.healthy = False
         if self._process.returncode is None:
             kill_process_tree(self._process.pid)
 
     async def end(self) -> int:
-        """Kill the process and wait for it; not while `score` runs. Idempotent. Returns its exit code."""
+        """Kill the process and return its exit code; not to be called while `score` runs. Idempotent."""
         self.kill()
         assert self._process.stdin is not None
         self._process.stdin.close()
@@ -126,14 +133,14 @@ class WorkerClient:
         return code
 
     async def _exit_code(self) -> int:
-        """Of a process that closed its pipe by itself; one that lives on nevertheless is killed."""
+        """Return the exit code of a process that has closed its pipe; kill it if it does not exit."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(EXIT_S):
                 await self._process.wait()
         return await self.end()
 
     async def _drain(self) -> None:
-        """Read to the end, so that the transport closes."""
+        """Read to the end of the stream, so that the transport closes."""
         assert self._process.stdout is not None
         while await self._process.stdout.read(MAX_FRAME):
             pass

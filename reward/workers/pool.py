@@ -1,5 +1,4 @@
-"""The pool of worker processes that verifiers run in, so that a hung or crashing verifier costs one process
-and nothing else."""
+"""Runs verifiers in a pool of worker processes: one that hangs or crashes costs one process and one score."""
 
 import asyncio
 import contextlib
@@ -16,18 +15,17 @@ from reward.verifiers.registry import checked_verifier
 from reward.workers.client import WorkerClient
 
 ENVIRONMENT = "environment"
-"""The component with the environment's own reward."""
+"""Name of the component with the environment's reward."""
 
 
 class ScorePool:
-    """`async with ScorePool(config) as pool`: `config.workers` processes, each scoring one group at a
-    time."""
+    """Pool of `config.workers` processes that score one group each at a time; an async context manager."""
 
     def __init__(self, config: RewardConfig) -> None:
         """Check the section.
 
         Raises:
-            SettingsError: for unknown or repeated verifiers and numbers out of range.
+            SettingsError: a verifier is unknown or repeated, or a number is out of range.
         """
         names = [verifier.name for verifier in config.verifiers]
         for name in names:
@@ -40,22 +38,22 @@ class ScorePool:
         self._weights = {verifier.name: verifier.weight for verifier in config.verifiers} | {
             ENVIRONMENT: config.environment_weight
         }
-        self._places: asyncio.Queue[WorkerClient | None] = asyncio.Queue()
-        """One entry for each worker that is free; None where its process has to be started first. Whoever
-        takes one puts one back."""
+        self._slots: asyncio.Queue[WorkerClient | None] = asyncio.Queue()
+        """One entry per free slot: its worker, or None if that has to be started. Every taker puts one
+        back."""
         for _ in range(config.workers):
-            self._places.put_nowait(None)
-        self._living: set[WorkerClient] = set()
+            self._slots.put_nowait(None)
+        self._running: set[WorkerClient] = set()
         self._closed = False
 
     async def __aenter__(self) -> "ScorePool":
-        """Start one worker, which checks options and imports; the others start when they are needed.
+        """Start one worker, which checks options and imports; the others start on demand.
 
         Raises:
-            SettingsError, RewardError: if it does not start.
+            SettingsError, RewardError: it does not start.
         """
         if self._config.verifiers:
-            async with self._scorer():
+            async with self._worker():
                 pass
         return self
 
@@ -71,64 +69,62 @@ class ScorePool:
         metadata: bytes | msgspec.Raw | Mapping[str, Any],
         environment: Sequence[float] | None = None,
     ) -> tuple[list[float], dict[str, list[float]]]:
-        """Score a group; waits for a free worker. Cancelling it ends and replaces the worker that was busy
-        with it.
+        """Score a group on a free worker, for which it waits; cancelling the call replaces that worker.
 
         Args:
-            prompt_text: what verifiers see of the prompt.
+            prompt_text: the prompt as text.
             responses: [n] the samples as text.
-            metadata: a MessagePack map, or what can be packed to one.
-            environment: [n] rewards that the environment gave, as one more component.
+            metadata: a MessagePack map, or a mapping to encode as one.
+            environment: [n] rewards of the environment, which are one more component.
 
         Returns:
-            [n] combined rewards, and [n] scores of each verifier.
+            [n] combined rewards, and component -> [n] scores.
 
         Raises:
-            RewardError: if a score could not be computed; a `VerifierError` names the verifier.
+            RewardError: a score could not be computed; a `VerifierError` names the verifier.
         """
         components: dict[str, list[float]] = {}
         if self._config.verifiers:
             packed = (
                 msgspec.msgpack.encode(dict(metadata)) if isinstance(metadata, Mapping) else bytes(metadata)
             )
-            async with self._scorer() as scorer:
-                components = await scorer.score(prompt_text, responses, packed)
+            async with self._worker() as worker:
+                components = await worker.score(prompt_text, responses, packed)
         if environment is not None:
             components[ENVIRONMENT] = list(environment)
         return combine(components, self._weights), components
 
     async def close(self) -> None:
-        """End all workers; scores in progress fail. Idempotent."""
+        """End all workers; groups that are being scored fail. Idempotent."""
         if self._closed:
             return
         self._closed = True
-        for scorer in self._living:
-            scorer.kill()
+        for worker in self._running:
+            worker.kill()
         for _ in range(self._config.workers):
-            idle = await self._places.get()
+            idle = await self._slots.get()
             if idle is not None:
                 await self._end(idle)
 
     @contextlib.asynccontextmanager
-    async def _scorer(self) -> AsyncIterator[WorkerClient]:
-        """A worker for one group; one that is not healthy afterwards is ended, and its place is for a new
-        one."""
-        place: WorkerClient | None = await self._places.get()
+    async def _worker(self) -> AsyncIterator[WorkerClient]:
+        """Take a worker for one group; one that is not healthy afterwards is ended, and later replaced."""
+        worker: WorkerClient | None = await self._slots.get()
         try:
             if self._closed:
                 raise RewardError("the score pool is closed")
-            if place is None:
-                place = await WorkerClient.start(self._config)
-                self._living.add(place)
-            yield place
+            if worker is None:
+                worker = await WorkerClient.start(self._config)
+                self._running.add(worker)
+            yield worker
         finally:
             try:
-                if place is not None and (self._closed or not place.healthy):
-                    ending, place = place, None
+                if worker is not None and (self._closed or not worker.healthy):
+                    ending, worker = worker, None
                     await self._end(ending)
             finally:
-                self._places.put_nowait(place)
+                self._slots.put_nowait(worker)
 
-    async def _end(self, scorer: WorkerClient) -> None:
-        self._living.discard(scorer)
-        await scorer.end()
+    async def _end(self, worker: WorkerClient) -> None:
+        self._running.discard(worker)
+        await worker.end()

@@ -1,14 +1,14 @@
-"""A worker process of the pool: `python -m reward.workers.worker`, started by `reward/workers/client.py`.
+"""Runs verifiers in a worker process: `python -m reward.workers.worker`, started by `client.py`.
 
 Frames in both directions: 4 bytes of length, little-endian, and a MessagePack array.
 
-    in   [memory_mb, [[verifier, options], ...]]        once
-    out  ["ready"] or ["settings", text]                once
-    in   [prompt_text, responses, metadata]             a group
-    out  ["score", number] for each verifier and response, verifiers outermost; or ["error", text], which ends the group
+    in   [memory_mb, [[verifier, options], ...]]   once
+    out  ["ready"] or ["settings", text]           once
+    in   [prompt_text, responses, metadata]        per group
+    out  ["score", number]                         per verifier and response, verifiers outermost
+         or ["error", text]                        ends the group
 """
 
-import ctypes
 import os
 import resource
 import signal
@@ -19,21 +19,21 @@ from typing import Any, BinaryIO
 import msgspec
 
 from protocol.errors import SettingsError
+from protocol.host.parent_death import die_with_parent
 from protocol.msgpack_limits import METADATA_DEPTH, check_shape
 from reward.verifiers.registry import Score, make_verifier
 
 LENGTH = struct.Struct("<I")
-PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
     """Serve until standard input ends or the parent dies."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent(signal.SIGKILL)
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what verifiers print goes to the log, not between the frames
-    memory_mb, wanted = _read(source)
+    os.dup2(2, 1)  # output of verifiers goes to the log, not between the frames
+    memory_mb, configured = _read(source)
     try:
-        verifiers = [make_verifier(name, options) for name, options in wanted]
+        verifiers = [make_verifier(name, options) for name, options in configured]
     except SettingsError as error:
         _write(sink, ["settings", str(error)])
         return
@@ -55,12 +55,12 @@ def _score(
                 _write(sink, ["score", verifier(prompt_text, response, metadata)])
     except BrokenPipeError:
         raise
-    except Exception as error:  # verifiers may raise anything; the process is fit for the next group
+    except Exception as error:  # verifiers may raise anything; the process can score the next group
         _write(sink, ["error", f"{type(error).__name__}: {error}"[:500]])
 
 
 def _read(source: BinaryIO) -> Any:
-    """The next frame, or None at the end."""
+    """Return the next frame, or None at the end of the stream."""
     head = source.read(LENGTH.size)
     if len(head) < LENGTH.size:
         return None

@@ -1,1 +1,1 @@
-"""Environments: how one prompt becomes one sample."""
+"""Provides environments, each of which turns one prompt into one sample."""

@@ -1,4 +1,4 @@
-"""What an environment is: it turns one prompt into one sample, by as many generations as it likes."""
+"""Defines the interface of environments, which turn one prompt into one sample by one or more generations."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
@@ -10,7 +10,8 @@ from rollout.prompts.base import Prompt
 from rollout.render import Renderer
 
 Generate = Callable[[tuple[int, ...], int | None], Awaitable[Completion]]
-"""Continue these tokens by at most so many more; None: as many as `[sampling]` allows."""
+"""(tokens, max_tokens) -> their continuation by at most that many tokens; None: as many as `[sampling]`
+allows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,40 +26,48 @@ class EnvironmentConfig:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What follows the prompt in one sample: T tokens, sampled or inserted."""
+    """One sample without its prompt: T tokens, sampled by the model or inserted by the environment."""
 
     tokens: tuple[int, ...]
     """[T]."""
     logprobs: tuple[float, ...]
-    """[T] nats, as sampled; 0 where the environment inserted the token."""
+    """[T] nats, behaviour log-probabilities; 0 where the environment inserted the token."""
     loss_mask: tuple[int, ...]
     """[T]: 1 where the model sampled the token, 0 where the environment inserted it."""
     spans: tuple[tuple[int, int], ...]
-    """Rows (end, version) over all T tokens; an inserted token has the version of the sampled token before
-    it. The last end is T."""
+    """Rows (end, version) over all T tokens, the last end being T. An inserted token has the version of the
+    sampled token before it."""
     finish_reason: str
-    """"stop", "length", or "environment" where the environment ended it."""
+    """"stop", "length", or "environment" if the environment ended it."""
     reward: float | None = None
-    """If the environment itself gives one."""
+    """Reward of the environment, if it gives one."""
 
 
 class Environment(ABC):
-    """Plays one sample. One instance serves all samples of a process at once, so state lives in `run`."""
+    """Produces samples. One instance serves all samples of a process concurrently: state belongs in `run`."""
 
     @abstractmethod
     async def run(
         self, prompt: Prompt, prompt_tokens: tuple[int, ...], generate: Generate, renderer: Renderer
     ) -> Sample:
-        """Play one sample. Cancelling it cancels the generation in progress; nothing else is left behind.
+        """Produce one sample.
+
+        Cancelling the call cancels the generation in progress and leaves nothing behind.
+
+        Args:
+            prompt: the prompt.
+            prompt_tokens: its tokens.
+            generate: continues tokens.
+            renderer: tokenizes and detokenizes text.
 
         Raises:
-            SettingsError: if the prompt lacks what this environment needs.
-            EngineError: from `generate`.
+            SettingsError: the prompt lacks metadata that this environment needs.
+            EngineError: `generate` raised it.
         """
 
 
 class SampleBuilder:
-    """Collects a sample turn by turn."""
+    """Builds a sample turn by turn."""
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
@@ -68,11 +77,11 @@ class SampleBuilder:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """All tokens so far."""
+        """The tokens so far."""
         return tuple(self._tokens)
 
     def sampled(self, completion: Completion) -> None:
-        """Append what the model sampled."""
+        """Append a completion of the model."""
         start = len(self._tokens)
         self._tokens += completion.tokens
         self._logprobs += completion.logprobs
@@ -81,14 +90,14 @@ class SampleBuilder:
             self._extend(start + end, version)
 
     def inserted(self, tokens: tuple[int, ...]) -> None:
-        """Append what the environment says; the model must have sampled something before."""
+        """Append tokens of the environment; the model must have sampled some before."""
         self._tokens += tokens
         self._logprobs += [0.0] * len(tokens)
         self._loss_mask += [0] * len(tokens)
         self._extend(len(self._tokens), self._spans[-1][1])
 
     def finish(self, reason: str, reward: float | None = None) -> Sample:
-        """The sample."""
+        """Return the sample."""
         return Sample(
             self.tokens, tuple(self._logprobs), tuple(self._loss_mask), tuple(self._spans), reason, reward
         )

@@ -1,7 +1,7 @@
-"""A game of several turns: the model guesses a number, the environment answers "higher" or "lower".
+"""Plays a game of several turns: the model guesses a number, the environment answers "higher" or "lower".
 
-The number is the prompt's `answer`. The reward falls with the turns that were needed: 1 for the first guess,
-1/K for the K-th of K.
+The number is the prompt's `answer`. The reward decreases with the turns needed: 1 if the first guess is
+right, 1/K if the K-th of K is, 0 if none is.
 """
 
 import re
@@ -20,17 +20,19 @@ class Options:
     """Options of `guess_number`."""
 
     max_turns: int = 6
+    """K, the number of guesses."""
     turn_tokens: int = 16
-    """Tokens that the model may sample in a turn."""
+    """Tokens that the model may sample per turn."""
     higher: str = " higher "
+    """Answer to a guess that is too low."""
     lower: str = " lower "
+    """Answer to a guess that is too high."""
     not_a_number: str = " ? "
-    """What the environment says where the turn holds no number."""
+    """Answer to a turn without a number."""
 
 
 class GuessNumber(Environment):
-    """Asks again until the number is found or the turns are used up. The last number of a turn is the
-    guess."""
+    """Asks until the number is found or no turn is left; the guess is the last number in a turn."""
 
     def __init__(self, options: Options) -> None:
         if options.max_turns < 1 or options.turn_tokens < 1:

@@ -1,4 +1,4 @@
-"""Environments by name."""
+"""Makes environments by name."""
 
 import importlib
 
@@ -6,14 +6,14 @@ from protocol.choices import checked_name, checked_options
 from rollout.environments.base import Environment, EnvironmentConfig
 
 ENVIRONMENTS = ("guess_number", "single_turn")
-"""Modules in `rollout/environments/`, each with a dataclass `Options` and a function `make` of it."""
+"""Modules in `rollout/environments/`, each with a dataclass `Options` and a callable `make` that takes it."""
 
 
 def make_environment(config: EnvironmentConfig) -> Environment:
-    """The environment that `config.name` names.
+    """Return the environment that `config.name` names.
 
     Raises:
-        SettingsError: for an unknown name or option, with the nearest known one.
+        SettingsError: the name or an option is unknown; suggests the nearest one.
     """
     name = checked_name(config.name, ENVIRONMENTS, "setting environment.name: environment")
     module = importlib.import_module(f"rollout.environments.{name}")

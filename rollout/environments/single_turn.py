@@ -1,4 +1,4 @@
-"""One prompt, one answer. The reward is the verifiers' business."""
+"""Generates one answer per prompt, without a reward: verifiers score it."""
 
 from dataclasses import dataclass
 
@@ -9,11 +9,11 @@ from rollout.render import Renderer
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """This environment has none."""
+    """Options of `single_turn`: none."""
 
 
 class SingleTurn(Environment):
-    """Generates once."""
+    """Generates once per sample."""
 
     def __init__(self, options: Options) -> None:
         del options

@@ -1,1 +1,1 @@
-"""Prompt sources: where prompts come from and in which order."""
+"""Provides prompts: where they come from, and the order in which they are used."""

@@ -1,4 +1,4 @@
-"""Prompts from a Hugging Face data set that lies on this machine; nothing is downloaded."""
+"""Reads prompts from a local Hugging Face data set; nothing is downloaded."""
 
 import tempfile
 from pathlib import Path
@@ -6,17 +6,18 @@ from typing import Any
 
 from protocol.choices import checked_name
 from protocol.errors import SettingsError
-from rollout.prompts.base import Prompt, PromptConfig, RowSource, prompt_of
+from rollout.prompts.base import Prompt, PromptConfig
+from rollout.prompts.rows import RowSource, prompt_of
 
 READERS = {".parquet": "from_parquet", ".json": "from_json", ".jsonl": "from_json"}
 """Suffix -> constructor of `datasets.Dataset`."""
 
 
 def make(config: PromptConfig) -> RowSource:
-    """Read `config.path`, and `config.held_out_path` if there is one.
+    """Return the source of `config.path`, and of `config.held_out_path` if it is set.
 
     Raises:
-        SettingsError: if there is no data set that can be read, or naming the first bad row.
+        SettingsError: no data set can be read there, or a row is malformed; names the first such row.
     """
     try:
         import datasets
@@ -39,17 +40,18 @@ def make(config: PromptConfig) -> RowSource:
 
 
 def _from_files(path: Path, dataset: Any) -> Any:
-    """All rows of one file, or of the files of one kind in a directory, by name."""
+    """Return all rows of a file, or of the files in a directory in the order of their names."""
     files = sorted(file for file in (path.iterdir() if path.is_dir() else [path]) if file.suffix in READERS)
     readers = {READERS[file.suffix] for file in files}
     if len(readers) != 1:
         raise SettingsError(
-            f"setting prompts.path: {path} must hold Parquet files or JSON files ({', '.join(READERS)}), and only one kind"
+            f"setting prompts.path: {path} must contain Parquet or JSON files ({', '.join(READERS)}), "
+            "of one kind only"
         )
     with tempfile.TemporaryDirectory() as cache:
         try:
             return getattr(dataset, readers.pop())(
                 [str(file) for file in files], cache_dir=cache, keep_in_memory=True
             )
-        except Exception as error:  # datasets raises whatever its readers do
+        except Exception as error:  # datasets raises any exception of its readers
             raise SettingsError(f"{path}: {type(error).__name__}: {str(error)[:300]}") from error

@@ -1,18 +1,19 @@
-"""Prompts from a file with one JSON object a line."""
+"""Reads prompts from a file with one JSON object per line."""
 
 from pathlib import Path
 
 import msgspec
 
 from protocol.errors import SettingsError
-from rollout.prompts.base import Prompt, PromptConfig, RowSource, prompt_of
+from rollout.prompts.base import Prompt, PromptConfig
+from rollout.prompts.rows import RowSource, prompt_of
 
 
 def make(config: PromptConfig) -> RowSource:
-    """Read `config.path`, and `config.held_out_path` if there is one.
+    """Return the source of `config.path`, and of `config.held_out_path` if it is set.
 
     Raises:
-        SettingsError: naming file and line of the first bad one.
+        SettingsError: a file cannot be read, or a line is malformed; names the first such line.
     """
 
     def read(path: Path) -> list[Prompt]:

@@ -1,8 +1,8 @@
-"""Prompts from the task families of reasoning-gym, made on the fly.
+"""Generates prompts from the task families of reasoning-gym.
 
-Item i of a family with seed s depends on s + i only, so training uses the seeds from `seed` on and held-out
-prompts those from `seed + HELD_OUT_SEED` on. Items are made in chunks, because some families draw all items
-of a data set when it is opened.
+Item i of a family with seed s depends on s + i only, so training uses the seeds from `seed` on, and held-out
+prompts those from `seed + HELD_OUT_SEED` on. Items are generated in chunks, because some families generate
+all items of a data set when it is opened.
 """
 
 import os
@@ -17,17 +17,18 @@ from protocol.ranges import check_ranges
 from rollout.prompts.base import Order, Prompt, PromptConfig, fingerprint_of, unseen
 
 CHUNK = 500
+"""Items per data set that is opened."""
 HELD_OUT_SEED = CHUNK << 22
-"""Distance between the seeds of training and those of held-out prompts; a training index stays below it."""
+"""Distance between the seeds of training and those of held-out prompts; training indices stay below it."""
 ATTEMPTS = 20
-"""Held-out prompts drawn for each one wanted, before the family is called too small."""
+"""Held-out prompts generated for each one wanted before the families count as too small."""
 UNSTABLE = frozenset({"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note"})
-"""Families of 0.1.25 whose items depend on the order of sets of strings, which differs between processes
-unless PYTHONHASHSEED is set."""
+"""Families of version 0.1.25 whose items depend on the order of sets of strings, which differs between
+processes unless PYTHONHASHSEED is set."""
 
 
 class ReasoningGymSource:
-    """The families in turn: prompt i is item i // F of family i % F. Endless if `count` is 0."""
+    """Takes F families in turn: prompt i is item i // F of family i % F. Endless if `count` is 0."""
 
     def __init__(self, config: PromptConfig) -> None:
         check_ranges(config, "prompts")
@@ -53,11 +54,12 @@ class ReasoningGymSource:
         return self._item(self._order[index] if self._order else index, self._config.seed, index)
 
     def held_out(self) -> Sequence[Prompt]:
-        """Questions that occur in training are left out where the training set is finite; of an endless one
-        only the seeds differ.
+        """Return prompts of other seeds than those of training.
+
+        If the training set is finite, questions that occur in it are left out.
 
         Raises:
-            SettingsError: if the families hold too few different questions.
+            SettingsError: the families generate too few different questions.
         """
         wanted = self._config.held_out
         trained = {
@@ -73,8 +75,9 @@ class ReasoningGymSource:
                 return found[:wanted]
         if wanted:
             raise SettingsError(
-                f"families {', '.join(self._families)} gave only {len(found)} of {wanted} held-out questions that are not in training; "
-                f"lower prompts.held_out or prompts.count, or make the families larger with prompts.params"
+                f"families {', '.join(self._families)} gave only {len(found)} of {wanted} held-out questions "
+                "that are not in training; lower prompts.held_out or prompts.count, "
+                "or make the families larger with prompts.params"
             )
         return found
 
@@ -97,26 +100,26 @@ class ReasoningGymSource:
             return reasoning_gym.create_dataset(
                 family, size=CHUNK, seed=seed, **self._config.params.get(family, {})
             )
-        except (
-            Exception
-        ) as error:  # families check their parameters with asserts, and fail with whatever they use
+        except Exception as error:  # families check parameters with assert, and raise any exception
             raise SettingsError(
                 f"setting prompts.params.{family}: {type(error).__name__}: {error}"
             ) from error
 
 
 def make(config: PromptConfig) -> ReasoningGymSource:
-    """The source for `config.families`.
+    """Return the source of `config.families`.
 
     Raises:
-        SettingsError: for an unknown family, with the nearest known one, or parameters that a family refuses.
+        SettingsError: a family is unknown (suggests the nearest one), or refuses its parameters.
     """
     return ReasoningGymSource(config)
 
 
 def plain(value: Any) -> Any:
-    """`value` in MessagePack's types. Tuples become `{"__tuple__": [...]}`, because some scorers tell them
-    from lists."""
+    """Return `value` in MessagePack types.
+
+    Tuples become `{"__tuple__": [...]}`, because some scorers distinguish them from lists.
+    """
     if isinstance(value, Mapping):
         return {key if isinstance(key, str | int) else str(key): plain(item) for key, item in value.items()}
     if isinstance(value, tuple):
@@ -127,14 +130,15 @@ def plain(value: Any) -> Any:
         return value
     for kind in (int, float, str):
         if isinstance(value, kind):
-            return kind(value)  # numpy.float64 and numpy.str_ are subclasses that MessagePack does not know
+            return kind(value)  # msgspec does not encode subclasses such as numpy.float64
     return plain(value.item()) if hasattr(value, "item") else str(value)
 
 
 def _checked_families(config: PromptConfig) -> tuple[str, ...]:
     if config.held_out_path:
         raise SettingsError(
-            "setting prompts.held_out_path: the source reasoning_gym makes its own held-out prompts; set prompts.held_out"
+            "setting prompts.held_out_path: the source reasoning_gym generates its held-out prompts; "
+            "set prompts.held_out"
         )
     try:
         from reasoning_gym.factory import DATASETS
@@ -148,7 +152,8 @@ def _checked_families(config: PromptConfig) -> tuple[str, ...]:
         checked_name(family, DATASETS.keys() - {"composite"}, "setting prompts.families: family")
         if family in UNSTABLE and not os.environ.get("PYTHONHASHSEED", "").isdigit():
             raise SettingsError(
-                f"setting prompts.families: {family} differs between processes; set PYTHONHASHSEED=0 for all, or leave it out"
+                f"setting prompts.families: {family} differs between processes; "
+                "set PYTHONHASHSEED=0 for all of them, or leave it out"
             )
     for family, params in config.params.items():
         checked_name(family, config.families, "setting prompts.params: family")

@@ -165,7 +165,7 @@ async def test_a_request_that_the_engine_ends_is_an_error_not_a_short_sample(
 
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(abort())
-        with pytest.raises(EngineError, match=r"12/2.*the engine ended it after 0 tokens"):
+        with pytest.raises(EngineError, match=r"12/2.*the engine aborted it after 0 tokens"):
             await generate(engine, renderer)
     assert engine.running == 0
     await engine.close()

@@ -1,1 +1,1 @@
-"""From scored rollouts to the batch of a step."""
+"""Builds the batch of a step from scored rollouts."""

@@ -1,5 +1,8 @@
-"""From scored groups to a batch: every array is checked, tokens over the bound are masked or refused, and the
-result is checked again."""
+"""Builds the batch of a step from scored groups.
+
+Every array is checked, tokens over the staleness bound are masked or refused, and the result is checked
+again.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -17,37 +20,37 @@ from trainer.batch import Batch
 from trainer.data.samples import Sample, samples_of
 
 TrainedCounts = dict[int, dict[int, int]]
-"""group -> version -> tokens that carry gradient."""
+"""Group -> version -> tokens that carry gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchStats:
-    """What a batch looks like, before it is trained. Names as in `StepReport`."""
+    """Statistics of a batch before it is trained, with the names of `StepReport`."""
 
     lag_histogram: dict[int, int]
-    """Trained tokens for each lag."""
+    """Lag in versions -> trained tokens."""
     lag_mean: float
-    """Of trained tokens, in versions."""
+    """Mean lag of trained tokens, in versions."""
     lag_max: int
     trained_tokens: int
     masked_tokens: int
-    """Sampled tokens that carry no gradient because they are over the bound."""
+    """Sampled tokens that carry no gradient because they exceed the bound."""
     response_length_mean: float
-    """Tokens of a sample after the prompt, inserted ones included."""
+    """Mean tokens of a sample after the prompt, inserted ones included."""
     reward_mean: float
     reward_std: float
-    """Over all samples; divides by their number."""
+    """Population standard deviation over all samples."""
     generate_s: float
-    """Mean over groups."""
+    """Mean seconds to generate a group."""
 
 
 class BuiltBatch(NamedTuple):
-    """What `build_batch` returns."""
+    """Result of `build_batch`."""
 
     batch: Batch
     """On the CPU."""
     trained_counts: TrainedCounts
-    """As `Ledger.commit` wants them; every group has an entry, perhaps an empty one."""
+    """As `Ledger.commit` expects them; every group has an entry, possibly an empty one."""
     stats: BatchStats
 
 
@@ -59,19 +62,19 @@ def build_batch(
     temperature: float,
     mask_late: bool,
 ) -> BuiltBatch:
-    """Make the batch of a step.
+    """Build the batch of a step.
 
     Args:
         groups: scored groups, each with the bound that was in force when it was leased.
         step: version that the step starts from.
-        algorithm: gives the advantages.
-        temperature: at which the engines sampled.
-        mask_late: whether sampled tokens over the bound lose their gradient; otherwise they are an error.
+        algorithm: computes the advantages.
+        temperature: temperature at which the engines sampled.
+        mask_late: whether sampled tokens over the bound are masked; otherwise they are an error.
 
     Raises:
-        ProtocolError: arrays that do not fit together, are not finite or come from the future; names
-            group and field.
-        BoundViolation: a token over the bound with `mask_late` off, or one that the masking missed.
+        ProtocolError: arrays contradict each other, hold numbers that are not finite, or tokens of a later
+            version; names group and field.
+        BoundViolation: a token exceeds the bound and `mask_late` is off, or the masking missed it.
     """
     samples: list[Sample] = []
     numbers: set[int] = set()
@@ -94,13 +97,17 @@ def build_batch(
 
 
 def check_bound(batch: Batch, samples: Sequence[Sample], mask: torch.Tensor) -> None:
-    """Go through every token under `mask`, one by one, and compare its lag with the bound of its group's
-    lease.
+    """Compare the lag of every token under `mask` with the bound of its group's lease, token by token.
 
-    Deliberately written against the samples as received and not with the arithmetic that made the mask.
+    It deliberately reads the samples as received, and does not use the arithmetic that made the mask.
+
+    Args:
+        batch: [rows, columns] built of `samples`.
+        samples: one per row.
+        mask: bool [rows, columns], the tokens to check.
 
     Raises:
-        BoundViolation: names the first offender.
+        BoundViolation: a token exceeds the bound or was not sampled; names the first one.
     """
     for row, sample in enumerate(samples):
         for column in mask[row].nonzero()[:, 0].tolist():
@@ -112,13 +119,13 @@ def check_bound(batch: Batch, samples: Sequence[Sample], mask: torch.Tensor) -> 
             version = int(sample.versions[position])
             if batch.step - version > sample.max_staleness:
                 raise BoundViolation(
-                    f"group {sample.group}: token {position} of version {version} has lag {batch.step - version} in step {batch.step}, "
-                    f"over the bound of {sample.max_staleness}"
+                    f"group {sample.group}: token {position} of version {version} has lag "
+                    f"{batch.step - version} in step {batch.step}, over the bound of {sample.max_staleness}"
                 )
 
 
 def _pad(samples: Sequence[Sample], *, step: int, temperature: float) -> Batch:
-    """Tensors of all samples, with an empty loss mask and no advantages yet."""
+    """Return the padded tensors of all samples, without loss mask and advantages."""
     rows = len(samples)
     sequence_lengths = torch.tensor([len(s.prompt) + len(s.tokens) for s in samples], dtype=torch.int64)
     shape = (rows, int(sequence_lengths.max()))
@@ -149,7 +156,7 @@ def _pad(samples: Sequence[Sample], *, step: int, temperature: float) -> Batch:
 
 
 def _mask_and_score(batch: Batch, samples: Sequence[Sample], algorithm: Algorithm) -> None:
-    """Fill in the loss mask and the advantages."""
+    """Fill in loss mask and advantages."""
     bounds = torch.tensor([s.max_staleness for s in samples])[:, None]
     batch.loss_mask.copy_(batch.sampled_mask & (batch.step - batch.versions <= bounds))
     advantages = algorithm.advantages(batch.rewards, batch.group_index)
