@@ -53,11 +53,9 @@ async def generate_group(
         renderer: renders the prompt, and detokenizes the samples.
         environment: produces each sample.
         prompt: the prompt.
-        group: number of the group in the run.
-        token: the lease token.
+        group, token, engine_name: fields of the message, see `Rollout`.
         n: samples to generate.
         sampling: parameters of every generation.
-        engine_name: incarnation of the engine, for the message.
 
     Raises:
         EngineError: the engine failed, or aborted a request itself.

@@ -31,14 +31,10 @@ def assemble(
     """Return the message of a generated group.
 
     Args:
-        prompt: the prompt of the group.
-        prompt_tokens: its tokens, [P].
-        samples: [n] what was generated.
-        responses: [n] the samples as text.
-        group: number of the group in the run.
-        token: the lease token.
-        engine: incarnation of the engine.
-        generate_s: seconds from the lease to the last token.
+        prompt: the prompt of the group, with `prompt_tokens` [P].
+        samples: [n] what was generated, with `responses` [n], the samples as text.
+
+    The other arguments are fields of `Rollout`.
 
     Raises:
         EngineError: a sample contradicts itself; names group and sample.

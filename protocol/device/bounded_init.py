@@ -8,7 +8,7 @@ then it has to be restarted.
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from protocol.errors import PoisonedError
 
@@ -49,43 +49,18 @@ def init_with_deadline(
         PoisonedError: too many threads are stuck; no thread was started.
     """
     check_stuck()
-    created: list[T] = []
-    returned: list[T] = []
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            returned.append(make(created.append))
-        except BaseException as error:
-            raised.append(error)
-        with _lock:
-            late = _abandoned.pop(threading.current_thread(), None) is not None
-            ended.set()
-        if late:
-            for group in created or returned:
-                discard(group)
-
-    ended = threading.Event()
-    thread = threading.Thread(target=run, name="weights.group", daemon=True)
-    thread.start()
+    attempt = _Attempt(make, discard)
     end = time.monotonic() + seconds
     try:
-        while not ended.wait(POLL_S):
+        while not attempt.ended.wait(POLL_S):
             if disconnected():
                 raise ConnectionError("the peer disconnected while the process group was initialized")
             if time.monotonic() > end:
                 raise TimeoutError("the process group was not initialized in time")
     except BaseException:
-        with _lock:
-            running = not ended.is_set()
-            if running:
-                _abandoned[thread] = time.monotonic()
-        for group in created if running else returned:  # ends what the thread waits for, on a device too
-            discard(group)
+        attempt.abandon()
         raise
-    if raised:
-        raise raised[0]
-    return returned[0]
+    return attempt.result()
 
 
 def check_stuck() -> None:
@@ -97,3 +72,44 @@ def check_stuck() -> None:
         raise PoisonedError(
             f"{stuck} threads are stuck initializing process groups: this process has to be restarted"
         )
+
+
+class _Attempt(Generic[T]):
+    """One call of `make` in a thread, which may be abandoned."""
+
+    def __init__(self, make: Callable[[Callable[[T], None]], T], discard: Callable[[T], None]) -> None:
+        self.ended = threading.Event()
+        self._make = make
+        self._discard = discard
+        self._created: list[T] = []
+        self._returned: list[T] = []
+        self._raised: list[BaseException] = []
+        self._thread = threading.Thread(target=self._run, name="weights.group", daemon=True)
+        self._thread.start()
+
+    def result(self) -> T:
+        """Return or raise what the call that has ended did."""
+        if self._raised:
+            raise self._raised[0]
+        return self._returned[0]
+
+    def abandon(self) -> None:
+        """Discard what the call returned or, if it still runs, has created so far, which ends what it waits for."""
+        with _lock:
+            running = not self.ended.is_set()
+            if running:
+                _abandoned[self._thread] = time.monotonic()
+        for group in self._created if running else self._returned:
+            self._discard(group)
+
+    def _run(self) -> None:
+        try:
+            self._returned.append(self._make(self._created.append))
+        except BaseException as error:
+            self._raised.append(error)
+        with _lock:
+            late = _abandoned.pop(threading.current_thread(), None) is not None
+            self.ended.set()
+        if late:
+            for group in self._created or self._returned:
+                self._discard(group)

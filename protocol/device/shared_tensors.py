@@ -119,7 +119,7 @@ class SharedTensors:
         ]
 
     def write(self, path: Path, sections: Sections) -> None:
-        """Write the description file, readable by this user only, and remove those of dead processes beside it.
+        """Write the description file, for this user only, and remove those of dead processes beside it.
 
         Args:
             path: the file.

@@ -29,8 +29,9 @@ class WeightReceiver(Protocol):
     ) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
         """Yield every entry once with its bytes as a tensor, on any device.
 
-        A tensor is valid until the next one is requested. Tensors are verified against their digests only once the iterator has ended without an error. Work on
-        a tensor must be queued on the current stream. Connections are kept for the next version.
+        A tensor is valid until the next one is requested. Tensors are verified against their digests only
+        once the iterator has ended without an error. Work on a tensor must be queued on the current stream.
+        Connections are kept for the next version.
 
         Args:
             manifest: the version.

@@ -1,5 +1,7 @@
-"""One sample of every message, with every field set. Run this file to write the golden frames of a new
-message or schema version."""
+"""A sample of every message, with every field set.
+
+Run this file to write the golden frames of a new message or schema version.
+"""
 
 from pathlib import Path
 

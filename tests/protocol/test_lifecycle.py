@@ -1,3 +1,5 @@
+"""The lifecycle table: which states lead where."""
+
 from protocol.lifecycle import ACTIVE, TRANSITIONS, Event, GroupState, after
 
 

@@ -1,5 +1,4 @@
-"""A document that declares more than it holds, or unfolds to more than is allowed, is refused before it costs
-memory."""
+"""Limits on MessagePack documents: what exceeds them is refused before it takes memory."""
 
 import tracemalloc
 
@@ -90,7 +89,7 @@ def test_hostile_payloads_cost_a_few_times_their_size(head: bytes, document: byt
     assert peak < 10 * len(document) + (64 << 10)
 
 
-def test_a_small_payload_unfolds_to_a_bounded_size() -> None:
+def test_a_small_payload_decodes_to_a_bounded_size() -> None:
     payload = crowd((SMALL_BYTES - 100) // 5)
     assert len(payload) <= SMALL_BYTES
     peak, found = spent(payload)
@@ -98,7 +97,7 @@ def test_a_small_payload_unfolds_to_a_bounded_size() -> None:
     assert peak < 48 << 20
 
 
-def test_a_large_payload_of_many_values_is_refused_before_it_unfolds() -> None:
+def test_a_large_payload_of_many_values_is_refused_before_decoding() -> None:
     peak, found = spent(crowd(MOST_ITEMS // 2 + 1))
     assert isinstance(found, ProtocolError)
     assert peak < 1 << 20

@@ -60,7 +60,7 @@ def test_straggler_is_the_earliest_deadline_then_the_lowest_id() -> None:
     assert straggler({}) is None
 
 
-def test_no_lease_is_late_at_birth_under_any_policy() -> None:
+def test_no_lease_is_granted_late_under_any_policy() -> None:
     for policy in Policy:
         assert not admits([], 4, 5, Bound(0, 1, policy))
         assert admits([], 5, 5, Bound(0, 1, policy))

@@ -1,3 +1,5 @@
+"""Arrays on the wire: round trips, and the arrays that are refused."""
+
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,3 +1,5 @@
+"""The table of topics: its keys, and which side binds."""
+
 from protocol.topics import TOPICS, Pattern
 
 

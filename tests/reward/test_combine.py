@@ -1,4 +1,4 @@
-"""Scores to rewards."""
+"""Combining scores into rewards."""
 
 import math
 

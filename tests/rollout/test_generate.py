@@ -1,4 +1,4 @@
-"""Groups on the scripted engine."""
+"""Generating groups on the scripted engine."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -134,7 +134,7 @@ async def test_cancelling_leaves_no_request(model_dir: Path, renderer: Renderer)
     await engine.close()
 
 
-async def test_an_error_of_the_engine_comes_out_bare_and_ends_the_other_samples(
+async def test_an_engine_error_is_raised_unwrapped_and_cancels_the_other_samples(
     model_dir: Path, renderer: Renderer
 ) -> None:
     engine = Watched(model_dir, replace(CONFIG, seconds_per_token=3600.0))

@@ -104,7 +104,7 @@ def test_a_missing_or_broken_tokenizer_is_an_error_of_the_settings(tmp_path: Pat
 
 
 @given(st.text(alphabet=CHARACTERS, min_size=1, max_size=60))
-def test_text_survives_the_way_to_tokens_and_back(plain: Path, text: str) -> None:
+def test_text_round_trips_through_tokens(plain: Path, text: str) -> None:
     renderer = _cached(plain)
     assert renderer.text(renderer.prompt_tokens(Prompt(text))) == text
 

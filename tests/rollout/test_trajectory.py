@@ -20,9 +20,15 @@ GOOD = Sample((5, 6, 7), (-0.5, 0.0, -1.25), (1, 0, 1), ((2, 3), (3, 4)), "stop"
 
 def packed(*samples: Sample, prompt: Prompt | None = None) -> Rollout:
     return assemble(
-        prompt or Prompt("q", metadata={"answer": "7"}, index=9), (1, 2), samples, [f"r{i}" for i in range(len(samples))],
-        group=9, token="t", engine="e", generate_s=0.5,
-    )  # fmt: skip
+        prompt or Prompt("q", metadata={"answer": "7"}, index=9),
+        (1, 2),
+        samples,
+        [f"r{i}" for i in range(len(samples))],
+        group=9,
+        token="t",
+        engine="e",
+        generate_s=0.5,
+    )
 
 
 @st.composite

@@ -1,4 +1,4 @@
-"""Threads that are stuck where a group is made, for as long as a test wants."""
+"""Initializations that block for as long as a test wants."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""What may never return is given up at its deadline, is nobody's afterwards, and does not pile up."""
+"""Initialization with a deadline: what misses it is abandoned and discarded, up to a limit."""
 
 import threading
 from collections.abc import Callable
@@ -16,7 +16,7 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounded_init, "GRACE_S", 0.0)
 
 
-def test_what_is_made_in_time_is_returned_and_what_goes_wrong_is_raised() -> None:
+def test_init_with_deadline_returns_the_group_or_raises_the_error() -> None:
     assert init_with_deadline(lambda hold: "group", pytest.fail, 600, lambda: False) == "group"
     with pytest.raises(RuntimeError, match="no such device"):
         init_with_deadline(
@@ -27,14 +27,14 @@ def test_what_is_made_in_time_is_returned_and_what_goes_wrong_is_raised() -> Non
         )
 
 
-def test_what_comes_too_late_is_discarded_by_its_own_thread() -> None:
+def test_a_late_group_is_discarded_by_its_own_thread() -> None:
     library = Library()
     with stuck(library, 2):
         assert library.discarded == []
     assert library.discarded == ["group", "group"]
 
 
-def test_what_was_handed_over_is_discarded_at_once_so_that_its_thread_comes_back() -> None:
+def test_a_created_group_is_discarded_at_once_so_that_its_thread_returns() -> None:
     aborted = threading.Event()
 
     def make(hold: Callable[[str], None]) -> str:
@@ -49,7 +49,7 @@ def test_what_was_handed_over_is_discarded_at_once_so_that_its_thread_comes_back
     assert set(discarded) == {"group"}
 
 
-def test_a_look_that_fails_leaves_nothing_behind_that_is_not_known() -> None:
+def test_a_failed_disconnect_check_abandons_the_thread() -> None:
     library = Library()
 
     def reset() -> bool:
@@ -62,7 +62,7 @@ def test_a_look_that_fails_leaves_nothing_behind_that_is_not_known() -> None:
     assert library.discarded == ["group"]
 
 
-def test_a_process_bears_a_few_threads_that_are_stuck_and_recovers_when_they_return() -> None:
+def test_a_process_tolerates_a_few_stuck_threads_and_recovers_when_they_return() -> None:
     library = Library()
     with stuck(library, MAX_STUCK - 1):
         assert init_with_deadline(lambda hold: "other", pytest.fail, 600, lambda: False) == "other"
@@ -82,7 +82,9 @@ def test_a_process_bears_a_few_threads_that_are_stuck_and_recovers_when_they_ret
     check_stuck()
 
 
-def test_a_thread_that_may_still_come_back_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_abandoned_thread_is_not_stuck_before_its_grace_period_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(bounded_init, "GRACE_S", 600.0)
     with stuck(Library(), 2 * MAX_STUCK):
         check_stuck()

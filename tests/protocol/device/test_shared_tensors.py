@@ -1,4 +1,4 @@
-"""What one process of the host can map of another's tensors, and when it cannot."""
+"""Sharing tensors between processes of a host: what can be mapped, and when it cannot."""
 
 import stat
 import subprocess
@@ -51,7 +51,7 @@ def test_tensors_of_another_process_are_seen_and_outlive_it(tmp_path: Path) -> N
         map_tensors(tmp_path / "o.msgpack")
 
 
-def test_what_a_reader_writes_stays_with_it(tmp_path: Path) -> None:
+def test_writes_of_a_reader_are_private(tmp_path: Path) -> None:
     room = SharedTensors([torch.zeros(3)])
     room.write(tmp_path / "o.msgpack", {"a": {"x": room.tensors[0]}})
     map_tensors(tmp_path / "o.msgpack")["a"]["x"].fill_(7)
@@ -59,7 +59,7 @@ def test_what_a_reader_writes_stays_with_it(tmp_path: Path) -> None:
     room.close()
 
 
-def test_every_kind_of_tensor_comes_as_it_is(tmp_path: Path) -> None:
+def test_mapped_tensors_keep_dtype_shape_stride_and_ties(tmp_path: Path) -> None:
     tied = torch.randn(4, 3)
     given = [tied, torch.randn(6, 2).T, torch.tensor(5), torch.randn(3).bfloat16(), torch.empty(0, 3), tied]
     room = SharedTensors(given)
@@ -97,7 +97,7 @@ def test_a_descriptor_that_means_another_file_is_not_mapped(tmp_path: Path) -> N
     [b"", b"\x93\x01\x02\x03", b"\x80", bytes(range(255, 191, -1))],
     ids=["empty", "array", "map", "noise"],
 )
-def test_a_file_that_is_none_of_ours_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_no_description_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "o.msgpack").write_bytes(content)
     with pytest.raises(WeightError, match=r"o\.msgpack"):
         map_tensors(tmp_path / "o.msgpack")

@@ -1,4 +1,4 @@
-"""Files and directories written aside: whole or not at all."""
+"""Files and directories written aside: complete, or unchanged."""
 
 from pathlib import Path
 

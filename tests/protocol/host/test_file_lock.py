@@ -1,4 +1,4 @@
-"""Locks on files: one holder, a deadline, dropped with the process that holds them."""
+"""File locks: one holder, a deadline, released when the holder exits."""
 
 import os
 import subprocess

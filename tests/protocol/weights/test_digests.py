@@ -1,3 +1,5 @@
+"""Digests: every implementation agrees with the definition, and with golden values."""
+
 import random
 
 import pytest
@@ -35,12 +37,12 @@ def test_every_implementation_agrees_with_the_definition(size: int) -> None:
     assert finish(int(total), size) == digest(data)
 
 
-def test_digests_are_fixed_for_good() -> None:
+def test_digests_equal_golden_values() -> None:
     assert digest(b"") == 0
     assert [f"{digest(text):016x}" for text in (b"\0", b"tether", bytes(range(256)) * 300)] == GOLDEN
 
 
-def test_what_goes_wrong_on_the_way_changes_the_digest() -> None:
+def test_digest_changes_with_any_transfer_error() -> None:
     data = bytearray(random.Random(0).randbytes(16 * ROW))
     good = digest(data)
     wrong = {
@@ -62,7 +64,7 @@ def test_what_goes_wrong_on_the_way_changes_the_digest() -> None:
     assert digest(bytes(4)) != digest(bytes(8))
 
 
-def test_tensors_are_hashed_as_their_bytes_in_order() -> None:
+def test_digests_of_tensors_are_those_of_their_bytes() -> None:
     columns = torch.arange(6, dtype=torch.bfloat16).view(2, 3).T
     found = digests_of([columns, torch.zeros(0, 3), torch.tensor(True)])
     assert found == [
@@ -73,7 +75,7 @@ def test_tensors_are_hashed_as_their_bytes_in_order() -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_computes_the_same_digests() -> None:
+def test_digests_on_a_gpu_equal_those_on_the_host() -> None:
     tensors = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in SIZES]
     tensors += [
         torch.randn(4096, 8192).bfloat16(),

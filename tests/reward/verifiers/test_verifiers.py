@@ -1,4 +1,4 @@
-"""Verifiers one by one: what is right, what is wrong, and that no response makes them raise."""
+"""Verifiers one by one: right and wrong responses, and that no response makes them raise."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The pool with verifiers that raise, hang, crash and eat memory, in real worker processes."""
+"""The pool, with verifiers that raise, hang, crash and use memory, in real worker processes."""
 
 import asyncio
 import os
@@ -221,11 +221,20 @@ async def test_metadata_that_is_no_map_is_an_error_of_the_group(pool: ScorePool)
 def rollout(*responses: str, environment: Any = None) -> Rollout:
     n = len(responses)
     return Rollout(
-        group=3, token="t", engine="e", prompt_tokens=Array.of([1], "int32"), lengths=Array.of([1] * n, "int32"),
-        tokens=Array.of([2] * n, "int32"), logprobs=Array.of([0.0] * n, "float32"), loss_mask=Array.of([1] * n, "uint8"),
-        spans=Array.of([(i, 1, 0) for i in range(n)], "int32"), finish_reasons=("stop",) * n, responses=responses,
-        metadata=msgspec.Raw(METADATA), environment_rewards=None if environment is None else Array.of(environment, "float32"),
-    )  # fmt: skip
+        group=3,
+        token="t",
+        engine="e",
+        prompt_tokens=Array.of([1], "int32"),
+        lengths=Array.of([1] * n, "int32"),
+        tokens=Array.of([2] * n, "int32"),
+        logprobs=Array.of([0.0] * n, "float32"),
+        loss_mask=Array.of([1] * n, "uint8"),
+        spans=Array.of([(i, 1, 0) for i in range(n)], "int32"),
+        finish_reasons=("stop",) * n,
+        responses=responses,
+        metadata=msgspec.Raw(METADATA),
+        environment_rewards=None if environment is None else Array.of(environment, "float32"),
+    )
 
 
 async def test_a_rollout_becomes_a_scored_rollout_or_a_failure(pool: ScorePool) -> None:

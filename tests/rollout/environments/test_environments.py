@@ -1,4 +1,4 @@
-"""Environments, played with completions that are written down."""
+"""Environments, run with scripted completions."""
 
 import asyncio
 from collections.abc import Callable
@@ -57,7 +57,7 @@ def test_a_single_turn_is_the_completion(renderer: Renderer) -> None:
     assert player.asked == [(renderer.prompt_tokens(PROMPT), None)]
 
 
-def test_guessing_goes_on_until_the_number_is_found(renderer: Renderer) -> None:
+def test_guessing_continues_until_the_number_is_found(renderer: Renderer) -> None:
     player = Player(renderer, "5", "x", "is it 9 or 8", "7")
     sample = play(guessing(max_turns=8, turn_tokens=5), renderer, player)
     assert renderer.text(sample.tokens) == "5 higher x ? is it 9 or 8 lower 7"

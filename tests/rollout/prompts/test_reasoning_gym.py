@@ -31,7 +31,7 @@ def test_families_take_turns_and_indices_are_pure() -> None:
     assert first.fingerprint == second.fingerprint != make_source(replace(config, seed=4)).fingerprint
 
 
-def test_chunks_do_not_show() -> None:
+def test_chunks_do_not_change_the_items() -> None:
     import reasoning_gym
 
     whole = reasoning_gym.create_dataset("chain_sum", size=1200, seed=11)
@@ -103,7 +103,8 @@ def test_prompts_are_the_same_in_processes_with_other_hash_seeds() -> None:
     families = ("ab", "countdown", "letter_jumble", "shortest_path", "zebra_puzzles")
     script = (
         "from rollout.prompts.registry import make_source; from rollout.prompts.base import PromptConfig;"
-        f"s = make_source(PromptConfig(source='reasoning_gym', families={families!r})); print([s.at(i) for i in range(10)])"
+        f"s = make_source(PromptConfig(source='reasoning_gym', families={families!r}));"
+        "print([s.at(i) for i in range(10)])"
     )
     outputs = {
         subprocess.run(

@@ -1,4 +1,4 @@
-"""Prompts from files: order, held-out prompts, fingerprints, and what is said about bad rows."""
+"""Prompts from files: order, held-out prompts, fingerprints, and errors of bad rows."""
 
 import json
 from collections.abc import Callable

@@ -1,5 +1,4 @@
-"""A sender that hangs up is noticed at once: what is mapped of it is released, what is under way ends, and no
-thread stays."""
+"""A disconnect of the sender: memory is released, transfers end, and no thread is left."""
 
 import json
 import os
@@ -124,7 +123,7 @@ def mapping() -> Iterator[tuple[VersionServer, WeightManifest, ConnectedReceiver
         yield server, manifest, receiver, channel
 
 
-def test_what_is_mapped_of_a_sender_is_released_when_it_hangs_up() -> None:
+def test_memory_of_a_sender_is_released_when_it_disconnects() -> None:
     with mapping() as (server, manifest, receiver, channel):
         assert len(list(receiver.tensors(manifest, 60))) == len(TENSORS)
         assert channel.mapped
@@ -133,14 +132,14 @@ def test_what_is_mapped_of_a_sender_is_released_when_it_hangs_up() -> None:
         until(lambda: not watchers())
 
 
-def test_that_is_noticed_with_more_descriptors_than_select_knows() -> None:
+def test_a_disconnect_is_noticed_with_more_descriptors_than_select_supports() -> None:
     with many_descriptors(), mapping() as (server, manifest, receiver, channel):
         assert len(list(receiver.tensors(manifest, 60))) == len(TENSORS)
         server.close()
         until(lambda: not channel.mapped)
 
 
-def test_nothing_is_released_beneath_a_copy_but_when_it_has_ended() -> None:
+def test_memory_is_released_only_after_a_copy_in_progress() -> None:
     with mapping() as (server, manifest, receiver, channel):
         coming = receiver.tensors(manifest, 60)
         next(coming)
@@ -152,7 +151,7 @@ def test_nothing_is_released_beneath_a_copy_but_when_it_has_ended() -> None:
         assert not channel.mapped
 
 
-def test_a_successor_at_another_address_is_watched_in_its_place() -> None:
+def test_a_successor_at_another_address_is_watched_instead() -> None:
     with (
         mapping() as (server, manifest, receiver, channel),
         closing(VersionServer(CONFIG, DoneChannel)) as successor,
@@ -179,7 +178,7 @@ def test_a_closed_receiver_leaves_no_thread_and_may_be_used_again() -> None:
             until(lambda: not watchers())
 
 
-def test_a_group_is_not_waited_for_when_the_sender_hangs_up_although_its_store_lives() -> None:
+def test_joining_a_group_ends_when_the_sender_disconnects_although_its_store_lives() -> None:
     store = torch.distributed.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
     with (
         mapping() as (_, manifest, _, _),

@@ -1,3 +1,5 @@
+"""Every receiver: what it delivers, what it refuses, and its deadline."""
+
 import json
 import socket
 import threading
@@ -175,7 +177,7 @@ def test_nccl_passes_on_the_senders_refusal(sender: NcclSender, tensors: Tensors
         received(old)
 
 
-def test_nccl_gives_up_on_a_sender_that_is_gone(tensors: Tensors) -> None:
+def test_nccl_fails_on_a_sender_that_has_exited(tensors: Tensors) -> None:
     sender = NcclSender(WeightConfig(transport="nccl", timeout_s=DEADLINE_S))
     manifest = sender.publish("e1", 1, tensors.items())
     sender.close()
@@ -184,7 +186,7 @@ def test_nccl_gives_up_on_a_sender_that_is_gone(tensors: Tensors) -> None:
 
 
 @pytest.mark.parametrize("answer", [b"", b"hello\n", b"[]\n", b"y" * 10_000, *STRANGE_PORTS])
-def test_nccl_refuses_an_answer_that_is_none(sender: NcclSender, tensors: Tensors, answer: bytes) -> None:
+def test_nccl_refuses_a_malformed_answer(sender: NcclSender, tensors: Tensors, answer: bytes) -> None:
     manifest = sender.publish("e1", 1, tensors.items())
     asked: list[dict[str, object]] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -229,13 +231,13 @@ def test_closing_nccl_wakes_who_waits_for_an_answer(sender: NcclSender, tensors:
     assert errors
 
 
-def test_nccl_works_with_more_descriptors_than_select_knows(sender: NcclSender, tensors: Tensors) -> None:
+def test_nccl_works_with_more_descriptors_than_select_supports(sender: NcclSender, tensors: Tensors) -> None:
     with many_descriptors():
         found = received(sender.publish("e1", 1, tensors.items()))
     assert found.keys() == tensors.keys()
 
 
-def test_nccl_gives_up_on_a_sender_that_hangs_in_the_group(sender: NcclSender, tensors: Tensors) -> None:
+def test_nccl_times_out_on_a_sender_that_hangs_in_the_group(sender: NcclSender, tensors: Tensors) -> None:
     manifest = sender.publish("e1", 1, tensors.items())
     store = torch.distributed.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -266,7 +268,7 @@ def test_nccl_leaves_the_default_group_alone(sender: NcclSender, tensors: Tensor
 @pytest.mark.parametrize(
     "location", ["", "host", "host:1", "host:x/gloo", ":1/gloo", "host:1/mpi", "host:1/"]
 )
-def test_a_location_that_is_none_is_refused(location: str) -> None:
+def test_a_malformed_location_is_refused(location: str) -> None:
     with pytest.raises(WeightError, match="location"):
         parse_location(location)
 

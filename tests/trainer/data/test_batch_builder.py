@@ -1,3 +1,5 @@
+"""Building a batch: hand-computed cases, arrays that are refused, and the bound."""
+
 from dataclasses import replace
 
 import pytest

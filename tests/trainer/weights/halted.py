@@ -1,8 +1,7 @@
-"""One end of a pair that stands still from the moment in which the group is made: `python -m
-tests.trainer.weights.halted SIDE ...`.
+"""One end of a pair, stopped while the group is created: `python -m tests.trainer.weights.halted SIDE`.
 
 sender              listens, prints its port, answers one request with the port of a store, and stops itself
-receiver HEX COUNT  asks for the version on so many connections, says on each that it is there, prints a line, and stops itself
+receiver HEX COUNT  requests the version on COUNT connections, joins each store, prints a line, stops itself
 """
 
 import json

@@ -1,4 +1,4 @@
-"""An export that goes on when a test lets it."""
+"""An export that yields tensors when a test allows it."""
 
 import threading
 from collections.abc import Iterable, Iterator

@@ -1,11 +1,12 @@
-"""An engine's side of a transfer as a process: `python -m tests.trainer.weights.receiver DEVICE`; a line in,
-a line of JSON out.
+"""An engine's side of a transfer as a process: `python -m tests.trainer.weights.receiver DEVICE`.
+
+A command per line on standard input, an answer per line of JSON on standard output:
 
 stage HEX   fetch the version into the copy        {"staged": version}, or {"error": text}
-hang HEX    fetch until half of it has come        {"came": tensors}; then nothing more, until it is killed
-wait HEX    the same, but goes on at the next line         {"came": tensors}, then as `stage`
+hang HEX    fetch half of it                       {"came": tensors}; then nothing more, until it is killed
+wait HEX    fetch half of it                       {"came": tensors}; at the next line the rest, as `stage`
 commit HEX  copy what is staged over the live      {"served": version}
-digest      a product, too: it still computes      {"digest": of the live tensors}
+digest      digest of the live tensors             {"digest": number}, after a matrix product
 memory                                             {"free": bytes of the GPU}
 """
 

@@ -8,7 +8,7 @@ from protocol.weights.digests import digest
 from trainer.weights.bucket_writer import fill_buckets, in_dtype
 
 
-def test_tensors_are_copied_and_hashed_where_they_lie() -> None:
+def test_fill_buckets_copies_and_digests_tensors_in_place() -> None:
     memory: list[torch.Tensor] = []
 
     def allocate(index: int, size: int) -> torch.Tensor:
@@ -37,7 +37,7 @@ def test_tensors_are_copied_and_hashed_where_they_lie() -> None:
     assert entries[0].digest == digest(raw)
 
 
-def test_what_cannot_be_sent_is_refused() -> None:
+def test_fill_buckets_refuses_what_cannot_be_published() -> None:
     def allocate(index: int, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8)
 
@@ -51,7 +51,7 @@ def test_what_cannot_be_sent_is_refused() -> None:
             fill_buckets(tensors, 64, allocate)
 
 
-def test_weights_are_published_as_the_engine_holds_them() -> None:
+def test_in_dtype_converts_floating_point_only() -> None:
     masters = [
         ("w", torch.tensor([1.0, 1.001953125])),
         ("mask", torch.tensor([True])),

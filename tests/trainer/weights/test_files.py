@@ -1,4 +1,4 @@
-"""Versions that are kept as files: what lies where, what is removed when, and what a failure leaves."""
+"""Versions kept as files: their layout, when they are removed, and what a failure leaves."""
 
 import os
 import subprocess
@@ -67,7 +67,8 @@ DIE = """
 import os, signal, sys, torch
 from trainer.config import WeightConfig
 from trainer.weights.shm import ShmSender
-senders = [ShmSender(WeightConfig(directory=directory), run) for run, directory in zip(sys.argv[1::2], sys.argv[2::2])]
+given = zip(sys.argv[1::2], sys.argv[2::2])
+senders = [ShmSender(WeightConfig(directory=directory), run) for run, directory in given]
 for sender in senders:
     sender.publish("e0", 7, [("a", torch.ones(10))])
     print(sender.directory, flush=True)
@@ -110,7 +111,7 @@ Space = namedtuple("Space", "f_bavail f_frsize")
 
 
 @pytest.mark.parametrize("transport", ["shm", "disk"])
-def test_too_little_space_is_said_with_numbers_and_leaves_nothing(
+def test_too_little_space_is_reported_with_numbers_and_leaves_nothing(
     transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = WeightConfig(directory=str(tmp_path), bucket_mb=8)

@@ -1,5 +1,4 @@
-"""The other end stands still in the moment in which the group is made: each end gives it up at its deadline,
-and serves or asks others."""
+"""A peer that stops while the group is created: the other end times out and serves or asks others."""
 
 import multiprocessing
 import os
@@ -73,14 +72,14 @@ def sending(backend: str, timeout_s: float) -> Iterator[tuple[NcclSender, Weight
         yield sender, publish(sender, 1, "cpu" if backend == "gloo" else "cuda")
 
 
-def test_a_receiver_gives_up_a_sender_that_stands_still(backend: str) -> None:
+def test_a_receiver_times_out_on_a_stopped_sender(backend: str) -> None:
     with sending("gloo", 60) as (_, manifest):
         with halted("sender") as port, pytest.raises(WeightError, match="not complete within 2 s"):
             receive(msgspec.structs.replace(manifest, location=f"127.0.0.1:{port}/{backend}"), 2)
         assert receive(manifest, 60) == COUNT
 
 
-def test_a_sender_gives_up_receivers_that_stand_still_and_serves_the_next() -> None:
+def test_a_sender_times_out_on_stopped_receivers_and_serves_the_next() -> None:
     with sending("gloo", 12) as (sender, manifest):
         with halted("receiver", msgspec.msgpack.encode(manifest).hex(), str(MAX_RECEIVERS)) as said:
             assert said == "there"
@@ -88,7 +87,7 @@ def test_a_sender_gives_up_receivers_that_stand_still_and_serves_the_next() -> N
             assert receive_at_last(publish(sender, 2)) == COUNT
 
 
-def test_a_sender_that_gives_up_lets_go_of_the_group_though_its_error_is_kept(
+def test_a_sender_that_times_out_drops_the_group_though_its_error_is_logged(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broadcast = _PairChannel._broadcast
@@ -107,7 +106,7 @@ def test_a_sender_that_gives_up_lets_go_of_the_group_though_its_error_is_kept(
 
 
 @pytest.mark.gpu
-def test_what_is_stuck_in_nccl_is_left_behind_and_when_it_is_too_much_the_trainer_says_so() -> None:
+def test_threads_stuck_in_nccl_are_abandoned_until_the_trainer_is_poisoned() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     process = multiprocessing.get_context("spawn").Process(

@@ -1,5 +1,4 @@
-"""Versions in the trainer's GPU memory, copied by engines that see one GPU each: the trainer's own, and
-another."""
+"""The transport ipc: engines copy versions from the trainer's GPU, or from another GPU."""
 
 import time
 from collections.abc import Iterator
@@ -38,7 +37,7 @@ def test_without_a_gpu_it_is_refused() -> None:
         IpcSender(WeightConfig(transport="ipc"))
 
 
-def test_no_set_is_written_to_while_it_is_read() -> None:
+def test_double_buffer_never_writes_to_a_set_that_is_read() -> None:
     sets = DoubleBuffer(torch.device("cpu"))
     first = sets.take(1)
     memory = first.bucket(0, 64)
@@ -69,7 +68,7 @@ def test_updates_arrive_and_leak_nothing(gpu: int, sender: IpcSender) -> None:
         assert (engine.ask("memory"), torch.cuda.memory_reserved()) == before
 
 
-def test_an_engine_that_dies_while_it_copies_holds_up_nobody(gpu: int, sender: IpcSender) -> None:
+def test_an_engine_that_dies_while_it_copies_delays_no_other(gpu: int, sender: IpcSender) -> None:
     with started(gpu) as victim, started(gpu) as survivor:
         manifest = publish(sender, 1, "cuda")
         victim.ask("hang", manifest)
@@ -91,9 +90,7 @@ def test_a_trainer_that_dies_while_an_engine_copies_costs_at_most_that_engine(gp
             assert engine.ask("digest") == {"digest": second.digest}
 
 
-def test_the_memory_of_a_trainer_that_died_is_released_by_an_engine_that_is_asked_nothing(
-    gpu: int, sender: IpcSender
-) -> None:
+def test_an_idle_engine_releases_the_memory_of_a_trainer_that_died(gpu: int, sender: IpcSender) -> None:
     with started(gpu) as engine:
         engine.serve(publish(sender, 1, "cuda"))  # by then it has loaded what it needs
         before = torch.cuda.mem_get_info(0)[0]

@@ -1,4 +1,4 @@
-"""The pairwise sender, on gloo: receivers that fail, stall or ask for nonsense hurt nobody else."""
+"""The sender of nccl, on gloo: receivers that fail, stall or send nonsense affect no other."""
 
 import json
 import socket
@@ -72,7 +72,7 @@ def test_requests_that_come_at_once_are_answered_one_by_one(sender: NcclSender) 
 
 
 @pytest.mark.parametrize("line", [b"not json\n", b"x" * 10_000, b"\xff\n"])
-def test_nonsense_is_hung_up_on(line: bytes, sender: NcclSender) -> None:
+def test_a_malformed_request_is_disconnected(line: bytes, sender: NcclSender) -> None:
     manifest = sender.publish("e1", 1, weights())
     with suppress(ConnectionError):  # hung up before all of it was read
         assert ask(sender, line) == {}
@@ -94,7 +94,7 @@ def test_receivers_at_the_same_time_get_the_same_bytes(sender: NcclSender) -> No
     assert found == [[5.0, 6.0, 7.0, 8.0]] * 4
 
 
-def test_receivers_that_stall_or_leave_hold_up_nobody(sender: NcclSender) -> None:
+def test_receivers_that_stall_or_leave_delay_no_other(sender: NcclSender) -> None:
     manifest = sender.publish("e1", 1, weights())
     silent = connect(sender)  # never asks
     joined = connect(sender)  # asks, but never joins the group
@@ -117,7 +117,7 @@ def test_a_version_that_is_being_sent_survives_its_successors(sender: NcclSender
     assert values == [1.0, 2.0, 3.0, 4.0]
 
 
-def test_slots_are_given_back_after_failures(sender: NcclSender) -> None:
+def test_slots_are_released_after_failures(sender: NcclSender) -> None:
     manifest = sender.publish("e1", 1, weights())
     for _ in range(2 * MAX_RECEIVERS):
         ask(sender, request(99))
@@ -139,7 +139,7 @@ def test_the_connection_and_the_group_stay_for_the_next_version(sender: NcclSend
         assert len(groups) == 1
 
 
-def test_a_large_tensor_comes_straight_to_its_place_and_is_verified_there(sender: NcclSender) -> None:
+def test_a_large_tensor_is_received_at_its_destination_and_verified_there(sender: NcclSender) -> None:
     sent = [
         ("small", torch.ones(7)),
         ("large", torch.arange(300_000.0)),
@@ -172,7 +172,7 @@ def test_a_receiver_whose_sender_was_replaced_finds_the_new_one(sender: NcclSend
             successor.close()
 
 
-def test_a_receiver_that_never_joins_is_given_up_after_the_timeout() -> None:
+def test_a_receiver_that_never_joins_is_disconnected_after_the_timeout() -> None:
     sender = NcclSender(WeightConfig(transport="nccl", bucket_mb=1, timeout_s=3))
     sender.publish("e1", 1, weights())
     with connect(sender) as connection:

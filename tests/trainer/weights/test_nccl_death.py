@@ -1,5 +1,7 @@
-"""kill -9 of either end in the middle of a transfer: nobody else notices, and the next update succeeds. Once
-on gloo, once on two GPUs."""
+"""Death of either end during a transfer (kill -9): no other process notices, and the next update succeeds.
+
+Once on gloo, once on two GPUs.
+"""
 
 from contextlib import ExitStack
 

@@ -1,5 +1,4 @@
-"""Versions that are sent while they are made: what has come is what the manifest says later, or is not taken
-for it."""
+"""Versions sent during their export: a copy is committed only under the manifest that it matches."""
 
 import subprocess
 import sys
@@ -80,7 +79,7 @@ def test_tensors_come_before_the_version_is_complete(sender: NcclSender, workers
         assert receiver.digest == published.result(WAIT_S).digest
 
 
-def test_what_has_come_is_committed_as_the_version_that_its_manifest_says(
+def test_a_provisional_copy_is_committed_only_under_the_manifest_of_its_digest(
     sender: NcclSender, workers: ThreadPoolExecutor
 ) -> None:
     before = sender.publish("e1", 1, weights(1.0))
@@ -97,7 +96,7 @@ def test_what_has_come_is_committed_as_the_version_that_its_manifest_says(
     copy.close()
 
 
-def test_a_version_is_drafted_only_behind_another_of_its_epoch(sender: NcclSender) -> None:
+def test_provisional_needs_an_earlier_version_of_the_epoch(sender: NcclSender) -> None:
     assert sender.provisional("e1", 0) is None
     sender.publish("e1", 1, weights(1.0))
     assert sender.provisional("e2", 2) is None
@@ -106,7 +105,7 @@ def test_a_version_is_drafted_only_behind_another_of_its_epoch(sender: NcclSende
 @pytest.mark.parametrize(
     "end", ["it fails", "another is published", "another is drafted", "the sender is closed"]
 )
-def test_who_receives_a_version_that_is_not_made_is_hung_up_on(
+def test_receivers_of_a_cancelled_provisional_version_are_disconnected(
     sender: NcclSender, workers: ThreadPoolExecutor, end: str
 ) -> None:
     before = sender.publish("e1", 1, weights(1.0))
@@ -142,7 +141,7 @@ def test_who_receives_a_version_that_is_not_made_is_hung_up_on(
 
 
 @pytest.mark.parametrize(("size", "count"), [(SIZE // 2, COUNT), (2 * SIZE, COUNT), (SIZE, COUNT // 2)])
-def test_a_version_that_is_laid_out_in_another_way_is_not_taken_for_what_came(
+def test_a_version_of_another_layout_is_not_taken_for_the_provisional_one(
     sender: NcclSender, workers: ThreadPoolExecutor, size: int, count: int
 ) -> None:
     copy = staging()
@@ -155,7 +154,7 @@ def test_a_version_that_is_laid_out_in_another_way_is_not_taken_for_what_came(
     copy.close()
 
 
-def test_a_receiver_that_leaves_before_the_version_is_made_holds_up_nobody(
+def test_a_receiver_that_leaves_during_the_export_delays_no_other(
     sender: NcclSender, workers: ThreadPoolExecutor
 ) -> None:
     before = sender.publish("e1", 1, weights(1.0))
@@ -176,7 +175,9 @@ def test_a_receiver_that_leaves_before_the_version_is_made_holds_up_nobody(
 
 
 @pytest.mark.parametrize("transport", ["shm", "disk"])
-def test_a_draft_of_a_transport_that_sends_none_is_refused(transport: str, tmp_path: Path) -> None:
+def test_a_provisional_manifest_is_refused_by_transports_that_do_not_stream(
+    transport: str, tmp_path: Path
+) -> None:
     config = WeightConfig(transport=transport, directory=str(tmp_path), bucket_mb=1)
     with (
         closing(make_sender(config, run="r", run_dir=tmp_path)) as sender,
@@ -188,7 +189,7 @@ def test_a_draft_of_a_transport_that_sends_none_is_refused(transport: str, tmp_p
             list(receiver.tensors(provisional_manifest(manifest, 1), WAIT_S))
 
 
-def test_who_expects_another_layout_than_a_version_has_is_refused(sender: NcclSender) -> None:
+def test_a_request_that_expects_another_layout_is_refused(sender: NcclSender) -> None:
     manifest = sender.publish("e1", 1, weights(1.0))
     sender.publish("e1", 1, weights(1.0, 2 * SIZE))
     with closing(NcclReceiver()) as receiver, pytest.raises(WeightError, match="another layout"):
@@ -196,7 +197,7 @@ def test_who_expects_another_layout_than_a_version_has_is_refused(sender: NcclSe
 
 
 @pytest.mark.parametrize("gpu", [None, pytest.param(1, marks=pytest.mark.gpu)])
-def test_an_engine_in_a_process_of_its_own_receives_what_is_made(
+def test_an_engine_in_a_process_of_its_own_receives_versions_during_their_export(
     workers: ThreadPoolExecutor, gpu: int | None
 ) -> None:
     if gpu is not None and torch.cuda.device_count() < 2:
@@ -259,7 +260,7 @@ receiving.join()
 """
 
 
-def test_a_trainer_that_ends_in_the_middle_ends_as_it_wants_to() -> None:
+def test_a_trainer_that_exits_during_an_export_exits_cleanly() -> None:
     """No thread of a transfer is left that would let go of a group while the interpreter ends."""
     for _ in range(2):
         found = subprocess.run(

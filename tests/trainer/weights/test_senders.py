@@ -1,4 +1,4 @@
-"""What every sender does, read back with the receivers of the same name."""
+"""Every sender, read with the receiver of the same name."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -112,7 +112,7 @@ def test_an_export_that_fails_publishes_nothing_and_leaves_the_last_version(send
     assert_arrived(sender.publish("e1", 2, tensors(2)), tensors(2))
 
 
-def test_a_refused_publish_sees_the_export_through(sender: WeightSender) -> None:
+def test_a_refused_publish_consumes_the_whole_export(sender: WeightSender) -> None:
     seen = []
 
     def export() -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,5 +1,4 @@
-"""The sender of `shared` with its receiver: masters are converted where they are read, and never while the
-trainer writes to them."""
+"""The transport shared: masters are converted in place, and never read while the trainer writes to them."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -80,7 +79,7 @@ def test_masters_stay_the_trainers_and_are_read_where_it_has_them(
     assert torch.equal(receive(publish(sender, masters, 2, "float32"))["b"], masters["b"].detach())
 
 
-def test_tensors_that_lie_in_turns_in_a_master_are_read_out_of_it(tmp_path: Path) -> None:
+def test_tensors_interleaved_in_a_master_are_read_out_of_it(tmp_path: Path) -> None:
     master = torch.nn.Parameter(torch.randn(3 * 5, 7))
 
     def parts() -> dict[str, torch.Tensor]:
