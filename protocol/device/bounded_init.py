@@ -94,7 +94,7 @@ class _Attempt(Generic[T]):
         return self._returned[0]
 
     def abandon(self) -> None:
-        """Discard what the call returned or, if it still runs, has created so far, which ends what it waits for."""
+        """Discard what the call returned; if it still runs, what it has created, which unblocks it."""
         with _lock:
             running = not self.ended.is_set()
             if running:
