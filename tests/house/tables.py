@@ -58,7 +58,6 @@ SCENARIOS = {
     "tests/rollout/engines/test_orphans.py": "a worker dies, and its engine with it",
     "tests/rollout/engines/test_sleep.py": "engines give memory back and return",
     "tests/rollout/engines/vllm/test_death.py": "vLLM's processes die in the middle of a call",
-    "tests/rollout/prompts/test_rows.py": "prompts from files, good rows and bad",
     "tests/rollout/weights/test_receivers.py": "every receiver reads what the senders publish",
     "tests/services/bus/test_binding.py": "where a socket may be bound, and who may connect",
     "tests/services/bus/test_closing.py": "what a closed bus leaves behind",
@@ -73,9 +72,9 @@ SCENARIOS = {
     "tests/services/runtime/test_exit_codes.py": "exit codes of services",
     "tests/trainer/megatron/test_layouts.py": "every layout trains as plain torch does",
     "tests/trainer/reference/test_learning.py": "GRPO learns a digit",
-    "tests/trainer/weights/test_drafts.py": "versions that are sent while they are made",
     "tests/trainer/weights/test_files.py": "versions that are kept as files",
     "tests/trainer/weights/test_nccl_death.py": "either end of a transfer dies",
+    "tests/trainer/weights/test_provisional.py": "versions that are sent during their export",
     "tests/trainer/weights/test_senders.py": "every sender, read back by its receiver",
 }
 """Test files in mirrored folders that are named after a scenario, and the scenario."""
@@ -122,6 +121,6 @@ CONSTANTS = (
         "rollout.staging.releasable_memory.RECEIVING_BYTES",
         _mib,
     ),
-    Constant("docs/weights.md", r"on a GPU up to (\d+) MiB", "protocol.device.digests.TOGETHER_BYTES", _mib),
+    Constant("docs/weights.md", r"on a GPU up to (\d+) MiB", "protocol.device.digests.BATCH_BYTES", _mib),
     Constant("docs/guarantees.md", r"equal within ([\d.e-]+)", "services.tools.replay.LOSS_TOLERANCE"),
 )
