@@ -45,11 +45,7 @@ def assemble(
     for i, sample in enumerate(samples):
         if problem := _problem(sample):
             raise EngineError(f"group {group} sample {i}: {problem}")
-    rewards = [s.reward for s in samples if s.reward is not None]
-    if rewards and len(rewards) != len(samples):
-        raise SettingsError(
-            f"group {group}: the environment rewarded {len(rewards)} of {len(samples)} samples; all or none"
-        )
+    rewards = _rewards(group, samples)
     return Rollout(
         group=group,
         token=token,
@@ -69,6 +65,20 @@ def assemble(
         generate_s=generate_s,
         environment_rewards=Array.of(rewards, "float32") if rewards else None,
     )
+
+
+def _rewards(group: int, samples: Sequence[Sample]) -> list[float]:
+    """Return the environment's rewards [n], empty if it gives none.
+
+    Raises:
+        SettingsError: only some samples have one.
+    """
+    rewards = [s.reward for s in samples if s.reward is not None]
+    if rewards and len(rewards) != len(samples):
+        raise SettingsError(
+            f"group {group}: the environment rewarded {len(rewards)} of {len(samples)} samples; all or none"
+        )
+    return rewards
 
 
 def pack_metadata(prompt: Prompt) -> msgspec.Raw:

@@ -1,5 +1,7 @@
-"""Writes the prompts of the three-digit tasks: `python deploy/examples/make_data.py`. The same files every
-time."""
+"""Writes the prompts of the three-digit tasks, the same files every time.
+
+usage: python deploy/examples/make_data.py
+"""
 
 import json
 import random

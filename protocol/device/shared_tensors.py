@@ -27,7 +27,7 @@ Sections = Mapping[str, Mapping[str, torch.Tensor]]
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True):
-    """A process, told apart from later ones with the same pid."""
+    """A process, distinguished from later ones with the same pid."""
 
     pid: int
     started: int

@@ -49,7 +49,7 @@ class RankStaging:
         self._lock = threading.Lock()
         """Guards the staging copy: nothing is written into it while it is committed or released."""
         self.bytes = sum(tensor.nbytes for tensor in plan.live.values())
-        """Of the live parameters that versions bring."""
+        """Size of the live parameters that versions contain."""
 
     def stage(self, manifest: WeightManifest, deadline_s: float) -> dict[str, Any]:
         """Begin to stage in the background; `status` reports the progress. Return {"error"}."""

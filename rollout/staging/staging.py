@@ -66,7 +66,7 @@ class ExpectedTensor:
     dtype: str
     """As in manifests: "float32"."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     slices: tuple[Slice, ...]
     """Parts that go into the staging buffer."""
 

@@ -24,7 +24,7 @@ from services.bus.config import BusConfig
 from services.bus.inbox import Inbox
 from services.bus.links import Discover, Link, Links
 from services.bus.peers import MAX_PEERS
-from services.bus.router import Outcome, Router
+from services.bus.router import Router, SendResult
 from services.bus.stats import BusStats
 
 log = logging.getLogger(__name__)
@@ -127,9 +127,9 @@ class Broadcaster:
 
     def _send(self, connection: bytes, peer: _Subscriber, kind: type[Message], frame: bytes) -> bool:
         outcome = self._router.send(connection, frame)
-        if outcome is Outcome.SENT:
+        if outcome is SendResult.SENT:
             self.stats.sent += 1
-        elif outcome is Outcome.UNREACHABLE:
+        elif outcome is SendResult.UNREACHABLE:
             self._peers.pop(connection, None)
         else:
             self.stats.dropped_full += 1
@@ -138,7 +138,7 @@ class Broadcaster:
             )
             if kind in STICKY:
                 peer.missed.add(kind)
-        return outcome is Outcome.SENT
+        return outcome is SendResult.SENT
 
     def _on_frame(self, connection: bytes, frame: zmq.Frame) -> None:
         try:
@@ -174,9 +174,9 @@ class Broadcaster:
     def _send_heartbeat(self, connection: bytes) -> None:
         beat = encode(Heartbeat(receiver=self._incarnation, sequence=self._sequence), run=self._run, id="")
         outcome = self._router.send(connection, beat)
-        if outcome is Outcome.UNREACHABLE:
+        if outcome is SendResult.UNREACHABLE:
             del self._peers[connection]
-        elif outcome is Outcome.SENT:
+        elif outcome is SendResult.SENT:
             peer = self._peers[connection]
             missed, peer.missed = peer.missed, set()
             for kind in missed:

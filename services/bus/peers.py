@@ -10,7 +10,7 @@ from protocol.messages import Ack, Heartbeat, Hello
 from protocol.topics import Topic
 from services.bus.config import BusConfig
 from services.bus.credit import Account, top_up
-from services.bus.router import Outcome, Router
+from services.bus.router import Router, SendResult
 from services.bus.stats import BusStats
 
 log = logging.getLogger(__name__)
@@ -175,10 +175,10 @@ class SenderSessions:
         """Send queued acks and credit; false if they were not sent, and the next heartbeat tries again."""
         ack = Ack(messages=tuple(session.acked), refused=session.refused, credit=self._credit(session))
         outcome = self._router.send(connection, encode(ack, run=self._run, id=""))
-        if outcome is Outcome.FULL:
+        if outcome is SendResult.FULL:
             return False
         del self._unsent[connection]
-        if outcome is Outcome.UNREACHABLE:
+        if outcome is SendResult.UNREACHABLE:
             self._remove(connection)
             return False
         session.acked.clear()
@@ -203,7 +203,7 @@ class SenderSessions:
             seen=session.account.seen,
             credit=self._credit(session),
         )
-        if self._router.send(connection, encode(beat, run=self._run, id="")) is Outcome.UNREACHABLE:
+        if self._router.send(connection, encode(beat, run=self._run, id="")) is SendResult.UNREACHABLE:
             self._remove(connection)
 
     def _remove(self, connection: bytes) -> None:

@@ -19,7 +19,7 @@ FAILED_EVENTS = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED
 """Failed handshakes about which ZeroMQ does not ask the authenticator."""
 
 
-class Outcome(Enum):
+class SendResult(Enum):
     """Result of sending a frame to a peer."""
 
     SENT = "sent"
@@ -84,24 +84,24 @@ class Router:
         )
         return endpoint
 
-    def send(self, peer: bytes, frame: bytes) -> Outcome:
+    def send(self, peer: bytes, frame: bytes) -> SendResult:
         """Queue a frame for a peer; never waits."""
         socket, pump = self._socket, self.pump
         if socket is None or pump is None:
-            return Outcome.UNREACHABLE
+            return SendResult.UNREACHABLE
         try:
             socket.send(peer, zmq.NOBLOCK | zmq.SNDMORE)
             socket.send(frame, zmq.NOBLOCK)
         except zmq.Again:
-            return Outcome.FULL
+            return SendResult.FULL
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            return Outcome.UNREACHABLE
+            return SendResult.UNREACHABLE
         finally:
             pump.poke()
         self._stats.bytes_out += len(frame)
-        return Outcome.SENT
+        return SendResult.SENT
 
     def close(self) -> None:
         """Drop what is queued and close every socket. Idempotent."""

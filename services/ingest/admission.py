@@ -12,7 +12,7 @@ from services.bus.receiver import Delivery, Receiver
 from services.ledger.interface import TakenGroup
 from services.ledger_recovery.journal_entries import accept_entry
 from services.runtime.process import Process
-from trainer.data.samples import samples_of, token_counts
+from trainer.data.samples import check_scored
 from trainer.storage.spool import Spool
 
 log = logging.getLogger("tether.ingest")
@@ -23,21 +23,6 @@ BATCH = 64
 SPOOL_RETRY_S = 1.0
 NOT_HELD_ANY_MORE = frozenset({Reason.NOT_HELD, Reason.WRONG_STATE, Reason.UNKNOWN_GROUP, Reason.DUPLICATE})
 """Refusals of a release that say that there is nothing left to release."""
-
-
-def check_scored(message: ScoredRollout, version: int) -> dict[int, int]:
-    """Check that a scored rollout can be trained on, and return its sampled tokens per version.
-
-    Args:
-        message: as received.
-        version: the committed version; no token can be of a later one.
-
-    Raises:
-        ProtocolError: if an array contradicts another, or a number is not finite; names group and field.
-    """
-    for _ in samples_of(message, 0, 0, version):
-        pass
-    return token_counts(message.rollout)
 
 
 class Admission:

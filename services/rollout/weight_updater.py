@@ -77,7 +77,7 @@ class WeightUpdater:
         self._wanted: WeightManifest | None = None
         """Newest manifest of the epoch that the ledger names."""
         self._provisional: WeightManifest | None = None
-        """Of the version that the trainer is making, until its staging begins."""
+        """Manifest of the version that the trainer is exporting, until its staging begins."""
         self._awake = True
         """Whether the engine may stage: false from `sleep` to `wake`."""
         self._changed = asyncio.Event()  # something that `next_action` depends on

@@ -16,9 +16,9 @@ from protocol.weights.buckets import check_manifest, manifest_digest
 from reward.config import RewardConfig
 from reward.score import score_rollout
 from reward.workers.pool import ScorePool
-from services.ingest.admission import check_scored
 from tests.fuzz.target import Form, Target
 from tests.protocol.samples import GOLDEN, ROLLOUT, SAMPLES
+from trainer.data.samples import check_scored
 
 PAYLOADS = [encode_payload(message) for message in SAMPLES.values()]
 VERSION = 10

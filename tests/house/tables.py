@@ -10,6 +10,7 @@ SHORT_MODULES: dict[str, str] = {}
 """Modules under 40 lines that stay although one other imports them."""
 
 DUPLICATE_CLASSES = {
+    "Channel": "how one connection transfers bytes, one for each end of a transport",
     "LowRank": "the adapter of a linear layer, one for each training backend",
     "Options": "settings of one verifier or environment: its registry finds them by this name",
 }
@@ -57,13 +58,14 @@ SCENARIOS = {
     "tests/rollout/engines/test_loading.py": "models are loaded at the same time",
     "tests/rollout/engines/test_orphans.py": "a worker dies, and its engine with it",
     "tests/rollout/engines/test_sleep.py": "engines give memory back and return",
-    "tests/rollout/engines/vllm/test_death.py": "vLLM's processes die in the middle of a call",
     "tests/rollout/weights/test_receivers.py": "every receiver reads what the senders publish",
     "tests/services/bus/test_binding.py": "where a socket may be bound, and who may connect",
     "tests/services/bus/test_closing.py": "what a closed bus leaves behind",
     "tests/services/bus/test_delivery.py": "a message reaches one receiver",
     "tests/services/bus/test_noise.py": "bytes that are no message",
     "tests/services/bus/test_resend.py": "when a message is sent again",
+    "tests/services/ledger/event_log/test_golden_log.py": "the event log keeps its format on disk",
+    "tests/services/ledger/redis/test_cancelling.py": "a cancelled call ends its task",
     "tests/services/ledger/test_contract.py": "every ledger keeps the contract of tests/contracts",
     "tests/services/ledger/test_races.py": "many workers and two trainers at once",
     "tests/services/ledger/test_states.py": "every reachable state of small runs",

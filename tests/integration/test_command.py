@@ -1,6 +1,6 @@
 """Tests the `tether` command on a run that is on, interrupted, and resumed.
 
-One run serves all tests; each looks at a part of what was recorded.
+One run serves all tests; each checks a part of what was recorded.
 """
 
 import json

@@ -17,7 +17,7 @@ from protocol.messages import ScoredRollout
 from protocol.staleness import lag
 from trainer.algorithms.base import Algorithm
 from trainer.batch import Batch
-from trainer.data.samples import Sample, samples_of
+from trainer.data.samples import BatchSample, samples_of
 
 TrainedCounts = dict[int, dict[int, int]]
 """Group -> version -> tokens that carry gradient."""
@@ -76,7 +76,7 @@ def build_batch(
             version; names group and field.
         BoundViolation: a token exceeds the bound and `mask_late` is off, or the masking missed it.
     """
-    samples: list[Sample] = []
+    samples: list[BatchSample] = []
     numbers: set[int] = set()
     for index, (scored, max_staleness) in enumerate(groups):
         if scored.rollout.group in numbers:
@@ -96,7 +96,7 @@ def build_batch(
     )
 
 
-def check_bound(batch: Batch, samples: Sequence[Sample], mask: torch.Tensor) -> None:
+def check_bound(batch: Batch, samples: Sequence[BatchSample], mask: torch.Tensor) -> None:
     """Compare the lag of every token under `mask` with the bound of its group's lease, token by token.
 
     It deliberately reads the samples as received, and does not use the arithmetic that made the mask.
@@ -124,7 +124,7 @@ def check_bound(batch: Batch, samples: Sequence[Sample], mask: torch.Tensor) -> 
                 )
 
 
-def _pad(samples: Sequence[Sample], *, step: int, temperature: float) -> Batch:
+def _pad(samples: Sequence[BatchSample], *, step: int, temperature: float) -> Batch:
     """Return the padded tensors of all samples, without loss mask and advantages."""
     rows = len(samples)
     sequence_lengths = torch.tensor([len(s.prompt) + len(s.tokens) for s in samples], dtype=torch.int64)
@@ -155,7 +155,7 @@ def _pad(samples: Sequence[Sample], *, step: int, temperature: float) -> Batch:
     return batch
 
 
-def _mask_and_score(batch: Batch, samples: Sequence[Sample], algorithm: Algorithm) -> None:
+def _mask_and_score(batch: Batch, samples: Sequence[BatchSample], algorithm: Algorithm) -> None:
     """Fill in loss mask and advantages."""
     bounds = torch.tensor([s.max_staleness for s in samples])[:, None]
     batch.loss_mask.copy_(batch.sampled_mask & (batch.step - batch.versions <= bounds))
@@ -172,7 +172,7 @@ def _trained_counts(batch: Batch, groups: Sequence[int]) -> TrainedCounts:
     return counts
 
 
-def _stats(batch: Batch, samples: Sequence[Sample], generate_s: Sequence[float]) -> BatchStats:
+def _stats(batch: Batch, samples: Sequence[BatchSample], generate_s: Sequence[float]) -> BatchStats:
     histogram = Counter(lag(batch.step, version) for version in batch.versions[batch.loss_mask].tolist())
     trained, rewards = histogram.total(), batch.rewards.double()
     return BatchStats(

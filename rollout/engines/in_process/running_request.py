@@ -16,7 +16,7 @@ class RunningRequest:
 
     request: Request
     generator: torch.Generator
-    """Of this request's samples."""
+    """Random numbers of this request's samples."""
     tokens: list[int] = field(default_factory=list)
     """[T] generated so far."""
     logprobs: list[float] = field(default_factory=list)

@@ -111,7 +111,7 @@ class VllmProcesses:
         return found
 
     async def call_anytime(self, method: str, *arguments: Any) -> list[Any]:
-        """Return the answers of all ranks to a call over their sockets, while they go on with their steps."""
+        """Return the answers of all ranks to a call over their sockets, beside their steps."""
         return await self._ranks.call_each(method, *arguments)
 
     async def pause_scheduler(self) -> None:

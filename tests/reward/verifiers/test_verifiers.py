@@ -46,7 +46,7 @@ def score(name: str, response: str, metadata: Mapping[str, Any] | None = None, *
         ("", {}, 0.0),
     ],
 )
-def test_exact_match(response: str, options: dict[str, Any], expected: float) -> None:
+def test_exact_match_compares_whole_response(response: str, options: dict[str, Any], expected: float) -> None:
     assert score("exact_match", response, **options) == expected
 
 
@@ -74,7 +74,7 @@ def test_exact_match_may_ignore_case_and_read_another_field() -> None:
         ("9" * 6000, "9" * 6000, 1.0),
     ],
 )
-def test_last_integer(response: str, answer: str, expected: float) -> None:
+def test_last_integer_reads_last_number(response: str, answer: str, expected: float) -> None:
     assert score("last_integer", response, {"answer": answer}) == expected
 
 
@@ -87,7 +87,7 @@ def test_last_integer_finds_every_integer(number: int, words: str) -> None:
     ("response", "expected"),
     [("237", 1.0), ("273", 1 / 3), ("23", 2 / 3), ("2371", 3 / 4), ("", 0.0), ("1237", 0.0), (" 237 ", 1.0)],
 )
-def test_positions(response: str, expected: float) -> None:
+def test_positions_rewards_equal_share(response: str, expected: float) -> None:
     assert score("positions", response, {"answer": "237"}) == pytest.approx(expected)
 
 
@@ -101,7 +101,7 @@ def test_positions(response: str, expected: float) -> None:
         ("$\\frac{3}{4}$", "\\frac{3}{4}", 1.0),
     ],
 )
-def test_math(response: str, answer: str, expected: float) -> None:
+def test_math_accepts_equal_expressions(response: str, answer: str, expected: float) -> None:
     assert score("math", response, {"answer": answer}) == expected
 
 
@@ -118,7 +118,7 @@ def test_math(response: str, answer: str, expected: float) -> None:
         ("[" * 100_000, 0.0),
     ],
 )
-def test_json_schema(response: str, expected: float) -> None:
+def test_json_schema_validates_response(response: str, expected: float) -> None:
     assert score("json_schema", response) == expected
 
 
@@ -147,7 +147,7 @@ SQUARE = "Here:\n```python\ndef f(x):\n    return x * x\n```\nDone."
         (f"```python\nbad(\n```\n{SQUARE}", {}, 1.0),
     ],
 )
-def test_python_tests(response: str, options: dict[str, Any], expected: float) -> None:
+def test_python_tests_scores_passed_share(response: str, options: dict[str, Any], expected: float) -> None:
     assert score("python_tests", response, **options) == expected
 
 

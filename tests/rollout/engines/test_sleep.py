@@ -17,7 +17,7 @@ from tests.contracts.sglang_environment import sglang_settings
 
 GIB = 1 << 30
 FRACTION = 0.1
-"""Of the GPU, for an awake engine."""
+"""Share of the GPU's memory for an awake engine."""
 CONTEXT_BYTES = 3 * GIB
 """What a CUDA context, its libraries and captured graphs may keep on the device."""
 

@@ -102,7 +102,7 @@ def test_invalidated_version_is_refused_before_the_copy_and_poisons_after_it(tmp
 
 
 class WithdrawnMeanwhile:
-    """A live tensor in the middle of whose copy the trainer goes on."""
+    """A live tensor during whose copy the trainer invalidates its masters."""
 
     def __init__(self, live: torch.Tensor, held: torch.Tensor) -> None:
         self._live, self._held, self.shape = live, held, live.shape

@@ -1,5 +1,5 @@
-"""A service for the tests of `services/launcher/child.py`: `python -m tests.services.launcher.child_program`,
-told by BEHAVIOUR what to do.
+"""A service for the tests of `services/launcher/child.py`: `python -m tests.services.launcher.child_program`;
+BEHAVIOUR says what it does.
 
 It connects to the socket ROLL and says who it is; it and what it starts keep that connection open as long as
 they live.

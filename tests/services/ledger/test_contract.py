@@ -1,3 +1,5 @@
+"""Every ledger keeps the contract of tests/contracts."""
+
 from tests.contracts.ledger_groups import GroupContract
 from tests.contracts.ledger_rebuild import RebuildContract
 from tests.contracts.ledger_runs import RunContract

@@ -60,7 +60,7 @@ class Kept:
 
 @asynccontextmanager
 async def kept(directory: Path) -> AsyncIterator[Kept]:
-    """A run that has made a step, and whose ledger was looked at."""
+    """A run that has made a step, and whose ledger was reconciled."""
     run = new_run()
     settings = settings_for(directory, "stragglers.toml", f'run.name="{run}"')
     server = EmbeddedServer(directory / "ledger")

@@ -9,7 +9,7 @@ import pytest
 
 from protocol.codec import encode_payload
 from protocol.messages import StepReport, WeightApplied
-from services.observability.plot import plot_run
+from services.observability.progress import plot_run
 from services.observability.steps import StepLog, read_lines, read_steps
 
 

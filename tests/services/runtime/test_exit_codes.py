@@ -50,12 +50,11 @@ async def serve(process):
 last = Last()
 service_main(Role.MONITOR, serve)
 """
-"""It leaves, after Python has put its own handlers of signals away, when it is told to on its standard
-input."""
+"""It exits when its standard input says so, after Python has removed its own signal handlers."""
 
 
 async def test_a_service_that_has_ended_by_itself_is_not_killed_by_being_told_to_end(tmp_path: Path) -> None:
-    """As when a drained trainer, which needs a moment to leave, is told to stop in just that moment."""
+    """A drained trainer needs a moment to exit, and may be asked to stop in that moment."""
     server = EmbeddedServer(tmp_path / "ledger")
     variables = {"TETHER_REDIS_URL": await server.start(), "TETHER_RUN_DIR": str(tmp_path)}
     try:

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[3]
 
 
 class Engine:
-    """A receiver process that is told what to do."""
+    """A receiver process that takes commands."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self.process = process
@@ -41,7 +41,7 @@ class Engine:
         return self.answer()
 
     def serve(self, manifest: WeightManifest) -> None:
-        """Stage and commit a version, and look that it is live."""
+        """Stage and commit a version, and check that it is live."""
         assert self.ask("stage", manifest) == {"staged": manifest.version}
         assert self.ask("commit", manifest) == {"served": manifest.version}
         assert self.ask("digest") == {"digest": manifest.digest}

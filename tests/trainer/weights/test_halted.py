@@ -121,8 +121,8 @@ def test_threads_stuck_in_nccl_are_abandoned_until_the_trainer_is_poisoned() -> 
 
 
 def stick() -> None:
-    """Receivers stand still one after the other, until the process bears no more. Ends the process, which its
-    threads would keep."""
+    """Stop receivers one after the other until the process tolerates no more, then end it, which its threads
+    would keep alive."""
     try:
         _stick()
     except BaseException:

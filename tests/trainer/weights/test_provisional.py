@@ -261,7 +261,7 @@ receiving.join()
 
 
 def test_a_trainer_that_exits_during_an_export_exits_cleanly() -> None:
-    """No thread of a transfer is left that would let go of a group while the interpreter ends."""
+    """No thread of a transfer is left that would release a group while the interpreter exits."""
     for _ in range(2):
         found = subprocess.run(
             [sys.executable, "-c", CLOSED_IN_THE_MIDDLE],

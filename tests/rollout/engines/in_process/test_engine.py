@@ -15,8 +15,7 @@ from tests.rollout.staging.models import OLD
 
 
 async def test_call_refuses_if_the_engine_ends_meanwhile(tmp_path: Path) -> None:
-    """Between the look whether it lives and the handing over there is a moment in which its thread may
-    end."""
+    """The engine's thread may end between the check that it lives and the hand-over of the call."""
 
     class Ending(HFEngine):
         async def check(self) -> None:
