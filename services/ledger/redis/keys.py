@@ -18,7 +18,7 @@ Every key carries the hash tag `{tether:RUN}`, so that one cluster slot holds th
 | `trained` | zset | TRAINED groups that no checkpoint covers, by step |
 | `dropped` | set | DROPPED groups that no checkpoint has swept |
 | `reasons` | hash | drop reason -> groups |
-| `outcomes` | list | drop reason, empty for trained, of the last `drop_window` finished groups, latest first |
+| `outcomes` | list | drop reason, empty if trained, of the last `drop_window` finished groups, newest first |
 | `batch` | string | JSON of the running step's batch, which a repeated take returns |
 | `gone` | list | groups that takes have dropped and no batch has reported yet |
 | `steps` | hash | step -> JSON record of a committed step that no checkpoint covers |
