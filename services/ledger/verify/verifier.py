@@ -95,7 +95,7 @@ class Verifier:
             return self.violation(event.problem)
         if event.seq != self._sequence:
             if not isinstance(event, RebuildEvent) or event.after != self._sequence - 1:
-                self.violation(f"the log goes on at {event.seq}: a gap")
+                self.violation(f"the log continues at {event.seq}: a gap")
             self._sequence = event.seq or self._sequence
         self._label = f"seq {self._sequence} ({event.kind})"
         if isinstance(event, UnknownEvent):

@@ -72,7 +72,7 @@ class Moves(RuleBasedStateMachine):
 
     @property
     def newest(self) -> int:
-        """Number of the newest event that was looked at."""
+        """Number of the newest event that was compared."""
         return int(self.events[-1]["seq"]) if self.events else 0
 
     def chosen(self, pick: Pick) -> Lease | None:

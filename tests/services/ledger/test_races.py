@@ -168,7 +168,7 @@ async def test_calls_that_race_while_the_server_is_killed_are_lost_or_made_once(
     crowd = Crowd(await server.start(), new_run(), Policy.DROP, steps=30, seed=2)
 
     async def kill() -> None:
-        """Twice, in the middle of whatever goes on."""
+        """Twice, while everybody is at work."""
         nonlocal server
         for reached in (8, 16):
             await crowd.versions[reached].wait()

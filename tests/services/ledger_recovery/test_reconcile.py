@@ -60,7 +60,7 @@ class Kept:
 
 @asynccontextmanager
 async def kept(directory: Path) -> AsyncIterator[Kept]:
-    """A run that has made a step, and whose ledger was looked at."""
+    """A run that has made a step, and whose ledger was reconciled."""
     run = new_run()
     settings = settings_for(directory, "stragglers.toml", f'run.name="{run}"')
     server = EmbeddedServer(directory / "ledger")
@@ -83,7 +83,7 @@ async def kept(directory: Path) -> AsyncIterator[Kept]:
         await server.stop()
 
 
-async def test_nobody_uses_a_server_that_was_started_again_until_it_was_looked_at(tmp_path: Path) -> None:
+async def test_nobody_uses_a_server_that_was_started_again_until_it_is_reconciled(tmp_path: Path) -> None:
     async with kept(tmp_path) as here:
         await here.restart()
         with pytest.raises(Unavailable, match="is the ingest running"):
@@ -95,7 +95,7 @@ async def test_nobody_uses_a_server_that_was_started_again_until_it_was_looked_a
         assert here.rebuilds() == 0
 
 
-async def test_commands_change_nothing_on_a_server_that_was_started_again_until_it_was_looked_at(
+async def test_commands_change_nothing_on_a_server_that_was_started_again_until_it_is_reconciled(
     tmp_path: Path,
 ) -> None:
     async with kept(tmp_path) as here:
