@@ -117,7 +117,7 @@ class LedgerReconciler:
                     raise
                 continue
             log.warning(
-                "ledger.rebuilt after=%d sequence=%d version=%d scored=%d waiting=%d told=%d",
+                "ledger.rebuilt after=%d sequence=%d version=%d scored=%d waiting=%d journal_events=%d",
                 snapshot.after,
                 snapshot.sequence,
                 snapshot.version,

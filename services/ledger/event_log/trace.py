@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from protocol.lifecycle import Event, GroupState, after
-from protocol.staleness import max_lag
+from protocol.staleness import lag
 from services.ledger.event_log.events import (
     ClaimEvent,
     CommitEvent,
@@ -73,7 +73,8 @@ def _moments_of(event: LedgerEvent | JournalEvent, group: int) -> Iterator[tuple
         case CommitEvent() | JournalCommit() if group in event.groups:
             trained = event.groups[group]
             counts = {str(version): n for version, n in trained.items()}
-            yield "commit", {"step": event.step, "trained": counts, "lag_max": max_lag(event.step, trained)}
+            lag_max = max((lag(event.step, version) for version, n in trained.items() if n), default=0)
+            yield "commit", {"step": event.step, "trained": counts, "lag_max": lag_max}
         case ClaimEvent() if group in event.untaken:
             yield "untake", {"epoch": event.epoch}
         case ResumeEvent() if group in event.waiting:

@@ -104,7 +104,7 @@ class Connection:
                 and self._run_seen
             ):
                 raise RedisConnectionError(
-                    "it lost the run, which the ingest rebuilds: is the ingest running?"
+                    "it does not hold the run any more; the ingest rebuilds it: is the ingest running?"
                 )
             return answer
 

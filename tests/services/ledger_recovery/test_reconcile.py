@@ -83,7 +83,7 @@ async def kept(directory: Path) -> AsyncIterator[Kept]:
         await server.stop()
 
 
-async def test_nobody_uses_a_server_that_was_started_again_until_it_was_looked_at(tmp_path: Path) -> None:
+async def test_nobody_uses_a_server_that_was_started_again_until_it_is_reconciled(tmp_path: Path) -> None:
     async with kept(tmp_path) as here:
         await here.restart()
         with pytest.raises(Unavailable, match="is the ingest running"):
@@ -95,7 +95,7 @@ async def test_nobody_uses_a_server_that_was_started_again_until_it_was_looked_a
         assert here.rebuilds() == 0
 
 
-async def test_commands_change_nothing_on_a_server_that_was_started_again_until_it_was_looked_at(
+async def test_commands_change_nothing_on_a_server_that_was_started_again_until_it_is_reconciled(
     tmp_path: Path,
 ) -> None:
     async with kept(tmp_path) as here:
@@ -125,7 +125,7 @@ async def test_a_restart_of_a_server_that_does_not_sync_each_write_counts_as_a_l
         assert verify(tmp_path / FILE).violations == []
 
 
-async def test_what_the_journal_has_is_told_to_an_emptied_server(tmp_path: Path) -> None:
+async def test_an_emptied_server_gets_what_the_journal_has(tmp_path: Path) -> None:
     async with kept(tmp_path) as here:
         driver, ledger = here.driver, here.driver.ledger
         lease = await driver.lease()

@@ -8,9 +8,10 @@ import redis as redis_sync
 
 from protocol.errors import SettingsError, Unavailable
 from services.ledger.embedded_server import EmbeddedServer
+from services.ledger.interface import Peer
 from services.ledger.redis.ledger import RedisLedger
 from services.ledger.redis.url import redacted
-from tests.contracts.ledger_rig import Driver, RedisRig
+from tests.contracts.ledger_rig import Driver, RedisRig, new_run
 
 
 async def test_another_user_without_the_password_is_refused(tmp_path: Path) -> None:
@@ -76,3 +77,20 @@ async def test_one_client_serves_many_tasks_and_outlives_cancelled_ones(valkey_u
     assert sorted(task.result().group for task in leasing) == list(range(60))
     assert (await rig.ledger.status()).issued == 60
     await rig.close()
+
+
+@pytest.mark.parametrize("turns", range(12))
+async def test_a_cancellation_in_a_call_is_not_lost(valkey_url: str, turns: int) -> None:
+    ledger = await RedisLedger.connect(valkey_url, new_run())
+
+    async def beat() -> None:
+        await ledger.register(Peer("rollout", "x", {}), 5000)
+        await asyncio.Event().wait()
+
+    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(beat())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+    assert task.cancelled()
+    await ledger.close()

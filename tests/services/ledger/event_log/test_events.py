@@ -1,5 +1,4 @@
-"""The event log keeps its format on disk: archived lines of every kind of event are written byte for byte as
-before, and still verify.
+"""Events keep their format on disk: archived lines of every kind are written byte for byte as before.
 
 `golden/memory.jsonl` and `golden/valkey.jsonl` are archives of the run that `every_kind` makes.
 """
