@@ -247,7 +247,7 @@ def test_an_attached_model_lies_where_the_engine_has_it_and_nowhere_else(place: 
         (
             change(0, QKV, lambda t: t.detach().nextafter(torch.tensor(9.0))),
             WeightError,
-            f"parameter {QKV}: what the engine serves",
+            f"parameter {QKV}: the weights that the engine serves",
         ),
         (
             change(1, FREQUENCIES, lambda t: None),

@@ -130,7 +130,7 @@ WEIGHT, FREQUENCIES = "model.layers.1.mlp.up_proj.weight", "model.rotary_emb.inv
         (
             change(0, WEIGHT, lambda t: t.nextafter(torch.tensor(9.0))),
             WeightError,
-            f"parameter {WEIGHT}: what the engine serves are other",
+            f"parameter {WEIGHT}: the weights that the engine serves are not",
         ),
         (
             change(1, FREQUENCIES, lambda t: None),
