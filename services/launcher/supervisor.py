@@ -31,7 +31,7 @@ log = logging.getLogger("tether.up")
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RunOutcome:
     """How a run ended."""
 
     version: int
@@ -44,7 +44,7 @@ class Outcome:
     """Whether the prompts ran out."""
 
 
-async def run_up(settings: Settings, progress: Progress) -> Outcome:
+async def run_up(settings: Settings, progress: Progress) -> RunOutcome:
     """Start all services of a run and keep them running until it is done.
 
     Raises:
@@ -77,7 +77,7 @@ async def _supervise(
     server: EmbeddedServer | None,
     progress: Progress,
     prompts: int | None,
-) -> Outcome:
+) -> RunOutcome:
     """Keep the services running until the run is done, interrupted or failed; then stop them in order."""
 
     async def is_over() -> bool:
@@ -107,7 +107,7 @@ async def _supervise(
         await fleet.stop()
     status = await ledger.status()
     progress.finish(status)
-    return Outcome(
+    return RunOutcome(
         status.version,
         status.steps,
         interrupted=stop.is_set() and not status.done,

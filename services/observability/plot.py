@@ -10,6 +10,9 @@ def plot_run(run_dir: Path) -> Path | None:
 
     Returns:
         The path of the picture, or None if no step is committed yet.
+
+    Raises:
+        OSError: the picture cannot be written.
     """
     steps = read_steps(run_dir / "metrics.jsonl")
     if not steps:

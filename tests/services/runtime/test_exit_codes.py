@@ -50,12 +50,11 @@ async def serve(process):
 last = Last()
 service_main(Role.MONITOR, serve)
 """
-"""It leaves, after Python has put its own handlers of signals away, when it is told to on its standard
-input."""
+"""It exits, after Python has removed its own signal handlers, when it reads from its standard input."""
 
 
-async def test_a_service_that_has_ended_by_itself_is_not_killed_by_being_told_to_end(tmp_path: Path) -> None:
-    """As when a drained trainer, which needs a moment to leave, is told to stop in just that moment."""
+async def test_a_service_that_has_ended_is_not_killed_by_sigterm(tmp_path: Path) -> None:
+    """A drained trainer needs a moment to exit, and SIGTERM may arrive in that moment."""
     server = EmbeddedServer(tmp_path / "ledger")
     variables = {"TETHER_REDIS_URL": await server.start(), "TETHER_RUN_DIR": str(tmp_path)}
     try:
@@ -79,7 +78,7 @@ async def test_a_service_that_has_ended_by_itself_is_not_killed_by_being_told_to
 
 
 @pytest.mark.slow
-async def test_wrong_settings_of_a_rank_are_told_once_and_as_such(tmp_path: Path) -> None:
+async def test_wrong_settings_of_a_rank_are_reported_once_with_their_exit_code(tmp_path: Path) -> None:
     """torchrun ends with 1 whatever its ranks ended with: `tether up` would start the trainer again and
     again."""
     server = EmbeddedServer(tmp_path / "ledger")
