@@ -64,8 +64,6 @@ SCENARIOS = {
     "tests/services/bus/test_delivery.py": "a message reaches one receiver",
     "tests/services/bus/test_noise.py": "bytes that are no message",
     "tests/services/bus/test_resend.py": "when a message is sent again",
-    "tests/services/ledger/event_log/test_golden_log.py": "the event log keeps its format on disk",
-    "tests/services/ledger/redis/test_cancelling.py": "a cancelled call ends its task",
     "tests/services/ledger/test_contract.py": "every ledger keeps the contract of tests/contracts",
     "tests/services/ledger/test_races.py": "many workers and two trainers at once",
     "tests/services/ledger/test_states.py": "every reachable state of small runs",

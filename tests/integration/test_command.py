@@ -33,7 +33,7 @@ pytestmark = [
 
 @dataclass
 class Story:
-    """What was seen of a run."""
+    """What was recorded of a run."""
 
     run_dir: Path
     status: dict[str, Any] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Story:
     """Pids of the services' processes, by TETHER_INSTANCE."""
     pages: dict[str, tuple[int, str, str]] = field(default_factory=dict)
     second_up: tuple[int, str] = (0, "")
-    set_said: str = ""
+    set_output: str = ""
     first_code: int = -1
     first_log: str = ""
     first_steps: list[dict[str, Any]] = field(default_factory=list)
@@ -76,7 +76,7 @@ def shared_memory() -> list[Path]:
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     run_dir = tmp_path_factory.mktemp("command") / "run"
-    told = Story(run_dir)
+    record = Story(run_dir)
     metrics = run_dir / "metrics.jsonl"
     options = (
         CONFIG,
@@ -93,27 +93,27 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     out = run_dir.parent / "first.log"
     with tether_up(*options, "--steps", "100000", output=out) as up:
         until(lambda: len(read_steps(metrics)) >= 3, seconds=180, what="step 3")
-        told.second_up = refused_second(run_dir)
-        told.status = until(lambda: whole(status_of(run_dir)), seconds=180, what="a whole status")
-        told.alive = {name: pid for pid in processes_of(run_dir) if (name := instance(pid))}
-        told.text = tether("status", str(run_dir)).stdout
-        told.pages = pages(told.status)
-        told.set_said = tether("set", str(run_dir), "max-staleness", "2").stdout
+        record.second_up = refused_second(run_dir)
+        record.status = until(lambda: complete(status_of(run_dir)), seconds=180, what="a complete status")
+        record.alive = {name: pid for pid in processes_of(run_dir) if (name := instance(pid))}
+        record.text = tether("status", str(run_dir)).stdout
+        record.pages = pages(record.status)
+        record.set_output = tether("set", str(run_dir), "max-staleness", "2").stdout
         until(lambda: status_of(run_dir)["bound"]["max_staleness"] == 2, seconds=180, what="the new bound")
         more = len(read_steps(metrics)) + 5
         until(lambda: len(read_steps(metrics)) > more, seconds=180, what="steps under the new bound")
         up.send_signal(signal.SIGINT)
-        told.first_code = up.wait(240)
-    told.first_log = out.read_text()
-    told.first_steps = read_steps(metrics)
-    told.left_over = left_over(run_dir, shm)
-    told.after = tether("status", str(run_dir)).stderr
+        record.first_code = up.wait(240)
+    record.first_log = out.read_text()
+    record.first_steps = read_steps(metrics)
+    record.left_over = left_over(run_dir, shm)
+    record.after = tether("status", str(run_dir)).stderr
     out = run_dir.parent / "second.log"
-    with tether_up(*options, "--steps", str(len(told.first_steps) + 5), output=out) as up:
-        told.second_code = up.wait(240)
-    told.second_log = out.read_text()
-    told.left_over += left_over(run_dir, shm)
-    return told
+    with tether_up(*options, "--steps", str(len(record.first_steps) + 5), output=out) as up:
+        record.second_code = up.wait(240)
+    record.second_log = out.read_text()
+    record.left_over += left_over(run_dir, shm)
+    return record
 
 
 def refused_second(run_dir: Path) -> tuple[int, str]:
@@ -121,7 +121,7 @@ def refused_second(run_dir: Path) -> tuple[int, str]:
     return result.returncode, result.stderr
 
 
-def whole(status: dict[str, Any]) -> dict[str, Any] | None:
+def complete(status: dict[str, Any]) -> dict[str, Any] | None:
     """The status once every service is registered, the monitor with its page, and both engines serve a
     version."""
     engines, processes = status["engines"], status["processes"]
@@ -148,7 +148,11 @@ def pages(status: dict[str, Any]) -> dict[str, tuple[int, str, str]]:
         for path in ("/health", "/metrics"):
             found[f"{item['name']}{path}"] = fetch(f"http://127.0.0.1:{item['http']}{path}")
     page = next(item["page"] for item in status["processes"] if item["page"])
-    until(lambda: fetch(f"{page}status.json")[2] != "{}", seconds=120, what="the monitor's first look")
+    until(
+        lambda: fetch(f"{page}status.json")[2] != "{}",
+        seconds=120,
+        what="the monitor's first read of the ledger",
+    )
     return found | {f"/{path}": fetch(page + path) for path in ("", "status.json", "steps.json")}
 
 
@@ -215,14 +219,14 @@ def test_the_monitor_has_a_page_and_what_it_shows(story: Story) -> None:
 
 
 def test_a_second_up_in_the_same_directory_is_refused(story: Story) -> None:
-    code, said = story.second_up
+    code, stderr = story.second_up
     assert code == 2
-    assert f"another `tether up` is running in {story.run_dir}" in said
-    assert "Traceback" not in said
+    assert f"another `tether up` is running in {story.run_dir}" in stderr
+    assert "Traceback" not in stderr
 
 
 def test_a_new_bound_holds_for_later_leases_only(story: Story) -> None:
-    assert story.set_said.startswith("max-staleness 2: ")
+    assert story.set_output.startswith("max-staleness 2: ")
     events = [json.loads(line) for line in (story.run_dir / FILE).read_text().splitlines()]
     changed = next(
         event["seq"] for event in events if event["event"] == "bound" and event["max_staleness"] == 2

@@ -3,7 +3,7 @@
 import pkgutil
 
 from protocol.choices import checked_name
-from protocol.errors import SettingsError
+from protocol.ranges import check_ranges
 from trainer.algorithms.base import Algorithm
 from trainer.config import AlgorithmConfig
 
@@ -21,10 +21,6 @@ def make_algorithm(config: AlgorithmConfig) -> Algorithm:
         SettingsError: no algorithm has that name, or a coefficient is out of its range.
     """
     path = ALGORITHMS[checked_name(config.name, ALGORITHMS, "setting algorithm.name:")]
-    if not 0 <= config.clip_low < 1:
-        raise SettingsError(f"algorithm.clip_low {config.clip_low}: must be at least 0 and below 1")
-    for name in ("clip_high", "importance_cap", "advantage_eps", "kl_coef", "length_normalizer"):
-        if getattr(config, name) < 0:
-            raise SettingsError(f"algorithm.{name} {getattr(config, name)}: must not be negative")
+    check_ranges(config, "algorithm")
     algorithm: Algorithm = pkgutil.resolve_name(path)(config)
     return algorithm

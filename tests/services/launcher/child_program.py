@@ -1,7 +1,7 @@
 """A service for the tests of `services/launcher/child.py`: `python -m tests.services.launcher.child_program`;
 BEHAVIOUR says what it does.
 
-It connects to the socket ROLL and says who it is; it and what it starts keep that connection open as long as
+It connects to the socket ROLL and sends its name. It and what it starts keep that connection open as long as
 they live.
 """
 

@@ -78,7 +78,7 @@ async def test_a_service_that_has_ended_by_itself_is_not_killed_by_being_told_to
 
 
 @pytest.mark.slow
-async def test_wrong_settings_of_a_rank_are_told_once_and_as_such(tmp_path: Path) -> None:
+async def test_wrong_settings_of_a_rank_are_reported_once_with_their_exit_code(tmp_path: Path) -> None:
     """torchrun ends with 1 whatever its ranks ended with: `tether up` would start the trainer again and
     again."""
     server = EmbeddedServer(tmp_path / "ledger")
