@@ -43,7 +43,8 @@ class BusConfig:
         check_ranges(self, "bus")
         if self.peer_timeout_s < 2 * self.heartbeat_s:
             raise SettingsError(
-                f"setting bus.peer_timeout_s: {self.peer_timeout_s} is less than twice bus.heartbeat_s = {self.heartbeat_s}"
+                f"setting bus.peer_timeout_s: {self.peer_timeout_s} is less than twice "
+                f"bus.heartbeat_s = {self.heartbeat_s}"
             )
 
 
