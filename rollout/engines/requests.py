@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from protocol.choices import checked_name
-from protocol.errors import EngineError, SettingsError
+from protocol.choices import did_you_mean
+from protocol.errors import EngineError
 from protocol.weights.lora import LoraConfig
 from rollout.engines.base import EngineConfig, Request
 
@@ -131,8 +131,4 @@ def spans_from_marks(marks: Sequence[tuple[int, int]], count: int) -> tuple[tupl
 
 def _suggestion(path: Path) -> str:
     siblings = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
-    try:
-        checked_name(path.name, siblings, f"; in {path.parent} the directory")
-    except SettingsError as error:
-        return str(error) if siblings else ""
-    return ""
+    return f"; {did_you_mean(path.name, siblings)}" if siblings else ""

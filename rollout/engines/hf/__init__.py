@@ -1,0 +1,1 @@
+"""Serves models of transformers, the reference engine."""

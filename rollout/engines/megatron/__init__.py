@@ -1,0 +1,1 @@
+"""Serves the trainer's Megatron model in the worker's own process."""
