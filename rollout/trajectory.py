@@ -28,13 +28,9 @@ def assemble(
     engine: str,
     generate_s: float,
 ) -> Rollout:
-    """Return the message of a generated group.
+    """Return the message of a generated group: n `samples`, which `responses` holds as text.
 
-    Args:
-        prompt: the prompt of the group, with `prompt_tokens` [P].
-        samples: [n] what was generated, with `responses` [n], the samples as text.
-
-    The other arguments are fields of `Rollout`.
+    The arguments after these are fields of `Rollout`.
 
     Raises:
         EngineError: a sample contradicts itself; names group and sample.

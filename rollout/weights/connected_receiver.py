@@ -16,7 +16,7 @@ from rollout.weights.sender_connection import SenderConnection
 from rollout.weights.verification import Deadline, Verification, view
 
 
-class Channel(Protocol):
+class ReceiverChannel(Protocol):
     """How a connection transfers the bytes of versions; the receiver calls it, never the other way round."""
 
     def address(self, manifest: WeightManifest) -> tuple[str, int]:
@@ -60,7 +60,7 @@ class ConnectedReceiver:
     Used by one thread at a time; `close` may be called from another one.
     """
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: ReceiverChannel) -> None:
         self._channel = channel
         self.digest = 0
         self._location = ""

@@ -10,7 +10,6 @@ SHORT_MODULES: dict[str, str] = {}
 """Modules under 40 lines that stay although one other imports them."""
 
 DUPLICATE_CLASSES = {
-    "Channel": "how one connection transfers bytes, one for each end of a transport",
     "LowRank": "the adapter of a linear layer, one for each training backend",
     "Options": "settings of one verifier or environment: its registry finds them by this name",
 }

@@ -12,6 +12,7 @@ from protocol.staleness import (
     feasible,
     holds,
     lag,
+    max_lag,
     straggler,
     trainable_counts,
 )
@@ -52,6 +53,8 @@ def test_holds_counts_late_groups_as_the_policy_says() -> None:
 
 def test_lag_of_tokens() -> None:
     assert lag(7, 5) == 2
+    assert max_lag(7, {5: 3, 6: 1, 2: 0}) == 2
+    assert max_lag(7, {}) == 0
     assert trainable_counts(7, {4: 2, 5: 3, 7: 1, 6: 0}, 2) == {5: 3, 7: 1}
 
 

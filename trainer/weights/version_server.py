@@ -123,7 +123,7 @@ class ReceiverConnection:
         return self.readable(seconds) and not self._rest and not self.connection.recv(1, socket.MSG_PEEK)
 
 
-class Channel(Protocol):
+class SenderChannel(Protocol):
     """How one connection transfers the bytes of versions; lives as long as the connection."""
 
     def send(self, connection: ReceiverConnection, served: ServedVersion, end: float) -> None:
@@ -143,7 +143,7 @@ class VersionServer:
     It also serves the provisional version, which is still being exported, to receivers that know of it.
     """
 
-    def __init__(self, config: WeightConfig, make_channel: Callable[[], Channel]) -> None:
+    def __init__(self, config: WeightConfig, make_channel: Callable[[], SenderChannel]) -> None:
         """Start to listen; `make_channel` is called for each connection.
 
         Raises:
@@ -253,7 +253,7 @@ class VersionServer:
         return f"the current version is {current.manifest.version} of epoch {current.manifest.epoch}"
 
     def _answer(
-        self, connection: ReceiverConnection, channel: Channel, request: dict[str, Any], end: float
+        self, connection: ReceiverConnection, channel: SenderChannel, request: dict[str, Any], end: float
     ) -> int:
         """Serve one request; return how many versions were sent: 0 if the requested one is not served."""
         served = self._requested(request)
