@@ -68,7 +68,7 @@ def parse_counts(arguments: list[str]) -> dict[Role, int]:
         name, _, text = argument.partition("=")
         if name not in names or not text.isascii() or not text.isdigit():
             raise SettingsError(f"{argument!r}: write {' or '.join(f'{known}=N' for known in names)}")
-        check_range(ServicesConfig, name, int(text), name)
+        check_range(ServicesConfig, name, int(text), repr(argument))
         counts[names[name]] = int(text)
     return counts
 

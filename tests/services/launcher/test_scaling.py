@@ -77,5 +77,5 @@ async def test_two_requests_at_once_and_one_to_nobody_are_refused(tmp_path: Path
 
 def test_counts_are_read_as_they_are_written() -> None:
     assert parse_counts(["rollouts=3", "rewards=0"]) == {Role.ROLLOUT: 3, Role.REWARD: 0}
-    with pytest.raises(SettingsError, match="rollouts: 20000 is not between 0 and 10000"):
+    with pytest.raises(SettingsError, match="'rollouts=20000': 20000 is not between 0 and 10000"):
         parse_counts(["rollouts=20000"])
