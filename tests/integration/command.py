@@ -17,7 +17,8 @@ from tests.integration.loop import ROOT
 
 T = TypeVar("T")
 POLL_S = 0.02
-"""Seconds between two polls: leaves the processor to those that are waited for."""
+LONGEST_POLL_S = 0.25
+"""Shortest and longest pause between two polls; in between, four times what a poll took."""
 
 
 def environment(**extra: str) -> dict[str, str]:
@@ -64,11 +65,11 @@ def until(ready: Callable[[], T | None], *, seconds: float, what: str) -> T:
         TimeoutError: naming `what` was waited for.
     """
     end = time.monotonic() + seconds
-    while time.monotonic() < end:
+    while (began := time.monotonic()) < end:
         answer = ready()
         if answer is not None and answer is not False:
             return answer
-        time.sleep(POLL_S)
+        time.sleep(min(LONGEST_POLL_S, max(POLL_S, 4 * (time.monotonic() - began))))
     raise TimeoutError(f"{what} did not happen within {seconds:.0f} s")
 
 

@@ -75,6 +75,7 @@ async def kill_between_take_and_commit(run_dir: Path, trainer: int) -> None:
                 if await taken(ledger):
                     break
                 os.kill(trainer, signal.SIGCONT)
+            await asyncio.sleep(0.005)  # leaves the processor to the trainer; a step takes longer
         os.kill(trainer, signal.SIGKILL)
 
 
