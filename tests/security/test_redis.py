@@ -142,7 +142,7 @@ def test_files_of_the_ledger_are_checked(server: TlsServer, tmp_path: Path) -> N
         ((server.bare_url, readable, ""), "can be read by other users .mode 640.; chmod 600"),
         ((server.bare_url, private(tmp_path / "empty", "\n"), ""), "is empty"),
         ((server.bare_url, str(tmp_path / "absent"), ""), "absent cannot be read"),
-        ((server.url, private(tmp_path / "fine", PASSWORD), ""), "holds a password too"),
+        ((server.url, private(tmp_path / "fine", PASSWORD), ""), "holds a password, too"),
         ((server.url, "", str(tmp_path / "absent")), "ca_file.*absent is not a file"),
         (("redis://h", "", str(server.ca)), "not a rediss:// URL"),
     ):
