@@ -89,6 +89,21 @@ def status(run_dir: RunDir, as_json: AsJson = False) -> None:
 
 
 @app.command()
+def monitor(
+    run_dir: RunDir,
+    host: Annotated[
+        str | None, typer.Option(help="address to serve on; 127.0.0.1 by default, others need a key")
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="port to serve on; any free one by default")] = None,
+) -> None:
+    """Serve the web page of a run that is on or over, until Ctrl-C."""
+    from services.monitor import run_monitor
+    from services.settings.load import run_settings
+
+    run_monitor(run_settings(run_dir, ["ledger.retry_s=0", "ledger.timeout_s=3"]), host, port)
+
+
+@app.command()
 def verify(run_dir: RunDir, as_json: AsJson = False) -> None:
     """Check a run's audit log against the lifecycle and the bound; exit code 1 if anything is wrong."""
     import dataclasses

@@ -15,6 +15,7 @@ from reward.score import score_rollout
 from reward.workers.pool import ScorePool
 from services.bus.receiver import Delivery, Receiver
 from services.bus.sender import Declined, Sender
+from services.observability.busy import BusyMeter
 from services.runtime.main import service_main
 from services.runtime.process import Process
 
@@ -44,10 +45,12 @@ async def serve(process: Process) -> None:
         process.metrics.watch("tether_bus_scored", "Bus counters, edge scored", sender.stats.as_dict)
         process.edges |= {ROLLOUTS.name: receiver.snapshot, SCORED.name: sender.snapshot}
         process.info["endpoints"] = {ROLLOUTS.name: receiver.endpoint}
+        meter = BusyMeter()
+        process.on_heartbeat.append(lambda: process.info.update(busy_s=round(meter.seconds(), 3)))
         await process.register()
         async with asyncio.TaskGroup() as tasks:
             accepting = tasks.create_task(
-                _accept_loop(process, tasks, pool, receiver, sender), name="reward.accept"
+                _accept_loop(process, tasks, pool, receiver, sender, meter), name="reward.accept"
             )
             await process.stop.wait()
             accepting.cancel()
@@ -59,22 +62,33 @@ async def serve(process: Process) -> None:
 
 
 async def _accept_loop(
-    process: Process, tasks: asyncio.TaskGroup, pool: ScorePool, receiver: Receiver, sender: Sender
+    process: Process,
+    tasks: asyncio.TaskGroup,
+    pool: ScorePool,
+    receiver: Receiver,
+    sender: Sender,
+    meter: BusyMeter,
 ) -> None:
     """Score each rollout in a task of its own; the credit that the receiver grants bounds their number."""
     while True:
         delivery = await receiver.receive()
         tasks.create_task(
-            _score(process, pool, receiver, sender, delivery), name=f"score-{delivery.envelope.id}"
+            _score(process, pool, receiver, sender, meter, delivery), name=f"score-{delivery.envelope.id}"
         )
 
 
 async def _score(
-    process: Process, pool: ScorePool, receiver: Receiver, sender: Sender, delivery: Delivery
+    process: Process,
+    pool: ScorePool,
+    receiver: Receiver,
+    sender: Sender,
+    meter: BusyMeter,
+    delivery: Delivery,
 ) -> None:
     envelope, rollout = delivery.envelope, delivery.message
     assert isinstance(rollout, Rollout)
-    result = await score_rollout(rollout, pool, process.incarnation)
+    with meter.working():
+        result = await score_rollout(rollout, pool, process.incarnation)
     process.metrics.count(f"reward.{type(result).__name__}")
     process.metrics.seconds.labels("score").observe(getattr(result, "score_s", 0.0))
     try:

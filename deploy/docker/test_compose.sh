@@ -105,7 +105,7 @@ run_demo() {
   wait_for_trainer
   say "the trainer is done; the others drain"
   tools tether status "/runs/${TETHER_RUN:-demo}"
-  [ "$network" = host ] || tools python -c "import urllib.request as r; print('page:', r.urlopen('http://monitor:8080/').status)"
+  [ "$network" = host ] || tools python -c "import pathlib, urllib.request as r; key = pathlib.Path('/runs/${TETHER_RUN:-demo}/monitor.key').read_text().strip(); print('page:', r.urlopen(f'http://monitor:8080/?key={key}').status)"
   compose stop
   [ -z "$(failures)" ] || die "$(failures)"
   say "verify"

@@ -11,6 +11,7 @@ from protocol.messages import ScoredRollout, ScoreFailure
 from services.bus.receiver import Delivery, Receiver
 from services.ledger.interface import TakenGroup
 from services.ledger_recovery.journal_entries import accept_entry
+from services.observability.busy import BusyMeter
 from services.runtime.process import Process
 from trainer.data.samples import check_scored
 from trainer.storage.spool import Spool
@@ -32,6 +33,8 @@ class Admission:
         self._process = process
         self._receiver = receiver
         self._spool = spool
+        self._meter = BusyMeter()
+        process.on_heartbeat.append(lambda: process.info.update(busy_s=round(self._meter.seconds(), 3)))
 
     async def admit_loop(self) -> None:
         """Admit what arrives, in batches of what is waiting, until cancelled."""
@@ -39,7 +42,8 @@ class Admission:
             batch = [await self._receiver.receive()]
             while self._receiver.waiting and len(batch) < BATCH:
                 batch.append(await self._receiver.receive())
-            await self._admit(batch)
+            with self._meter.working():
+                await self._admit(batch)
 
     async def _admit(self, batch: Sequence[Delivery]) -> None:
         """Store a batch with one fsync, accept its groups, journal that with one fsync, then acknowledge."""

@@ -1,69 +1,83 @@
 """Runs `python -m services.monitor`: a read-only web page and metrics of a run.
 
-Consumes: the ledger's status and registry, and metrics.jsonl. Changes nothing.
+Consumes: the ledger's status and registry, metrics.jsonl, the event log, and records of past steps. Changes
+nothing.
 """
 
 import asyncio
-import json
 import logging
-from importlib import resources
+from collections.abc import Mapping
+from typing import Any
 
-from aiohttp import web
-from prometheus_client import Gauge
+from prometheus_client import CollectorRegistry, Gauge
 
 from protocol.topics import Role
+from services.monitor.access import access_key, guard, page_url
+from services.monitor.pages import Pages
+from services.monitor.run_state import LiveState
+from services.monitor.series import numbers_of
 from services.observability.http import HttpServer
-from services.observability.status import collect_status
-from services.observability.steps import read_steps
 from services.runtime.main import service_main
 from services.runtime.process import Process
 
 log = logging.getLogger("tether.monitor")
 
 REFRESH_S = 1.0
-"""Seconds between two reads of the ledger."""
-SHOWN_STEPS = 2000
-"""Newest steps that the page shows."""
+"""Seconds between two reads of the ledger, and of the files."""
 
 
 async def serve(process: Process) -> None:
     """Serve the page until the process is stopped."""
     settings = process.settings
-    page = resources.files("services.monitor").joinpath("page.html").read_text()
-    snapshot: dict[str, object] = {}
-    gauges = {
-        name: Gauge(
-            f"tether_run_{name}", f"{name} of the run, from the ledger", registry=process.metrics.registry
-        )
-        for name in ("version", "issued", "trained", "dropped", "active", "wasted_tokens")
-    }
-
-    async def serve_page(_: web.Request) -> web.Response:
-        return web.Response(text=page, content_type="text/html")
-
-    async def serve_status(_: web.Request) -> web.Response:
-        return web.json_response(snapshot)
-
-    async def serve_steps(request: web.Request) -> web.Response:
-        steps = await asyncio.to_thread(read_steps, settings.run_dir / "metrics.jsonl")
-        return web.json_response(steps[-SHOWN_STEPS:], dumps=lambda value: json.dumps(value))
-
+    config = settings.monitor
+    key = access_key(config.host, config.key_file, settings.run_dir)
+    snapshot: dict[str, Any] = {}
+    gauges = RunGauges(process.metrics.registry)
+    state = LiveState(process.ledger, settings)
+    pages = Pages(settings, lambda: snapshot)
     server = HttpServer(
         process.metrics.registry,
         lambda: {"ok": True, "run": process.run},
-        {"/": serve_page, "/status.json": serve_status, "/steps.json": serve_steps},
+        pages.routes(),
+        [guard(key)],
     )
-    port = await server.start(settings.monitor.host, settings.monitor.port)
-    process.info["page"] = f"http://{settings.monitor.host}:{port}/"
+    port = await server.start(config.host, config.port)
+    process.info["page"] = page_url(config.host, port, key)
     await process.register()
-    log.info("monitor.serving url=%s", process.info["page"])
+    log.info("monitor.serving url=%s", page_url(config.host, port, ""))
     try:
-        while not await process.stopped_within(REFRESH_S):
-            snapshot.update(await collect_status(process.ledger))
-            for name, gauge in gauges.items():
-                gauge.set(float(snapshot[name]))  # type: ignore[arg-type]
+        async with asyncio.TaskGroup() as tasks:
+            reading = tasks.create_task(pages.read_loop(REFRESH_S), name="monitor.read")
+            while not await process.stopped_within(REFRESH_S):
+                snapshot.update(await state.collect())
+                gauges.set(snapshot, pages.history.last)
+            reading.cancel()
     finally:
         await server.close()
+
+
+class RunGauges:
+    """Shows the run as Prometheus metrics: `tether_run_*`, and the newest step's numbers as `tether_step`."""
+
+    NAMES = ("version", "steps", "issued", "trained", "dropped", "active", "wasted_tokens")
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        """Register the metrics; they show 0 until the first `set`."""
+        self._gauges = {
+            name: Gauge(f"tether_run_{name}", f"{name} of the run, from the ledger", registry=registry)
+            for name in self.NAMES
+        }
+        self._step = Gauge(
+            "tether_step", "Numbers of the newest step, by field", ["field"], registry=registry
+        )
+
+    def set(self, state: Mapping[str, Any], step: Mapping[str, Any]) -> None:
+        """Show the counters of a state and the numbers of a line of metrics.jsonl; what they lack stays."""
+        for name, gauge in self._gauges.items():
+            if isinstance(value := state.get(name), (int, float)):
+                gauge.set(value)
+        for name, value in numbers_of(step):
+            self._step.labels(name).set(value)
 
 
 def main() -> None:

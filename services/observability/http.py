@@ -1,10 +1,11 @@
 """Serves `/health` and `/metrics` of a service over HTTP, and the routes that the monitor adds."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.typedefs import Middleware
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from protocol.errors import SettingsError
@@ -26,10 +27,11 @@ class HttpServer:
         registry: CollectorRegistry,
         health: Health,
         routes: Mapping[str, Callable[[web.Request], object]] | None = None,
+        middlewares: Sequence[Middleware] = (),
     ) -> None:
         self._registry = registry
         self._health = health
-        self._app = web.Application()
+        self._app = web.Application(middlewares=middlewares)
         self._app.router.add_get("/health", self._serve_health)
         self._app.router.add_get("/metrics", self._serve_metrics)
         for path, handler in (routes or {}).items():

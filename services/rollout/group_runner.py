@@ -58,7 +58,9 @@ class GroupRunner:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._nudged = asyncio.Event()
         self._meter = BusyMeter()
-        process.on_heartbeat.append(lambda: process.info.update(busy_s=round(self._meter.seconds(), 3)))
+        process.on_heartbeat.append(
+            lambda: process.info.update(busy_s=round(self._meter.seconds(), 3), groups=len(self._tasks))
+        )
 
     async def run(self) -> None:
         """Lease until the process is to stop, then drain: finish within `drain_s`, hand back the rest.

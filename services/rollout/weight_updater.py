@@ -307,7 +307,7 @@ class WeightUpdater:
             )
         )
         self._on_applied()
-        self._process.info["version"] = manifest.version
+        self._process.info |= {"version": manifest.version, "pause_ms": round(pause_ms, 2)}
         self._process.metrics.count("weights.applied")
         log.debug("weights.applied version=%d pause_ms=%.1f", manifest.version, pause_ms)
 

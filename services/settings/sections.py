@@ -125,9 +125,12 @@ class MonitorConfig:
     enabled: bool = True
     """Whether `tether up` starts the monitor."""
     host: str = "127.0.0.1"
-    """Address that the page is served on. It has no password."""
+    """Address that the page is served on. Off loopback readers need a key."""
     port: Annotated[int, Meta(ge=0, le=65535)] = 0
     """Port of the page. 0: any free port; `tether up` prints it."""
+    key_file: str = ""
+    """File with the key that readers of the page need, readable by its owner only. Empty: no key on loopback;
+    elsewhere RUN_DIR/monitor.key, which is made when it is missing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -209,11 +209,11 @@ def test_every_service_is_healthy_and_has_metrics(story: Story) -> None:
 
 def test_the_monitor_has_a_page_and_what_it_shows(story: Story) -> None:
     assert story.pages["/"][:2] == (200, "text/html")
-    assert "status.json" in story.pages["/"][2]
+    assert "assets/main.js" in story.pages["/"][2]
     shown = json.loads(story.pages["/status.json"][2])
     assert shown["run_state"] == "running"
     assert {item["name"] for item in shown["processes"]} == set(story.alive)
-    assert len(json.loads(story.pages["/steps.json"][2])) >= 3
+    assert len(json.loads(story.pages["/steps.json"][2])["columns"]["step"]) >= 3
     page = next(item["page"] for item in story.status["processes"] if item["page"])
     assert f"page {page}" in story.first_log
 

@@ -97,11 +97,24 @@ class Archive:
             MissingRecord: (a LookupError) the archive does not hold the step, or not this group of it.
             SpoolError: the file cannot be read or is damaged; names it.
         """
+        records = self.records(step)
+        found = {(record.group, record.token): record for record in records}
+        for key in keys:
+            if key not in found:
+                raise MissingRecord(*key)
+        return [found[key].payload for key in keys]
+
+    def records(self, step: int) -> tuple[ArchivedRecord, ...]:
+        """Return all records of a step, in the order of its take; empty if the step is not archived.
+
+        Raises:
+            SpoolError: the file cannot be read or is damaged; names it.
+        """
         path = self._path(step)
         try:
             archived = msgspec.msgpack.decode(path.read_bytes(), type=ArchivedStep)
         except FileNotFoundError:
-            raise MissingRecord(*keys[0]) from None
+            return ()
         except OSError as error:
             raise SpoolError(f"archive {path}: {error.strerror or error}") from error
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -112,11 +125,7 @@ class Archive:
                     f"archive {path} is damaged: the record of group {record.group} does not match its "
                     "checksum"
                 )
-        found = {(record.group, record.token): record for record in archived.records}
-        for key in keys:
-            if key not in found:
-                raise MissingRecord(*key)
-        return [found[key].payload for key in keys]
+        return archived.records
 
     def steps(self) -> list[int]:
         """Return the steps that the archive holds, in order."""

@@ -1,0 +1,97 @@
+"""Estimates what each process spends its time on, from what processes tell the registry with each heartbeat.
+
+A process that measures its busy time (`busy_s`) has an exact share of work; the rest is divided among what it
+was waiting for when it was sampled. A trainer does one thing at a time: each sample finds a wait, or work. Of
+other processes only the waits are known.
+"""
+
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from protocol.topics import Role
+from services.ledger.interface import Peer
+
+WINDOW_S = 120.0
+"""Samples older than this are forgotten."""
+SAMPLE_S = 1.0
+"""Least time between two samples that count."""
+SETTLED_S = 10.0
+"""Samples must span so long before a share is given: busy times come with heartbeats, seconds apart."""
+MAX_PROCESSES = 512
+_NUMBER = re.compile(r"\d+")
+
+
+class ActivitySample(NamedTuple):
+    """What one process was doing at one moment."""
+
+    time_s: float
+    busy_s: float | None
+    waits: frozenset[str]
+
+
+class Activity:
+    """The latest samples of every process of a run."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` gives seconds."""
+        self._clock = clock
+        self._samples: dict[str, deque[ActivitySample]] = {}
+        self._trainers: frozenset[str] = frozenset()
+
+    def observe(self, peers: Sequence[Peer]) -> None:
+        """Sample the processes that are alive, and forget the others."""
+        now = self._clock()
+        samples: dict[str, deque[ActivitySample]] = {}
+        for peer in peers[:MAX_PROCESSES]:
+            seen = self._samples.get(peer.incarnation) or deque(maxlen=int(2 * WINDOW_S / SAMPLE_S))
+            if not seen or now - seen[-1].time_s >= SAMPLE_S / 2:
+                seen.append(_sample(peer, now))
+            while seen[0].time_s < now - WINDOW_S:
+                seen.popleft()
+            samples[peer.incarnation] = seen
+        self._samples = samples
+        self._trainers = frozenset(peer.incarnation for peer in peers if peer.role == Role.TRAINER)
+
+    def shares(self, incarnation: str) -> dict[str, Any]:
+        """Return the shares of a process's time, each from 0 to 1.
+
+        Returns:
+            `working` (None where it is not known), `waits` (what it waited for -> share, numbers left out),
+            `window_s` (seconds between the first sample and the last).
+        """
+        samples = list(self._samples.get(incarnation, ()))
+        if not samples:
+            return {"working": None, "waits": {}, "window_s": 0.0}
+        window_s = samples[-1].time_s - samples[0].time_s
+        waits: dict[str, float] = {}
+        idle = 0
+        for sample in samples:
+            for what in sample.waits:
+                waits[what] = waits.get(what, 0.0) + 1 / len(sample.waits) / len(samples)
+            idle += not sample.waits
+        first, last = samples[0].busy_s, samples[-1].busy_s
+        working: float | None = None
+        if first is not None and last is not None:
+            if window_s >= SETTLED_S:
+                working = min(max((last - first) / window_s, 0.0), 1.0)
+                waits = {what: share * (1 - working) for what, share in waits.items()}
+        elif incarnation in self._trainers:
+            working = idle / len(samples)
+        return {
+            "working": None if working is None else round(working, 3),
+            "waits": {what: round(share, 3) for what, share in sorted(waits.items(), key=lambda i: -i[1])},
+            "window_s": round(window_s, 1),
+        }
+
+
+def _sample(peer: Peer, now: float) -> ActivitySample:
+    busy, waits = peer.info.get("busy_s"), peer.info.get("waits")
+    names = waits if isinstance(waits, dict) else {}
+    return ActivitySample(
+        now,
+        float(busy) if isinstance(busy, (int, float)) else None,
+        frozenset(_NUMBER.sub("N", str(name))[:120] for name in names),
+    )

@@ -1,0 +1,102 @@
+// The table of charts: which fields of a step each one draws. A chart without any measured field is not shown;
+// fields that no chart names get one each under "Other measurements".
+
+import { milliseconds, number, percent, seconds } from "./format.js";
+
+const share = { format: percent, zero: true };
+const perStep = { zero: true };
+
+/** Charts in order. A series is a field's name with its label, a `match` for names that are not known beforehand,
+ *  or `from`/`compute` for a value made of several fields. */
+export const PANELS = [
+  {
+    id: "reward", section: "learning", wide: true, title: "Reward",
+    help: "Mean reward of the trained groups; the band is one standard deviation of single samples.",
+    series: [
+      { name: "reward_mean", label: "training", color: "c1", band: "reward_std" },
+      { match: /^eval_/, color: "c3", points: true },
+    ],
+  },
+  { id: "loss", raw: true, section: "learning", title: "Loss", help: "What the optimizer minimized.", series: [{ name: "loss", label: "loss", color: "c1" }, { match: /_loss(_mean)?$/, color: "c2" }] },
+  {
+    id: "kl", section: "learning", title: "KL divergence", zero: true, help: "Distance from the reference model, nats per token.",
+    series: [{ match: /(^|_)kl($|_)/, color: "c4" }],
+  },
+  { id: "entropy", section: "learning", title: "Entropy", zero: true, help: "Of the model's distribution, nats per token.", series: [{ name: "entropy", label: "entropy", color: "c3" }, { match: /^entropy_/, color: "c2" }] },
+  { id: "clip", section: "learning", title: "Clipped tokens", ...share, help: "Share of tokens with a clipped ratio.", series: [{ name: "clip_fraction", label: "clipped", color: "c2" }, { match: /^clip_/, color: "c4" }] },
+  { id: "grad_norm", raw: true, section: "learning", title: "Gradient norm", zero: true, help: "Before clipping.", series: [{ name: "grad_norm", label: "norm", color: "c1" }, { match: /^grad_norm_/, color: "c2" }] },
+  {
+    id: "lengths", section: "learning", title: "Response length", zero: true, help: "Tokens of a sample.",
+    series: [{ name: "response_length_mean", label: "mean", color: "c1" }, { match: /^response_length_/, color: "c3" }],
+  },
+  { id: "truncated", section: "learning", title: "Truncated samples", ...share, help: "Ended by the token limit.", series: [{ match: /truncated/, color: "c5" }] },
+  {
+    id: "lag", section: "freshness", wide: true, title: "Lag of trained tokens", lag: true,
+    help: "In versions. Darker cells hold more of a step's tokens; dashed is the bound.",
+    series: [
+      { name: "lag_mean", label: "mean", color: "ink" },
+      { name: "lag_max", label: "largest", color: "c2", hiddenLine: true },
+    ],
+  },
+  {
+    id: "mismatch", raw: true, section: "freshness", title: "Mismatch", zero: true, help: "Log-probabilities of trainer and engine.",
+    series: [{ name: "logprob_error_max", label: "largest", color: "c5" }, { match: /mismatch|^logprob_/, color: "c4" }],
+  },
+  { id: "ratio", raw: true, section: "freshness", title: "Importance ratio", help: "New probability by that when sampled.", series: [{ name: "ratio_mean", label: "mean", color: "c1" }, { match: /ratio/, color: "c2" }] },
+  {
+    id: "tokens", section: "speed", title: "Throughput", zero: true, help: "Trained tokens per second of wall clock.",
+    series: [{
+      id: "tokens_per_s", label: "tokens/s", color: "c3", from: ["trained_tokens", "wait_s", "train_s", "publish_s"],
+      compute: (tokens, wait, train, publish) => (wait + train + publish > 0 ? tokens / (wait + train + publish) : null),
+    }],
+  },
+  {
+    id: "trainer_time", section: "speed", title: "Time of the trainer", format: percent, stack: true, help: "Share of each step; waits for groups.",
+    series: [["train_s", "train", "c1"], ["publish_s", "publish", "c4"], ["wait_s", "wait", "c2"]].map(
+      ([name, label, color], i) => ({
+        id: `share_${name}`, label, color, from: ["train_s", "publish_s", "wait_s"],
+        compute: (...parts) => { const all = parts[0] + parts[1] + parts[2]; return all > 0 ? parts[i] / all : null; },
+      })),
+  },
+  { id: "busy", section: "speed", title: "Engines busy", ...share, max: 1, help: "Share of time with work to do.", series: [{ name: "engine_busy", label: "busy", color: "c3" }, { match: /^engine_busy_/, color: "c1" }] },
+  { id: "generate", section: "speed", title: "Generation time", zero: true, format: seconds, help: "Of a group, from lease to last token.", series: [{ name: "generate_s", label: "mean", color: "c1" }, { match: /^generate_s_/, color: "c2" }] },
+  { id: "pause", raw: true, section: "freshness", title: "Pause for an update", zero: true, format: milliseconds, help: "Longest of any engine.", series: [{ name: "pause_ms", label: "longest", color: "c5" }, { match: /^pause_ms_/, color: "c2" }] },
+  { id: "dropped", raw: true, section: "losses", title: "Groups dropped per step", ...perStep, help: "Since the step before.", series: [{ name: "dropped_groups", label: "groups", color: "c5" }] },
+  {
+    id: "wasted", raw: true, section: "losses", title: "Wasted tokens per step", ...perStep,
+    help: "Of dropped groups, or over the bound.",
+    series: [{ name: "wasted_tokens", label: "wasted", color: "c5" }, { name: "masked_tokens", label: "masked", color: "c2" }],
+  },
+];
+
+/** Fields that are drawn as a part of something else, or that say nothing over time. */
+const USED = new Set(["start", "step", "time", "groups", "trained_tokens", "train_s", "publish_s", "wait_s", "reward_std"]);
+const MAX_OTHER = 16;
+
+/** Returns the series of a panel that have values, with a field's own name where `match` found it. */
+export function seriesOf(panel, store) {
+  const named = new Set(PANELS.flatMap((other) => other.series.map((item) => item.name)));
+  return panel.series.flatMap((item) => {
+    if (item.from) return item.from.every((name) => store.has(name)) ? [item] : [];
+    if (item.name) return store.has(item.name) ? [{ id: item.name, ...item }] : [];
+    return matches(item.match, store, named).map((name, i) => ({
+      ...item, id: name, name, label: name.replaceAll("_", " "), color: i ? `c${((Number(item.color[1]) + i - 1) % 6) + 1}` : item.color,
+    }));
+  });
+}
+
+/** Returns panels for fields that no panel of the table draws. */
+export function otherPanels(store) {
+  const drawn = new Set(PANELS.flatMap((panel) => seriesOf(panel, store).map((item) => item.id)));
+  return Object.keys(store.columns)
+    .filter((name) => !USED.has(name) && !drawn.has(name) && store.has(name))
+    .slice(0, MAX_OTHER)
+    .map((name) => ({
+      id: `other-${name}`, section: "other", title: name.replaceAll("_", " "),
+      series: [{ name, label: name, color: "c1" }], format: number,
+    }));
+}
+
+function matches(pattern, store, named) {
+  return Object.keys(store.columns).filter((name) => !USED.has(name) && !named.has(name) && pattern.test(name) && store.has(name)).sort();
+}

@@ -1,0 +1,66 @@
+// A browser of samples: one group of one step at a time.
+
+import { ask } from "./api.js";
+import { byId, el, replace } from "./dom.js";
+import { count, number } from "./format.js";
+
+let shown = { step: null, group: null };
+let asked = 0;
+
+/** Wires the form and shows the newest step. */
+export function startSamples() {
+  byId("sample-step").addEventListener("change", (event) => load(event.target.value, null));
+  byId("sample-group").addEventListener("change", (event) => load(shown.step, event.target.value));
+  byId("sample-newest").addEventListener("click", () => load(null, null));
+  byId("sample-form").addEventListener("submit", (event) => event.preventDefault());
+  load(null, null);
+}
+
+/** Asks again while nothing could be shown yet. */
+export function retrySamples() {
+  if (shown.step === null) load(null, null);
+}
+
+async function load(step, group) {
+  const turn = ++asked;
+  try {
+    const answer = await ask("samples.json", { step, group });
+    if (turn === asked) show(answer);
+  } catch (error) {
+    if (turn === asked) replace(byId("samples"), el("p", { class: "empty", text: error.message }));
+  }
+}
+
+function show(answer) {
+  shown = { step: answer.step, group: answer.group };
+  choose(byId("sample-step"), answer.steps.toReversed().map((step) => [step, String(step)]), answer.step);
+  choose(byId("sample-group"), answer.groups.map((item) => [item.group, `${item.group} · ${number(item.reward_mean)} · ${item.prompt.slice(0, 28)}`]), answer.group);
+  if (answer.step === null) {
+    replace(byId("samples"), el("p", { class: "empty", text: `There is nothing to show: ${answer.reason}.` }));
+    return;
+  }
+  replace(byId("samples"),
+    el("div", { class: "prompt" }, el("span", { text: "Prompt" }), el("pre", { text: answer.prompt })),
+    answer.task ? el("p", { class: "task", text: answer.task }) : null,
+    answer.samples.map((sample) => card(sample)));
+}
+
+function choose(select, choices, value) {
+  replace(select, choices.map(([choice, label]) => el("option", { value: choice, text: label, selected: choice === value })));
+  select.disabled = !choices.length;
+}
+
+function card(sample) {
+  const reward = sample.reward;
+  const level = reward === null ? "" : reward > 0 ? "good" : reward < 0 ? "bad" : "";
+  const facts = [
+    count(sample.tokens, "token"), sample.finish_reason,
+    sample.versions.length ? `version ${sample.versions.join(", ")}` : "",
+    sample.lags.length ? `lag ${sample.lags.join(", ")}` : "",
+    ...(Object.keys(sample.components).length > 1 ? Object.entries(sample.components).map(([name, value]) => `${name} ${number(value)}`) : []),
+  ];
+  return el("div", { class: "sample" },
+    el("b", { class: `score ${level}`, text: number(reward), "data-value": reward ?? "" }),
+    el("div", {}, el("pre", { text: sample.text || "(empty)" }), sample.is_cut ? el("em", { text: "cut off here" }) : null,
+      el("small", { text: facts.filter(Boolean).join(" · ") })));
+}

@@ -1,0 +1,78 @@
+// The head of the page and its tiles: what state the run is in, and the newest numbers.
+
+import { byId, el, replace, setText } from "./dom.js";
+import { count, number, percent, seconds } from "./format.js";
+
+const STATES = [
+  [/^halted/, "bad"], [/^running/, "live"], [/^draining/, "warn"], [/^done/, "good"], [/./, "idle"],
+];
+
+/** Shows the run's name, state, progress and bound. */
+export function showState(state) {
+  setText(byId("run"), state.run ?? "run");
+  document.title = `${state.run} · ${state.version}/${state.steps} · tether`;
+  const [word] = state.run_state.split(":");
+  const pill = byId("state");
+  setText(pill, word);
+  pill.className = `pill ${STATES.find(([pattern]) => pattern.test(word))[1]}`;
+  setText(byId("version"), `version ${state.version.toLocaleString("en-US")} of ${state.steps.toLocaleString("en-US")}`);
+  byId("progress").style.setProperty("width", `${Math.min(100, (100 * state.version) / Math.max(1, state.steps))}%`);
+  const notice = byId("notice");
+  notice.hidden = !state.run_state.startsWith("halted");
+  setText(notice, notice.hidden ? "" : `Leasing has stopped: ${state.run_state.slice(8)}. Mend the cause, then run: tether drain D --off`);
+  setText(byId("facts"), facts(state));
+}
+
+function facts(state) {
+  const bound = state.bound, pending = state.pending_bound;
+  return [
+    `bound: max_staleness ${bound.max_staleness}, ${count(bound.groups_per_step, "group")} per step, policy ${bound.policy}`,
+    pending ? `pending: max_staleness ${pending.max_staleness}, ${count(pending.groups_per_step, "group")}, ${pending.policy}` : "",
+    state.epoch ? `epoch ${state.epoch}` : "",
+    state.issued !== null && state.issued !== undefined ? `groups: ${state.issued} issued, ${state.trained} trained, ${state.dropped} dropped, ${state.active} active` : "",
+    state.source === "files" ? "shown from the run directory" : "",
+  ].filter(Boolean).join("  ·  ");
+}
+
+/** Shows the newest numbers of the run. */
+export function showTiles(store, state) {
+  const last = store.last;
+  const has = Object.keys(last).length > 0;
+  const total = last.wait_s + last.train_s + last.publish_s;
+  const tiles = [
+    { id: "reward_mean", label: "Reward", value: has ? last.reward_mean : null, note: change(store, "reward_mean") },
+    { id: "lag_mean", label: "Mean lag", value: has ? last.lag_mean : null, note: has ? `largest ${last.lag_max}${state ? `, bound ${state.bound.max_staleness}` : ""}` : "" },
+    { id: "tokens_per_s", label: "Trained tokens/s", value: total > 0 ? last.trained_tokens / total : null, note: has ? `${count(last.trained_tokens, "token")} in ${seconds(total)}` : "" },
+    { id: "wait_share", label: "Trainer waits", value: total > 0 ? last.wait_s / total : null, format: percent, note: has ? `${seconds(last.wait_s)} of the last step` : "" },
+    engines(state, store),
+    { id: "dropped", label: "Groups dropped", value: state?.dropped ?? null, note: state?.issued ? `${percent(state.dropped / state.issued)} of ${state.issued.toLocaleString("en-US")}` : "" },
+  ];
+  const parent = byId("tiles");
+  if (parent.children.length !== tiles.length) {
+    replace(parent, tiles.map((tile) => el("div", { class: "tile", "data-tile": tile.id }, el("span", { text: tile.label }), el("b", { text: "–" }), el("small", { text: "\u00a0" }))));
+  }
+  tiles.forEach((tile, i) => {
+    const [label, value, note] = parent.children[i].children;
+    parent.children[i].dataset.value = tile.value === null || tile.value === undefined ? "" : String(tile.value);
+    setText(label, tile.label);
+    setText(value, (tile.format ?? number)(tile.value));
+    setText(note, tile.note || "\u00a0");
+  });
+}
+
+function engines(state, store) {
+  const known = (state?.engines ?? []).map((engine) => engine.busy).filter((busy) => busy !== null && busy !== undefined);
+  if (known.length) return { id: "busy", label: "Engines busy", value: known.reduce((a, b) => a + b, 0) / known.length, format: percent, note: count(state.engines.length, "engine") };
+  const recent = (store.values("engine_busy") ?? []).filter((value) => value !== null).slice(-20);
+  return { id: "busy", label: "Engines busy", value: recent.length ? recent.reduce((a, b) => a + b, 0) / recent.length : null, format: percent, note: `mean of the last ${count(recent.length * store.width, "step")}` };
+}
+
+/** Compares the last tenth of the run with the tenth before it. */
+function change(store, name) {
+  const values = (store.values(name) ?? []).filter((value) => value !== null);
+  const part = Math.max(1, Math.floor(values.length / 10));
+  if (values.length < 2 * part) return "";
+  const mean = (from, to) => values.slice(from, to).reduce((a, b) => a + b, 0) / part;
+  const difference = mean(values.length - part, values.length) - mean(values.length - 2 * part, values.length - part);
+  return `${difference < 0 ? "−" : "+"}${number(Math.abs(difference))} over ${count(part * store.width, "step")}`;
+}

@@ -1,0 +1,216 @@
+"""Keeps what the page shows of the event log: sentences, who served which version when, drops, the bound.
+
+Only the end of the log is read (`TAIL_BYTES`), and every collection is bounded: the log of a year-long run
+has more events than fit into memory.
+"""
+
+import threading
+from collections import Counter, OrderedDict, deque
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from services.ledger.event_log.archiver import FILE
+from services.monitor.line_follower import LineFollower
+from services.monitor.sentences import TOPICS, Sentence, sentence_of
+
+TAIL_BYTES = 32 << 20
+KEPT_SENTENCES = 300
+"""Sentences kept of each topic."""
+KEPT_VERSIONS = 48
+"""Versions kept of each engine, and commits."""
+KEPT_ENGINES = 64
+KEPT_GROUPS = 50_000
+"""Leases and trained groups of which the lease token is known."""
+KEPT_CHANGES = 256
+_HEAD_BYTES = 1 << 14
+
+
+class EventTail:
+    """The end of a run's event log. Methods block for a moment and may be called from any thread."""
+
+    def __init__(self, run_dir: Path, tail_bytes: int = TAIL_BYTES) -> None:
+        """Read nothing yet; the log need not exist."""
+        self._follower = LineFollower(run_dir / FILE, tail_bytes)
+        self._starts = 0
+        self._lock = threading.Lock()
+        self._decoder = msgspec.json.Decoder()
+        self._reset()
+
+    def read_more(self) -> bool:
+        """Read the next piece of the log; returns whether there is more to read at once."""
+        lines, more = self._follower.read()
+        with self._lock:
+            if self._follower.starts != self._starts:
+                self._starts = self._follower.starts
+                self._reset()
+                if not self._follower.is_complete:
+                    self._add_first_event()
+            for line in lines:
+                self._add(line.data)
+        return more
+
+    def sentences(self, after: int, topics: Collection[str], limit: int) -> dict[str, Any]:
+        """Return the newest sentences with numbers above `after`, at most `limit`, oldest first."""
+        with self._lock:
+            found = [
+                sentence
+                for topic in topics
+                for sentence in self._sentences.get(topic, ())
+                if sentence.seq > after
+            ]
+            found.sort(key=lambda sentence: sentence.seq)
+            return {"last": self.last_sequence, "events": [item._asdict() for item in found[-limit:]]}
+
+    def versions(self, after: int) -> dict[str, Any]:
+        """Return when versions were committed and when each engine began to serve them.
+
+        Returns:
+            `last`, the number of the newest event that counts, and `unchanged` if that is not above `after`;
+            else `commits` (rows of version and Unix milliseconds) and `engines` (names, each with such rows).
+        """
+        with self._lock:
+            if after and after >= self._versions_changed:
+                return {"last": self._versions_changed, "unchanged": True}
+            return {
+                "last": self._versions_changed,
+                "commits": list(self._commits),
+                "engines": [
+                    {"engine": engine, "served": list(served)} for engine, served in self._served.items()
+                ],
+            }
+
+    def bounds(self) -> list[tuple[int, int, int, str]]:
+        """Return the bound over time: rows (first version, max_staleness, groups_per_step, policy)."""
+        with self._lock:
+            return list(self._bounds)
+
+    def state(self) -> dict[str, Any]:
+        """Return what the log alone says of the run: the fields of `collect_status` that it knows."""
+        with self._lock:
+            bound = self._bounds[-1] if self._bounds else None
+            return {
+                **self._counters,
+                "dropped_by_reason": dict(self._drops),
+                "drops_since_event": 0 if self._follower.is_complete else self._first_sequence,
+                "bound": None
+                if bound is None
+                else {"max_staleness": bound[1], "groups_per_step": bound[2], "policy": bound[3]},
+            }
+
+    def trained_groups(self, step: int) -> list[tuple[int, str]]:
+        """Return the groups of a committed step with their lease tokens; empty if the tail does not tell."""
+        with self._lock:
+            return list(self._steps.get(step, ()))
+
+    def trained_steps(self) -> list[int]:
+        """Return the steps that `trained_groups` knows, in order."""
+        with self._lock:
+            return sorted(self._steps)
+
+    def _reset(self) -> None:
+        self.last_sequence = 0
+        """Number of the newest event."""
+        self._first_sequence = 0
+        self._sentences: dict[str, deque[Sentence]] = {
+            topic: deque(maxlen=KEPT_SENTENCES) for topic in TOPICS
+        }
+        self._commits: deque[tuple[int, int]] = deque(maxlen=KEPT_VERSIONS)
+        self._served: OrderedDict[str, deque[tuple[int, int]]] = OrderedDict()
+        self._versions_changed = 0
+        self._bounds: deque[tuple[int, int, int, str]] = deque(maxlen=KEPT_CHANGES)
+        self._drops: Counter[str] = Counter()
+        self._counters: dict[str, Any] = {"version": 0, "epoch": "", "halted": "", "draining": False}
+        self._tokens: OrderedDict[int, str] = OrderedDict()
+        self._steps: OrderedDict[int, tuple[tuple[int, str], ...]] = OrderedDict()
+        self._held_groups = 0
+
+    def _add_first_event(self) -> None:
+        """Read the log's first line, which the tail leaves out: it says how the run was created."""
+        try:
+            with self._follower.path.open("rb") as file:
+                self._add(file.readline(_HEAD_BYTES))
+        except OSError:
+            return
+        self._first_sequence = 0
+
+    def _add(self, data: bytes) -> None:
+        try:
+            event = self._decoder.decode(data)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return
+        sentence = sentence_of(event) if isinstance(event, dict) else None
+        if sentence is None:
+            return
+        self.last_sequence = sentence.seq
+        self._first_sequence = self._first_sequence or sentence.seq
+        self._sentences[sentence.topic].append(sentence)
+        try:
+            self._note(event)
+        except (KeyError, TypeError, ValueError, AttributeError):  # a damaged line; `tether verify` names it
+            return
+
+    def _note(self, event: Mapping[str, Any]) -> None:
+        kind, counters = event["event"], self._counters
+        if kind == "lease":
+            self._note_bound(event["version"], event["bound"], event["groups_per_step"], event["policy"])
+            self._tokens[event["group"]] = event["token"]
+            while len(self._tokens) > KEPT_GROUPS:
+                self._tokens.popitem(last=False)
+        elif kind == "applied":
+            self._note_served(event)
+        elif kind == "commit":
+            self._note_commit(event)
+        elif kind in ("create", "bound"):
+            self._note_bound(
+                counters["version"], event["max_staleness"], event["groups_per_step"], event["policy"]
+            )
+        elif kind == "drop":
+            self._drops[str(event["reason"])[:80]] += 1
+            self._tokens.pop(event["group"], None)
+        elif kind == "claim":
+            counters["epoch"] = event["epoch"]
+        elif kind == "resume" and not event["continued"]:
+            counters["version"] = event["version"]
+            for step in [step for step in self._steps if step >= event["version"]]:
+                self._held_groups -= len(self._steps.pop(step))
+        elif kind in ("halt", "unhalt"):
+            counters["halted"] = event["reason"] if kind == "halt" else ""
+        elif kind == "drain":
+            counters["draining"] = bool(event["on"])
+        if kind in ("create", "steps"):
+            counters["steps"] = event["steps"]
+
+    def _note_bound(self, version: int, max_staleness: int, groups_per_step: int, policy: str) -> None:
+        if not self._bounds or self._bounds[-1][1:] != (max_staleness, groups_per_step, policy):
+            self._bounds.append((version, max_staleness, groups_per_step, policy))
+
+    def _note_served(self, event: Mapping[str, Any]) -> None:
+        engine = event["engine"]
+        if engine not in self._served:
+            self._served[engine] = deque(maxlen=KEPT_VERSIONS)
+        self._served.move_to_end(engine)
+        self._served[engine].append((event["version"], event["time_ms"]))
+        while len(self._served) > KEPT_ENGINES:
+            self._served.popitem(last=False)
+        self._versions_changed = event["seq"]
+
+    def _note_commit(self, event: Mapping[str, Any]) -> None:
+        step, version = event["step"], event["version"]
+        self._counters |= {
+            name: event[name]
+            for name in ("version", "issued", "trained", "dropped", "active")
+            if name in event
+        }
+        while self._commits and self._commits[-1][0] >= version:  # the branch that a rewind abandoned
+            self._commits.pop()
+        self._commits.append((version, event["time_ms"]))
+        self._versions_changed = event["seq"]
+        groups = sorted(int(group) for group in event["groups"])
+        keys = tuple((group, self._tokens.pop(group)) for group in groups if group in self._tokens)
+        self._held_groups += len(keys) - len(self._steps.pop(step, ()))
+        self._steps[step] = keys
+        while self._held_groups > KEPT_GROUPS:
+            self._held_groups -= len(self._steps.popitem(last=False)[1])

@@ -1,0 +1,222 @@
+"""Keeps the history of a run in bounded memory, and tells readers what has changed since they last asked.
+
+metrics.jsonl may have a million lines; the page draws at most `MAX_POINTS`. A point stands for `width` steps,
+a power of two that doubles whenever there would be too many points. Every line read raises the revision, and
+each point remembers the revision of its last change, so a reader gets the changed points only.
+"""
+
+import secrets
+import threading
+from bisect import bisect_left
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from services.monitor.line_follower import FollowedLine, LineFollower
+from services.monitor.series import MAX_LAGS, MAX_SERIES, combine, is_sum, numbers_of, rounded
+
+MAX_POINTS = 2000
+MAX_STEP = 1 << 53
+"""Steps beyond this are no numbers for a browser."""
+
+
+class Point:
+    """Sums up the steps `start` to `start + width - 1`."""
+
+    __slots__ = ("counts", "lags", "offset", "revision", "start", "totals")
+
+    def __init__(self, start: int, offset: int) -> None:
+        self.start = start
+        self.offset = offset
+        """Byte offset of the point's first line in metrics.jsonl."""
+        self.revision = 0
+        self.totals: dict[str, float] = {}
+        """Field -> what `combine` made of its values."""
+        self.counts: dict[str, int] = {}
+        """Field -> number of its values."""
+        self.lags: dict[int, float] = {}
+        """Lag in versions -> trained tokens."""
+
+    def add(self, line: dict[str, Any], names: set[str]) -> None:
+        """Count one step; `names` are the fields known so far and grows up to `MAX_SERIES`."""
+        self._add_number("step", line["step"])
+        for name, value in numbers_of(line):
+            if name not in names:
+                if len(names) >= MAX_SERIES:
+                    continue
+                names.add(name)
+            self._add_number(name, value)
+        histogram = line.get("lag_histogram")
+        if isinstance(histogram, dict):
+            for lag, tokens in histogram.items():
+                if isinstance(lag, str) and lag.isdecimal() and isinstance(tokens, int):
+                    key = min(int(lag[:9]), MAX_LAGS)
+                    self.lags[key] = self.lags.get(key, 0) + tokens
+
+    def absorb(self, other: "Point") -> None:
+        """Count the steps of the point to the right as well."""
+        for name, total in other.totals.items():
+            self.totals[name] = combine(name, self.totals[name], total) if name in self.totals else total
+            self.counts[name] = self.counts.get(name, 0) + other.counts[name]
+        for lag, tokens in other.lags.items():
+            self.lags[lag] = self.lags.get(lag, 0) + tokens
+        self.revision = max(self.revision, other.revision)
+
+    def value(self, name: str) -> float | None:
+        """Return the mean, the largest or the last value of a field; None if no step has it."""
+        if name not in self.totals:
+            return None
+        total = self.totals[name]
+        return rounded(total / self.counts[name] if is_sum(name) and self.counts[name] > 1 else total)
+
+    def _add_number(self, name: str, value: float) -> None:
+        self.totals[name] = combine(name, self.totals[name], value) if name in self.totals else value
+        self.counts[name] = self.counts.get(name, 0) + 1
+
+
+class History:
+    """The points of metrics.jsonl. Methods block for a moment and may be called from any thread."""
+
+    def __init__(self, path: Path, max_points: int = MAX_POINTS) -> None:
+        """Read nothing yet; `path` need not exist."""
+        self._follower = LineFollower(path)
+        self._starts = 0
+        self._max_points = max_points
+        self._lock = threading.Lock()
+        self._decoder = msgspec.json.Decoder()
+        self._reset()
+
+    def read_more(self) -> bool:
+        """Read the next piece of the file; returns whether there is more to read at once."""
+        lines, more = self._follower.read()
+        with self._lock:
+            if self._follower.starts != self._starts:
+                if self._starts:
+                    self._reset()
+                self._starts = self._follower.starts
+            for line in lines:
+                self._add(line)
+            self.is_complete = not more
+        return more
+
+    def since(self, revision: int) -> dict[str, Any]:
+        """Return the points that changed after `revision` (0: all), as columns for `/steps.json`.
+
+        Returns:
+            `id` (another one after the file was replaced), `revision` to ask with next, `width`, `reset`
+            (whether the reader has to forget what it has), `columns` (field -> values, None where there is
+            none), `lags` (for each point rows of lag and tokens), `last` (the newest line as it is in the
+            file), `complete` (whether the file was read to its end).
+        """
+        with self._lock:
+            reset = revision < self._reset_revision or revision > self._revision or revision == 0
+            points = [point for point in self._points if reset or point.revision > revision]
+            columns: dict[str, list[float | None]] = {"start": [point.start for point in points]}
+            for name in ("step", *sorted(self._names)):
+                columns[name] = [point.value(name) for point in points]
+            return {
+                "id": self._id,
+                "revision": self._revision,
+                "width": self._width,
+                "reset": reset,
+                "columns": columns,
+                "lags": [sorted(point.lags.items()) for point in points],
+                "last": self._last,
+                "complete": self.is_complete,
+            }
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """The newest line as it is in the file; empty before there is one."""
+        return self._last
+
+    def _reset(self) -> None:
+        self._id = secrets.token_hex(4)
+        self._points: list[Point] = []
+        self._width = 1
+        self._revision = 0
+        self._reset_revision = 0
+        """Readers behind this revision need all points: the width has changed, or points were removed."""
+        self._names: set[str] = set()
+        self._last: dict[str, Any] = {}
+        self._last_step = -1
+        self.is_complete = False
+
+    def _add(self, followed: FollowedLine) -> None:
+        line = self._decode(followed.data)
+        if line is None:
+            return
+        self._revision += 1
+        step = line["step"]
+        if self._points and step <= self._last_step:
+            rewound = line["epoch"] != self._last["epoch"]
+            self._rebuild(step, rewound, followed)
+            if not rewound:  # a correction of one step; `_rebuild` has read it
+                self._last = line if step == self._last_step else self._last
+                return
+        self._last, self._last_step = line, step
+        start = step // self._width * self._width
+        if not self._points or self._points[-1].start != start:
+            self._points.append(Point(start, followed.offset))
+        self._points[-1].add(line, self._names)
+        self._points[-1].revision = self._revision
+        while len(self._points) > self._max_points:
+            self._widen()
+
+    def _widen(self) -> None:
+        """Let each point stand for twice as many steps."""
+        self._width *= 2
+        wider: list[Point] = []
+        for point in self._points:
+            point.start = point.start // self._width * self._width
+            if wider and wider[-1].start == point.start:
+                wider[-1].absorb(point)
+            else:
+                wider.append(point)
+        self._points = wider
+        self._reset_revision = self._revision
+
+    def _rebuild(self, step: int, rewound: bool, line: FollowedLine) -> None:
+        """Read the point of `step` again from the file, because a step before the newest one came again.
+
+        After a rewind (`rewound`) the points from `step` on are of an abandoned branch and are removed.
+        """
+        self._reset_revision = self._revision
+        start = step // self._width * self._width
+        index = bisect_left(self._points, start, key=lambda point: point.start)
+        exists = index < len(self._points) and self._points[index].start == start
+        point = Point(start, self._points[index].offset if exists else line.offset)
+        point.revision = self._revision
+        limit = step if rewound else start + self._width
+        for earlier in self._lines_of(range(start, limit), point.offset, line.offset + len(line.data)):
+            point.add(earlier, self._names)
+        end = len(self._points) if rewound else index + exists
+        self._points[index:end] = [point] if point.totals else []
+
+    def _lines_of(self, steps: range, offset: int, end: int) -> Iterable[dict[str, Any]]:
+        """Return the last line of each of `steps` between two offsets of the file, in order of step."""
+        found: dict[int, dict[str, Any]] = {}
+        try:
+            with self._follower.path.open("rb") as file:
+                file.seek(offset)
+                while offset < end and (data := file.readline()):
+                    offset += len(data)
+                    line = self._decode(data)
+                    if line is not None and line["step"] in steps:
+                        found[line["step"]] = line
+        except OSError:
+            return []
+        return [found[step] for step in sorted(found)]
+
+    def _decode(self, data: bytes) -> dict[str, Any] | None:
+        """Return a line if it is a step's (see `services.observability.steps.read_lines`)."""
+        try:
+            line = self._decoder.decode(data)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return None
+        if not isinstance(line, dict) or not isinstance(line.get("epoch"), str):
+            return None
+        step = line.get("step")
+        return line if type(step) is int and 0 <= step < MAX_STEP else None

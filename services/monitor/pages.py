@@ -1,0 +1,152 @@
+"""Serves the page and its data: read-only, small answers, each the change since the reader last asked.
+
+| path | answer |
+|---|---|
+| / | the page |
+| /assets/NAME | its code and style; nothing of the run |
+| /status.json | state of the run, processes, engines, groups |
+| /steps.json?after=REVISION | points of the history that changed since (see `services.monitor.history`) |
+| /events.json?after=NUMBER&topics=run,versions | the newest events as sentences |
+| /versions.json?after=NUMBER | who served which version when |
+| /samples.json?step=STEP&group=GROUP | samples of one group |
+| /targets.json | addresses of every process's /metrics, for Prometheus (`http_sd_configs`) |
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import xxhash
+from aiohttp import hdrs, web
+
+from services.bus.config import is_loopback
+from services.monitor.event_tail import EventTail
+from services.monitor.history import History
+from services.monitor.samples import SampleBrowser
+from services.monitor.sentences import TOPICS
+from services.settings.sections import Settings
+
+MAX_EVENTS = 100
+"""Sentences in one answer."""
+COMPRESS_FROM = 1000
+"""Bytes from which an answer is compressed."""
+CONTENT_TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
+
+
+class Pages:
+    """What is read of one run, and the handlers that serve it."""
+
+    def __init__(self, settings: Settings, state: Callable[[], Mapping[str, Any]]) -> None:
+        """Read nothing of the run yet. `state` returns the answer of /status.json."""
+        run_dir = settings.run_dir
+        self._metrics_host = settings.bus.host
+        self.history = History(run_dir / "metrics.jsonl")
+        self.tail = EventTail(run_dir)
+        self._samples = SampleBrowser(run_dir, self.tail)
+        self._state = state
+        self._assets = _read_assets()
+
+    async def read_loop(self, interval_s: float) -> None:
+        """Read what the run's files gain until cancelled; a thread may then still finish a piece."""
+        while True:
+            if not await asyncio.to_thread(self.read_piece):
+                await asyncio.sleep(interval_s)
+
+    def read_piece(self) -> bool:
+        """Read a bounded piece of what the run's files have gained; returns whether there is more at once."""
+        more = self.tail.read_more()
+        return self.history.read_more() or more
+
+    def routes(self) -> dict[str, Callable[[web.Request], Any]]:
+        """Return handlers by path."""
+        return {
+            "/": self._serve_page,
+            "/assets/{name}": self._serve_asset,
+            "/status.json": self._serve_status,
+            "/steps.json": self._serve_steps,
+            "/events.json": self._serve_events,
+            "/versions.json": self._serve_versions,
+            "/samples.json": self._serve_samples,
+            "/targets.json": self._serve_targets,
+        }
+
+    async def _serve_page(self, request: web.Request) -> web.StreamResponse:
+        return self._asset(request, "index.html")
+
+    async def _serve_asset(self, request: web.Request) -> web.StreamResponse:
+        return self._asset(request, request.match_info["name"])
+
+    async def _serve_status(self, _: web.Request) -> web.Response:
+        return _json(self._state())
+
+    async def _serve_steps(self, request: web.Request) -> web.Response:
+        after = _number(request, "after")
+        answer = await asyncio.to_thread(self.history.since, after)
+        return _json({**answer, "bounds": self.tail.bounds()})
+
+    async def _serve_events(self, request: web.Request) -> web.Response:
+        topics = request.query.get("topics", ",".join(TOPICS)).split(",")
+        return _json(self.tail.sentences(_number(request, "after"), topics, MAX_EVENTS))
+
+    async def _serve_versions(self, request: web.Request) -> web.Response:
+        return _json(self.tail.versions(_number(request, "after")))
+
+    async def _serve_samples(self, request: web.Request) -> web.Response:
+        step = _number(request, "step") if "step" in request.query else None
+        group = _number(request, "group") if "group" in request.query else None
+        return _json(await asyncio.to_thread(self._samples.open, step, group))
+
+    async def _serve_targets(self, _: web.Request) -> web.Response:
+        return _json([self._target(process) for process in self._state().get("processes", ())])
+
+    def _target(self, process: Mapping[str, Any]) -> dict[str, Any]:
+        """Return one process for Prometheus; off loopback it is reached by the name of its machine."""
+        host = self._metrics_host if is_loopback(self._metrics_host) else process["host"]
+        return {
+            "targets": [f"{host}:{process['http']}"],
+            "labels": {"role": process["service"], "process": process["name"]},
+        }
+
+    def _asset(self, request: web.Request, name: str) -> web.StreamResponse:
+        """Answer with a file of the page; the browser keeps it, and asks each time whether it has changed."""
+        if name not in self._assets:
+            raise web.HTTPNotFound
+        body = self._assets[name]
+        tag = xxhash.xxh3_64_hexdigest(body)
+        headers = {hdrs.CACHE_CONTROL: "no-cache", hdrs.ETAG: f'"{tag}"'}
+        if any(known.value == tag for known in request.if_none_match or ()):
+            return web.Response(status=304, headers=headers)
+        suffix = Path(name).suffix
+        answer = web.Response(
+            body=body, headers=headers, content_type=CONTENT_TYPES.get(suffix, "text/plain"), charset="utf-8"
+        )
+        answer.enable_compression()
+        return answer
+
+
+def _read_assets() -> dict[str, bytes]:
+    folder = resources.files("services.monitor").joinpath("assets")
+    return {item.name: item.read_bytes() for item in folder.iterdir() if item.is_file()}
+
+
+def _json(value: Any) -> web.Response:
+    body = msgspec.json.encode(value)
+    answer = web.Response(body=body, content_type="application/json", charset="utf-8")
+    if len(body) >= COMPRESS_FROM:
+        answer.enable_compression()
+    return answer
+
+
+def _number(request: web.Request, name: str) -> int:
+    """Return a number of the query, 0 if it is not given.
+
+    Raises:
+        web.HTTPBadRequest: it is no number.
+    """
+    text = request.query.get(name, "0")
+    if not text.isdecimal() or len(text) > 16:
+        raise web.HTTPBadRequest(text=f"{name} must be a number of at most 16 digits\n")
+    return int(text)

@@ -1,0 +1,106 @@
+"""`tether monitor D`: the page of a run from its directory and, while it answers, its ledger."""
+
+import asyncio
+import contextlib
+import dataclasses
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from protocol.errors import TetherError
+from services.monitor.access import access_key, guard, page_url
+from services.monitor.pages import Pages
+from services.monitor.run_state import LiveState, recorded_state
+from services.monitor.service import REFRESH_S, RunGauges
+from services.observability.http import HttpServer
+from services.runtime.run_ledger import open_ledger
+from services.settings.sections import Settings
+
+RETRY_S = 10.0
+"""How often a ledger that does not answer is tried again."""
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StandaloneMonitor:
+    """A monitor that is no process of the run: it registers nowhere, and needs nothing but files."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Read nothing yet. With `settings.ledger.retry_s` = 0 a ledger that is away is not waited for."""
+        self._settings = settings
+        self._live: dict[str, Any] = {}
+        """What the ledger said last; empty while it does not answer."""
+        self._pages = Pages(settings, self._describe)
+        self._registry = CollectorRegistry()
+        self._gauges = RunGauges(self._registry)
+
+    async def run(self, stop: asyncio.Event, announce: Callable[[str], None]) -> None:
+        """Serve the page until `stop` is set; `announce` gets its URL once it can be opened.
+
+        Raises:
+            SettingsError: the address cannot be bound, or needs a key that cannot be read or made.
+        """
+        config = self._settings.monitor
+        key = access_key(config.host, config.key_file, self._settings.run_dir)
+        server = HttpServer(
+            self._registry,
+            lambda: {"ok": True, "run": self._settings.run.name},
+            self._pages.routes(),
+            [guard(key)],
+        )
+        port = await server.start(config.host, config.port)
+        announce(page_url(config.host, port, key))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [
+                    tasks.create_task(self._pages.read_loop(REFRESH_S), name="monitor.read"),
+                    tasks.create_task(self._ledger_loop(), name="monitor.ledger"),
+                ]
+                await stop.wait()
+                for task in running:
+                    task.cancel()
+        finally:
+            await server.close()
+
+    async def _ledger_loop(self) -> None:
+        """Show what the ledger says while it answers; try it again and again until cancelled."""
+        while True:
+            with contextlib.suppress(TetherError):
+                async with open_ledger(self._settings) as ledger:
+                    live = LiveState(ledger, self._settings)
+                    while True:
+                        self._live = await live.collect()
+                        self._gauges.set(self._live, self._pages.history.last)
+                        await asyncio.sleep(REFRESH_S)
+            self._live = {}
+            await asyncio.sleep(RETRY_S)
+
+    def _describe(self) -> dict[str, Any]:
+        return self._live or recorded_state(self._settings, self._pages.history, self._pages.tail)
+
+
+async def _run_until_signal(settings: Settings) -> None:
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for signum in STOP_SIGNALS:
+        loop.add_signal_handler(signum, stop.set)
+    await StandaloneMonitor(settings).run(stop, _announce)
+
+
+def _announce(url: str) -> None:
+    print(f"page {url}  (Ctrl-C ends it)", flush=True)
+
+
+def run_monitor(settings: Settings, host: str | None = None, port: int | None = None) -> None:
+    """Serve the page of a run until Ctrl-C or SIGTERM.
+
+    Args:
+        settings: those that the run was last started with.
+        host: address to serve on; None: loopback. The run's own `monitor.host` is for its own monitor.
+        port: None or 0: any free one.
+
+    Raises:
+        SettingsError: the address cannot be bound, or needs a key that cannot be read or made.
+    """
+    monitor = dataclasses.replace(settings.monitor, host=host or "127.0.0.1", port=port or 0)
+    asyncio.run(_run_until_signal(dataclasses.replace(settings, monitor=monitor)))

@@ -1,0 +1,80 @@
+"""Finished runs for tests of the monitor: the recorded one of tests/fixtures, and made-up metrics."""
+
+import asyncio
+import json
+import random
+import tarfile
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from services.monitor.standalone import StandaloneMonitor
+from services.settings.load import run_settings
+from services.settings.sections import Settings
+from tests.integration.loop import ROOT
+
+PACKED = ROOT / "tests/fixtures/run_1a6dd8a.tar.gz"
+
+
+def recorded_run(directory: Path) -> Path:
+    """Unpack a run of seven steps, interrupted after version 7; its ledger is not running."""
+    with tarfile.open(PACKED) as packed:
+        packed.extractall(directory, filter="data")
+    return directory / "reference"
+
+
+def step_line(step: int, epoch: str = "e1", **fields: Any) -> dict[str, Any]:
+    """A line of metrics.jsonl with plausible numbers."""
+    draw = random.Random(f"{step} {epoch}")
+    numbers = {
+        "reward_mean": draw.random(),
+        "reward_std": 0.4,
+        "lag_mean": draw.random(),
+        "lag_max": step % 3,
+        "loss": draw.gauss(0, 0.01),
+        "entropy": draw.random(),
+        "grad_norm": draw.random(),
+        "clip_fraction": draw.random() / 10,
+        "ratio_mean": draw.gauss(1, 0.01),
+        "logprob_error_max": draw.random() * 1e-3,
+        "response_length_mean": 100 * draw.random(),
+        "trained_tokens": draw.randrange(10_000),
+        "masked_tokens": draw.randrange(100),
+        "wasted_tokens": draw.randrange(1000),
+        "groups": 16,
+        "dropped_groups": step % 2,
+        "generate_s": draw.random(),
+        "train_s": draw.random(),
+        "publish_s": draw.random() / 10,
+        "wait_s": draw.random() / 10,
+        "pause_ms": draw.random(),
+        "engine_busy": draw.random(),
+        "time": 1.8e9 + step,
+    }
+    histogram = {str(lag): draw.randrange(1, 1000) for lag in range(step % 3 + 1)}
+    return {"step": step, "version": step + 1, "epoch": epoch, "lag_histogram": histogram, **numbers} | fields
+
+
+def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
+    """Append lines to a file of JSON lines."""
+    with path.open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def offline_settings(run_dir: Path, *overrides: str) -> Settings:
+    """Settings of a run whose ledger is not waited for."""
+    return run_settings(run_dir, ["ledger.retry_s=0", "ledger.timeout_s=3", *overrides])
+
+
+@asynccontextmanager
+async def monitored(settings: Settings) -> AsyncIterator[str]:
+    """The URL of the page of a run, served while the block runs."""
+    url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    stop = asyncio.Event()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(StandaloneMonitor(settings).run(stop, url.set_result), name="monitor")
+        try:
+            yield await url
+        finally:
+            stop.set()

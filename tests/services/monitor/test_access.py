@@ -1,0 +1,112 @@
+"""Who may read the page: everybody on loopback by a loopback name, elsewhere those who have the key."""
+
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from protocol.errors import SettingsError
+from services.monitor.access import KEY_FILE, access_key, page_url
+from tests.services.monitor.runs import monitored, offline_settings, recorded_run
+
+GUARDED = (
+    "",
+    "status.json",
+    "steps.json",
+    "events.json",
+    "versions.json",
+    "samples.json",
+    "targets.json",
+    "metrics",
+)
+OPEN = ("health", "assets/main.js")
+
+
+async def get(url: str, **options: object) -> tuple[int, dict[str, str], str]:
+    async with aiohttp.ClientSession() as session, session.get(url, **options) as answer:  # type: ignore[arg-type]
+        return answer.status, dict(answer.headers), await answer.text()
+
+
+def test_loopback_needs_no_key(tmp_path: Path) -> None:
+    assert access_key("127.0.0.1", "", tmp_path) == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_key_is_made_once_and_only_its_owner_reads_it(tmp_path: Path) -> None:
+    key = access_key("0.0.0.0", "", tmp_path)
+    assert len(key) >= 24
+    assert access_key("0.0.0.0", "", tmp_path) == key
+    assert (tmp_path / KEY_FILE).stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "said"),
+    [("short\n", 0o600, "at least 16"), ("x" * 30, 0o644, "chmod 600"), (None, 0o600, "No such file")],
+)
+def test_bad_key_is_refused(tmp_path: Path, text: str | None, mode: int, said: str) -> None:
+    path = tmp_path / "key"
+    if text is not None:
+        path.write_text(text)
+        path.chmod(mode)
+    with pytest.raises(SettingsError, match=said):
+        access_key("0.0.0.0", str(path), tmp_path)
+
+
+def test_directory_that_cannot_be_written_binds_nothing_off_loopback(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="needs a key"):
+        access_key("0.0.0.0", "", tmp_path / "missing")
+
+
+def test_url_quotes_the_key() -> None:
+    assert page_url("::1", 80, "") == "http://[::1]/"
+    assert page_url("0.0.0.0", 81, "") == "http://127.0.0.1:81/"
+    assert page_url("10.0.0.1", 8080, "a&b") == "http://10.0.0.1:8080/?key=a%26b"
+
+
+async def test_page_with_a_key_answers_only_with_it(tmp_path: Path) -> None:
+    run_dir = recorded_run(tmp_path)
+    key_file = tmp_path / "key"
+    key_file.write_text("correct-horse-battery-staple\n")
+    key_file.chmod(0o600)
+    async with monitored(offline_settings(run_dir, f"monitor.key_file={key_file}")) as url:
+        base, _, query = url.partition("?")
+        assert query == "key=correct-horse-battery-staple"
+        for path in GUARDED:
+            assert (await get(base + path))[0] == 401
+            assert (await get(base + path + "?key=correct-horse-battery-stapl"))[0] == 401
+            assert (await get(base + path, headers={"Authorization": "Bearer wrong"}))[0] == 401
+            assert (await get(f"{base}{path}?{query}"))[0] == 200
+            bearer = {"Authorization": "Bearer correct-horse-battery-staple"}
+            assert (await get(base + path, headers=bearer))[0] == 200
+        for path in OPEN:
+            assert (await get(base + path))[0] == 200
+
+
+async def test_page_off_loopback_has_a_key(tmp_path: Path) -> None:
+    run_dir = recorded_run(tmp_path)
+    async with monitored(offline_settings(run_dir, "monitor.host=0.0.0.0")) as url:
+        assert f"?key={(run_dir / KEY_FILE).read_text().strip()}" in url
+        assert (await get(url))[0] == 200
+        assert (await get(url.partition("?")[0]))[0] == 401
+
+
+async def test_foreign_host_name_is_refused_on_loopback(tmp_path: Path) -> None:
+    async with monitored(offline_settings(recorded_run(tmp_path))) as url:
+        for path in GUARDED:
+            assert (await get(url + path, headers={"Host": "evil.example:80"}))[0] == 403
+        for host in ("localhost", "127.0.0.1:1234", "[::1]:80"):
+            assert (await get(url, headers={"Host": host}))[0] == 200
+
+
+async def test_page_is_read_only_and_its_headers_are_strict(tmp_path: Path) -> None:
+    async with monitored(offline_settings(recorded_run(tmp_path))) as url:
+        async with aiohttp.ClientSession() as session:
+            for path in GUARDED + OPEN:
+                for method in ("POST", "PUT", "DELETE", "PATCH"):
+                    async with session.request(method, url + path) as answer:
+                        assert answer.status == 405
+        for path in (*GUARDED, *OPEN, "missing", "assets/../service.py", "assets/missing.js"):
+            _, headers, _ = await get(url + path)
+            assert headers["Content-Security-Policy"].startswith("default-src 'none'; script-src 'self';")
+            assert headers["X-Content-Type-Options"] == "nosniff"
+            assert headers["Cache-Control"] in ("no-store", "no-cache")

@@ -1,0 +1,109 @@
+"""The end of the event log: sentences, versions, bounds, drops; of a recorded run and of a long log."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from services.ledger.event_log.archiver import FILE
+from services.ledger.event_log.events import LedgerEvent
+from services.monitor.event_tail import KEPT_SENTENCES, EventTail
+from services.monitor.sentences import _RULES, TOPICS, sentence_of
+from tests.services.monitor.runs import recorded_run
+
+
+def read(tail: EventTail) -> EventTail:
+    while tail.read_more():
+        pass
+    return tail
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return recorded_run(tmp_path)
+
+
+def test_recorded_run_is_known_from_its_log(run_dir: Path) -> None:
+    state = read(EventTail(run_dir)).state()
+    assert state["version"] == 7
+    assert (state["issued"], state["trained"], state["dropped"]) == (23, 21, 0)
+    assert state["bound"] == {"max_staleness": 2, "groups_per_step": 3, "policy": "mask"}
+    assert state["drops_since_event"] == 0
+
+
+def test_every_event_has_a_sentence(run_dir: Path) -> None:
+    for line in (run_dir / FILE).read_text().splitlines():
+        sentence = sentence_of(json.loads(line))
+        assert sentence is not None
+        assert "lacks" not in sentence.text
+        assert sentence.text.endswith(".")
+
+
+def test_every_kind_of_event_has_a_rule() -> None:
+    tags = {str(kind.__struct_config__.tag) for kind in subclasses(LedgerEvent)}
+    assert {tag for tag in tags if tag.islower()} == set(_RULES)
+
+
+def subclasses(kind: type) -> list[type]:
+    return [found for child in kind.__subclasses__() for found in (child, *subclasses(child))]
+
+
+def test_sentences_come_in_increments(run_dir: Path) -> None:
+    tail = read(EventTail(run_dir))
+    whole = tail.sentences(0, TOPICS, 1000)
+    assert [event["seq"] for event in whole["events"]] == list(range(1, whole["last"] + 1))
+    later = tail.sentences(whole["last"] - 2, TOPICS, 1000)["events"]
+    assert later == whole["events"][-2:]
+    assert tail.sentences(whole["last"], TOPICS, 1000)["events"] == []
+    assert tail.sentences(0, TOPICS, 5)["events"] == whole["events"][-5:]
+
+
+def test_bound_over_time_is_that_of_the_leases(run_dir: Path) -> None:
+    assert [bound[1] for bound in read(EventTail(run_dir)).bounds()] == [1, 2]
+
+
+def test_versions_are_sent_once(run_dir: Path) -> None:
+    tail = read(EventTail(run_dir))
+    answer = tail.versions(0)
+    assert [version for version, _ in answer["commits"]] == [1, 2, 3, 4, 5, 6, 7]
+    assert all(item["served"] for item in answer["engines"])
+    assert tail.versions(answer["last"]) == {"last": answer["last"], "unchanged": True}
+
+
+def test_long_log_is_read_from_its_end(run_dir: Path) -> None:
+    path = run_dir / FILE
+    drop = {
+        "event": "drop",
+        "token": "t",
+        "from": "scored",
+        "reason": "stale",
+        "detail": "",
+        "wasted_tokens": 1,
+    }
+    with path.open("a") as file:
+        for seq in range(1000, 6000):
+            file.write(json.dumps({**drop, "seq": seq, "time_ms": seq, "group": seq}) + "\n")
+    tail = read(EventTail(run_dir, tail_bytes=200_000))
+    state = tail.state()
+    assert state["drops_since_event"] > 1000
+    assert 0 < state["dropped_by_reason"]["stale"] < 5000
+    shown = tail.sentences(0, TOPICS, 10_000)["events"]
+    assert shown[0]["kind"] == "create"
+    assert len(shown) == 1 + KEPT_SENTENCES
+
+
+def test_damaged_lines_are_passed_over(tmp_path: Path) -> None:
+    lines = [
+        b"\xff\n",
+        b"[]\n",
+        b'{"event":"commit","seq":1,"time_ms":1}\n',
+        b'{"event":"new_kind","seq":2,"time_ms":1}\n',
+        b'{"event":"applied","seq":3,"time_ms":1,"engine":"a.b","version":4,"epoch":"e"}\n',
+    ]
+    (tmp_path / FILE).write_bytes(b"".join(lines))
+    tail = read(EventTail(tmp_path))
+    assert [event["text"] for event in tail.sentences(0, TOPICS, 10)["events"]] == [
+        "Event commit lacks some of its fields.",
+        "Event new_kind.",
+        "a serves version 4.",
+    ]

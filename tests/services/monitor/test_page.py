@@ -1,0 +1,214 @@
+"""The page in a real Chromium: it shows what metrics.jsonl says, in any window, and asks nobody else."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from services.observability.steps import read_steps
+from tests.services.monitor.chromium import Page, chromium
+from tests.services.monitor.runs import monitored, offline_settings, recorded_run, step_line, write_lines
+
+WINDOWS = pytest.mark.parametrize(
+    ("width", "scheme"), [(1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")]
+)
+READY = "document.body?.dataset.ready === 'yes' && document.querySelectorAll('.chart').length > 5"
+LEGEND = """(id) => document.querySelector(`.legend [data-series="${id}"]`)"""
+SHOWN = """(id) => {
+  const item = document.querySelector(`.legend [data-series="${id}"]`);
+  return item && [item.dataset.value, item.lastChild.textContent];
+}"""
+TOO_WIDE = """[...document.querySelectorAll('main *')]
+  .filter((e) => e.getBoundingClientRect().right > innerWidth + 1 && !e.closest('.scroll'))
+  .map((e) => String(e.className))"""
+PAINTED = """[...document.querySelectorAll('canvas')].every((c) => c.width > 100 &&
+  c.getContext('2d').getImageData(0, 0, c.width, c.height).data.some((v) => v > 0))"""
+UNLABELLED = """[...document.querySelectorAll('button, select, [role=img]')]
+  .filter((e) => !(e.textContent.trim() || e.getAttribute('aria-label') || e.labels?.length))
+  .map((e) => e.outerHTML)"""
+PLOT = """(() => {
+  const box = document.querySelector('[data-panel=reward] .u-over').getBoundingClientRect();
+  return [box.left, box.top, box.width, box.height];
+})()"""
+PLACES = (
+    """JSON.stringify([...document.querySelectorAll('.panel')].map((e) => [e.offsetTop, e.offsetHeight]))"""
+)
+PANEL_OF = (
+    """(id) => document.querySelector(`[data-series="${id}"]`)?.closest('.chart').dataset.panel ?? null"""
+)
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@asynccontextmanager
+async def opened(tmp_path: Path, run_dir: Path, width: int, scheme: str) -> AsyncIterator[tuple[Page, str]]:
+    """The page of a run, drawn."""
+    async with monitored(offline_settings(run_dir)) as url, chromium(tmp_path / "profile") as new_tab:
+        page = await new_tab()
+        await page.open(url, width=width, scheme=scheme)
+        await page.until(READY)
+        yield page, url
+
+
+async def legend(page: Page, series: str) -> tuple[float, str]:
+    """The value that a chart's legend shows: the number as it is, and as text."""
+    found = await page.evaluate(f"({SHOWN})({json.dumps(series)})")
+    assert found, f"no legend of {series}"
+    return float(found[0]), found[1]
+
+
+async def tile(page: Page, name: str) -> float:
+    return float(await page.evaluate(f"document.querySelector('[data-tile={name}]').dataset.value"))
+
+
+@WINDOWS
+async def test_page_shows_what_the_files_say(tmp_path: Path, width: int, scheme: str) -> None:
+    run_dir = recorded_run(tmp_path)
+    last = read_steps(run_dir / "metrics.jsonl")[-1]
+    async with opened(tmp_path, run_dir, width, scheme) as (page, url):
+        for name in (
+            "reward_mean",
+            "lag_mean",
+            "lag_max",
+            "loss",
+            "entropy",
+            "grad_norm",
+            "clip_fraction",
+            "ratio_mean",
+            "logprob_error_max",
+            "response_length_mean",
+            "generate_s",
+            "pause_ms",
+            "engine_busy",
+            "dropped_groups",
+            "wasted_tokens",
+            "masked_tokens",
+        ):
+            assert (await legend(page, name))[0] == pytest.approx(last[name], rel=1e-6), name
+        assert (await legend(page, "bound"))[0] == 2
+        assert await tile(page, "reward_mean") == last["reward_mean"]
+        assert await tile(page, "lag_mean") == last["lag_mean"]
+        seconds = last["wait_s"] + last["train_s"] + last["publish_s"]
+        assert await tile(page, "tokens_per_s") == pytest.approx(last["trained_tokens"] / seconds)
+        assert await tile(page, "wait_share") == pytest.approx(last["wait_s"] / seconds)
+        assert await page.evaluate("document.getElementById('version').textContent") == "version 7 of 1,000"
+        await page.until("document.querySelectorAll('.sample').length === 8")
+        await page.until("document.querySelectorAll('#events li').length > 3")
+        assert await page.evaluate("document.querySelectorAll('#timeline rect').length") > 7
+        await fits(page, width, scheme)
+        assert page.failures == []
+        assert {urlsplit(asked).netloc for asked in page.requests} == {urlsplit(url).netloc}
+
+
+async def fits(page: Page, width: int, scheme: str) -> None:
+    """Nothing is wider than the window, charts are painted, colors are those of the scheme."""
+    assert await page.evaluate("document.documentElement.scrollWidth") <= width
+    assert await page.evaluate(TOO_WIDE) == []
+    assert await page.evaluate(PAINTED)
+    light = await page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, light.removeprefix("rgb(").removesuffix(")").split(","))) > 380) == (
+        scheme == "light"
+    )
+    assert await page.evaluate(UNLABELLED) == []
+
+
+async def test_legend_follows_the_mouse(tmp_path: Path) -> None:
+    run_dir = recorded_run(tmp_path)
+    steps = read_steps(run_dir / "metrics.jsonl")
+    async with opened(tmp_path, run_dir, 1280, "light") as (page, _):
+        box = await page.evaluate(PLOT)
+        await page.move_to(box[0] + box[2] * 3 / 6, box[1] + box[3] / 2)
+        await page.until("document.querySelector('[data-panel=reward] .at').textContent === 'step 3'")
+        for name in ("reward_mean", "loss", "entropy"):
+            assert (await legend(page, name))[0] == pytest.approx(steps[3][name], rel=1e-6)
+
+
+async def test_new_step_appears_and_nothing_moves(tmp_path: Path) -> None:
+    run_dir = recorded_run(tmp_path)
+    path = run_dir / "metrics.jsonl"
+    path.unlink()
+    write_lines(path, (step_line(step) for step in range(200)))
+    async with opened(tmp_path, run_dir, 1280, "light") as (page, _):
+        await page.until("document.querySelectorAll('.sample').length === 8")
+        await page.evaluate("document.querySelector('.chart').dataset.kept = 'yes'")
+        before = await page.evaluate(PLACES)
+        line = step_line(200, epoch="e1", reward_mean=0.987654)
+        write_lines(path, [line])
+        await page.until(f"({LEGEND})('reward_mean').dataset.value === '0.987654'")
+        assert (await legend(page, "reward_mean"))[1] == "0.9877"
+        assert await page.evaluate("document.querySelector('.chart').dataset.kept") == "yes"
+        after = await page.evaluate(PLACES)
+        assert after == before
+
+
+async def test_measurements_are_shown_where_they_exist(tmp_path: Path) -> None:
+    """Fields of later releases: known patterns have their charts, others get one each; nulls have none."""
+    run_dir = recorded_run(tmp_path)
+    path = run_dir / "metrics.jsonl"
+    path.unlink()
+    fields = {
+        "kl_mean": 0.01,
+        "truncated_share": 0.25,
+        "logprob_mismatch": 0.002,
+        "moon_phase": 0.5,
+        "entropy": None,
+    }
+    write_lines(
+        path, (step_line(s, **fields, **({"eval_reward": 0.6} if s % 5 == 0 else {})) for s in range(20))
+    )
+    async with opened(tmp_path, run_dir, 1280, "dark") as (page, _):
+        found = {
+            name: await page.evaluate(f"({PANEL_OF})({json.dumps(name)})")
+            for name in (
+                "kl_mean",
+                "truncated_share",
+                "logprob_mismatch",
+                "eval_reward",
+                "moon_phase",
+                "entropy",
+            )
+        }
+        assert found == {
+            "kl_mean": "kl",
+            "truncated_share": "truncated",
+            "logprob_mismatch": "mismatch",
+            "eval_reward": "reward",
+            "moon_phase": "other-moon_phase",
+            "entropy": None,
+        }
+        assert (await legend(page, "eval_reward"))[0] == 0.6
+        assert page.failures == []
+
+
+async def test_theme_can_be_switched_and_is_kept(tmp_path: Path) -> None:
+    async with opened(tmp_path, recorded_run(tmp_path), 1280, "light") as (page, url):
+        await page.evaluate("document.getElementById('theme').click()")
+        assert await page.evaluate("document.documentElement.dataset.theme") == "dark"
+        await page.open(url, width=1280, scheme="light")
+        await page.until(READY)
+        assert await page.evaluate("document.documentElement.dataset.theme") == "dark"
+
+
+async def test_page_passes_its_key_on(tmp_path: Path) -> None:
+    run_dir = recorded_run(tmp_path)
+    settings = offline_settings(run_dir, "monitor.host=0.0.0.0")
+    async with monitored(settings) as url, chromium(tmp_path / "profile") as new_tab:
+        page = await new_tab()
+        await page.open(url, width=1280, scheme="light")
+        await page.until(READY)
+        assert page.failures == []
+
+
+async def test_lost_connection_is_said_and_recovers(tmp_path: Path) -> None:
+    run_dir = recorded_run(tmp_path)
+    async with chromium(tmp_path / "profile") as new_tab:
+        page = await new_tab()
+        async with monitored(offline_settings(run_dir)) as url:
+            await page.open(url, width=390, scheme="light")
+            await page.until(READY)
+        await page.until("document.getElementById('link').textContent === 'connection lost'")
+        async with monitored(offline_settings(run_dir, f"monitor.port={urlsplit(url).port}")):
+            await page.until("document.getElementById('link').textContent === ''")

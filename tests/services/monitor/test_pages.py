@@ -1,0 +1,118 @@
+"""The data of the page over HTTP: increments, bounds on bytes, answers of a finished run."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from services.bus.config import BusConfig
+from services.monitor.pages import Pages
+from services.observability.steps import read_steps
+from services.settings.sections import Settings
+from tests.services.monitor.runs import monitored, offline_settings, recorded_run, step_line, write_lines
+
+MINUTE_BYTES = 1_000_000
+
+
+class Reader:
+    """Asks as the page does, and counts what comes over the wire."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        self._session, self._url = session, url
+        self.received = 0
+
+    async def ask(self, path: str) -> Any:
+        async with self._session.get(self._url + path, headers={"Accept-Encoding": "gzip"}) as answer:
+            assert answer.status == 200, await answer.text()
+            body = await answer.read()
+            headers = sum(len(name) + len(value) + 4 for name, value in answer.raw_headers)
+        self.received += len(body) + headers
+        return json.loads(gunzipped(body))
+
+
+def gunzipped(body: bytes) -> bytes:
+    return gzip.decompress(body) if body[:2] == b"\x1f\x8b" else body
+
+
+async def complete(reader: Reader, after: int = 0) -> dict[str, Any]:
+    """The history once the monitor has read the whole file."""
+    while True:
+        answer = await reader.ask(f"steps.json?after={after}")
+        if answer["complete"]:
+            return answer
+
+
+async def test_finished_run_is_shown_from_its_files(tmp_path: Path) -> None:
+    run_dir = recorded_run(tmp_path)
+    async with monitored(offline_settings(run_dir)) as url, aiohttp.ClientSession() as session:
+        reader = Reader(session, url)
+        answer = await complete(reader)
+        steps = read_steps(run_dir / "metrics.jsonl")
+        assert answer["last"] == steps[-1]
+        assert answer["columns"]["reward_mean"] == pytest.approx([line["reward_mean"] for line in steps])
+        status = await reader.ask("status.json")
+        assert (status["source"], status["run_state"], status["version"]) == ("files", "not running", 7)
+        assert (await reader.ask("samples.json?step=3"))["step"] == 3
+        assert (await reader.ask("events.json?topics=run"))["events"][0]["kind"] == "create"
+
+
+@pytest.mark.parametrize("query", ["after=x", "after=-1", "after=1e3", "after=" + "9" * 17])
+async def test_wrong_query_is_refused(tmp_path: Path, query: str) -> None:
+    async with monitored(offline_settings(recorded_run(tmp_path))) as url, aiohttp.ClientSession() as session:
+        for path in ("steps.json", "events.json", "versions.json"):
+            async with session.get(f"{url}{path}?{query}") as answer:
+                assert answer.status == 400
+
+
+async def test_asset_is_sent_again_only_if_it_changed(tmp_path: Path) -> None:
+    async with monitored(offline_settings(recorded_run(tmp_path))) as url, aiohttp.ClientSession() as session:
+        async with session.get(f"{url}assets/main.js") as answer:
+            tag = answer.headers["ETag"]
+            assert answer.status == 200
+        async with session.get(f"{url}assets/main.js", headers={"If-None-Match": tag}) as answer:
+            assert (answer.status, await answer.read()) == (304, b"")
+
+
+async def test_long_run_stays_under_a_megabyte_a_minute(tmp_path: Path) -> None:
+    """The first minute of a page on a run of 20,000 steps that makes ten more each second, with more numbers
+    than a step has; a longer run has no more points."""
+    run_dir = recorded_run(tmp_path)
+    path = run_dir / "metrics.jsonl"
+    path.unlink()
+    extra = {f"kl_{name}": 0.123456789 * (i + 1) for i, name in enumerate("abcdefgh")}
+    write_lines(path, (step_line(step, **extra) for step in range(20_000)))
+    async with (
+        monitored(offline_settings(run_dir)) as url,
+        aiohttp.ClientSession(auto_decompress=False) as session,
+    ):
+        warming = Reader(session, url)
+        await complete(warming)
+        reader = Reader(session, url)
+        revision = events = versions = 0
+        for round_ in range(30):
+            answer = await reader.ask(f"steps.json?after={revision}")
+            revision = answer["revision"]
+            await reader.ask("status.json")
+            if round_ % 3 == 0:
+                events = (await reader.ask(f"events.json?after={events}&topics=run,losses"))["last"]
+                versions = (await reader.ask(f"versions.json?after={versions}"))["last"]
+            made = 20_000 + 20 * round_
+            write_lines(path, (step_line(step, **extra) for step in range(made, made + 20)))
+            while (await complete(warming, 1 << 50))["last"]["step"] < made + 19:
+                pass
+        assert len(answer["columns"]["start"]) < 100
+        assert reader.received < MINUTE_BYTES
+
+
+async def test_targets_are_the_processes_that_are_registered() -> None:
+    process = {"service": "trainer", "name": "trainer", "host": "gpu7", "http": 4711}
+    for host, target in (("127.0.0.1", "127.0.0.1:4711"), ("0.0.0.0", "gpu7:4711")):
+        settings = Settings(bus=BusConfig(host=host, curve_dir="keys"))
+        pages = Pages(settings, lambda: {"processes": [process]})
+        answer = await pages.routes()["/targets.json"](None)  # type: ignore[arg-type]
+        assert json.loads(answer.body) == [
+            {"targets": [target], "labels": {"role": "trainer", "process": "trainer"}}
+        ]
