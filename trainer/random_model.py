@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,8 @@ def build_scratch(config: ScratchConfig, out_dir: Path) -> Path:
             )
         return out_dir
     transformers_logging.disable_progress_bar()
-    with directory_written_aside(out_dir) as aside:
+    temporary = out_dir.with_name(f"{out_dir.name}.{os.getpid()}.tmp")  # others may make the same model now
+    with directory_written_aside(out_dir, aside=temporary) as aside:
         _model(config).save_pretrained(aside)
         _tokenizer(config).save_pretrained(aside)
         (aside / RECIPE).write_text(recipe)

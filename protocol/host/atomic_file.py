@@ -46,19 +46,20 @@ def write_atomically(
 
 
 @contextmanager
-def directory_written_aside(path: Path, *, durable: bool = True) -> Iterator[Path]:
+def directory_written_aside(path: Path, *, durable: bool = True, aside: Path | None = None) -> Iterator[Path]:
     """Yield an empty temporary directory beside `path` to write into; it becomes `path` when the block ends.
 
     An existing directory is removed just before the rename, so for a moment there is none.
 
     Args:
-        path: the directory to write; the temporary one has the suffix ".tmp" added.
+        path: the directory to write.
         durable: also sync everything in it and the directory entry to the disk, so that no crash loses them.
+        aside: the temporary directory, on the same file system; by default `path` with the suffix ".tmp" added.
 
     Raises:
         OSError: the directory cannot be written or renamed. If the block raises, `path` is unchanged.
     """
-    aside = path.with_name(f"{path.name}.tmp")
+    aside = aside or path.with_name(f"{path.name}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     try:
