@@ -54,7 +54,7 @@ def directory_written_aside(path: Path, *, durable: bool = True, aside: Path | N
     Args:
         path: the directory to write.
         durable: also sync everything in it and the directory entry to the disk, so that no crash loses them.
-        aside: the temporary directory, on the same file system; by default `path` with the suffix ".tmp" added.
+        aside: the temporary directory, on the same file system; by default `path` with ".tmp" added.
 
     Raises:
         OSError: the directory cannot be written or renamed. If the block raises, `path` is unchanged.
