@@ -145,8 +145,6 @@ class Renderer:
 
 
 def _load(model_dir: Path) -> Any:
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
     if not any(
         (model_dir / name).is_file()
         for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -159,8 +157,11 @@ def _load(model_dir: Path) -> Any:
         path = model_dir / "tokenizer_config.json"
         named = json.loads(path.read_text()).get("tokenizer_class") if path.is_file() else None
         # For these, AutoTokenizer would use the tokenizer class of the model's family, with other tokens.
-        loader = PreTrainedTokenizerFast if named in GENERIC else AutoTokenizer
-        return loader.from_pretrained(str(model_dir), local_files_only=True)
+        if named in GENERIC:
+            from transformers import PreTrainedTokenizerFast as Loader
+        else:
+            from transformers import AutoTokenizer as Loader  # imports torch and every model class
+        return Loader.from_pretrained(str(model_dir), local_files_only=True)
     except Exception as error:  # OSError, ValueError, or the tokenizers library's own
         raise SettingsError(
             f"the tokenizer in {model_dir} cannot be loaded: {type(error).__name__}: {str(error)[:300]}"

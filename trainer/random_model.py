@@ -6,10 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
-from transformers.utils import logging as transformers_logging
+from transformers import PreTrainedTokenizerFast
 
 from protocol.choices import checked_name
 from protocol.device.hf_build_lock import MODEL_BUILDING
@@ -41,7 +39,6 @@ def build_scratch(config: ScratchConfig, out_dir: Path) -> Path:
                 "directory"
             )
         return out_dir
-    transformers_logging.disable_progress_bar()
     temporary = out_dir.with_name(f"{out_dir.name}.{os.getpid()}.tmp")  # others may make the same model now
     with directory_written_aside(out_dir, aside=temporary) as aside:
         _model(config).save_pretrained(aside)
@@ -67,6 +64,12 @@ def _check(config: ScratchConfig) -> None:
 
 
 def _model(config: ScratchConfig) -> Any:
+    # Imported here: a run that is started again has its model, and this takes seconds.
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     shape = dataclasses.asdict(config)
     for name in ("architecture", "vocabulary", "seed", "rope_theta"):
         del shape[name]

@@ -25,7 +25,7 @@ class RunContract:
         await driver.refused(Reason.RUN_MISMATCH, driver.ledger.create(spec(run, fingerprint="g")))
         await driver.refused(Reason.RUN_MISMATCH, driver.ledger.create(spec(run, prompts=4)))
         await driver.refused(Reason.WRONG_STATE, driver.ledger.create(spec(run, steps=0)))
-        with pytest.raises(SettingsError, match="groups_per_step is 0"):
+        with pytest.raises(SettingsError, match="groups_per_step: 0 is not between"):
             await driver.ledger.create(spec(run, B=0))
 
     async def test_bound_changes_when_rule_f_allows(self, driver: Driver) -> None:
