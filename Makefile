@@ -1,6 +1,10 @@
-# `make demo` and `make test` set up what they need on a fresh machine with Python 3.11.
+# `make demo` and `make test` set up what they need on a fresh machine with Python 3.11, `make demo-gpu` on a GPU host with
+# Python 3.12. GPU_PYTHON=python3 uses an interpreter that has everything already, such as that of an engine's image.
 PYTHON ?= python3.11
 VENV ?= .venv
+CUDA := $(VENV)-cuda
+GPU_PYTHON ?= $(CUDA)/bin/python
+GPU_READY := $(if $(filter $(CUDA)/bin/python,$(GPU_PYTHON)),$(CUDA)/.ready)
 SGLANG := $(VENV)-sglang
 BIN := $(VENV)/bin
 LOCK := deploy/locks/cpu.txt
@@ -10,7 +14,7 @@ MINUTES ?= 2
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: setup demo test test-slow test-gpu check bench bench-gpu chaos soak test-compose clean
+.PHONY: setup demo demo-gpu test test-slow test-gpu check bench bench-gpu chaos soak test-compose clean
 
 setup: $(VENV)/.ready $(SGLANG)/.ready
 
@@ -23,10 +27,20 @@ $(SGLANG)/.ready: $(VENV)/.ready deploy/locks/sglang-cpu.txt deploy/setup_sglang
 	bash deploy/setup_sglang.sh $(VENV) $(SGLANG)
 	touch $@
 
+$(CUDA)/.ready: deploy/locks/cuda.txt pyproject.toml deploy/setup.sh
+	PYTHON=python3.12 bash deploy/setup.sh $(CUDA) cuda
+	touch $@
+
 demo: $(VENV)/.ready
 	rm -rf runs/demo
 	$(BIN)/tether up deploy/configs/demo.toml --run-dir runs/demo
 	$(BIN)/tether verify runs/demo
+
+# the same job on the GPUs there are
+demo-gpu: $(GPU_READY)
+	rm -rf runs/demo-gpu
+	$(GPU_PYTHON) -m services.cli up deploy/configs/demo.toml --run-dir runs/demo-gpu
+	$(GPU_PYTHON) -m services.cli verify runs/demo-gpu
 
 test: setup check
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not slow and not gpu"
@@ -34,8 +48,8 @@ test: setup check
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
 
-test-gpu:
-	python3 -m pytest -m gpu
+test-gpu: $(GPU_READY)
+	$(GPU_PYTHON) -m pytest -m gpu
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check .
@@ -53,12 +67,12 @@ soak: $(VENV)/.ready
 bench: $(VENV)/.ready
 	$(BIN)/python -m tests.benchmarks.run --out runs/bench.json
 
-# with the host's own Python, as test-gpu; FLAGS="--tiny" rehearses it
-bench-gpu:
-	python3 -m tests.benchmarks.gpu.run --out runs/bench-gpu.json $(FLAGS)
+# FLAGS="--tiny" rehearses it
+bench-gpu: $(GPU_READY)
+	$(GPU_PYTHON) -m tests.benchmarks.gpu.run --out runs/bench-gpu.json $(FLAGS)
 
 test-compose: $(VENV)/.ready
 	bash deploy/docker/test_compose.sh
 
 clean:
-	rm -rf $(VENV) $(SGLANG) runs
+	rm -rf $(VENV) $(SGLANG) $(CUDA) runs

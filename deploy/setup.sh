@@ -1,19 +1,29 @@
 #!/usr/bin/env bash
-# Build the CPU environment: torch first and exactly, then everything else as locked, without resolving anything again.
-# usage: deploy/setup.sh VENV
+# Build an environment as locked, without resolving anything again.
+# usage: deploy/setup.sh VENV [cpu|cuda]     PYTHON names the interpreter: 3.11 for cpu, 3.12 for cuda
 set -euo pipefail
-venv=${1:?usage: deploy/setup.sh VENV}
+venv=${1:?usage: deploy/setup.sh VENV [cpu|cuda]}
+kind=${2:-cpu}
 here=$(cd "$(dirname "$0")/.." && pwd)
-python=${PYTHON:-python3.11}
+case $kind in
+  cpu) version=3.11 ;;  # vLLM's CPU build has wheels for it alone
+  cuda) version=3.12 ;; # what the GPU suite ran with
+  *) echo "deploy/setup.sh: $kind is neither cpu nor cuda" >&2; exit 2 ;;
+esac
+python=${PYTHON:-python$version}
 command -v "$python" >/dev/null || python=python3
-"$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || {
-  echo "tether's CPU environment needs Python 3.11 (vLLM's CPU build has wheels for it alone); found $("$python" --version)" >&2; exit 2; }
-"$python" -c 'import ctypes.util, sys; sys.exit(ctypes.util.find_library("numa") is None)' ||
-  echo "libnuma was not found: vLLM's CPU engine needs it (on Debian: apt-get install libnuma1)" >&2
-# Where PyPI's torch is a CUDA build, PIP_EXTRA_INDEX_URL may name PyTorch's CPU index: it saves gigabytes.
+"$python" -c "import sys; sys.exit('%d.%d' % sys.version_info[:2] != '$version')" || {
+  echo "tether's $kind environment needs Python $version, because its lock is for it; found $("$python" --version)" >&2; exit 2; }
+if [ "$kind" = cpu ]; then
+  "$python" -c 'import ctypes.util, sys; sys.exit(ctypes.util.find_library("numa") is None)' ||
+    echo "libnuma was not found: vLLM's CPU engine needs it (on Debian: apt-get install libnuma1)" >&2
+elif ! command -v nvidia-smi >/dev/null; then
+  echo "nvidia-smi was not found: a driver for CUDA 13 is needed to run on the GPU" >&2
+fi
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
 "${pip[@]}" --upgrade pip
-"${pip[@]}" torch==2.13.0
-"${pip[@]}" --no-deps -r "$here/deploy/locks/cpu.txt"
+# Where PyPI's torch is a CUDA build, PIP_EXTRA_INDEX_URL may name PyTorch's CPU index: it saves gigabytes.
+[ "$kind" = cuda ] || "${pip[@]}" torch==2.13.0
+"${pip[@]}" --no-deps -r "$here/deploy/locks/$kind.txt"
 "${pip[@]}" --no-deps --no-build-isolation --editable "$here"

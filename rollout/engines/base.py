@@ -37,7 +37,8 @@ class EngineConfig:
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=4096)] = 1
     """Tensor-parallel ranks of one engine, a GPU each."""
     memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.85
-    """Share of a GPU's memory for weights and KV cache. Not used on a CPU."""
+    """Share of a GPU's memory for weights and KV cache; auto: 0.85, or 0.4 beside the trainer. Not used on a
+    CPU."""
     kv_cache_mb: Annotated[int, Meta(ge=1, le=10**9)] = 64
     """KV cache on a CPU, MiB."""
     max_model_len: Annotated[int, Meta(ge=1, le=10**8)] = 1024
@@ -45,7 +46,8 @@ class EngineConfig:
     max_running: Annotated[int, Meta(ge=1, le=10**6)] = 64
     """Requests that are decoded in one batch."""
     enforce_eager: bool = True
-    """vllm: run without CUDA graphs, which start faster and leave memory free."""
+    """vllm, sglang on a GPU: run without CUDA graphs. That starts faster, leaves memory free, and decodes
+    slower."""
     attention_backend: str = ""
     """vllm and sglang on a GPU: the attention kernels, by the engine's own name. Empty: the engine
     chooses."""

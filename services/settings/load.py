@@ -10,6 +10,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from protocol.errors import SettingsError
 from protocol.host.atomic_file import write_atomically
+from protocol.ranges import check_ranges
+from services.settings.automatic import choose_automatic, split_automatic, visible_gpus
 from services.settings.checks import check_settings
 from services.settings.sections import Settings
 from services.settings.sources import assign, describe_problem, from_environ, parse, read_file, refuse_unknown
@@ -47,10 +49,13 @@ def load_settings(
             )
         assign(values, dotted.strip(), parse(text.strip(), dotted.strip(), Settings), f"--set {dotted}")
     refuse_unknown(values, Settings, "")
+    automatic = split_automatic(values)
     try:
         settings = _adapter.validate_python(values)
     except ValidationError as error:
         raise SettingsError("; ".join(describe_problem(item) for item in error.errors())) from None
+    check_ranges(settings, "")
+    settings = choose_automatic(settings, automatic, visible_gpus(environ))
     check_settings(settings)
     return settings
 

@@ -22,10 +22,12 @@ class ServicesConfig:
     rewards: Annotated[int, Meta(ge=0, le=10_000)] = 1
     """Reward workers."""
     trainer_gpus: str = ""
-    """GPUs of the trainer, as in CUDA_VISIBLE_DEVICES ("0,1"). Empty: those that `tether up` itself sees."""
+    """GPUs of the trainer, as in CUDA_VISIBLE_DEVICES ("0,1"). Empty: those that `tether up` itself sees.
+    auto: the first ones, if there are enough for engines too."""
     rollout_gpus: str = ""
     """GPUs of the rollout workers. Each gets the next `engine.tensor_parallel_size` of them; when they are
-    used up, the next worker gets the first ones again. Empty: all see what `tether up` itself sees."""
+    used up, the next worker gets the first ones again. Empty: all see what `tether up` itself sees. auto:
+    those that the trainer leaves."""
     restarts: Annotated[int, Meta(ge=0, le=10**6)] = 5
     """Restarts of one service within a minute; one death more ends the run."""
 

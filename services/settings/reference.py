@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from protocol.ranges import describe_range, ranges_of
+from services.settings.automatic import AUTOMATIC
 from services.settings.checks import CHOICES
 from services.settings.sections import Settings
 from services.settings.sources import SHORT_NAMES, inner_dataclass, to_toml
@@ -27,6 +28,12 @@ A setting is read from, in rising priority: its default, a TOML or JSON file (`t
 `TETHER_CONFIG`), its environment variable, `--set section.key=value`. Values of variables and of `--set` are
 TOML; text without quotes is a string. An unknown name is refused, with the most similar known one. nan and
 infinities are refused everywhere.
+
+The default `auto` chooses by the machine: on a CPU float32, eager mode and the transport `shm`; on GPUs, with
+an engine that is made for them, bfloat16, CUDA graphs, `nccl` where trainer and engines have GPUs of their
+own and `ipc` where they share one. With enough GPUs, the trainer gets the first ones and the engines the
+others.
+RUN_DIR/settings.json holds what was chosen.
 """
 HEADER = "| setting | type | range | default | meaning | variable |\n|---|---|---|---|---|---|\n"
 TYPES = {int: "integer", float: "number", bool: "boolean", str: "string"}
@@ -81,7 +88,7 @@ def _table(dotted: str, kind: type, is_array: bool) -> str:
             f"`{field.name}`",
             _type_text(field.type),
             _range_text(kind, field, dotted),
-            f"`{_default_text(field)}`",
+            "`auto`" if f"{dotted}.{field.name}" in AUTOMATIC else f"`{_default_text(field)}`",
             docs[field.name],
             "" if is_array else f"`{_variable(f'{dotted}.{field.name}')}`",
         )

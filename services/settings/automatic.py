@@ -1,0 +1,157 @@
+"""Chooses the settings that depend on the machine: `auto`, which is also what a setting not given means.
+
+On a CPU that is float32, eager mode and the transport shm; on GPUs bfloat16, CUDA graphs, ipc or nccl, and
+GPUs for trainer and engines apart where there are enough. RUN_DIR/settings.json holds what was chosen.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from services.settings.placement import VISIBLE, gpu_list
+from services.settings.sections import Settings
+
+AUTO = "auto"
+ON_GPUS = ("megatron", "sglang", "vllm")
+"""Engines that are made for GPUs. The others compute in float32 there too."""
+ALONE, SHARED, COLOCATED = 0.85, 0.4, 0.5
+"""Share of a GPU for engines: without the trainer, beside it, and in their turn."""
+
+
+def split_automatic(values: dict[str, Any]) -> list[str]:
+    """Remove every `auto` from nested tables of settings, and return the settings that are to be chosen.
+
+    These are the keys of `AUTOMATIC` that were `auto` or absent.
+    """
+    found = []
+    for dotted in AUTOMATIC:
+        section, name = dotted.split(".")
+        table = values.get(section, {})
+        if not isinstance(table, dict):
+            continue  # refused when the settings are validated
+        if table.get(name, AUTO) == AUTO:
+            table.pop(name, None)
+            found.append(dotted)
+    return found
+
+
+def choose_automatic(settings: Settings, names: list[str], gpus: list[str]) -> Settings:
+    """Return the settings with a value chosen for each of `names`.
+
+    Args:
+        settings: with defaults in place of what is to be chosen.
+        names: keys of `AUTOMATIC`.
+        gpus: the GPUs of this machine that may be used, see `visible_gpus`.
+    """
+    for dotted in (dotted for dotted in AUTOMATIC if dotted in names):
+        section, name = dotted.split(".")
+        changed = replace(getattr(settings, section), **{name: AUTOMATIC[dotted](settings, gpus)})
+        settings = replace(settings, **{section: changed})
+    return settings
+
+
+def visible_gpus(environ: Mapping[str, str]) -> list[str]:
+    """Return the NVIDIA GPUs that a process may use, as CUDA_VISIBLE_DEVICES names them.
+
+    None where torch is a build without CUDA. Reads files only: importing torch takes seconds.
+    """
+    if not _torch_has_cuda():
+        return []
+    if VISIBLE in environ:
+        return [name for name in gpu_list(environ[VISIBLE]) if name != "-1"]
+    nodes = (re.fullmatch(r"nvidia(\d+)", path.name) for path in Path("/dev").glob("nvidia*"))
+    return sorted((node[1] for node in nodes if node), key=int)
+
+
+def _torch_has_cuda() -> bool:
+    spec = find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        return False
+    version = Path(spec.submodule_search_locations[0], "version.py")
+    return re.search(r"^cuda\b.*= *'", version.read_text(), re.MULTILINE) is not None
+
+
+def _engine_on_gpu(settings: Settings, gpus: list[str]) -> bool:
+    return bool(gpus) and settings.engine.name in ON_GPUS
+
+
+def _trainer_on_gpu(settings: Settings, gpus: list[str]) -> bool:
+    return bool(gpus) and settings.trainer.backend != "scripted" and settings.trainer.device != "cpu"
+
+
+def _is_apart(settings: Settings) -> bool:
+    """Return whether trainer and engines have lists of GPUs without a common one."""
+    trainer, engines = (
+        set(gpu_list(names)) for names in (settings.services.trainer_gpus, settings.services.rollout_gpus)
+    )
+    return bool(trainer and engines) and not trainer & engines
+
+
+def _wants_split(settings: Settings, gpus: list[str]) -> bool:
+    needed = settings.parallel.world_size + settings.engine.tensor_parallel_size
+    return (
+        _engine_on_gpu(settings, gpus)
+        and _trainer_on_gpu(settings, gpus)
+        and len(gpus) >= needed
+        and not settings.colocated.enabled
+        and settings.weights.transport != "shared"
+    )
+
+
+def _trainer_gpus(settings: Settings, gpus: list[str]) -> str:
+    if settings.services.rollout_gpus or not _wants_split(settings, gpus):
+        return ""
+    return ",".join(gpus[: settings.parallel.world_size])
+
+
+def _rollout_gpus(settings: Settings, gpus: list[str]) -> str:
+    if not _wants_split(settings, gpus):
+        return ""
+    taken = gpu_list(settings.services.trainer_gpus)
+    return ",".join(name for name in gpus if name not in taken)
+
+
+def _engine_dtype(settings: Settings, gpus: list[str]) -> str:
+    return "bfloat16" if _engine_on_gpu(settings, gpus) else "float32"
+
+
+def _trainer_dtype(settings: Settings, gpus: list[str]) -> str:
+    is_fast = _trainer_on_gpu(settings, gpus) and settings.engine.dtype == "bfloat16"
+    return "bfloat16" if is_fast else "float32"
+
+
+def _enforce_eager(settings: Settings, gpus: list[str]) -> bool:
+    return not (bool(gpus) and settings.engine.name in ("sglang", "vllm"))
+
+
+def _memory_fraction(settings: Settings, gpus: list[str]) -> float:
+    if settings.colocated.enabled:
+        return COLOCATED
+    beside_trainer = _trainer_on_gpu(settings, gpus) and not _is_apart(settings)
+    places = gpu_list(settings.services.rollout_gpus) or gpus
+    engines = max(1, len(places) // settings.engine.tensor_parallel_size)
+    on_one_gpu = -(-settings.services.rollout_workers // engines)
+    share = SHARED if beside_trainer else ALONE
+    return max(0.01, round(share / max(1, on_one_gpu), 2))
+
+
+def _transport(settings: Settings, gpus: list[str]) -> str:
+    if not (_engine_on_gpu(settings, gpus) and _trainer_on_gpu(settings, gpus)):
+        return "shm"
+    is_remote = settings.weights.host not in ("127.0.0.1", "localhost", "::1")
+    return "nccl" if is_remote or _is_apart(settings) else "ipc"
+
+
+AUTOMATIC: Mapping[str, Callable[[Settings, list[str]], Any]] = {
+    "services.trainer_gpus": _trainer_gpus,
+    "services.rollout_gpus": _rollout_gpus,
+    "engine.dtype": _engine_dtype,
+    "engine.enforce_eager": _enforce_eager,
+    "engine.memory_fraction": _memory_fraction,
+    "trainer.dtype": _trainer_dtype,
+    "weights.transport": _transport,
+}
+"""Setting -> what chooses it from the settings and the GPUs, in this order: later ones read earlier ones."""

@@ -1,0 +1,102 @@
+"""Tests what `auto` and settings that are not given become, by the machine's GPUs."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from protocol.errors import SettingsError
+from services.settings.automatic import AUTOMATIC, choose_automatic, split_automatic, visible_gpus
+from services.settings.load import load_settings
+from services.settings.sections import Settings
+
+CPU = {
+    "services.trainer_gpus": "",
+    "services.rollout_gpus": "",
+    "engine.dtype": "float32",
+    "engine.enforce_eager": True,
+    "engine.memory_fraction": 0.85,
+    "trainer.dtype": "float32",
+    "weights.transport": "shm",
+}
+SHARED_GPU = {
+    **CPU,
+    "engine.dtype": "bfloat16",
+    "engine.enforce_eager": False,
+    "engine.memory_fraction": 0.4,
+    "trainer.dtype": "bfloat16",
+    "weights.transport": "ipc",
+}
+APART = {
+    **SHARED_GPU,
+    "services.trainer_gpus": "0",
+    "services.rollout_gpus": "1,2,3",
+    "engine.memory_fraction": 0.85,
+    "weights.transport": "nccl",
+}
+
+
+def chosen(gpus: list[str], *overrides: str) -> dict[str, object]:
+    settings = load_settings(None, overrides, {})  # on this machine: what was given stays
+    settings = choose_automatic(settings, [name for name in AUTOMATIC if not given(name, overrides)], gpus)
+    return {name: getattr(getattr(settings, name.split(".")[0]), name.split(".")[1]) for name in AUTOMATIC}
+
+
+def given(name: str, overrides: tuple[str, ...]) -> bool:
+    return any(override.startswith(f"{name}=") for override in overrides)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "overrides", "expected"),
+    [
+        ([], (), CPU),
+        (["0"], (), SHARED_GPU),
+        (["0", "1", "2", "3"], (), APART),
+        (["0"], ("engine.name=scripted", "trainer.backend=scripted"), CPU),
+        (["0"], ("engine.name=hf", "trainer.backend=reference"), {**CPU, "engine.memory_fraction": 0.4}),
+        (["0"], ("trainer.device=cpu",), {**SHARED_GPU, "engine.memory_fraction": 0.85,
+                                          "trainer.dtype": "float32", "weights.transport": "shm"}),
+        (["0"], ("engine.name=megatron",), {**SHARED_GPU, "engine.enforce_eager": True}),
+        (["0"], ("colocated.enabled=true",), {**SHARED_GPU, "engine.memory_fraction": 0.5}),
+        (["0"], ("services.rollouts=2",), {**SHARED_GPU, "engine.memory_fraction": 0.2}),
+        (["0"], ("engine.dtype=float32",),
+         {**SHARED_GPU, "engine.dtype": "float32", "trainer.dtype": "float32"}),
+        (["0", "1"], ("parallel.tensor_model_parallel_size=2",), SHARED_GPU),
+        (["4", "5", "6"], ("services.trainer_gpus=6",),
+         {**APART, "services.trainer_gpus": "6", "services.rollout_gpus": "4,5"}),
+    ],
+)  # fmt: skip
+def test_automatic_settings_by_gpus(
+    gpus: list[str], overrides: tuple[str, ...], expected: dict[str, object]
+) -> None:
+    assert chosen(gpus, *overrides) == expected
+
+
+def test_auto_in_a_file_is_as_if_it_were_not_given(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    values: dict[str, dict[str, str]] = {}
+    for dotted in AUTOMATIC:
+        section, name = dotted.split(".")
+        values.setdefault(section, {})[name] = "auto"
+    path.write_text(json.dumps(values))
+    settings = load_settings(str(path), environ={"CUDA_VISIBLE_DEVICES": ""})
+    assert settings == Settings() == load_settings(environ={"CUDA_VISIBLE_DEVICES": ""})
+
+
+def test_auto_is_refused_where_nothing_chooses() -> None:
+    with pytest.raises(SettingsError, match=r"engine\.kv_cache_mb"):
+        load_settings(None, ["engine.kv_cache_mb=auto"], {})
+
+
+def test_given_settings_are_not_chosen() -> None:
+    values = {"engine": {"dtype": "bfloat16", "enforce_eager": "auto"}}
+    assert set(AUTOMATIC) - set(split_automatic(values)) == {"engine.dtype"}
+    assert values == {"engine": {"dtype": "bfloat16"}}
+
+
+def test_a_build_without_cuda_sees_no_gpus() -> None:
+    import torch
+
+    expected = ["3", "5"] if torch.version.cuda else []
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "3, 5"}) == expected
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}) == visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == []
