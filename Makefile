@@ -14,7 +14,7 @@ MINUTES ?= 2
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: setup demo demo-gpu test test-slow test-gpu check bench bench-gpu chaos soak test-compose clean
+.PHONY: setup demo demo-gpu test test-slow test-gpu check docs bench bench-gpu chaos soak test-compose clean
 
 setup: $(VENV)/.ready $(SGLANG)/.ready
 
@@ -57,6 +57,11 @@ check: $(VENV)/.ready
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m tests.house.check
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+# build/site/index.html
+docs: $(VENV)/.ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 chaos: $(VENV)/.ready
 	$(BIN)/python -m tests.chaos.run --seed $(SEED) --minutes $(MINUTES)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The demo of deploy/compose.yaml in a real container engine: build, a short run, verify, and nothing left behind.
+# The demo as `docker compose up` runs it, in a real container engine: build, a short run, verify, and nothing left behind.
 # usage: deploy/docker/test_compose.sh     (or `make test-compose`)
 #   TETHER_STEPS   steps to make, default 5
 #   BASE           base image of the build, default python:3.11-slim-bookworm; made by debootstrap where it cannot be pulled
@@ -13,14 +13,11 @@ export TETHER_STEPS=${TETHER_STEPS:-5} TETHER_IMAGE=${IMAGE:-tether:cpu} TETHER_
 base=${BASE:-python:3.11-slim-bookworm}
 project=tether-test-$$
 scratch=$(mktemp -d)
-files=(-f deploy/compose.yaml)
+files=(-f compose.yaml)
 
 say() { printf -- '-- %s\n' "$*"; }
 die() { printf 'test_compose: %s\n' "$*" >&2; exit 1; }
-compose() {
-  if docker compose version >/dev/null 2>&1; then docker compose -p "$project" "${files[@]}" "$@"
-  else docker-compose -p "$project" "${files[@]}" "$@"; fi
-}
+compose() { docker compose -p "$project" "${files[@]}" "$@"; }
 
 # An engine of our own: its files, socket and pid lie in $scratch; it changes no firewall rule.
 start_engine() {
@@ -74,7 +71,7 @@ choose_network() {
   fi
   say "network: $network"
   [ "$network" = bridge ] && return
-  files+=(-f deploy/docker/compose.host.yaml)
+  files=(--profile cpu -f deploy/compose.yaml -f deploy/docker/compose.host.yaml) # an included file cannot be overridden
   export TETHER_REDIS_URL=redis://127.0.0.1:16379/0
 }
 
@@ -130,6 +127,7 @@ finish() {
   exit "$code"
 }
 
+docker compose version >/dev/null || die "docker compose (2.20 or newer) is needed"
 trap finish EXIT
 trap 'exit 130' INT TERM
 docker info >/dev/null 2>&1 || start_engine
