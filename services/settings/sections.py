@@ -143,6 +143,12 @@ class EvalConfig:
     """Held-out prompts to score on, at most."""
     samples: Annotated[int, Meta(ge=0, le=10**5)] = 1
     """Sampled answers to each prompt for the sampled score. 0: no sampled score."""
+    temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
+    """Divides the logits before an answer of the sampled score is drawn. 0 is greedy."""
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Draw answers from the most likely tokens that together have this probability. 1 is off."""
+    top_k: Annotated[int, Meta(ge=0, le=10**7)] = 0
+    """Draw answers from the k most likely tokens. 0 is off."""
 
 
 @dataclass(frozen=True, slots=True)
