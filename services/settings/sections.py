@@ -5,7 +5,7 @@ Each component's section is a frozen dataclass beside the component. The range o
 `python -m services.settings.reference`.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -195,6 +195,18 @@ class Settings:
     def run_dir(self) -> Path:
         """Absolute path of the run directory."""
         return Path(self.run.dir or f"runs/{self.run.name}").absolute()
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of prompt and completion together that every engine of the run takes."""
+        given = [entry.engine.get("max_model_len", self.engine.max_model_len) for entry in self.services.pool]
+        return min(given, default=self.engine.max_model_len)
+
+    @property
+    def rendering(self) -> RenderConfig:
+        """Section `[render]` with the limit of prompts that is in force."""
+        room = max(1, self.context_tokens - self.sampling.max_tokens)
+        return replace(self.render, max_prompt_tokens=self.render.max_prompt_tokens or room)
 
     @property
     def model_dir(self) -> Path:

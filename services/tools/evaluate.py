@@ -54,7 +54,7 @@ async def evaluate_run(settings: Settings, checkpoints: Sequence[Path]) -> dict[
     if not prompts:
         raise SettingsError("no held-out prompts to score on: set prompts.held_out or prompts.held_out_path")
     models = [settings.model_dir, *(checkpoints or [newest_export(settings.run_dir)])]
-    renderer = await asyncio.to_thread(Renderer, settings.model_dir, settings.render)
+    renderer = await asyncio.to_thread(Renderer, settings.model_dir, settings.rendering)
     engine = make_engine(settings.engine, settings.model_dir, "eval")
     scored: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="tether-eval-") as directory:
