@@ -5,7 +5,7 @@ contains nan or an infinity.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, get_type_hints
 
@@ -48,17 +48,23 @@ def check_ranges(config: Any, prefix: str) -> None:
     Raises:
         SettingsError: a number is outside; the message names it `setting PREFIX.FIELD`.
     """
+    for error in range_errors(config, prefix):
+        raise error
+
+
+def range_errors(config: Any, prefix: str) -> Iterator[SettingsError]:
+    """Yield the errors of which `check_ranges` raises the first."""
     kind: type = type(config)
     for field in dataclasses.fields(config):
         value, dotted = getattr(config, field.name), f"{prefix}.{field.name}" if prefix else field.name
         if field.name in ranges_of(kind):
-            check_range(kind, field.name, value, f"setting {dotted}")
-        elif dataclasses.is_dataclass(value):
-            check_ranges(value, dotted)
-        elif isinstance(value, tuple):
-            for number, item in enumerate(value):
-                if dataclasses.is_dataclass(item):
-                    check_ranges(item, f"{dotted}.{number}")
+            try:
+                check_range(kind, field.name, value, f"setting {dotted}")
+            except SettingsError as error:
+                yield error
+            continue
+        for name, item in _parts(value, dotted):
+            yield from range_errors(item, name)
 
 
 def describe_range(limits: Meta) -> str:
@@ -68,6 +74,14 @@ def describe_range(limits: Meta) -> str:
     low = f"above {_plain(limits.gt)}" if limits.gt is not None else f"at least {_plain(limits.ge)}"
     high = f"below {_plain(limits.lt)}" if limits.lt is not None else f"at most {_plain(limits.le)}"
     return f"{low} and {high}"
+
+
+def _parts(value: Any, dotted: str) -> Iterator[tuple[str, Any]]:
+    """Yield the dataclasses in a field's value, with their names."""
+    items = enumerate(value) if isinstance(value, tuple) else ()
+    for name, item in ((dotted, value), *((f"{dotted}.{number}", item) for number, item in items)):
+        if dataclasses.is_dataclass(item):
+            yield name, item
 
 
 def _plain(limit: float | None) -> str:

@@ -23,11 +23,12 @@ class SamplingConfig:
     samples_per_prompt: Annotated[int, Meta(ge=1, le=10**5)] = 8
     """n, the samples of a group."""
     temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
-    """Divides the logits before sampling. 0 is greedy."""
+    """Divides the logits before sampling, in engine and trainer alike. Training refuses less than 0.01."""
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    """Sample from the most likely tokens that together have this probability. 1 is off."""
+    """Refused below 1 in training, where engine and trainer have to use the same distribution; see
+    `eval.top_p`."""
     top_k: Annotated[int, Meta(ge=0, le=10**7)] = 0
-    """Sample from the k most likely tokens. 0 is off."""
+    """Refused above 0 in training, as `top_p` is below 1; see `eval.top_k`."""
     max_tokens: Annotated[int, Meta(ge=1, le=10**7)] = 128
     """Limit of one generation, tokens. An environment with several turns may set less for each."""
 

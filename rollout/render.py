@@ -41,8 +41,9 @@ class RenderConfig:
     """Strings that end a sample besides the end-of-sequence token. Each must be one token."""
     stop_at_eos: bool = True
     """Whether the end-of-sequence token ends a sample."""
-    max_prompt_tokens: Annotated[int, Meta(ge=1, le=10**7)] = 512
-    """Longest rendered prompt, tokens. The group of a longer one is dropped."""
+    max_prompt_tokens: Annotated[int, Meta(ge=0, le=10**7)] = 0
+    """Longest rendered prompt, tokens. The group of a longer one is dropped. 0: what `engine.max_model_len`
+    has beside `sampling.max_tokens`."""
 
 
 class PromptTooLong(SettingsError):
@@ -53,7 +54,7 @@ class Renderer:
     """Renders prompts with the tokenizer of a model directory."""
 
     def __init__(self, model_dir: Path, config: RenderConfig) -> None:
-        """Load the tokenizer.
+        """Load the tokenizer; `config.max_prompt_tokens` 0 is no limit here, see `Settings.rendering`.
 
         Raises:
             SettingsError: there is none, it has no chat template although the settings require one, or a stop
@@ -82,7 +83,7 @@ class Renderer:
             tokens = self._encode(self._templated(self._messages(prompt), prompt.index))
         else:
             tokens = self._encode("\n".join(content for _, content in self._messages(prompt)), special=True)
-        if len(tokens) > self._config.max_prompt_tokens:
+        if 0 < self._config.max_prompt_tokens < len(tokens):
             raise PromptTooLong(
                 f"prompt {prompt.index} has {len(tokens)} tokens, "
                 f"over render.max_prompt_tokens {self._config.max_prompt_tokens}"

@@ -81,6 +81,29 @@ def up(
 
 
 @app.command()
+def check(
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="settings file, such as deploy/configs/demo.toml")
+    ],
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="A.B=C", help="override a setting; may be repeated")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find all that would keep a run from starting, and start nothing; exit code 2 if there is anything."""
+    from services.tools.check import check_configuration, render_check
+
+    found = check_configuration(str(config), set_ or [])
+    _show(
+        {"problems": list(found.problems), "summary": list(found.summary)},
+        as_json,
+        lambda _: render_check(found),
+    )
+    if found.problems:
+        raise typer.Exit(2)
+
+
+@app.command()
 def status(run_dir: RunDir, as_json: AsJson = False) -> None:
     """Show processes, engines and groups of a run."""
     from services.observability.status import collect_status, render_status

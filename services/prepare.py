@@ -9,41 +9,47 @@ Produces: the model, the run in the ledger, and RUN_DIR/settings.json, which the
 import asyncio
 import sys
 
-from protocol.errors import SettingsError
-from reward.verifiers.registry import make_verifier
-from rollout.environments.registry import make_environment
+from rollout.prompts.base import PromptSource
 from rollout.prompts.registry import make_source
-from rollout.render import Renderer
 from services.ledger.interface import RunSpec
 from services.ledger_recovery.reconcile import reconcile
+from services.preflight.check import check_run
+from services.preflight.problem import refuse
 from services.runtime.errors import configure_logging, describe_error
 from services.runtime.run_ledger import ledger_url, open_ledger
 from services.settings.load import dump_settings, load_settings
 from services.settings.sections import Settings
 
 
-def prepare(settings: Settings) -> RunSpec:
-    """Check what can be checked before anything starts, and make the random model if one is configured.
+def prepare(settings: Settings, *, local: bool = False) -> RunSpec:
+    """Check all that can be checked before anything starts, then make the random model if one is configured.
+
+    Args:
+        settings: those of the run.
+        local: whether all services will run on this machine.
 
     Returns:
         What the ledger has to know of the run.
 
     Raises:
-        SettingsError: names what is wrong.
+        SettingsError: names what is wrong; nothing was made.
     """
-    make_environment(settings.environment)
-    for verifier in settings.reward.verifiers:
-        make_verifier(verifier.name, verifier.options)
+    findings = check_run(settings, local=local)
+    refuse(findings.problems)
+    return make_run(settings, findings.source)
+
+
+def make_run(settings: Settings, source: PromptSource | None = None) -> RunSpec:
+    """Make the random model if one is configured, and return what the ledger has to know of the run.
+
+    Raises:
+        SettingsError: the model or the prompts cannot be made.
+    """
     if settings.model.scratch is not None:
         from trainer.random_model import build_scratch  # imports torch
 
         build_scratch(settings.model.scratch, settings.model_dir)
-    if not (settings.model_dir / "config.json").is_file():
-        raise SettingsError(
-            "no model: set model.path to a Hugging Face directory, or fill in [model.scratch]"
-        )
-    source = make_source(settings.prompts)
-    Renderer(settings.model_dir, settings.render).prompt_tokens(source.at(0))
+    source = source or make_source(settings.prompts)
     bound = settings.bound
     return RunSpec(
         run=settings.run.name,

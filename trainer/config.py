@@ -5,6 +5,9 @@ from typing import Annotated
 
 from msgspec import Meta
 
+TRAINER_DTYPES = ("bfloat16", "float32")
+DEVICES = ("auto", "cpu", "cuda")
+
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:

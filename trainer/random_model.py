@@ -29,25 +29,43 @@ def build_scratch(config: ScratchConfig, out_dir: Path) -> Path:
     Raises:
         SettingsError: the configuration makes no model, or `out_dir` was made from another one.
     """
-    _check(config)
-    recipe = json.dumps(dataclasses.asdict(config), indent=1, sort_keys=True)
+    check_scratch(config, out_dir)
     if out_dir.exists():
-        found = out_dir / RECIPE
-        if not found.is_file() or found.read_text() != recipe:
-            raise SettingsError(
-                f"{out_dir} holds something else than this [model.scratch]: remove it, or use another run "
-                "directory"
-            )
         return out_dir
     temporary = out_dir.with_name(f"{out_dir.name}.{os.getpid()}.tmp")  # others may make the same model now
     with directory_written_aside(out_dir, aside=temporary) as aside:
         _model(config).save_pretrained(aside)
         _tokenizer(config).save_pretrained(aside)
-        (aside / RECIPE).write_text(recipe)
+        (aside / RECIPE).write_text(_recipe(config))
     return out_dir
 
 
-def _check(config: ScratchConfig) -> None:
+def write_tokenizer(config: ScratchConfig, out_dir: Path) -> None:
+    """Write the files of the model's tokenizer alone into an existing directory."""
+    _tokenizer(config).save_pretrained(out_dir)
+
+
+def check_scratch(config: ScratchConfig, out_dir: Path) -> None:
+    """Check what `build_scratch` would be given, without making anything; its errors are the same."""
+    _check_config(config)
+    found = out_dir / RECIPE
+    if out_dir.exists() and (not found.is_file() or found.read_text() != _recipe(config)):
+        raise SettingsError(
+            f"{out_dir} holds something else than this [model.scratch]: remove it, or use another run "
+            "directory"
+        )
+
+
+def vocabulary_size(config: ScratchConfig) -> int:
+    """Return how many tokens the model has."""
+    return len(SPECIALS) + len(config.vocabulary)
+
+
+def _recipe(config: ScratchConfig) -> str:
+    return json.dumps(dataclasses.asdict(config), indent=1, sort_keys=True)
+
+
+def _check_config(config: ScratchConfig) -> None:
     checked_name(config.architecture, ARCHITECTURES, "setting model.scratch.architecture:")
     if not config.vocabulary or len(set(config.vocabulary)) != len(config.vocabulary):
         raise SettingsError(f"model.scratch.vocabulary {config.vocabulary!r}: give each character once")
@@ -76,7 +94,7 @@ def _model(config: ScratchConfig) -> Any:
     hf = AutoConfig.for_model(
         config.architecture,
         **shape,
-        vocab_size=len(SPECIALS) + len(config.vocabulary),
+        vocab_size=vocabulary_size(config),
         rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
         pad_token_id=0,
         eos_token_id=1,

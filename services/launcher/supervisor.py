@@ -53,7 +53,7 @@ async def run_up(settings: Settings, progress: Progress) -> RunOutcome:
     run_dir = settings.run_dir
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     with run_lock(run_dir):
-        spec = await asyncio.to_thread(prepare, settings)
+        spec = await asyncio.to_thread(prepare, settings, local=True)
         async with _ledger_server(settings) as server:
             url = server.url if server else settings.ledger.url
             dump_settings(settings, run_dir / "settings.json")

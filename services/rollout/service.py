@@ -21,6 +21,8 @@ from rollout.render import Renderer
 from services.bus.broadcast import Listener
 from services.bus.sender import Sender
 from services.gpu_sharing.device_lock import DeviceLock
+from services.preflight.problem import refuse
+from services.preflight.sampling import distribution_problems
 from services.rollout.gpu_turn import EngineGpuTurn
 from services.rollout.group_runner import GroupRunner
 from services.rollout.weight_updater import WeightUpdater
@@ -33,17 +35,19 @@ async def serve(process: Process) -> None:
     """Run one rollout worker until it is stopped; drains by finishing or handing back what it holds.
 
     Raises:
-        SettingsError: there is no model, or a part of the worker cannot be made from the settings.
+        SettingsError: there is no model, sampling is not what the trainer computes with, or a part of the
+            worker cannot be made from the settings.
         PoisonedError: the engine may hold mixed weights.
     """
     settings = process.settings
+    refuse(distribution_problems(settings.sampling))
     if not (settings.model_dir / "config.json").is_file():
         raise SettingsError(
             f"no model in {settings.model_dir}: `tether up` or `python -m services.prepare` makes it from "
             "[model.scratch]; or set model.path to a Hugging Face directory"
         )
     prompts = await asyncio.to_thread(make_source, settings.prompts)
-    renderer = await asyncio.to_thread(Renderer, settings.model_dir, settings.render)
+    renderer = await asyncio.to_thread(Renderer, settings.model_dir, settings.rendering)
     environment = make_environment(settings.environment)
     described = settings.weights.transport == TRANSPORT
     shared = description_file(settings.run_dir, process.incarnation) if described else None

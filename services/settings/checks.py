@@ -1,20 +1,20 @@
 """Checks settings against each other: names, ranges, and which choices exclude each other."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from operator import attrgetter
 
 from protocol.choices import checked_name
 from protocol.device.shared_layout import TRANSPORT
 from protocol.errors import SettingsError
 from protocol.ids import checked_run_id
-from protocol.ranges import check_ranges
+from protocol.ranges import range_errors
 from rollout.engines.base import DTYPES
 from rollout.engines.registry import CAN_SHARE, CAN_SLEEP, ENGINES, SERVE_ADAPTERS
 from services.settings.engine_pool import check_pool
 from services.settings.placement import check_gpus, gpu_list
 from services.settings.sections import Settings
 from trainer.algorithms.registry import ALGORITHMS
-from trainer.config import WeightConfig
+from trainer.config import DEVICES, TRAINER_DTYPES, WeightConfig
 from trainer.registry import BACKENDS
 from trainer.weights.registry import TRANSPORTS
 
@@ -22,6 +22,8 @@ CHOICES: Mapping[str, Collection[str]] = {
     "engine.name": ENGINES,
     "engine.dtype": DTYPES,
     "trainer.backend": BACKENDS,
+    "trainer.device": DEVICES,
+    "trainer.dtype": TRAINER_DTYPES,
     "algorithm.name": ALGORITHMS,
     "weights.transport": TRANSPORTS,
 }
@@ -34,18 +36,47 @@ def check_settings(settings: Settings) -> None:
     Raises:
         SettingsError: names the setting, its value, and what it can be.
     """
-    checked_run_id(settings.run.name)
+    for error in settings_errors(settings):
+        raise error
+
+
+def settings_errors(settings: Settings) -> Iterator[SettingsError]:
+    """Yield the errors of which `check_settings` raises the first."""
     for dotted, names in CHOICES.items():
-        checked_name(attrgetter(dotted)(settings), names, f"setting {dotted}:")
-    check_ranges(settings, "")
-    _check_adapters_and_sleep(settings)
-    check_pool(settings.services.pool, settings.engine)
-    check_gpus(settings.services, settings.parallel.world_size, settings.engine.tensor_parallel_size)
-    check_shared(settings)
+        yield from _error_of(lambda d=dotted, n=names: _check_choice(settings, d, n))  # type: ignore[misc]
+    yield from range_errors(settings, "")
+    services, engine = settings.services, settings.engine
+    for check in (
+        lambda: checked_run_id(settings.run.name),
+        lambda: _check_adapters_and_sleep(settings),
+        lambda: check_pool(services.pool, engine),
+        lambda: check_gpus(services, settings.parallel.world_size, engine.tensor_parallel_size),
+        lambda: check_shared(settings),
+        lambda: _check_alternatives(settings),
+        lambda: _check_model(settings),
+    ):
+        yield from _error_of(check)
+
+
+def _error_of(check: Callable[[], object]) -> Iterator[SettingsError]:
+    try:
+        check()
+    except SettingsError as error:
+        yield error
+
+
+def _check_choice(settings: Settings, dotted: str, names: Collection[str]) -> None:
+    checked_name(attrgetter(dotted)(settings), names, f"setting {dotted}:")
+
+
+def _check_alternatives(settings: Settings) -> None:
     if settings.services.pool and settings.services.rollouts != 1:
         raise SettingsError("settings services.pool and services.rollouts exclude each other: give one")
     if settings.model.path and settings.model.scratch:
         raise SettingsError("settings model.path and model.scratch exclude each other: give one")
+
+
+def _check_model(settings: Settings) -> None:
     if settings.model.path and not (settings.model_dir / "config.json").is_file():
         raise SettingsError(
             f"setting model.path: no config.json in {settings.model_dir}; give a Hugging Face model directory"

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from protocol.errors import SettingsError
 from protocol.host.atomic_file import write_atomically
-from protocol.ranges import check_ranges
+from protocol.ranges import range_errors
 from services.settings.automatic import choose_automatic, split_automatic, visible_gpus
 from services.settings.checks import check_settings
 from services.settings.sections import Settings
@@ -22,7 +22,16 @@ _adapter: TypeAdapter[Settings] = TypeAdapter(Settings)
 def load_settings(
     path: str | None = None, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None
 ) -> Settings:
-    """Compose the settings of a process.
+    """Compose and check the settings of a process; arguments and errors are those of `compose_settings`."""
+    settings = compose_settings(path, overrides, environ)
+    check_settings(settings)
+    return settings
+
+
+def compose_settings(
+    path: str | None = None, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None
+) -> Settings:
+    """Compose the settings of a process; their values are not checked, only their types.
 
     Args:
         path: a TOML or JSON file; by default the one that `TETHER_CONFIG` names, or none.
@@ -54,10 +63,10 @@ def load_settings(
         settings = _adapter.validate_python(values)
     except ValidationError as error:
         raise SettingsError("; ".join(describe_problem(item) for item in error.errors())) from None
-    check_ranges(settings, "")
-    settings = choose_automatic(settings, automatic, visible_gpus(environ))
-    check_settings(settings)
-    return settings
+    if any(range_errors(settings, "")):  # what is chosen is computed with numbers in their ranges
+        return settings
+    return choose_automatic(settings, automatic, visible_gpus(environ))
+
 
 
 def run_settings(run_dir: Path, overrides: Sequence[str] = ()) -> Settings:

@@ -5,7 +5,7 @@ Each component's section is a frozen dataclass beside the component. The range o
 `python -m services.settings.reference`.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -143,6 +143,12 @@ class EvalConfig:
     """Held-out prompts to score on, at most."""
     samples: Annotated[int, Meta(ge=0, le=10**5)] = 1
     """Sampled answers to each prompt for the sampled score. 0: no sampled score."""
+    temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
+    """Divides the logits before an answer of the sampled score is drawn. 0 is greedy."""
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Draw answers from the most likely tokens that together have this probability. 1 is off."""
+    top_k: Annotated[int, Meta(ge=0, le=10**7)] = 0
+    """Draw answers from the k most likely tokens. 0 is off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +195,18 @@ class Settings:
     def run_dir(self) -> Path:
         """Absolute path of the run directory."""
         return Path(self.run.dir or f"runs/{self.run.name}").absolute()
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of prompt and completion together that every engine of the run takes."""
+        given = [entry.engine.get("max_model_len", self.engine.max_model_len) for entry in self.services.pool]
+        return min(given, default=self.engine.max_model_len)
+
+    @property
+    def rendering(self) -> RenderConfig:
+        """Section `[render]` with the limit of prompts that is in force."""
+        room = max(1, self.context_tokens - self.sampling.max_tokens)
+        return replace(self.render, max_prompt_tokens=self.render.max_prompt_tokens or room)
 
     @property
     def model_dir(self) -> Path:

@@ -54,7 +54,7 @@ async def evaluate_run(settings: Settings, checkpoints: Sequence[Path]) -> dict[
     if not prompts:
         raise SettingsError("no held-out prompts to score on: set prompts.held_out or prompts.held_out_path")
     models = [settings.model_dir, *(checkpoints or [newest_export(settings.run_dir)])]
-    renderer = await asyncio.to_thread(Renderer, settings.model_dir, settings.render)
+    renderer = await asyncio.to_thread(Renderer, settings.model_dir, settings.rendering)
     engine = make_engine(settings.engine, settings.model_dir, "eval")
     scored: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="tether-eval-") as directory:
@@ -152,7 +152,7 @@ class _ModelScorer:
         result: dict[str, Any] = {}
         for kind, temperature, samples in (
             ("greedy", 0.0, 1),
-            ("sampled", self.settings.sampling.temperature, self.settings.eval.samples),
+            ("sampled", self.settings.eval.temperature, self.settings.eval.samples),
         ):
             if samples:
                 each = await self._rewards(temperature, samples)
@@ -161,9 +161,9 @@ class _ModelScorer:
 
     async def _rewards(self, temperature: float, samples: int) -> list[float]:
         """Return the mean reward of each prompt over its samples."""
-        config = self.settings.sampling
+        config = self.settings.eval
         sampling = Sampling(
-            max_tokens=config.max_tokens,
+            max_tokens=self.settings.sampling.max_tokens,
             temperature=temperature,
             top_p=config.top_p,
             top_k=config.top_k,

@@ -21,7 +21,7 @@ from services.ledger.interface import LedgerStatus
 from services.ledger.redis.ledger import RedisLedger
 from services.ledger.verify.verifier import AuditResult, verify
 from services.observability.steps import read_steps
-from services.prepare import prepare
+from services.prepare import make_run, prepare
 from services.runtime.process import Process, open_process
 from services.runtime.run_ledger import open_ledger
 from services.settings.load import load_settings
@@ -59,10 +59,15 @@ def settings_for(run_dir: Path, config: str, *overrides: str) -> Settings:
 
 
 @asynccontextmanager
-async def running(settings: Settings, *, rollouts: int = 1, rewards: int = 1) -> AsyncIterator[LiveRun]:
-    """Start or resume a run; at the end of the block everything is stopped in the order of `tether up`."""
+async def running(
+    settings: Settings, *, rollouts: int = 1, rewards: int = 1, checked: bool = True
+) -> AsyncIterator[LiveRun]:
+    """Start or resume a run; at the end of the block everything is stopped in the order of `tether up`.
+
+    Without `checked` a run starts that `tether up` would refuse, such as one that samples greedily.
+    """
     settings.run_dir.mkdir(parents=True, exist_ok=True)
-    spec = await asyncio.to_thread(prepare, settings)
+    spec = await asyncio.to_thread(prepare if checked else make_run, settings)
     async with _served(settings) as url:
         settings = dataclasses.replace(settings, ledger=dataclasses.replace(settings.ledger, url=url))
         async with open_ledger(settings) as ledger:
@@ -117,11 +122,11 @@ async def _run(
 
 
 async def run_to_end(
-    settings: Settings, *, seconds: float = 400, rollouts: int = 1, rewards: int = 1
+    settings: Settings, *, seconds: float = 400, rollouts: int = 1, rewards: int = 1, checked: bool = True
 ) -> Finished:
     """Run until all steps are made; fails if they are not within `seconds`."""
     async with asyncio.timeout(seconds):
-        async with running(settings, rollouts=rollouts, rewards=rewards) as live:
+        async with running(settings, rollouts=rollouts, rewards=rewards, checked=checked) as live:
             await live.trained.wait()
             status = await live.ledger.status()
     path = settings.run_dir / "audit.jsonl"

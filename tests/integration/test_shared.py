@@ -44,7 +44,7 @@ async def test_weights_are_those_of_a_run_by_shm(tmp_path: Path, pair: str, dtyp
     )  # nothing is left to chance
     same = (*PAIRS[pair], *greedy, f"trainer.dtype={dtype}", f"engine.dtype={dtype}")
     runs = [
-        await run_to_end(small(tmp_path / way, *same, f"weights.transport={way}"))
+        await run_to_end(small(tmp_path / way, *same, f"weights.transport={way}"), checked=False)
         for way in ("shm", "shared")
     ]
     assert digests(runs[0]) == digests(runs[1])

@@ -12,6 +12,8 @@ ALGORITHMS = {
     "grpo": "trainer.algorithms.grpo:Grpo",
 }
 """Algorithm -> its class, which takes an `AlgorithmConfig`."""
+GROUP_RELATIVE = frozenset({"dr_grpo", "grpo"})
+"""Algorithms whose advantages compare the samples of a group with each other."""
 
 
 def make_algorithm(config: AlgorithmConfig) -> Algorithm:

@@ -1,12 +1,12 @@
-"""Reads a model's architecture from the config.json of a Hugging Face checkpoint."""
+"""Reads a model's architecture from the config.json of a Hugging Face checkpoint.
+
+No torch here: checks before the start of a run read it, too.
+"""
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from protocol.errors import SettingsError
 
@@ -29,22 +29,6 @@ class Rope:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
-
-    def inverse_frequencies(self, head_dim: int) -> torch.Tensor:
-        """Return the rotary frequencies, float32 [head_dim / 2].
-
-        llama3: long wavelengths are stretched by `factor`, short ones kept, those between interpolated.
-        """
-        frequencies = 1.0 / self.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
-        if self.type == "linear":
-            return frequencies / self.factor
-        if self.type != "llama3":
-            return frequencies
-        turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
-        keep = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(
-            0.0, 1.0
-        )
-        return (1 - keep) * frequencies / self.factor + keep * frequencies
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +72,15 @@ def read_architecture(model_dir: Path) -> Architecture:
         raise SettingsError(
             f"cannot read {path}: {error}: the model must be a directory with a Hugging Face checkpoint"
         ) from error
+    return architecture_of(config, path)
+
+
+def architecture_of(config: dict[str, Any], path: Path) -> Architecture:
+    """Return the architecture that a config.json describes; `path` is that of the file, for errors.
+
+    Raises:
+        SettingsError: it asks for what is not supported; names the field.
+    """
     model_type = config.get("model_type")
     if model_type not in SUPPORTED:
         raise SettingsError(

@@ -4,6 +4,7 @@ Shapes: S tokens of a sequence, B sequences, H hidden size, P tensor ranks; mega
 H].
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -27,7 +28,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from protocol.errors import SettingsError
-from trainer.megatron.architecture import Architecture
+from trainer.megatron.architecture import Architecture, Rope
 from trainer.megatron.convert.rules import Direct, Rule, padded_vocabulary
 from trainer.megatron.parallel import Position
 
@@ -184,12 +185,26 @@ def build_model(
         rotary_base=architecture.rope.theta,
     )
     # Ours: megatron's scaling is llama3's with two of its four numbers fixed.
-    model.rotary_pos_emb.inv_freq = architecture.rope.inverse_frequencies(architecture.head_dim).to(
-        position.device
-    )
+    frequencies = inverse_frequencies(architecture.rope, architecture.head_dim)
+    model.rotary_pos_emb.inv_freq = frequencies.to(position.device)
     if config.params_dtype is torch.bfloat16:
         model = model.bfloat16()
     return model.to(position.device)
+
+
+def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
+    """Return the rotary frequencies, float32 [head_dim / 2].
+
+    llama3: long wavelengths are stretched by `factor`, short ones kept, those between interpolated.
+    """
+    frequencies = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
+    if rope.type == "linear":
+        return frequencies / rope.factor
+    if rope.type != "llama3":
+        return frequencies
+    turns = rope.original_max_position_embeddings * frequencies / (2 * math.pi)
+    keep = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0.0, 1.0)
+    return (1 - keep) * frequencies / rope.factor + keep * frequencies
 
 
 def mark_split(parameters: Mapping[str, torch.Tensor], rules: Iterable[Rule]) -> None:

@@ -42,6 +42,8 @@ EXIT_GRACE_S = 5.0
 """For the server's processes to end after they were killed."""
 LOG_TAIL = 600
 """Characters of the server's log that an error quotes."""
+OTHER_LOGPROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"
+"""Variable with which SGLang returns log-probabilities at temperature 1, whatever it samples at."""
 
 
 class SglangServer:
@@ -172,6 +174,8 @@ def server_command(config: EngineConfig, model_dir: Path, incarnation: str, port
         # our plug-in removes what top-k and top-p drop from the logits before SGLang samples, so that its
         # faster backends would gain nothing
         "sampling-backend": "pytorch",
+        # not those of the model's generation_config.json (top_k, repetition_penalty ...)
+        "sampling-defaults": "openai",
         # engines with one seed would sample the same completions
         "random-seed": xxhash.xxh3_64_intdigest(incarnation.encode()) % 2**31,
     }
@@ -217,7 +221,11 @@ def server_environment(config: EngineConfig, directory: Path) -> dict[str, str]:
     here = Path(rollout.__file__).parents[1]
     path = [str(directory), str(here), given.pop("PYTHONPATH", ""), os.environ.get("PYTHONPATH", "")]
     defaults = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("TETHER_")}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("TETHER_") and name != OTHER_LOGPROBS
+    }
     if not torch.cuda.is_available():
         defaults["SGLANG_USE_CPU_ENGINE"] = "1"
     return {
@@ -262,6 +270,11 @@ def check_model(config: EngineConfig, model_dir: Path, lora: LoraConfig = NO_ADA
     if torch.cuda.is_available() and config.dtype == "float32":
         raise EngineError(
             "setting engine.dtype: SGLang's CUDA kernels compute in bfloat16 and float16, not in float32"
+        )
+    if OTHER_LOGPROBS in config.environment:
+        raise EngineError(
+            f"setting engine.environment: with {OTHER_LOGPROBS} SGLang returns log-probabilities of another "
+            "distribution than it samples from; leave it out"
         )
     model = read_config(model_dir)
     check_adapters(lora, model_dir)

@@ -229,6 +229,8 @@ def engine_arguments(
         "max_num_seqs": config.max_running,
         "max_num_batched_tokens": max(MIN_BATCHED_TOKENS, config.max_model_len),
         "logprobs_mode": "processed_logprobs",
+        # not the sampling defaults of the model's generation_config.json (top_k, repetition_penalty ...)
+        "generation_config": "vllm",
         "disable_log_stats": True,
         "enable_prefix_caching": True,
         # with it a token may be in flight at a commit, sampled under weights that its step no longer shows

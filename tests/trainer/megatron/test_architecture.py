@@ -11,6 +11,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from protocol.errors import SettingsError
 from tests.trainer.megatron.models import LLAMA3_ROPE, make_model
 from trainer.megatron.architecture import read_architecture
+from trainer.megatron.model import inverse_frequencies
 
 
 def write_config(directory: Path, **changes: object) -> Path:
@@ -81,7 +82,7 @@ def test_rope_frequencies_equal_those_of_transformers(
         )
     else:
         path = write_config(tmp_path, rope_parameters=rope)
-    frequencies = read_architecture(path).rope.inverse_frequencies(32)
+    frequencies = inverse_frequencies(read_architecture(path).rope, 32)
     config = transformers.LlamaConfig(**{**make_model("llama").config.to_dict(), "rope_parameters": rope})
     if rope["rope_type"] == "default":
         expected = 1.0 / rope["rope_theta"] ** (torch.arange(0, 32, 2).float() / 32)

@@ -1,0 +1,1 @@
+"""Checks a run before anything of it starts: settings, model, prompts, endpoints."""

@@ -1,0 +1,107 @@
+"""Checks everything of a run that can be checked before anything starts, and describes what would start."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from protocol.errors import SettingsError
+from rollout.environments.registry import make_environment
+from rollout.prompts.base import PromptSource
+from rollout.prompts.registry import make_source
+from services.preflight.data import first_prompts, rendering_problems, stream_problems, verifier_problems
+from services.preflight.endpoints import local_problems
+from services.preflight.lengths import length_problems
+from services.preflight.model import ModelFacts, model_problems, read_model
+from services.preflight.problem import Problem
+from services.preflight.sampling import distribution_problems, group_problems
+from services.settings.sections import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What a check found."""
+
+    problems: Sequence[Problem]
+    """Why the run cannot start; empty if it can."""
+    model: ModelFacts | None
+    """None if the model cannot be read."""
+    source: PromptSource | None
+    """None if the prompts cannot be read."""
+
+
+def check_run(settings: Settings, *, local: bool = False) -> Findings:
+    """Find all problems of a run whose single settings are right. No model is built, no process started.
+
+    Args:
+        settings: those of the run.
+        local: whether all services will run on this machine, so that its ports, keys and libraries matter.
+    """
+    problems = [*distribution_problems(settings.sampling), *group_problems(settings)]
+    problems += length_problems(settings)
+    problems += _error_of_environment(settings)
+    source: PromptSource | None = None
+    model: ModelFacts | None = None
+    try:
+        source = make_source(settings.prompts)
+    except SettingsError as error:
+        problems.append(Problem(str(error)))
+    try:
+        model = read_model(settings)
+    except SettingsError as error:
+        problems.append(Problem(str(error)))
+    prompts = first_prompts(source) if source else []
+    if source:
+        problems += stream_problems(settings, source)
+    problems += verifier_problems(settings, prompts)
+    if model:
+        problems += model_problems(settings, model)
+        problems += rendering_problems(settings, model, prompts)
+    if local:
+        problems += local_problems(settings)
+    return Findings(tuple(_each_once(problems)), model, source)
+
+
+def describe_run(settings: Settings, model: ModelFacts, source: PromptSource) -> list[str]:
+    """Return lines that say what the run consists of: model, prompts, steps, processes."""
+    bound, sampling, services = settings.bound, settings.sampling, settings.services
+    parallel, prompts, engine = settings.parallel, settings.prompts, settings.engine
+    count = f"{model.parameters:,}" if model.parameters else "unknown"
+    made = "" if model.is_made else ", made at the start"
+    per_step = bound.groups_per_step * sampling.samples_per_prompt
+    stream = "without end" if source.size is None else f"{source.size:,} in {prompts.passes} passes"
+    ranks = (
+        f"tensor {parallel.tensor_model_parallel_size} x pipeline {parallel.pipeline_model_parallel_size} x "
+        f"data {parallel.data_parallel_size}"
+    )
+    engines = ", ".join(
+        f"{entry.count} on {entry.engine.get('name', engine.name)}" for entry in services.pool
+    )
+    return [
+        f"model    {model.place}: {model.config.get('model_type')}, {count} parameters{made}",
+        f"prompts  {prompts.source}: {stream}; {prompts.held_out:,} held out",
+        f"steps    {settings.run.steps:,} of {bound.groups_per_step} prompts x {sampling.samples_per_prompt} "
+        f"samples, at most {per_step * sampling.max_tokens:,} sampled tokens each; "
+        f"E={bound.max_staleness}, {bound.staleness_policy}",
+        f"trainer  {settings.trainer.backend}, {settings.trainer.dtype}, "
+        f"{parallel.world_size} rank(s): {ranks}{_on(services.trainer_gpus)}",
+        f"rollout  {engines or f'{services.rollouts} on {engine.name}'}, {engine.dtype}, "
+        f"tensor {engine.tensor_parallel_size}{_on(services.rollout_gpus)}; "
+        f"weights by {settings.weights.transport}",
+        f"reward   {services.rewards} worker(s): "
+        + (", ".join(verifier.name for verifier in settings.reward.verifiers) or "the environment's"),
+    ]
+
+
+def _on(gpus: str) -> str:
+    return f" on GPUs {gpus}" if gpus else ""
+
+
+def _error_of_environment(settings: Settings) -> Iterator[Problem]:
+    try:
+        make_environment(settings.environment)
+    except SettingsError as error:
+        yield Problem(str(error))
+
+
+def _each_once(problems: Iterable[Problem]) -> list[Problem]:
+    """Return the problems without repetitions: engines of a pool may share one."""
+    return list({str(problem): problem for problem in problems}.values())

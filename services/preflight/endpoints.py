@@ -1,0 +1,125 @@
+"""Finds what this machine does not allow: keys of the bus, ports, libraries; and asks the ledger's server."""
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from protocol.errors import SettingsError, Unavailable
+from protocol.topics import TOPICS
+from services.bus.config import BusConfig, bind_address
+from services.bus.curve import ClientKeys, load_authorized, load_pair
+from services.ledger.redis.ledger import RedisLedger
+from services.preflight.problem import Problem
+from services.runtime.run_ledger import ledger_url
+from services.settings.sections import Settings
+
+LEDGER_S = 3.0
+"""Limit for the answer of the ledger's server."""
+LIBRARIES = {"megatron": "megatron.core", "vllm": "vllm"}
+"""Backend or engine -> the library that this interpreter needs for it."""
+
+
+def local_problems(settings: Settings) -> Iterator[Problem]:
+    """Yield what keeps services from starting on this machine; nothing is started or bound for long."""
+    yield from _library_problems(settings)
+    yield from _key_problems(settings.bus)
+    yield from _port_problems(settings)
+
+
+def ledger_problems(settings: Settings) -> Iterator[Problem]:
+    """Yield the problem if the configured server of the ledger does not answer within `LEDGER_S`."""
+    if not settings.ledger.url:
+        return
+
+    async def ask() -> None:
+        ledger = await RedisLedger.connect(
+            ledger_url(settings), settings.run.name, timeout_s=LEDGER_S, retry_s=0
+        )
+        await ledger.close()
+
+    try:
+        asyncio.run(ask())
+    except (SettingsError, Unavailable) as error:
+        yield Problem(f"section [ledger]: {error}")
+
+
+def _library_problems(settings: Settings) -> Iterator[Problem]:
+    entries = settings.services.pool
+    engines = {str(entry.engine.get("name", settings.engine.name)) for entry in entries} or {
+        settings.engine.name
+    }
+    for setting, names in (("trainer.backend", {settings.trainer.backend}), ("engine.name", engines)):
+        for name in sorted(names & LIBRARIES.keys()):
+            if not _is_installed(LIBRARIES[name]):
+                yield Problem(
+                    f"the library {LIBRARIES[name]} is not installed for this Python",
+                    "install it, or choose another one",
+                    setting,
+                    name,
+                )
+
+
+def _is_installed(library: str) -> bool:
+    try:
+        return find_spec(library) is not None
+    except ModuleNotFoundError:  # nor the package that it is in
+        return False
+
+
+def _key_problems(bus: BusConfig) -> Iterator[Problem]:
+    try:
+        for topic in TOPICS.values():
+            bind_address(topic, bus)
+        if bus.curve_dir:
+            load_pair(bus.curve_dir, "server")
+            ClientKeys.load(bus.curve_dir)
+    except SettingsError as error:
+        yield Problem(str(error))
+        return
+    if bus.curve_dir and not load_authorized(bus.curve_dir):
+        yield Problem(
+            f"{Path(bus.curve_dir) / 'authorized'} holds no public key, so that no service could connect",
+            f"copy {Path(bus.curve_dir) / 'client.key'} there",
+            "bus.curve_dir",
+            bus.curve_dir,
+        )
+
+
+def _port_problems(settings: Settings) -> Iterator[Problem]:
+    bus, monitor = settings.bus, settings.monitor
+    bus_ports = range(bus.port_base, bus.port_base + len(TOPICS)) if bus.port_base else range(0)
+    wanted = [("bus.port_base", bus.port_base, bus.host, port) for port in bus_ports]
+    if monitor.enabled and monitor.port:
+        wanted.append(("monitor.port", monitor.port, monitor.host, monitor.port))
+        if monitor.port in bus_ports:
+            yield Problem(
+                f"the bus has the ports {bus_ports[0]} to {bus_ports[-1]} (bus.port_base)",
+                "choose another port, or 0 for any free one",
+                "monitor.port",
+                monitor.port,
+            )
+    for setting, value, host, port in wanted:
+        reason = _why_not_bound(host, port)
+        if reason:
+            yield Problem(
+                f"port {port} of {host} cannot be served on: {reason}",
+                "choose another port, or 0 for any free one",
+                setting,
+                value,
+            )
+
+
+def _why_not_bound(host: str, port: int) -> str:
+    """Return why a TCP port cannot be bound; empty if it can."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            "0.0.0.0" if host == "*" else host.strip("[]"), port, type=socket.SOCK_STREAM
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""

@@ -1,0 +1,205 @@
+"""Finds what the model does not allow: layouts, lengths, backends, engines. Reads files, builds nothing."""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from protocol.errors import EngineError, SettingsError
+from rollout.engines.base import EngineConfig
+from rollout.engines.requests import check_adapters, check_fits
+from services.preflight.problem import Problem
+from services.settings.sections import Settings
+from trainer.config import ScratchConfig
+from trainer.megatron.architecture import SUPPORTED, architecture_of
+from trainer.megatron.reshard import export_plan
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What is known of a model before it is loaded."""
+
+    place: Path
+    """Its directory, or the one that it will be made in."""
+    config: Mapping[str, Any]
+    """config.json, or what matters of it."""
+    parameters: int | None
+    """How many it has; None if the files do not say."""
+    is_made: bool
+    """Whether the directory is there."""
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.config.get("vocab_size") or 0)
+
+
+def read_model(settings: Settings) -> ModelFacts:
+    """Return the facts of the model that a run starts from.
+
+    Raises:
+        SettingsError: there is no model, or [model.scratch] makes none.
+    """
+    place, scratch = settings.model_dir, settings.model.scratch
+    if scratch is not None:
+        from trainer.random_model import check_scratch, vocabulary_size  # imports transformers
+
+        check_scratch(scratch, place)
+        if not place.exists():
+            config = _config_of(scratch, vocabulary_size(scratch))
+            return ModelFacts(place, config, _count_of(config), is_made=False)
+    path = place / "config.json"
+    if not path.is_file():
+        raise SettingsError(
+            "no model: set model.path to a Hugging Face directory, or fill in [model.scratch]"
+        )
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"{path}: {error}") from None
+    if not isinstance(found, dict):
+        raise SettingsError(f"{path} is not a JSON object")
+    return ModelFacts(place, found, _count_in(place), is_made=True)
+
+
+def model_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
+    """Yield what trainer or engines cannot do with the model."""
+    yield from _trainer_problems(settings, model)
+    for engine in _engines(settings):
+        yield from _engine_problems(settings, engine, model)
+
+
+def _trainer_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
+    backend, parallel = settings.trainer.backend, settings.parallel
+    if backend != "megatron" and parallel.world_size != 1:
+        yield Problem(
+            f"it runs on one rank, and [parallel] asks for {parallel.world_size}",
+            "use megatron, or set the sizes in [parallel] to 1",
+            "trainer.backend",
+            backend,
+        )
+    if backend == "reference":
+        yield from _unknown_to_transformers("trainer.backend", backend, model)
+    if backend == "megatron":
+        yield from _megatron_problems("trainer.backend", settings, model)
+        if model.is_made and not any(model.place.glob("*.safetensors")):
+            yield Problem(f"the trainer needs weights, and {model.place} holds no *.safetensors")
+
+
+def _megatron_problems(setting: str, settings: Settings, model: ModelFacts) -> Iterator[Problem]:
+    tp = settings.parallel.tensor_model_parallel_size if setting == "trainer.backend" else 1
+    pp = settings.parallel.pipeline_model_parallel_size if setting == "trainer.backend" else 1
+    try:
+        architecture = architecture_of(dict(model.config), model.place / "config.json")
+    except SettingsError as error:
+        yield Problem(str(error), "choose another model, or another one", setting, "megatron")
+        return
+    except (KeyError, TypeError, ValueError) as error:
+        yield Problem(f"{model.place / 'config.json'} lacks what a model needs: {error!r}")
+        return
+    if architecture.heads % tp:
+        yield Problem(
+            f"it does not divide the model's {architecture.heads} attention heads",
+            "choose a divisor",
+            "parallel.tensor_model_parallel_size",
+            tp,
+        )
+        return
+    try:
+        export_plan(architecture, tp, pp)
+    except SettingsError as error:
+        yield Problem(f"section [parallel]: {error}")
+
+
+def _engine_problems(settings: Settings, engine: EngineConfig, model: ModelFacts) -> Iterator[Problem]:
+    if engine.name == "scripted":
+        return
+    try:
+        check_fits(engine, dict(model.config), model.place)
+        if model.is_made:
+            check_adapters(settings.lora, model.place)
+    except EngineError as error:
+        yield Problem(f"section [engine]: {error}", "change that setting, or choose another model")
+    if engine.name == "megatron":
+        yield from _megatron_problems("engine.name", settings, model)
+    if engine.name == "hf":
+        yield from _unknown_to_transformers("engine.name", "hf", model)
+    if engine.name == "vllm":
+        yield from _unknown_to_vllm(model)
+
+
+def _engines(settings: Settings) -> list[EngineConfig]:
+    pool = settings.services.pool
+    return [dataclasses.replace(settings.engine, **entry.engine) for entry in pool] or [settings.engine]
+
+
+def _unknown_to_transformers(setting: str, value: str, model: ModelFacts) -> Iterator[Problem]:
+    kind = model.config.get("model_type")
+    if kind in SUPPORTED:
+        return
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # imports torch
+
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        yield Problem(
+            f"{model.place / 'config.json'}: model_type {kind!r} is no causal language model that "
+            "transformers has",
+            "choose another model",
+            setting,
+            value,
+        )
+
+
+def _unknown_to_vllm(model: ModelFacts) -> Iterator[Problem]:
+    """Compare the architecture with those that the installed vLLM lists, which is not imported for it."""
+    names, spec = model.config.get("architectures") or [], find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations or model.config.get("model_type") in SUPPORTED:
+        return
+    listing = Path(spec.submodule_search_locations[0]) / "model_executor/models/registry.py"
+    known = listing.read_text() if listing.is_file() else ""
+    if known and not any(f'"{name}"' in known for name in names):
+        yield Problem(
+            f"{model.place / 'config.json'}: vLLM has no architecture {', '.join(names) or '(unnamed)'}",
+            "choose another model, or another engine",
+            "engine.name",
+            "vllm",
+        )
+
+
+def _config_of(scratch: ScratchConfig, vocabulary: int) -> dict[str, Any]:
+    """Return what config.json of a random model will hold."""
+    return {
+        **dataclasses.asdict(scratch),
+        "model_type": scratch.architecture,
+        "architectures": [SUPPORTED.get(scratch.architecture, "")],
+        "vocab_size": vocabulary,
+        "rms_norm_eps": 1e-6,
+    }
+
+
+def _count_of(config: Mapping[str, Any]) -> int:
+    """Return the number of parameters of a dense decoder, but for biases and norms."""
+    hidden, head_dim = config["hidden_size"], config["head_dim"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    layer = hidden * (head_dim * 2 * (heads + kv_heads) + 3 * config["intermediate_size"])
+    tables = 1 if config["tie_word_embeddings"] else 2
+    return int(config["num_hidden_layers"] * layer + tables * config["vocab_size"] * hidden)
+
+
+def _count_in(directory: Path) -> int | None:
+    """Return the number of parameters in the headers of a directory's safetensors; None without any."""
+    total, files = 0, sorted(directory.glob("*.safetensors"))
+    try:
+        for path in files:
+            with safe_open(str(path), framework="numpy") as file:
+                for name in file.keys():  # noqa: SIM118 (it is no mapping)
+                    size = 1
+                    for length in file.get_slice(name).get_shape():
+                        size *= length
+                    total += size
+    except (OSError, SafetensorError) as error:
+        raise SettingsError(f"{directory}: {error}") from None
+    return total if files else None

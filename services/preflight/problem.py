@@ -1,0 +1,32 @@
+"""Defines what keeps a run from starting, and the refusal that names it."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from protocol.errors import SettingsError
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One reason why a run cannot start."""
+
+    cause: str
+    """What is wrong."""
+    remedy: str = ""
+    """What to do; empty where `cause` says it."""
+    setting: str = ""
+    """Dotted name; empty where `cause` names the setting."""
+    value: object = None
+    """Value of that setting."""
+
+    def __str__(self) -> str:
+        name = f"setting {self.setting} = {self.value!r}: " if self.setting else ""
+        return f"{name}{self.cause}{f'; {self.remedy}' if self.remedy else ''}"
+
+
+def refuse(problems: Iterable[Problem]) -> None:
+    """Raise SettingsError if there is a problem; the message states the first and counts the others."""
+    found = list(problems)
+    if found:
+        more = f" ({len(found) - 1} more: `tether check` lists all)" if len(found) > 1 else ""
+        raise SettingsError(f"{found[0]}{more}")

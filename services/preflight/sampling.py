@@ -1,0 +1,58 @@
+"""Finds sampling settings under which training would be wrong, or would learn nothing.
+
+The trainer computes log-probabilities over the whole vocabulary at `sampling.temperature`. Engines must
+sample from the same distribution: an importance ratio between two different ones is wrong at every token.
+"""
+
+from collections.abc import Iterator
+
+from rollout.generate import SamplingConfig
+from services.preflight.problem import Problem
+from services.settings.sections import Settings
+from trainer.algorithms.registry import GROUP_RELATIVE
+
+MIN_TEMPERATURE = 0.01
+"""Below it, vLLM samples at 0.01, and engines take the most likely token."""
+_CUT = (
+    "the engine would sample from the tokens that it keeps, while the trainer computes log-probabilities "
+    "over the whole vocabulary, so every importance ratio would be wrong"
+)
+_INSTEAD = "to train (sampling.temperature is exact; eval.{} is for evaluation)"
+
+
+def distribution_problems(sampling: SamplingConfig) -> Iterator[Problem]:
+    """Yield the settings with which engines sample from another distribution than the trainer's."""
+    if sampling.top_p < 1:
+        yield Problem(_CUT, f"set it to 1 {_INSTEAD.format('top_p')}", "sampling.top_p", sampling.top_p)
+    if sampling.top_k:
+        yield Problem(_CUT, f"set it to 0 {_INSTEAD.format('top_k')}", "sampling.top_k", sampling.top_k)
+    if 0 < sampling.temperature < MIN_TEMPERATURE:
+        yield Problem(
+            "engines do not sample at so low a temperature, but the trainer would compute with it",
+            f"set it to {MIN_TEMPERATURE} or more",
+            "sampling.temperature",
+            sampling.temperature,
+        )
+
+
+def group_problems(settings: Settings) -> Iterator[Problem]:
+    """Yield the settings with which the samples of a group give no advantage."""
+    sampling, algorithm = settings.sampling, settings.algorithm.name
+    if algorithm not in GROUP_RELATIVE:
+        return
+    if sampling.samples_per_prompt < 2:
+        yield Problem(
+            f"{algorithm} compares the samples of a prompt with each other: the advantage of a single one is "
+            "always 0, and nothing would be trained",
+            "set it to 2 or more",
+            "sampling.samples_per_prompt",
+            sampling.samples_per_prompt,
+        )
+    if sampling.temperature == 0:
+        yield Problem(
+            f"greedy samples of a prompt are equal, so their {algorithm} advantages are 0, and nothing would "
+            "be trained",
+            "set it to 1.0 (tether eval scores greedy answers anyway)",
+            "sampling.temperature",
+            sampling.temperature,
+        )

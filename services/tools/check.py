@@ -1,0 +1,46 @@
+"""Runs `tether check`: finds what would keep a run from starting, without starting anything."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from protocol.errors import SettingsError
+from services.preflight.check import check_run, describe_run
+from services.preflight.endpoints import ledger_problems
+from services.settings.checks import settings_errors
+from services.settings.load import compose_settings
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRun:
+    """Answer of `tether check`."""
+
+    problems: Sequence[str]
+    """Each a sentence with setting, value and remedy; empty if the run can start."""
+    summary: Sequence[str]
+    """What would start; empty if there are problems."""
+
+
+def check_configuration(config: str, overrides: Sequence[str]) -> CheckedRun:
+    """Check a settings file with overrides: first every setting by itself, then the run as a whole."""
+    try:
+        settings = compose_settings(config, overrides)
+    except SettingsError as error:
+        return CheckedRun([str(error)], [])
+    wrong = [str(error) for error in settings_errors(settings)]
+    if wrong:
+        return CheckedRun(wrong, [])
+    findings = check_run(settings, local=True)
+    problems = [str(problem) for problem in (*findings.problems, *ledger_problems(settings))]
+    if problems or findings.model is None or findings.source is None:
+        return CheckedRun(problems, [])
+    return CheckedRun([], describe_run(settings, findings.model, findings.source))
+
+
+def render_check(found: CheckedRun) -> str:
+    """Return the answer as text: OK and the summary, or the number of problems and each of them."""
+    if not found.problems:
+        return "\n".join(("OK", *found.summary))
+    count = len(found.problems)
+    return "\n".join(
+        (f"{count} problem{'s' if count > 1 else ''}", *(f"- {text}" for text in found.problems))
+    )
