@@ -51,6 +51,8 @@ def check_ranges(config: Any, prefix: str) -> None:
     kind: type = type(config)
     for field in dataclasses.fields(config):
         value, dotted = getattr(config, field.name), f"{prefix}.{field.name}" if prefix else field.name
+        if value is None:
+            continue
         if field.name in ranges_of(kind):
             check_range(kind, field.name, value, f"setting {dotted}")
         elif dataclasses.is_dataclass(value):
