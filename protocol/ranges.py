@@ -57,6 +57,8 @@ def range_errors(config: Any, prefix: str) -> Iterator[SettingsError]:
     kind: type = type(config)
     for field in dataclasses.fields(config):
         value, dotted = getattr(config, field.name), f"{prefix}.{field.name}" if prefix else field.name
+        if value is None:
+            continue
         if field.name in ranges_of(kind):
             try:
                 check_range(kind, field.name, value, f"setting {dotted}")

@@ -1,7 +1,7 @@
 """Defines prompts, the interface of prompt sources, and the order of a prompt stream."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Annotated, Any, Protocol
 
@@ -11,6 +11,22 @@ import xxhash
 from msgspec import Meta
 from numpy.typing import NDArray
 
+from rollout.prompts.named_source import MixtureConfig, SourceConfig
+
+NOT_IN_FINGERPRINT = frozenset(
+    {
+        "path",
+        "held_out_path",
+        "subset",
+        "split",
+        "revision",
+        "template",
+        "answer_pattern",
+        "mixture",
+    }
+)
+"""Settings of `[prompts]` that say where prompts are and how they are read: the prompts themselves count."""
+
 
 @dataclass(frozen=True, slots=True)
 class PromptConfig:
@@ -19,15 +35,25 @@ class PromptConfig:
     source: str = "jsonl"
     """Where prompts come from, a name of `rollout/prompts/registry.py`: jsonl, reasoning_gym or hf."""
     path: str = ""
-    """jsonl: a file. hf: a directory made by `save_to_disk`, a Parquet or JSON file, or a directory of
-    them."""
+    """jsonl: a file. hf: the name of a data set on the Hugging Face hub, such as "openai/gsm8k", a directory of
+    the same form, one made by `save_to_disk`, or a Parquet or JSON file."""
+    subset: str = ""
+    """hf: the subset (configuration), where the data set has several, such as "main"."""
     split: str = "train"
-    """hf: the split, where the directory has several."""
+    """hf: the split, where the data set has several."""
+    revision: str = ""
+    """hf: branch, tag or commit on the hub. Empty: main. The commit of the first start is recorded and kept."""
     prompt_field: str = "prompt"
     """jsonl, hf: field with the question, or with a list of messages `{role, content}`."""
     answer_field: str = "answer"
     """jsonl, hf: field that becomes `answer` in the metadata. Empty: rows have none. All other fields become
     metadata under their own names."""
+    template: str = ""
+    """jsonl, hf: text with fields of the row in braces, such as "Question: {question}", which becomes the
+    question; `prompt_field` is not used then. `{{` and `}}` are braces."""
+    answer_pattern: str = ""
+    """jsonl, hf: regular expression with one group, such as `#### (.+)`; what the group finds in the answer
+    field is the answer. Each row has to match."""
     families: tuple[str, ...] = ()
     """reasoning_gym: task families, used in turn."""
     params: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -45,6 +71,11 @@ class PromptConfig:
     `held_out_path`: how many of that file, 0 for all."""
     held_out_path: str = ""
     """jsonl, hf: a file or directory with the prompts for evaluation."""
+    mixture: tuple[MixtureConfig, ...] = ()
+    """Several sources with weights, instead of one."""
+
+
+PROMPT_FIELDS = frozenset(field.name for field in fields(PromptConfig))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +113,9 @@ class PromptSource(Protocol):
     def held_out(self) -> Sequence[Prompt]:
         """Return the prompts for evaluation, which never occur in the stream."""
 
+    def trained_texts(self) -> Iterable[str]:
+        """Yield the text of every prompt of one pass; of none where prompts are generated without end."""
+
 
 class Order:
     """Maps each position of a stream to one of `count` prompts, by a seeded permutation per pass."""
@@ -103,6 +137,16 @@ class Order:
         return np.random.RandomState(seed).permutation(self._count)
 
 
+def source_settings(prompts: PromptConfig, own: SourceConfig) -> PromptConfig:
+    """Return the settings of a named source: its own, and for what it does not give those of `[prompts]`."""
+    given = {
+        field.name: value
+        for field in fields(own)
+        if field.name in PROMPT_FIELDS and (value := getattr(own, field.name)) is not None
+    }
+    return replace(prompts, mixture=(), **given)
+
+
 def unseen(candidates: Sequence[Prompt], trained: Iterable[str]) -> list[Prompt]:
     """Return the candidates whose text is not in `trained`, each text once, in order."""
     seen = set(trained)
@@ -113,11 +157,9 @@ def unseen(candidates: Sequence[Prompt], trained: Iterable[str]) -> list[Prompt]
 def fingerprint_of(config: PromptConfig, content: bytes) -> str:
     """Return 16 hex digits over the content and every setting that changes the stream.
 
-    The location of the files does not matter.
+    The location of the files does not matter, nor how they are read.
     """
     settings = {
-        name: value
-        for name, value in msgspec.to_builtins(config).items()
-        if name not in {"path", "held_out_path", "split"}
+        name: value for name, value in msgspec.to_builtins(config).items() if name not in NOT_IN_FINGERPRINT
     }
     return xxhash.xxh3_64_hexdigest(msgspec.json.encode(settings, order="sorted") + b"\0" + content)

@@ -6,7 +6,7 @@ all items of a data set when it is opened.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from importlib.metadata import version
 from typing import Any
@@ -62,9 +62,7 @@ class ReasoningGymSource:
             SettingsError: the families generate too few different questions.
         """
         wanted = self._config.held_out
-        trained = {
-            self._item(i, self._config.seed, i).text for i in range(self._config.count if wanted else 0)
-        }
+        trained = set(self.trained_texts()) if wanted else set()
         found: list[Prompt] = []
         for start in range(0, ATTEMPTS * wanted, max(1, wanted)):
             drawn = [
@@ -80,6 +78,9 @@ class ReasoningGymSource:
                 "or make the families larger with prompts.params"
             )
         return found
+
+    def trained_texts(self) -> Iterable[str]:
+        return (self._item(i, self._config.seed, i).text for i in range(self._config.count))
 
     def _item(self, number: int, seed: int, index: int) -> Prompt:
         family = self._families[number % len(self._families)]

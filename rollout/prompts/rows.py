@@ -1,6 +1,6 @@
 """Makes a prompt source of the rows of a file or data set, all of them in memory."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,9 @@ class RowSource:
 
     def held_out(self) -> Sequence[Prompt]:
         return self._held_out
+
+    def trained_texts(self) -> Iterable[str]:
+        return (prompt.text for prompt in self._train)
 
 
 def prompt_of(row: Any, config: PromptConfig, where: str) -> Prompt:

@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
+from types import UnionType
 from typing import Any, get_args, get_origin
 
 from protocol.ranges import describe_range, ranges_of
@@ -63,6 +64,13 @@ def sections(kind: type = Settings, prefix: str = "") -> Iterator[tuple[str, typ
 
 def field_docs(kind: type) -> Mapping[str, str]:
     """Return field -> the string below it, on one line, for the fields of a dataclass that have one."""
+    found = {}
+    for base in filter(dataclasses.is_dataclass, reversed(kind.__mro__)):
+        found |= _own_docs(base)
+    return found
+
+
+def _own_docs(kind: type) -> Mapping[str, str]:
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(definition, ast.ClassDef)
     found = {}
@@ -104,6 +112,8 @@ def _variable(dotted: str) -> str:
 def _type_text(hint: Any) -> str:
     if hasattr(hint, "__metadata__"):
         return _type_text(hint.__origin__)
+    if get_origin(hint) is UnionType:
+        return _type_text(get_args(hint)[0])  # X | None
     if get_origin(hint) is tuple:
         return "array of tables" if inner_dataclass(hint) else f"array of {TYPES[get_args(hint)[0]]}s"
     if get_origin(hint) is dict or inner_dataclass(hint):

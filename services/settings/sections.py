@@ -19,6 +19,7 @@ from rollout.engines.base import EngineConfig
 from rollout.environments.base import EnvironmentConfig
 from rollout.generate import SamplingConfig
 from rollout.prompts.base import PromptConfig
+from rollout.prompts.named_source import HeldOutConfig
 from rollout.render import RenderConfig
 from services.bus.config import BusConfig
 from services.ledger.interface import ARCHIVE_LIMIT
@@ -140,7 +141,7 @@ class EvalConfig:
     at_end: bool = False
     """Whether `tether up` scores the first and the last model when the run is done."""
     prompts: Annotated[int, Meta(ge=1, le=10**9)] = 200
-    """Held-out prompts to score on, at most."""
+    """Held-out prompts of each set to score on, at most."""
     samples: Annotated[int, Meta(ge=0, le=10**5)] = 1
     """Sampled answers to each prompt for the sampled score. 0: no sampled score."""
     temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
@@ -149,6 +150,8 @@ class EvalConfig:
     """Draw answers from the most likely tokens that together have this probability. 1 is off."""
     top_k: Annotated[int, Meta(ge=0, le=10**7)] = 0
     """Draw answers from the k most likely tokens. 0 is off."""
+    sets: tuple[HeldOutConfig, ...] = ()
+    """Held-out sets beside the prompts that `[prompts]` holds out."""
 
 
 @dataclass(frozen=True, slots=True)

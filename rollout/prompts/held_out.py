@@ -1,0 +1,64 @@
+"""Collects the prompts that models are scored on: those that `[prompts]` holds out, and `[[eval.sets]]`."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from protocol.errors import SettingsError
+from rollout.prompts.base import Prompt, PromptConfig, PromptSource, source_settings, unseen
+from rollout.prompts.named_source import HELD_OUT, HeldOutConfig, check_names
+from rollout.prompts.registry import make_source
+
+log = logging.getLogger(__name__)
+
+
+def held_out_sets(
+    source: PromptSource, prompts: PromptConfig, sets: Sequence[HeldOutConfig], limit: int
+) -> Mapping[str, Sequence[Prompt]]:
+    """Return set name -> prompts, none of which is trained on.
+
+    The prompts that `[prompts]` holds out are the set `held_out`, which is left out if it is empty and there
+    are others.
+
+    Args:
+        source: the stream of `prompts`, already made.
+        prompts: section `[prompts]`.
+        sets: the tables `[[eval.sets]]`.
+        limit: prompts of a set that gives no limit of its own, at most.
+
+    Raises:
+        SettingsError: a set cannot be read, or all of its prompts are trained on; names the set.
+    """
+    check_names(sets, "eval.sets")
+    own = list(source.held_out())[:limit]
+    found = {HELD_OUT: own} if own or not sets else {}
+    trained = frozenset(source.trained_texts()) if sets else frozenset()
+    for config in sets:
+        try:
+            found[config.name] = _read(config, prompts, trained, config.limit or limit)
+        except SettingsError as error:
+            raise SettingsError(f"eval set {config.name}: {error}") from None
+    return found
+
+
+def _read(
+    config: HeldOutConfig, prompts: PromptConfig, trained: frozenset[str], limit: int
+) -> Sequence[Prompt]:
+    merged = source_settings(prompts, config)
+    if merged.source == "reasoning_gym":  # generates other questions than those of training
+        return make_source(replace(merged, held_out=limit)).held_out()
+    stream = make_source(replace(merged, count=0, held_out=0, held_out_path="", shuffle=False, passes=1))
+    rows = [replace(stream.at(index), index=-1) for index in range(stream.size or 0)]
+    kept = unseen(rows, trained)
+    if not kept:
+        raise SettingsError(f"all {len(rows)} prompts are also trained on; give another path or split")
+    if len(kept) < len(rows):
+        log.warning("prompts.left_out set=%s trained_or_repeated=%d", config.name, len(rows) - len(kept))
+    return [kept[place] for place in _chosen(len(kept), limit)]
+
+
+def _chosen(count: int, limit: int) -> Sequence[int]:
+    """Return at most `limit` places of `count`, the same ones every time, ascending; files may be sorted."""
+    return sorted(np.random.RandomState(0).permutation(count)[:limit].tolist())

@@ -1,0 +1,89 @@
+"""Defines the settings of a named source of prompts: an entry of a mixture, or a held-out set."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from protocol.errors import SettingsError
+
+HELD_OUT = "held_out"
+"""Name of the held-out set that `[prompts]` itself describes."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceConfig:
+    """A named source of prompts. Whatever it does not give is as in `[prompts]`."""
+
+    name: str = ""
+    """Its name: lower-case letters, digits, `-` and `_`."""
+    source: str | None = None
+    """As `prompts.source`."""
+    path: str | None = None
+    """As `prompts.path`."""
+    subset: str | None = None
+    """As `prompts.subset`."""
+    split: str | None = None
+    """As `prompts.split`."""
+    revision: str | None = None
+    """As `prompts.revision`."""
+    prompt_field: str | None = None
+    """As `prompts.prompt_field`."""
+    answer_field: str | None = None
+    """As `prompts.answer_field`."""
+    template: str | None = None
+    """As `prompts.template`."""
+    answer_pattern: str | None = None
+    """As `prompts.answer_pattern`."""
+    families: tuple[str, ...] | None = None
+    """As `prompts.families`."""
+    params: dict[str, dict[str, Any]] | None = None
+    """As `prompts.params`."""
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureConfig(SourceConfig):
+    """An entry of a mixture. Whatever it does not give is as in `[prompts]`."""
+
+    weight: Annotated[float, Meta(gt=0, le=1e9)] = 1.0
+    """Its share of the prompts is its weight over the sum of all weights."""
+    count: Annotated[int | None, Meta(ge=0, le=2**30)] = None
+    """As `prompts.count`."""
+    passes: Annotated[int | None, Meta(ge=0, le=2**30)] = None
+    """As `prompts.passes`. The mixture ends with the first source that runs out."""
+    held_out: Annotated[int | None, Meta(ge=0, le=2**20)] = None
+    """As `prompts.held_out`."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutConfig(SourceConfig):
+    """A held-out set of prompts. Whatever it does not give is as in `[prompts]`."""
+
+    limit: Annotated[int, Meta(ge=0, le=2**20)] = 0
+    """Prompts of the set, at most: a choice that is always the same. 0: as `eval.prompts`."""
+
+
+def check_names(entries: Sequence[SourceConfig], what: str) -> None:
+    """Check that each entry has a name of its own.
+
+    Args:
+        entries: those of one array of tables.
+        what: name of the array in the settings.
+
+    Raises:
+        SettingsError: a name is empty, of other characters, taken, or that of the set of `[prompts]`.
+    """
+    seen = {HELD_OUT}
+    for number, entry in enumerate(entries):
+        if not re.fullmatch(r"[a-z0-9][a-z0-9_-]{0,62}", entry.name):
+            raise SettingsError(
+                f"setting {what}.{number}.name: {entry.name!r} has to be 1 to 63 lower-case letters, digits, "
+                "'-' and '_', such as \"gsm8k\""
+            )
+        if entry.name in seen:
+            raise SettingsError(
+                f"setting {what}.{number}.name: {entry.name!r} is taken; give each a name of its own"
+            )
+        seen.add(entry.name)
