@@ -18,7 +18,8 @@ from services.ledger.interface import RunSpec
 from services.ledger_recovery.reconcile import reconcile
 from services.runtime.errors import configure_logging, describe_error
 from services.runtime.run_ledger import ledger_url, open_ledger
-from services.settings.load import dump_settings, load_settings
+from services.runtime.user_modules import add_user_modules
+from services.settings.load import FILE, dump_settings, load_settings
 from services.settings.sections import Settings
 
 
@@ -31,6 +32,7 @@ def prepare(settings: Settings) -> RunSpec:
     Raises:
         SettingsError: names what is wrong.
     """
+    add_user_modules(settings)
     make_environment(settings.environment)
     for verifier in settings.reward.verifiers:
         make_verifier(verifier.name, verifier.options)
@@ -74,7 +76,7 @@ async def prepare_run(settings: Settings) -> str:
         await reconcile(ledger, settings)
         await ledger.create(spec)
         await ledger.drain(False)
-        dump_settings(settings, settings.run_dir / "settings.json")
+        dump_settings(settings, settings.run_dir / FILE)
         return ledger.durability
 
 

@@ -11,6 +11,8 @@ import xxhash
 from msgspec import Meta
 from numpy.typing import NDArray
 
+from protocol.paths import FilePath
+
 
 @dataclass(frozen=True, slots=True)
 class PromptConfig:
@@ -18,7 +20,7 @@ class PromptConfig:
 
     source: str = "jsonl"
     """Where prompts come from, a name of `rollout/prompts/registry.py`: jsonl, reasoning_gym or hf."""
-    path: str = ""
+    path: FilePath = ""
     """jsonl: a file. hf: a directory made by `save_to_disk`, a Parquet or JSON file, or a directory of
     them."""
     split: str = "train"
@@ -43,7 +45,7 @@ class PromptConfig:
     held_out: Annotated[int, Meta(ge=0, le=2**20)] = 0
     """Number of prompts, the last ones, that are kept for evaluation and never trained on. With
     `held_out_path`: how many of that file, 0 for all."""
-    held_out_path: str = ""
+    held_out_path: FilePath = ""
     """jsonl, hf: a file or directory with the prompts for evaluation."""
 
 

@@ -14,6 +14,7 @@ from typing import Any, get_args, get_origin
 
 from protocol.ranges import describe_range, ranges_of
 from services.settings.checks import CHOICES
+from services.settings.paths import mark_of
 from services.settings.sections import Settings
 from services.settings.sources import SHORT_NAMES, inner_dataclass, to_toml
 
@@ -27,6 +28,11 @@ A setting is read from, in rising priority: its default, a TOML or JSON file (`t
 `TETHER_CONFIG`), its environment variable, `--set section.key=value`. Values of variables and of `--set` are
 TOML; text without quotes is a string. An unknown name is refused, with the most similar known one. nan and
 infinities are refused everywhere.
+
+A path in a file is relative to the directory of that file, a path in a variable or on a command line to the
+working directory; `~` is your home. Without `run.dir` a run writes to runs/NAME in the working directory. In
+RUN_DIR/settings.json a run keeps its paths absolute; relative ones in a file of that name, which earlier
+releases wrote, are relative to the working directory.
 """
 HEADER = "| setting | type | range | default | meaning | variable |\n|---|---|---|---|---|---|\n"
 TYPES = {int: "integer", float: "number", bool: "boolean", str: "string"}
@@ -96,9 +102,9 @@ def _variable(dotted: str) -> str:
 
 def _type_text(hint: Any) -> str:
     if hasattr(hint, "__metadata__"):
-        return _type_text(hint.__origin__)
+        return "path" if mark_of(hint) else _type_text(hint.__origin__)
     if get_origin(hint) is tuple:
-        return "array of tables" if inner_dataclass(hint) else f"array of {TYPES[get_args(hint)[0]]}s"
+        return "array of tables" if inner_dataclass(hint) else f"array of {_type_text(get_args(hint)[0])}s"
     if get_origin(hint) is dict or inner_dataclass(hint):
         return "table"
     return "string" if issubclass(hint, StrEnum) else TYPES[hint]
