@@ -17,7 +17,7 @@ from services.preflight.check import check_run
 from services.preflight.problem import refuse
 from services.runtime.errors import configure_logging, describe_error
 from services.runtime.run_ledger import ledger_url, open_ledger
-from services.settings.load import dump_settings, load_settings
+from services.settings.load import FILE, dump_settings, load_settings
 from services.settings.sections import Settings
 
 
@@ -80,7 +80,7 @@ async def prepare_run(settings: Settings) -> str:
         await reconcile(ledger, settings)
         await ledger.create(spec)
         await ledger.drain(False)
-        dump_settings(settings, settings.run_dir / "settings.json")
+        dump_settings(settings, settings.run_dir / FILE)
         return ledger.durability
 
 

@@ -18,6 +18,7 @@ from services.bus.sender import Declined, Sender
 from services.observability.busy import BusyMeter
 from services.runtime.main import service_main
 from services.runtime.process import Process
+from services.runtime.user_modules import add_user_modules
 
 log = logging.getLogger("tether.reward")
 
@@ -35,7 +36,7 @@ async def serve(process: Process) -> None:
         "config": settings.bus,
     }
     async with (
-        ScorePool(settings.reward) as pool,
+        ScorePool(settings.reward, add_user_modules(settings)) as pool,
         Receiver(ROLLOUTS, **identity) as receiver,
         Sender(
             SCORED, role=Role.REWARD, discover=lambda: process.discover(SCORED.name), **identity

@@ -5,6 +5,8 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from protocol.paths import FilePath
+
 TRAINER_DTYPES = ("bfloat16", "float32")
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -111,7 +113,7 @@ class WeightConfig:
 
     transport: str = "shm"
     """The transport: shm, disk, nccl, ipc or shared. docs/weights.md says which one to choose."""
-    directory: str = ""
+    directory: FilePath = ""
     """shm and disk: where versions are written. By default /dev/shm/tether-RUN-NONCE and RUN_DIR/weights."""
     bucket_mb: Annotated[int, Meta(ge=1, le=10**5)] = 64
     """Size of one bucket, MiB. A tensor that is larger has a bucket to itself."""

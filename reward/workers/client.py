@@ -36,8 +36,12 @@ class WorkerClient:
         self.healthy = True
 
     @classmethod
-    async def start(cls, config: RewardConfig) -> "WorkerClient":
+    async def start(cls, config: RewardConfig, modules: Sequence[str] = ()) -> "WorkerClient":
         """Start a worker and wait until it has imported its verifiers; cancelling the call ends the process.
+
+        Args:
+            config: section `[reward]`.
+            modules: directories with modules of the user, which are searched last.
 
         Raises:
             SettingsError: a verifier's name or options are wrong.
@@ -60,7 +64,9 @@ class WorkerClient:
         worker = cls(process, config)
         try:
             async with asyncio.timeout(config.start_timeout_s):
-                await worker._send([config.memory_mb, [[v.name, v.options] for v in config.verifiers]])
+                await worker._send(
+                    [config.memory_mb, list(modules), [[v.name, v.options] for v in config.verifiers]]
+                )
                 kind, *rest = await worker._receive()
         except TimeoutError:
             await worker.end()

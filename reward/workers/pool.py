@@ -21,8 +21,12 @@ ENVIRONMENT = "environment"
 class ScorePool:
     """Pool of `config.workers` processes that score one group each at a time; an async context manager."""
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, config: RewardConfig, modules: Sequence[str] = ()) -> None:
         """Check the section.
+
+        Args:
+            config: the section.
+            modules: directories with modules of the user, for the workers.
 
         Raises:
             SettingsError: a verifier is unknown or repeated, or a number is out of range.
@@ -34,7 +38,7 @@ class ScorePool:
             raise SettingsError(f"setting reward.verifiers: {', '.join(names)}: each verifier at most once")
         if config.workers < 1 or config.timeout_s <= 0:
             raise SettingsError("settings reward.workers must be at least 1 and reward.timeout_s above 0")
-        self._config = config
+        self._config, self._modules = config, modules
         self._weights = {verifier.name: verifier.weight for verifier in config.verifiers} | {
             ENVIRONMENT: config.environment_weight
         }
@@ -114,7 +118,7 @@ class ScorePool:
             if self._closed:
                 raise RewardError("the score pool is closed")
             if worker is None:
-                worker = await WorkerClient.start(self._config)
+                worker = await WorkerClient.start(self._config, self._modules)
                 self._running.add(worker)
             yield worker
         finally:

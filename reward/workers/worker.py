@@ -2,11 +2,11 @@
 
 Frames in both directions: 4 bytes of length, little-endian, and a MessagePack array.
 
-    in   [memory_mb, [[verifier, options], ...]]   once
-    out  ["ready"] or ["settings", text]           once
-    in   [prompt_text, responses, metadata]        per group
-    out  ["score", number]                         per verifier and response, verifiers outermost
-         or ["error", text]                        ends the group
+    in   [memory_mb, modules, [[verifier, options], ...]]   once
+    out  ["ready"] or ["settings", text]                    once
+    in   [prompt_text, responses, metadata]                 per group
+    out  ["score", number]                                  per verifier and response, verifiers outermost
+         or ["error", text]                                 ends the group
 """
 
 import os
@@ -31,7 +31,8 @@ def main() -> None:
     die_with_parent(signal.SIGKILL)
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # output of verifiers goes to the log, not between the frames
-    memory_mb, configured = _read(source)
+    memory_mb, modules, configured = _read(source)
+    sys.path.extend(modules)  # last, so that none replaces a module of ours
     try:
         verifiers = [make_verifier(name, options) for name, options in configured]
     except SettingsError as error:

@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from protocol.errors import Unsupported
 from protocol.messages import WeightManifest
+from protocol.paths import ProgramPath
 
 
 class KvPolicy(StrEnum):
@@ -64,7 +65,7 @@ class EngineConfig:
     """How long staging one version may take, seconds."""
     start_timeout_s: Annotated[float, Meta(gt=0, le=1e6)] = 300.0
     """How long loading the model may take, seconds."""
-    python: str = ""
+    python: ProgramPath = ""
     """sglang: the Python interpreter that has SGLang. Empty: the one of the rollout worker."""
     environment: dict[str, str] = field(default_factory=dict)
     """sglang: environment variables of its server, over those of the rollout worker."""

@@ -11,6 +11,7 @@ import xxhash
 from msgspec import Meta
 from numpy.typing import NDArray
 
+from protocol.paths import FilePath, HubPath
 from rollout.prompts.named_source import MixtureConfig, SourceConfig
 
 NOT_IN_FINGERPRINT = frozenset(
@@ -34,15 +35,16 @@ class PromptConfig:
 
     source: str = "jsonl"
     """Where prompts come from, a name of `rollout/prompts/registry.py`: jsonl, reasoning_gym or hf."""
-    path: str = ""
-    """jsonl: a file. hf: the name of a data set on the Hugging Face hub, such as "openai/gsm8k", a directory of
-    the same form, one made by `save_to_disk`, or a Parquet or JSON file."""
+    path: HubPath = ""
+    """jsonl: a file. hf: the name of a data set on the Hugging Face hub, such as "openai/gsm8k", a directory
+    of the same form, one made by `save_to_disk`, or a Parquet or JSON file."""
     subset: str = ""
     """hf: the subset (configuration), where the data set has several, such as "main"."""
     split: str = "train"
     """hf: the split, where the data set has several."""
     revision: str = ""
-    """hf: branch, tag or commit on the hub. Empty: main. The commit of the first start is recorded and kept."""
+    """hf: branch, tag or commit on the hub. Empty: main. The commit of the first start is recorded and
+    kept."""
     prompt_field: str = "prompt"
     """jsonl, hf: field with the question, or with a list of messages `{role, content}`."""
     answer_field: str = "answer"
@@ -69,7 +71,7 @@ class PromptConfig:
     held_out: Annotated[int, Meta(ge=0, le=2**20)] = 0
     """Number of prompts, the last ones, that are kept for evaluation and never trained on. With
     `held_out_path`: how many of that file, 0 for all."""
-    held_out_path: str = ""
+    held_out_path: FilePath = ""
     """jsonl, hf: a file or directory with the prompts for evaluation."""
     mixture: tuple[MixtureConfig, ...] = ()
     """Several sources with weights, instead of one."""

@@ -33,7 +33,7 @@ def held_out_sets(
     """
     check_names(sets, "eval.sets")
     own = list(source.held_out())[:limit]
-    found = {HELD_OUT: own} if own or not sets else {}
+    found: dict[str, Sequence[Prompt]] = {HELD_OUT: own} if own or not sets else {}
     trained = frozenset(source.trained_texts()) if sets else frozenset()
     for config in sets:
         try:

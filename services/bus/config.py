@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from protocol.codec import MAX_FRAME_BYTES
 from protocol.errors import SettingsError
+from protocol.paths import FilePath
 from protocol.ranges import check_ranges
 from protocol.topics import TOPICS, Topic
 
@@ -34,7 +35,7 @@ class BusConfig:
     """Unacknowledged messages of one sender."""
     high_water_mark: Annotated[int, Meta(ge=1, le=10**7)] = 1000
     """Frames that a socket queues per connection, and messages that wait for `receive`."""
-    curve_dir: str = ""
+    curve_dir: FilePath = ""
     """Directory of CURVE keys, made by `tether keys`. Empty: no encryption, loopback only."""
     max_frame_bytes: Annotated[int, Meta(ge=1, le=2**40)] = MAX_FRAME_BYTES
     """A peer that sends a larger frame is disconnected before the frame is read."""

@@ -7,6 +7,7 @@ from protocol.device.shared_layout import TRANSPORT
 from protocol.topics import Role
 from services.launcher.child import ServiceSpec, SupervisedProcess
 from services.settings.engine_pool import pool_variables
+from services.settings.load import FILE
 from services.settings.placement import rollout_variables, trainer_variables
 from services.settings.sections import Settings
 
@@ -30,7 +31,7 @@ class Fleet:
             is_over: whether the run is over, see `SupervisedProcess`.
         """
         self._settings = settings
-        self._environ = {"TETHER_REDIS_URL": url, "TETHER_CONFIG": str(settings.run_dir / "settings.json")}
+        self._environ = {"TETHER_REDIS_URL": url, "TETHER_CONFIG": str(settings.run_dir / FILE)}
         self._is_over = is_over
         self._tasks: asyncio.TaskGroup | None = None
         self._stopping = False

@@ -23,7 +23,7 @@ from services.ledger_recovery.reconcile import reconcile
 from services.observability.progress import Progress, plot_run
 from services.prepare import prepare
 from services.runtime.run_ledger import open_ledger
-from services.settings.load import dump_settings
+from services.settings.load import FILE, dump_settings
 from services.settings.sections import Settings
 
 log = logging.getLogger("tether.up")
@@ -56,7 +56,7 @@ async def run_up(settings: Settings, progress: Progress) -> RunOutcome:
         spec = await asyncio.to_thread(prepare, settings, local=True)
         async with _ledger_server(settings) as server:
             url = server.url if server else settings.ledger.url
-            dump_settings(settings, run_dir / "settings.json")
+            dump_settings(settings, run_dir / FILE)
             async with open_ledger(replace(settings, ledger=replace(settings.ledger, url=url))) as ledger:
                 await reconcile(ledger, settings)
                 await ledger.create(spec)

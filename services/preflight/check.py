@@ -13,6 +13,7 @@ from services.preflight.lengths import length_problems
 from services.preflight.model import ModelFacts, model_problems, read_model
 from services.preflight.problem import Problem
 from services.preflight.sampling import distribution_problems, group_problems
+from services.runtime.user_modules import add_user_modules
 from services.settings.sections import Settings
 
 
@@ -35,6 +36,7 @@ def check_run(settings: Settings, *, local: bool = False) -> Findings:
         settings: those of the run.
         local: whether all services will run on this machine, so that its ports, keys and libraries matter.
     """
+    add_user_modules(settings)
     problems = [*distribution_problems(settings.sampling), *group_problems(settings)]
     problems += length_problems(settings)
     problems += _error_of_environment(settings)

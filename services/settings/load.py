@@ -10,11 +10,16 @@ from pydantic import TypeAdapter, ValidationError
 
 from protocol.errors import SettingsError
 from protocol.host.atomic_file import write_atomically
+from protocol.paths import absolute
 from protocol.ranges import range_errors
 from services.settings.automatic import choose_automatic, split_automatic, visible_gpus
 from services.settings.checks import check_settings
+from services.settings.paths import resolve_paths
 from services.settings.sections import Settings
 from services.settings.sources import assign, describe_problem, from_environ, parse, read_file, refuse_unknown
+
+FILE = "settings.json"
+"""Settings that a run was last started with, in its directory."""
 
 _adapter: TypeAdapter[Settings] = TypeAdapter(Settings)
 
@@ -45,6 +50,8 @@ def compose_settings(
     environ = os.environ if environ is None else environ
     path = path or environ.get("TETHER_CONFIG") or None
     values: dict[str, Any] = read_file(Path(path)) if path else {}
+    if path:
+        values = resolve_paths(values, paths_directory(Path(path)))
     for dotted, text, source in from_environ(environ):
         assign(values, dotted, parse(text, dotted, Settings), source)
     for override in overrides:
@@ -57,6 +64,7 @@ def compose_settings(
                 "set TETHER_REDIS_URL, or ledger.password_file"
             )
         assign(values, dotted.strip(), parse(text.strip(), dotted.strip(), Settings), f"--set {dotted}")
+    values = resolve_paths(values, Path.cwd())
     refuse_unknown(values, Settings, "")
     automatic = split_automatic(values)
     try:
@@ -68,6 +76,14 @@ def compose_settings(
     return choose_automatic(settings, automatic, visible_gpus(environ))
 
 
+def paths_directory(path: Path) -> Path:
+    """Return the directory that relative paths in a settings file are relative to: that of the file.
+
+    In the settings of a run all paths are absolute. Where they are not, an earlier release has written them,
+    for which paths were relative to the working directory; then they still are.
+    """
+    return Path.cwd() if path.name == FILE else absolute(path.parent, Path.cwd())
+
 
 def run_settings(run_dir: Path, overrides: Sequence[str] = ()) -> Settings:
     """Return the settings that a run was last started with.
@@ -77,7 +93,7 @@ def run_settings(run_dir: Path, overrides: Sequence[str] = ()) -> Settings:
     Raises:
         SettingsError: there is no run in the directory.
     """
-    path = run_dir / "settings.json"
+    path = run_dir / FILE
     if not path.is_file():
         raise SettingsError(
             f"no run in {run_dir}: there is no settings.json; give the directory of a run, such as runs/demo"

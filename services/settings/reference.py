@@ -16,6 +16,7 @@ from typing import Any, get_args, get_origin
 from protocol.ranges import describe_range, ranges_of
 from services.settings.automatic import AUTOMATIC
 from services.settings.checks import CHOICES
+from services.settings.paths import mark_of
 from services.settings.sections import Settings
 from services.settings.sources import SHORT_NAMES, inner_dataclass, to_toml
 
@@ -33,8 +34,12 @@ infinities are refused everywhere.
 The default `auto` chooses by the machine: on a CPU float32, eager mode and the transport `shm`; on GPUs, with
 an engine that is made for them, bfloat16, CUDA graphs, `nccl` where trainer and engines have GPUs of their
 own and `ipc` where they share one. With enough GPUs, the trainer gets the first ones and the engines the
-others.
-RUN_DIR/settings.json holds what was chosen.
+others. RUN_DIR/settings.json holds what was chosen.
+
+A path in a file is relative to the directory of that file, a path in a variable or on a command line to the
+working directory; `~` is your home. Without `run.dir` a run writes to runs/NAME in the working directory. In
+RUN_DIR/settings.json a run keeps its paths absolute; relative ones in a file of that name, which earlier
+releases wrote, are relative to the working directory.
 """
 HEADER = "| setting | type | range | default | meaning | variable |\n|---|---|---|---|---|---|\n"
 TYPES = {int: "integer", float: "number", bool: "boolean", str: "string"}
@@ -64,7 +69,7 @@ def sections(kind: type = Settings, prefix: str = "") -> Iterator[tuple[str, typ
 
 def field_docs(kind: type) -> Mapping[str, str]:
     """Return field -> the string below it, on one line, for the fields of a dataclass that have one."""
-    found = {}
+    found: dict[str, str] = {}
     for base in filter(dataclasses.is_dataclass, reversed(kind.__mro__)):
         found |= _own_docs(base)
     return found
@@ -111,11 +116,11 @@ def _variable(dotted: str) -> str:
 
 def _type_text(hint: Any) -> str:
     if hasattr(hint, "__metadata__"):
-        return _type_text(hint.__origin__)
+        return "path" if mark_of(hint) else _type_text(hint.__origin__)
     if get_origin(hint) is UnionType:
         return _type_text(get_args(hint)[0])  # X | None
     if get_origin(hint) is tuple:
-        return "array of tables" if inner_dataclass(hint) else f"array of {TYPES[get_args(hint)[0]]}s"
+        return "array of tables" if inner_dataclass(hint) else f"array of {_type_text(get_args(hint)[0])}s"
     if get_origin(hint) is dict or inner_dataclass(hint):
         return "table"
     return "string" if issubclass(hint, StrEnum) else TYPES[hint]

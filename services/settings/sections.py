@@ -12,6 +12,7 @@ from typing import Annotated
 from msgspec import Meta
 from pydantic import ConfigDict
 
+from protocol.paths import FilePath, HubPath
 from protocol.staleness import Bound, GroupsPerStep, MaxStaleness, Policy
 from protocol.weights.lora import LoraConfig
 from reward.config import RewardConfig
@@ -40,10 +41,13 @@ class RunConfig:
 
     name: str = "run"
     """Name of the run on the ledger: lower-case letters, digits, `-` and `_`."""
-    dir: str = ""
-    """Directory that everything of the run is written to. Empty: runs/NAME."""
+    dir: FilePath = ""
+    """Directory that everything of the run is written to. Empty: runs/NAME in the working directory."""
     steps: Annotated[int, Meta(ge=1, le=10**9)] = 100
     """Optimizer steps after which the run is done."""
+    modules: tuple[FilePath, ...] = ()
+    """Directories with Python modules of your own, such as ["."] for those beside the settings file. They are
+    searched last, so that none replaces a module of Python, of tether or of a library."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +83,9 @@ class LedgerConfig:
     url: str = ""
     """redis:// or rediss:// URL. Empty: an embedded server in the run directory. Set it by TETHER_REDIS_URL,
     not on a command line, which other users can read."""
-    password_file: str = ""
+    password_file: FilePath = ""
     """File with the password, readable by its owner only, instead of a password in the URL."""
-    ca_file: str = ""
+    ca_file: FilePath = ""
     """rediss: certificates (PEM) that the server's certificate is checked against. Empty: those of the
     system."""
     timeout_s: Annotated[float, Meta(gt=0, le=1e6)] = 10.0
@@ -98,7 +102,7 @@ class LedgerConfig:
 class ModelConfig:
     """Section `[model]`: a Hugging Face directory, or a small random model."""
 
-    path: str = ""
+    path: HubPath = ""
     """Hugging Face model directory with config.json, tokenizer and safetensors."""
     scratch: ScratchConfig | None = None
     """Instead of `path`: the random model to make in RUN_DIR/model."""
@@ -129,7 +133,7 @@ class MonitorConfig:
     """Address that the page is served on. Off loopback readers need a key."""
     port: Annotated[int, Meta(ge=0, le=65535)] = 0
     """Port of the page. 0: any free port; `tether up` prints it."""
-    key_file: str = ""
+    key_file: FilePath = ""
     """File with the key that readers of the page need, readable by its owner only. Empty: no key on loopback;
     elsewhere RUN_DIR/monitor.key, which is made when it is missing."""
 

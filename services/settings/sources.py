@@ -145,7 +145,7 @@ def _is_text(dotted: str, kind: type) -> bool:
     for part in dotted.split("."):
         inner = inner_dataclass(hint)
         hint = _field_types(inner).get(part) if inner else None
-    return hint is str
+    return getattr(hint, "__origin__", hint) is str
 
 
 def _field_types(kind: type) -> dict[str, Any]:

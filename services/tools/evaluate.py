@@ -26,6 +26,7 @@ from rollout.generate import generate_group
 from rollout.prompts.base import Prompt
 from rollout.prompts.registry import make_source
 from rollout.render import Renderer
+from services.runtime.user_modules import add_user_modules
 from services.settings.sections import Settings
 from trainer.config import WeightConfig
 from trainer.weights.bucket_writer import in_dtype
@@ -63,7 +64,7 @@ async def evaluate_run(settings: Settings, checkpoints: Sequence[Path]) -> dict[
             run=settings.run.name,
             run_dir=Path(directory),
         )
-        async with ScorePool(settings.reward) as pool:
+        async with ScorePool(settings.reward, add_user_modules(settings)) as pool:
             best = await best_constant(pool, prompts)
             scorer = _ModelScorer(settings, engine, renderer, pool, prompts)
             try:

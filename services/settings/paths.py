@@ -1,0 +1,48 @@
+"""Makes the paths among the settings absolute: those that are marked as `protocol.paths` says."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from protocol.paths import PathMark
+from rollout.engines.base import EngineConfig
+from services.settings.sections import Settings
+from services.settings.sources import inner_dataclass
+
+
+def resolve_paths(values: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """Return the sections `values` with every path absolute.
+
+    Args:
+        values: nested tables as a file has them, not checked yet: what has another type than it should is
+            left as it is.
+        directory: that relative paths are relative to.
+    """
+    resolved = _resolve_table(values, Settings, directory)
+    services = resolved.get("services")
+    pool = services.get("pool") if isinstance(services, dict) else None
+    for entry in pool if isinstance(pool, list | tuple) else ():
+        if isinstance(entry, dict) and isinstance(entry.get("engine"), Mapping):
+            entry["engine"] = _resolve_table(entry["engine"], EngineConfig, directory)
+    return resolved
+
+
+def _resolve_table(values: Mapping[str, Any], kind: type, directory: Path) -> dict[str, Any]:
+    hints = get_type_hints(kind, include_extras=True)
+    return {key: _resolve(value, hints.get(key), directory) for key, value in values.items()}
+
+
+def _resolve(value: Any, hint: Any, directory: Path) -> Any:
+    if isinstance(value, Mapping):
+        inner = inner_dataclass(hint)
+        return dict(value) if inner is None else _resolve_table(value, inner, directory)
+    if isinstance(value, list | tuple):
+        item_hint = next(iter(get_args(hint)), None)
+        return [_resolve(item, item_hint, directory) for item in value]
+    mark = mark_of(hint)
+    return mark.absolute(value, directory) if mark is not None and isinstance(value, str) else value
+
+
+def mark_of(hint: Any) -> PathMark | None:
+    """Return the mark of a field's type, if it is a path."""
+    return next((item for item in getattr(hint, "__metadata__", ()) if isinstance(item, PathMark)), None)
