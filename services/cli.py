@@ -5,17 +5,16 @@ command imports what it uses when it runs, so that `tether --help` and `tether s
 """
 
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from protocol.errors import EngineError, Reason, Refused, SettingsError, TetherError
+from protocol.errors import EngineError, SettingsError, TetherError
 from services.runtime.errors import configure_logging, describe_error
 
 if TYPE_CHECKING:
-    from services.ledger.redis.ledger import RedisLedger
     from services.settings.sections import Settings
 
 T = TypeVar("T")
@@ -105,10 +104,10 @@ def check(
 
 @app.command()
 def status(run_dir: RunDir, as_json: AsJson = False) -> None:
-    """Show processes, engines and groups of a run."""
-    from services.observability.status import collect_status, render_status
+    """Show processes, engines and groups of a run; of one that is over: how it ended, from its files."""
+    from services.tools.run_commands import read_status, render_run_status
 
-    _show(_with_ledger(run_dir, collect_status), as_json, render_status)
+    _show(read_status(run_dir), as_json, render_run_status)
 
 
 @app.command()
@@ -120,7 +119,7 @@ def monitor(
     port: Annotated[int | None, typer.Option(help="port to serve on; any free one by default")] = None,
 ) -> None:
     """Serve the web page of a run that is on or over, until Ctrl-C."""
-    from services.monitor import run_monitor
+    from services.monitor.standalone import run_monitor
     from services.settings.load import run_settings
 
     run_monitor(run_settings(run_dir, ["ledger.retry_s=0", "ledger.timeout_s=3"]), host, port)
@@ -168,13 +167,14 @@ def trace(
     group: Annotated[int, typer.Argument(help="number of the group")],
     as_json: AsJson = False,
 ) -> None:
-    """Show one group's life with times, from the event log alone."""
+    """Show one group's life with times, and what the model wrote, from the run's files alone."""
     import dataclasses
 
     from services.ledger.event_log.archiver import FILE
     from services.ledger.event_log.reader import read_events
     from services.ledger.event_log.trace import render_trace
     from services.ledger.event_log.trace import trace as trace_group
+    from services.tools.samples import render_samples, samples_of_trace
 
     moments = trace_group(read_events(run_dir / FILE), group)
     if not moments:
@@ -183,7 +183,30 @@ def trace(
             "it was never leased, or its events are not archived yet"
         )
     facts = [dataclasses.asdict(moment) for moment in moments]
-    _show(facts, as_json, lambda _: render_trace(group, moments))
+    if as_json:
+        _show(facts, as_json, str)
+        return
+    samples = samples_of_trace(run_dir, group, moments)
+    text = samples if isinstance(samples, str) else render_samples(samples)
+    _show(facts, as_json, lambda _: f"{render_trace(group, moments)}\n{text}")
+
+
+@app.command()
+def samples(
+    run_dir: RunDir,
+    step: Annotated[
+        int | None, typer.Option(help="the step that trained them; by default the newest")
+    ] = None,
+    group: Annotated[
+        int | None, typer.Option(help="only this prompt group, also before it is trained")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="samples to show at most")] = 8,
+    as_json: AsJson = False,
+) -> None:
+    """Show prompts, completions and rewards of a run that is on or over, from its files alone."""
+    from services.tools.samples import find_samples, render_samples
+
+    _show(find_samples(run_dir, step, group, limit), as_json, render_samples)
 
 
 @app.command("set")
@@ -193,26 +216,9 @@ def set_value(
     value: str,
 ) -> None:
     """Change the bound of a run while it is on. It takes effect at the first moment rule F holds with it."""
-    from protocol.ranges import check_range
-    from protocol.staleness import Bound, Policy
+    from services.tools.run_commands import change_bound
 
-    keys = {
-        "max-staleness": "max_staleness",
-        "groups-per-step": "groups_per_step",
-        "staleness-policy": "policy",
-    }
-    if name not in keys:
-        raise SettingsError(f"{name!r} cannot be set while a run is on; choose one of {', '.join(keys)}")
-    key = keys[name]
-    try:
-        parsed: Any = Policy(value) if key == "policy" else int(value)
-    except ValueError:
-        wanted = f"one of {', '.join(Policy)}" if key == "policy" else "a whole number"
-        raise SettingsError(f"{name} {value!r} is not {wanted}") from None
-    if isinstance(parsed, int):
-        check_range(Bound, key, parsed, name)
-    pending = _change_ledger(run_dir, lambda ledger: ledger.set_bound(**{key: parsed}))
-    print(f"{name} {value}: {'pending until rule F holds with it' if pending else 'in force'}")
+    print(change_bound(run_dir, name, value))
 
 
 @app.command()
@@ -220,12 +226,9 @@ def drain(
     run_dir: RunDir, off: Annotated[bool, typer.Option("--off", help="grant leases again")] = False
 ) -> None:
     """End a run early: grant no more leases, train what is in flight (the last step may be short)."""
-    _change_ledger(run_dir, lambda ledger: ledger.drain(not off))
-    print(
-        "leases are granted again"
-        if off
-        else "draining: no more leases are granted; the run ends with what is in flight"
-    )
+    from services.tools.run_commands import drain_run
+
+    print(drain_run(run_dir, off))
 
 
 @app.command()
@@ -240,13 +243,17 @@ def scale(
     A worker that is removed hands back what it holds.
     """
     from protocol.topics import Role
-    from services.launcher.scaling import is_up, parse_counts, request_scale
+    from services.launcher.scaling import parse_counts, request_scale
+    from services.observability.run_end import is_up
     from services.settings.checks import check_workers
     from services.settings.load import run_settings
+    from services.tools.run_commands import refuse_if_over
 
     wanted = parse_counts(counts)
     if is_up(run_dir):
         check_workers(run_settings(run_dir).weights, wanted.get(Role.ROLLOUT, 0))
+    elif (run_dir / "settings.json").is_file():
+        refuse_if_over(run_dir, "scale")
     request_scale(run_dir, wanted)
     print(", ".join(f"{role}s {count}" for role, count in wanted.items()))
 
@@ -307,7 +314,9 @@ def _print_eval(settings: "Settings", checkpoints: list[Path], as_json: bool = F
 def _show(facts: T, as_json: bool, render: Callable[[T], str]) -> None:
     import json
 
-    print(json.dumps(facts, indent=2) if as_json else render(facts), flush=True)
+    from services.observability.printable import printable
+
+    print(json.dumps(facts, indent=2) if as_json else printable(render(facts)), flush=True)
 
 
 def _render_verification(facts: dict[str, Any]) -> str:
@@ -319,37 +328,6 @@ def _render_verification(facts: dict[str, Any]) -> str:
             *(f"violation: {violation}" for violation in violations[:50]),
         )
     )
-
-
-def _with_ledger(run_dir: Path, call: "Callable[[RedisLedger], Awaitable[T]]") -> T:
-    """Call with the ledger of a run. A ledger that does not answer is not retried."""
-    import asyncio
-
-    from services.runtime.run_ledger import open_ledger
-    from services.settings.load import run_settings
-
-    settings = run_settings(run_dir, ["ledger.retry_s=0", "ledger.timeout_s=3"])
-
-    async def body() -> T:
-        async with open_ledger(settings) as ledger:
-            return await call(ledger)
-
-    try:
-        return asyncio.run(body())
-    except Refused as refusal:
-        if refusal.reason is Reason.NO_RUN:
-            raise SettingsError(f"the ledger has no run {settings.run.name!r}: was it started?") from None
-        raise
-
-
-def _change_ledger(run_dir: Path, call: "Callable[[RedisLedger], Awaitable[T]]") -> T:
-    """Call as `_with_ledger` does, but only on a server that is known to hold all acknowledged writes."""
-
-    async def guarded(ledger: "RedisLedger") -> T:
-        await ledger.guard()
-        return await call(ledger)
-
-    return _with_ledger(run_dir, guarded)
 
 
 def main() -> None:

@@ -14,16 +14,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from protocol.errors import SettingsError, TetherError
-from protocol.host.file_lock import locked, try_lock
+from protocol.host.file_lock import locked
 from protocol.ranges import check_range
 from protocol.topics import Role
 from services.launcher.fleet import SCALABLE, Fleet
+from services.observability.run_end import LOCK, is_up
 from services.settings.placement import ServicesConfig
 
 log = logging.getLogger("tether.up")
 
 FILE = "scale.json"
-LOCK = "lock"
 POLL_S = 0.2
 ANSWER_S = 120.0
 """How long `tether scale` waits: a worker that is removed first hands back what it holds."""
@@ -45,15 +45,6 @@ def run_lock(run_dir: Path) -> Iterator[None]:
             ) from None
         (run_dir / FILE).unlink(missing_ok=True)  # a request that no `tether up` was there to apply
         yield
-
-
-def is_up(run_dir: Path) -> bool:
-    """Return whether a `tether up` is running in the directory."""
-    try:
-        with (run_dir / LOCK).open() as file:
-            return not try_lock(file.fileno(), exclusive=False)
-    except FileNotFoundError:
-        return False
 
 
 def parse_counts(arguments: list[str]) -> dict[Role, int]:

@@ -11,6 +11,7 @@ import logging
 import signal
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from protocol.errors import TetherError
 from services.launcher.child import SupervisedProcess
@@ -18,9 +19,13 @@ from services.launcher.fleet import Fleet
 from services.launcher.scaling import run_lock, scale_loop
 from services.ledger.embedded_server import EmbeddedServer, keep_running_loop
 from services.ledger.event_log.archiver import Archiver
+from services.ledger.interface import RunSpec
 from services.ledger.redis.ledger import RedisLedger
 from services.ledger_recovery.reconcile import reconcile
+from services.monitor.event_tail import EventTail
+from services.observability.halts import explain_halt
 from services.observability.progress import Progress, plot_run
+from services.observability.run_end import recording_end
 from services.prepare import prepare
 from services.runtime.run_ledger import open_ledger
 from services.settings.load import FILE, dump_settings
@@ -54,18 +59,26 @@ async def run_up(settings: Settings, progress: Progress) -> RunOutcome:
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     with run_lock(run_dir):
         spec = await asyncio.to_thread(prepare, settings, local=True)
-        async with _ledger_server(settings) as server:
-            url = server.url if server else settings.ledger.url
-            dump_settings(settings, run_dir / FILE)
-            async with open_ledger(replace(settings, ledger=replace(settings.ledger, url=url))) as ledger:
-                await reconcile(ledger, settings)
-                await ledger.create(spec)
-                await ledger.drain(False)
-                await ledger.guard()
-                progress.note(ledger.durability)
-                outcome = await _supervise(settings, url, ledger, server, progress, spec.prompts)
-                await Archiver(ledger, run_dir).archive_all()
+        with recording_end(run_dir):
+            outcome = await _run_prepared(settings, spec, progress)
         await asyncio.to_thread(plot_run, run_dir)
+    return outcome
+
+
+async def _run_prepared(settings: Settings, spec: RunSpec, progress: Progress) -> RunOutcome:
+    """Start the ledger, create or continue the run in it, and run it to its end; archive its event log."""
+    run_dir = settings.run_dir
+    async with _ledger_server(settings) as server:
+        url = server.url if server else settings.ledger.url
+        dump_settings(settings, run_dir / FILE)
+        async with open_ledger(replace(settings, ledger=replace(settings.ledger, url=url))) as ledger:
+            await reconcile(ledger, settings)
+            await ledger.create(spec)
+            await ledger.drain(False)
+            await ledger.guard()
+            progress.note(ledger.durability)
+            outcome = await _supervise(settings, url, ledger, server, progress, spec.prompts)
+            await Archiver(ledger, run_dir).archive_all()
     return outcome
 
 
@@ -95,7 +108,7 @@ async def _supervise(
             if server is not None:
                 watchers.append(tasks.create_task(keep_running_loop(server), name="ledger"))
             try:
-                await _wait_until_over(ledger, fleet.trainer, stop)
+                await _wait_until_over(ledger, settings.run_dir, fleet.trainer, stop)
             finally:
                 await fleet.stop()
             for watcher in watchers:
@@ -128,7 +141,9 @@ def _stop_on_signals(fleet: Fleet) -> asyncio.Event:
     return stop
 
 
-async def _wait_until_over(ledger: RedisLedger, trainer: SupervisedProcess, stop: asyncio.Event) -> None:
+async def _wait_until_over(
+    ledger: RedisLedger, run_dir: Path, trainer: SupervisedProcess, stop: asyncio.Event
+) -> None:
     """Return when the trainer has finished or a stop was requested.
 
     Raises:
@@ -137,14 +152,18 @@ async def _wait_until_over(ledger: RedisLedger, trainer: SupervisedProcess, stop
     while not stop.is_set() and not trainer.finished.is_set():
         status = await ledger.status()
         if status.halted:
-            raise TetherError(
-                f"the run halted: too many of the last groups were dropped for the reason {status.halted!r} "
-                "(see `tether status` and the logs); "
-                "fix the cause and restart; the run resumes where it stopped"
-            )
+            raise TetherError(await asyncio.to_thread(_explain, run_dir, status.halted))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.5):
                 await stop.wait()
+
+
+def _explain(run_dir: Path, reason: str) -> str:
+    """Return why the run halted, with what its event log says about the drops."""
+    tail = EventTail(run_dir)
+    while tail.read_more():
+        pass
+    return explain_halt(reason, tail.state()["drop_details"])
 
 
 @contextlib.asynccontextmanager

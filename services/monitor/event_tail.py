@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from services.ledger.event_log.archiver import FILE
-from services.monitor.line_follower import LineFollower
 from services.monitor.sentences import TOPICS, Sentence, sentence_of
+from services.observability.line_follower import LineFollower
 
 TAIL_BYTES = 32 << 20
 KEPT_SENTENCES = 300
@@ -94,6 +94,7 @@ class EventTail:
             return {
                 **self._counters,
                 "dropped_by_reason": dict(self._drops),
+                "drop_details": dict(self._details),
                 "drops_since_event": 0 if self._follower.is_complete else self._first_sequence,
                 "bound": None
                 if bound is None
@@ -123,6 +124,7 @@ class EventTail:
         self._bounds: deque[tuple[int, int, int, str]] = deque(maxlen=KEPT_CHANGES)
         self._drops: Counter[str] = Counter()
         self._counters: dict[str, Any] = {"version": 0, "epoch": "", "halted": "", "draining": False}
+        self._details: Counter[str] = Counter()
         self._tokens: OrderedDict[int, str] = OrderedDict()
         self._steps: OrderedDict[int, tuple[tuple[int, str], ...]] = OrderedDict()
         self._held_groups = 0
@@ -147,6 +149,7 @@ class EventTail:
         self.last_sequence = sentence.seq
         self._first_sequence = self._first_sequence or sentence.seq
         self._sentences[sentence.topic].append(sentence)
+        self._counters["time_ms"] = sentence.time_ms
         try:
             self._note(event)
         except (KeyError, TypeError, ValueError, AttributeError):  # a damaged line; `tether verify` names it
@@ -169,6 +172,8 @@ class EventTail:
             )
         elif kind == "drop":
             self._drops[str(event["reason"])[:80]] += 1
+            if event.get("detail"):
+                self._details[str(event["detail"])[:80]] += 1
             self._tokens.pop(event["group"], None)
         elif kind == "claim":
             counters["epoch"] = event["epoch"]
@@ -178,10 +183,13 @@ class EventTail:
                 self._held_groups -= len(self._steps.pop(step))
         elif kind in ("halt", "unhalt"):
             counters["halted"] = event["reason"] if kind == "halt" else ""
+            counters["halted_ms"] = event["time_ms"] if kind == "halt" else 0
         elif kind == "drain":
             counters["draining"] = bool(event["on"])
         if kind in ("create", "steps"):
             counters["steps"] = event["steps"]
+        if kind == "create":
+            counters["prompts"] = event["prompts"]
 
     def _note_bound(self, version: int, max_staleness: int, groups_per_step: int, policy: str) -> None:
         if not self._bounds or self._bounds[-1][1:] != (max_staleness, groups_per_step, policy):

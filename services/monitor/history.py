@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from services.monitor.line_follower import FollowedLine, LineFollower
 from services.monitor.series import MAX_LAGS, MAX_SERIES, combine, is_sum, numbers_of, rounded
+from services.observability.line_follower import FollowedLine, LineFollower
 
 MAX_POINTS = 2000
 MAX_STEP = 1 << 53

@@ -6,7 +6,6 @@ from typing import Any
 from services.ledger.interface import Ledger, Peer
 from services.monitor.activity import Activity
 from services.monitor.event_tail import EventTail
-from services.monitor.history import History
 from services.monitor.sentences import short_name
 from services.observability.status import collect_status
 from services.settings.sections import Settings
@@ -51,9 +50,12 @@ class LiveState:
         }
 
 
-def recorded_state(settings: Settings, history: History, tail: EventTail) -> dict[str, Any]:
-    """Return what a run's files say of it, with the fields of `LiveState.collect`; no process is known."""
-    logged, last = tail.state(), history.last
+def recorded_state(settings: Settings, last: Mapping[str, Any], tail: EventTail) -> dict[str, Any]:
+    """Return what a run's files say of it, with the fields of `LiveState.collect`; no process is known.
+
+    `last` is the newest line of metrics.jsonl.
+    """
+    logged = tail.state()
     version = max(int(last.get("version", 0)), logged["version"])
     steps = logged.get("steps", settings.run.steps)
     halted = logged["halted"]

@@ -21,7 +21,7 @@ MAX_STEPS = 1000
 MAX_GROUPS = 128
 MAX_SAMPLES = 64
 MAX_TEXT = 4000
-"""Characters shown of a text."""
+"""Characters that the page shows of a text."""
 MAX_IDS = 200
 """Token ids shown where a record has no text."""
 MAX_TASK = 500
@@ -57,8 +57,7 @@ class SampleBrowser:
             steps = self.steps()
             for candidate in [step] if step is not None else reversed(steps[-3:]):
                 try:
-                    records = self._records(candidate)
-                    found = _describe(candidate, records, group)
+                    found = _describe(candidate, self.read_step(candidate), group)
                 except (TetherError, ValueError, IndexError) as error:  # damaged, or of another release
                     return _nothing(steps, f"step {candidate}: {error}")
                 if found:
@@ -68,30 +67,67 @@ class SampleBrowser:
         )
         return _nothing(steps, where)
 
+    def read_step(self, step: int) -> list[ScoredRollout]:
+        """Return the groups of a step, at most `MAX_GROUPS`; empty if their records are nowhere.
+
+        Raises:
+            TetherError: a record cannot be read; names it.
+        """
+        return _scored(self._records(step))
+
+    def read_group(self, group: int, token: str) -> list[ScoredRollout]:
+        """Return a group that was accepted and is not archived yet; empty if the spool does not have it."""
+        return _scored(self._from_spool([(group, token)]))
+
     def _records(self, step: int) -> Sequence[bytes]:
         """Read the encoded groups of a step: from the spool, else from the archive.
 
         In this order a step that the trainer moves meanwhile is not missed.
         """
-        keys = self._tail.trained_groups(step)
+        return self._from_spool(self._tail.trained_groups(step)[:MAX_GROUPS]) or [
+            record.payload for record in self._archive.records(step)[:MAX_GROUPS]
+        ]
+
+    def _from_spool(self, keys: Sequence[tuple[int, str]]) -> Sequence[bytes]:
         if keys and self._spool.is_file():
             with closing(Spool(self._spool, read_only=True)) as spool, suppress(MissingRecord):
-                return spool.get_many(keys[:MAX_GROUPS])
-        return [record.payload for record in self._archive.records(step)[:MAX_GROUPS]]
+                return spool.get_many(keys)
+        return []
 
 
-def _describe(step: int, records: Sequence[bytes], group: int | None) -> dict[str, Any]:
+def _scored(records: Sequence[bytes]) -> list[ScoredRollout]:
+    return [message for data in records if isinstance(message := decode_payload(data), ScoredRollout)]
+
+
+def _describe(step: int, messages: Sequence[ScoredRollout], group: int | None) -> dict[str, Any]:
     """Return an overview of all groups and the samples of one; empty if there are no groups."""
-    messages = [message for data in records if isinstance(message := decode_payload(data), ScoredRollout)]
     if not messages:
         return {}
     chosen = next((item for item in messages if item.rollout.group == group), messages[0])
+    return {"groups": [_overview(message, step) for message in messages], **describe_group(chosen, step)}
+
+
+def describe_group(
+    message: ScoredRollout, step: int | None, max_text: int = MAX_TEXT, max_samples: int = MAX_SAMPLES
+) -> dict[str, Any]:
+    """Return what a model wrote to one prompt, as JSON types.
+
+    Args:
+        message: the group.
+        step: the step that trained it; None: lags are not known yet.
+        max_text: characters given of a prompt and of a sample.
+        max_samples: samples given.
+
+    Returns:
+        `group`, `prompt`, `task` (what the prompt source knows, as JSON), `samples`: each with `reward`,
+        `components` (verifier -> score), `text`, `is_cut`, `tokens`, `finish_reason`, `spans` (rows of first
+        token, token after the last, version), `versions` and `lags`.
+    """
     return {
-        "groups": [_overview(message, step) for message in messages],
-        "group": chosen.rollout.group,
-        "prompt": _prompt(chosen.rollout),
-        "task": _task(chosen.rollout),
-        "samples": _samples(chosen, step),
+        "group": message.rollout.group,
+        "prompt": _prompt(message.rollout, max_text),
+        "task": _task(message.rollout),
+        "samples": _samples(message, step, max_text, max_samples),
     }
 
 
@@ -103,42 +139,57 @@ def _overview(message: ScoredRollout, step: int) -> dict[str, Any]:
     rollout, rewards = message.rollout, message.rewards.numpy()
     return {
         "group": rollout.group,
-        "prompt": _prompt(rollout)[:80],
+        "prompt": _prompt(rollout, 80),
         "samples": len(rewards),
         "reward_mean": _number(rewards.mean()) if len(rewards) else None,
         "lag_max": int(step - rollout.spans.numpy()[:, 2].min()) if len(rollout.spans.numpy()) else None,
     }
 
 
-def _samples(message: ScoredRollout, step: int) -> list[dict[str, Any]]:
+def _samples(
+    message: ScoredRollout, step: int | None, max_text: int, max_samples: int
+) -> list[dict[str, Any]]:
     rollout = message.rollout
-    lengths, spans, tokens = rollout.lengths.numpy(), rollout.spans.numpy(), rollout.tokens.numpy()
+    lengths, tokens = rollout.lengths.numpy(), rollout.tokens.numpy()
     starts = np.concatenate([[0], np.cumsum(lengths)])
     found = []
-    for index in range(min(len(lengths), MAX_SAMPLES)):
+    for index in range(min(len(lengths), max_samples)):
         if index < len(rollout.responses):
             text = rollout.responses[index]
         else:
             text = _ids(tokens[starts[index] : starts[index + 1]])
+        spans = _spans(rollout, index)
+        versions = sorted({version for _, _, version in spans})
         found.append(
             {
                 "reward": _number(message.rewards.numpy()[index]),
                 "components": {
                     name: _number(values.numpy()[index]) for name, values in message.components.items()
                 },
-                "text": text[:MAX_TEXT],
-                "is_cut": len(text) > MAX_TEXT,
+                "text": text[:max_text],
+                "is_cut": len(text) > max_text,
                 "tokens": int(lengths[index]),
                 "finish_reason": rollout.finish_reasons[index],
-                "versions": sorted({int(version) for row, _, version in spans if row == index}),
-                "lags": sorted({int(step - version) for row, _, version in spans if row == index}),
+                "spans": spans,
+                "versions": versions,
+                "lags": [] if step is None else sorted(step - version for version in versions),
             }
         )
     return found
 
 
-def _prompt(rollout: Rollout) -> str:
-    return rollout.prompt_text[:MAX_TEXT] or _ids(rollout.prompt_tokens.numpy())
+def _spans(rollout: Rollout, sample: int) -> list[tuple[int, int, int]]:
+    """Return which tokens of a sample are of which version: rows (first, after the last, version)."""
+    spans, start = [], 0
+    for row, end, version in rollout.spans.numpy().tolist():
+        if row == sample:
+            spans.append((start, end, version))
+            start = end
+    return spans
+
+
+def _prompt(rollout: Rollout, max_text: int) -> str:
+    return rollout.prompt_text[:max_text] or _ids(rollout.prompt_tokens.numpy())[:max_text]
 
 
 def _ids(tokens: Any) -> str:

@@ -77,7 +77,7 @@ class StandaloneMonitor:
             await asyncio.sleep(RETRY_S)
 
     def _describe(self) -> dict[str, Any]:
-        return self._live or recorded_state(self._settings, self._pages.history, self._pages.tail)
+        return self._live or recorded_state(self._settings, self._pages.history.last, self._pages.tail)
 
 
 async def _run_until_signal(settings: Settings) -> None:

@@ -10,6 +10,9 @@ import msgspec
 
 from protocol.codec import decode_payload
 from protocol.messages import StepReport
+from services.observability.line_follower import LineFollower
+
+TAIL_BYTES = 1 << 20
 
 
 class StepLog:
@@ -55,16 +58,26 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         return
     with path.open(errors="replace") as lines:
         for line in lines:
-            try:
-                found = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if (
-                isinstance(found, dict)
-                and isinstance(found.get("step"), int)
-                and isinstance(found.get("epoch"), str)
-            ):
+            if (found := parse_line(line)) is not None:
                 yield found
+
+
+def parse_line(line: str | bytes) -> dict[str, Any] | None:
+    """Return a line of a metrics file if it is a step's; None if it is incomplete or anything else."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    is_step = (
+        isinstance(found, dict) and isinstance(found.get("step"), int) and isinstance(found.get("epoch"), str)
+    )
+    return found if is_step else None
+
+
+def read_last(path: Path) -> dict[str, Any]:
+    """Return the newest line of a metrics file, of which only the end is read; empty if there is none."""
+    lines, _ = LineFollower(path, TAIL_BYTES, chunk_bytes=2 * TAIL_BYTES).read()
+    return next((found for line in reversed(lines) if (found := parse_line(line.data))), {})
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:

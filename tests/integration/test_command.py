@@ -48,6 +48,7 @@ class Story:
     first_steps: list[dict[str, Any]] = field(default_factory=list)
     left_over: list[str] = field(default_factory=list)
     after: str = ""
+    refused: str = ""
     second_code: int = -1
     second_log: str = ""
 
@@ -107,7 +108,8 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     record.first_log = out.read_text()
     record.first_steps = read_steps(metrics)
     record.left_over = left_over(run_dir, shm)
-    record.after = tether("status", str(run_dir)).stderr
+    record.after = tether("status", str(run_dir)).stdout
+    record.refused = tether("drain", str(run_dir)).stderr
     out = run_dir.parent / "second.log"
     with tether_up(*options, "--steps", str(len(record.first_steps) + 5), output=out) as up:
         record.second_code = up.wait(240)
@@ -257,8 +259,10 @@ def test_services_drain_at_ctrl_c(story: Story) -> None:
 
 
 def test_status_of_a_run_that_is_over_says_so(story: Story) -> None:
-    assert story.after.count("\n") == 1
-    assert "Traceback" not in story.after
+    assert story.after.startswith("run commandtest was stopped at version ")
+    assert f"last step {story.first_steps[-1]['step']}: reward " in story.after
+    assert story.refused.startswith("tether: run commandtest is not on: it was stopped at version ")
+    assert story.refused.count("\n") == 1
 
 
 def test_up_again_goes_on_from_where_it_was(story: Story) -> None:

@@ -1,0 +1,61 @@
+"""Explains why a run halted: what was wrong, which service can say more, and what to do about it."""
+
+from collections.abc import Mapping
+
+RULE = "`bound.drop_share` of the last `bound.drop_window` finished groups"
+AGAIN = "then start the same command again, which goes on from the last step"
+
+_CAUSES: Mapping[str, tuple[str, str, str]] = {
+    "attempts": (
+        "groups used up their `bound.max_attempts` leases",
+        "logs/rollout.*.log and logs/reward.*.log",
+        "mend what fails there",
+    ),
+    "reward": (
+        "the rewards of groups could not be computed",
+        "logs/reward.*.log",
+        "mend the verifier, or raise reward.timeout_s if it is slow",
+    ),
+    "prompt": (
+        "prompts could not be rendered or generated",
+        "logs/rollout.*.log",
+        "mend the prompts or [render], or shorten them to fit engine.max_model_len",
+    ),
+    "stale": (
+        "groups had no token left within the staleness bound when they were scored",
+        "`tether monitor`",
+        "raise bound.max_staleness, add rollout or reward workers, or lower sampling.max_tokens",
+    ),
+    "straggler": (
+        "groups took longer to generate than the staleness bound allows",
+        "`tether monitor`",
+        "set bound.staleness_policy to mask, raise bound.max_staleness, or lower sampling.max_tokens",
+    ),
+    "lost": (
+        "records of groups were lost from the spool",
+        "logs/ingest.log",
+        "check the disk of the run directory",
+    ),
+}
+"""Drop reason, or what led to it -> cause, where to look, remedy."""
+
+
+def explain_halt(reason: str, details: Mapping[str, int] | None = None) -> str:
+    """Return why a run halted, where to look and what to do, as one line.
+
+    Args:
+        reason: the drop reason that halted it.
+        details: what led to drops (`reward:NAME`, `prompt` ...) -> how often; the most frequent one names the
+            cause of `attempts`.
+    """
+    detail = max(details, key=lambda name: details[name]) if details and reason == "attempts" else ""
+    kind, _, name = (detail or reason).partition(":")
+    cause, place, remedy = _CAUSES.get(
+        kind, (f"groups were dropped for the reason {reason!r}", "the logs", "mend the cause")
+    )
+    if kind != reason and kind in _CAUSES:
+        cause += f" (verifier {name!r})" if name else ""
+        cause += ", in all attempts"
+    return (
+        f"the run halted for the reason {reason!r}: {cause}, more than {RULE}; see {place}; {remedy}, {AGAIN}"
+    )

@@ -1,0 +1,23 @@
+"""Makes text that a model or a user wrote safe to print: it must not drive the terminal."""
+
+import unicodedata
+
+KEPT = frozenset("\n\t\u200c\u200d")
+"""Characters of the categories below that are printed as they are: they only lay text out."""
+ESCAPED = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
+"""Unicode categories that are escaped: control and format characters (escape sequences, text direction) and
+those that nothing can show."""
+
+
+def printable(text: str) -> str:
+    r"""Return text in which control characters are written as `\x1b` or `\u202e`; lines and tabs stay."""
+    if text.isprintable():
+        return text
+    return "".join(
+        _escape(char) if char not in KEPT and unicodedata.category(char) in ESCAPED else char for char in text
+    )
+
+
+def _escape(char: str) -> str:
+    code = ord(char)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

@@ -1,0 +1,141 @@
+"""Asks and changes a run for the `tether` command: through its ledger, or from its files once it is over."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from protocol.errors import Reason, Refused, SettingsError, Unavailable
+from protocol.ranges import check_range
+from protocol.staleness import Bound, Policy
+from services.ledger.embedded_server import read_endpoint
+from services.ledger.redis.ledger import RedisLedger
+from services.observability.run_end import is_up
+from services.observability.status import collect_status, render_status
+from services.runtime.run_ledger import open_ledger
+from services.settings.load import run_settings
+from services.settings.sections import Settings
+from services.tools.ended_run import describe_ended_run, refusal, render_ended_run
+
+T = TypeVar("T")
+Facts = dict[str, Any]
+BOUND_KEYS = {
+    "max-staleness": "max_staleness",
+    "groups-per-step": "groups_per_step",
+    "staleness-policy": "policy",
+}
+"""What `tether set` changes -> argument of `Ledger.set_bound`."""
+
+
+def read_status(run_dir: Path) -> Facts:
+    """Return the state of a run, from its ledger, or from its files if it is over.
+
+    Raises:
+        SettingsError: there is no such run, or it is on and its ledger does not answer yet.
+    """
+    settings = _settings(run_dir)
+    if _is_over(settings):
+        return describe_ended_run(settings)
+    try:
+        return _call(settings, collect_status)
+    except Unavailable:
+        facts = describe_ended_run(settings)
+        if facts["run_state"] == "done" or facts["run_state"].startswith("halted"):
+            return facts
+        raise
+
+
+def render_run_status(facts: Facts) -> str:
+    """Return the result of `read_status` as text."""
+    return render_ended_run(facts) if "why" in facts else render_status(facts)
+
+
+def change_bound(run_dir: Path, name: str, value: str) -> str:
+    """Change E, B or the policy of a run that is on; returns a line about it.
+
+    Raises:
+        SettingsError: names what is wrong; or the run is over.
+    """
+    if name not in BOUND_KEYS:
+        raise SettingsError(
+            f"{name!r} cannot be set while a run is on; choose one of {', '.join(BOUND_KEYS)}"
+        )
+    key = BOUND_KEYS[name]
+    try:
+        parsed: Any = Policy(value) if key == "policy" else int(value)
+    except ValueError:
+        wanted = f"one of {', '.join(Policy)}" if key == "policy" else "a whole number"
+        raise SettingsError(f"{name} {value!r} is not {wanted}") from None
+    if isinstance(parsed, int):
+        check_range(Bound, key, parsed, name)
+    pending = _change(run_dir, "set", lambda ledger: ledger.set_bound(**{key: parsed}))
+    return f"{name} {value}: {'pending until rule F holds with it' if pending else 'in force'}"
+
+
+def drain_run(run_dir: Path, off: bool) -> str:
+    """Stop granting leases of a run that is on, or grant them again; returns a line about it.
+
+    Raises:
+        SettingsError: the run is over.
+    """
+    _change(run_dir, "drain", lambda ledger: ledger.drain(not off))
+    if off:
+        return "leases are granted again"
+    return "draining: no more leases are granted; the run ends with what is in flight"
+
+
+def refuse_if_over(run_dir: Path, command: str) -> None:
+    """Refuse a command that changes a running run.
+
+    Raises:
+        SettingsError: the run is over; says how and when it ended.
+    """
+    settings = _settings(run_dir)
+    if _is_over(settings):
+        raise SettingsError(refusal(describe_ended_run(settings), command))
+
+
+def _change(run_dir: Path, command: str, call: Callable[[RedisLedger], Awaitable[T]]) -> T:
+    """Call with the ledger of a run, once it is known to hold all acknowledged writes."""
+    refuse_if_over(run_dir, command)
+    settings = _settings(run_dir)
+
+    async def guarded(ledger: RedisLedger) -> T:
+        await ledger.guard()
+        if (await ledger.status()).done:
+            raise SettingsError(refusal(describe_ended_run(settings), command))
+        return await call(ledger)
+
+    return _call(settings, guarded)
+
+
+def _settings(run_dir: Path) -> Settings:
+    """Return the settings of a run; a ledger that does not answer is not retried."""
+    return run_settings(run_dir, ["ledger.retry_s=0", "ledger.timeout_s=3"])
+
+
+def _is_over(settings: Settings) -> bool:
+    """Return whether nobody runs a run whose ledger is kept by `tether up`."""
+    return not settings.ledger.url and not is_up(settings.run_dir)
+
+
+def _call(settings: Settings, call: Callable[[RedisLedger], Awaitable[T]]) -> T:
+    if not settings.ledger.url and read_endpoint(settings.run_dir / "ledger") is None:
+        raise SettingsError(
+            f"run {settings.run.name} is starting: it has no ledger yet; ask again in a moment"
+        )
+
+    async def body() -> T:
+        async with open_ledger(settings) as ledger:
+            return await call(ledger)
+
+    try:
+        return asyncio.run(body())
+    except Unavailable as error:
+        if settings.ledger.url:
+            raise
+        raise Unavailable(f"run {settings.run.name} is starting or stopping: {error}") from None
+    except Refused as refused:
+        if refused.reason is Reason.NO_RUN:
+            raise SettingsError(f"the ledger has no run {settings.run.name!r}: was it started?") from None
+        raise

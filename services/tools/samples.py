@@ -1,0 +1,178 @@
+"""Reads what the models of a run wrote, from its directory: for `tether samples` and `tether trace`."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from protocol.errors import SettingsError
+from protocol.lifecycle import GroupState
+from protocol.messages import ScoredRollout
+from services.ledger.event_log.archiver import FILE
+from services.ledger.event_log.reader import read_events
+from services.ledger.event_log.trace import Moment, trace
+from services.monitor.event_tail import EventTail
+from services.monitor.samples import SampleBrowser, describe_group
+from services.observability.printable import printable
+
+MAX_TEXT = 1_000_000
+"""Characters printed of a text."""
+Facts = dict[str, Any]
+
+
+def find_samples(run_dir: Path, step: int | None, group: int | None, limit: int) -> Facts:
+    """Return the samples of a step, or of one group, as JSON types.
+
+    Args:
+        run_dir: of a run that is on or over; nothing but its files is read.
+        step: None: that of the group, or the newest step whose records are there.
+        group: None: all groups of the step.
+        limit: samples given.
+
+    Returns:
+        `step` (None for a group that was not trained yet), `groups` (see `describe_group`), `left_out`
+        (samples beyond the limit).
+
+    Raises:
+        SettingsError: there is nothing to show; says what there is.
+    """
+    browser = _open_browser(run_dir)
+    if group is not None and step is None:
+        step, messages = _of_group(run_dir, browser, group)
+    else:
+        step, messages = _of_step(run_dir, browser, step)
+    if group is not None:
+        chosen = [message for message in messages if message.rollout.group == group]
+        if not chosen:
+            known = ", ".join(str(message.rollout.group) for message in messages)
+            raise SettingsError(f"step {step} did not train group {group}; its groups: {known}")
+        messages = chosen
+    return _limited(step, messages, limit)
+
+
+def samples_of_trace(run_dir: Path, group: int, moments: Sequence[Moment]) -> Facts | str:
+    """Return the samples of a traced group, or a sentence that says why there are none."""
+    try:
+        step, messages = _of_moments(_open_browser(run_dir), group, moments)
+    except SettingsError as error:
+        return str(error)
+    return _limited(step, [item for item in messages if item.rollout.group == group], MAX_TEXT)
+
+
+def _open_browser(run_dir: Path) -> SampleBrowser:
+    tail = EventTail(run_dir)
+    while tail.read_more():
+        pass
+    return SampleBrowser(run_dir, tail)
+
+
+def _of_step(run_dir: Path, browser: SampleBrowser, step: int | None) -> tuple[int, list[ScoredRollout]]:
+    steps = browser.steps()
+    for candidate in [step] if step is not None else steps[::-1]:
+        if messages := browser.read_step(candidate):
+            return candidate, messages
+    if not (run_dir / FILE).is_file():
+        raise SettingsError(f"no run in {run_dir}: there is no {FILE}; give the directory of a run")
+    if not steps:
+        raise SettingsError(
+            f"no step of {run_dir} has samples yet: none was trained, or none is archived yet"
+        )
+    raise SettingsError(
+        f"step {step} has no samples in {run_dir}; there are those of steps {steps[0]} to {steps[-1]}"
+    )
+
+
+def _of_group(run_dir: Path, browser: SampleBrowser, group: int) -> tuple[int | None, list[ScoredRollout]]:
+    issued = -1
+
+    def noting() -> Iterator[Any]:
+        nonlocal issued
+        for event in read_events(run_dir / FILE):
+            issued = max(issued, getattr(event, "group", -1))
+            yield event
+
+    moments = trace(noting(), group)
+    if not moments:
+        known = f"groups 0 to {issued} are" if issued >= 0 else "no group is yet"
+        raise SettingsError(f"group {group} is not in the log of {run_dir}; {known}")
+    return _of_moments(browser, group, moments)
+
+
+def _of_moments(
+    browser: SampleBrowser, group: int, moments: Sequence[Moment]
+) -> tuple[int | None, list[ScoredRollout]]:
+    """Return the step that trained a group, if one did, and the records that were found.
+
+    Raises:
+        SettingsError: there are none; says why.
+    """
+    last = moments[-1]
+    if last.state is GroupState.TRAINED:
+        step = int(last.facts["step"])
+        if messages := browser.read_step(step):
+            return step, messages
+        steps = browser.steps()
+        kept = f"the archive holds steps {steps[0]} to {steps[-1]}" if steps else "the archive is empty"
+        raise SettingsError(f"group {group} was trained in step {step}, whose records are not kept; {kept}")
+    if last.state in (GroupState.SCORED, GroupState.TAKEN):
+        tokens = [moment.facts["token"] for moment in moments if moment.event == "accept"]
+        if tokens and (messages := browser.read_group(group, str(tokens[-1]))):
+            return None, messages
+    reason = f" ({last.facts['reason']})" if last.facts.get("reason") else ""
+    raise SettingsError(
+        f"group {group} is {last.state}{reason}: only groups that are scored or trained have samples"
+    )
+
+
+def _limited(step: int | None, messages: Sequence[ScoredRollout], limit: int) -> Facts:
+    groups: list[Facts] = []
+    left = limit
+    for message in messages:
+        if left > 0:
+            groups.append(describe_group(message, step, MAX_TEXT, left))
+            left -= len(groups[-1]["samples"])
+    total = sum(len(message.rollout.lengths.numpy()) for message in messages)
+    return {"step": step, "groups": groups, "left_out": total - sum(len(item["samples"]) for item in groups)}
+
+
+def render_samples(facts: Mapping[str, Any]) -> str:
+    """Return samples as text that cannot drive a terminal."""
+    place = "not trained yet" if facts["step"] is None else f"step {facts['step']}"
+    lines: list[str] = []
+    for group in facts["groups"]:
+        lines += [f"group {group['group']}, {place}", *_indented("prompt", group["prompt"])]
+        lines += _indented("task", group["task"]) if group["task"] else []
+        for number, sample in enumerate(group["samples"]):
+            lines += [f"  sample {number}: {_headline(sample)}", *_indented("", sample["text"])]
+    if facts["left_out"]:
+        lines.append(f"{facts['left_out']} more samples: see --limit and --group")
+    return "\n".join(lines)
+
+
+def _headline(sample: Mapping[str, Any]) -> str:
+    parts = [f"{name} {_number(score)}" for name, score in sample["components"].items()]
+    lags = sample["lags"]
+    return (
+        f"reward {_number(sample['reward'])}"
+        + (f" ({', '.join(map(printable, parts))})" if parts else "")
+        + f", {sample['tokens']} tokens, {printable(sample['finish_reason'])}, "
+        + _versions(sample["spans"])
+        + (f", lag {lags[-1]}" if lags else "")
+        + (", text cut" if sample["is_cut"] else "")
+    )
+
+
+def _versions(spans: Sequence[Sequence[int]]) -> str:
+    if len(spans) == 1:
+        return f"version {spans[0][2]}"
+    return ", ".join(f"tokens {start}-{end - 1} of version {version}" for start, end, version in spans)
+
+
+def _indented(name: str, text: str) -> Iterator[str]:
+    """Yield the lines of a text behind a bar, so that it cannot be taken for a line of ours."""
+    for number, line in enumerate(islice(printable(text).split("\n"), 100_000)):
+        yield f"  {name if not number else '':<6} | {line}"
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3f}"

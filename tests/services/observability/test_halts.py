@@ -1,0 +1,22 @@
+"""Tests that every cause of a halt names where to look and what to do."""
+
+import pytest
+
+from services.observability.halts import _CAUSES, explain_halt
+
+
+@pytest.mark.parametrize("reason", [*_CAUSES, "something new"])
+def test_halt_names_cause_place_and_remedy(reason: str) -> None:
+    line = explain_halt(reason)
+    assert line.startswith(f"the run halted for the reason {reason!r}: ")
+    assert "; see " in line
+    assert line.endswith("then start the same command again, which goes on from the last step")
+    assert "\n" not in line
+
+
+def test_halt_for_attempts_names_what_led_to_most_of_them() -> None:
+    line = explain_halt("attempts", {"prompt": 1, "reward:math": 9})
+    assert "rewards of groups could not be computed (verifier 'math'), in all attempts" in line
+    assert "logs/reward.*.log" in line
+    assert "prompts could not be rendered" in explain_halt("attempts", {"prompt": 3})
+    assert "used up their" in explain_halt("attempts", {})

@@ -1,0 +1,95 @@
+"""Tests what is said of a run whose ledger is gone: how it ended, its last step, where its results are."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.errors import SettingsError
+from services.ledger.event_log.archiver import FILE
+from services.observability.run_end import recording_end
+from services.observability.steps import read_last
+from services.settings.load import run_settings
+from services.tools.ended_run import describe_ended_run, render_ended_run
+from services.tools.run_commands import change_bound, drain_run, read_status, render_run_status
+from tests.services.monitor.runs import recorded_run
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return recorded_run(tmp_path)
+
+
+def note(run_dir: Path, **event: Any) -> None:
+    """Append an event to the log."""
+    lines = (run_dir / FILE).read_text().splitlines()
+    seq = json.loads(lines[-1])["seq"] + 1
+    with (run_dir / FILE).open("a") as file:
+        file.write(json.dumps({"seq": seq, "time_ms": 1_800_000_000_000 + seq, **event}) + "\n")
+
+
+def ended(run_dir: Path) -> dict[str, Any]:
+    facts = describe_ended_run(run_settings(run_dir))
+    assert json.loads(json.dumps(facts)) == facts
+    return facts
+
+
+def test_status_of_an_interrupted_run_has_its_last_step_and_results(run_dir: Path) -> None:
+    facts = read_status(run_dir)
+    assert (facts["run_state"], facts["version"], facts["steps"]) == ("stopped", 7, 1000)
+    assert facts["last_step"] == read_last(run_dir / "metrics.jsonl")
+    assert {"metrics.jsonl", "audit.jsonl"} <= set(facts["results"])
+    text = render_run_status(facts).splitlines()
+    assert text[0].startswith("run old was stopped at version 7 of 1000, 2026-")
+    assert text[2].startswith("last step 6: reward 0.14")
+    assert text[-1].startswith(f"results in {run_dir}: audit.jsonl, metrics.jsonl")
+
+
+def test_status_of_a_halted_run_names_cause_and_remedy(run_dir: Path) -> None:
+    for group in range(3):
+        note(run_dir, event="drop", group=group, token="", reason="attempts", detail="reward:math",
+             wasted_tokens=0, **{"from": "waiting"})  # fmt: skip
+    note(run_dir, event="halt", reason="attempts")
+    facts = ended(run_dir)
+    assert facts["run_state"] == "halted: attempts"
+    assert "rewards of groups could not be computed (verifier 'math')" in facts["why"]
+    assert "logs/reward.*.log; mend the verifier" in facts["why"]
+    assert facts["ended"] == pytest.approx(1.8e9, rel=1e-3)
+    note(run_dir, event="unhalt", reason="attempts")
+    assert ended(run_dir)["run_state"] == "stopped"
+
+
+def test_status_of_a_done_and_of_a_drained_run_differ(run_dir: Path) -> None:
+    note(run_dir, event="drain", on=True)
+    assert (ended(run_dir)["run_state"], ended(run_dir)["why"]) == ("drained", "it was drained")
+    note(run_dir, event="drain", on=False)
+    note(run_dir, event="steps", steps=7)
+    assert (ended(run_dir)["run_state"], ended(run_dir)["why"]) == ("done", "all 7 steps were made")
+    assert render_ended_run(ended(run_dir)).startswith("run old is done at version 7 of 7, ")
+
+
+def test_status_of_a_failed_run_says_what_failed(run_dir: Path) -> None:
+    with pytest.raises(SettingsError), recording_end(run_dir):
+        raise SettingsError("reward.0 died 6 times in a minute")
+    assert (ended(run_dir)["run_state"], ended(run_dir)["why"]) == (
+        "failed",
+        "reward.0 died 6 times in a minute",
+    )
+    assert render_ended_run(ended(run_dir)).startswith("run old failed at version 7 of 1000, ")
+    with recording_end(run_dir):
+        pass
+    assert ended(run_dir)["run_state"] == "stopped"
+
+
+def test_changes_of_a_run_that_is_over_are_refused(run_dir: Path) -> None:
+    before = sorted(path.name for path in run_dir.iterdir())
+    for name, change in (
+        ("set", lambda: change_bound(run_dir, "max-staleness", "2")),
+        ("drain", lambda: drain_run(run_dir, False)),
+    ):
+        with pytest.raises(SettingsError, match="run old is not on: it was stopped at version 7") as refused:
+            change()
+        assert f"`tether {name}` changes a run that is on" in str(refused.value)
+        assert "\n" not in str(refused.value)
+    assert sorted(path.name for path in run_dir.iterdir()) == before

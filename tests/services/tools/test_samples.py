@@ -1,0 +1,101 @@
+"""Tests that samples are found by step and by group, in archive and spool, and that their text is harmless."""
+
+import json
+import shutil
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from protocol.codec import decode_payload, encode_payload
+from protocol.errors import SettingsError
+from protocol.messages import ScoredRollout
+from services.ledger.event_log.reader import read_events
+from services.ledger.event_log.trace import trace
+from services.tools.samples import find_samples, render_samples, samples_of_trace
+from tests.services.monitor.runs import recorded_run
+from trainer.storage.archive import Archive
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return recorded_run(tmp_path)
+
+
+def test_samples_of_the_newest_step_are_shown_up_to_the_limit(run_dir: Path) -> None:
+    facts = find_samples(run_dir, None, None, 10)
+    assert facts["step"] == 6
+    assert [len(group["samples"]) for group in facts["groups"]] == [8, 2]
+    assert facts["left_out"] == 14
+    assert json.loads(json.dumps(facts))["groups"][0]["prompt"] == facts["groups"][0]["prompt"]
+
+
+@pytest.mark.parametrize("step", range(7))
+def test_samples_of_a_step_can_be_chosen(run_dir: Path, step: int) -> None:
+    assert find_samples(run_dir, step, None, 1)["step"] == step
+
+
+def test_samples_of_a_group_need_no_step(run_dir: Path) -> None:
+    facts = find_samples(run_dir, None, 5, 100)
+    assert (facts["step"], [group["group"] for group in facts["groups"]]) == (1, [5])
+    sample = facts["groups"][0]["samples"][0]
+    assert sample["spans"] == [(0, sample["tokens"], 0)]
+    assert set(sample["components"]) == {"exact_match", "last_integer"}
+    assert sample["finish_reason"] in ("stop", "length")
+
+
+def test_samples_of_a_trace_are_those_of_the_group(run_dir: Path) -> None:
+    moments = trace(read_events(run_dir / "audit.jsonl"), 5)
+    facts = samples_of_trace(run_dir, 5, moments)
+    assert not isinstance(facts, str)
+    assert facts["groups"] == find_samples(run_dir, None, 5, 100)["groups"]
+
+
+@pytest.mark.parametrize(
+    ("step", "group", "says"),
+    [
+        (99, None, "step 99 has no samples in .*; there are those of steps 0 to 6"),
+        (None, 9999, "group 9999 is not in the log of .*; groups 0 to 22 are"),
+        (6, 2, "step 6 did not train group 2; its groups: 18, 19, 20"),
+        (None, 22, "group 22 is .*: only groups that are scored or trained have samples"),
+    ],
+)
+def test_samples_that_are_missing_are_explained(
+    run_dir: Path, step: int | None, group: int | None, says: str
+) -> None:
+    with pytest.raises(SettingsError, match=f"^{says}$"):
+        find_samples(run_dir, step, group, 8)
+
+
+def test_samples_without_records_say_what_is_kept(run_dir: Path) -> None:
+    (run_dir / "spool.sqlite").unlink()
+    (run_dir / "archive/step_00000001.msgpack").unlink()
+    with pytest.raises(SettingsError, match=r"group 5 was trained in step 1, whose records are not kept"):
+        find_samples(run_dir, None, 5, 8)
+    moments = trace(read_events(run_dir / "audit.jsonl"), 5)
+    assert "records are not kept" in str(samples_of_trace(run_dir, 5, moments))
+    shutil.rmtree(run_dir / "archive")
+    with pytest.raises(SettingsError, match="no step of .* has samples"):
+        find_samples(run_dir, None, None, 8)
+
+
+def test_samples_of_no_run_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="no run in"):
+        find_samples(tmp_path, None, None, 8)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_samples_cannot_drive_the_terminal(run_dir: Path) -> None:
+    archive = Archive(run_dir / "archive", 100)
+    record = archive.records(2)[0]
+    message = decode_payload(record.payload)
+    assert isinstance(message, ScoredRollout)
+    evil = "\x1b[2J\x1b]52;c;eA==\x07line\rover\n  sample 9: reward 1.000"
+    responses = (evil, *message.rollout.responses[1:])
+    rollout = msgspec.structs.replace(message.rollout, responses=responses, prompt_text=evil)
+    changed = encode_payload(msgspec.structs.replace(message, rollout=rollout))
+    (run_dir / "spool.sqlite").unlink()
+    archive.put(2, [(record.group, record.token, changed)])
+    text = render_samples(find_samples(run_dir, 2, None, 1))
+    assert text.replace("\n", "").isprintable()
+    assert "| \\x1b[2J\\x1b]52;c;eA==\\x07line\\x0dover\n         |   sample 9: reward 1.000" in text
