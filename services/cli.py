@@ -47,8 +47,8 @@ def up(
     import asyncio
     import json
 
+    from services.launcher.live_progress import open_progress
     from services.launcher.supervisor import run_up
-    from services.observability.progress import Progress
     from services.settings.load import load_settings
 
     overrides = list(set_ or [])
@@ -62,7 +62,7 @@ def up(
             overrides.append(f"{dotted}={json.dumps(str(value)) if isinstance(value, Path) else value}")
     configure_logging("up")
     settings = load_settings(str(config), overrides)
-    progress = Progress(settings.run_dir, settings.run.steps)
+    progress = open_progress(settings.run.name, settings.run_dir, settings.run.steps)
     bound = settings.bound
     progress.note(
         f"run {settings.run.name} in {settings.run_dir}: {settings.run.steps} steps, "

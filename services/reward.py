@@ -88,7 +88,7 @@ async def _score(
 ) -> None:
     envelope, rollout = delivery.envelope, delivery.message
     assert isinstance(rollout, Rollout)
-    with meter.working():
+    with meter.working(), process.working("scores groups"):
         result = await score_rollout(rollout, pool, process.incarnation)
     process.metrics.count(f"reward.{type(result).__name__}")
     process.metrics.seconds.labels("score").observe(getattr(result, "score_s", 0.0))

@@ -42,6 +42,8 @@ class ServiceSpec:
     """Environment variables of this service, over the inherited ones."""
     finishes: bool = False
     """Whether exit code 0 means that its work is done; otherwise it is started again."""
+    optional: bool = False
+    """Whether the run continues without it when it dies too often."""
 
 
 class SupervisedProcess:
@@ -69,11 +71,18 @@ class SupervisedProcess:
         """Restarts so far."""
         self.finished = asyncio.Event()
         """Set when `keep_running` has returned."""
+        self.given_up = ""
+        """Why an optional service is not started any more; empty while it is."""
         self._allowed = restarts
         self._deaths: deque[float] = deque()
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = False
         self._is_over = is_over
+
+    @property
+    def name(self) -> str:
+        """Such as rollout.0 or trainer."""
+        return self.spec.name
 
     @property
     def pid(self) -> int | None:
@@ -83,10 +92,22 @@ class SupervisedProcess:
     async def keep_running(self) -> None:
         """Start the service and restart it when it dies, until it finishes or is stopped.
 
+        An optional service that cannot be kept running is given up, which is logged.
+
         Raises:
             SettingsError: the service ended with the exit code for wrong settings.
             ServiceFailed: it died more often within `RESTART_WINDOW_S` than it may.
         """
+        try:
+            await self._keep_running()
+        except (SettingsError, ServiceFailed) as error:
+            if not self.spec.optional:
+                raise
+            self.given_up = str(error)
+            log.error("service.given_up name=%s reason=%s", self.spec.name, error)
+        self.finished.set()
+
+    async def _keep_running(self) -> None:
         delay = BACKOFF_S[0]
         while not self._stopping:
             code = await self._run_once()
@@ -116,7 +137,6 @@ class SupervisedProcess:
             )
             await asyncio.sleep(delay)
             delay = min(delay * 2, BACKOFF_S[1])
-        self.finished.set()
 
     async def _run_once(self) -> int:
         with self.log_path.open("ab") as output:

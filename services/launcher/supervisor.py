@@ -97,7 +97,7 @@ async def _supervise(
         return status.done or status.draining
 
     fleet = Fleet(settings, url, is_over)
-    stop = _stop_on_signals(fleet)
+    stop = _stop_on_signals(fleet, progress)
     try:
         async with asyncio.TaskGroup() as tasks:
             fleet.start(tasks)
@@ -127,11 +127,12 @@ async def _supervise(
     )
 
 
-def _stop_on_signals(fleet: Fleet) -> asyncio.Event:
+def _stop_on_signals(fleet: Fleet, progress: Progress) -> asyncio.Event:
     """Return an event that the first SIGINT or SIGTERM sets; the second one kills the fleet."""
     stop = asyncio.Event()
 
     def on_signal() -> None:
+        progress.say_stopping(at_once=stop.is_set())
         if stop.is_set():
             fleet.kill()
         stop.set()

@@ -21,16 +21,19 @@ class FollowedLine(NamedTuple):
 class LineFollower:
     """Remembers how far a file was read; one that was replaced or truncated is read from the start again."""
 
-    def __init__(self, path: Path, tail_bytes: int | None = None, chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(
+        self, path: Path, tail_bytes: int | None = None, chunk_bytes: int = CHUNK_BYTES, offset: int = 0
+    ) -> None:
         """Read nothing yet.
 
         Args:
             path: the file; it need not exist yet.
             tail_bytes: if not None, reading starts at the first line within so many bytes of the file's end.
             chunk_bytes: limit of one `read`.
+            offset: where an earlier follower ended; a file that is shorter is read from its start.
         """
         self.path = path
-        self.offset = 0
+        self.offset = offset
         """Where the next read starts."""
         self.starts = 0
         """How often reading started: 1 after the first read, one more after each replacement of the file."""
@@ -68,8 +71,12 @@ class LineFollower:
     def _locate(self, file_id: tuple[int, int], size: int) -> None:
         if file_id == self._file_id and size >= self.offset:
             return
+        resumes = self._file_id is None and 0 < self.offset <= size
         self._file_id = file_id
         self.starts += 1
+        if resumes:
+            self.is_complete = False
+            return
         self.offset = 0 if self._tail_bytes is None else max(0, size - self._tail_bytes)
         self.is_complete = self.offset == 0
         self._in_line = self.offset > 0

@@ -1,31 +1,25 @@
 """Prints the progress of `tether up`, and draws it: each step, and what is waited for when none is made."""
 
 import asyncio
-import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from protocol.errors import TetherError
 from protocol.topics import Role
 from services.ledger.interface import Ledger, LedgerStatus
-from services.observability.steps import read_lines, read_steps
+from services.observability.line_follower import LineFollower
+from services.observability.printable import printable
+from services.observability.service_rows import GONE, STARTS, ServiceRow, Supervised, service_rows
+from services.observability.steps import parse_line, read_steps
 
 POLL_S = 0.5
-NUMBER = re.compile(r"\d+")
-"""Waits that differ only in a number are printed as one."""
+MAX_ROWS = 8
+"""Processes that one line names."""
 QUIET_S = 15.0
 """Seconds without a step after which the waits are printed."""
-
-
-class Supervised(Protocol):
-    """What `Progress` reads of a child process."""
-
-    @property
-    def restarts(self) -> int:
-        """Restarts so far."""
 
 
 class Progress:
@@ -33,14 +27,15 @@ class Progress:
 
     def __init__(self, run_dir: Path, steps: int, out: TextIO = sys.stdout) -> None:
         self._run_dir, self._steps, self._out = run_dir, steps, out
-        self._printed = len(list(read_lines(run_dir / "metrics.jsonl")))
         self._last = time.monotonic()
+        self._follower = LineFollower(run_dir / "metrics.jsonl")
+        self._new_steps()  # those of an earlier start
         self._began = time.monotonic()
 
     def note(self, text: str) -> None:
         """Print a line, if there is text."""
         if text:
-            print(text, file=self._out, flush=True)
+            print(printable(text), file=self._out, flush=True)
 
     async def watch_loop(self, ledger: Ledger, children: Mapping[Any, Sequence[Supervised]]) -> None:
         """Print the URL of the monitor's page, new steps and long waits, until cancelled."""
@@ -52,7 +47,7 @@ class Progress:
             self._print_steps(sum(child.restarts for group in children.values() for child in group))
             if time.monotonic() - self._last > QUIET_S:
                 self._last = time.monotonic()
-                self.note(await describe_waits(ledger))
+                self.note(await self._describe_quiet(ledger, children))
             await asyncio.sleep(POLL_S)
 
     def finish(self, status: LedgerStatus) -> None:
@@ -64,19 +59,30 @@ class Progress:
             f"{status.trained} groups trained, {status.dropped} dropped, {status.active} in flight"
         )
 
+    def say_stopping(self, at_once: bool) -> None:
+        """Say that a signal ends the run: after what is in flight, or at once."""
+        if at_once:
+            self.note("stopping now: all processes are killed; the run goes on from its last committed step")
+        else:
+            self.note("draining: finishing what is in flight; Ctrl-C again to stop now")
+
+    async def _describe_quiet(self, ledger: Ledger, children: Mapping[Any, Sequence[Supervised]]) -> str:
+        return await describe_waits(ledger, children)
+
     def _print_steps(self, restarts: int) -> None:
-        lines = list(read_lines(self._run_dir / "metrics.jsonl"))
-        for line in lines[self._printed :]:  # after a rewind steps appear again
-            seconds = line["wait_s"] + line["train_s"] + line["publish_s"]
-            self.note(
-                f"step {line['version']:>4}/{self._steps}  reward {line['reward_mean']:6.3f}  "
-                f"lag {line['lag_mean']:.2f} max {line['lag_max']}  "
-                f"{line['trained_tokens'] / max(seconds, 1e-9):8.0f} tokens/s  "
-                f"wait {line['wait_s']:.2f} s  train {line['train_s']:.2f} s  "
-                f"publish {line['publish_s']:.2f} s" + (f"  restarts {restarts}" if restarts else "")
-            )
+        for line in self._new_steps():
+            self.note(describe_step(line, self._steps, restarts))
+
+    def _new_steps(self) -> list[dict[str, Any]]:
+        """Return the steps that metrics.jsonl has gained; after a rewind steps appear again."""
+        found: list[dict[str, Any]] = []
+        more = True
+        while more:
+            lines, more = self._follower.read()
+            found += [line for item in lines if (line := parse_line(item.data)) is not None]
+        if found:
             self._last = time.monotonic()
-        self._printed = len(lines)
+        return found
 
 
 async def page_of(ledger: Ledger) -> str:
@@ -89,27 +95,68 @@ async def page_of(ledger: Ledger) -> str:
         return ""
 
 
-async def describe_waits(ledger: Ledger) -> str:
-    """Return one line that names which process waits for what, and for how long."""
+async def describe_waits(ledger: Ledger, children: Mapping[Any, Sequence[Supervised]] | None = None) -> str:
+    """Return one line that says what each process does or waits for, and for how long.
+
+    Args:
+        ledger: of the run.
+        children: the processes that should be there; those that are not in the registry are named.
+    """
     try:
         peers = await ledger.peers()
     except TetherError as error:
         return f"waiting: the ledger does not answer ({error})"
-    by_kind: dict[tuple[str, str], list[tuple[float, str]]] = {}
-    for peer in peers:
-        for what, seconds in peer.info.get("waits", {}).items():
-            name = str(peer.info.get("name", peer.role))
-            by_kind.setdefault((name, NUMBER.sub("N", what)), []).append((seconds, what))
-    waits = []
-    for (name, kind), found in by_kind.items():
-        seconds, what = max(found)
-        if seconds >= 1:
-            count = len(found)
-            shown = f"{kind} ({count} times, " if count > 1 else f"{what} ("
-            waits.append(f"{name} waits for {shown}{seconds:.0f} s)")
-    if not waits:
-        return f"waiting: {len(peers)} processes are up, none of them waits"
-    return "waiting: " + "; ".join(waits[:8])
+    rows = [row for row in service_rows(peers, expected_processes(children or {})) if _is_told(row)]
+    if not rows:
+        return "waiting: no process waits for another one"
+    shown = [row.sentence() for row in rows]
+    more = f"; and {len(shown) - MAX_ROWS} more" if len(shown) > MAX_ROWS else ""
+    return "waiting: " + "; ".join(shown[:MAX_ROWS]) + more
+
+
+def expected_processes(children: Mapping[Any, Sequence[Supervised]]) -> dict[str, int]:
+    """Return the names of the processes that a supervisor keeps -> their restarts so far."""
+    return {child.name: child.restarts for group in children.values() for child in group}
+
+
+def _is_told(row: ServiceRow) -> bool:
+    """Tell whether a row explains why there is no step: work and waits that last, and what is not there."""
+    return row.state in (STARTS, GONE) or (row.seconds or 0) >= 1
+
+
+def seconds_text(seconds: float) -> str:
+    """Return a duration for people: 5 s, 3 min 20 s, 2 h 5 min, 3 d 4 h."""
+    for unit, size, smaller, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
+        if seconds >= size:
+            return f"{seconds // size:.0f} {unit} {seconds % size // part:.0f} {smaller}"
+    return f"{seconds:.0f} s"
+
+
+def describe_step(line: Mapping[str, Any], steps: int, restarts: int) -> str:
+    """Return the line that is printed of a step; what was not measured is a dash."""
+    rate = token_rate(line)
+    return (
+        f"step {line['version']:>4}/{steps}  reward {number(line, 'reward_mean', '6.3f')}  "
+        f"lag {number(line, 'lag_mean', '.2f')} max {number(line, 'lag_max', 'd')}  "
+        f"{'-' if rate is None else f'{rate:.0f}':>8} tokens/s  "
+        f"wait {number(line, 'wait_s', '.2f')} s  train {number(line, 'train_s', '.2f')} s  "
+        f"publish {number(line, 'publish_s', '.2f')} s"
+        + (f"  restarts {restarts}" if restarts else "")
+        + (f"  SKIPPED: {line['skipped']}" if line.get("skipped") else "")
+    )
+
+
+def number(line: Mapping[str, Any], name: str, form: str) -> str:
+    """Return a number of a step's line as text; a dash if it was not measured."""
+    value = line.get(name)
+    return format(value, form) if isinstance(value, (int, float)) else "-"
+
+
+def token_rate(line: Mapping[str, Any]) -> float | None:
+    """Return the trained tokens per second of a step, waits included; None if it cannot be told."""
+    seconds = sum(line.get(name) or 0.0 for name in ("wait_s", "train_s", "publish_s"))
+    tokens = line.get("trained_tokens")
+    return tokens / seconds if isinstance(tokens, (int, float)) and seconds >= 1e-3 else None
 
 
 def plot_run(run_dir: Path) -> Path | None:

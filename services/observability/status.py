@@ -38,6 +38,7 @@ async def collect_status(ledger: Ledger) -> dict[str, Any]:
                 "http": peer.info.get("http"),
                 "page": peer.info.get("page"),
                 "waits": peer.info.get("waits", {}),
+                "work": peer.info.get("work", {}),
             }
             for peer in sorted(peers, key=lambda peer: str(peer.info.get("name", peer.role)))
         ],
@@ -96,6 +97,7 @@ def render_status(status: dict[str, Any]) -> str:
         lines.append(
             f"{item['name']:<12} pid {item['pid']} on {item['host']}"
             + (f", {item['page']}" if item["page"] else "")
+            + "".join(f", {what} for {seconds:.0f} s" for what, (_, seconds) in item["work"].items())
             + (f", waits for {waits}" if waits else "")
         )
     return "\n".join(lines)

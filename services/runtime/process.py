@@ -46,6 +46,7 @@ class Process:
         }
         """Facts that the registry shows about this process, JSON types; services add their own."""
         self._waits: dict[str, float] = {}
+        self._work: dict[str, list[float]] = {}
         self._registering = asyncio.Lock()
         self.on_heartbeat: list[Callable[[], None]] = []
         """Called before each registration, to bring `info` up to date."""
@@ -83,6 +84,18 @@ class Process:
         finally:
             self._waits.pop(shown, None)
 
+    @contextlib.contextmanager
+    def working(self, what: str) -> Iterator[None]:
+        """Note that the process works on `what`, such as "step 3", for the registry; blocks may overlap."""
+        since = time.monotonic()
+        self._work.setdefault(what, []).append(since)
+        try:
+            yield
+        finally:
+            self._work[what].remove(since)
+            if not self._work[what]:
+                del self._work[what]
+
     async def register(self) -> None:
         """Write this process, its `info` and its waits to the registry, as they were when this was called."""
         async with self._registering:  # otherwise an older registration could overwrite a newer one
@@ -97,7 +110,8 @@ class Process:
         by_length = sorted(waits.items(), key=lambda wait: wait[1])
         for what, seconds in by_length:  # of waits that differ only in a number, the longest is written last
             self.metrics.waiting.labels(NUMBER.sub("N", what)).set(seconds)
-        info = {**self.info, "waits": waits}
+        work = {what: (len(since), round(now - min(since), 1)) for what, since in self._work.items()}
+        info = {**self.info, "waits": waits, "work": work}
         await self.ledger.register(
             Peer(self.role, self.incarnation, info), ttl_ms=int(self.settings.ledger.ttl_s * 1000)
         )

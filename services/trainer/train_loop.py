@@ -116,8 +116,10 @@ class TrainLoop:
 
     async def _step(self, taken: Taken, wait_s: float) -> LedgerStatus:
         """Make a step of a batch; returns the ledger's status after its commit."""
-        step = await self._train(taken, wait_s)
-        manifest, publish_s = await self._publish(taken.step + 1)
+        with self._process.working(f"step {taken.step}"):
+            step = await self._train(taken, wait_s)
+        with self._process.working(f"publishes version {taken.step + 1}"):
+            manifest, publish_s = await self._publish(taken.step + 1)
         digest = await asyncio.to_thread(batch_digest, step.built.batch)
         engines = await self._process.ledger.peers(Role.ROLLOUT)
         report = self._reporter.report(
@@ -130,7 +132,8 @@ class TrainLoop:
         status = await self._commit(step, manifest, report)
         await self._announce(manifest, report, status, engines)
         if report.version % self._process.settings.trainer.checkpoint_every == 0 or status.done:
-            await self._checkpointer.checkpoint(status, manifest.digest)
+            with self._process.working(f"saves version {report.version}"):
+                await self._checkpointer.checkpoint(status, manifest.digest)
         self._reporter.record(report)
         return status
 

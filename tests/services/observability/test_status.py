@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,18 @@ from protocol.messages import StepReport
 from protocol.staleness import Policy
 from services.ledger.interface import Peer
 from services.ledger.memory.ledger import MemoryLedger
-from services.observability.progress import Progress, describe_waits
+from services.observability.progress import Progress, describe_step, describe_waits, seconds_text
 from services.observability.status import collect_status, render_status
 from services.observability.steps import StepLog
 from tests.contracts.ledger_rig import Driver, MemoryRig
+
+
+@dataclass
+class Child:
+    """A process that a supervisor keeps."""
+
+    name: str
+    restarts: int = 0
 
 
 @pytest.fixture
@@ -93,18 +102,29 @@ async def test_a_draining_run_says_so(driver: Driver) -> None:
 
 # -- who waits for whom
 async def test_waits_that_differ_in_a_number_only_are_one(driver: Driver) -> None:
-    waits = {"acknowledgement of group 7": 2.0, "acknowledgement of group 8": 9.4, "ingest for group 3": 0.5}
+    waits = {f"acknowledgement of group {group}": float(group) for group in (7, 8, 9)}
     await driver.ledger.register(Peer("rollout", "other", {"name": "rollout.1", "waits": waits}), 60_000)
     assert await describe_waits(driver.ledger) == (
-        "waiting: rollout.0 waits for lease: bound (3 s); "
-        "rollout.1 waits for acknowledgement of group N (2 times, 9 s)"
+        "waiting: rollout.0: waits for lease: bound, 3 s so far; "
+        "rollout.1: waits for rewards (3 groups), 9 s so far"
     )
 
 
 async def test_a_run_in_which_nobody_waits_says_so() -> None:
     driver = await Driver(MemoryRig()).begin()
     await driver.ledger.register(Peer("reward", "r", {"name": "reward.0", "waits": {"x": 0.5}}), 60_000)
-    assert await describe_waits(driver.ledger) == "waiting: 1 processes are up, none of them waits"
+    assert await describe_waits(driver.ledger) == "waiting: no process waits for another one"
+
+
+async def test_a_run_that_starts_names_who_is_not_there_yet() -> None:
+    driver = await Driver(MemoryRig()).begin()
+    await driver.ledger.register(
+        Peer("trainer", "t", {"name": "trainer", "work": {"step 3": (1, 120.0)}}), 60_000
+    )
+    children = {"any": [Child("trainer"), Child("rollout.0"), Child("reward.0", restarts=2)]}
+    assert await describe_waits(driver.ledger, children) == (
+        "waiting: trainer: step 3, 120 s so far; rollout.0: starts; reward.0: starts again"
+    )
 
 
 async def test_a_ledger_that_is_away_is_what_is_waited_for() -> None:
@@ -138,6 +158,7 @@ async def test_progress_prints_every_step_once_and_how_it_ended(tmp_path: Path, 
     assert len(lines) == 3
     assert lines[0].startswith("step    1/100  reward  0.250  lag 0.00 max 1        10 tokens/s")
     assert lines[0].endswith("restarts 2")
+    assert "publish 0.00 s" in lines[1]
     assert lines[2].startswith("stopped at version 0 of 100 after ")
     assert lines[2].endswith("0 groups trained, 0 dropped, 3 in flight")
 
@@ -162,3 +183,17 @@ async def test_progress_is_quiet_about_nothing(tmp_path: Path) -> None:
     out = io.StringIO()
     Progress(tmp_path, 1, out).note("")
     assert out.getvalue() == ""
+
+
+def test_a_step_without_measurements_has_dashes_instead_of_numbers() -> None:
+    line = {"step": 0, "version": 1, "epoch": "e1", "reward_mean": None, "trained_tokens": 5, "train_s": 0.0}
+    text = describe_step(line, 9, 0)
+    assert text.startswith("step    1/9  reward -  lag - max -         - tokens/s  wait - s  train 0.00 s")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0 s"), (59.0, "59 s"), (200.0, "3 min 20 s"), (7500.0, "2 h 5 min"), (273_600.0, "3 d 4 h")],
+)
+def test_durations_are_told_in_two_units(seconds: float, text: str) -> None:
+    assert seconds_text(seconds) == text

@@ -1,4 +1,4 @@
-"""Tests that samples are found by step and by group, in archive and spool, and that their text is harmless."""
+"""Tests that samples are found by step and by group, in archive and spool, with text that is harmless."""
 
 import json
 import shutil
@@ -57,7 +57,6 @@ def test_samples_of_a_trace_are_those_of_the_group(run_dir: Path) -> None:
         (99, None, "step 99 has no samples in .*; there are those of steps 0 to 6"),
         (None, 9999, "group 9999 is not in the log of .*; groups 0 to 22 are"),
         (6, 2, "step 6 did not train group 2; its groups: 18, 19, 20"),
-        (None, 22, "group 22 is .*: only groups that are scored or trained have samples"),
     ],
 )
 def test_samples_that_are_missing_are_explained(
@@ -65,6 +64,21 @@ def test_samples_that_are_missing_are_explained(
 ) -> None:
     with pytest.raises(SettingsError, match=f"^{says}$"):
         find_samples(run_dir, step, group, 8)
+
+
+def test_samples_of_a_group_that_was_accepted_come_from_the_spool(run_dir: Path) -> None:
+    facts = find_samples(run_dir, None, 22, 1)
+    assert (facts["step"], facts["left_out"]) == (None, 7)
+    assert render_samples(facts).startswith("group 22, not trained yet\n")
+
+
+def test_samples_of_a_dropped_group_are_not_kept(run_dir: Path) -> None:
+    event = {"seq": 10**6, "time_ms": 1, "event": "drop", "group": 22, "token": "", "reason": "stale",
+             "detail": "", "wasted_tokens": 0, "from": "scored"}  # fmt: skip
+    with (run_dir / "audit.jsonl").open("a") as file:
+        file.write(json.dumps(event) + "\n")
+    with pytest.raises(SettingsError, match=r"^group 22 is dropped \(stale\): only groups that are scored"):
+        find_samples(run_dir, None, 22, 1)
 
 
 def test_samples_without_records_say_what_is_kept(run_dir: Path) -> None:
@@ -75,7 +89,7 @@ def test_samples_without_records_say_what_is_kept(run_dir: Path) -> None:
     moments = trace(read_events(run_dir / "audit.jsonl"), 5)
     assert "records are not kept" in str(samples_of_trace(run_dir, 5, moments))
     shutil.rmtree(run_dir / "archive")
-    with pytest.raises(SettingsError, match="no step of .* has samples"):
+    with pytest.raises(SettingsError, match=r"no step of .* has samples"):
         find_samples(run_dir, None, None, 8)
 
 

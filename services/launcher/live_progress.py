@@ -1,0 +1,144 @@
+"""Shows the progress of `tether up` as a view that is redrawn, where the output is a terminal."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from protocol.errors import TetherError
+from services.launcher.live_view import RATE_STEPS, RunView, render_view
+from services.ledger.interface import Ledger
+from services.observability.printable import printable
+from services.observability.progress import Progress, expected_processes
+from services.observability.service_rows import ServiceRow, Supervised, service_rows
+from services.observability.status import collect_status
+
+REDRAW_S = 0.25
+ASK_S = 1.0
+"""Seconds between two questions to the ledger."""
+
+
+def open_progress(run: str, run_dir: Path, steps: int, out: TextIO | None = None) -> Progress:
+    """Return what shows the progress of a run: a view on a terminal, else plain lines."""
+    out = out or sys.stdout
+    if is_interactive(out, os.environ):
+        return LiveProgress(run, run_dir, steps, out)
+    return Progress(run_dir, steps, out)
+
+
+def is_interactive(out: TextIO, environ: Mapping[str, str]) -> bool:
+    """Return whether a stream is a terminal that can be redrawn, and the user has nothing against it."""
+    return out.isatty() and not environ.get("NO_COLOR") and environ.get("TERM", "dumb") not in ("dumb", "")
+
+
+class LiveProgress(Progress):
+    """Redraws a `RunView` at the bottom of a terminal; other lines are printed above it."""
+
+    def __init__(self, run: str, run_dir: Path, steps: int, out: TextIO) -> None:
+        """Draw nothing yet; lines of `note` are printed at once."""
+        super().__init__(run_dir, steps, out)
+        self._run = run
+        self._console = Console(file=out, highlight=False)
+        self._lines: deque[Mapping[str, Any]] = deque(maxlen=RATE_STEPS)
+        self._status: Mapping[str, Any] = {}
+        self._rows: tuple[ServiceRow, ...] = ()
+        self._warnings: tuple[str, ...] = ()
+        self._stopping = False
+
+    def note(self, text: str) -> None:
+        """Print a line above the view, if there is text."""
+        if text:
+            self._console.print(Text(printable(text)), soft_wrap=True)
+
+    def say_stopping(self, at_once: bool) -> None:
+        """Say that a signal ends the run, and show it in the view from now on."""
+        super().say_stopping(at_once)
+        self._stopping = True
+
+    async def watch_loop(self, ledger: Ledger, children: Mapping[Any, Sequence[Supervised]]) -> None:
+        """Redraw the view until cancelled; its last state stays on the screen."""
+        with Live(console=self._console, auto_refresh=False) as live, _logging_above(live):
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(super().watch_loop(ledger, children), name="progress.steps")
+                tasks.create_task(self._ask_loop(ledger, children), name="progress.ask")
+                try:
+                    while True:
+                        live.update(render_view(self.view()), refresh=True)
+                        await asyncio.sleep(REDRAW_S)
+                finally:
+                    live.update(render_view(self.view()), refresh=True)
+
+    def view(self) -> RunView:
+        """Return what is known of the run now."""
+        bound = self._status.get("bound")
+        state = "starting" if not self._status else str(self._status["run_state"])
+        return RunView(
+            run=self._run,
+            state="draining" if self._stopping else state,
+            version=int(self._lines[-1]["version"] if self._lines else self._status.get("version", 0)),
+            steps=self._steps,
+            seconds=time.monotonic() - self._began,
+            bound="E={max_staleness} B={groups_per_step} {policy}".format(**bound) if bound else "",
+            services=self._rows,
+            lines=tuple(self._lines),
+            warnings=self._warnings,
+        )
+
+    async def _ask_loop(self, ledger: Ledger, children: Mapping[Any, Sequence[Supervised]]) -> None:
+        while True:
+            expected = expected_processes(children)
+            warnings = [f"{name} was restarted {count} times" for name, count in expected.items() if count]
+            try:
+                self._rows = tuple(
+                    service_rows(await ledger.peers(), expected, time.monotonic() - self._began)
+                )
+                self._status = await collect_status(ledger)
+            except TetherError as error:
+                warnings.append(f"the ledger does not answer: {error}")
+            if self._lines and self._lines[-1].get("skipped"):
+                warnings.append(f"step {self._lines[-1]['step']} was skipped: {self._lines[-1]['skipped']}")
+            self._warnings = tuple(warnings)
+            await asyncio.sleep(ASK_S)
+
+    def _print_steps(self, restarts: int) -> None:
+        self._lines.extend(self._new_steps())
+
+    async def _describe_quiet(self, ledger: Ledger, children: Mapping[Any, Sequence[Supervised]]) -> str:
+        return ""  # the view shows it
+
+
+@contextlib.contextmanager
+def _logging_above(live: Live) -> Iterator[None]:
+    """Print log lines above the view while the block runs; they were set up for standard error."""
+    handlers = [item for item in logging.getLogger().handlers if isinstance(item, logging.StreamHandler)]
+    before = [item.setStream(_Above(live)) for item in handlers]
+    try:
+        yield
+    finally:
+        for handler, stream in zip(handlers, before, strict=True):
+            if stream is not None:
+                handler.setStream(stream)
+
+
+class _Above:
+    """A stream whose lines are printed above a view."""
+
+    def __init__(self, live: Live) -> None:
+        self._live = live
+
+    def write(self, text: str) -> None:
+        if text.strip():
+            self._live.console.print(Text(printable(text.rstrip("\n"))), soft_wrap=True)
+
+    def flush(self) -> None:
+        """Do nothing: the console writes at once."""

@@ -1,0 +1,117 @@
+"""Draws the state of a run for a terminal: a pure function from a `RunView` to what rich can print."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from services.observability.printable import printable
+from services.observability.progress import number, seconds_text, token_rate
+from services.observability.service_rows import GONE, STARTS, WAITS, WORKS, ServiceRow
+
+SHOWN_STEPS = 6
+"""Steps in the table, the newest ones."""
+SHOWN_SERVICES = 16
+RATE_STEPS = 20
+"""Steps that the rate and the remaining time are computed from."""
+STYLES = {WORKS: "green", WAITS: "yellow", STARTS: "cyan", GONE: "red"}
+COLUMNS: Sequence[tuple[str, str, str]] = (
+    ("reward", "reward_mean", ".3f"),
+    ("lag", "lag_mean", ".2f"),
+    ("max lag", "lag_max", "d"),
+    ("tokens", "trained_tokens", "d"),
+    ("loss", "loss", ".4f"),
+    ("wait s", "wait_s", ".1f"),
+    ("train s", "train_s", ".1f"),
+)
+"""Heading, field of a step's line and format of the table's columns."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunView:
+    """What a terminal shows of a run at one moment."""
+
+    run: str
+    state: str
+    """starting, running, draining, done, or halted and why."""
+    version: int
+    """Committed steps."""
+    steps: int
+    """Steps that were asked for."""
+    seconds: float
+    """Since `tether up` began."""
+    bound: str = ""
+    """Such as "E=1 B=8 mask"."""
+    services: tuple[ServiceRow, ...] = ()
+    lines: tuple[Mapping[str, Any], ...] = ()
+    """The newest lines of metrics.jsonl of this start, oldest first."""
+    warnings: tuple[str, ...] = ()
+    """What is wrong now, one line each."""
+
+
+def step_seconds(lines: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the mean seconds from one step to the next; None before there are two."""
+    times = [line["time"] for line in lines[-RATE_STEPS:] if isinstance(line.get("time"), (int, float))]
+    if len(times) < 2 or times[-1] <= times[0]:
+        return None
+    return float(times[-1] - times[0]) / (len(times) - 1)
+
+
+def render_view(view: RunView) -> RenderableType:
+    """Return the view as lines and tables, about 20 lines high."""
+    parts: list[RenderableType] = [_headline(view), _bar(view), _services(view.services)]
+    if view.lines:
+        parts.append(_steps(view.lines[-SHOWN_STEPS:]))
+    parts += [Text(f"! {printable(line)}", style="bold yellow") for line in view.warnings]
+    return Group(*parts)
+
+
+def _headline(view: RunView) -> Text:
+    style = "red" if view.state.startswith("halted") else "yellow" if view.state == "draining" else "green"
+    return Text.assemble(
+        (f"{view.run} ", "bold"), (view.state, style), f"  {view.bound}  {seconds_text(view.seconds)}"
+    )
+
+
+def _bar(view: RunView) -> Table:
+    each = step_seconds(view.lines)
+    told = f"{view.version}/{view.steps}"
+    if each is not None and view.version < view.steps:
+        rate = f"{each:.1f} s a step" if each >= 1 else f"{1 / each:.1f} steps/s"
+        told += f"  {rate}  ETA {seconds_text(each * (view.steps - view.version))}"
+    rate_now = token_rate(view.lines[-1]) if view.lines else None
+    told += f"  {rate_now:.0f} tokens/s" if rate_now is not None else ""
+    table = Table.grid(padding=(0, 1))
+    table.add_row(ProgressBar(total=view.steps, completed=view.version, width=30), Text(told))
+    return table
+
+
+def _services(rows: Sequence[ServiceRow]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for row in rows[:SHOWN_SERVICES]:
+        since = "" if row.seconds is None or row.seconds < 1 else seconds_text(row.seconds)
+        restarts = f"{row.restarts} restart{'s' if row.restarts > 1 else ''}" if row.restarts else ""
+        table.add_row(
+            Text(printable(row.name), "bold"),
+            Text(printable(row.text), STYLES[row.state], overflow="ellipsis", no_wrap=True),
+            Text(since),
+            Text(restarts, "red"),
+        )
+    if len(rows) > SHOWN_SERVICES:
+        table.add_row(Text("..."), Text(f"{len(rows) - SHOWN_SERVICES} more processes"))
+    return table
+
+
+def _steps(lines: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(box=None, padding=(0, 2), header_style="dim", pad_edge=False)
+    for heading in ("step", *(heading for heading, _, _ in COLUMNS)):
+        table.add_column(heading, justify="right")
+    for line in lines:
+        cells = [number(line, name, form if name != "lag_max" else "d") for _, name, form in COLUMNS]
+        style = "bold yellow" if line.get("skipped") else ""
+        table.add_row(str(line["version"]), *cells, style=style)
+    return table

@@ -1,0 +1,133 @@
+"""Says what each process of a run does, since when, and who waits for whom, for terminal and log."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from protocol.topics import Role
+from services.ledger.interface import Peer
+
+WORKS, WAITS, STARTS, GONE = "works", "waits", "starts", "gone"
+"""States of a row."""
+
+_PHRASES: Sequence[tuple[str, str, str, str]] = (
+    (Role.TRAINER, "groups", WAITS, "waits for rollouts and rewards"),
+    (Role.TRAINER, "take-over", STARTS, "takes the run over"),
+    (Role.TRAINER, "model load", STARTS, "loads the model"),
+    (Role.TRAINER, "engines to sleep", WAITS, "waits for the engines to sleep"),
+    (Role.ROLLOUT, "engine start", STARTS, "starts its engine"),
+    (Role.ROLLOUT, "the first weights", WAITS, "waits for the trainer's weights"),
+    (Role.ROLLOUT, "acknowledgement of group", WAITS, "waits for rewards"),
+    (Role.ROLLOUT, "a lease: bound", WAITS, "waits for the trainer's next step (staleness bound)"),
+    (Role.ROLLOUT, "a lease: pending", WAITS, "waits for the new bound to be in force"),
+    (Role.ROLLOUT, "a lease: stale_engine", WAITS, "waits for the trainer's weights"),
+    (Role.ROLLOUT, "a lease: archive_behind", WAITS, "waits for the ingest to archive the event log"),
+    (Role.ROLLOUT, "a lease: done", WAITS, "has nothing left to generate"),
+    (Role.ROLLOUT, "a lease: exhausted", WAITS, "has no prompts left"),
+    (Role.ROLLOUT, "a lease: draining", WAITS, "gets no more work: the run drains"),
+    (Role.REWARD, "ingest for group", WAITS, "waits for the ingest"),
+    (Role.INGEST, "spool", WAITS, "waits for the disk of the spool"),
+)
+"""Role, how a wait begins, state, and how it is told; other waits are told by their names."""
+_IDLE = {
+    Role.REWARD: "waits for rollouts",
+    Role.INGEST: "waits for scored groups",
+    Role.MONITOR: "serves the page",
+}
+"""What a process does that neither works nor waits for anything."""
+
+
+class Supervised(Protocol):
+    """What is read of a child process."""
+
+    @property
+    def name(self) -> str:
+        """Name in the registry, such as rollout.0."""
+
+    @property
+    def restarts(self) -> int:
+        """Restarts so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceRow:
+    """What one process does."""
+
+    name: str
+    state: str
+    """works, waits, starts or gone."""
+    text: str
+    """As in "step 3" or "waits for rollouts"."""
+    seconds: float | None = None
+    """For how long; None: not known."""
+    restarts: int = 0
+
+    def sentence(self) -> str:
+        """Return the row as text: "trainer: step 3, 120 s so far"."""
+        since = f", {self.seconds:.0f} s so far" if self.seconds is not None and self.seconds >= 1 else ""
+        return f"{self.name}: {self.text}{since}"
+
+
+def service_rows(
+    peers: Iterable[Peer], expected: Mapping[str, int] | None = None, starting_s: float = 0.0
+) -> list[ServiceRow]:
+    """Return a row for each process.
+
+    Args:
+        peers: the processes in the registry.
+        expected: names of the processes that should be there -> their restarts so far.
+        starting_s: seconds since those that are not in the registry were first expected.
+    """
+    restarts = expected or {}
+    known = {str(peer.info.get("name", peer.role)): peer for peer in peers}
+    rows = [describe_process(name, peer, restarts.get(name, 0)) for name, peer in known.items()]
+    rows += [
+        ServiceRow(name, GONE if count else STARTS, "starts again" if count else "starts", starting_s, count)
+        for name, count in restarts.items()
+        if name not in known
+    ]
+    order = list(restarts) or sorted(known)
+    return sorted(rows, key=lambda row: order.index(row.name) if row.name in order else len(order))
+
+
+def describe_process(name: str, peer: Peer, restarts: int = 0) -> ServiceRow:
+    """Return what a process in the registry does; work comes before waits, of which the longest counts."""
+    waits: Mapping[str, float] = peer.info.get("waits", {})
+    work = _work_of(peer, waits)
+    if work is not None:
+        return ServiceRow(name, WORKS, work[0], work[1], restarts)
+    if waits:
+        what = max(waits, key=lambda item: waits[item])
+        state, text = _phrase(peer.role, what, len(waits))
+        return ServiceRow(name, state, text, waits[what], restarts)
+    role = Role(peer.role) if peer.role in set(Role) else None
+    text = _IDLE.get(role, "is ready") if role else "is ready"
+    return ServiceRow(name, WAITS if text.startswith("waits") else WORKS, text, None, restarts)
+
+
+def _work_of(peer: Peer, waits: Mapping[str, float]) -> tuple[str, float | None] | None:
+    """Return what a process works on, and for how many seconds, if it says so."""
+    work: Mapping[str, Sequence[float]] = peer.info.get("work", {})
+    if work:
+        what, (count, seconds) = max(work.items(), key=lambda item: item[1][1])
+        return (f"{what} ({count:.0f} at a time)" if count > 1 else what), seconds
+    if peer.role == Role.ROLLOUT:
+        delivering = sum(what.startswith("acknowledgement") for what in waits)
+        generating = int(peer.info.get("groups", 0)) - delivering
+        if generating > 0:
+            return f"generates {generating} group{'s' if generating > 1 else ''}", None
+    return None
+
+
+def _phrase(role: str, what: str, count: int) -> tuple[str, str]:
+    for known, begin, state, text in _PHRASES:
+        if known == role and what.startswith(begin):
+            detail = what.removeprefix(begin).removeprefix(": ").strip()
+            if role == Role.TRAINER and detail:
+                late = detail.removeprefix("straggler: ")
+                told = f"group {late} is late" if late != detail else detail.removeprefix("not_enough: ")
+                return state, f"{text}: {told}"
+            if "group" in begin:
+                return state, f"{text} ({count} group{'s' if count > 1 else ''})"
+            return state, text
+    return WAITS, f"waits for {what}"

@@ -1,0 +1,64 @@
+"""Defines section `[tracking]`, and checks that the libraries it names are installed."""
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Annotated, Any
+
+from msgspec import Meta
+from pydantic import BeforeValidator
+
+from protocol.choices import checked_name
+from protocol.errors import SettingsError
+
+KINDS = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
+"""Kind of tracking -> the module that it imports. The extra of the package has the name of the kind."""
+
+
+def _as_list(value: Any) -> Any:
+    return (value,) if isinstance(value, str) and value else value or ()
+
+
+@dataclass(frozen=True, slots=True)
+class TrackingConfig:
+    """Section `[tracking]`: libraries that get the numbers of every step and evaluation."""
+
+    kind: Annotated[tuple[str, ...], BeforeValidator(_as_list)] = ()
+    """Libraries, several at once: `wandb`, `tensorboard`, `trackio`, `mlflow`; one may be given as a string.
+    Empty: none."""
+    project: str = "tether"
+    """Project (wandb, trackio) or experiment (mlflow) that the run belongs to."""
+    name: str = ""
+    """Name of the run there. Empty: run.name."""
+    tags: tuple[str, ...] = ()
+    """Tags of the run, where the library has them."""
+    offline: bool = False
+    """Whether everything stays in RUN_DIR/tracking: wandb and trackio send nothing, mlflow ignores
+    MLFLOW_TRACKING_URI. tensorboard always writes there."""
+    flush_s: Annotated[float, Meta(ge=0, le=3600)] = 15.0
+    """Seconds in which what is left is sent at the end of a run; then it is given up until the next start."""
+
+
+def check_kinds(config: TrackingConfig) -> None:
+    """Check the names of the kinds.
+
+    Raises:
+        SettingsError: one is not known or is given twice.
+    """
+    for kind in config.kind:
+        checked_name(kind, KINDS, "setting tracking.kind:")
+    if len(set(config.kind)) < len(config.kind):
+        raise SettingsError(f"setting tracking.kind: a kind is given twice (got {list(config.kind)})")
+
+
+def check_libraries(config: TrackingConfig) -> None:
+    """Check that the library of each kind is installed; none is imported.
+
+    Raises:
+        SettingsError: one is not; names what to install.
+    """
+    for kind in config.kind:
+        if find_spec(KINDS[kind]) is None:
+            raise SettingsError(
+                f"setting tracking.kind: {kind!r} needs a library that is not installed: "
+                f"pip install 'tether-rl[{kind}]', or leave it out"
+            )

@@ -1,0 +1,1 @@
+"""Sends the numbers of a run to tracking libraries, in processes that the run does not depend on."""

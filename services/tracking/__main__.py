@@ -1,0 +1,5 @@
+"""Starts `python -m services.tracking`."""
+
+from services.tracking.service import main
+
+main()

@@ -1,0 +1,58 @@
+"""Reads points from lines of metrics.jsonl and eval.jsonl."""
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from services.tracking.base import Point
+
+MAX_NUMBERS = 500
+"""Numbers of a line that are kept; a foreign file cannot make endless names."""
+HIDDEN = frozenset({"step", "version", "time"})
+"""Fields that place a point."""
+_FOREIGN = re.compile(r"[^\w./ -]")
+"""Characters that not every library allows in a name."""
+
+
+def point_of(file: str, data: bytes, ordinal: int) -> Point | None:
+    """Return the point of a line; None if it is not a line of a step or an evaluation.
+
+    Args:
+        file: name of the file: lines of eval.jsonl are named eval/SET/..., others train/...
+        data: the line.
+        ordinal: number of the point.
+    """
+    try:
+        line = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(line, dict) or not isinstance(version := line.get("version"), int) or version < 0:
+        return None
+    prefix = f"eval/{line.get('set', 'held-out')}" if file == "eval.jsonl" else "train"
+    found: dict[str, float] = {}
+    for name, value in _numbers({name: line[name] for name in line if name not in HIDDEN}, prefix):
+        if len(found) < MAX_NUMBERS:
+            found[_FOREIGN.sub("_", name)] = value
+    time = line.get("time")
+    return Point(ordinal, version, float(time) if isinstance(time, (int, float)) else 0.0, found)
+
+
+def flat_settings(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested tables as one, by dotted name; lists become JSON."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            found |= flat_settings(value, f"{prefix}{name}.")
+        elif value is not None:
+            found[f"{prefix}{name}"] = json.dumps(value) if isinstance(value, list | tuple) else value
+    return found
+
+
+def _numbers(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value, f"{prefix}/{name}")
+        elif type(value) in (int, float) and math.isfinite(value):
+            yield f"{prefix}/{name}", float(value)

@@ -1,0 +1,102 @@
+"""Runs `python -m services.tracking`: sends the numbers of a run to the libraries of `tracking.kind`.
+
+Consumes: metrics.jsonl and eval.jsonl. Needs no ledger and no other service, and none of them waits for it;
+`tether up` runs one process for each kind.
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from types import FrameType
+
+from protocol.errors import SettingsError
+from protocol.host.file_lock import locked
+from services.runtime.errors import configure_logging, describe_error
+from services.settings.load import load_settings
+from services.settings.sections import Settings
+from services.tracking.state import FOLDER, TrackingState
+from services.tracking.tracked_run import TrackedRun
+
+log = logging.getLogger("tether.tracking")
+
+POLL_S = 0.5
+"""Seconds between two reads of files that had nothing new."""
+
+
+class Stop:
+    """Set by SIGTERM and SIGINT; ends the process if a library then takes too long."""
+
+    def __init__(self, flush_s: float) -> None:
+        """Catch the signals; from the first one on the process has `flush_s` seconds."""
+        self.is_set = False
+        self._flush_s = flush_s
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, self._on_stop)
+        signal.signal(signal.SIGALRM, self._on_deadline)
+
+    def _on_stop(self, signum: int, frame: FrameType | None) -> None:
+        if not self.is_set:
+            self.is_set = True
+            signal.setitimer(signal.ITIMER_REAL, max(self._flush_s, 0.01))
+
+    def _on_deadline(self, signum: int, frame: FrameType | None) -> None:
+        log.warning("tracking.given_up after_s=%.0f: the rest is sent with the next start", self._flush_s)
+        os._exit(0)
+
+
+@contextlib.contextmanager
+def open_runs(settings: Settings) -> Iterator[list[TrackedRun]]:
+    """Open what is tracked of a run, and keep other processes from tracking it within the block.
+
+    Raises:
+        SettingsError: nothing is tracked, or another process tracks it.
+    """
+    if not settings.tracking.kind:
+        raise SettingsError("setting tracking.kind is empty: name a library, such as tensorboard")
+    folder = settings.run_dir / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        for kind in settings.tracking.kind:
+            try:
+                stack.enter_context(locked(folder / f"{kind}.lock", create=True))
+            except BlockingIOError:
+                raise SettingsError(f"another process tracks {settings.run_dir} with {kind}") from None
+        yield [TrackedRun(kind, settings) for kind in settings.tracking.kind]
+
+
+def track_rest(settings: Settings) -> dict[str, TrackingState]:
+    """Send what the libraries have not got yet, of a run that is over; returns the states by kind.
+
+    Raises:
+        SettingsError: nothing is tracked, or another process tracks it.
+    """
+    with open_runs(settings) as runs:
+        for run in runs:
+            run.finish()
+        return {run.kind: run.state for run in runs}
+
+
+def track_until_stopped(settings: Settings) -> None:
+    """Send what the files gain until SIGTERM or SIGINT; then send what is left, at most `tracking.flush_s`."""
+    stop = Stop(settings.tracking.flush_s)
+    with open_runs(settings) as runs:
+        while not stop.is_set:
+            if not any([run.advance() for run in runs]):
+                time.sleep(POLL_S)
+        for run in runs:
+            run.finish()
+
+
+def main() -> None:
+    """Run `python -m services.tracking`."""
+    configure_logging(os.environ.get("TETHER_INSTANCE", "tracking"))
+    try:
+        track_until_stopped(load_settings())
+    except Exception as error:
+        line, code = describe_error(error)
+        print(f"tether tracking: {line}", file=sys.stderr)
+        sys.exit(code)

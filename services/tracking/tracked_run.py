@@ -1,0 +1,158 @@
+"""Follows the files of a run and sends what they gain to one tracking library.
+
+The files are the queue: a library that is slow, away or broken is simply behind, in memory there is one piece
+of a file at a time, and nothing is lost or sent twice but for what a kill interrupts.
+"""
+
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from services.observability.line_follower import LineFollower
+from services.settings.sections import Settings
+from services.tracking.base import Point, Tracker, TrackerOptions
+from services.tracking.points import flat_settings, point_of
+from services.tracking.registry import open_tracker
+from services.tracking.state import FOLDER, read_state, write_state
+
+log = logging.getLogger("tether.tracking")
+
+FILES = ("metrics.jsonl", "eval.jsonl")
+CHUNK_BYTES = 1 << 18
+"""Bytes of a file that are sent at once."""
+RETRY_S = (5.0, 300.0)
+"""Seconds until a library that failed is tried again: the first time, and at most."""
+PRIVATE = ("ledger", "bus", "monitor")
+"""Sections of the settings that are not sent: addresses, and names of files with secrets."""
+MAX_PROBLEM = 300
+"""Characters of a library's error that are shown."""
+
+
+class TrackedRun:
+    """One run in one library. Methods block as long as the library does, and never raise for its sake."""
+
+    def __init__(
+        self,
+        kind: str,
+        settings: Settings,
+        open_library: Callable[[str, TrackerOptions], Tracker] = open_tracker,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Open nothing yet; continue where the state on disk says that the last process ended."""
+        self.kind = kind
+        self._settings = settings
+        self._open_library = open_library
+        self._clock = clock
+        self._tracker: Tracker | None = None
+        self._delay_s, self._retry_at = RETRY_S[0], float("-inf")
+        self.state = read_state(settings.run_dir, kind)
+        self._followers = self._follow()
+
+    def advance(self) -> bool:
+        """Send the next piece of each file; returns whether there is more to send at once."""
+        if self._clock() < self._retry_at:
+            return False
+        try:
+            more = any([self._send_piece(name) for name in FILES])
+        except (Exception, SystemExit) as error:
+            self._fail(error)
+            return False
+        return more
+
+    def finish(self) -> None:
+        """Send what is left, once more also after a failure, and close the library."""
+        self._retry_at = float("-inf")
+        while self.advance():
+            pass
+        tracker, self._tracker = self._tracker, None
+        if tracker is not None:
+            try:
+                tracker.close()
+            except (Exception, SystemExit) as error:
+                self._fail(error)
+
+    def _send_piece(self, name: str) -> bool:
+        lines, more = self._followers[name].read()
+        points: list[Point] = []
+        for line in lines:
+            point = point_of(name, line.data, self.state.sent + len(points))
+            if point is not None:
+                points.append(point)
+        if points:
+            self._log(points, is_step=name == FILES[0])
+        if self._followers[name].offset != self.state.offsets.get(name, 0):
+            self._save(
+                offsets={**self.state.offsets, name: self._followers[name].offset},
+                sent=self.state.sent + len(points),
+                problem="",
+            )
+        return more
+
+    def _log(self, points: list[Point], is_step: bool) -> None:
+        if self._tracker is None:
+            self._tracker = self._open_library(self.kind, self._options())
+            self._save(run_id=self._tracker.run_id, url=self._tracker.url)
+            log.info(
+                "tracking.open kind=%s run=%s url=%s", self.kind, self._tracker.run_id, self._tracker.url
+            )
+        self._tracker.log(points)
+        self._delay_s = RETRY_S[0]
+        if is_step:
+            self.state = msgspec.structs.replace(self.state, version=points[-1].version)
+
+    def _options(self) -> TrackerOptions:
+        config, run_dir = self._settings.tracking, self._settings.run_dir
+        directory = run_dir / FOLDER / self.kind
+        directory.mkdir(parents=True, exist_ok=True)
+        return TrackerOptions(
+            project=config.project,
+            name=config.name or self._settings.run.name,
+            tags=config.tags,
+            settings=flat_settings(_shown(run_dir)),
+            directory=directory,
+            offline=config.offline,
+            run_id=self.state.run_id,
+            next_version=self.state.version + 1 if self.state.run_id else None,
+        )
+
+    def _save(self, **changes: Any) -> None:
+        self.state = msgspec.structs.replace(self.state, **changes)
+        write_state(self._settings.run_dir, self.kind, self.state)
+
+    def _fail(self, error: BaseException) -> None:
+        """Note what failed, and try again later from where the state says."""
+        text = f"{type(error).__name__}: {error}".strip().replace("\n", " ")[:MAX_PROBLEM]
+        log.warning("tracking.failed kind=%s retry_s=%.0f error=%s", self.kind, self._delay_s, text)
+        tracker, self._tracker = self._tracker, None
+        if tracker is not None:
+            with contextlib.suppress(Exception, SystemExit):
+                tracker.close()
+        self._followers = self._follow()
+        self._retry_at = self._clock() + self._delay_s
+        self._delay_s = min(2 * self._delay_s, RETRY_S[1])
+        with contextlib.suppress(OSError):
+            self._save(problem=text)
+
+    def _follow(self) -> dict[str, LineFollower]:
+        offsets = self.state.offsets
+        return {
+            name: LineFollower(
+                self._settings.run_dir / name, chunk_bytes=CHUNK_BYTES, offset=offsets.get(name, 0)
+            )
+            for name in FILES
+        }
+
+
+def _shown(run_dir: Path) -> dict[str, Any]:
+    """Return the settings of a run that a tracking service may see: without addresses and files of secrets."""
+    try:
+        values = json.loads((run_dir / "settings.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return {section: table for section, table in values.items() if section not in PRIVATE}

@@ -1,0 +1,40 @@
+"""Writes points to a local trackio database, or sends them to the Space that TRACKIO_SPACE_ID names."""
+
+import os
+from collections.abc import Sequence
+
+from services.tracking.base import Point, TrackerOptions
+
+DIRECTORY = "TRACKIO_DIR"
+"""Variable that says where trackio keeps its databases; it is read when trackio is imported."""
+SPACE = "TRACKIO_SPACE_ID"
+
+
+class TrackioTracker:
+    """One run of trackio."""
+
+    def __init__(self, options: TrackerOptions) -> None:
+        """Open or continue the run; nothing is shown or asked."""
+        if options.offline:
+            os.environ[DIRECTORY] = str(options.directory)
+            os.environ.pop(SPACE, None)
+        import trackio
+
+        self.run_id = options.run_id or options.name
+        self._run = trackio.init(
+            project=options.project,
+            name=self.run_id,
+            config=dict(options.settings),
+            resume="allow",
+            embed=False,
+        )
+        self.url = f"trackio show --project {options.project}"
+
+    def log(self, points: Sequence[Point]) -> None:
+        """Add points."""
+        for point in points:
+            self._run.log(dict(point.numbers), step=point.version)
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._run.finish()

@@ -1,0 +1,41 @@
+"""Sends points to Weights & Biases, or writes its offline files."""
+
+import secrets
+from collections.abc import Sequence
+
+import wandb
+
+from services.tracking.base import Point, TrackerOptions
+
+X_AXIS = "version"
+
+
+class WandbTracker:
+    """One run of wandb. Offline each start adds a folder with the same run id, for `wandb sync --append`."""
+
+    def __init__(self, options: TrackerOptions) -> None:
+        """Open or continue the run. Without a key and a terminal wandb raises, it does not ask."""
+        self.run_id = options.run_id or secrets.token_hex(4)
+        self._run = wandb.init(
+            project=options.project,
+            name=options.name,
+            id=self.run_id,
+            resume=None if options.offline else "allow",
+            mode="offline" if options.offline else None,
+            tags=list(options.tags),
+            config=dict(options.settings),
+            dir=str(options.directory),
+            settings=wandb.Settings(console="off", disable_git=True, silent=True),
+        )
+        self._run.define_metric(X_AXIS)
+        self._run.define_metric("*", step_metric=X_AXIS)
+        self.url = self._run.url or f"wandb sync --append {options.directory}/wandb/offline-run-*"
+
+    def log(self, points: Sequence[Point]) -> None:
+        """Add points; wandb ignores those whose ordinal it has already."""
+        for point in points:
+            self._run.log({**point.numbers, X_AXIS: point.version}, step=point.ordinal)
+
+    def close(self) -> None:
+        """Send what is left; wandb waits for its server."""
+        self._run.finish()

@@ -1,0 +1,84 @@
+"""Tests when a view is drawn, and that notes and log lines are printed above it, on a ledger in memory."""
+
+import asyncio
+import io
+import logging
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from protocol.messages import StepReport
+from services.launcher.live_progress import LiveProgress, is_interactive, open_progress
+from services.ledger.interface import Peer
+from services.observability.progress import Progress
+from services.observability.steps import StepLog
+from tests.contracts.ledger_rig import Driver, MemoryRig
+
+
+class Terminal(io.StringIO):
+    """A stream that says that it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@dataclass
+class Child:
+    """A process that a supervisor keeps."""
+
+    name: str
+    restarts: int = 0
+
+
+@pytest.mark.parametrize(
+    ("environ", "is_drawn"),
+    [
+        ({"TERM": "xterm"}, True),
+        ({"TERM": "xterm", "NO_COLOR": "1"}, False),
+        ({"TERM": "dumb"}, False),
+        ({}, False),
+    ],
+)
+def test_view_is_drawn_on_terminals_only(environ: dict[str, str], is_drawn: bool) -> None:
+    assert is_interactive(Terminal(), environ) is is_drawn
+    assert not is_interactive(io.StringIO(), environ)
+
+
+def test_progress_in_a_pipe_is_plain(tmp_path: Path) -> None:
+    assert type(open_progress("r", tmp_path, 3, io.StringIO())) is Progress
+
+
+async def test_view_is_redrawn_below_notes_and_log_lines(tmp_path: Path) -> None:
+    driver = await Driver(MemoryRig()).begin()
+    await driver.ledger.register(
+        Peer("trainer", "t", {"name": "trainer", "work": {"step 1": (1, 7.0)}}), 60_000
+    )
+    StepLog(tmp_path / "metrics.jsonl").append(StepReport(step=0, version=1, epoch="e1", reward_mean=0.125))
+    out = Terminal()
+    progress = LiveProgress("demo", tmp_path, 100, out)
+    StepLog(tmp_path / "metrics.jsonl").append(StepReport(step=1, version=2, epoch="e1", reward_mean=0.625))
+    handler = logging.StreamHandler(sys.stderr)
+    logging.getLogger().addHandler(handler)
+    try:
+        async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(
+                progress.watch_loop(driver.ledger, {"trainer": [Child("trainer", 2)]})
+            )
+            while "was restarted" not in out.getvalue():  # noqa: ASYNC110 (the output is asked)
+                await asyncio.sleep(0.01)
+            logging.getLogger("tether.up").warning("service.died name=trainer")
+            progress.say_stopping(at_once=False)
+            watching.cancel()
+        assert handler.stream is sys.stderr
+    finally:
+        logging.getLogger().removeHandler(handler)
+    text = out.getvalue()
+    assert "service.died name=trainer" in text
+    assert "draining: finishing what is in flight; Ctrl-C again to stop now" in text
+    assert "0.625" in text
+    assert "0.125" not in text  # a step of an earlier start
+    view = progress.view()
+    assert (view.state, view.version, view.services[0].text) == ("draining", 2, "step 1")
+    assert view.warnings == ("trainer was restarted 2 times",)
