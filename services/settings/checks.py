@@ -14,7 +14,7 @@ from services.settings.engine_pool import check_pool
 from services.settings.placement import check_gpus, gpu_list
 from services.settings.sections import Settings
 from trainer.algorithms.registry import ALGORITHMS
-from trainer.config import WeightConfig
+from trainer.config import MISMATCH_ACTIONS, WeightConfig
 from trainer.registry import BACKENDS
 from trainer.weights.registry import TRANSPORTS
 
@@ -22,6 +22,7 @@ CHOICES: Mapping[str, Collection[str]] = {
     "engine.name": ENGINES,
     "engine.dtype": DTYPES,
     "trainer.backend": BACKENDS,
+    "trainer.mismatch_action": MISMATCH_ACTIONS,
     "algorithm.name": ALGORITHMS,
     "weights.transport": TRANSPORTS,
 }
@@ -42,6 +43,13 @@ def check_settings(settings: Settings) -> None:
     check_pool(settings.services.pool, settings.engine)
     check_gpus(settings.services, settings.parallel.world_size, settings.engine.tensor_parallel_size)
     check_shared(settings)
+    trainer = settings.trainer
+    if trainer.mismatch_action == "stop" and not (trainer.mismatch_limit and trainer.mismatch_share):
+        raise SettingsError(
+            f"setting trainer.mismatch_action: 'stop' never stops with trainer.mismatch_limit "
+            f"{trainer.mismatch_limit:g} and trainer.mismatch_share {trainer.mismatch_share:g}; "
+            "both have to be above 0"
+        )
     if settings.services.pool and settings.services.rollouts != 1:
         raise SettingsError("settings services.pool and services.rollouts exclude each other: give one")
     if settings.model.path and settings.model.scratch:

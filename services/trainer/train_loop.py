@@ -136,7 +136,9 @@ class TrainLoop:
 
     async def _train(self, taken: Taken, wait_s: float) -> TrainedStep:
         """Make one optimizer step on a batch; have engines abort what the take has dropped."""
+        dropped_lengths: list[list[int]] = []
         if taken.dropped:
+            dropped_lengths = await asyncio.to_thread(self._run.response_lengths, taken.dropped)
             self._run.broadcaster.publish(
                 Control(action=Action.ABORT, groups=taken.dropped), epoch=self._run.epoch
             )
@@ -151,7 +153,7 @@ class TrainLoop:
             raise
         began = time.monotonic()
         built, stats = await self._runner.train(command)
-        return TrainedStep(taken, built, stats, wait_s, time.monotonic() - began)
+        return TrainedStep(taken, built, stats, wait_s, time.monotonic() - began, dropped_lengths)
 
     async def _publish(self, version: int) -> tuple[WeightManifest, float]:
         """Publish the weights of a version; returns its manifest and the seconds that it took."""
