@@ -21,6 +21,7 @@ from services.ledger.event_log.archiver import Archiver
 from services.ledger.redis.ledger import RedisLedger
 from services.ledger_recovery.reconcile import reconcile
 from services.observability.progress import Progress, plot_run
+from services.observability.status import describe_halt
 from services.prepare import prepare
 from services.runtime.run_ledger import open_ledger
 from services.settings.load import dump_settings
@@ -138,8 +139,7 @@ async def _wait_until_over(ledger: RedisLedger, trainer: SupervisedProcess, stop
         status = await ledger.status()
         if status.halted:
             raise TetherError(
-                f"the run halted: too many of the last groups were dropped for the reason {status.halted!r} "
-                "(see `tether status` and the logs); "
+                f"the run halted: {describe_halt(status.halted)} (see `tether status` and the logs); "
                 "fix the cause and restart; the run resumes where it stopped"
             )
         with contextlib.suppress(TimeoutError):

@@ -128,7 +128,7 @@ class LedgerStatus:
     wasted_tokens: int
     """Sampled tokens of dropped groups, as far as they were reported."""
     halted: str = ""
-    """Drop reason that stopped leasing until `drain(False)`; empty if none did."""
+    """Drop reason or trainer's cause that stopped leasing until `drain(False)`; empty if none did."""
     draining: bool = False
     engines: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     """Engine incarnation -> (epoch, version) that it acknowledged last."""
@@ -229,11 +229,9 @@ class Ledger(Protocol):
         """Create the run, or update its steps and drop limits. Refuses RUN_MISMATCH, WRONG_STATE."""
 
     async def rebuild(self, spec: RunSpec, snapshot: Snapshot) -> None:
-        """Replace the run by `snapshot`: no lease, no running step, no engine that may lease.
-
-        `spec.bound` is the bound in force. Repeating it with the same epoch changes nothing. Refuses
-        WRONG_STATE if an event was written since `snapshot.found`.
-        """
+        """Replace the run by `snapshot`: no lease, no running step, no engine that may lease; `spec.bound` is
+        in force. Repeating it with the same epoch changes nothing. Refuses WRONG_STATE if an event was
+        written since `snapshot.found`."""
 
     async def status(self) -> LedgerStatus:
         """Return all counters. Refuses NO_RUN."""
@@ -346,10 +344,11 @@ class Ledger(Protocol):
         """Return their encoded `StepReport`s, in order."""
 
     async def checkpointed(self, version: int) -> None:
-        """Forget what a durable checkpoint covers: records and reports of all steps below `version`.
+        """Forget what a durable checkpoint covers (records and reports of steps below `version`), and
+        engines that are not registered any more and serve an older version."""
 
-        Engines that are not registered any more and serve an older version are forgotten, too.
-        """
+    async def halt(self, epoch: str, cause: str) -> None:
+        """Stop granting leases until `drain(False)`; the first cause is kept. Refuses STALE_EPOCH."""
 
     # -- settings
     async def set_bound(

@@ -70,13 +70,20 @@ class Progress:
             seconds = line["wait_s"] + line["train_s"] + line["publish_s"]
             self.note(
                 f"step {line['version']:>4}/{self._steps}  reward {line['reward_mean']:6.3f}  "
-                f"lag {line['lag_mean']:.2f} max {line['lag_max']}  "
+                f"lag {_shown(line['lag_mean'])} max {_shown(line['lag_max'])}  "
                 f"{line['trained_tokens'] / max(seconds, 1e-9):8.0f} tokens/s  "
                 f"wait {line['wait_s']:.2f} s  train {line['train_s']:.2f} s  "
                 f"publish {line['publish_s']:.2f} s" + (f"  restarts {restarts}" if restarts else "")
             )
+            for warning in line.get("warnings", ()):
+                self.note(f"warning: {warning}")
             self._last = time.monotonic()
         self._printed = len(lines)
+
+
+def _shown(value: float | None) -> str:
+    """Return a number, or a dash where nothing was measured."""
+    return "-" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 async def page_of(ledger: Ledger) -> str:

@@ -11,6 +11,7 @@ from protocol.messages import StepReport
 from services.ledger.interface import LedgerStatus, Peer, Taken
 from services.observability.busy import BusyShare
 from services.runtime.process import Process
+from services.trainer.mismatch_gate import excess_mismatch
 from trainer.backends.base import StepStats
 from trainer.data.batch_builder import BatchStats, BuiltBatch
 
@@ -69,6 +70,7 @@ class StepReporter:
         before, self._before = self._before or status, status
         busy = self._busy.since_last({peer.incarnation: peer.info for peer in engines})
         lengths = [tokens for group in step.dropped_lengths for tokens in group]
+        mismatch = excess_mismatch(step.taken.step, step.stats, self._process.settings.trainer)
         measured = {**fields_of(step.built.stats), **fields_of(step.stats)}
         return StepReport(
             step=step.taken.step,
@@ -87,6 +89,7 @@ class StepReporter:
             time=time.time(),
             engine_busy=busy,
             batch_digest=digest,
+            warnings=(mismatch,) if mismatch else (),
             **measured,
         )
 
@@ -113,6 +116,9 @@ class StepReporter:
             report.train_s,
             report.publish_s,
         )
+        for warning in report.warnings:
+            process.metrics.count("step.warnings")
+            log.warning("step.warning text=%s", warning)
 
 
 def fields_of(stats: BatchStats | StepStats) -> dict[str, Any]:
@@ -121,8 +127,8 @@ def fields_of(stats: BatchStats | StepStats) -> dict[str, Any]:
 
 
 def _increase(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
-    """Return how much each count has grown, where it has."""
-    return {name: more for name, count in now.items() if (more := count - before.get(name, 0)) > 0}
+    """Return by how much each count has grown."""
+    return {name: count - before.get(name, 0) for name, count in now.items()}
 
 
 def _shown(value: float | None, digits: int) -> str:
