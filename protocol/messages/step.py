@@ -122,4 +122,4 @@ class StepReport(Message, tag="step_report", frozen=True, kw_only=True):
     dropped_length_groups: int = 0
     """Groups that `dropped_length_mean` is of."""
     warnings: tuple[str, ...] = ()
-    """What somebody should look at, a sentence each."""
+    """What may be wrong with the step, a sentence each."""

@@ -229,9 +229,11 @@ class Ledger(Protocol):
         """Create the run, or update its steps and drop limits. Refuses RUN_MISMATCH, WRONG_STATE."""
 
     async def rebuild(self, spec: RunSpec, snapshot: Snapshot) -> None:
-        """Replace the run by `snapshot`: no lease, no running step, no engine that may lease; `spec.bound` is
-        in force. Repeating it with the same epoch changes nothing. Refuses WRONG_STATE if an event was
-        written since `snapshot.found`."""
+        """Replace the run by `snapshot`: no lease, no running step, no engine that may lease.
+
+        `spec.bound` is the bound in force. Repeating it with the same epoch changes nothing. Refuses
+        WRONG_STATE if an event was written since `snapshot.found`.
+        """
 
     async def status(self) -> LedgerStatus:
         """Return all counters. Refuses NO_RUN."""
@@ -241,7 +243,7 @@ class Ledger(Protocol):
 
     # -- engines and processes
     async def register(self, peer: Peer, ttl_ms: int) -> None:
-        """Record that a process lives; it has to be repeated before `ttl_ms` is over."""
+        """Record that a process lives, for `ttl_ms`."""
 
     async def unregister(self, incarnation: str) -> None:
         """Forget a process, and what it acknowledged as an engine."""
@@ -259,7 +261,6 @@ class Ledger(Protocol):
         STALE_EPOCH if `epoch` is not on the current branch, WRONG_STATE if `version` is not committed.
         """
 
-    # -- groups
     async def lease(self, *, request: str, engine: str, holder: str, lease_ms: int) -> Lease:
         """Lease the next group: a WAITING or expired one first, else a new one.
 
@@ -344,13 +345,14 @@ class Ledger(Protocol):
         """Return their encoded `StepReport`s, in order."""
 
     async def checkpointed(self, version: int) -> None:
-        """Forget what a durable checkpoint covers (records and reports of steps below `version`), and
-        engines that are not registered any more and serve an older version."""
+        """Forget what a durable checkpoint covers: records and reports of all steps below `version`.
+
+        Engines that are not registered any more and serve an older version are forgotten, too.
+        """
 
     async def halt(self, epoch: str, cause: str) -> None:
         """Stop granting leases until `drain(False)`; the first cause is kept. Refuses STALE_EPOCH."""
 
-    # -- settings
     async def set_bound(
         self,
         *,
@@ -363,7 +365,6 @@ class Ledger(Protocol):
     async def drain(self, on: bool = True) -> None:
         """Stop granting leases, or grant them again; that ends a halt and counts drops and attempts anew."""
 
-    # -- the event log
     async def events(self, after: int, limit: int) -> Sequence[Mapping[str, Any]]:
         """Return at most `limit` events numbered above `after`, oldest first, as the JSON values of the log.
 

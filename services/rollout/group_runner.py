@@ -58,7 +58,7 @@ class GroupRunner:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._nudged = asyncio.Event()
         self.meter = BusyMeter()
-        """Counts the time in which the engine has groups to generate; it is told when the engine sleeps."""
+        """Counts the time in which the engine has groups to generate and is awake."""
         process.on_heartbeat.append(
             lambda: process.info.update(self.meter.reading(), groups=len(self._tasks))
         )

@@ -31,7 +31,7 @@ log = logging.getLogger("tether.trainer")
 TAKE_POLL_S = (0.003, 0.05)
 """Seconds between two attempts to take a batch: the first, and the longest."""
 HALT_POLL_S = 1.0
-"""Seconds between two looks whether a halt has ended."""
+"""Seconds between two reads of the ledger during a halt."""
 IDLE_S = 60.0
 """The other ranks hear from rank 0 at least this often, so that their wait is bounded."""
 
