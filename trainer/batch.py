@@ -40,17 +40,35 @@ class Batch:
     """float32 [N, L]: recomputed by the trainer before the step, for the decoupled objective; else None."""
     reference_logprobs: torch.Tensor | None = None
     """float32 [N, L]: under the initial model, for the KL term; else None."""
+    measured: torch.Tensor | None = None
+    """bool [N]: samples whose mismatch of trainer and engine is measured; None: all."""
+
+
+UNHASHED = ("proximal_logprobs", "reference_logprobs", "measured")
+"""Fields that the trainer adds itself, which a batch's digest leaves out."""
+
+
+def part_of(batch: Batch, samples: torch.Tensor, device: torch.device) -> Batch:
+    """Return the `samples` (int64 [n]) of a batch on the device, cut to the longest of them."""
+    width = max(2, int(batch.sequence_lengths[samples].max()))
+    parts: dict[str, torch.Tensor] = {}
+    for field in dataclasses.fields(batch):
+        value = getattr(batch, field.name)
+        if isinstance(value, torch.Tensor):
+            rows = value[samples]
+            parts[field.name] = (rows[:, :width] if rows.ndim == 2 else rows).to(device)
+    return dataclasses.replace(batch, **parts)  # type: ignore[arg-type]
 
 
 def batch_digest(batch: Batch) -> str:
     """Return the xxh3-128 of a batch, 32 hex digits.
 
-    It covers every number and every tensor with its name, dtype, shape and bytes, in order. Log-probabilities
-    that the trainer computes itself are left out, so the same records give the same digest.
+    It covers every number and every tensor with its name, dtype, shape and bytes, in order. What the trainer
+    adds itself (`UNHASHED`) is left out, so the same records give the same digest.
     """
     state = xxhash.xxh3_128()
     for field in dataclasses.fields(batch):
-        if field.name in ("proximal_logprobs", "reference_logprobs"):
+        if field.name in UNHASHED:
             continue
         value = getattr(batch, field.name)
         if isinstance(value, torch.Tensor):

@@ -9,6 +9,8 @@ from protocol.paths import FilePath
 
 TRAINER_DTYPES = ("bfloat16", "float32")
 DEVICES = ("auto", "cpu", "cuda")
+MISMATCH_ACTIONS = ("warn", "stop")
+"""What `trainer.mismatch_action` can be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,16 @@ class TrainerConfig:
     first. 0 keeps none."""
     recompute_logprobs: bool = False
     """Compute the proximal log-probabilities with the trainer before each step (decoupled objective)."""
+    mismatch_share: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    """Share of the groups on whose trained tokens the trainer's log-probabilities are compared with the
+    engine's; a group is in it or not by its number. They come from the training pass, so all of them cost
+    little."""
+    mismatch_limit: Annotated[float, Meta(ge=0, le=1e9)] = 1.05
+    """Largest `token_mult_prob_error` at lag 0 (1 is perfect agreement) before `mismatch_action` is taken. 0
+    is off."""
+    mismatch_action: str = "warn"
+    """What happens above `mismatch_limit`: warn (terminal, log, page), or stop (the run halts with the
+    cause)."""
     memory_gb: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
     """colocated runs: GPU memory that training takes on each rank at its peak, GiB, for the check before the
     start. 0: computed from the model's size, without activations."""

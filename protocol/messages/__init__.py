@@ -2,7 +2,7 @@
 
 from protocol.messages.base import Message
 from protocol.messages.control import Ack, Action, Control, Heartbeat, Hello
-from protocol.messages.step import StepReport
+from protocol.messages.step import Mismatch, StepReport
 from protocol.messages.trajectory import Rollout, ScoredRollout, ScoreFailure
 from protocol.messages.weights import (
     TensorEntry,
@@ -37,6 +37,7 @@ __all__ = [
     "Heartbeat",
     "Hello",
     "Message",
+    "Mismatch",
     "Rollout",
     "ScoreFailure",
     "ScoredRollout",

@@ -1,12 +1,37 @@
 """Defines the report of one optimizer step, for the ledger, metrics.jsonl and the monitor."""
 
+import msgspec
+
 from protocol.messages.base import Message
 
 
-class StepReport(Message, tag="step_report", frozen=True, kw_only=True):
-    """Report of a committed step, made by the trainer.
+class Mismatch(msgspec.Struct, frozen=True, kw_only=True):
+    """How far the trainer's log-probabilities are from the engine's, over the measured tokens of one lag.
 
-    Times are wall-clock seconds unless the name says otherwise.
+    d = log pi(trainer, at the start of the step) - log pi(engine, when it sampled the token). At lag 0 both
+    have the same weights, so d is what the two implementations differ by. At a larger lag it is that and what
+    the policy has moved since.
+    """
+
+    tokens: int
+    """Measured tokens."""
+    error_mean: float
+    """Mean of |d|, nats."""
+    error_max: float
+    """Largest |d|, nats."""
+    token_mult_prob_error: float
+    """Mean of exp |d|: the factor by which the probability of a token differs, 1 at best. As in NeMo RL,
+    "Adding New Models", https://docs.nvidia.com/nemo/rl/0.6.0/adding-new-models.html."""
+    ess: float
+    """Effective sample size of the importance weights w = exp d as a share of the tokens, 0 to 1:
+    (sum w)^2 / (tokens * sum w^2). Kish 1965; Kong 1992."""
+
+
+class StepReport(Message, tag="step_report", frozen=True, kw_only=True):
+    """Report of a committed step, made by the trainer; docs/metrics.md explains every field.
+
+    Times are wall-clock seconds unless the name says otherwise. None (null in metrics.jsonl) is what was not
+    measured; reports of older releases have 0 there.
     """
 
     step: int
@@ -15,10 +40,10 @@ class StepReport(Message, tag="step_report", frozen=True, kw_only=True):
     """The version that it produced: step + 1."""
     epoch: str
     reward_mean: float
-    reward_std: float = 0.0
-    lag_mean: float = 0.0
+    reward_std: float | None = None
+    lag_mean: float | None = None
     """Mean lag of trained tokens, in versions."""
-    lag_max: int = 0
+    lag_max: int | None = None
     lag_histogram: dict[int, int] = {}
     """Lag in versions -> trained tokens."""
     trained_tokens: int = 0
@@ -29,29 +54,72 @@ class StepReport(Message, tag="step_report", frozen=True, kw_only=True):
     groups: int = 0
     dropped_groups: int = 0
     """Groups dropped since the last step."""
-    response_length_mean: float = 0.0
+    response_length_mean: float | None = None
     """Mean tokens of a sample after the prompt, tokens inserted by an environment included."""
-    loss: float = 0.0
-    grad_norm: float = 0.0
-    entropy: float = 0.0
-    clip_fraction: float = 0.0
-    ratio_mean: float = 1.0
-    logprob_error_max: float = 0.0
-    """Largest |trainer log-probability - engine log-probability| over tokens of lag 0, nats."""
-    generate_s: float = 0.0
+    loss: float | None = None
+    grad_norm: float | None = None
+    entropy: float | None = None
+    clip_fraction: float | None = None
+    """Share of trained tokens at which the loss clipped its ratio, 0 to 1."""
+    ratio_mean: float | None = None
+    """Mean of the loss's ratio pi / pi_old over trained tokens. With `trainer.recompute_logprobs` pi_old is
+    pi itself, so this is 1 and `clip_fraction` 0 but for rounding; `importance_mean` and
+    `behaviour_clip_fraction` always compare with the engine."""
+    logprob_error_max: float | None = None
+    """Largest |trainer log-probability - engine log-probability| over trained tokens of lag 0, nats."""
+    generate_s: float | None = None
     """Mean time to generate a group of this step."""
     train_s: float = 0.0
     publish_s: float = 0.0
     wait_s: float = 0.0
     """Time that the trainer waited for groups before this step."""
-    pause_ms: float = 0.0
+    pause_ms: float | None = None
     """Longest generation pause that an engine reported for a weight update since the last step."""
     skipped: str = ""
     """Why the optimizer skipped the step (overflow ...); empty if it did not."""
     time: float = 0.0
     """Unix time of the commit, seconds."""
-    engine_busy: float = 0.0
-    """Mean fraction (0 to 1) of the time since the last step in which engines had requests to run, as of
-    their last heartbeats."""
+    engine_busy: float | None = None
+    """Share of time, 0 to 1, in which engines had requests to run and were awake, between the heartbeats
+    that came before the last step and before this one; mean over the engines that sent a newer one."""
     batch_digest: str = ""
     """xxh3-128 (32 hex digits) of the trained batch; `tether replay` compares with it."""
+    lag_in_flight_mean: float | None = None
+    """Part of `lag_mean` that passed until the last token of the token's group was sampled, in versions."""
+    lag_in_queue_mean: float | None = None
+    """The rest of `lag_mean`: from then until the step, in versions."""
+    behaviour_kl_k3: float | None = None
+    """KL(engine's policy || pi) over trained tokens by the estimator k3, nats per token; pi is the policy
+    at the start of the step."""
+    reference_kl_k3: float | None = None
+    """KL(pi || initial model) over trained tokens by the estimator k3, nats per token; measured where
+    `algorithm.kl_coef` > 0."""
+    importance_mean: float | None = None
+    """Mean over trained tokens of the importance weight pi / engine's policy, before truncation."""
+    importance_max: float | None = None
+    """Largest of these weights."""
+    importance_capped: float | None = None
+    """Share of trained tokens whose weight `algorithm.importance_cap` cut, 0 to 1; measured where the loss
+    truncates."""
+    importance_ess: float | None = None
+    """Effective sample size of these weights as a share of the trained tokens, 0 to 1."""
+    behaviour_clip_fraction: float | None = None
+    """Share of trained tokens that the loss would clip if its ratio were pi / engine's policy, 0 to 1."""
+    mismatch: dict[int, Mismatch] = {}
+    """Lag in versions -> mismatch of trainer and engine over trained tokens of that lag in the share of
+    groups that `trainer.mismatch_share` chooses."""
+    mismatch_mean: float | None = None
+    """`mismatch[0].error_mean`."""
+    mismatch_max: float | None = None
+    """`mismatch[0].error_max`."""
+    token_mult_prob_error: float | None = None
+    """`mismatch[0].token_mult_prob_error`, which `trainer.mismatch_limit` bounds."""
+    dropped_by_reason: dict[str, int] = {}
+    """Reason -> groups dropped for it since the last step."""
+    dropped_length_mean: float | None = None
+    """As `response_length_mean`, of groups dropped since the last step that had been scored: the only ones
+    whose length is known."""
+    dropped_length_groups: int = 0
+    """Groups that `dropped_length_mean` is of."""
+    warnings: tuple[str, ...] = ()
+    """What may be wrong with the step, a sentence each."""

@@ -34,7 +34,7 @@ class Admission:
         self._receiver = receiver
         self._spool = spool
         self._meter = BusyMeter()
-        process.on_heartbeat.append(lambda: process.info.update(busy_s=round(self._meter.seconds(), 3)))
+        process.on_heartbeat.append(lambda: process.info.update(self._meter.reading()))
 
     async def admit_loop(self) -> None:
         """Admit what arrives, in batches of what is waiting, until cancelled."""

@@ -128,7 +128,7 @@ class LedgerStatus:
     wasted_tokens: int
     """Sampled tokens of dropped groups, as far as they were reported."""
     halted: str = ""
-    """Drop reason that stopped leasing until `drain(False)`; empty if none did."""
+    """Drop reason or trainer's cause that stopped leasing until `drain(False)`; empty if none did."""
     draining: bool = False
     engines: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     """Engine incarnation -> (epoch, version) that it acknowledged last."""
@@ -243,7 +243,7 @@ class Ledger(Protocol):
 
     # -- engines and processes
     async def register(self, peer: Peer, ttl_ms: int) -> None:
-        """Record that a process lives; it has to be repeated before `ttl_ms` is over."""
+        """Record that a process lives, for `ttl_ms`."""
 
     async def unregister(self, incarnation: str) -> None:
         """Forget a process, and what it acknowledged as an engine."""
@@ -261,7 +261,6 @@ class Ledger(Protocol):
         STALE_EPOCH if `epoch` is not on the current branch, WRONG_STATE if `version` is not committed.
         """
 
-    # -- groups
     async def lease(self, *, request: str, engine: str, holder: str, lease_ms: int) -> Lease:
         """Lease the next group: a WAITING or expired one first, else a new one.
 
@@ -351,7 +350,9 @@ class Ledger(Protocol):
         Engines that are not registered any more and serve an older version are forgotten, too.
         """
 
-    # -- settings
+    async def halt(self, epoch: str, cause: str) -> None:
+        """Stop granting leases until `drain(False)`; the first cause is kept. Refuses STALE_EPOCH."""
+
     async def set_bound(
         self,
         *,
@@ -364,7 +365,6 @@ class Ledger(Protocol):
     async def drain(self, on: bool = True) -> None:
         """Stop granting leases, or grant them again; that ends a halt and counts drops and attempts anew."""
 
-    # -- the event log
     async def events(self, after: int, limit: int) -> Sequence[Mapping[str, Any]]:
         """Return at most `limit` events numbered above `after`, oldest first, as the JSON values of the log.
 

@@ -8,7 +8,8 @@ each point remembers the revision of its last change, so a reader gets the chang
 import secrets
 import threading
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from services.monitor.series import MAX_LAGS, MAX_SERIES, combine, is_sum, numbe
 from services.observability.line_follower import FollowedLine, LineFollower
 
 MAX_POINTS = 2000
+MAX_WARNINGS = 50
 MAX_STEP = 1 << 53
 """Steps beyond this are no numbers for a browser."""
 
@@ -127,6 +129,11 @@ class History:
                 "complete": self.is_complete,
             }
 
+    def warnings(self) -> list[dict[str, Any]]:
+        """Return the newest warnings of steps, oldest first, as events for the page."""
+        with self._lock:
+            return list(self._warnings)
+
     @property
     def last(self) -> dict[str, Any]:
         """The newest line as it is in the file; empty before there is one."""
@@ -142,6 +149,7 @@ class History:
         self._names: set[str] = set()
         self._last: dict[str, Any] = {}
         self._last_step = -1
+        self._warnings: deque[dict[str, Any]] = deque(maxlen=MAX_WARNINGS)
         self.is_complete = False
 
     def _add(self, followed: FollowedLine) -> None:
@@ -157,6 +165,7 @@ class History:
                 self._last = line if step == self._last_step else self._last
                 return
         self._last, self._last_step = line, step
+        self._warnings.extend(_warnings_of(line))
         start = step // self._width * self._width
         if not self._points or self._points[-1].start != start:
             self._points.append(Point(start, followed.offset))
@@ -220,3 +229,18 @@ class History:
             return None
         step = line.get("step")
         return line if type(step) is int and 0 <= step < MAX_STEP else None
+
+
+def _warnings_of(line: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the warnings of a step's line as events for the page."""
+    found, time_s = line.get("warnings"), line.get("time")
+    if isinstance(found, list) and isinstance(time_s, (int, float)):
+        for text in found[:10]:
+            yield {
+                "seq": 0,
+                "time_ms": int(time_s * 1000),
+                "kind": "warning",
+                "topic": "run",
+                "level": "warn",
+                "text": str(text)[:400],
+            }

@@ -6,7 +6,7 @@
 | /assets/NAME | its code and style; nothing of the run |
 | /status.json | state of the run, processes, engines, groups |
 | /steps.json?after=REVISION | points of the history that changed since (see `services.monitor.history`) |
-| /events.json?after=NUMBER&topics=run,versions | the newest events as sentences |
+| /events.json?after=NUMBER&topics=run,versions | the newest events, and warnings of steps, as sentences |
 | /versions.json?after=NUMBER | who served which version when |
 | /samples.json?step=STEP&group=GROUP | samples of one group |
 | /targets.json | addresses of every process's /metrics, for Prometheus (`http_sd_configs`) |
@@ -89,7 +89,8 @@ class Pages:
 
     async def _serve_events(self, request: web.Request) -> web.Response:
         topics = request.query.get("topics", ",".join(TOPICS)).split(",")
-        return _json(self.tail.sentences(_number(request, "after"), topics, MAX_EVENTS))
+        answer = self.tail.sentences(_number(request, "after"), topics, MAX_EVENTS)
+        return _json({**answer, "warnings": self.history.warnings() if "run" in topics else []})
 
     async def _serve_versions(self, request: web.Request) -> web.Response:
         return _json(self.tail.versions(_number(request, "after")))

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from services.observability.status import describe_halt
+
 Event = Mapping[str, Any]
 
 
@@ -101,7 +103,7 @@ _RULES: dict[str, _Rule] = {
         lambda e: "Leasing stopped: the run drains." if e["on"] else "Leases are granted again.",
     ),
     "checkpoint": ("run", "good", lambda e: f"A checkpoint covers the steps before version {e['version']}."),
-    "halt": ("run", "bad", lambda e: f"Leasing halted: too many groups were dropped for {e['reason']}."),
+    "halt": ("run", "bad", lambda e: f"Leasing halted: {describe_halt(e['reason'])}."),
     "unhalt": ("run", "good", lambda e: f"Leases are granted again after the halt for {e['reason']}."),
     "applied": ("versions", "info", lambda e: f"{short_name(e['engine'])} serves version {e['version']}."),
     "publish": ("versions", "info", lambda e: f"Version {e['version']} was published without a step."),

@@ -10,7 +10,7 @@ from typing import Any
 
 HIDDEN = frozenset({"version", "step"})
 """Fields that place a point on the x axis."""
-LARGEST = frozenset({"lag_max", "logprob_error_max", "pause_ms"})
+LARGEST = frozenset({"lag_max", "logprob_error_max", "pause_ms", "token_mult_prob_error"})
 """Fields of which the largest of several steps is kept; also every field whose name ends with `_max`."""
 LATEST = frozenset({"time"})
 """Fields of which the last of several steps is kept."""
@@ -21,8 +21,13 @@ MAX_LAGS = 64
 
 
 def numbers_of(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield the names and values of a step's line that can be drawn: finite numbers, no flags, no nulls."""
-    for name, value in line.items():
+    """Yield the names and values of a step's line that can be drawn: finite numbers, no flags, no nulls.
+
+    Drops by reason become a field each, `dropped_for_REASON`.
+    """
+    reasons = line.get("dropped_by_reason")
+    drops = {f"dropped_for_{reason}": n for reason, n in reasons.items()} if isinstance(reasons, dict) else {}
+    for name, value in {**line, **drops}.items():
         kind = type(value)
         if (kind is float or kind is int) and name not in HIDDEN and -1e100 < value < 1e100:
             yield name, value

@@ -6,10 +6,12 @@ nothing.
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from protocol.topics import Role
 from services.monitor.access import access_key, guard, page_url
@@ -56,28 +58,35 @@ async def serve(process: Process) -> None:
         await server.close()
 
 
-class RunGauges:
-    """Shows the run as Prometheus metrics: `tether_run_*`, and the newest step's numbers as `tether_step`."""
+class RunGauges(Collector):
+    """Shows the run as Prometheus metrics: `tether_run_*`, and the newest step's numbers as `tether_step`.
+
+    What is not known, or was not measured in that step, has no sample.
+    """
 
     NAMES = ("version", "steps", "issued", "trained", "dropped", "active", "wasted_tokens")
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        """Register the metrics; they show 0 until the first `set`."""
-        self._gauges = {
-            name: Gauge(f"tether_run_{name}", f"{name} of the run, from the ledger", registry=registry)
-            for name in self.NAMES
-        }
-        self._step = Gauge(
-            "tether_step", "Numbers of the newest step, by field", ["field"], registry=registry
-        )
+        """Register the metrics; they have no samples until the first `set`."""
+        self._state: Mapping[str, Any] = {}
+        self._step: Mapping[str, Any] = {}
+        registry.register(self)
 
     def set(self, state: Mapping[str, Any], step: Mapping[str, Any]) -> None:
-        """Show the counters of a state and the numbers of a line of metrics.jsonl; what they lack stays."""
-        for name, gauge in self._gauges.items():
-            if isinstance(value := state.get(name), (int, float)):
-                gauge.set(value)
-        for name, value in numbers_of(step):
-            self._step.labels(name).set(value)
+        """Show the counters of a state and the numbers of a line of metrics.jsonl."""
+        self._state, self._step = dict(state), step
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the metrics with what was set last."""
+        for name in self.NAMES:
+            family = GaugeMetricFamily(f"tether_run_{name}", f"{name} of the run, from the ledger")
+            if isinstance(value := self._state.get(name), (int, float)):
+                family.add_metric([], value)
+            yield family
+        steps = GaugeMetricFamily("tether_step", "Numbers of the newest step, by field", labels=["field"])
+        for field, number in numbers_of(self._step):
+            steps.add_metric([field], number)
+        yield steps
 
 
 def main() -> None:

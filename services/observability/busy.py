@@ -3,15 +3,17 @@
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 
 class BusyMeter:
-    """Counts the seconds in which at least one piece of work was running."""
+    """Counts the seconds in which at least one piece of work was running, and the engine was awake."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """Start at zero; `clock` returns seconds."""
         self._clock = clock
         self._working = 0
+        self._asleep = False
         self._busy_s = 0.0
         self._since = clock()
 
@@ -26,36 +28,60 @@ class BusyMeter:
             self._settle()
             self._working -= 1
 
+    def sleep(self) -> None:
+        """Count no time until `wake`: an engine that has left its GPU keeps its requests and runs none."""
+        self._settle()
+        self._asleep = True
+
+    def wake(self) -> None:
+        """Count the time of running work again."""
+        self._settle()
+        self._asleep = False
+
     def seconds(self) -> float:
         """Return the busy seconds so far."""
         self._settle()
         return self._busy_s
 
+    def reading(self) -> dict[str, float]:
+        """Return the busy seconds and the time at which they were read, both in seconds, for the registry."""
+        return {"busy_s": round(self.seconds(), 3), "busy_at_s": round(self._since, 3)}
+
     def _settle(self) -> None:
         now = self._clock()
-        if self._working:
+        if self._working and not self._asleep:
             self._busy_s += now - self._since
         self._since = now
 
 
 class BusyShare:
-    """Share of the time in which engines were busy between two readings of their meters."""
+    """Share of the time in which engines were busy, between two readings of their meters.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._last = clock()
-        self._seconds: Mapping[str, float] = {}
+    Readings come with heartbeats, which are rarer than the steps of a fast run, and carry the time at which
+    they were made: an engine counts only when there is a newer reading of it, and then over the time between
+    the two.
+    """
 
-    def since_last(self, seconds: Mapping[str, float]) -> float:
-        """Return the mean over engines since the last call, 0 to 1.
+    def __init__(self) -> None:
+        self._readings: dict[str, tuple[float, float]] = {}
+        """Engine -> its last reading: time and busy seconds, by its own clock."""
+
+    def since_last(self, readings: Mapping[str, Mapping[str, Any]]) -> float | None:
+        """Return the mean share, 0 to 1, over the engines with a newer reading; None if there is none.
 
         Args:
-            seconds: engine -> reading of its `BusyMeter`. An engine that is read for the first time counts
-                from the next call on.
+            readings: engine -> what the registry says of it, with `BusyMeter.reading` in it. An engine that
+                is read for the first time counts from the next call on; one without a reading does not.
         """
-        now = self._clock()
-        known = seconds.keys() & self._seconds.keys()
-        busy = sum(seconds[engine] - self._seconds[engine] for engine in known)
-        share = busy / (len(known) * (now - self._last)) if known and now > self._last else 0.0
-        self._last, self._seconds = now, dict(seconds)
-        return min(max(share, 0.0), 1.0)
+        shares = []
+        found: dict[str, tuple[float, float]] = {}
+        for engine, info in readings.items():
+            at_s, busy_s = info.get("busy_at_s"), info.get("busy_s")
+            if not isinstance(at_s, (int, float)) or not isinstance(busy_s, (int, float)):
+                continue
+            found[engine] = (at_s, busy_s)
+            before_at_s, before_s = self._readings.get(engine, found[engine])
+            if at_s > before_at_s:
+                shares.append(min(max((busy_s - before_s) / (at_s - before_at_s), 0.0), 1.0))
+        self._readings = found
+        return sum(shares) / len(shares) if shares else None

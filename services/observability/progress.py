@@ -62,7 +62,7 @@ class Progress:
     def say_stopping(self, at_once: bool) -> None:
         """Say that a signal ends the run: after what is in flight, or at once."""
         if at_once:
-            self.note("stopping now: all processes are killed; the run goes on from its last committed step")
+            self.note("stopping now: all processes are killed; the run resumes from its last committed step")
         else:
             self.note("draining: finishing what is in flight; Ctrl-C again to stop now")
 
@@ -72,6 +72,8 @@ class Progress:
     def _print_steps(self, restarts: int) -> None:
         for line in self._new_steps():
             self.note(describe_step(line, self._steps, restarts))
+            for warning in line.get("warnings", ()):
+                self.note(f"warning: {warning}")
 
     def _new_steps(self) -> list[dict[str, Any]]:
         """Return the steps that metrics.jsonl has gained; after a rewind steps appear again."""
@@ -83,6 +85,11 @@ class Progress:
         if found:
             self._last = time.monotonic()
         return found
+
+
+def _shown(value: float | None) -> str:
+    """Return a number, or a dash where nothing was measured."""
+    return "-" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 async def page_of(ledger: Ledger) -> str:

@@ -57,6 +57,13 @@ def run_state(status: LedgerStatus) -> str:
     return "done" if status.done else "draining" if status.draining else "running"
 
 
+def describe_halt(halted: str) -> str:
+    """Return why a run halted: a drop reason is one word, a cause that the trainer named is a sentence."""
+    if " " in halted:
+        return halted
+    return f"too many of the last groups were dropped for the reason {halted!r}"
+
+
 def _bound(bound: Any) -> dict[str, Any]:
     return {
         "max_staleness": bound.max_staleness,

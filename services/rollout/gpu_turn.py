@@ -9,6 +9,7 @@ from protocol.errors import TetherError
 from protocol.topics import Role
 from services.gpu_sharing.device_lock import DeviceLock
 from services.gpu_sharing.turn import HOLDS, TURN, Turn, holders
+from services.observability.busy import BusyMeter
 from services.rollout.weight_updater import WeightUpdater
 from services.runtime.process import Process
 
@@ -51,16 +52,21 @@ class EngineGpuTurn:
                 await self._notified_or_polled()
         return False
 
-    async def turns_loop(self, updater: WeightUpdater) -> None:
-        """Sleep and wake with the turns, until cancelled; begins with an engine that holds the device."""
+    async def turns_loop(self, updater: WeightUpdater, meter: BusyMeter) -> None:
+        """Sleep and wake with the turns, until cancelled; begins with an engine that holds the device.
+
+        `meter` counts no time while the engine sleeps.
+        """
         while True:
             while await self._turn() is not Turn.TRAINER:
                 await self._notified_or_polled()
             await updater.sleep()
+            meter.sleep()
             await self.release()
             if not await self.acquire():
                 return
             await updater.wake()
+            meter.wake()
 
     async def release(self) -> None:
         """Release the device. Nothing of the engine may be on it any more."""

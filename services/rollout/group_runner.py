@@ -57,9 +57,10 @@ class GroupRunner:
         self._slots = asyncio.Semaphore(self._config.groups_in_flight)
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._nudged = asyncio.Event()
-        self._meter = BusyMeter()
+        self.meter = BusyMeter()
+        """Counts the time in which the engine has groups to generate and is awake."""
         process.on_heartbeat.append(
-            lambda: process.info.update(busy_s=round(self._meter.seconds(), 3), groups=len(self._tasks))
+            lambda: process.info.update(self.meter.reading(), groups=len(self._tasks))
         )
 
     async def run(self) -> None:
@@ -185,7 +186,7 @@ class GroupRunner:
     async def _generate_and_send(self, lease: Lease) -> None:
         settings = self._process.settings.sampling
         try:
-            with self._meter.working():
+            with self.meter.working():
                 prompt = self._prompts.at(lease.group)
                 rollout = await generate_group(
                     self._engine,

@@ -93,7 +93,7 @@ async def _run(runner: GroupRunner, updater: WeightUpdater, turn: EngineGpuTurn 
             tasks.create_task(updater.apply_loop(), name="weights.apply"),
         ]
         if turn is not None:
-            updates.append(tasks.create_task(turn.turns_loop(updater), name="turns"))
+            updates.append(tasks.create_task(turn.turns_loop(updater, runner.meter), name="turns"))
         await runner.run()
         for task in updates:
             task.cancel()

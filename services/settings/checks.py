@@ -14,7 +14,7 @@ from services.settings.engine_pool import check_pool
 from services.settings.placement import check_gpus, gpu_list
 from services.settings.sections import Settings
 from trainer.algorithms.registry import ALGORITHMS
-from trainer.config import DEVICES, TRAINER_DTYPES, WeightConfig
+from trainer.config import DEVICES, MISMATCH_ACTIONS, TRAINER_DTYPES, TrainerConfig, WeightConfig
 from trainer.registry import BACKENDS
 from trainer.weights.registry import TRANSPORTS
 
@@ -24,6 +24,7 @@ CHOICES: Mapping[str, Collection[str]] = {
     "trainer.backend": BACKENDS,
     "trainer.device": DEVICES,
     "trainer.dtype": TRAINER_DTYPES,
+    "trainer.mismatch_action": MISMATCH_ACTIONS,
     "algorithm.name": ALGORITHMS,
     "weights.transport": TRANSPORTS,
 }
@@ -52,6 +53,7 @@ def settings_errors(settings: Settings) -> Iterator[SettingsError]:
         lambda: check_pool(services.pool, engine),
         lambda: check_gpus(services, settings.parallel.world_size, engine.tensor_parallel_size),
         lambda: check_shared(settings),
+        lambda: _check_mismatch(settings.trainer),
         lambda: _check_alternatives(settings),
         lambda: _check_model(settings),
     ):
@@ -67,6 +69,15 @@ def _error_of(check: Callable[[], object]) -> Iterator[SettingsError]:
 
 def _check_choice(settings: Settings, dotted: str, names: Collection[str]) -> None:
     checked_name(attrgetter(dotted)(settings), names, f"setting {dotted}:")
+
+
+def _check_mismatch(trainer: TrainerConfig) -> None:
+    if trainer.mismatch_action == "stop" and not (trainer.mismatch_limit and trainer.mismatch_share):
+        raise SettingsError(
+            f"setting trainer.mismatch_action: 'stop' never stops with trainer.mismatch_limit "
+            f"{trainer.mismatch_limit:g} and trainer.mismatch_share {trainer.mismatch_share:g}; "
+            "both have to be above 0"
+        )
 
 
 def _check_alternatives(settings: Settings) -> None:

@@ -43,4 +43,5 @@ def train_command(
         temperature=settings.sampling.temperature or 1.0,
         recompute_logprobs=settings.trainer.recompute_logprobs,
         reference_logprobs=settings.algorithm.kl_coef > 0,
+        mismatch_share=settings.trainer.mismatch_share,
     )

@@ -60,7 +60,7 @@ def _how(facts: Mapping[str, Any], logged: Mapping[str, Any], error: str) -> tup
         return "drained", "it was drained"
     if error:
         return "failed", error
-    return "stopped", "it was interrupted; the same `tether up` goes on from the last step"
+    return "stopped", "it was interrupted; the same `tether up` resumes from the last step"
 
 
 def render_ended_run(facts: Mapping[str, Any]) -> str:

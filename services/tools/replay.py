@@ -182,18 +182,24 @@ def retrain(recorded: RecordedRun, step: int, start: Checkpoint | None) -> dict[
         rank.exit()
     finally:
         rank.backend.close()
-    recorded_loss, recorded_weights = recorded.report(step).get("loss"), recorded.step(step).record.digest
+    report, recorded_weights = recorded.report(step), recorded.step(step).record.digest
     return {
         "from_version": first,
         "steps": step + 1 - first,
         "loss": loss,
-        "recorded_loss": recorded_loss,
+        "recorded_loss": report.get("loss"),
         "weights_digest": str(weights),
         "recorded_weights_digest": str(recorded_weights),
         "weights_equal": weights == recorded_weights,
-        "equal": recorded_loss is not None
-        and abs(loss - recorded_loss) <= LOSS_TOLERANCE * max(1.0, abs(recorded_loss)),
+        "equal": "loss" in report and _is_same_loss(loss, report["loss"]),
     }
+
+
+def _is_same_loss(loss: float | None, recorded: float | None) -> bool:
+    """Compare two losses; without a trained token there is none, and older releases recorded 0."""
+    if loss is None or recorded is None:
+        return not loss and not recorded
+    return abs(loss - recorded) <= LOSS_TOLERANCE * max(1.0, abs(recorded))
 
 
 def _weights_digest(rank: LeaderRank, settings: Settings) -> int:

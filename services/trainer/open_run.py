@@ -5,7 +5,9 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from protocol.codec import decode_payload
 from protocol.errors import TetherError
+from protocol.messages import ScoredRollout
 from services.bus.broadcast import Broadcaster
 from services.ledger.event_log.archiver import FILE, last_sequence
 from services.ledger.interface import Taken
@@ -43,6 +45,11 @@ class OpenRun:
         """
         records = self.spool.get_many([(group.group, group.token) for group in taken.groups])
         return train_command(self.process.settings, taken, records, mask_late=mask_late)
+
+    def response_lengths(self, groups: Sequence[int]) -> list[list[int]]:
+        """Return the tokens of each sample of those groups whose record the spool holds. Blocks."""
+        messages = [decode_payload(payload) for payload in self.spool.find(groups)]
+        return [m.rollout.lengths.numpy().tolist() for m in messages if isinstance(m, ScoredRollout)]
 
     async def forget(self, groups: Sequence[int], journal_from: int = 0) -> bool:
         """Delete groups from the spool; returns whether that succeeded, as a later call may try again.

@@ -1,16 +1,19 @@
 """Builds the report of each step, and records it in metrics and log."""
 
+import dataclasses
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from protocol.messages import StepReport
 from services.ledger.interface import LedgerStatus, Peer, Taken
 from services.observability.busy import BusyShare
 from services.runtime.process import Process
 from trainer.backends.base import StepStats
-from trainer.data.batch_builder import BuiltBatch
+from trainer.config import TrainerConfig
+from trainer.data.batch_builder import BatchStats, BuiltBatch
 
 log = logging.getLogger("tether.trainer")
 
@@ -26,6 +29,8 @@ class TrainedStep:
     """Seconds that the trainer waited for the batch."""
     train_s: float
     """Seconds of the optimizer step."""
+    dropped_lengths: Sequence[Sequence[int]] = ()
+    """Tokens of each sample, for each group that the take dropped and whose record was there."""
 
 
 class StepReporter:
@@ -34,18 +39,18 @@ class StepReporter:
     def __init__(self, process: Process, epoch: str) -> None:
         self._process = process
         self._epoch = epoch
-        self._pause_ms = 0.0
+        self._pause_ms: float | None = None
         self._busy = BusyShare()
-        self._dropped = (0, 0)
-        """Groups and tokens that the ledger had dropped at the last report."""
+        self._before: LedgerStatus | None = None
+        """The ledger's status at the last report."""
 
     def start(self, status: LedgerStatus) -> None:
         """Count drops from this status of the ledger on."""
-        self._dropped = (status.dropped, status.wasted_tokens)
+        self._before = status
 
     def note_pause(self, pause_ms: float) -> None:
         """Note how long an engine stood still for a version; the next report has the longest."""
-        self._pause_ms = max(self._pause_ms, pause_ms)
+        self._pause_ms = max(self._pause_ms or 0.0, pause_ms)
 
     def report(
         self,
@@ -61,40 +66,31 @@ class StepReporter:
         `publish_s` is the seconds that publishing its weights took, `status` the ledger's before the commit,
         `engines` the registered rollout workers, and `digest` the `batch_digest` of its batch.
         """
-        batch, stats = step.built.stats, step.stats
-        dropped, wasted = self._drops(status)
-        pause_ms, self._pause_ms = self._pause_ms, 0.0
-        busy_s = {peer.incarnation: peer.info.get("busy_s", 0.0) for peer in engines}
+        pause_ms, self._pause_ms = self._pause_ms, None
+        before, self._before = self._before or status, status
+        busy = self._busy.since_last({peer.incarnation: peer.info for peer in engines})
+        lengths = [tokens for group in step.dropped_lengths for tokens in group]
+        mismatch = excess_mismatch(step.taken.step, step.stats, self._process.settings.trainer)
+        measured = {**fields_of(step.built.stats), **fields_of(step.stats)}
         return StepReport(
             step=step.taken.step,
             version=step.taken.step + 1,
             epoch=self._epoch,
-            reward_mean=batch.reward_mean,
-            reward_std=batch.reward_std,
-            lag_mean=batch.lag_mean,
-            lag_max=batch.lag_max,
-            lag_histogram=batch.lag_histogram,
-            trained_tokens=stats.trained_tokens,
-            masked_tokens=batch.masked_tokens,
-            wasted_tokens=wasted + batch.masked_tokens,
+            wasted_tokens=status.wasted_tokens - before.wasted_tokens + step.built.stats.masked_tokens,
             groups=len(step.taken.groups),
-            dropped_groups=dropped,
-            response_length_mean=batch.response_length_mean,
-            loss=stats.loss,
-            grad_norm=stats.grad_norm,
-            entropy=stats.entropy,
-            clip_fraction=stats.clip_fraction,
-            ratio_mean=stats.ratio_mean,
-            logprob_error_max=stats.logprob_error_max,
-            generate_s=batch.generate_s,
+            dropped_groups=status.dropped - before.dropped,
+            dropped_by_reason=_increase(before.dropped_by_reason, status.dropped_by_reason),
+            dropped_length_mean=sum(lengths) / len(lengths) if lengths else None,
+            dropped_length_groups=len(step.dropped_lengths),
             train_s=step.train_s,
             publish_s=publish_s,
             wait_s=step.wait_s,
             pause_ms=pause_ms,
-            skipped=stats.skipped,
             time=time.time(),
-            engine_busy=self._busy.since_last(busy_s),
+            engine_busy=busy,
             batch_digest=digest,
+            warnings=(mismatch,) if mismatch else (),
+            **measured,
         )
 
     def record(self, report: StepReport) -> None:
@@ -110,18 +106,46 @@ class StepReporter:
         process.metrics.count("tokens.trained", report.trained_tokens)
         process.info["version"] = report.version
         log.info(
-            "step.done step=%d reward=%.3f lag=%.2f/%d tokens=%d wait_s=%.2f train_s=%.2f publish_s=%.2f",
+            "step.done step=%d reward=%.3f lag=%s/%s tokens=%d wait_s=%.2f train_s=%.2f publish_s=%.2f",
             report.step,
             report.reward_mean,
-            report.lag_mean,
-            report.lag_max,
+            _shown(report.lag_mean, 2),
+            _shown(report.lag_max, 0),
             report.trained_tokens,
             report.wait_s,
             report.train_s,
             report.publish_s,
         )
+        for warning in report.warnings:
+            process.metrics.count("step.warnings")
+            log.warning("step.warning text=%s", warning)
 
-    def _drops(self, status: LedgerStatus) -> tuple[int, int]:
-        """Return the groups and tokens that were dropped since the last call."""
-        before, self._dropped = self._dropped, (status.dropped, status.wasted_tokens)
-        return status.dropped - before[0], status.wasted_tokens - before[1]
+
+def excess_mismatch(step: int, stats: StepStats, config: TrainerConfig) -> str:
+    """Return what is wrong with the mismatch of a step at lag 0, as a sentence; empty if nothing is.
+
+    Steps whose tokens all have a larger lag are not judged: there the policy may have moved.
+    """
+    error, limit = stats.token_mult_prob_error, config.mismatch_limit
+    if error is None or not limit or error <= limit:
+        return ""
+    return (
+        f"step {step}: engine and trainer disagree on tokens of the same weights, "
+        f"token_mult_prob_error {error:.4g} is over trainer.mismatch_limit {limit:g}; "
+        "compare their dtypes, sampling settings and model code (docs/metrics.md)"
+    )
+
+
+def fields_of(stats: BatchStats | StepStats) -> dict[str, Any]:
+    """Return the fields of statistics, whose names are those of `StepReport`."""
+    return {field.name: getattr(stats, field.name) for field in dataclasses.fields(stats)}
+
+
+def _increase(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
+    """Return by how much each count has grown."""
+    return {name: count - before.get(name, 0) for name, count in now.items()}
+
+
+def _shown(value: float | None, digits: int) -> str:
+    """Return a number for the log, or a dash where nothing was measured."""
+    return "-" if value is None else f"{value:.{digits}f}"

@@ -30,6 +30,8 @@ log = logging.getLogger("tether.trainer")
 
 TAKE_POLL_S = (0.003, 0.05)
 """Seconds between two attempts to take a batch: the first, and the longest."""
+HALT_POLL_S = 1.0
+"""Seconds between two reads of the ledger during a halt."""
 IDLE_S = 60.0
 """The other ranks hear from rank 0 at least this often, so that their wait is bounded."""
 
@@ -135,11 +137,24 @@ class TrainLoop:
             with self._process.working(f"saves version {report.version}"):
                 await self._checkpointer.checkpoint(status, manifest.digest)
         self._reporter.record(report)
+        if report.warnings and self._process.settings.trainer.mismatch_action == "stop":
+            await self._halt(report.warnings[0])
         return status
+
+    async def _halt(self, cause: str) -> None:
+        """Halt the run; returns when leases are granted again, or the process is to stop."""
+        log.error("run.halted cause=%s", cause)
+        ledger, stop = self._process.ledger, self._process.stop
+        await ledger.halt(self._run.epoch, cause)
+        with self._process.waiting("the halt to end: tether drain D --off"):
+            while not stop.is_set() and (await ledger.status()).halted:
+                await self._process.stopped_within(HALT_POLL_S)
 
     async def _train(self, taken: Taken, wait_s: float) -> TrainedStep:
         """Make one optimizer step on a batch; have engines abort what the take has dropped."""
+        dropped_lengths: list[list[int]] = []
         if taken.dropped:
+            dropped_lengths = await asyncio.to_thread(self._run.response_lengths, taken.dropped)
             self._run.broadcaster.publish(
                 Control(action=Action.ABORT, groups=taken.dropped), epoch=self._run.epoch
             )
@@ -154,7 +169,7 @@ class TrainLoop:
             raise
         began = time.monotonic()
         built, stats = await self._runner.train(command)
-        return TrainedStep(taken, built, stats, wait_s, time.monotonic() - began)
+        return TrainedStep(taken, built, stats, wait_s, time.monotonic() - began, dropped_lengths)
 
     async def _publish(self, version: int) -> tuple[WeightManifest, float]:
         """Publish the weights of a version; returns its manifest and the seconds that it took."""

@@ -93,11 +93,13 @@ def run_real(directory: Path, *, quick: bool = False) -> tuple[dict[str, Figure]
         steps = _up("demo.toml", directory / f"real-e{bound}", 6 if quick else REAL_STEPS, settings)
         counted = steps[LEFT_OUT + 1 :]
         seconds = sum(_intervals(steps))
-        pauses = [step["pause_ms"] for step in counted]
+        pauses, busy = (
+            [step[name] for step in counted if step[name] is not None] for name in ("pause_ms", "engine_busy")
+        )
         result |= {
             f"e{bound}_steps_per_s": len(counted) / seconds,
             f"e{bound}_tokens_per_s": sum(step["trained_tokens"] for step in counted) / seconds,
-            f"e{bound}_engine_busy": statistics.mean(step["engine_busy"] for step in counted),
+            f"e{bound}_engine_busy": statistics.mean(busy),
             f"e{bound}_pause_ms_median": statistics.median(pauses),
             f"e{bound}_pause_ms_max": max(pauses),
         }

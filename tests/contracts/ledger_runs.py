@@ -90,6 +90,19 @@ class RunContract:
         events = list(await driver.ledger.events(0, 1000))
         assert verify_events(events).violations == []
 
+    async def test_the_trainer_halts_a_run_for_a_cause(self, driver: Driver) -> None:
+        await driver.begin(B=1)
+        await driver.refused(Reason.STALE_EPOCH, driver.ledger.halt("e0", "step 3: a cause"))
+        for cause in ("step 3: a cause", "step 3: a cause", "step 4: another"):
+            await driver.ledger.halt("e1", cause)
+        assert (await driver.ledger.status()).halted == "step 3: a cause"
+        await driver.refused(Reason.HALTED, driver.lease())
+        await driver.ledger.drain(False)
+        assert (await driver.lease()).group == 0
+        events = list(await driver.ledger.events(0, 1000))
+        assert [event["reason"] for event in events if event["event"] == "halt"] == ["step 3: a cause"]
+        assert verify_events(events).violations == []
+
     async def test_a_halted_run_goes_on_once_leases_are_granted_again(self, driver: Driver) -> None:
         await driver.begin(B=4, drop_window=2, drop_share=1.0, max_attempts=1)
         waiting, leased = await driver.lease(), await driver.lease()

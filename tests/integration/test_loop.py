@@ -79,6 +79,23 @@ async def test_a_prompt_that_is_too_long_is_dropped_with_a_reason(tmp_path: Path
     assert [(event["group"], event["reason"]) for event in of(run, "drop")] == [(2, "prompt")]
 
 
+async def test_mismatch_of_engine_and_trainer_halts_a_run_that_is_to_stop_at_it(tmp_path: Path) -> None:
+    settings = small(
+        tmp_path / "run", "engine.dtype=bfloat16", "trainer.dtype=float32", "run.steps=1000",
+        "trainer.mismatch_action=stop", "trainer.mismatch_limit=1.0001",
+    )  # fmt: skip
+    with pytest.raises(ExceptionGroup) as ended:
+        async with running(settings) as live, asyncio.timeout(400):
+            await live.trained.wait()
+    halted = ended.value
+    while isinstance(halted, BaseExceptionGroup):
+        halted = halted.exceptions[0]
+    (step,) = read_steps(tmp_path / "run/metrics.jsonl")
+    assert step["token_mult_prob_error"] == step["mismatch"]["0"]["token_mult_prob_error"] > 1.0001
+    assert step["warnings"][0].startswith("step 0: engine and trainer disagree on tokens of the same weights")
+    assert str(halted) == f"halted: {step['warnings'][0]}"
+
+
 @pytest.mark.parametrize("transport", ["shm", "disk", "nccl"])
 async def test_every_transport_brings_every_version(tmp_path: Path, transport: str) -> None:
     run = await run_to_end(small(tmp_path, f"weights.transport={transport}", "bound.max_staleness=0"))

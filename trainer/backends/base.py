@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from protocol.errors import SettingsError
+from protocol.messages import Mismatch
 from protocol.weights.lora import NO_ADAPTERS, AdapterTarget, LoraConfig
 
 if TYPE_CHECKING:  # the registry, which every reader of settings imports, must not import torch
@@ -22,24 +23,35 @@ if TYPE_CHECKING:  # the registry, which every reader of settings imports, must 
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """What one optimizer step measured, reduced over all ranks; equal on every rank."""
+    """What one optimizer step measured, reduced over all ranks; equal on every rank.
 
-    loss: float
-    """Weighted sum of the token losses."""
-    grad_norm: float
-    """L2 norm of the whole gradient before clipping."""
-    entropy: float
-    """Mean over the trained tokens, nats."""
-    clip_fraction: float
-    """Share of the trained tokens at which the ratio was clipped, 0 to 1."""
-    ratio_mean: float
-    """Mean of pi / pi_old over the trained tokens."""
-    logprob_error_max: float
-    """Largest |recomputed - behaviour| log-probability over trained tokens of lag 0; 0 if there are none."""
+    Names and meanings are those of `StepReport`. None is what was not measured.
+    """
+
     trained_tokens: int
     """Tokens under the loss mask."""
     skipped: str = ""
     """Why the weights were not changed; empty if they were."""
+    loss: float | None = None
+    """Weighted sum of the token losses."""
+    grad_norm: float | None = None
+    """L2 norm of the whole gradient before clipping."""
+    entropy: float | None = None
+    """Mean over the trained tokens, nats."""
+    clip_fraction: float | None = None
+    ratio_mean: float | None = None
+    logprob_error_max: float | None = None
+    behaviour_kl_k3: float | None = None
+    reference_kl_k3: float | None = None
+    importance_mean: float | None = None
+    importance_max: float | None = None
+    importance_capped: float | None = None
+    importance_ess: float | None = None
+    behaviour_clip_fraction: float | None = None
+    mismatch: dict[int, Mismatch] = field(default_factory=dict)
+    mismatch_mean: float | None = None
+    mismatch_max: float | None = None
+    token_mult_prob_error: float | None = None
 
 
 class Backend(ABC):

@@ -26,6 +26,8 @@ class TrainCommand(msgspec.Struct, frozen=True, tag="train"):
     """Whether to compute the proximal log-probabilities before the step."""
     reference_logprobs: bool
     """Whether to compute log-probabilities under the reference model before the step."""
+    mismatch_share: float = 1.0
+    """Share of the groups whose mismatch of trainer and engine is measured, 0 to 1."""
 
 
 class ExportCommand(msgspec.Struct, frozen=True, tag="export"):

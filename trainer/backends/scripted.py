@@ -38,13 +38,8 @@ class ScriptedBackend(Backend):
             self._weight[position] * 31 + int(batch.tokens.sum()) + trained + 1
         ) % MODULUS
         return StepStats(
-            loss=float((self._algorithm.token_weights(batch) * batch.advantages).sum()),
-            grad_norm=0.0,
-            entropy=0.0,
-            clip_fraction=0.0,
-            ratio_mean=1.0,
-            logprob_error_max=0.0,
             trained_tokens=trained,
+            loss=float((self._algorithm.token_weights(batch) * batch.advantages).sum()) if trained else None,
         )
 
     def logprobs(self, batch: Batch) -> torch.Tensor:

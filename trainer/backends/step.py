@@ -4,7 +4,9 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
+import xxhash
 
 from protocol.codec import decode_payload
 from protocol.errors import ProtocolError
@@ -57,13 +59,21 @@ def decode_batch(command: TrainCommand, algorithm: Algorithm) -> BuiltBatch:
         if not isinstance(message, ScoredRollout):
             raise ProtocolError(f"spool record is a {type(message).__name__}, not a ScoredRollout")
         groups.append((message, bound))
-    return build_batch(
+    built = build_batch(
         groups,
         step=command.step,
         algorithm=algorithm,
         temperature=command.temperature,
         mask_late=command.mask_late,
     )
+    chosen = torch.tensor([is_measured(group, command.mismatch_share) for group in built.trained_counts])
+    batch = dataclasses.replace(built.batch, measured=chosen[built.batch.group_index])
+    return built._replace(batch=batch)
+
+
+def is_measured(group: int, share: float) -> bool:
+    """Return whether the mismatch of a group is measured: always the same groups, about a `share` of them."""
+    return xxhash.xxh3_64_intdigest(str(group).encode()) < share * 2**64
 
 
 def run_step(backend: Backend, batch: Batch, command: TrainCommand) -> StepStats:

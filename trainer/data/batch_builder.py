@@ -25,13 +25,17 @@ TrainedCounts = dict[int, dict[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class BatchStats:
-    """Statistics of a batch before it is trained, with the names of `StepReport`."""
+    """Statistics of a batch before it is trained, with the names of `StepReport`; None: not measured."""
 
     lag_histogram: dict[int, int]
     """Lag in versions -> trained tokens."""
-    lag_mean: float
+    lag_mean: float | None
     """Mean lag of trained tokens, in versions."""
-    lag_max: int
+    lag_max: int | None
+    lag_in_flight_mean: float | None
+    """Part of `lag_mean` that passed until the token's group was complete."""
+    lag_in_queue_mean: float | None
+    """The rest of `lag_mean`."""
     trained_tokens: int
     masked_tokens: int
     """Sampled tokens that carry no gradient because they exceed the bound."""
@@ -40,8 +44,8 @@ class BatchStats:
     reward_mean: float
     reward_std: float
     """Population standard deviation over all samples."""
-    generate_s: float
-    """Mean seconds to generate a group."""
+    generate_s: float | None
+    """Mean seconds to generate a group, over the groups that say."""
 
 
 class BuiltBatch(NamedTuple):
@@ -175,14 +179,30 @@ def _trained_counts(batch: Batch, groups: Sequence[int]) -> TrainedCounts:
 def _stats(batch: Batch, samples: Sequence[BatchSample], generate_s: Sequence[float]) -> BatchStats:
     histogram = Counter(lag(batch.step, version) for version in batch.versions[batch.loss_mask].tolist())
     trained, rewards = histogram.total(), batch.rewards.double()
+    total = sum(n * count for n, count in histogram.items())
+    queued = _lag_in_queue(batch)
+    known = [seconds for seconds in generate_s if seconds > 0]
     return BatchStats(
         lag_histogram=dict(sorted(histogram.items())),
-        lag_mean=sum(n * count for n, count in histogram.items()) / max(trained, 1),
-        lag_max=max(histogram, default=0),
+        lag_mean=total / trained if trained else None,
+        lag_max=max(histogram, default=None),
+        lag_in_flight_mean=(total - queued) / trained if trained else None,
+        lag_in_queue_mean=queued / trained if trained else None,
         trained_tokens=trained,
         masked_tokens=int(batch.sampled_mask.sum()) - trained,
         response_length_mean=sum(len(s.tokens) for s in samples) / len(samples),
         reward_mean=float(rewards.mean()),
         reward_std=float(rewards.std(correction=0)),
-        generate_s=sum(generate_s) / len(generate_s),
+        generate_s=sum(known) / len(known) if known else None,
     )
+
+
+def _lag_in_queue(batch: Batch) -> int:
+    """Return the versions from a group's last sampled token to the step, summed over trained tokens.
+
+    The newest version in a group is the one that its engine served when the group was complete.
+    """
+    newest = torch.full((int(batch.group_index.max()) + 1,), -1, dtype=batch.versions.dtype)
+    newest.scatter_reduce_(0, batch.group_index, batch.versions.amax(dim=1), "amax")
+    trained = batch.loss_mask.sum(dim=1)
+    return int(((batch.step - newest[batch.group_index]) * trained).sum())

@@ -13,6 +13,7 @@ from trainer.algorithms.base import Algorithm
 from trainer.backends.base import Backend, StepStats
 from trainer.backends.engine_attach import check_buffers, check_parameters, take_parameters
 from trainer.backends.host_offload import HostOffload
+from trainer.backends.step_measures import StepMeasures
 from trainer.batch import Batch
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.lora import merged
@@ -86,23 +87,13 @@ class MegatronBackend(Backend):
         self._host = HostOffload()
 
     def train_step(self, batch: Batch) -> StepStats:
-        trained = int(batch.loss_mask.sum())
+        measures = StepMeasures.of_batch(batch, self.algorithm.config)
         self._optimizer.zero_grad(self._model)
-        metrics = self._runner.train(batch, self.algorithm)
+        vector = self._runner.train(batch, self.algorithm, measures)
         norm, skipped = (
-            self._optimizer.step() if trained else (0.0, "no token of the batch is within the bound")
+            self._optimizer.step() if measures.tokens else (0.0, "no token of the batch is within the bound")
         )
-        count = max(1, trained)
-        return StepStats(
-            loss=metrics["loss"],
-            grad_norm=norm,
-            entropy=metrics["entropy"] / count,
-            clip_fraction=metrics["clipped"] / count,
-            ratio_mean=metrics["ratio"] / count,
-            logprob_error_max=metrics["logprob_error_max"],
-            trained_tokens=trained,
-            skipped=skipped,
-        )
+        return measures.stats(vector, grad_norm=norm, skipped=skipped)
 
     def logprobs(self, batch: Batch) -> torch.Tensor:
         return self._runner.logprobs(batch)

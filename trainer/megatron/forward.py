@@ -5,7 +5,7 @@ are computed. The logits at position i predict token i + 1, so a forward pass ta
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,13 +16,12 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from trainer.algorithms.base import Algorithm
-from trainer.batch import Batch
+from trainer.backends.step_measures import StepMeasures
+from trainer.batch import Batch, part_of
 from trainer.megatron.architecture import Architecture
 from trainer.megatron.model import OutputRows
 from trainer.megatron.parallel import Position
 from trainer.megatron.vocab_parallel import vocab_parallel_logprobs
-
-METRICS = ("loss", "entropy", "clipped", "ratio", "logprob_error_max")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,24 +104,19 @@ class Runner:
         # afterwards.
         self._rows = OutputRows(inner) if inner.post_process and not position.sequence_parallel else None
 
-    def train(self, batch: Batch, algorithm: Algorithm) -> dict[str, float]:
+    def train(self, batch: Batch, algorithm: Algorithm, measures: StepMeasures) -> torch.Tensor:
         """Run forward and backward over the batch; the model's buffers then hold the complete gradients.
 
         Returns:
-            METRICS, equal on every rank: sums over trained tokens, but the largest error is a maximum.
+            The vector of `measures` for the whole batch, equal on every rank.
         """
-        weights = algorithm.token_weights(batch)
-        fresh = batch.loss_mask & (batch.versions == batch.step)
-        context = _LossContext(batch, algorithm, weights, fresh)
+        context = _LossContext(batch, algorithm, algorithm.token_weights(batch), measures)
         outputs = self._run(batch, batch.loss_mask, partial(self._loss, context), forward_only=False)
-        totals = torch.zeros(len(METRICS), dtype=torch.float64, device=self.position.device)
-        if outputs and self.position.tp == 0:
-            totals[:-1] = torch.stack([out[:-1] for out in outputs]).sum(0)
-            totals[-1] = torch.stack([out[-1] for out in outputs]).max()
-        largest = totals[-1:].clone()
-        dist.all_reduce(totals)
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
-        return dict(zip(METRICS, [*totals[:-1].tolist(), largest.item()], strict=True))
+        vector = measures.join(outputs if self.position.tp == 0 else (), self.position.device)
+        sums, maxima = measures.split(vector)
+        dist.all_reduce(sums)
+        dist.all_reduce(maxima, dist.ReduceOp.MAX)
+        return vector
 
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> torch.Tensor:
@@ -206,38 +200,30 @@ class _LossContext:
     algorithm: Algorithm
     weights: torch.Tensor
     """float32 [N, L]."""
-    fresh: torch.Tensor
-    """bool [N, L]: trained tokens of lag 0."""
+    measures: StepMeasures
 
     def loss(
         self, micro: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the micro-batch's part of the sum, and its METRICS as float64 [5]."""
-        batch, device = self.batch, logprobs.device
-        width = max(2, int(batch.sequence_lengths[micro.samples].max()))
-        place = (micro.rows, micro.columns)
-
-        def part(values: torch.Tensor | None) -> torch.Tensor | None:
-            return None if values is None else values[micro.samples, :width].to(device)
+        """Return the micro-batch's part of the sum, and what was measured of it."""
+        part, place = part_of(self.batch, micro.samples, logprobs.device), (micro.rows, micro.columns)
 
         def spread(values: torch.Tensor) -> torch.Tensor:
-            return values.new_zeros(len(micro.samples), width).index_put(place, values)
+            return values.new_zeros(part.tokens.shape).index_put(place, values)
 
-        behaviour = batch.behaviour_logprobs[micro.samples, :width].to(device)
+        # padding repeats a sample, so what is trained here is told by place
+        part = replace(part, loss_mask=spread(torch.ones_like(micro.rows, dtype=torch.bool)))
+        spread_logprobs, spread_entropy = spread(logprobs), spread(entropy)
         tokens = self.algorithm.token_loss(
-            spread(logprobs),
-            behaviour,
-            batch.advantages[micro.samples, :width].to(device),
-            entropy=spread(entropy) if self.algorithm.config.entropy_coef else None,
-            proximal_logprobs=part(batch.proximal_logprobs),
-            reference_logprobs=part(batch.reference_logprobs),
+            spread_logprobs,
+            part.behaviour_logprobs,
+            part.advantages,
+            entropy=spread_entropy if self.algorithm.config.entropy_coef else None,
+            proximal_logprobs=part.proximal_logprobs,
+            reference_logprobs=part.reference_logprobs,
         )
-        weights = self.weights[micro.samples, :width].to(device)[place]
+        weights = self.weights[micro.samples, : part.tokens.shape[1]].to(logprobs.device)[place]
         loss = (tokens.loss[place] * weights).sum()
         # Keeps a graph to the parameters where a micro-batch trains no token.
         loss = loss + 0.0 * logprobs.sum()
-        with torch.no_grad():
-            fresh = self.fresh[micro.samples, :width].to(device)[place]
-            error = ((logprobs - behaviour[place]).abs() * fresh).max() if len(logprobs) else logprobs.sum()
-            sums = (loss, entropy.sum(), tokens.clipped[place].sum(), tokens.ratio[place].sum(), error)
-            return loss, torch.stack([value.double() for value in sums])
+        return loss, self.measures.measure(part, loss, tokens, spread_logprobs, spread_entropy)

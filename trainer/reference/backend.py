@@ -1,11 +1,9 @@
 """Trains with plain torch and transformers on one device: slow, short, the oracle of the other backends."""
 
 import copy
-import dataclasses
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,14 +18,14 @@ from trainer.algorithms.base import Algorithm
 from trainer.backends.base import Backend, StepStats
 from trainer.backends.engine_attach import check_parameters, take_parameters
 from trainer.backends.host_offload import HostOffload
-from trainer.batch import Batch
+from trainer.backends.step_measures import StepMeasures
+from trainer.batch import Batch, part_of
 from trainer.config import OptimizerConfig, TrainerConfig
 from trainer.functional.logprobs import token_logprobs
 from trainer.lora import merged
 from trainer.reference.attaching import check_model_buffers
 from trainer.reference.lora import attach
 from trainer.reference.state import load_state, save_state
-from trainer.reference.step_metrics import StepMetrics
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -91,13 +89,15 @@ class ReferenceBackend(Backend):
 
     def train_step(self, batch: Batch) -> StepStats:
         weights = self._algorithm.token_weights(batch)
-        metrics = StepMetrics()
-        for rows in self._micro_batches(len(batch.tokens)):
-            self._accumulate(_part(batch, rows, self._device), weights[rows], metrics)
+        measures = StepMeasures.of_batch(batch, self._algorithm.config)
+        parts = [
+            self._accumulate(part_of(batch, rows, self._device), weights[rows], measures)
+            for rows in self._micro_batches(len(batch.tokens))
+        ]
         grad_norm, skipped = (
-            self._step(batch.step) if metrics.tokens else (0.0, "no token of the batch is within the bound")
+            self._step(batch.step) if measures.tokens else (0.0, "no token of the batch is within the bound")
         )
-        return metrics.stats(grad_norm, skipped)
+        return measures.stats(measures.join(parts, self._device), grad_norm=grad_norm, skipped=skipped)
 
     def logprobs(self, batch: Batch) -> torch.Tensor:
         return self._evaluate(self._model, batch)
@@ -189,14 +189,13 @@ class ReferenceBackend(Backend):
             "lora": lora,
         }
 
-    def _micro_batches(self, samples: int) -> list[slice]:
-        size = self._trainer.micro_batch_size
-        return [slice(start, start + size) for start in range(0, samples, size)]
+    def _micro_batches(self, samples: int) -> tuple[torch.Tensor, ...]:
+        return torch.arange(samples).split(self._trainer.micro_batch_size)
 
-    def _accumulate(self, part: Batch, weights: torch.Tensor, metrics: StepMetrics) -> None:
-        """Add one micro-batch's gradient to that of the masters."""
+    def _accumulate(self, part: Batch, weights: torch.Tensor, measures: StepMeasures) -> torch.Tensor:
+        """Add one micro-batch's gradient to that of the masters; returns what was measured of it."""
         logprobs, entropy = self._forward(self._model, part)
-        loss = self._algorithm.token_loss(
+        terms = self._algorithm.token_loss(
             logprobs,
             part.behaviour_logprobs,
             part.advantages,
@@ -205,15 +204,15 @@ class ReferenceBackend(Backend):
             reference_logprobs=part.reference_logprobs,
         )
         weights = weights[:, : part.tokens.shape[1]].to(self._device)
-        total = (loss.loss * weights).sum()
+        total = (terms.loss * weights).sum()
         total.backward()
-        metrics.add(part, total.detach(), loss, logprobs.detach(), entropy.detach())
         for name, parameter in self._trained.items():
             master = self._masters[name]
             if master is not parameter and parameter.grad is not None:
                 grad = parameter.grad.float()
                 master.grad = grad if master.grad is None else master.grad.add_(grad)
                 parameter.grad = None
+        return measures.measure(part, total, terms, logprobs, entropy)
 
     def _step(self, step: int) -> tuple[float, str]:
         """Clip and apply the gradient; returns its norm, and why it was not applied."""
@@ -249,7 +248,7 @@ class ReferenceBackend(Backend):
     def _evaluate(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         out = torch.zeros(batch.tokens.shape)
         for rows in self._micro_batches(len(batch.tokens)):
-            part = _part(batch, rows, self._device)
+            part = part_of(batch, rows, self._device)
             logprobs = self._forward(model, part)[0]
             out[rows, : logprobs.shape[1]] = torch.where(part.sampled_mask, logprobs, 0.0).cpu()
         return out
@@ -303,14 +302,3 @@ def _adamw(masters: dict[str, torch.nn.Parameter], config: OptimizerConfig) -> t
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_eps,
     )
-
-
-def _part(batch: Batch, rows: slice, device: torch.device) -> Batch:
-    """Return some samples of a batch, cut to the longest of them, on the device."""
-    longest = int(batch.sequence_lengths[rows].max())
-    parts: dict[str, Any] = {}
-    for field in dataclasses.fields(batch):
-        value = getattr(batch, field.name)
-        if isinstance(value, torch.Tensor):
-            parts[field.name] = (value[rows, :longest] if value.ndim == 2 else value[rows]).to(device)
-    return dataclasses.replace(batch, **parts)

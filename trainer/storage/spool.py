@@ -128,6 +128,17 @@ class Spool:
                 raise MissingRecord(*key)
         return [row[0] for row in found]
 
+    def find(self, groups: Iterable[int]) -> list[bytes]:
+        """Return the newest payload of each group that has one, whatever its lease.
+
+        Raises:
+            SpoolError: the file cannot be read.
+        """
+        query = "SELECT payload FROM records WHERE grp = ? ORDER BY accepted_ms DESC LIMIT 1"
+        with self._transaction("read", "BEGIN") as connection:
+            found = [connection.execute(query, (group,)).fetchone() for group in sorted(set(groups))]
+        return [row[0] for row in found if row is not None]
+
     def forget(self, groups: Iterable[int], journal_from: int = 0, archived: int = 0) -> int:
         """Delete groups that were dropped or are covered by a durable checkpoint; returns how many records.
 

@@ -61,7 +61,8 @@ def read_curve(run_dir: Path, bound: int, seed: int, samples_per_group: int) -> 
     seconds = [step["time"] - began for step in steps]
     tokens = sum(step["trained_tokens"] for step in steps)
     lag = sum(lag * count for lag, count in histogram.items()) / max(1, sum(histogram.values()))
-    busy = statistics.mean(step["engine_busy"] for step in steps)
+    shares = [step["engine_busy"] for step in steps if step["engine_busy"] is not None]
+    busy = statistics.mean(shares) if shares else float("nan")
     rewards = [step["reward_mean"] for step in steps]
     return Curve(bound, seed, rewards, trained, seconds, lag, busy, tokens / seconds[-1], histogram)
 

@@ -97,10 +97,10 @@ class DrainEvent(LedgerEvent, frozen=True, kw_only=True, tag="drain"):
 
 
 class HaltEvent(LedgerEvent, frozen=True, kw_only=True, tag="halt"):
-    """Leasing has stopped: one reason has too large a share of the recent drops."""
+    """Leasing has stopped: one reason has too large a share of the recent drops, or the trainer asked."""
 
     reason: str
-    """That reason."""
+    """That reason, or the cause that the trainer named."""
 
 
 class UnhaltEvent(LedgerEvent, frozen=True, kw_only=True, tag="unhalt"):

@@ -21,7 +21,6 @@ from services.ledger.event_log.events import (
     ExtendEvent,
     LeaseEvent,
     LostEvent,
-    PublishEvent,
     ReleaseEvent,
     StepsEvent,
     fields_of,
@@ -40,8 +39,8 @@ from services.ledger.interface import (
     check_bound,
     check_spec,
 )
+from services.ledger.memory import trainer_transitions as trainer
 from services.ledger.memory.run_state import Group, Registry, RunState, bound_event
-from services.ledger.memory.trainer_transitions import checkpointed, claim, commit, rebuild, resume, take
 
 _S = GroupState
 
@@ -108,7 +107,7 @@ class MemoryLedger:
         run.spec = spec
 
     async def rebuild(self, spec: RunSpec, snapshot: Snapshot) -> None:
-        self._run_state = rebuild(self._run_state, spec, snapshot, self._clock)
+        self._run_state = trainer.rebuild(self._run_state, spec, snapshot, self._clock)
 
     async def status(self) -> LedgerStatus:
         return self.run_state.status()
@@ -285,14 +284,14 @@ class MemoryLedger:
     # -- the trainer
 
     async def claim(self, epoch: str) -> LedgerStatus:
-        claim(self.run_state, epoch)
+        trainer.claim(self.run_state, epoch)
         return self.run_state.status()
 
     async def resume(self, epoch: str, version: int, digest: int) -> bool:
-        return resume(self.run_state, epoch, version, digest)
+        return trainer.resume(self.run_state, epoch, version, digest)
 
     async def take(self, epoch: str) -> Taken:
-        return take(self.run_state, epoch)
+        return trainer.take(self.run_state, epoch)
 
     async def commit(
         self,
@@ -304,16 +303,16 @@ class MemoryLedger:
         report: bytes,
         manifest: bytes,
     ) -> int:
-        return commit(self.run_state, epoch, step, trained, digest=digest, report=report, manifest=manifest)
+        return trainer.commit(
+            self.run_state, epoch, step, trained, digest=digest, report=report, manifest=manifest
+        )
 
     async def publish(self, epoch: str, manifest: bytes, version: int) -> None:
-        run = self.run_state
-        run.fence(epoch)
-        if version != run.version:
-            raise Refused(Reason.WRONG_STATE, f"version {version} is not the committed one, {run.version}")
-        if run.manifest != manifest:
-            run.manifest = manifest
-            run.append(PublishEvent(epoch=epoch, version=version))
+        trainer.publish(self.run_state, epoch, manifest, version)
+
+    async def halt(self, epoch: str, cause: str) -> None:
+        self.run_state.fence(epoch)
+        self.run_state.halt(cause)
 
     async def manifest(self) -> bytes | None:
         return self._run_state.manifest if self._run_state is not None else None
@@ -333,7 +332,7 @@ class MemoryLedger:
         )
 
     async def checkpointed(self, version: int) -> None:
-        checkpointed(self.run_state, version, self._registry.entries)
+        trainer.checkpointed(self.run_state, version, self._registry.entries)
 
     # -- settings
 

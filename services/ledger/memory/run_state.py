@@ -210,19 +210,20 @@ class RunState:
         )
         self.finish(reason)
         window = self.spec.drop_window
-        if (
-            not self.halted
-            and len(self.outcomes) >= window
-            and self.outcomes.count(reason) >= self.spec.drop_share * window
-        ):
-            self.halted = reason
-            self.append(HaltEvent(reason=reason))
+        if len(self.outcomes) >= window and self.outcomes.count(reason) >= self.spec.drop_share * window:
+            self.halt(reason)
 
     def finish(self, outcome: str) -> None:
         """Record how a group ended: by a drop reason, or empty for trained."""
         self.outcomes.appendleft(outcome)
         while len(self.outcomes) > self.spec.drop_window:
             self.outcomes.pop()
+
+    def halt(self, reason: str) -> None:
+        """Stop granting leases; a run that is halted keeps its first reason."""
+        if not self.halted:
+            self.halted = reason
+            self.append(HaltEvent(reason=reason))
 
     def unhalt(self) -> None:
         """Allow leases after a halt; drops, and attempts of WAITING and LEASED groups, are counted anew."""

@@ -14,6 +14,7 @@ from services.ledger.event_log.events import (
     CheckpointEvent,
     ClaimEvent,
     CommitEvent,
+    PublishEvent,
     RebuildEvent,
     ResumeEvent,
     TakeEvent,
@@ -37,6 +38,16 @@ def claim(run: RunState, epoch: str) -> None:
         run.transition(group, Event.UNTAKE)
     run.append(ClaimEvent(epoch=epoch, untaken=[group.group for group in untaken]))
     run.apply_pending()
+
+
+def publish(run: RunState, epoch: str, manifest: bytes, version: int) -> None:
+    """Set the manifest of the committed version; see `Ledger.publish`."""
+    run.fence(epoch)
+    if version != run.version:
+        raise Refused(Reason.WRONG_STATE, f"version {version} is not the committed one, {run.version}")
+    if run.manifest != manifest:
+        run.manifest = manifest
+        run.append(PublishEvent(epoch=epoch, version=version))
 
 
 def resume(run: RunState, epoch: str, version: int, digest: int) -> bool:

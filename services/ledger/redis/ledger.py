@@ -210,6 +210,9 @@ class RedisLedger:
     async def publish(self, epoch: str, manifest: bytes, version: int) -> None:
         await self._run("publish", epoch, version, manifest)
 
+    async def halt(self, epoch: str, cause: str) -> None:
+        await self._run("halt", epoch, cause)
+
     async def manifest(self) -> bytes | None:
         answer: bytes | None = await self._connection.command("GET", self.keys.of("manifest"))
         return answer

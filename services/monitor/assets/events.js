@@ -9,6 +9,7 @@ const KEPT = 200;
 const chosen = new Set(["run", "losses"]);
 let newest = 0;
 let events = [];
+let warnings = [];
 
 /** Wires the choice of topics. */
 export function startEvents() {
@@ -27,13 +28,16 @@ export async function pollEvents() {
   if (topics !== [...chosen].join()) return; // chosen anew meanwhile
   if (answer.last < newest) events = []; // another log
   newest = answer.last;
-  if (!answer.events.length && byId("events").children.length) return;
+  const warned = JSON.stringify(answer.warnings) !== JSON.stringify(warnings);
+  if (!answer.events.length && !warned && byId("events").children.length) return;
   events = [...events, ...answer.events].slice(-KEPT);
-  replace(byId("events"), events.length ? events.toReversed().map(item) : el("li", { class: "empty", text: "No such event yet." }));
+  warnings = answer.warnings;
+  const shown = [...events, ...warnings].sort((a, b) => a.time_ms - b.time_ms);
+  replace(byId("events"), shown.length ? shown.toReversed().map(item) : el("li", { class: "empty", text: "No such event yet." }));
 }
 
 function item(event) {
   return el("li", { class: event.level, "data-seq": event.seq },
-    el("time", { datetime: new Date(event.time_ms).toISOString(), title: `event ${event.seq}, ${moment(event.time_ms)}`, text: clock(event.time_ms) }),
+    el("time", { datetime: new Date(event.time_ms).toISOString(), title: `${event.seq ? `event ${event.seq}` : event.kind}, ${moment(event.time_ms)}`, text: clock(event.time_ms) }),
     el("span", { text: event.text }));
 }

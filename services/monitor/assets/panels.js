@@ -19,15 +19,15 @@ export const PANELS = [
   },
   { id: "loss", raw: true, section: "learning", title: "Loss", help: "What the optimizer minimized.", series: [{ name: "loss", label: "loss", color: "c1" }, { match: /_loss(_mean)?$/, color: "c2" }] },
   {
-    id: "kl", section: "learning", title: "KL divergence", zero: true, help: "Distance from the reference model, nats per token.",
-    series: [{ match: /(^|_)kl($|_)/, color: "c4" }],
+    id: "kl", section: "learning", title: "KL divergence", zero: true, help: "Estimator k3, nats per token: from the engine's policy, and from the initial model.",
+    series: [{ name: "behaviour_kl_k3", label: "from the engine", color: "c1" }, { name: "reference_kl_k3", label: "from the initial model", color: "c2" }, { match: /(^|_)kl($|_)/, color: "c4" }],
   },
   { id: "entropy", section: "learning", title: "Entropy", zero: true, help: "Of the model's distribution, nats per token.", series: [{ name: "entropy", label: "entropy", color: "c3" }, { match: /^entropy_/, color: "c2" }] },
-  { id: "clip", section: "learning", title: "Clipped tokens", ...share, help: "Share of tokens with a clipped ratio.", series: [{ name: "clip_fraction", label: "clipped", color: "c2" }, { match: /^clip_/, color: "c4" }] },
+  { id: "clip", section: "learning", title: "Clipped tokens", ...share, help: "Share of tokens with a clipped ratio: in the loss, and if it were measured from the engine's policy.", series: [{ name: "clip_fraction", label: "in the loss", color: "c2" }, { name: "behaviour_clip_fraction", label: "from the engine", color: "c1" }, { match: /^clip_/, color: "c4" }] },
   { id: "grad_norm", raw: true, section: "learning", title: "Gradient norm", zero: true, help: "Before clipping.", series: [{ name: "grad_norm", label: "norm", color: "c1" }, { match: /^grad_norm_/, color: "c2" }] },
   {
     id: "lengths", section: "learning", title: "Response length", zero: true, help: "Tokens of a sample.",
-    series: [{ name: "response_length_mean", label: "mean", color: "c1" }, { match: /^response_length_/, color: "c3" }],
+    series: [{ name: "response_length_mean", label: "mean", color: "c1" }, { name: "dropped_length_mean", label: "of dropped groups", color: "c5", points: true }, { match: /^response_length_/, color: "c3" }],
   },
   { id: "truncated", section: "learning", title: "Truncated samples", ...share, help: "Ended by the token limit.", series: [{ match: /truncated/, color: "c5" }] },
   {
@@ -39,10 +39,28 @@ export const PANELS = [
     ],
   },
   {
-    id: "mismatch", raw: true, section: "freshness", title: "Mismatch", zero: true, help: "Log-probabilities of trainer and engine.",
-    series: [{ name: "logprob_error_max", label: "largest", color: "c5" }, { match: /mismatch|^logprob_/, color: "c4" }],
+    id: "lag_split", section: "freshness", title: "Where lag comes from", zero: true, help: "Versions that passed while the group was generated, and while it waited for its step.",
+    series: [{ name: "lag_in_flight_mean", label: "in flight", color: "c3" }, { name: "lag_in_queue_mean", label: "in the queue", color: "c2" }],
   },
-  { id: "ratio", raw: true, section: "freshness", title: "Importance ratio", help: "New probability by that when sampled.", series: [{ name: "ratio_mean", label: "mean", color: "c1" }, { match: /ratio/, color: "c2" }] },
+  {
+    id: "mismatch", raw: true, section: "freshness", title: "Mismatch", zero: true, help: "|log-probability of the trainer - of the engine| at lag 0, nats.",
+    series: [
+      { name: "mismatch_mean", label: "mean", color: "c1" }, { name: "mismatch_max", label: "largest", color: "c4" },
+      { name: "logprob_error_max", label: "largest of all", color: "c5" }, { match: /mismatch|^logprob_/, color: "c4" },
+    ],
+  },
+  { id: "mult_error", raw: true, section: "freshness", title: "Probability error", help: "token_mult_prob_error at lag 0: 1 is perfect agreement.", series: [{ name: "token_mult_prob_error", label: "factor", color: "c5" }] },
+  {
+    id: "ratio", raw: true, section: "freshness", title: "Importance weights", help: "Probability now by that when sampled; and the loss's own ratio.",
+    series: [
+      { name: "importance_mean", label: "mean", color: "c1" }, { name: "importance_max", label: "largest", color: "c4" },
+      { name: "ratio_mean", label: "in the loss", color: "c2" }, { match: /ratio/, color: "c3" },
+    ],
+  },
+  {
+    id: "ess", section: "freshness", title: "Effective sample size", ...share, max: 1, help: "Of the importance weights, share of tokens; and the share that was capped.",
+    series: [{ name: "importance_ess", label: "effective", color: "c3" }, { name: "importance_capped", label: "capped", color: "c5" }],
+  },
   {
     id: "tokens", section: "speed", title: "Throughput", zero: true, help: "Trained tokens per second of wall clock.",
     series: [{
@@ -61,7 +79,7 @@ export const PANELS = [
   { id: "busy", section: "speed", title: "Engines busy", ...share, max: 1, help: "Share of time with work to do.", series: [{ name: "engine_busy", label: "busy", color: "c3" }, { match: /^engine_busy_/, color: "c1" }] },
   { id: "generate", section: "speed", title: "Generation time", zero: true, format: seconds, help: "Of a group, from lease to last token.", series: [{ name: "generate_s", label: "mean", color: "c1" }, { match: /^generate_s_/, color: "c2" }] },
   { id: "pause", raw: true, section: "freshness", title: "Pause for an update", zero: true, format: milliseconds, help: "Longest of any engine.", series: [{ name: "pause_ms", label: "longest", color: "c5" }, { match: /^pause_ms_/, color: "c2" }] },
-  { id: "dropped", raw: true, section: "losses", title: "Groups dropped per step", ...perStep, help: "Since the step before.", series: [{ name: "dropped_groups", label: "groups", color: "c5" }] },
+  { id: "dropped", raw: true, section: "losses", title: "Groups dropped per step", ...perStep, help: "Since the step before.", series: [{ name: "dropped_groups", label: "groups", color: "c5" }, { match: /^dropped_for_/, color: "c1" }] },
   {
     id: "wasted", raw: true, section: "losses", title: "Wasted tokens per step", ...perStep,
     help: "Of dropped groups, or over the bound.",
@@ -70,7 +88,7 @@ export const PANELS = [
 ];
 
 /** Fields that are drawn as a part of something else, or that say nothing over time. */
-const USED = new Set(["start", "step", "time", "groups", "trained_tokens", "train_s", "publish_s", "wait_s", "reward_std"]);
+const USED = new Set(["start", "step", "time", "groups", "trained_tokens", "train_s", "publish_s", "wait_s", "reward_std", "dropped_length_groups"]);
 const MAX_OTHER = 16;
 
 /** Returns the series of a panel that have values, with a field's own name where `match` found it. */

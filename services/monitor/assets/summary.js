@@ -41,7 +41,7 @@ export function showTiles(store, state) {
   const total = last.wait_s + last.train_s + last.publish_s;
   const tiles = [
     { id: "reward_mean", label: "Reward", value: has ? last.reward_mean : null, note: change(store, "reward_mean") },
-    { id: "lag_mean", label: "Mean lag", value: has ? last.lag_mean : null, note: has ? `largest ${last.lag_max}${state ? `, bound ${state.bound.max_staleness}` : ""}` : "" },
+    { id: "lag_mean", label: "Mean lag", value: has ? last.lag_mean : null, note: has ? `largest ${number(last.lag_max)}${state ? `, bound ${state.bound.max_staleness}` : ""}` : "" },
     { id: "tokens_per_s", label: "Trained tokens/s", value: total > 0 ? last.trained_tokens / total : null, note: has ? `${count(last.trained_tokens, "token")} in ${seconds(total)}` : "" },
     { id: "wait_share", label: "Trainer waits", value: total > 0 ? last.wait_s / total : null, format: percent, note: has ? `${seconds(last.wait_s)} of the last step` : "" },
     engines(state, store),

@@ -183,6 +183,31 @@ async def test_measurements_are_shown_where_they_exist(tmp_path: Path) -> None:
         assert page.failures == []
 
 
+async def test_newest_measurements_have_their_charts(tmp_path: Path) -> None:
+    """Values on the page are those of metrics.jsonl; a warning of a step is among the events."""
+    run_dir = recorded_run(tmp_path)
+    path = run_dir / "metrics.jsonl"
+    path.unlink()
+    panels = {
+        "behaviour_kl_k3": "kl", "reference_kl_k3": "kl", "behaviour_clip_fraction": "clip",
+        "importance_mean": "ratio", "importance_max": "ratio", "importance_ess": "ess",
+        "importance_capped": "ess",
+        "mismatch_mean": "mismatch", "mismatch_max": "mismatch", "token_mult_prob_error": "mult_error",
+        "lag_in_flight_mean": "lag_split", "lag_in_queue_mean": "lag_split", "dropped_length_mean": "lengths",
+        "dropped_for_stale": "dropped",
+    }  # fmt: skip
+    fields = {name: 0.01 * (i + 1) for i, name in enumerate(panels) if name != "dropped_for_stale"}
+    lines = [step_line(s, **fields, dropped_by_reason={"stale": s}) for s in range(20)]
+    lines[-1] |= {"warnings": ["step 19: engine and trainer disagree"], "engine_busy": None, "lag_max": None}
+    write_lines(path, lines)
+    async with opened(tmp_path, run_dir, 390, "light") as (page, _):
+        for name, panel in panels.items():
+            assert await page.evaluate(f"({PANEL_OF})({json.dumps(name)})") == panel
+            assert (await legend(page, name))[0] == pytest.approx(fields.get(name, 19), rel=1e-6), name
+        await page.until("document.querySelector('#events li.warn')?.textContent.includes('disagree')")
+        assert page.failures == []
+
+
 async def test_theme_can_be_switched_and_is_kept(tmp_path: Path) -> None:
     async with opened(tmp_path, recorded_run(tmp_path), 1280, "light") as (page, url):
         await page.evaluate("document.getElementById('theme').click()")

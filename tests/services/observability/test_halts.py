@@ -10,7 +10,7 @@ def test_halt_names_cause_place_and_remedy(reason: str) -> None:
     line = explain_halt(reason)
     assert line.startswith(f"the run halted for the reason {reason!r}: ")
     assert "; see " in line
-    assert line.endswith("then start the same command again, which goes on from the last step")
+    assert line.endswith("then start the same command again, which resumes from the last step")
     assert "\n" not in line
 
 

@@ -69,6 +69,22 @@ def test_counts_and_statistics_by_hand() -> None:
     assert stats.reward_std == pytest.approx((2 / 3) ** 0.5)
 
 
+def test_lag_is_split_at_the_end_of_the_groups_generation() -> None:
+    """In step 5, group 7 was complete under version 3, group 8 under version 2; bound 4 trains all tokens."""
+    stats = build(LATE, FRESH, step=5, bound=4).stats
+    assert stats.lag_histogram == {2: 2, 3: 2, 4: 1}
+    in_flight, in_queue = [2, 1, 0, 0, 0], [2, 2, 2, 2, 3]
+    assert stats.lag_in_flight_mean == pytest.approx(sum(in_flight) / 5)
+    assert stats.lag_in_queue_mean == pytest.approx(sum(in_queue) / 5)
+    assert stats.lag_in_flight_mean + stats.lag_in_queue_mean == pytest.approx(stats.lag_mean)
+
+
+def test_groups_that_do_not_say_how_long_they_took_are_left_out() -> None:
+    silent = replace(FRESH, group=9, generate_s=0.0)
+    assert build(LATE, silent).stats.generate_s == 2.0
+    assert build(silent).stats.generate_s is None
+
+
 def test_a_late_token_is_a_violation_without_masking() -> None:
     with pytest.raises(
         BoundViolation, match="group 7: token 0 of version 1 has lag 2 in step 3, over the bound of 1"
@@ -86,7 +102,9 @@ def test_each_group_has_its_own_bound() -> None:
 def test_a_group_without_fresh_tokens_has_an_empty_count() -> None:
     built = build(FRESH, step=9)
     assert built.trained_counts == {8: {}}
-    assert (built.stats.lag_max, built.stats.lag_mean, built.stats.masked_tokens) == (0, 0.0, 1)
+    stats = built.stats
+    assert (stats.lag_max, stats.lag_mean, stats.lag_in_flight_mean, stats.lag_in_queue_mean) == (None,) * 4
+    assert (stats.generate_s, stats.masked_tokens) == (4.0, 1)
 
 
 def test_a_sample_without_tokens_is_carried_along() -> None:

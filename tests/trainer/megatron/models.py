@@ -6,6 +6,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from tests.trainer.measured import expected
 from trainer.algorithms.base import Algorithm
 from trainer.batch import Batch
 from trainer.config import OptimizerConfig
@@ -135,16 +136,10 @@ class PlainTrainer:
         for group in self.optimizer.param_groups:
             group["lr"] = OPTIMIZER.lr * min(1.0, self.steps / OPTIMIZER.lr_warmup_steps)
         self.optimizer.step()
-        mask = batch.loss_mask
-        fresh = mask & (batch.versions == batch.step)
         return {
             "loss": loss.item(),
             "grad_norm": norm.item(),
-            "entropy": entropy[mask].mean().item(),
-            "clip_fraction": token.clipped[mask].float().mean().item(),
-            "ratio_mean": token.ratio[mask].mean().item(),
-            "logprob_error_max": (logprobs - batch.behaviour_logprobs)[fresh].abs().max().item(),
-            "trained_tokens": int(mask.sum()),
+            **expected(batch, logprobs, entropy, clip=self.algorithm.config.clip_low),
         }
 
     def weights(self) -> dict[str, torch.Tensor]:

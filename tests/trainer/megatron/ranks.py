@@ -4,7 +4,6 @@ import faulthandler
 import json
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from protocol.errors import SettingsError
+from tests.trainer.measured import flat
 from tests.trainer.megatron.launch import DEADLINE_S
 from tests.trainer.megatron.models import MODELS, OPTIMIZER, make_batch
 from trainer.algorithms.grpo import Grpo
@@ -68,7 +68,7 @@ def _train_and_restore(name: str, layout: str, model_dir: Path, out: Path) -> No
     _write(out / "logprobs", [("first", backend.logprobs(before))])
     stats = []
     for step in range(STEPS):
-        stats.append(asdict(backend.train_step(make_batch(name, step))))
+        stats.append(flat(backend.train_step(make_batch(name, step))))
         if step == 0:
             checkpoint = _checkpoint(backend, out / "after-one")
     _write(out / "after", backend.export())

@@ -1,0 +1,102 @@
+"""Tests the report of a step: what it counts since the last one, what is null, and when it warns."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from protocol.staleness import Bound, Policy
+from protocol.topics import Role
+from services.ledger.interface import LedgerStatus, Peer, Taken
+from services.ledger.memory.ledger import MemoryLedger
+from services.runtime.process import Process
+from services.settings.sections import Settings
+from services.trainer.step_report import StepReporter, TrainedStep, excess_mismatch
+from tests.trainer.groups import GroupSpec, scored
+from trainer.algorithms import AlgorithmConfig, make_algorithm
+from trainer.backends.base import StepStats
+from trainer.config import TrainerConfig
+from trainer.data.batch_builder import build_batch
+
+BUILT = build_batch(
+    [(scored(GroupSpec(generate_s=2.0)), 1)],
+    step=0, algorithm=make_algorithm(AlgorithmConfig()), temperature=1.0, mask_late=True,
+)  # fmt: skip
+STATUS = LedgerStatus(
+    version=0, epoch="e1", sequence=1, bound=Bound(1, 1, Policy.MASK), pending=None, steps=9, issued=1,
+    trained=0, dropped=2, states={}, dropped_by_reason={"stale": 2}, wasted_tokens=10,
+)  # fmt: skip
+
+
+def reporter() -> StepReporter:
+    process = Process(Role.TRAINER, Settings(), MemoryLedger("run"), "trainer")  # type: ignore[arg-type]
+    made = StepReporter(process, "e1")
+    made.start(STATUS)
+    return made
+
+
+def report(
+    made: StepReporter,
+    *,
+    status: LedgerStatus = STATUS,
+    lengths: tuple[tuple[int, ...], ...] = (),
+    engine: Mapping[str, Any] | None = None,
+    **stats: float,
+) -> Any:
+    step = TrainedStep(Taken(0, ()), BUILT, StepStats(trained_tokens=2, **stats), 1.0, 2.0, lengths)  # type: ignore[arg-type]
+    engines = [] if engine is None else [Peer("rollout", "rollout.0.a", engine)]
+    return made.report(step, publish_s=0.5, status=status, engines=engines, digest="d")
+
+
+def test_report_has_nulls_where_nobody_measured() -> None:
+    found = report(reporter())
+    nulls = ("entropy", "pause_ms", "engine_busy", "dropped_length_mean", "behaviour_kl_k3")
+    assert [getattr(found, name) for name in nulls] == [None] * len(nulls)
+    assert (found.generate_s, found.lag_mean, found.dropped_groups) == (2.0, 0.0, 0)
+
+
+def test_pause_is_the_longest_since_the_last_report() -> None:
+    made = reporter()
+    for pause_ms in (3.0, 5.0, 4.0):
+        made.note_pause(pause_ms)
+    assert report(made).pause_ms == 5.0
+    assert report(made).pause_ms is None
+
+
+def test_drops_are_counted_by_reason_and_length() -> None:
+    made = reporter()
+    now = replace(STATUS, dropped=5, wasted_tokens=30, dropped_by_reason={"stale": 3, "attempts": 2})
+    found = report(made, status=now, lengths=((4, 8), (9, 9, 10)))
+    assert (found.dropped_groups, found.wasted_tokens) == (3, 20)
+    assert found.dropped_by_reason == {"stale": 1, "attempts": 2}
+    assert (found.dropped_length_mean, found.dropped_length_groups) == (8.0, 2)
+    assert report(made, status=now).dropped_by_reason == {"stale": 0, "attempts": 0}
+
+
+def test_engine_is_busy_between_its_own_heartbeats() -> None:
+    made = reporter()
+    beats = [{"busy_at_s": t, "busy_s": b} for t, b in ((0, 0), (0, 0), (5, 5), (5, 5), (10, 7.5))]
+    assert [report(made, engine=beat).engine_busy for beat in beats] == [None, None, 1.0, None, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("error", "limit", "warns"),
+    [
+        (1.06, 1.05, True),
+        (1.05, 1.05, False),
+        (None, 1.05, False),
+        (9.0, 0.0, False),
+        (float("nan"), 1.05, True),
+    ],
+)
+def test_mismatch_over_the_limit_is_a_warning(error: float | None, limit: float, warns: bool) -> None:
+    stats = StepStats(trained_tokens=1, token_mult_prob_error=error)
+    text = excess_mismatch(7, stats, TrainerConfig(mismatch_limit=limit))
+    assert bool(text) is warns
+    assert not warns or "step 7: engine and trainer disagree" in text
+
+
+def test_report_carries_its_warning() -> None:
+    assert report(reporter(), token_mult_prob_error=1.3).warnings[0].startswith("step 0: engine and trainer")
+    assert report(reporter(), token_mult_prob_error=1.001).warnings == ()

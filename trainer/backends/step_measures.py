@@ -1,0 +1,196 @@
+"""Measures a step over its trained tokens, the same way in every backend.
+
+A micro-batch becomes one vector: totals, totals by lag, and maxima. Vectors of micro-batches and of ranks are
+joined by sums and maxima alone, so no split of the batch changes a result. Everything is float64.
+
+Shapes: n samples of a micro-batch, w tokens of its longest one, T trained tokens of it, K lags.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from protocol.messages import Mismatch
+from trainer.algorithms.base import TokenLoss
+from trainer.backends.base import StepStats
+from trainer.batch import Batch
+from trainer.config import AlgorithmConfig
+from trainer.functional.losses import MAX_LOG_RATIO, clipped_surrogate, k3_kl, probability_ratio
+
+TOTALS = (
+    "loss",
+    "entropy",
+    "clipped",
+    "ratio",
+    "importance",
+    "importance_squared",
+    "capped",
+    "behaviour_clipped",
+    "behaviour_kl",
+    "reference_kl",
+)
+"""Sums over trained tokens, in the vector's order; the loss is weighted."""
+BY_LAG = ("tokens", "error", "mult_error", "importance", "importance_squared")
+"""Sums over the measured tokens of each lag; they follow the totals, K values of each."""
+MAXIMA = ("importance", "fresh_error")
+"""Largest values over trained tokens; then comes the largest error of each lag."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepMeasures:
+    """How a batch is measured; equal on every rank."""
+
+    config: AlgorithmConfig
+    tokens: int
+    """Trained tokens of the whole batch."""
+    lags: int
+    """K: the largest lag of a trained token, plus 1."""
+    truncates: bool
+    """Whether the loss truncates importance weights."""
+    refers: bool
+    """Whether the batch has log-probabilities of the reference model."""
+    fresh: bool
+    """Whether there are trained tokens of lag 0."""
+
+    @classmethod
+    def of_batch(cls, batch: Batch, config: AlgorithmConfig) -> "StepMeasures":
+        """Return how to measure a step of the whole batch."""
+        lags = (batch.step - batch.versions)[batch.loss_mask]
+        return cls(
+            config=config,
+            tokens=len(lags),
+            lags=int(lags.max()) + 1 if len(lags) else 1,
+            truncates=batch.proximal_logprobs is not None and config.importance_cap > 0,
+            refers=batch.reference_logprobs is not None,
+            fresh=bool((lags == 0).any()),
+        )
+
+    @torch.no_grad()
+    def measure(
+        self,
+        part: Batch,
+        loss: torch.Tensor,
+        terms: TokenLoss,
+        logprobs: torch.Tensor,
+        entropy: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the vector of a micro-batch.
+
+        Args:
+            part: the micro-batch, its arrays [n, w] on the device; tokens under `loss_mask` are measured.
+            loss: its weighted sum.
+            terms: [n, w].
+            logprobs: [n, w], under the weights at the start of the step.
+            entropy: [n, w].
+        """
+        mask = part.loss_mask
+        behaviour, current = part.behaviour_logprobs.double(), logprobs.double()
+        importance, errors = probability_ratio(current, behaviour), (current - behaviour).abs()
+        by_token = {
+            "entropy": entropy,
+            "clipped": terms.clipped,
+            "ratio": terms.ratio,
+            "importance": importance,
+            "importance_squared": importance.square(),
+            "behaviour_clipped": self._clipped(importance, part.advantages.double()),
+            "behaviour_kl": k3_kl(behaviour, current),
+        }
+        if self.truncates and part.proximal_logprobs is not None:
+            weights = probability_ratio(part.proximal_logprobs, part.behaviour_logprobs)
+            by_token["capped"] = weights > self.config.importance_cap
+        if part.reference_logprobs is not None:
+            by_token["reference_kl"] = k3_kl(current, part.reference_logprobs.double())
+        totals = {name: values[mask].double().sum() for name, values in by_token.items()}
+        totals["loss"] = loss.double()
+        lags = part.step - part.versions
+        maxima = {"importance": importance[mask], "fresh_error": errors[mask & (lags == 0)]}
+        zero = errors.new_zeros(1)
+        measured = mask if part.measured is None else mask & part.measured[:, None]
+        chosen = lags[measured].long()
+        return torch.cat(
+            [
+                *(totals.get(name, zero).reshape(1) for name in TOTALS),
+                self._by_lag(chosen, errors[measured], importance[measured]),
+                *(torch.cat([zero, maxima[name]]).max().reshape(1) for name in MAXIMA),
+                errors.new_zeros(self.lags).scatter_reduce(0, chosen, errors[measured], "amax"),
+            ]
+        )
+
+    def join(self, vectors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+        """Return the vector of several micro-batches; of none it is all zeros."""
+        size = len(TOTALS) + len(MAXIMA) + (len(BY_LAG) + 1) * self.lags
+        rows = torch.stack([torch.zeros(size, dtype=torch.float64, device=device), *vectors])
+        sums, maxima = self.split(rows.sum(0)), self.split(rows.amax(0))
+        return torch.cat([sums[0], maxima[1]])
+
+    def split(self, vector: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return views of a vector's sums and of its maxima, which are joined in different ways."""
+        sums = len(TOTALS) + len(BY_LAG) * self.lags
+        return vector[:sums], vector[sums:]
+
+    def stats(self, vector: torch.Tensor, *, grad_norm: float, skipped: str) -> StepStats:
+        """Return what the vector of the whole step says."""
+        if not self.tokens:
+            return StepStats(trained_tokens=0, skipped=skipped)
+        sums, maxima = (part.tolist() for part in self.split(vector))
+        total = dict(zip(TOTALS, sums, strict=False))
+        importance_max, fresh_error, *errors_max = maxima
+        mismatch = self._mismatch(sums[len(TOTALS) :], errors_max)
+        fresh = mismatch.get(0)
+        return StepStats(
+            trained_tokens=self.tokens,
+            skipped=skipped,
+            loss=total["loss"],
+            grad_norm=grad_norm,
+            entropy=total["entropy"] / self.tokens,
+            clip_fraction=total["clipped"] / self.tokens,
+            ratio_mean=total["ratio"] / self.tokens,
+            logprob_error_max=fresh_error if self.fresh else None,
+            behaviour_kl_k3=total["behaviour_kl"] / self.tokens,
+            reference_kl_k3=total["reference_kl"] / self.tokens if self.refers else None,
+            importance_mean=total["importance"] / self.tokens,
+            importance_max=importance_max,
+            importance_capped=total["capped"] / self.tokens if self.truncates else None,
+            importance_ess=_ess(self.tokens, total["importance"], total["importance_squared"]),
+            behaviour_clip_fraction=total["behaviour_clipped"] / self.tokens,
+            mismatch=mismatch,
+            mismatch_mean=fresh.error_mean if fresh else None,
+            mismatch_max=fresh.error_max if fresh else None,
+            token_mult_prob_error=fresh.token_mult_prob_error if fresh else None,
+        )
+
+    def _clipped(self, ratio: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+        return clipped_surrogate(ratio, advantages, self.config.clip_low, self.config.clip_high)[1]
+
+    def _by_lag(self, lags: torch.Tensor, errors: torch.Tensor, importance: torch.Tensor) -> torch.Tensor:
+        """Return the sums `BY_LAG` of measured tokens, all arguments [T]: float64 [5 K]."""
+        values = {
+            "tokens": torch.ones_like(errors),
+            "error": errors,
+            "mult_error": errors.clamp_max(MAX_LOG_RATIO).exp(),
+            "importance": importance,
+            "importance_squared": importance.square(),
+        }
+        zeros = errors.new_zeros(self.lags)
+        return torch.cat([zeros.index_add(0, lags, values[name]) for name in BY_LAG])
+
+    def _mismatch(self, sums: Sequence[float], largest: Sequence[float]) -> dict[int, Mismatch]:
+        """Return the mismatch of each lag that has measured tokens."""
+        columns = [sums[first : first + self.lags] for first in range(0, len(sums), self.lags)]
+        return {
+            lag: Mismatch(
+                tokens=round(tokens),
+                error_mean=error / tokens,
+                error_max=largest[lag],
+                token_mult_prob_error=mult_error / tokens,
+                ess=_ess(tokens, importance, squared),
+            )
+            for lag, (tokens, error, mult_error, importance, squared) in enumerate(zip(*columns, strict=True))
+            if tokens
+        }
+
+
+def _ess(tokens: float, importance: float, squared: float) -> float:
+    """Return (sum w)^2 / (tokens * sum w^2)."""
+    return importance**2 / (tokens * squared) if squared else 0.0
