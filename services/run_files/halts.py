@@ -3,23 +3,23 @@
 from collections.abc import Mapping
 
 RULE = "`bound.drop_share` of the last `bound.drop_window` finished groups"
-AGAIN = "then start the same command again, which goes on from the last step"
+AGAIN = "then start the same command again, which continues from the last step"
 
 _CAUSES: Mapping[str, tuple[str, str, str]] = {
     "attempts": (
         "groups used up their `bound.max_attempts` leases",
         "logs/rollout.*.log and logs/reward.*.log",
-        "mend what fails there",
+        "fix what fails there",
     ),
     "reward": (
         "the rewards of groups could not be computed",
         "logs/reward.*.log",
-        "mend the verifier, or raise reward.timeout_s if it is slow",
+        "fix the verifier, or raise reward.timeout_s if it is slow",
     ),
     "prompt": (
         "prompts could not be rendered or generated",
         "logs/rollout.*.log",
-        "mend the prompts or [render], or shorten them to fit engine.max_model_len",
+        "fix the prompts or [render], or shorten them to fit engine.max_model_len",
     ),
     "stale": (
         "groups had no token left within the staleness bound when they were scored",
@@ -51,7 +51,7 @@ def explain_halt(reason: str, details: Mapping[str, int] | None = None) -> str:
     detail = max(details, key=lambda name: details[name]) if details and reason == "attempts" else ""
     kind, _, name = (detail or reason).partition(":")
     cause, place, remedy = _CAUSES.get(
-        kind, (f"groups were dropped for the reason {reason!r}", "the logs", "mend the cause")
+        kind, (f"groups were dropped for the reason {reason!r}", "the logs", "fix the cause")
     )
     if kind != reason and kind in _CAUSES:
         cause += f" (verifier {name!r})" if name else ""
