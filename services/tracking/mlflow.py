@@ -7,7 +7,7 @@ from itertools import islice
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.tracking import MlflowClient
 
-from services.tracking.base import Point, TrackerOptions
+from services.tracking.base import TrackedPoint, TrackerOptions
 
 BATCH = 1000
 """Most metrics of one call."""
@@ -22,7 +22,7 @@ class MlflowTracker:
     def __init__(self, options: TrackerOptions) -> None:
         """Create or continue the run, in the experiment `tracking.project`."""
         remote = "" if options.offline else os.environ.get("MLFLOW_TRACKING_URI", "")
-        self.url = remote or (options.directory / "store").as_uri()
+        self.url = remote or f"sqlite:///{options.directory}/mlflow.db"
         self._client = MlflowClient(tracking_uri=self.url)
         if options.run_id:
             self.run_id = options.run_id
@@ -39,7 +39,7 @@ class MlflowTracker:
         while batch := list(islice(params, PARAM_BATCH)):
             self._client.log_batch(self.run_id, params=batch)
 
-    def log(self, points: Sequence[Point]) -> None:
+    def log(self, points: Sequence[TrackedPoint]) -> None:
         """Add points; a version that is made again has two values, of which MLflow shows the later one."""
         metrics = _metrics(points)
         while batch := list(islice(metrics, BATCH)):
@@ -50,7 +50,7 @@ class MlflowTracker:
         self._client.set_terminated(self.run_id)
 
 
-def _metrics(points: Sequence[Point]) -> Iterator[Metric]:
+def _metrics(points: Sequence[TrackedPoint]) -> Iterator[Metric]:
     for point in points:
         for name, value in point.numbers.items():
             yield Metric(name, value, int(point.time * 1000), point.version)

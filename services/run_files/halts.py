@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 RULE = "`bound.drop_share` of the last `bound.drop_window` finished groups"
-AGAIN = "then start the same command again, which resumes from the last step"
+AGAIN = "then start the same command again, which continues from the last step"
 
 _CAUSES: Mapping[str, tuple[str, str, str]] = {
     "attempts": (

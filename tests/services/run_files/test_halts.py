@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.observability.halts import _CAUSES, explain_halt
+from services.run_files.halts import _CAUSES, explain_halt
 
 
 @pytest.mark.parametrize("reason", [*_CAUSES, "something new"])
@@ -10,7 +10,7 @@ def test_halt_names_cause_place_and_remedy(reason: str) -> None:
     line = explain_halt(reason)
     assert line.startswith(f"the run halted for the reason {reason!r}: ")
     assert "; see " in line
-    assert line.endswith("then start the same command again, which resumes from the last step")
+    assert line.endswith("then start the same command again, which continues from the last step")
     assert "\n" not in line
 
 
