@@ -101,8 +101,7 @@ class StepMeasures:
             "behaviour_kl": k3_kl(behaviour, current),
         }
         if self.truncates and part.proximal_logprobs is not None:
-            weights = probability_ratio(pick(part.proximal_logprobs), behaviour)
-            by_token["capped"] = (weights > self.config.importance_cap).double()
+            by_token["capped"] = self._capped(pick(part.proximal_logprobs), behaviour)
         if part.reference_logprobs is not None:
             by_token["reference_kl"] = k3_kl(current, pick(part.reference_logprobs))
         totals = {name: values.sum() for name, values in by_token.items()} | {"loss": loss.double()}
@@ -164,6 +163,9 @@ class StepMeasures:
 
     def _clipped(self, ratio: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
         return clipped_surrogate(ratio, advantages, self.config.clip_low, self.config.clip_high)[1]
+
+    def _capped(self, proximal: torch.Tensor, behaviour: torch.Tensor) -> torch.Tensor:
+        return (probability_ratio(proximal, behaviour) > self.config.importance_cap).double()
 
     def _by_lag(
         self, lags: torch.Tensor, errors: torch.Tensor, importance: torch.Tensor, chosen: torch.Tensor
