@@ -107,6 +107,7 @@ class LiveProgress(Progress):
                 warnings.append(f"the ledger does not answer: {error}")
             if self._lines and self._lines[-1].get("skipped"):
                 warnings.append(f"step {self._lines[-1]['step']} was skipped: {self._lines[-1]['skipped']}")
+            warnings += self._lines[-1].get("warnings", ()) if self._lines else ()
             self._warnings = tuple(warnings)
             await asyncio.sleep(ASK_S)
 

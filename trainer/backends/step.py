@@ -73,7 +73,7 @@ def decode_batch(command: TrainCommand, algorithm: Algorithm) -> BuiltBatch:
 
 def is_measured(group: int, share: float) -> bool:
     """Return whether the mismatch of a group is measured: always the same groups, about a `share` of them."""
-    return xxhash.xxh3_64_intdigest(str(group).encode()) < share * 2**64
+    return xxhash.xxh3_64_intdigest(b"%d" % group) < share * 2**64
 
 
 def run_step(backend: Backend, batch: Batch, command: TrainCommand) -> StepStats:

@@ -84,36 +84,37 @@ class StepMeasures:
             logprobs: [n, w], under the weights at the start of the step.
             entropy: [n, w].
         """
-        mask = part.loss_mask
-        behaviour, current = part.behaviour_logprobs.double(), logprobs.double()
-        importance, errors = probability_ratio(current, behaviour), (current - behaviour).abs()
+        place = part.loss_mask.nonzero(as_tuple=True)
+
+        def pick(values: torch.Tensor) -> torch.Tensor:
+            return values[place][None].double()  # [1, T]
+
+        behaviour, current = pick(part.behaviour_logprobs), pick(logprobs)
+        importance, errors = probability_ratio(current, behaviour), (current - behaviour).abs()[0]
         by_token = {
-            "entropy": entropy,
-            "clipped": terms.clipped,
-            "ratio": terms.ratio,
+            "entropy": pick(entropy),
+            "clipped": pick(terms.clipped),
+            "ratio": pick(terms.ratio),
             "importance": importance,
             "importance_squared": importance.square(),
-            "behaviour_clipped": self._clipped(importance, part.advantages.double()),
+            "behaviour_clipped": self._clipped(importance, pick(part.advantages)),
             "behaviour_kl": k3_kl(behaviour, current),
         }
         if self.truncates and part.proximal_logprobs is not None:
-            weights = probability_ratio(part.proximal_logprobs, part.behaviour_logprobs)
-            by_token["capped"] = weights > self.config.importance_cap
+            by_token["capped"] = self._capped(pick(part.proximal_logprobs), behaviour)
         if part.reference_logprobs is not None:
-            by_token["reference_kl"] = k3_kl(current, part.reference_logprobs.double())
-        totals = {name: values[mask].double().sum() for name, values in by_token.items()}
-        totals["loss"] = loss.double()
-        lags = part.step - part.versions
-        maxima = {"importance": importance[mask], "fresh_error": errors[mask & (lags == 0)]}
+            by_token["reference_kl"] = k3_kl(current, pick(part.reference_logprobs))
+        totals = {name: values.sum() for name, values in by_token.items()} | {"loss": loss.double()}
         zero = errors.new_zeros(1)
-        measured = mask if part.measured is None else mask & part.measured[:, None]
-        chosen = lags[measured].long()
+        lags = (part.step - part.versions)[place].long()
+        chosen = torch.ones_like(lags) if part.measured is None else part.measured[place[0]]
+        maxima = {"importance": importance[0], "fresh_error": torch.where(lags == 0, errors, 0.0)}
         return torch.cat(
             [
                 *(totals.get(name, zero).reshape(1) for name in TOTALS),
-                self._by_lag(chosen, errors[measured], importance[measured]),
+                self._by_lag(lags, errors, importance[0], chosen),
                 *(torch.cat([zero, maxima[name]]).max().reshape(1) for name in MAXIMA),
-                errors.new_zeros(self.lags).scatter_reduce(0, chosen, errors[measured], "amax"),
+                errors.new_zeros(self.lags).scatter_reduce(0, lags, errors * chosen, "amax"),
             ]
         )
 
@@ -163,8 +164,13 @@ class StepMeasures:
     def _clipped(self, ratio: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
         return clipped_surrogate(ratio, advantages, self.config.clip_low, self.config.clip_high)[1]
 
-    def _by_lag(self, lags: torch.Tensor, errors: torch.Tensor, importance: torch.Tensor) -> torch.Tensor:
-        """Return the sums `BY_LAG` of measured tokens, all arguments [T]: float64 [5 K]."""
+    def _capped(self, proximal: torch.Tensor, behaviour: torch.Tensor) -> torch.Tensor:
+        return (probability_ratio(proximal, behaviour) > self.config.importance_cap).double()
+
+    def _by_lag(
+        self, lags: torch.Tensor, errors: torch.Tensor, importance: torch.Tensor, chosen: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the sums `BY_LAG` over the `chosen` tokens, all arguments [T]: float64 [5 K]."""
         values = {
             "tokens": torch.ones_like(errors),
             "error": errors,
@@ -173,7 +179,7 @@ class StepMeasures:
             "importance_squared": importance.square(),
         }
         zeros = errors.new_zeros(self.lags)
-        return torch.cat([zeros.index_add(0, lags, values[name]) for name in BY_LAG])
+        return torch.cat([zeros.index_add(0, lags, values[name] * chosen) for name in BY_LAG])
 
     def _mismatch(self, sums: Sequence[float], largest: Sequence[float]) -> dict[int, Mismatch]:
         """Return the mismatch of each lag that has measured tokens."""

@@ -50,6 +50,16 @@ def step_line(step: int, epoch: str = "e1", **fields: Any) -> dict[str, Any]:
         "wait_s": draw.random() / 10,
         "pause_ms": draw.random(),
         "engine_busy": draw.random(),
+        "lag_in_flight_mean": draw.random(),
+        "lag_in_queue_mean": draw.random(),
+        "behaviour_kl_k3": draw.random() / 100,
+        "importance_mean": draw.gauss(1, 0.01),
+        "importance_max": 1 + draw.random(),
+        "importance_ess": draw.random(),
+        "behaviour_clip_fraction": draw.random() / 10,
+        "mismatch_mean": draw.random() * 1e-5,
+        "mismatch_max": draw.random() * 1e-3,
+        "token_mult_prob_error": 1 + draw.random() * 1e-5,
         "time": 1.8e9 + step,
     }
     histogram = {str(lag): draw.randrange(1, 1000) for lag in range(step % 3 + 1)}

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.monitor.history import History
+from services.monitor.history import MAX_WARNINGS, History
 from services.observability.steps import read_steps
 from tests.services.monitor.runs import step_line, write_lines
 
@@ -147,3 +147,27 @@ def test_replaced_file_is_another_history(tmp_path: Path) -> None:
     assert after["reset"]
     assert after["id"] != before["id"]
     assert after["columns"]["step"] == [0, 1]
+
+
+def test_newest_warnings_of_steps_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_lines(path, (step_line(step, warnings=[f"step {step}: a", "b"]) for step in range(40)))
+    write_lines(path, [step_line(40, warnings="none"), step_line(41, time=None, warnings=["c"])])
+    history = History(path)
+    read(history)
+    found = history.warnings()
+    assert len(found) == MAX_WARNINGS
+    assert [event["text"] for event in found[-2:]] == ["step 39: a", "b"]
+    assert found[-1] == {
+        "seq": 0, "time_ms": 1_800_000_039_000, "kind": "warning",
+        "topic": "run", "level": "warn", "text": "b",
+    }  # fmt: skip
+
+
+def test_drops_are_drawn_by_reason(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_lines(path, [step_line(0), step_line(1, dropped_by_reason={"stale": 2, "attempts": 0})])
+    history = History(path)
+    read(history)
+    columns = history.since(0)["columns"]
+    assert (columns["dropped_for_stale"], columns["dropped_for_attempts"]) == ([None, 2], [None, 0])

@@ -20,3 +20,8 @@ def test_halt_for_attempts_names_what_led_to_most_of_them() -> None:
     assert "logs/reward.*.log" in line
     assert "prompts could not be rendered" in explain_halt("attempts", {"prompt": 3})
     assert "used up their" in explain_halt("attempts", {})
+
+
+def test_halt_for_a_cause_that_the_trainer_named_says_it() -> None:
+    line = explain_halt("step 3: engine and trainer disagree")
+    assert line.startswith("the run halted: step 3: engine and trainer disagree; fix the cause, ")

@@ -30,7 +30,7 @@ STATUS = LedgerStatus(
 
 
 def reporter() -> StepReporter:
-    process = Process(Role.TRAINER, Settings(), MemoryLedger("run"), "trainer")  # type: ignore[arg-type]
+    process = Process(Role.TRAINER, Settings(), MemoryLedger(), "trainer")  # type: ignore[arg-type]
     made = StepReporter(process, "e1")
     made.start(STATUS)
     return made
