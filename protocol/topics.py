@@ -30,6 +30,7 @@ class Role(StrEnum):
     INGEST = "ingest"
     TRAINER = "trainer"
     MONITOR = "monitor"
+    TRACKING = "tracking"
 
 
 class Pattern(StrEnum):

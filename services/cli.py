@@ -271,6 +271,18 @@ def keys(
     print(f"keys are in {directory}; set bus.curve_dir to it on every host")
 
 
+@app.command()
+def track(run_dir: RunDir) -> None:
+    """Send what the libraries of `tracking.kind` have not got yet, of a run that is over."""
+    from services.settings.load import run_settings
+    from services.tracking.service import track_rest
+
+    configure_logging("track")
+    settings = run_settings(run_dir)
+    for kind, state in track_rest(settings).items():
+        print(f"{kind}: {state.problem or f'all {state.sent} points were sent'}; {state.url}")
+
+
 @app.command("eval")
 def evaluate(
     run_dir: RunDir,

@@ -44,6 +44,8 @@ class ServiceSpec:
     """Whether exit code 0 means that its work is done; otherwise it is started again."""
     optional: bool = False
     """Whether the run continues without it when it dies too often."""
+    registers: bool = True
+    """Whether it appears in the registry of the ledger."""
 
 
 class SupervisedProcess:
@@ -78,6 +80,11 @@ class SupervisedProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = False
         self._is_over = is_over
+
+    @property
+    def registers(self) -> bool:
+        """Whether it appears in the registry of the ledger."""
+        return self.spec.registers
 
     @property
     def name(self) -> str:

@@ -11,11 +11,13 @@ from services.settings.load import FILE
 from services.settings.placement import rollout_variables, trainer_variables
 from services.settings.sections import Settings
 
-STOP_ORDER = (Role.ROLLOUT, Role.REWARD, Role.TRAINER, Role.INGEST, Role.MONITOR)
-SHARED_STOP_ORDER = (Role.TRAINER, Role.ROLLOUT, Role.REWARD, Role.INGEST, Role.MONITOR)
+STOP_ORDER = (Role.ROLLOUT, Role.REWARD, Role.TRAINER, Role.INGEST, Role.MONITOR, Role.TRACKING)
+SHARED_STOP_ORDER = (Role.TRAINER, Role.ROLLOUT, Role.REWARD, Role.INGEST, Role.MONITOR, Role.TRACKING)
 """With transport `shared` the trainer stops first, because it computes with an engine's memory."""
 DRAIN_S = {Role.ROLLOUT: 20.0, Role.REWARD: 15.0, Role.TRAINER: 60.0, Role.INGEST: 15.0, Role.MONITOR: 15.0}
-"""Seconds that a process has to drain before it is killed."""
+"""Seconds that a process has to drain before it is killed; for tracking see `tracking.flush_s`."""
+FLUSH_MARGIN_S = 5.0
+"""Seconds beyond `tracking.flush_s` after which tracking is killed."""
 SCALABLE = (Role.ROLLOUT, Role.REWARD)
 
 
@@ -43,6 +45,8 @@ class Fleet:
         }
         if settings.monitor.enabled:
             counts[Role.MONITOR] = 1
+        if settings.tracking.kind:
+            counts[Role.TRACKING] = len(settings.tracking.kind)
         self.children: dict[Role, list[SupervisedProcess]] = {
             role: [self._child(role, i) for i in range(count)] for role, count in counts.items()
         }
@@ -83,7 +87,7 @@ class Fleet:
         for role in order:
             async with asyncio.TaskGroup() as stops:
                 for child in self.children.get(role, []):
-                    stops.create_task(child.stop(DRAIN_S[role]), name=f"stop-{child.spec.name}")
+                    stops.create_task(child.stop(self._drain_s(role)), name=f"stop-{child.spec.name}")
 
     def kill(self) -> None:
         """Kill all processes at once."""
@@ -92,13 +96,21 @@ class Fleet:
             for child in group:
                 child.kill()
 
+    def _drain_s(self, role: Role) -> float:
+        flush_s = self._settings.tracking.flush_s
+        return flush_s + FLUSH_MARGIN_S if role is Role.TRACKING else DRAIN_S[role]
+
     def _child(self, role: Role, index: int) -> SupervisedProcess:
         name = f"{role}.{index}" if role in SCALABLE else str(role)
+        if role is Role.TRACKING:
+            name = f"{role}.{self._settings.tracking.kind[index]}"
         spec = ServiceSpec(
             name,
             f"services.{role}",
             {**self._environ, **self._variables(role, index)},
             finishes=role is Role.TRAINER,
+            optional=role is Role.TRACKING,
+            registers=role is not Role.TRACKING,
         )
         return SupervisedProcess(
             spec,
@@ -112,6 +124,8 @@ class Fleet:
         services = self._settings.services
         if role is Role.TRAINER:
             return trainer_variables(services)
+        if role is Role.TRACKING:
+            return {"TETHER_TRACKING__KIND": self._settings.tracking.kind[index]}
         if role is Role.ROLLOUT:
             return pool_variables(services.pool, index) | rollout_variables(
                 services, self._settings.engine.tensor_parallel_size, index

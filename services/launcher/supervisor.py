@@ -17,6 +17,7 @@ from protocol.errors import TetherError
 from services.launcher.child import SupervisedProcess
 from services.launcher.fleet import Fleet
 from services.launcher.scaling import run_lock, scale_loop
+from services.launcher.tracking_warnings import describe_tracking, warn_loop
 from services.ledger.embedded_server import EmbeddedServer, keep_running_loop
 from services.ledger.event_log.archiver import Archiver
 from services.ledger.interface import RunSpec
@@ -105,6 +106,8 @@ async def _supervise(
                 tasks.create_task(progress.watch_loop(ledger, fleet.children), name="progress"),
                 tasks.create_task(scale_loop(settings.run_dir, fleet), name="scale"),
             ]
+            if settings.tracking.kind:
+                watchers.append(tasks.create_task(warn_loop(settings, progress.note), name="tracking"))
             if server is not None:
                 watchers.append(tasks.create_task(keep_running_loop(server), name="ledger"))
             try:
@@ -119,6 +122,8 @@ async def _supervise(
         await fleet.stop()
     status = await ledger.status()
     progress.finish(status)
+    for line in describe_tracking(settings):
+        progress.note(line)
     return RunOutcome(
         status.version,
         status.steps,

@@ -123,7 +123,7 @@ async def describe_waits(ledger: Ledger, children: Mapping[Any, Sequence[Supervi
 
 def expected_processes(children: Mapping[Any, Sequence[Supervised]]) -> dict[str, int]:
     """Return the names of the processes that a supervisor keeps -> their restarts so far."""
-    return {child.name: child.restarts for group in children.values() for child in group}
+    return {child.name: child.restarts for group in children.values() for child in group if child.registers}
 
 
 def _is_told(row: ServiceRow) -> bool:

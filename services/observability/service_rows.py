@@ -45,6 +45,10 @@ class Supervised(Protocol):
         """Name in the registry, such as rollout.0."""
 
     @property
+    def registers(self) -> bool:
+        """Whether it appears in the registry."""
+
+    @property
     def restarts(self) -> int:
         """Restarts so far."""
 

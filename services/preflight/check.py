@@ -15,6 +15,7 @@ from services.preflight.problem import Problem
 from services.preflight.sampling import distribution_problems, group_problems
 from services.runtime.user_modules import add_user_modules
 from services.settings.sections import Settings
+from services.settings.tracking import missing_libraries
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ def check_run(settings: Settings, *, local: bool = False) -> Findings:
     if model:
         problems += model_problems(settings, model)
         problems += rendering_problems(settings, model, prompts)
+    problems += _missing_trackers(settings)
     if local:
         problems += local_problems(settings)
     return Findings(tuple(_each_once(problems)), model, source)
@@ -102,6 +104,12 @@ def _error_of_environment(settings: Settings) -> Iterator[Problem]:
         make_environment(settings.environment)
     except SettingsError as error:
         yield Problem(str(error))
+
+
+def _missing_trackers(settings: Settings) -> Iterator[Problem]:
+    for kind in missing_libraries(settings.tracking):
+        cause, remedy = f"{kind} is not installed", f"pip install 'tether-rl[{kind}]', or leave it out"
+        yield Problem(cause, remedy, "tracking.kind", kind)
 
 
 def _each_once(problems: Iterable[Problem]) -> list[Problem]:

@@ -13,6 +13,7 @@ from rollout.engines.registry import CAN_SHARE, CAN_SLEEP, ENGINES, SERVE_ADAPTE
 from services.settings.engine_pool import check_pool
 from services.settings.placement import check_gpus, gpu_list
 from services.settings.sections import Settings
+from services.settings.tracking import check_kinds
 from trainer.algorithms.registry import ALGORITHMS
 from trainer.config import DEVICES, MISMATCH_ACTIONS, TRAINER_DTYPES, TrainerConfig, WeightConfig
 from trainer.registry import BACKENDS
@@ -56,6 +57,7 @@ def settings_errors(settings: Settings) -> Iterator[SettingsError]:
         lambda: _check_mismatch(settings.trainer),
         lambda: _check_alternatives(settings),
         lambda: _check_model(settings),
+        lambda: check_kinds(settings.tracking),
     ):
         yield from _error_of(check)
 

@@ -25,6 +25,7 @@ from rollout.render import RenderConfig
 from services.bus.config import BusConfig
 from services.ledger.interface import ARCHIVE_LIMIT
 from services.settings.placement import ServicesConfig
+from services.settings.tracking import TrackingConfig
 from trainer.config import (
     AlgorithmConfig,
     OptimizerConfig,
@@ -197,6 +198,7 @@ class Settings:
     services: ServicesConfig = field(default_factory=ServicesConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
     @property
     def run_dir(self) -> Path:

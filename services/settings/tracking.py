@@ -1,4 +1,4 @@
-"""Defines section `[tracking]`, and checks that the libraries it names are installed."""
+"""Defines section `[tracking]`, and says which of the libraries it names are missing."""
 
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -50,15 +50,6 @@ def check_kinds(config: TrackingConfig) -> None:
         raise SettingsError(f"setting tracking.kind: a kind is given twice (got {list(config.kind)})")
 
 
-def check_libraries(config: TrackingConfig) -> None:
-    """Check that the library of each kind is installed; none is imported.
-
-    Raises:
-        SettingsError: one is not; names what to install.
-    """
-    for kind in config.kind:
-        if find_spec(KINDS[kind]) is None:
-            raise SettingsError(
-                f"setting tracking.kind: {kind!r} needs a library that is not installed: "
-                f"pip install 'tether-rl[{kind}]', or leave it out"
-            )
+def missing_libraries(config: TrackingConfig) -> list[str]:
+    """Return the kinds whose library is not installed here; none is imported."""
+    return [kind for kind in config.kind if find_spec(KINDS[kind]) is None]

@@ -81,7 +81,7 @@ def track_rest(settings: Settings) -> dict[str, TrackingState]:
 
 
 def track_until_stopped(settings: Settings) -> None:
-    """Send what the files gain until SIGTERM or SIGINT; then send what is left, at most `tracking.flush_s`."""
+    """Send what the files gain until SIGTERM or SIGINT; then what is left, within `tracking.flush_s`."""
     stop = Stop(settings.tracking.flush_s)
     with open_runs(settings) as runs:
         while not stop.is_set:

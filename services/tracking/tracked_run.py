@@ -150,7 +150,7 @@ class TrackedRun:
 
 
 def _shown(run_dir: Path) -> dict[str, Any]:
-    """Return the settings of a run that a tracking service may see: without addresses and files of secrets."""
+    """Return the settings that a tracking service may see: without addresses and files of secrets."""
     try:
         values = json.loads((run_dir / "settings.json").read_bytes())
     except (OSError, ValueError):

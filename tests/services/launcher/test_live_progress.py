@@ -30,6 +30,7 @@ class Child:
 
     name: str
     restarts: int = 0
+    registers: bool = True
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Tests what the terminal shows of a run, as text of a fixed width."""
 
+import io
 from typing import Any
 
 from rich.console import Console
@@ -9,7 +10,7 @@ from services.observability.service_rows import ServiceRow
 
 
 def shown(view: RunView, width: int = 100) -> str:
-    console = Console(record=True, width=width, force_terminal=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(record=True, width=width, force_terminal=True, file=io.StringIO())
     console.print(render_view(view))
     return console.export_text()
 

@@ -24,6 +24,7 @@ class Child:
 
     name: str
     restarts: int = 0
+    registers: bool = True
 
 
 @pytest.fixture

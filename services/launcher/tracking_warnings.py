@@ -1,0 +1,37 @@
+"""Reports on the terminal what the processes of tracking note on disk: problems, and how far they got."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+
+from services.settings.sections import Settings
+from services.tracking.state import read_state
+
+POLL_S = 1.0
+
+
+async def warn_loop(settings: Settings, note: Callable[[str], None]) -> None:
+    """Print each new problem of a tracker once, until cancelled."""
+    said: dict[str, str] = {}
+    while True:
+        for kind in settings.tracking.kind:
+            problem = read_state(settings.run_dir, kind).problem
+            if problem and said.get(kind) != problem:
+                note(f"warning: tracking by {kind} failed and is tried again; the run continues: {problem}")
+            said[kind] = problem
+        await asyncio.sleep(POLL_S)
+
+
+def describe_tracking(settings: Settings) -> Iterator[str]:
+    """Yield for each tracker how far it got, and where the run is found."""
+    newest = settings.run_dir / "metrics.jsonl"
+    size = newest.stat().st_size if newest.is_file() else 0
+    for kind in settings.tracking.kind:
+        state = read_state(settings.run_dir, kind)
+        if state.offsets.get(newest.name, 0) >= size and not state.problem:
+            yield f"tracking by {kind}: all {state.sent} points were sent; {state.url}"
+        else:
+            cause = state.problem or f"{settings.tracking.flush_s:g} s were not enough"
+            yield (
+                f"warning: tracking by {kind} got {state.sent} points, up to version {state.version} "
+                f"({cause}); `tether track {settings.run_dir}` sends the rest"
+            )

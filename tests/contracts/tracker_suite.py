@@ -1,0 +1,158 @@
+"""What every tracker has to do, with its real library.
+
+`python -m tests.contracts.tracker_suite KIND DIR` runs it in an environment that has the library; it prints one
+line for each property.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from services.tracking.base import Point, TrackerOptions
+from services.tracking.registry import open_tracker
+
+Values = dict[str, list[tuple[int, float]]]
+"""Name -> (version, value), as the library gives it back."""
+REWARD = "train/reward_mean"
+SCORE = "eval/held-out/greedy"
+
+
+def options(directory: Path, **fields: Any) -> TrackerOptions:
+    folder = directory / "kind"
+    folder.mkdir(exist_ok=True)
+    known: dict[str, Any] = {
+        "project": "tether-test", "name": "a-run", "tags": ("one", "two"), "directory": folder, "offline": True,
+        "settings": {"run.steps": 3, "optimizer.lr": 1e-4, "engine.name": "scripted", "trainer.deterministic": True},
+    }  # fmt: skip
+    return TrackerOptions(**known | fields)
+
+
+def point(ordinal: int, version: int | None = None, reward: float | None = None) -> Point:
+    version = ordinal + 1 if version is None else version
+    value = version / 8 if reward is None else reward
+    return Point(ordinal, version, 1.8e9 + ordinal, {REWARD: value, "train/lag_histogram/0": 4.0})
+
+
+def values_come_back(kind: str, directory: Path, read: Callable[[Path, str], Values]) -> None:
+    tracker = open_tracker(kind, options(directory))
+    tracker.log([point(0), point(1)])
+    tracker.log([Point(2, 2, 1.8e9, {SCORE: 0.5}), point(3, 3)])
+    tracker.close()
+    assert tracker.run_id
+    assert tracker.url
+    found = read(directory / "kind", tracker.run_id)
+    assert found[REWARD] == [(1, 0.125), (2, 0.25), (3, 0.375)], found
+    assert found[SCORE] == [(2, 0.5)], found
+    assert found["train/lag_histogram/0"] == [(1, 4.0), (2, 4.0), (3, 4.0)], found
+
+
+def run_is_continued_without_repeating_a_step(
+    kind: str, directory: Path, read: Callable[[Path, str], Values]
+) -> None:
+    first = open_tracker(kind, options(directory))
+    first.log([point(0), point(1)])
+    first.close()
+    second = open_tracker(kind, options(directory, run_id=first.run_id, next_version=3))
+    second.log([point(2)])
+    second.close()
+    assert second.run_id == first.run_id
+    assert read(directory / "kind", first.run_id)[REWARD] == [(1, 0.125), (2, 0.25), (3, 0.375)]
+
+
+def steps_made_again_are_taken(kind: str, directory: Path, read: Callable[[Path, str], Values]) -> None:
+    """After a rewind versions come again; the newest value of each is there, and the last one."""
+    tracker = open_tracker(kind, options(directory))
+    tracker.log([point(0), point(1), point(2)])
+    tracker.log([point(3, 2, 0.75), point(4, 3, 0.875)])
+    tracker.close()
+    found = read(directory / "kind", tracker.run_id)[REWARD]
+    assert dict(sorted(found, key=lambda item: item[0])) == {1: 0.125, 2: 0.75, 3: 0.875}, found
+
+
+PROPERTIES = (values_come_back, run_is_continued_without_repeating_a_step, steps_made_again_are_taken)
+
+
+# -- readers: independent of the writers
+def read_tensorboard(directory: Path, run_id: str) -> Values:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(directory), size_guidance={"scalars": 0})
+    events.Reload()
+    return {
+        name: [(item.step, item.value) for item in events.Scalars(name)] for name in events.Tags()["scalars"]
+    }
+
+
+def read_wandb(directory: Path, run_id: str) -> Values:
+    """Offline runs of one id, oldest first, from their .wandb files."""
+    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.sdk.internal.datastore import DataStore
+
+    found: Values = {}
+    for path in sorted(
+        directory.glob(f"wandb/offline-run-*/run-{run_id}.wandb"), key=lambda p: p.stat().st_mtime
+    ):
+        store = DataStore()
+        store.open_for_scan(str(path))
+        while (data := store.scan_data()) is not None:
+            record = Record()
+            record.ParseFromString(data)
+            row = {
+                item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                for item in record.history.item
+            }
+            for name, value in row.items():
+                if "/" in name:
+                    found.setdefault(name, []).append((int(row["version"]), value))
+    return found
+
+
+def read_mlflow(directory: Path, run_id: str) -> Values:
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(tracking_uri=(directory / "store").as_uri())
+    run = client.get_run(run_id)
+    assert (run.info.run_name, run.data.tags["one"], run.data.params["run.steps"]) == ("a-run", "true", "3")
+    assert run.info.status == "FINISHED"
+    return {
+        name: [(item.step, item.value) for item in sorted(client.get_metric_history(run_id, name), key=_when)]
+        for name in run.data.metrics
+    }
+
+
+def _when(metric: Any) -> tuple[int, int]:
+    return metric.timestamp, metric.step
+
+
+def read_trackio(directory: Path, run_id: str) -> Values:
+    """The tables of its SQLite file."""
+    import sqlite3
+
+    (path,) = directory.rglob("tether-test*.db")
+    with sqlite3.connect(path) as database:
+        rows = database.execute("SELECT step, metrics FROM metrics WHERE run_name = ? ORDER BY id", (run_id,))
+        found: Values = {}
+        for step, data in rows:
+            for name, value in json.loads(data).items():
+                found.setdefault(name, []).append((step, value))
+    return found
+
+
+READERS = {
+    "tensorboard": read_tensorboard, "wandb": read_wandb, "mlflow": read_mlflow, "trackio": read_trackio,
+}  # fmt: skip
+
+
+def main() -> None:
+    kind, place = sys.argv[1], Path(sys.argv[2])
+    for check in PROPERTIES:
+        directory = place / check.__name__
+        directory.mkdir(parents=True)
+        check(kind, directory, READERS[kind])
+        print(f"{kind}: {check.__name__}: holds", flush=True)
+
+
+if __name__ == "__main__":
+    main()
