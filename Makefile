@@ -6,6 +6,7 @@ CUDA := $(VENV)-cuda
 GPU_PYTHON ?= $(CUDA)/bin/python
 GPU_READY := $(if $(filter $(CUDA)/bin/python,$(GPU_PYTHON)),$(CUDA)/.ready)
 SGLANG := $(VENV)-sglang
+TRACKING := $(VENV)-tracking
 BIN := $(VENV)/bin
 LOCK := deploy/locks/cpu.txt
 JOBS ?= 2
@@ -27,6 +28,11 @@ $(SGLANG)/.ready: $(VENV)/.ready deploy/locks/sglang-cpu.txt deploy/setup_sglang
 	bash deploy/setup_sglang.sh $(VENV) $(SGLANG)
 	touch $@
 
+# the trackers wandb, mlflow and trackio, for slow tests alone
+$(TRACKING)/.ready: $(VENV)/.ready deploy/locks/tracking.txt deploy/setup_tracking.sh
+	bash deploy/setup_tracking.sh $(VENV) $(TRACKING)
+	touch $@
+
 $(CUDA)/.ready: deploy/locks/cuda.txt pyproject.toml deploy/setup.sh
 	PYTHON=python3.12 bash deploy/setup.sh $(CUDA) cuda
 	touch $@
@@ -45,7 +51,7 @@ demo-gpu: $(GPU_READY)
 test: setup check
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not slow and not gpu"
 
-test-slow: setup
+test-slow: setup $(TRACKING)/.ready
 	$(BIN)/python -m pytest -m slow
 
 test-gpu: $(GPU_READY)
@@ -80,4 +86,4 @@ test-compose: $(VENV)/.ready
 	bash deploy/docker/test_compose.sh
 
 clean:
-	rm -rf $(VENV) $(SGLANG) $(CUDA) runs
+	rm -rf $(VENV) $(SGLANG) $(TRACKING) $(CUDA) runs

@@ -22,7 +22,7 @@ class MlflowTracker:
     def __init__(self, options: TrackerOptions) -> None:
         """Create or continue the run, in the experiment `tracking.project`."""
         remote = "" if options.offline else os.environ.get("MLFLOW_TRACKING_URI", "")
-        self.url = remote or (options.directory / "store").as_uri()
+        self.url = remote or f"sqlite:///{options.directory}/mlflow.db"
         self._client = MlflowClient(tracking_uri=self.url)
         if options.run_id:
             self.run_id = options.run_id

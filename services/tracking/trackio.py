@@ -27,6 +27,8 @@ class TrackioTracker:
             config=dict(options.settings),
             resume="allow",
             embed=False,
+            auto_log_cpu=False,
+            auto_log_gpu=False,
         )
         self.url = f"trackio show --project {options.project}"
 

@@ -29,7 +29,8 @@ class WandbTracker:
         )
         self._run.define_metric(X_AXIS)
         self._run.define_metric("*", step_metric=X_AXIS)
-        self.url = self._run.url or f"wandb sync --append {options.directory}/wandb/offline-run-*"
+        folder = f"wandb sync --append {options.directory}/wandb/offline-run-*"
+        self.url = folder if options.offline else self._run.url or folder
 
     def log(self, points: Sequence[Point]) -> None:
         """Add points; wandb ignores those whose ordinal it has already."""
