@@ -119,7 +119,7 @@ def monitor(
     port: Annotated[int | None, typer.Option(help="port to serve on; any free one by default")] = None,
 ) -> None:
     """Serve the web page of a run that is on or over, until Ctrl-C."""
-    from services.monitor.standalone import run_monitor
+    from services.monitor import run_monitor
     from services.settings.load import run_settings
 
     run_monitor(run_settings(run_dir, ["ledger.retry_s=0", "ledger.timeout_s=3"]), host, port)
@@ -244,7 +244,7 @@ def scale(
     """
     from protocol.topics import Role
     from services.launcher.scaling import parse_counts, request_scale
-    from services.observability.run_end import is_up
+    from services.run_files.run_end import is_up
     from services.settings.checks import check_workers
     from services.settings.load import run_settings
     from services.tools.run_commands import refuse_if_over

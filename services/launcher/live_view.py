@@ -11,14 +11,14 @@ from rich.text import Text
 
 from services.observability.printable import printable
 from services.observability.progress import number, seconds_text, token_rate
-from services.observability.service_rows import GONE, STARTS, WAITS, WORKS, ServiceRow
+from services.observability.service_rows import MISSING, STARTS, WAITS, WORKS, ServiceRow
 
 SHOWN_STEPS = 6
 """Steps in the table, the newest ones."""
 SHOWN_SERVICES = 16
 RATE_STEPS = 20
 """Steps that the rate and the remaining time are computed from."""
-STYLES = {WORKS: "green", WAITS: "yellow", STARTS: "cyan", GONE: "red"}
+STYLES = {WORKS: "green", WAITS: "yellow", STARTS: "cyan", MISSING: "red"}
 COLUMNS: Sequence[tuple[str, str, str]] = (
     ("reward", "reward_mean", ".3f"),
     ("lag", "lag_mean", ".2f"),
@@ -79,14 +79,14 @@ def _headline(view: RunView) -> Text:
 
 def _bar(view: RunView) -> Table:
     each = step_seconds(view.lines)
-    told = f"{view.version}/{view.steps}"
+    text = f"{view.version}/{view.steps}"
     if each is not None and view.version < view.steps:
         rate = f"{each:.1f} s a step" if each >= 1 else f"{1 / each:.1f} steps/s"
-        told += f"  {rate}  ETA {seconds_text(each * (view.steps - view.version))}"
+        text += f"  {rate}  ETA {seconds_text(each * (view.steps - view.version))}"
     rate_now = token_rate(view.lines[-1]) if view.lines else None
-    told += f"  {rate_now:.0f} tokens/s" if rate_now is not None else ""
+    text += f"  {rate_now:.0f} tokens/s" if rate_now is not None else ""
     table = Table.grid(padding=(0, 1))
-    table.add_row(ProgressBar(total=view.steps, completed=view.version, width=30), Text(told))
+    table.add_row(ProgressBar(total=view.steps, completed=view.version, width=30), Text(text))
     return table
 
 

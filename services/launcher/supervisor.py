@@ -23,11 +23,11 @@ from services.ledger.event_log.archiver import Archiver
 from services.ledger.interface import RunSpec
 from services.ledger.redis.ledger import RedisLedger
 from services.ledger_recovery.reconcile import reconcile
-from services.monitor.event_tail import EventTail
-from services.observability.halts import explain_halt
 from services.observability.progress import Progress, plot_run
-from services.observability.run_end import recording_end
 from services.prepare import prepare
+from services.run_files.event_tail import EventTail
+from services.run_files.halts import explain_halt
+from services.run_files.run_end import recording_end
 from services.runtime.run_ledger import open_ledger
 from services.settings.load import FILE, dump_settings
 from services.settings.sections import Settings

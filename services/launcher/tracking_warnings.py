@@ -7,6 +7,7 @@ from services.settings.sections import Settings
 from services.tracking.state import read_state
 
 POLL_S = 1.0
+"""Seconds between two reads of what the processes note."""
 
 
 async def warn_loop(settings: Settings, note: Callable[[str], None]) -> None:
@@ -22,7 +23,10 @@ async def warn_loop(settings: Settings, note: Callable[[str], None]) -> None:
 
 
 def describe_tracking(settings: Settings) -> Iterator[str]:
-    """Yield for each tracker how far it got, and where the run is found."""
+    """Yield for each tracker how far it got, and where the run is found.
+
+    Call it when the processes of tracking have ended.
+    """
     newest = settings.run_dir / "metrics.jsonl"
     size = newest.stat().st_size if newest.is_file() else 0
     for kind in settings.tracking.kind:

@@ -1,1 +1,6 @@
-"""Serves a read-only web page of a run, and reads for it what the run has left on disk."""
+"""Serves a read-only web page of a run."""
+
+from services.monitor.service import serve
+from services.monitor.standalone import run_monitor
+
+__all__ = ["run_monitor", "serve"]

@@ -23,10 +23,10 @@ import xxhash
 from aiohttp import hdrs, web
 
 from services.bus.config import is_loopback
-from services.monitor.event_tail import EventTail
 from services.monitor.history import History
-from services.monitor.samples import SampleBrowser
-from services.monitor.sentences import TOPICS
+from services.run_files.event_tail import EventTail
+from services.run_files.samples import SampleBrowser
+from services.run_files.sentences import TOPICS
 from services.settings.sections import Settings
 
 MAX_EVENTS = 100

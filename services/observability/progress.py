@@ -12,7 +12,7 @@ from protocol.topics import Role
 from services.ledger.interface import Ledger, LedgerStatus
 from services.observability.line_follower import LineFollower
 from services.observability.printable import printable
-from services.observability.service_rows import GONE, STARTS, ServiceRow, Supervised, service_rows
+from services.observability.service_rows import MISSING, STARTS, ServiceRow, Supervised, service_rows
 from services.observability.steps import parse_line, read_steps
 
 POLL_S = 0.5
@@ -113,7 +113,7 @@ async def describe_waits(ledger: Ledger, children: Mapping[Any, Sequence[Supervi
         peers = await ledger.peers()
     except TetherError as error:
         return f"waiting: the ledger does not answer ({error})"
-    rows = [row for row in service_rows(peers, expected_processes(children or {})) if _is_told(row)]
+    rows = [row for row in service_rows(peers, expected_processes(children or {})) if _is_shown(row)]
     if not rows:
         return "waiting: no process waits for another one"
     shown = [row.sentence() for row in rows]
@@ -126,9 +126,9 @@ def expected_processes(children: Mapping[Any, Sequence[Supervised]]) -> dict[str
     return {child.name: child.restarts for group in children.values() for child in group if child.registers}
 
 
-def _is_told(row: ServiceRow) -> bool:
+def _is_shown(row: ServiceRow) -> bool:
     """Tell whether a row explains why there is no step: work and waits that last, and what is not there."""
-    return row.state in (STARTS, GONE) or (row.seconds or 0) >= 1
+    return row.state in (STARTS, MISSING) or (row.seconds or 0) >= 1
 
 
 def seconds_text(seconds: float) -> str:
@@ -160,7 +160,7 @@ def number(line: Mapping[str, Any], name: str, form: str) -> str:
 
 
 def token_rate(line: Mapping[str, Any]) -> float | None:
-    """Return the trained tokens per second of a step, waits included; None if it cannot be told."""
+    """Return the trained tokens per second of a step, waits included; None if it is not known."""
     seconds = sum(line.get(name) or 0.0 for name in ("wait_s", "train_s", "publish_s"))
     tokens = line.get("trained_tokens")
     return tokens / seconds if isinstance(tokens, (int, float)) and seconds >= 1e-3 else None

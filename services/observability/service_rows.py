@@ -7,7 +7,7 @@ from typing import Protocol
 from protocol.topics import Role
 from services.ledger.interface import Peer
 
-WORKS, WAITS, STARTS, GONE = "works", "waits", "starts", "gone"
+WORKS, WAITS, STARTS, MISSING = "works", "waits", "starts", "missing"
 """States of a row."""
 
 _PHRASES: Sequence[tuple[str, str, str, str]] = (
@@ -28,7 +28,7 @@ _PHRASES: Sequence[tuple[str, str, str, str]] = (
     (Role.REWARD, "ingest for group", WAITS, "waits for the ingest"),
     (Role.INGEST, "spool", WAITS, "waits for the disk of the spool"),
 )
-"""Role, how a wait begins, state, and how it is told; other waits are told by their names."""
+"""Role, how a wait begins, state, and what is shown; other waits are shown by their names."""
 _IDLE = {
     Role.REWARD: "waits for rollouts",
     Role.INGEST: "waits for scored groups",
@@ -59,7 +59,7 @@ class ServiceRow:
 
     name: str
     state: str
-    """works, waits, starts or gone."""
+    """works, waits, starts or missing."""
     text: str
     """As in "step 3" or "waits for rollouts"."""
     seconds: float | None = None
@@ -86,7 +86,9 @@ def service_rows(
     known = {str(peer.info.get("name", peer.role)): peer for peer in peers}
     rows = [describe_process(name, peer, restarts.get(name, 0)) for name, peer in known.items()]
     rows += [
-        ServiceRow(name, GONE if count else STARTS, "starts again" if count else "starts", starting_s, count)
+        ServiceRow(
+            name, MISSING if count else STARTS, "starts again" if count else "starts", starting_s, count
+        )
         for name, count in restarts.items()
         if name not in known
     ]
@@ -129,8 +131,8 @@ def _phrase(role: str, what: str, count: int) -> tuple[str, str]:
             detail = what.removeprefix(begin).removeprefix(": ").strip()
             if role == Role.TRAINER and detail:
                 late = detail.removeprefix("straggler: ")
-                told = f"group {late} is late" if late != detail else detail.removeprefix("not_enough: ")
-                return state, f"{text}: {told}"
+                shown = f"group {late} is late" if late != detail else detail.removeprefix("not_enough: ")
+                return state, f"{text}: {shown}"
             if "group" in begin:
                 return state, f"{text} ({count} group{'s' if count > 1 else ''})"
             return state, text

@@ -1,4 +1,4 @@
-"""Describes a run whose ledger is gone, from its directory: how and when it ended, last step and results."""
+"""Describes a run that is over from its directory: how and when it ended, its last step and results."""
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from services.ledger.event_log.archiver import FILE
-from services.monitor.event_tail import EventTail
-from services.monitor.run_state import recorded_state
-from services.observability.halts import explain_halt
-from services.observability.run_end import read_end
 from services.observability.steps import read_last
+from services.run_files.event_tail import EventTail
+from services.run_files.halts import explain_halt
+from services.run_files.recorded_state import recorded_state
+from services.run_files.run_end import read_end
 from services.settings.sections import Settings
 
 Facts = dict[str, Any]

@@ -10,8 +10,8 @@ from protocol.ranges import check_range
 from protocol.staleness import Bound, Policy
 from services.ledger.embedded_server import read_endpoint
 from services.ledger.redis.ledger import RedisLedger
-from services.observability.run_end import is_up
 from services.observability.status import collect_status, render_status
+from services.run_files.run_end import is_up
 from services.runtime.run_ledger import open_ledger
 from services.settings.load import run_settings
 from services.settings.sections import Settings

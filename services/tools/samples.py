@@ -11,9 +11,9 @@ from protocol.messages import ScoredRollout
 from services.ledger.event_log.archiver import FILE
 from services.ledger.event_log.reader import read_events
 from services.ledger.event_log.trace import Moment, trace
-from services.monitor.event_tail import EventTail
-from services.monitor.samples import SampleBrowser, describe_group
 from services.observability.printable import printable
+from services.run_files.event_tail import EventTail
+from services.run_files.samples import SampleBrowser, describe_group
 
 MAX_TEXT = 1_000_000
 """Characters printed of a text."""

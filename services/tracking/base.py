@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 
-class Point(NamedTuple):
+class TrackedPoint(NamedTuple):
     """The numbers of one line of metrics.jsonl or eval.jsonl."""
 
     ordinal: int
@@ -45,7 +45,7 @@ class Tracker(Protocol):
     url: str
     """Where a person finds it: a URL, a folder or a command."""
 
-    def log(self, points: Sequence[Point]) -> None:
+    def log(self, points: Sequence[TrackedPoint]) -> None:
         """Add points in order; a version that came before was made again and replaces what came after it."""
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from itertools import islice
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.tracking import MlflowClient
 
-from services.tracking.base import Point, TrackerOptions
+from services.tracking.base import TrackedPoint, TrackerOptions
 
 BATCH = 1000
 """Most metrics of one call."""
@@ -39,7 +39,7 @@ class MlflowTracker:
         while batch := list(islice(params, PARAM_BATCH)):
             self._client.log_batch(self.run_id, params=batch)
 
-    def log(self, points: Sequence[Point]) -> None:
+    def log(self, points: Sequence[TrackedPoint]) -> None:
         """Add points; a version that is made again has two values, of which MLflow shows the later one."""
         metrics = _metrics(points)
         while batch := list(islice(metrics, BATCH)):
@@ -50,7 +50,7 @@ class MlflowTracker:
         self._client.set_terminated(self.run_id)
 
 
-def _metrics(points: Sequence[Point]) -> Iterator[Metric]:
+def _metrics(points: Sequence[TrackedPoint]) -> Iterator[Metric]:
     for point in points:
         for name, value in point.numbers.items():
             yield Metric(name, value, int(point.time * 1000), point.version)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from services.tracking.base import Point
+from services.tracking.base import TrackedPoint
 
 MAX_NUMBERS = 500
 """Numbers of a line that are kept; a foreign file cannot make endless names."""
@@ -16,7 +16,7 @@ _FOREIGN = re.compile(r"[^\w./ -]")
 """Characters that not every library allows in a name."""
 
 
-def point_of(file: str, data: bytes, ordinal: int) -> Point | None:
+def point_of(file: str, data: bytes, ordinal: int) -> TrackedPoint | None:
     """Return the point of a line; None if it is not a line of a step or an evaluation.
 
     Args:
@@ -36,7 +36,7 @@ def point_of(file: str, data: bytes, ordinal: int) -> Point | None:
         if len(found) < MAX_NUMBERS:
             found[_FOREIGN.sub("_", name)] = value
     time = line.get("time")
-    return Point(ordinal, version, float(time) if isinstance(time, (int, float)) else 0.0, found)
+    return TrackedPoint(ordinal, version, float(time) if isinstance(time, (int, float)) else 0.0, found)
 
 
 def flat_settings(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -10,7 +10,7 @@ from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from services.tracking.base import Point, TrackerOptions
+from services.tracking.base import TrackedPoint, TrackerOptions
 
 
 class TensorboardTracker:
@@ -27,7 +27,7 @@ class TensorboardTracker:
         else:
             self._void_from(options.next_version)
 
-    def log(self, points: Sequence[Point]) -> None:
+    def log(self, points: Sequence[TrackedPoint]) -> None:
         """Write and flush points."""
         for point in points:
             if point.version < self._last and any(name.startswith("train/") for name in point.numbers):

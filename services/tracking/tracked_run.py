@@ -16,7 +16,7 @@ import msgspec
 
 from services.observability.line_follower import LineFollower
 from services.settings.sections import Settings
-from services.tracking.base import Point, Tracker, TrackerOptions
+from services.tracking.base import TrackedPoint, Tracker, TrackerOptions
 from services.tracking.points import flat_settings, point_of
 from services.tracking.registry import open_tracker
 from services.tracking.state import FOLDER, read_state, write_state
@@ -79,7 +79,7 @@ class TrackedRun:
 
     def _send_piece(self, name: str) -> bool:
         lines, more = self._followers[name].read()
-        points: list[Point] = []
+        points: list[TrackedPoint] = []
         for line in lines:
             point = point_of(name, line.data, self.state.sent + len(points))
             if point is not None:
@@ -94,7 +94,7 @@ class TrackedRun:
             )
         return more
 
-    def _log(self, points: list[Point], is_step: bool) -> None:
+    def _log(self, points: list[TrackedPoint], is_step: bool) -> None:
         if self._tracker is None:
             self._tracker = self._open_library(self.kind, self._options())
             self._save(run_id=self._tracker.run_id, url=self._tracker.url)

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 
-from services.tracking.base import Point, TrackerOptions
+from services.tracking.base import TrackedPoint, TrackerOptions
 
 DIRECTORY = "TRACKIO_DIR"
 """Variable that says where trackio keeps its databases; it is read when trackio is imported."""
@@ -32,7 +32,7 @@ class TrackioTracker:
         )
         self.url = f"trackio show --project {options.project}"
 
-    def log(self, points: Sequence[Point]) -> None:
+    def log(self, points: Sequence[TrackedPoint]) -> None:
         """Add points."""
         for point in points:
             self._run.log(dict(point.numbers), step=point.version)

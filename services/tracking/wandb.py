@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import wandb
 
-from services.tracking.base import Point, TrackerOptions
+from services.tracking.base import TrackedPoint, TrackerOptions
 
 X_AXIS = "version"
 
@@ -32,7 +32,7 @@ class WandbTracker:
         folder = f"wandb sync --append {options.directory}/wandb/offline-run-*"
         self.url = folder if options.offline else self._run.url or folder
 
-    def log(self, points: Sequence[Point]) -> None:
+    def log(self, points: Sequence[TrackedPoint]) -> None:
         """Add points; wandb ignores those whose ordinal it has already."""
         for point in points:
             self._run.log({**point.numbers, X_AXIS: point.version}, step=point.ordinal)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from services.tracking.base import Point, TrackerOptions
+from services.tracking.base import TrackedPoint, TrackerOptions
 from services.tracking.registry import open_tracker
 from tests.integration.command import until
 
@@ -33,16 +33,16 @@ def options(directory: Path, **fields: Any) -> TrackerOptions:
     return TrackerOptions(**known | fields)
 
 
-def point(ordinal: int, version: int | None = None, reward: float | None = None) -> Point:
+def point(ordinal: int, version: int | None = None, reward: float | None = None) -> TrackedPoint:
     version = ordinal + 1 if version is None else version
     value = version / 8 if reward is None else reward
-    return Point(ordinal, version, 1.8e9 + ordinal, {REWARD: value, "train/lag_histogram/0": 4.0})
+    return TrackedPoint(ordinal, version, 1.8e9 + ordinal, {REWARD: value, "train/lag_histogram/0": 4.0})
 
 
 def values_come_back(kind: str, directory: Path, read: Callable[[Path, str], Values]) -> None:
     tracker = open_tracker(kind, options(directory))
     tracker.log([point(0), point(1)])
-    tracker.log([Point(2, 2, 1.8e9, {SCORE: 0.5}), point(3, 3)])
+    tracker.log([TrackedPoint(2, 2, 1.8e9, {SCORE: 0.5}), point(3, 3)])
     tracker.close()
     assert tracker.run_id
     assert tracker.url

@@ -11,8 +11,8 @@ from urllib.parse import SplitResult, urlsplit
 import pytest
 
 from protocol.topics import Role
+from services import monitor
 from services.ledger.verify.verifier import verify
-from services.monitor.service import serve as serve_monitor
 from services.runtime.process import Process, open_process
 from tests.integration.loop import LiveRun, running, settings_for
 from tests.security.attack import Attack, crowd, garbage, messages
@@ -95,7 +95,7 @@ def http_ports(processes: Sequence[Process]) -> dict[str, SplitResult]:
 async def watched(live: LiveRun) -> AsyncIterator[Process]:
     """Run the monitor of a run."""
     async with open_process(Role.MONITOR, live.settings, "monitor") as process, asyncio.TaskGroup() as tasks:
-        tasks.create_task(serve_monitor(process), name="monitor")
+        tasks.create_task(monitor.serve(process), name="monitor")
         await until(lambda: ready("page" in process.info))
         yield process
         process.stop.set()

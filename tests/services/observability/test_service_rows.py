@@ -60,5 +60,5 @@ def test_rows_have_the_order_of_what_is_expected_and_name_what_is_missing() -> N
     assert [row.name for row in rows] == ["trainer", "rollout.0", "reward.0", "rollout.1", "other"]
     assert rows[1] == ServiceRow("rollout.0", "starts", "starts", 5.0)
     assert rows[2].restarts == 1
-    assert (rows[3].state, rows[3].text) == ("gone", "starts again")
+    assert (rows[3].state, rows[3].text) == ("missing", "starts again")
     assert [row.name for row in service_rows(peers)] == ["other", "reward.0", "trainer"]

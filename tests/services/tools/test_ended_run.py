@@ -1,4 +1,4 @@
-"""Tests what is said of a run whose ledger is gone: how it ended, its last step, where its results are."""
+"""Tests what is said of a run that is over: how it ended, its last step, where its results are."""
 
 import json
 from pathlib import Path
@@ -8,8 +8,8 @@ import pytest
 
 from protocol.errors import SettingsError
 from services.ledger.event_log.archiver import FILE
-from services.observability.run_end import recording_end
 from services.observability.steps import read_last
+from services.run_files.run_end import recording_end
 from services.settings.load import run_settings
 from services.tools.ended_run import describe_ended_run, render_ended_run
 from services.tools.run_commands import change_bound, drain_run, read_status, render_run_status

@@ -9,7 +9,7 @@ from protocol.messages import StepReport
 from services.observability.steps import StepLog
 from services.settings.load import dump_settings, load_settings
 from services.settings.sections import Settings
-from services.tracking.base import Point, TrackerOptions
+from services.tracking.base import TrackedPoint, TrackerOptions
 from services.tracking.state import read_state
 from services.tracking.tracked_run import CHUNK_BYTES, TrackedRun
 
@@ -18,7 +18,7 @@ class Library:
     """A tracking service that lives longer than its trackers, and may fail."""
 
     def __init__(self) -> None:
-        self.points: list[Point] = []
+        self.points: list[TrackedPoint] = []
         self.opened: list[TrackerOptions] = []
         self.failure: BaseException | None = None
         self.closed = 0
@@ -42,7 +42,7 @@ class LibraryRun:
         self.run_id = run_id
         self.url = f"lib://{run_id}"
 
-    def log(self, points: Sequence[Point]) -> None:
+    def log(self, points: Sequence[TrackedPoint]) -> None:
         if self._library.failure:
             raise self._library.failure
         self._library.points += points

@@ -12,7 +12,7 @@ import numpy as np
 from protocol.codec import decode_payload
 from protocol.errors import TetherError
 from protocol.messages import Rollout, ScoredRollout
-from services.monitor.event_tail import EventTail
+from services.run_files.event_tail import EventTail
 from trainer.storage.archive import Archive
 from trainer.storage.spool import MissingRecord, Spool
 

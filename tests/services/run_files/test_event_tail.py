@@ -7,8 +7,8 @@ import pytest
 
 from services.ledger.event_log.archiver import FILE
 from services.ledger.event_log.events import LedgerEvent
-from services.monitor.event_tail import KEPT_SENTENCES, EventTail
-from services.monitor.sentences import _RULES, TOPICS, sentence_of
+from services.run_files.event_tail import KEPT_SENTENCES, EventTail
+from services.run_files.sentences import _RULES, TOPICS, sentence_of
 from tests.services.monitor.runs import recorded_run
 
 

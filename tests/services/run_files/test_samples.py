@@ -7,8 +7,8 @@ import pytest
 
 from protocol.codec import decode_payload
 from protocol.messages import ScoredRollout
-from services.monitor.event_tail import EventTail
-from services.monitor.samples import SampleBrowser
+from services.run_files.event_tail import EventTail
+from services.run_files.samples import SampleBrowser
 from services.settings.load import run_settings
 from services.tools.replay import RecordedRun
 from tests.services.monitor.runs import recorded_run

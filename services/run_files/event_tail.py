@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from services.ledger.event_log.archiver import FILE
-from services.monitor.sentences import TOPICS, Sentence, sentence_of
 from services.observability.line_follower import LineFollower
+from services.run_files.sentences import TOPICS, Sentence, sentence_of
 
 TAIL_BYTES = 32 << 20
 KEPT_SENTENCES = 300
