@@ -111,7 +111,10 @@ class LiveProgress(Progress):
             await asyncio.sleep(ASK_S)
 
     def _print_steps(self, restarts: int) -> None:
-        self._lines.extend(self._new_steps())
+        lines = self._new_steps()
+        self._lines.extend(lines)
+        for warning in (text for line in lines for text in line.get("warnings", ())):
+            self.note(f"warning: {warning}")
 
     async def _describe_quiet(self, ledger: Ledger, children: Mapping[Any, Sequence[Supervised]]) -> str:
         return ""  # the view shows it

@@ -87,11 +87,6 @@ class Progress:
         return found
 
 
-def _shown(value: float | None) -> str:
-    """Return a number, or a dash where nothing was measured."""
-    return "-" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
-
-
 async def page_of(ledger: Ledger) -> str:
     """Return the URL of the monitor's page, or an empty string while there is none."""
     try:
