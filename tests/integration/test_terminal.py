@@ -3,7 +3,6 @@
 import os
 import pty
 import re
-import signal
 import struct
 import subprocess
 import sys
@@ -36,6 +35,8 @@ class Screen:
             stdin=inside,
             stdout=inside,
             stderr=inside,
+            start_new_session=True,
+            preexec_fn=lambda: ioctl(0, termios.TIOCSCTTY, 0),  # Ctrl-C is a signal to its programs
         )
         os.close(inside)
         self._written = b""
@@ -48,6 +49,10 @@ class Screen:
                 self._written += data
         except OSError:  # the last program has closed the terminal
             return
+
+    def press_ctrl_c(self) -> None:
+        """What the key does: a signal to every process of the terminal's foreground group."""
+        os.write(self._terminal, b"\x03")
 
     def text(self) -> str:
         """What was written so far, without escape sequences."""
@@ -78,10 +83,10 @@ def test_terminal_shows_a_run_and_stops_it_at_once_at_the_second_ctrl_c(tmp_path
             what="a view with rate and remaining time",
         )
         until(lambda: read_state(run_dir, "tensorboard").version >= 1, seconds=300, what="a tracked step")
-        screen.process.send_signal(signal.SIGINT)
+        screen.press_ctrl_c()
         until(lambda: "draining: finishing" in screen.text(), seconds=60, what="the line about draining")
         assert screen.process.poll() is None
-        screen.process.send_signal(signal.SIGINT)
+        screen.press_ctrl_c()
         code = screen.process.wait(120)  # far below the 600 s of draining
     finally:
         screen.close()
