@@ -12,10 +12,10 @@ from fcntl import ioctl
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from services.observability.steps import read_steps
 from services.tracking.state import read_state
+from tests.contracts.tracker_suite import read_tensorboard
 from tests.integration.command import environment, processes_of, tether, until
 from tests.integration.loop import ROOT
 
@@ -101,8 +101,7 @@ def test_terminal_shows_a_run_and_stops_it_at_once_at_the_second_ctrl_c(tmp_path
     assert processes_of(run_dir) == []
     steps = read_steps(run_dir / "metrics.jsonl")
     sent = read_state(run_dir, "tensorboard").version
-    events = EventAccumulator(str(run_dir / "tracking/tensorboard")).Reload()
-    rewards = {item.step: item.value for item in events.Scalars("train/reward_mean")}
+    rewards = dict(read_tensorboard(run_dir / "tracking/tensorboard", "")["train/reward_mean"])
     assert set(rewards) >= set(range(1, sent + 1))
     assert all(rewards[step["version"]] == pytest.approx(step["reward_mean"]) for step in steps[:sent])
     status = tether("status", str(run_dir))
