@@ -78,7 +78,7 @@ def test_terminal_shows_a_run_and_stops_it_at_once_at_the_second_ctrl_c(tmp_path
     screen = Screen(sys.executable, "-m", "services.cli", "up", config, "--run-dir", str(run_dir), *options)
     try:
         shown = until(
-            lambda: (text := screen.text()) and "ETA" in text and "tokens/s" in text and text,
+            lambda: text if "ETA" in (text := screen.text()) and "tokens/s" in text else None,
             seconds=300,
             what="a view with rate and remaining time",
         )
