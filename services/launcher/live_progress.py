@@ -76,16 +76,17 @@ class LiveProgress(Progress):
                         live.update(render_view(self.view()), refresh=True)
                         await asyncio.sleep(REDRAW_S)
                 finally:
+                    self._print_steps(0)
                     live.update(render_view(self.view()), refresh=True)
 
     def view(self) -> RunView:
         """Return what is known of the run now."""
         bound = self._status.get("bound")
-        state = "starting" if not self._status else str(self._status["run_state"])
+        version = int(self._lines[-1]["version"] if self._lines else self._status.get("version", 0))
         return RunView(
             run=self._run,
-            state="draining" if self._stopping else state,
-            version=int(self._lines[-1]["version"] if self._lines else self._status.get("version", 0)),
+            state=self._state(version),
+            version=version,
             steps=self._steps,
             seconds=time.monotonic() - self._began,
             bound="E={max_staleness} B={groups_per_step} {policy}".format(**bound) if bound else "",
@@ -93,6 +94,13 @@ class LiveProgress(Progress):
             lines=tuple(self._lines),
             warnings=self._warnings,
         )
+
+    def _state(self, version: int) -> str:
+        if not self._status:
+            return "starting"
+        if version >= self._steps:
+            return "done"
+        return "draining" if self._stopping else str(self._status["run_state"])
 
     async def _ask_loop(self, ledger: Ledger, children: Mapping[Any, Sequence[Supervised]]) -> None:
         while True:
@@ -112,7 +120,10 @@ class LiveProgress(Progress):
             await asyncio.sleep(ASK_S)
 
     def _print_steps(self, restarts: int) -> None:
-        self._lines.extend(self._new_steps())
+        lines = self._new_steps()
+        self._lines.extend(lines)
+        for warning in (text for line in lines for text in line.get("warnings", ())):
+            self.note(f"warning: {warning}")
 
     async def _describe_quiet(self, ledger: Ledger, children: Mapping[Any, Sequence[Supervised]]) -> str:
         return ""  # the view shows it

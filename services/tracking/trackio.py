@@ -1,6 +1,7 @@
 """Writes points to a local trackio database, or sends them to the Space that TRACKIO_SPACE_ID names."""
 
 import os
+import secrets
 from collections.abc import Sequence
 
 from services.tracking.base import TrackedPoint, TrackerOptions
@@ -20,7 +21,7 @@ class TrackioTracker:
             os.environ.pop(SPACE, None)
         import trackio
 
-        self.run_id = options.run_id or options.name
+        self.run_id = options.run_id or f"{options.name}-{secrets.token_hex(3)}"  # two may have one name
         self._run = trackio.init(
             project=options.project,
             name=self.run_id,
