@@ -16,6 +16,22 @@ CPU = torch.device("cpu")
 _installed = False
 
 
+def import_uncompiled() -> None:
+    """Import megatron-core without `torch.compile` if there is no CUDA.
+
+    megatron-core decorates its fused kernels with it as they are defined. That imports torch's compiler,
+    which takes as long as all else that a rank imports, for kernels that do not run on a CPU.
+    """
+    if torch.cuda.is_available():
+        return
+    compile_function = torch.compile
+    torch.compile = lambda function: function  # type: ignore[assignment]
+    try:
+        import megatron.core  # noqa: F401
+    finally:
+        torch.compile = compile_function
+
+
 def install() -> None:
     """Patch torch for megatron-core, once, if there is no CUDA. Call it before a model is built."""
     global _installed
