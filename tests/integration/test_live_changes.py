@@ -141,7 +141,7 @@ async def test_leasing_stops_while_the_log_cannot_be_archived(tmp_path: Path) ->
     assert verify(settings.run_dir / FILE).violations == []
 
 
-async def test_a_halted_run_goes_on_in_place_once_the_cause_is_mended(tmp_path: Path) -> None:
+async def test_a_halted_run_continues_in_place_after_its_cause_is_fixed(tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "9=", "answer": "9"}\n' * 4)
     overrides = (
         "bound.max_attempts=1", "bound.drop_window=4", "bound.drop_share=1.0", "prompts.held_out=0",
@@ -182,7 +182,7 @@ async def dump(url: str, run: str) -> dict[bytes, bytes]:
         return {key: await client.dump(key) or b"" for key in keys if b":request" not in key}
 
 
-async def test_two_runs_on_one_server_leave_each_other_alone(tmp_path: Path) -> None:
+async def test_two_runs_on_one_server_do_not_change_each_other(tmp_path: Path) -> None:
     server = EmbeddedServer(tmp_path / "redis")
     url = await server.start()
     try:
