@@ -10,7 +10,3 @@ warnings.filterwarnings(
 )
 # It also logs which of its optional parts it found.
 logging.getLogger("megatron").setLevel(logging.WARNING)
-
-from trainer.megatron.cpu import import_uncompiled  # noqa: E402
-
-import_uncompiled()

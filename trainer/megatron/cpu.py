@@ -1,5 +1,7 @@
 """Patches the places where megatron-core assumes CUDA; active only where there is no CUDA.
 
+Who imports megatron-core imports this module first.
+
 Every patch but `cuda_type_names` only touches calls that raise on a machine without CUDA, so nothing else in
 the process can notice.
 """
@@ -16,7 +18,7 @@ CPU = torch.device("cpu")
 _installed = False
 
 
-def import_uncompiled() -> None:
+def _import_uncompiled() -> None:
     """Import megatron-core without `torch.compile` if there is no CUDA.
 
     megatron-core decorates its fused kernels with it as they are defined. That imports torch's compiler,
@@ -104,3 +106,6 @@ class _NoRandomStates:
 
     def set_states(self, states: dict[str, torch.Tensor]) -> None:
         """There is nothing to set."""
+
+
+_import_uncompiled()

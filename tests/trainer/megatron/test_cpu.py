@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-import trainer.megatron  # noqa: F401 (imports megatron-core)
+import trainer.megatron.cpu  # noqa: F401 (imports megatron-core)
 from tests.trainer.megatron.launch import launch
 
 
