@@ -247,6 +247,13 @@ def test_a_new_bound_holds_for_later_leases_only(story: Story) -> None:
     assert {bound for seq, bound in bounds.items() if seq > changed} == {2}
 
 
+def test_up_says_once_what_its_start_took(story: Story) -> None:
+    said = [line for line in story.first_log.splitlines() if line.startswith("started in ")]
+    assert len(said) == 1
+    assert "trainer (model)" in said[0]
+    assert "rollout.0 (engine)" in said[0]
+
+
 def test_ctrl_c_leaves_nothing_but_the_run(story: Story) -> None:
     assert story.left_over == []
     assert "stopped at version" in story.first_log
