@@ -14,6 +14,8 @@ SEED ?= 1
 MINUTES ?= 2
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
+# Compiled modules are kept: every service is a process of its own, and imports them sooner.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup demo demo-gpu test test-slow test-gpu check docs bench bench-gpu chaos soak test-compose clean
 

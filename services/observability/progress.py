@@ -13,6 +13,7 @@ from services.ledger.interface import Ledger, LedgerStatus
 from services.observability.line_follower import LineFollower
 from services.observability.printable import printable
 from services.observability.service_rows import MISSING, STARTS, ServiceRow, Supervised, service_rows
+from services.observability.start_parts import describe_start
 from services.observability.steps import parse_line, read_steps
 
 POLL_S = 0.5
@@ -30,6 +31,8 @@ class Progress:
         self._last = time.monotonic()
         self._follower = LineFollower(run_dir / "metrics.jsonl")
         self._new_steps()  # those of an earlier start
+        self._stepped = False
+        """Whether this start has made a step."""
         self._began = time.monotonic()
 
     def note(self, text: str) -> None:
@@ -39,12 +42,15 @@ class Progress:
 
     async def watch_loop(self, ledger: Ledger, children: Mapping[Any, Sequence[Supervised]]) -> None:
         """Print the URL of the monitor's page, new steps and long waits, until cancelled."""
-        page = ""
+        page, told, prepared_s = "", False, time.monotonic() - self._began
         while True:
             if not page:
                 page = await page_of(ledger)
                 self.note(f"page {page}" if page else "")
             self._print_steps(sum(child.restarts for group in children.values() for child in group))
+            if self._stepped and not told:
+                told = True
+                self.note(await start_of(ledger, prepared_s, time.monotonic() - self._began))
             if time.monotonic() - self._last > QUIET_S:
                 self._last = time.monotonic()
                 self.note(await self._describe_quiet(ledger, children))
@@ -86,6 +92,7 @@ class Progress:
             found += [line for item in lines if (line := parse_line(item.data)) is not None]
         if found:
             self._last = time.monotonic()
+            self._stepped = True
         return found
 
 
@@ -95,6 +102,14 @@ async def page_of(ledger: Ledger) -> str:
         return next(
             (str(peer.info["page"]) for peer in await ledger.peers(Role.MONITOR) if "page" in peer.info), ""
         )
+    except TetherError:
+        return ""
+
+
+async def start_of(ledger: Ledger, prepared_s: float, first_step_s: float) -> str:
+    """Return what the start took, or an empty string if the ledger does not answer."""
+    try:
+        return describe_start(await ledger.peers(), prepared_s, first_step_s)
     except TetherError:
         return ""
 

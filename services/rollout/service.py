@@ -64,6 +64,7 @@ async def serve(process: Process) -> None:
             began = time.monotonic()
             await engine.start()
             process.metrics.seconds.labels("engine_start").observe(time.monotonic() - began)
+            process.ready("engine")
         if shared is not None:
             process.info[DESCRIBED] = str(shared)
             await process.register()

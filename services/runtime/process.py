@@ -10,6 +10,8 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
+
 from protocol.errors import TetherError
 from protocol.ids import new_incarnation
 from protocol.topics import Role
@@ -17,6 +19,7 @@ from services.ledger.interface import Peer
 from services.ledger.redis.ledger import RedisLedger
 from services.observability.http import HttpServer
 from services.observability.metrics import Metrics
+from services.observability.start_parts import READY
 from services.runtime.run_ledger import open_ledger
 from services.settings.sections import Settings
 
@@ -95,6 +98,12 @@ class Process:
             self._work[what].remove(since)
             if not self._work[what]:
                 del self._work[what]
+
+    def ready(self, part: str) -> None:
+        """Note in the log and the registry how long this process took until `part` of it was ready."""
+        seconds = round(time.time() - psutil.Process().create_time(), 1)
+        self.info[READY] = {**self.info.get(READY, {}), part: seconds}
+        log.info("ready part=%s seconds=%.1f", part, seconds)
 
     async def register(self) -> None:
         """Write this process, its `info` and its waits to the registry, as they were when this was called."""

@@ -26,6 +26,12 @@ def chaos(seed: int, minutes: float) -> None:
 
 
 @pytest.mark.timeout(1800)
+def test_a_run_keeps_its_promises_under_a_minute_of_faults() -> None:
+    chaos(1, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_run_keeps_its_promises_under_two_minutes_of_faults() -> None:
     chaos(1, 2)
 

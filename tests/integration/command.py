@@ -1,7 +1,10 @@
 """Runs of the real `tether` command, as a user starts it."""
 
 import asyncio
+import contextlib
+import io
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -11,6 +14,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from services import cli
 from services.ledger.embedded_server import read_endpoint
 from services.ledger.redis.ledger import RedisLedger
 from tests.integration.loop import ROOT
@@ -33,6 +37,32 @@ def tether(*arguments: str, seconds: float = 300, **variables: str) -> subproces
         [sys.executable, "-m", "services.cli", *arguments],
         cwd=ROOT, env=environment(**variables), capture_output=True, text=True, timeout=seconds, check=False,
     )  # fmt: skip
+
+
+def tether_here(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end in this process, which has imported what it needs: for commands that start no
+    process, or are refused."""
+    words = [str(argument) for argument in arguments]
+    arguments_before, variables_before = sys.argv, dict(os.environ)
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    sys.argv = ["tether", *words]
+    os.environ.clear()
+    os.environ.update(environment(**variables))
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            cli.main()
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 0
+    finally:
+        sys.argv = arguments_before
+        os.environ.clear()
+        os.environ.update(variables_before)
+        logging.captureWarnings(False)
+        root.setLevel(level)
+        root.handlers[:] = handlers
+    return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
 
 
 @contextmanager
@@ -113,5 +143,5 @@ def processes_of(run_dir: Path) -> list[int]:
 
 def audit(run_dir: Path) -> dict[str, Any]:
     """`tether verify D --json`, with its exit code."""
-    result = tether("verify", str(run_dir), "--json")
+    result = tether_here("verify", run_dir, "--json")
     return {**json.loads(result.stdout), "code": result.returncode}

@@ -79,6 +79,7 @@ async def test_the_engine_sleeps_in_every_step_and_the_weights_are_those_of_a_ru
     assert len(set(digests(run))) == STEPS
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.timeout(900)
 async def test_sglang_sleeps_in_every_step_and_the_weights_are_those_of_the_reference_engine(
@@ -112,6 +113,7 @@ async def test_groups_in_flight_keep_their_leases_while_two_engines_sleep(
     assert set(Counter(event["group"] for event in of(run, "lease")).values()) == {1}
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_although_the_engine_dies_asleep_and_the_trainer_in_its_turn(tmp_path: Path) -> None:
     overrides = [
         *SMALL, "run.steps=100000", "colocated.enabled=true", "eval.at_end=false",

@@ -14,7 +14,7 @@ import pytest
 
 from services.ledger.event_log.archiver import FILE
 from services.observability.steps import read_steps
-from tests.integration.command import audit, processes_of, tether, tether_up, until
+from tests.integration.command import audit, processes_of, tether, tether_here, tether_up, until
 from tests.integration.loop import ROOT
 
 CONFIG = str(ROOT / "deploy/configs/stragglers.toml")
@@ -54,7 +54,7 @@ class Story:
 
 
 def status_of(run_dir: Path) -> dict[str, Any]:
-    result = tether("status", str(run_dir), "--json")
+    result = tether_here("status", run_dir, "--json")
     assert result.returncode == 0, result.stderr
     facts: dict[str, Any] = json.loads(result.stdout)
     return facts
@@ -88,7 +88,9 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
         "--set",
         "run.name=commandtest",
         "--set",
-        "engine.seconds_per_token=0.002",
+        "engine.seconds_per_token=0.005",
+        "--set",
+        "trainer.step_s=0.2",
     )
     shm = set(shared_memory())
     out = run_dir.parent / "first.log"
@@ -97,9 +99,9 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
         record.second_up = refused_second(run_dir)
         record.status = until(lambda: complete(status_of(run_dir)), seconds=180, what="a complete status")
         record.alive = {name: pid for pid in processes_of(run_dir) if (name := instance(pid))}
-        record.text = tether("status", str(run_dir)).stdout
+        record.text = tether("status", str(run_dir)).stdout  # as a user does
         record.pages = pages(record.status)
-        record.set_output = tether("set", str(run_dir), "max-staleness", "2").stdout
+        record.set_output = tether_here("set", run_dir, "max-staleness", "2").stdout
         until(lambda: status_of(run_dir)["bound"]["max_staleness"] == 2, seconds=180, what="the new bound")
         more = len(read_steps(metrics)) + 5
         until(lambda: len(read_steps(metrics)) > more, seconds=180, what="steps under the new bound")
@@ -243,6 +245,13 @@ def test_a_new_bound_holds_for_later_leases_only(story: Story) -> None:
     }
     assert {bound for seq, bound in bounds.items() if seq < changed} == {1}
     assert {bound for seq, bound in bounds.items() if seq > changed} == {2}
+
+
+def test_up_says_once_what_its_start_took(story: Story) -> None:
+    said = [line for line in story.first_log.splitlines() if line.startswith("started in ")]
+    assert len(said) == 1
+    assert "trainer (model)" in said[0]
+    assert "rollout.0 (engine)" in said[0]
 
 
 def test_ctrl_c_leaves_nothing_but_the_run(story: Story) -> None:

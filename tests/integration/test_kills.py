@@ -8,6 +8,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from protocol.lifecycle import GroupState
 from services.ledger.redis.ledger import RedisLedger
 from services.observability.steps import read_steps
@@ -15,9 +17,16 @@ from tests.integration.command import audit, ledger_of, pids, processes_of, teth
 from tests.integration.loop import ROOT
 
 STEPS = 14
+KINDS = {
+    "scripted": (
+        "engine.name=scripted",
+        "engine.seconds_per_token=0.01",
+        "trainer.backend=scripted",
+        "trainer.step_s=0.1",
+    ),
+    "model": ("engine.name=hf", "trainer.backend=reference"),
+}
 OVERRIDES = (
-    "engine.name=hf",
-    "trainer.backend=reference",
     "trainer.checkpoint_every=5",
     "bound.groups_per_step=8",
     "eval.at_end=false",
@@ -39,8 +48,10 @@ ARGUMENTS = [
 ARGUMENTS += [word for override in OVERRIDES for word in ("--set", override)]
 
 
-def test_a_run_survives_the_death_of_every_kind_of_worker(tmp_path: Path) -> None:
-    with tether_up(*ARGUMENTS, "--run-dir", str(tmp_path), output=tmp_path / "up.log") as up:
+@pytest.mark.parametrize("kind", ["scripted", pytest.param("model", marks=pytest.mark.slow)])
+def test_a_run_survives_the_death_of_every_kind_of_worker(tmp_path: Path, kind: str) -> None:
+    words = [word for override in KINDS[kind] for word in ("--set", override)]
+    with tether_up(*ARGUMENTS, *words, "--run-dir", str(tmp_path), output=tmp_path / "up.log") as up:
         until(lambda: len(read_steps(tmp_path / "metrics.jsonl")) >= 2, seconds=180, what="step 2")
         alive = until(
             lambda: (found := pids(tmp_path)).keys() >= WORKERS and found,

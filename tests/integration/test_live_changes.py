@@ -6,7 +6,6 @@ import dataclasses
 import fcntl
 import json
 import os
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,6 @@ import redis.asyncio as aioredis
 
 from protocol.staleness import Policy
 from protocol.topics import Role
-from services import cli
 from services.ledger.embedded_server import EmbeddedServer
 from services.ledger.event_log.archiver import FILE
 from services.ledger.interface import LedgerStatus
@@ -25,9 +23,11 @@ from services.ledger.redis.ledger import RedisLedger
 from services.ledger.verify.verifier import verify
 from services.observability.steps import read_steps
 from services.settings.sections import Settings
-from tests.integration.command import processes_of, tether_up, until
+from tests.integration.command import processes_of, tether_here, tether_up, until
 from tests.integration.loop import ROOT, LiveRun, running, settings_for
 
+CALM = ("trainer.step_s=0.2", "engine.seconds_per_token=0.005", "run.steps=1000000")
+"""Leaves the processor to the processes that start beside it."""
 FAST = ("trainer.step_s=0.01", "engine.seconds_per_token=0.001", "run.steps=1000000")
 
 
@@ -141,7 +141,7 @@ async def test_leasing_stops_while_the_log_cannot_be_archived(tmp_path: Path) ->
     assert verify(settings.run_dir / FILE).violations == []
 
 
-async def test_a_halted_run_goes_on_in_place_once_the_cause_is_mended(tmp_path: Path) -> None:
+async def test_a_halted_run_continues_in_place_after_its_cause_is_fixed(tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "9=", "answer": "9"}\n' * 4)
     overrides = (
         "bound.max_attempts=1", "bound.drop_window=4", "bound.drop_share=1.0", "prompts.held_out=0",
@@ -182,7 +182,7 @@ async def dump(url: str, run: str) -> dict[bytes, bytes]:
         return {key: await client.dump(key) or b"" for key in keys if b":request" not in key}
 
 
-async def test_two_runs_on_one_server_leave_each_other_alone(tmp_path: Path) -> None:
+async def test_two_runs_on_one_server_do_not_change_each_other(tmp_path: Path) -> None:
     server = EmbeddedServer(tmp_path / "redis")
     url = await server.start()
     try:
@@ -209,25 +209,13 @@ async def test_two_runs_on_one_server_leave_each_other_alone(tmp_path: Path) -> 
     assert engines[0].isdisjoint(engines[1])
 
 
-Said = Callable[..., tuple[int, str, str]]
+def tether(*arguments: object) -> tuple[int, str, str]:
+    """Exit code, output and errors of a command."""
+    result = tether_here(*arguments)
+    return result.returncode, result.stdout, result.stderr
 
 
-@pytest.fixture
-def tether(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Said:
-    """The command in this process: exit code, output, errors."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["tether", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        out, err = capsys.readouterr()
-        return int(ended.value.code or 0), out, err
-
-    return run
-
-
-def names(tether: Said, run_dir: Path) -> set[str]:
+def names(run_dir: Path) -> set[str]:
     """The services that live, by name."""
     code, out, _ = tether("status", run_dir, "--json")
     return {item["name"] for item in json.loads(out)["processes"]} if code == 0 else set()
@@ -235,21 +223,21 @@ def names(tether: Said, run_dir: Path) -> set[str]:
 
 @pytest.mark.xdist_group("command")
 @pytest.mark.timeout(900)
-def test_a_run_is_scaled_and_drained_by_commands(tmp_path: Path, tether: Said) -> None:
+def test_a_run_is_scaled_and_drained_by_commands(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    options = [word for override in (*FAST, "run.name=scaletest") for word in ("--set", override)]
+    options = [word for override in (*CALM, "run.name=scaletest") for word in ("--set", override)]
     config = str(ROOT / "deploy/configs/stragglers.toml")
     alone = {"ingest", "trainer", "monitor", "rollout.0", "reward.0"}
     with tether_up(config, "--run-dir", str(run_dir), *options, output=tmp_path / "up.log") as up:
         until(lambda: len(read_steps(run_dir / "metrics.jsonl")) >= 2, seconds=180, what="step 2")
         assert tether("scale", run_dir, "rollouts=3", "rewards=2") == (0, "rollouts 3, rewards 2\n", "")
         until(
-            lambda: names(tether, run_dir) == alone | {"rollout.1", "rollout.2", "reward.1"},
+            lambda: names(run_dir) == alone | {"rollout.1", "rollout.2", "reward.1"},
             seconds=300,
             what="more workers",
         )
         assert tether("scale", run_dir, "rollouts=1", "rewards=1")[0] == 0
-        until(lambda: names(tether, run_dir) == alone, seconds=300, what="fewer workers")
+        until(lambda: names(run_dir) == alone, seconds=300, what="fewer workers")
         steps = len(read_steps(run_dir / "metrics.jsonl"))
         until(
             lambda: len(read_steps(run_dir / "metrics.jsonl")) > steps + 2,
@@ -278,7 +266,7 @@ def test_a_run_is_scaled_and_drained_by_commands(tmp_path: Path, tether: Said) -
     assert (code, out.splitlines()[0].split(" after ")[0]) == (0, "group 3: trained")
     assert json.loads(tether("trace", run_dir, 3, "--json")[1])[0]["event"] == "lease"
     wrong: tuple[tuple[tuple[object, ...], str], ...] = (
-        (("scale", run_dir, "rollouts=2"), "no `tether up` is running"),
+        (("scale", run_dir, "rollouts=2"), "run scaletest is not on: it was drained"),
         (("trace", run_dir, 10**9), f"group {10**9} is not in the log"),
         (("replay", run_dir, "--step", 10**9), f"step {10**9} is not in the log"),
         (("trace", tmp_path / "none", 1), "no event log"),
@@ -300,7 +288,7 @@ def test_a_run_is_scaled_and_drained_by_commands(tmp_path: Path, tether: Said) -
         ("rollouts=99999", "not between"),
     ],
 )
-def test_wrong_counts_are_named(tmp_path: Path, tether: Said, word: str, says: str) -> None:
+def test_wrong_counts_are_named(tmp_path: Path, word: str, says: str) -> None:
     code, _, err = tether("scale", tmp_path, word)
     assert code == 2
     assert err.startswith(f"tether: {word!r}: ")

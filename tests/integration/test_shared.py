@@ -82,7 +82,8 @@ async def test_a_successor_replays_without_an_engine_whatever_the_transport_is_t
     ] * 3  # each came to the digest that was committed
 
 
-@pytest.mark.parametrize("pair", ["hf", pytest.param("megatron", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", ["hf", "megatron"])
 def test_a_run_survives_the_death_of_its_trainer_and_of_its_engine(tmp_path: Path, pair: str) -> None:
     arguments = [str(ROOT / "deploy/configs/demo.toml"), "--steps", str(STEPS), "--run-dir", str(tmp_path)]
     arguments += [word for override in (*PAIRS[pair], *KILLED) for word in ("--set", override)]

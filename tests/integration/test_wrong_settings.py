@@ -5,18 +5,22 @@ Exit code 2, one line that names what is wrong, no traceback, and no process lef
 
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.integration.command import processes_of, tether
+from tests.integration.command import processes_of, tether, tether_here
 from tests.integration.loop import ROOT
 
 CONFIG = str(ROOT / "deploy/configs/stragglers.toml")
 
 
-def refused(run_dir: Path, *arguments: str, **variables: str) -> str:
-    """Run `tether up`, check how it ends, and return its last line."""
-    result = tether("up", *arguments, "--run-dir", str(run_dir), **variables)
+def refused(run_dir: Path, *arguments: str, run: Any = tether_here, **variables: str) -> str:
+    """Run `tether up`, check how it ends, and return its last line.
+
+    `run`: `tether` in a process of its own, or here, which is as good where nothing is started.
+    """
+    result = run("up", *arguments, "--run-dir", str(run_dir), **variables)
     assert result.returncode == 2, result.stdout + result.stderr
     assert "Traceback" not in result.stdout + result.stderr
     assert processes_of(run_dir) == []
@@ -45,7 +49,8 @@ def test_a_wrong_setting_is_named(tmp_path: Path, override: str, culprit: str) -
 
 
 def test_an_unknown_variable_is_named(tmp_path: Path) -> None:
-    assert "did you mean 'TETHER_MAX_STALENESS'" in refused(tmp_path, CONFIG, TETHER_MAX_STALENES="2")
+    line = refused(tmp_path, CONFIG, run=tether, TETHER_MAX_STALENES="2")
+    assert "did you mean 'TETHER_MAX_STALENESS'" in line
 
 
 def test_a_missing_settings_file_is_named(tmp_path: Path) -> None:
@@ -62,8 +67,9 @@ def test_a_missing_model_is_named(tmp_path: Path) -> None:
 
 def test_an_unreachable_ledger_is_named_without_its_password(tmp_path: Path) -> None:
     line = refused(
-        tmp_path, CONFIG, "--set", "ledger.retry_s=0.5", TETHER_REDIS_URL="redis://user:secret@127.0.0.1:1/0"
-    )
+        tmp_path, CONFIG, "--set", "ledger.retry_s=0.5",
+        run=tether, TETHER_REDIS_URL="redis://user:secret@127.0.0.1:1/0",
+    )  # fmt: skip
     assert "127.0.0.1:1" in line
     assert "secret" not in line
 
@@ -87,7 +93,7 @@ def test_a_bad_prompt_line_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", ["status", "verify", "eval"])
 def test_a_directory_without_a_run_is_named(tmp_path: Path, command: str) -> None:
-    result = tether(command, str(tmp_path))
+    result = tether_here(command, tmp_path)
     assert result.returncode == 2
     assert str(tmp_path) in result.stderr
     assert "Traceback" not in result.stderr

@@ -46,7 +46,7 @@ class Lookout:
             for entry in Path("/proc").iterdir():
                 if entry.name.isdigit() and int(entry.name) != os.getpid():
                     self._look(entry)
-            time.sleep(0.05)
+            time.sleep(0.1)
 
     def _look(self, entry: Path) -> None:
         try:

@@ -1,5 +1,8 @@
 """Trains with megatron-core."""
 
+import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
+
+# isort: split
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 

@@ -1,5 +1,7 @@
 """Patches the places where megatron-core assumes CUDA; active only where there is no CUDA.
 
+Who imports megatron-core imports this module first.
+
 Every patch but `cuda_type_names` only touches calls that raise on a machine without CUDA, so nothing else in
 the process can notice.
 """
@@ -14,6 +16,22 @@ from torch.utils._device import _device_constructors
 
 CPU = torch.device("cpu")
 _installed = False
+
+
+def _import_uncompiled() -> None:
+    """Import megatron-core without `torch.compile` if there is no CUDA.
+
+    megatron-core decorates its fused kernels with it as they are defined. That imports torch's compiler,
+    which takes as long as all else that a rank imports, for kernels that do not run on a CPU.
+    """
+    if torch.cuda.is_available():
+        return
+    compile_function = torch.compile
+    torch.compile = lambda function: function  # type: ignore[assignment]
+    try:
+        import megatron.core  # noqa: F401
+    finally:
+        torch.compile = compile_function
 
 
 def install() -> None:
@@ -88,3 +106,6 @@ class _NoRandomStates:
 
     def set_states(self, states: dict[str, torch.Tensor]) -> None:
         """There is nothing to set."""
+
+
+_import_uncompiled()

@@ -7,6 +7,9 @@ Shapes: B slots in use, which are 0 .. B - 1 without a gap; N sequences, S token
 vocabulary; D head size.
 """
 
+import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
+
+# isort: split
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any

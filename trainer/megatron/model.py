@@ -4,6 +4,9 @@ Shapes: S tokens of a sequence, B sequences, H hidden size, P tensor ranks; mega
 H].
 """
 
+import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
+
+# isort: split
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any

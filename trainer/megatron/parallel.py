@@ -1,5 +1,8 @@
 """Makes the process groups of a run: torch.distributed and megatron's parallel state."""
 
+import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
+
+# isort: split
 import atexit
 import os
 import threading

@@ -161,13 +161,16 @@ class VllmProcesses:
 
 def set_environment(config: EngineConfig) -> None:
     """Set what vLLM reads from the environment, before it is imported; its processes inherit it."""
+    # On a CPU vLLM runs a single rank in a process of its own, so as to bind threads, which is off here: that
+    # process would import vLLM once more, 10 s of computing. AsyncLLM has its engine process in any case.
+    one_process = config.tensor_parallel_size == 1 and not torch.cuda.is_available()
     os.environ.update(
         {
             OWNER: str(os.getpid()),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(config.threads),
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if one_process else "1",
             "VLLM_ENGINE_READY_TIMEOUT_S": str(max(1, int(config.start_timeout_s))),
         }
     )

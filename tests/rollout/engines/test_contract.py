@@ -72,10 +72,10 @@ SETUPS = [
     engine_under_test("megatron-shared", Setup("megatron", KvPolicy.RECOMPUTE, shares=True)),
     engine_under_test("megatron-gpu", Setup("megatron", KvPolicy.RECOMPUTE), GPU),
     engine_under_test("vllm-recompute", Setup("vllm", KvPolicy.RECOMPUTE), ENGINE),
-    engine_under_test("vllm-keep-tp2", Setup("vllm", KvPolicy.KEEP, ranks=2), ENGINE),
-    engine_under_test("vllm-lora", Setup("vllm", KvPolicy.RECOMPUTE, lora=LoraConfig(rank=8)), ENGINE),
+    engine_under_test("vllm-keep-tp2", Setup("vllm", KvPolicy.KEEP, ranks=2), ENGINE, SLOW),
+    engine_under_test("vllm-lora", Setup("vllm", KvPolicy.RECOMPUTE, lora=LoraConfig(rank=8)), ENGINE, SLOW),
     engine_under_test("vllm-lora-tp2", Setup("vllm", KvPolicy.KEEP, ranks=2, lora=PARTIAL), ENGINE, SLOW),
-    engine_under_test("vllm-shared", Setup("vllm", KvPolicy.RECOMPUTE, shares=True), ENGINE),
+    engine_under_test("vllm-shared", Setup("vllm", KvPolicy.RECOMPUTE, shares=True), ENGINE, SLOW),
     engine_under_test("vllm-sleeps", Setup("vllm", KvPolicy.KEEP, sleeps=True), ENGINE, GPU),
     engine_under_test(
         "vllm-lora-sleeps",
@@ -90,7 +90,11 @@ SETUPS = [
         "sglang-recompute", Setup("sglang", KvPolicy.RECOMPUTE, sleeps=True), ENGINE, LONG_START
     ),
     engine_under_test(
-        "sglang-lora", Setup("sglang", KvPolicy.RECOMPUTE, lora=PARTIAL, sleeps=True), ENGINE, LONG_START
+        "sglang-lora",
+        Setup("sglang", KvPolicy.RECOMPUTE, lora=PARTIAL, sleeps=True),
+        ENGINE,
+        LONG_START,
+        SLOW,
     ),
     engine_under_test(
         "sglang-lora-tp2",
