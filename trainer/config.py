@@ -40,7 +40,7 @@ class OptimizerConfig:
     lr: Annotated[float, Meta(ge=0, le=1e3)] = 1e-5
     """Learning rate after the warm-up."""
     lr_warmup_steps: Annotated[int, Meta(ge=0, le=10**9)] = 0
-    """Steps in which the learning rate rises linearly from 0. 0 is off."""
+    """Steps in which the learning rate rises linearly from 0. Skipped steps do not count. 0 is off."""
     weight_decay: Annotated[float, Meta(ge=0, le=1e3)] = 0.0
     """Decoupled weight decay."""
     adam_beta1: Annotated[float, Meta(ge=0, lt=1)] = 0.9
