@@ -33,9 +33,7 @@ enabled = false
 
 def test_a_run_of_skipped_steps_is_halted_and_names_the_cause(tmp_path: Path) -> None:
     """The scripted engine needs no weights; those that the trainer has are not numbers."""
-    scratch = ScratchConfig(
-        vocabulary="0123456789= ", hidden_size=32, num_attention_heads=1, num_key_value_heads=1
-    )
+    scratch = ScratchConfig(vocabulary="0123456789= ", hidden_size=32)
     weights = build_scratch(scratch, tmp_path / "model") / "model.safetensors"
     tensors = load_file(weights)
     tensors["model.norm.weight"] = torch.full_like(tensors["model.norm.weight"], float("nan"))

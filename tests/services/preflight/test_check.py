@@ -103,7 +103,7 @@ def test_check_run_finds_nothing_in_the_demo_and_describes_it(tmp_path: Path) ->
         (['reward.verifiers=[{name="exact_mach"}]'], ["did you mean 'exact_match'"]),
         (['environment.name="multi_turn"'], ["setting environment.name", "not known"]),
         (['render.stop=["12"]'], ["setting render.stop", "2 tokens"]),
-        (["render.max_prompt_tokens=1", 'render.suffix="00"'], ["all of the first 10 prompts are too long"]),
+        (["render.max_prompt_tokens=1", 'render.suffix="00"'], ["all of the first 16 prompts are too long"]),
         (['prompts.path="/nowhere.jsonl"'], ["/nowhere.jsonl"]),
         (['model.scratch.vocabulary="00"'], ["vocabulary"]),
     ],
@@ -165,9 +165,8 @@ def test_check_run_names_the_ports_keys_and_libraries_of_this_machine(tmp_path: 
     assert any("authorized holds no public key" in text for text in problems)
     (tmp_path / "keys/client.key_secret").unlink()
     assert any("client.key_secret" in text for text in found(settings, local=True))
-    assert any(
-        "bus.curve_dir" in text for text in found(demo(tmp_path / "run", 'bus.host="0.0.0.0"'), local=True)
-    )
+    settings = demo(tmp_path / "run", 'bus.host="0.0.0.0"')
+    assert any("bus.curve_dir" in text for text in found(settings, local=True))
 
 
 def test_check_run_lets_a_run_go_on_with_the_lengths_that_it_was_started_with(tmp_path: Path) -> None:
