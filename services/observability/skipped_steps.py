@@ -41,6 +41,27 @@ def halt_cause(in_row: int, cause: str) -> str:
     """Return why a run is halted after `in_row` skipped steps, the last one for `cause`; one sentence."""
     settings = next((names for word, names in LIKELY.items() if word in cause), ", ".join(LIKELY.values()))
     return (
-        f"{in_row} steps in a row were skipped and changed no weight (trainer.max_skipped_steps), the last one "
-        f"because {cause}: check {settings}"
+        f"{in_row} steps in a row were skipped and changed no weight (trainer.max_skipped_steps), the last "
+        f"one because {cause}: check {settings}"
     )
+
+
+class SkipLimit:
+    """Counts skipped steps in a row; a step that is not skipped, and a halt, begin a new count."""
+
+    def __init__(self, limit: int) -> None:
+        """Count from 0; `limit` is `trainer.max_skipped_steps`."""
+        self._limit = limit
+        self._in_row = 0
+
+    def cause_after(self, skipped: str) -> str:
+        """Count a committed step, which was skipped for a cause or, if that is empty, was not.
+
+        Returns:
+            The cause to halt the run for; empty while there is none.
+        """
+        self._in_row = self._in_row + 1 if skipped else 0
+        if self._in_row < self._limit:
+            return ""
+        found, self._in_row = self._in_row, 0
+        return halt_cause(found, skipped)

@@ -19,10 +19,10 @@ from protocol.staleness import Policy
 from protocol.topics import Role
 from services.ledger.interface import LedgerStatus, Peer, Taken
 from services.ledger_recovery.journal_entries import commit_entry
+from services.observability.skipped_steps import SkipLimit
 from services.trainer.checkpointing import Checkpointer
 from services.trainer.model_runner import ModelRunner
 from services.trainer.open_run import OpenRun
-from services.trainer.skip_limit import SkipLimit
 from services.trainer.step_report import StepReporter, TrainedStep
 from trainer.batch import batch_digest
 from trainer.storage.spool import MissingRecord
@@ -141,7 +141,7 @@ class TrainLoop:
         self._reporter.record(report)
         if report.warnings and self._process.settings.trainer.mismatch_action == "stop":
             await self._halt(report.warnings[0])
-        if cause := self._skips.cause_after(report):
+        if cause := self._skips.cause_after(report.skipped):
             await self._halt(cause)
         return status
 

@@ -46,13 +46,14 @@ def test_a_run_of_skipped_steps_is_halted_and_names_the_cause(tmp_path: Path) ->
     up = tether("up", str(config), "--run-dir", str(run_dir), "--steps", "20")
     assert up.returncode == 1, up.stdout + up.stderr
     last = up.stderr.strip().splitlines()[-1]
-    assert "the run halted: 2 in a row, the last because the gradient's norm is nan" in last
+    assert "the run halted: 2 steps in a row were skipped" in last
+    assert "because the gradient's norm is nan" in last
     assert "algorithm.advantage_eps" in last
     assert "SKIPPED, no weight changed: the gradient's norm is nan" in up.stdout
     assert [step["skipped"] != "" for step in read_steps(run_dir / "metrics.jsonl")] == [True, True]
     assert "step.skipped step=0" in (run_dir / "logs/trainer.log").read_text()
     status = json.loads(tether("status", str(run_dir), "--json").stdout)
-    assert status["run_state"].startswith("halted: skipped_steps")
+    assert status["run_state"].startswith("halted: 2 steps in a row were skipped")
     assert (status["skipped_steps"], status["skipped_groups"], status["version"]) == (2, 8, 2)
     assert audit(run_dir)["violations"] == []
     assert processes_of(run_dir) == []

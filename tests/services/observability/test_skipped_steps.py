@@ -7,7 +7,7 @@ from protocol.messages import StepReport
 from services.ledger.memory.ledger import MemoryLedger
 from services.monitor.history import History
 from services.observability.progress import Progress
-from services.observability.skipped_steps import count_skipped, halt_cause
+from services.observability.skipped_steps import SkipLimit, count_skipped, halt_cause
 from services.observability.status import collect_status, render_status
 from services.observability.steps import StepLog
 from tests.contracts.ledger_rig import Driver, MemoryRig
@@ -77,3 +77,18 @@ def test_a_skipped_step_is_counted_for_the_page_also_in_a_wider_point(tmp_path: 
         assert [item["text"] for item in history.warnings()] == [
             f"Step 1 was skipped and changed no weights: {NAN}."
         ]
+
+
+def test_skip_limit_is_reached_by_skipped_steps_in_a_row() -> None:
+    limit = SkipLimit(2)
+    causes = [limit.cause_after(skipped) for skipped in (NAN, "", NAN, NAN)]
+    assert causes[:3] == ["", "", ""]
+    assert causes[3] == halt_cause(2, NAN)
+    assert limit.cause_after(NAN) == ""  # counted anew after the halt
+    assert limit.cause_after(NAN) != ""
+
+
+def test_skip_limit_of_one_allows_no_skipped_step() -> None:
+    limit = SkipLimit(1)
+    assert limit.cause_after("") == ""
+    assert limit.cause_after(NAN) != ""
