@@ -40,7 +40,7 @@ class OptimizerConfig:
     lr: Annotated[float, Meta(ge=0, le=1e3)] = 1e-5
     """Learning rate after the warm-up."""
     lr_warmup_steps: Annotated[int, Meta(ge=0, le=10**9)] = 0
-    """Steps in which the learning rate rises linearly from 0. 0 is off."""
+    """Steps in which the learning rate rises linearly from 0. Skipped steps do not count. 0 is off."""
     weight_decay: Annotated[float, Meta(ge=0, le=1e3)] = 0.0
     """Decoupled weight decay."""
     adam_beta1: Annotated[float, Meta(ge=0, lt=1)] = 0.9
@@ -74,6 +74,9 @@ class TrainerConfig:
     archive_mb: Annotated[int, Meta(ge=0, le=10**9)] = 4096
     """Room for the records of steps that checkpoints cover, for `tether replay`, MiB. The oldest are deleted
     first. 0 keeps none."""
+    max_skipped_steps: Annotated[int, Meta(ge=1, le=10**6)] = 3
+    """Skipped steps in a row that halt the run; 1: the first one does. A step is skipped if its gradient is
+    not finite, or if no token of its batch is within the bound."""
     recompute_logprobs: bool = False
     """Compute the proximal log-probabilities with the trainer before each step (decoupled objective)."""
     mismatch_share: Annotated[float, Meta(ge=0, le=1)] = 1.0
@@ -112,8 +115,9 @@ class AlgorithmConfig:
     """Bonus for entropy, in nats. 0 is off."""
     kl_coef: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
     """Weight of the KL divergence to the initial model (k3 estimator). 0 is off and costs nothing."""
-    advantage_eps: Annotated[float, Meta(ge=0, le=1e6)] = 1e-4
-    """grpo: added to the standard deviation that advantages are divided by."""
+    advantage_eps: Annotated[float, Meta(ge=1e-8, le=1e6)] = 1e-4
+    """grpo: added to the standard deviation that advantages are divided by. Without it a group of equal
+    rewards would have the advantage 0 / 0."""
     length_normalizer: Annotated[int, Meta(ge=0, le=10**9)] = 0
     """dr_grpo: tokens that each sample's sum is divided by, usually the generation limit. 0: the longest
     sample of the batch."""

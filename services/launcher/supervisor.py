@@ -155,10 +155,14 @@ async def _wait_until_over(
     Raises:
         TetherError: the run halted.
     """
-    while not stop.is_set() and not trainer.finished.is_set():
-        status = await ledger.status()
+    is_over = False
+    while not is_over:
+        is_over = stop.is_set() or trainer.finished.is_set()
+        status = await ledger.status()  # after that: the trainer may have halted the run with its last step
         if status.halted:
             raise TetherError(await asyncio.to_thread(_explain, run_dir, status.halted))
+        if is_over:
+            return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.5):
                 await stop.wait()

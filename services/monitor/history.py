@@ -27,7 +27,7 @@ MAX_STEP = 1 << 53
 class Point:
     """Sums up the steps `start` to `start + width - 1`."""
 
-    __slots__ = ("counts", "lags", "offset", "revision", "start", "totals")
+    __slots__ = ("counts", "lags", "offset", "revision", "skipped", "start", "totals")
 
     def __init__(self, start: int, offset: int) -> None:
         self.start = start
@@ -40,10 +40,13 @@ class Point:
         """Field -> number of its values."""
         self.lags: dict[int, float] = {}
         """Lag in versions -> trained tokens."""
+        self.skipped = 0
+        """Steps that changed no weights."""
 
     def add(self, line: dict[str, Any], names: set[str]) -> None:
         """Count one step; `names` are the fields known so far and grows up to `MAX_SERIES`."""
         self._add_number("step", line["step"])
+        self.skipped += bool(line.get("skipped"))
         for name, value in numbers_of(line):
             if name not in names:
                 if len(names) >= MAX_SERIES:
@@ -64,6 +67,7 @@ class Point:
             self.counts[name] = self.counts.get(name, 0) + other.counts[name]
         for lag, tokens in other.lags.items():
             self.lags[lag] = self.lags.get(lag, 0) + tokens
+        self.skipped += other.skipped
         self.revision = max(self.revision, other.revision)
 
     def value(self, name: str) -> float | None:
@@ -110,7 +114,8 @@ class History:
             `id` (another one after the file was replaced), `revision` to ask with next, `width`, `reset`
             (whether the reader has to forget what it has), `columns` (field -> values, None where there is
             none), `lags` (for each point rows of lag and tokens), `last` (the newest line as it is in the
-            file), `complete` (whether the file was read to its end).
+            file), `skipped` (steps of the run that changed no weights), `complete` (whether the file was read
+            to its end).
         """
         with self._lock:
             reset = revision < self._reset_revision or revision > self._revision or revision == 0
@@ -126,6 +131,7 @@ class History:
                 "columns": columns,
                 "lags": [sorted(point.lags.items()) for point in points],
                 "last": self._last,
+                "skipped": sum(point.skipped for point in self._points),
                 "complete": self.is_complete,
             }
 
@@ -233,8 +239,10 @@ class History:
 
 def _warnings_of(line: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the warnings of a step's line as events for the page."""
-    found, time_s = line.get("warnings"), line.get("time")
+    found, time_s = line.get("warnings", []), line.get("time")
     if isinstance(found, list) and isinstance(time_s, (int, float)):
+        if line.get("skipped"):
+            found = [f"Step {line['step']} was skipped and changed no weights: {line['skipped']}.", *found]
         for text in found[:10]:
             yield {
                 "seq": 0,

@@ -13,6 +13,7 @@ from services.ledger.interface import Ledger, LedgerStatus
 from services.observability.line_follower import LineFollower
 from services.observability.printable import printable
 from services.observability.service_rows import MISSING, STARTS, ServiceRow, Supervised, service_rows
+from services.observability.skipped_steps import count_skipped
 from services.observability.start_parts import describe_start
 from services.observability.steps import parse_line, read_steps
 
@@ -59,10 +60,12 @@ class Progress:
     def finish(self, status: LedgerStatus) -> None:
         """Print the last steps and how the run ended."""
         self._print_steps(0)
+        skipped = count_skipped(read_steps(self._run_dir / "metrics.jsonl"))
+        without = f" (but for {skipped}, which changed no weights)" if skipped.steps else ""
         self.note(
             f"{'done' if status.done else 'stopped'} at version {status.version} of {status.steps} "
             f"after {time.monotonic() - self._began:.0f} s: "
-            f"{status.trained} groups trained, {status.dropped} dropped, {status.active} in flight"
+            f"{status.trained} groups trained{without}, {status.dropped} dropped, {status.active} in flight"
         )
 
     def say_stopping(self, at_once: bool) -> None:
@@ -161,7 +164,7 @@ def describe_step(line: Mapping[str, Any], steps: int, restarts: int) -> str:
         f"wait {number(line, 'wait_s', '.2f')} s  train {number(line, 'train_s', '.2f')} s  "
         f"publish {number(line, 'publish_s', '.2f')} s"
         + (f"  restarts {restarts}" if restarts else "")
-        + (f"  SKIPPED: {line['skipped']}" if line.get("skipped") else "")
+        + (f"  SKIPPED, no weight changed: {line['skipped']}" if line.get("skipped") else "")
     )
 
 

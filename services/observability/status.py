@@ -1,12 +1,18 @@
 """Collects the state of a run as plain data, for `tether status`, the monitor's page and scripts."""
 
+import asyncio
+from pathlib import Path
 from typing import Any
 
 from services.ledger.interface import Ledger, LedgerStatus
+from services.observability.skipped_steps import count_skipped, warnings_of
+from services.observability.steps import read_steps
 
 
-async def collect_status(ledger: Ledger) -> dict[str, Any]:
+async def collect_status(ledger: Ledger, run_dir: Path | None = None) -> dict[str, Any]:
     """Return counters, groups by state, processes and engines of a run, as JSON types.
+
+    With a run directory also the skipped steps that its metrics.jsonl knows of, and their groups.
 
     Raises:
         Refused: NO_RUN, the ledger has no such run.
@@ -14,6 +20,7 @@ async def collect_status(ledger: Ledger) -> dict[str, Any]:
     status = await ledger.status()
     peers = await ledger.peers()
     alive = {peer.incarnation for peer in peers}
+    skipped = count_skipped(await asyncio.to_thread(read_steps, run_dir / "metrics.jsonl") if run_dir else ())
     return {
         "run_state": run_state(status),
         "version": status.version,
@@ -26,6 +33,8 @@ async def collect_status(ledger: Ledger) -> dict[str, Any]:
         "dropped": status.dropped,
         "active": status.active,
         "wasted_tokens": status.wasted_tokens,
+        "skipped_steps": skipped.steps,
+        "skipped_groups": skipped.groups,
         "groups": {str(state): count for state, count in status.states.items()},
         "dropped_by_reason": dict(status.dropped_by_reason),
         "processes": [
@@ -91,6 +100,7 @@ def render_status(status: dict[str, Any]) -> str:
             f"pending: E={pending['max_staleness']} B={pending['groups_per_step']} {pending['policy']}, "
             "as soon as rule F holds with it"
         )
+    lines += warnings_of(status)
     if status["dropped_by_reason"]:
         lines.append(f"dropped: {_counts(status['dropped_by_reason'])}")
     lines += [

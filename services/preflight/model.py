@@ -8,8 +8,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from protocol.errors import EngineError, SettingsError
 from rollout.engines.base import EngineConfig
 from rollout.engines.requests import check_adapters, check_fits
@@ -191,6 +189,8 @@ def _count_of(config: Mapping[str, Any]) -> int:
 
 def _count_in(directory: Path) -> int | None:
     """Return the number of parameters in the headers of a directory's safetensors; None without any."""
+    from safetensors import SafetensorError, safe_open
+
     total, files = 0, sorted(directory.glob("*.safetensors"))
     try:
         for path in files:

@@ -40,12 +40,7 @@ async def serve(process: Process) -> None:
         PoisonedError: the engine may hold mixed weights.
     """
     settings = process.settings
-    refuse(distribution_problems(settings.sampling))
-    if not (settings.model_dir / "config.json").is_file():
-        raise SettingsError(
-            f"no model in {settings.model_dir}: `tether up` or `python -m services.prepare` makes it from "
-            "[model.scratch]; or set model.path to a Hugging Face directory"
-        )
+    _check(settings)
     prompts = await asyncio.to_thread(make_source, settings.prompts)
     renderer = await asyncio.to_thread(Renderer, settings.model_dir, settings.rendering)
     environment = make_environment(settings.environment)
@@ -83,6 +78,16 @@ async def serve(process: Process) -> None:
         await engine.close()
         if device is not None:
             device.close()
+
+
+def _check(settings: Settings) -> None:
+    """Check again what a worker that is started by itself may have from its own variables."""
+    refuse(distribution_problems(settings.sampling))
+    if not (settings.model_dir / "config.json").is_file():
+        raise SettingsError(
+            f"no model in {settings.model_dir}: `tether up` or `python -m services.prepare` makes it from "
+            "[model.scratch]; or set model.path to a Hugging Face directory"
+        )
 
 
 async def _run(runner: GroupRunner, updater: WeightUpdater, turn: EngineGpuTurn | None) -> None:

@@ -214,7 +214,7 @@ class Settings:
     @property
     def rendering(self) -> RenderConfig:
         """Section `[render]` with the limit of prompts that is in force."""
-        room = max(1, self.context_tokens - self.sampling.max_tokens)
+        room = max(0, self.context_tokens - self.sampling.max_tokens)
         return replace(self.render, max_prompt_tokens=self.render.max_prompt_tokens or room)
 
     @property

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from services.ledger.event_log.archiver import FILE
-from services.observability.steps import read_last
+from services.observability.skipped_steps import count_skipped, warnings_of
+from services.observability.steps import read_last, read_steps
 from services.run_files.event_tail import EventTail
 from services.run_files.halts import explain_halt
 from services.run_files.recorded_state import recorded_state
@@ -35,9 +36,12 @@ def describe_ended_run(settings: Settings) -> Facts:
     state, why = _how(facts, logged, end.error if end else "")
     newest_ms = max(int(logged.get("time_ms", 0)), int(last.get("time", 0) * 1000))
     halted_ms = int(logged.get("halted_ms", 0)) if logged["halted"] else 0
+    skipped = count_skipped(read_steps(settings.run_dir / "metrics.jsonl"))
     return {
         **facts,
         "run_state": state,
+        "skipped_steps": skipped.steps,
+        "skipped_groups": skipped.groups,
         "why": why,
         "ended": end.time if end and not halted_ms else (halted_ms or newest_ms) / 1000 or None,
         "last_step": dict(last) or None,
@@ -76,6 +80,7 @@ def render_ended_run(facts: Mapping[str, Any]) -> str:
     reasons = [f"{name} {count}" for name, count in facts["dropped_by_reason"].items()]
     if counts:
         lines.append(f"groups: {', '.join(counts)}" + (f" ({', '.join(reasons)})" if reasons else ""))
+    lines += warnings_of(facts)
     directory = Path(facts["run_dir"])
     lines.append(f"results in {directory}: {', '.join(facts['results']) or 'none'}")
     return "\n".join(lines)

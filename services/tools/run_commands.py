@@ -37,7 +37,7 @@ def read_status(run_dir: Path) -> Facts:
     if _is_over(settings):
         return describe_ended_run(settings)
     try:
-        return _call(settings, collect_status)
+        return _call(settings, lambda ledger: collect_status(ledger, run_dir))
     except Unavailable:
         facts = describe_ended_run(settings)
         if facts["run_state"] == "done" or facts["run_state"].startswith("halted"):

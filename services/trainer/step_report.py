@@ -103,6 +103,9 @@ class StepReporter:
         ):
             process.metrics.seconds.labels(name).observe(value)
         process.metrics.count("steps")
+        if report.skipped:
+            process.metrics.count("steps.skipped")
+            log.warning("step.skipped step=%d groups=%d cause=%s", report.step, report.groups, report.skipped)
         process.metrics.count("tokens.trained", report.trained_tokens)
         process.info["version"] = report.version
         log.info(

@@ -19,6 +19,7 @@ from protocol.staleness import Policy
 from protocol.topics import Role
 from services.ledger.interface import LedgerStatus, Peer, Taken
 from services.ledger_recovery.journal_entries import commit_entry
+from services.observability.skipped_steps import SkipLimit
 from services.trainer.checkpointing import Checkpointer
 from services.trainer.model_runner import ModelRunner
 from services.trainer.open_run import OpenRun
@@ -49,6 +50,7 @@ class TrainLoop:
         self._checkpointer = checkpointer
         self._manifest = manifest
         self._reporter = StepReporter(run.process, run.epoch)
+        self._skips = SkipLimit(run.process.settings.trainer.max_skipped_steps)
 
     async def answers_loop(self) -> None:
         """Note what engines answer, until cancelled."""
@@ -139,6 +141,8 @@ class TrainLoop:
         self._reporter.record(report)
         if report.warnings and self._process.settings.trainer.mismatch_action == "stop":
             await self._halt(report.warnings[0])
+        if cause := self._skips.cause_after(report.skipped):
+            await self._halt(cause)
         return status
 
     async def _halt(self, cause: str) -> None:
@@ -147,8 +151,12 @@ class TrainLoop:
         ledger, stop = self._process.ledger, self._process.stop
         await ledger.halt(self._run.epoch, cause)
         with self._process.waiting("the halt to end: tether drain D --off"):
+            last_idle = time.monotonic()
             while not stop.is_set() and (await ledger.status()).halted:
                 await self._process.stopped_within(HALT_POLL_S)
+                if time.monotonic() - last_idle > IDLE_S:
+                    last_idle = time.monotonic()
+                    await self._runner.run(self._runner.rank.idle)
 
     async def _train(self, taken: Taken, wait_s: float) -> TrainedStep:
         """Make one optimizer step on a batch; have engines abort what the take has dropped."""

@@ -36,6 +36,7 @@ from tests.integration.command import audit, tether_up
 from tests.integration.loop import ROOT
 from trainer.algorithms.registry import make_algorithm
 from trainer.backends.step import run_step_on_all_ranks
+from trainer.reference.backend import ReferenceBackend
 from trainer.storage.archive import Archive
 
 PACKED = ROOT / "tests/fixtures/run_1a6dd8a.tar.gz"
@@ -110,7 +111,9 @@ def test_an_old_step_is_repeated(runs: Path, name: str, step: int, start: int) -
     train = facts["train"]
     assert train["equal"]
     assert train["from_version"] == start
-    assert train["loss"] == pytest.approx(read_steps(runs / name / "metrics.jsonl")[step]["loss"], rel=1e-5)
+    # the reference backend of that commit did not train the padding token's embedding, see `repeated`
+    rel = 1e-4 if name == "reference" else 1e-5
+    assert train["loss"] == pytest.approx(read_steps(runs / name / "metrics.jsonl")[step]["loss"], rel=rel)
 
 
 @pytest.mark.parametrize(("name", "step"), [("reference", 3), ("reference", 5), ("megatron", 4)])
@@ -125,12 +128,20 @@ def test_an_old_checkpoint_leads_to_the_old_weights(runs: Path, name: str, step:
 
 
 def repeated(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
-    """The model after a step, made here from the newest checkpoint before it, or from the initial model."""
+    """The model after a step, made here from the newest checkpoint before it, or from the initial model.
+
+    Where that commit's reference backend did not train the padding token's embedding, neither does it here:
+    all else has to be as it was.
+    """
     settings = run_settings(run_dir)
     start = nearest_checkpoint(settings, step)
     first = start.version if start else 0
     past = RecordedRun(settings, range(first, step + 1))
     backend = build_backend(settings)
+    if isinstance(backend, ReferenceBackend):
+        embedding = backend.model.get_submodule("model.embed_tokens")
+        assert isinstance(embedding, torch.nn.Embedding)
+        embedding.padding_idx = 0
     try:
         if start is not None:
             start.verify()

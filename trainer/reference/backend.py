@@ -95,7 +95,7 @@ class ReferenceBackend(Backend):
             for rows in self._micro_batches(len(batch.tokens))
         ]
         grad_norm, skipped = (
-            self._step(batch.step) if measures.tokens else (0.0, "no token of the batch is within the bound")
+            self._step() if measures.tokens else (0.0, "no token of the batch is within the bound")
         )
         return measures.stats(measures.join(parts, self._device), grad_norm=grad_norm, skipped=skipped)
 
@@ -214,14 +214,19 @@ class ReferenceBackend(Backend):
                 parameter.grad = None
         return measures.measure(part, total, terms, logprobs, entropy)
 
-    def _step(self, step: int) -> tuple[float, str]:
+    def _learning_rate(self) -> float:
+        """Return the learning rate of the next step; the warm-up counts steps that were not skipped."""
+        made = max((int(state["step"]) for state in self._optimizer.state.values()), default=0)
+        return self._config.lr * min(1.0, (made + 1) / max(self._config.lr_warmup_steps, 1))
+
+    def _step(self) -> tuple[float, str]:
         """Clip and apply the gradient; returns its norm, and why it was not applied."""
         limit = self._config.clip_grad if self._config.clip_grad > 0 else float("inf")
         norm = float(torch.nn.utils.clip_grad_norm_(self._masters.values(), limit))
         finite = torch.isfinite(torch.tensor(norm)).item()
         if finite:
             for group in self._optimizer.param_groups:
-                group["lr"] = self._config.lr * min(1.0, (step + 1) / max(self._config.lr_warmup_steps, 1))
+                group["lr"] = self._learning_rate()
             self._optimizer.step()
             self._publish_masters()
         self._optimizer.zero_grad()
@@ -286,6 +291,9 @@ def _load(model_dir: Path) -> torch.nn.Module:
         raise SettingsError(
             f"model.path {model_dir}: not a model that transformers can load: {error}"
         ) from error
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            module.padding_idx = None  # torch would not train that row, and other backends do
     return model.eval()
 
 

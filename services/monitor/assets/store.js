@@ -14,6 +14,7 @@ export class Store {
     this.lags = [];
     this.bounds = [];
     this.last = {};
+    this.skipped = 0;
     this.complete = false;
   }
 
@@ -35,6 +36,7 @@ export class Store {
     this.width = answer.width;
     this.bounds = answer.bounds;
     this.last = answer.last;
+    this.skipped = answer.skipped;
     this.complete = answer.complete;
     return changed;
   }

@@ -47,6 +47,9 @@ export function showTiles(store, state) {
     engines(state, store),
     { id: "dropped", label: "Groups dropped", value: state?.dropped ?? null, note: state?.issued ? `${percent(state.dropped / state.issued)} of ${state.issued.toLocaleString("en-US")}` : "" },
   ];
+  if (store.skipped) {
+    tiles.push({ id: "skipped", label: "Steps skipped", value: store.skipped, note: last.skipped ? `the last one: ${last.skipped}` : "they changed no weights" });
+  }
   const parent = byId("tiles");
   if (parent.children.length !== tiles.length) {
     replace(parent, tiles.map((tile) => el("div", { class: "tile", "data-tile": tile.id }, el("span", { text: tile.label }), el("b", { text: "–" }), el("small", { text: "\u00a0" }))));

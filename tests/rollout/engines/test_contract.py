@@ -1,5 +1,6 @@
 """Tests every engine with the contract suites, in the set-ups of `SETUPS`."""
 
+import json
 import multiprocessing
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -129,6 +130,18 @@ SETUPS = [
 ]
 
 
+GENERATION_DEFAULTS = {
+    "do_sample": True,
+    "temperature": 0.3,
+    "top_k": 3,
+    "top_p": 0.2,
+    "min_p": 0.4,
+    "repetition_penalty": 3.0,
+    "eos_token_id": 7,
+}
+"""What a model's generation_config.json recommends, and no engine may apply."""
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=SETUPS)
 async def bench(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -139,6 +152,7 @@ async def bench(
     published = {name: weights(model, dtype) for name, model in models.items()}
     directory: Path = tmp_path_factory.mktemp(setup.name)
     models["A"].save_pretrained(directory / "model")
+    (directory / "model/generation_config.json").write_text(json.dumps(GENERATION_DEFAULTS))
     if setup.lora.rank:
         made = {name: adapted(models["A"], setup.lora, seed, dtype) for seed, name in enumerate(models)}
         models, published = (

@@ -5,7 +5,8 @@ from typing import Any, get_args
 
 import pytest
 
-from protocol.ranges import ranges_of
+from protocol.errors import SettingsError
+from protocol.ranges import check_range, ranges_of
 from services.settings.reference import PATH, field_docs, render_reference, sections
 
 SECTIONS = {dotted: kind for dotted, kind, _ in sections()}
@@ -38,6 +39,20 @@ def test_every_number_has_a_range_that_is_closed_on_both_sides_and_holds_its_def
         assert limits.gt is None or limits.gt < field.default
         assert limits.le is None or limits.le >= field.default
         assert limits.lt is None or limits.lt > field.default
+
+
+@pytest.mark.parametrize("dotted", SECTIONS)
+def test_no_number_can_be_nan_infinite_or_outside_of_its_range(dotted: str) -> None:
+    kind = SECTIONS[dotted]
+    for name, limits in ranges_of(kind).items():
+        low = limits.ge if limits.ge is not None else limits.gt
+        high = limits.le if limits.le is not None else limits.lt
+        assert low is not None
+        assert high is not None
+        outside = [float("nan"), float("inf"), -float("inf"), low - 1, high + max(1, abs(high))]
+        for value in [*outside, *([limits.gt] if limits.gt is not None else [])]:
+            with pytest.raises(SettingsError, match=f"^{name}: "):
+                check_range(kind, name, value, name)
 
 
 def is_number(hint: Any) -> bool:

@@ -7,14 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from protocol.errors import SettingsError
-from tests.trainer.megatron.models import OPTIMIZER, make_batch, save_model
+from tests.trainer.megatron.models import OPTIMIZER, make_batch, make_model, save_model
 from tests.trainer.megatron.ranks import ALGORITHM
+from trainer.backends.base import StepStats
+from trainer.batch import Batch
 from trainer.config import ParallelConfig, TrainerConfig
 from trainer.megatron.backend import MegatronBackend
 from trainer.megatron.forward import split_batch
 from trainer.megatron.parallel import Position
+from trainer.reference.backend import ReferenceBackend
 
 NAME = "qwen2"
 
@@ -101,6 +105,50 @@ def test_a_batch_without_a_trained_token_is_skipped(backend: MegatronBackend) ->
     assert (stats.trained_tokens, stats.loss, stats.grad_norm) == (0, None, None)
     assert "no token" in stats.skipped
     assert all(torch.equal(before[name], tensor) for name, tensor in backend.export())
+
+
+def trained_by_both(
+    model_dir: Path, batches: list[Batch]
+) -> tuple[list[StepStats], list[StepStats], dict[str, tuple[torch.Tensor, torch.Tensor]]]:
+    """What the oracle and megatron make of the same batches: their stats, and each tensor of either."""
+    optimizer = replace(OPTIMIZER, lr_warmup_steps=4)
+    reference = ReferenceBackend(
+        model_dir, optimizer=optimizer, trainer=TrainerConfig(device="cpu"), algorithm=ALGORITHM
+    )
+    megatron = MegatronBackend(
+        model_dir,
+        parallel=ParallelConfig(),
+        optimizer=optimizer,
+        trainer=TrainerConfig(device="cpu"),
+        algorithm=ALGORITHM,
+    )
+    stats = [[backend.train_step(batch) for batch in batches] for backend in (reference, megatron)]
+    weights = dict(megatron.export())
+    both = {name: (tensor, weights[name]) for name, tensor in reference.export()}
+    megatron.close()
+    return stats[0], stats[1], both
+
+
+def test_the_oracle_trains_the_padding_token_as_megatron_does(tmp_path: Path) -> None:
+    make_model(NAME, pad_token_id=0).save_pretrained(tmp_path)
+    before = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    batches = [make_batch(NAME, step) for step in range(2)]
+    for batch in batches:
+        batch.tokens[:, 5] = 0  # sampled, and followed by trained tokens
+    _, _, weights = trained_by_both(tmp_path, batches)
+    for name, (expected, found) in weights.items():
+        torch.testing.assert_close(found, expected, atol=5e-5, rtol=0, msg=name)
+    assert (weights["model.embed_tokens.weight"][0][0] - before[0]).abs().max() > 1e-4
+
+
+def test_the_warm_up_after_a_skipped_step_is_the_same_in_both_backends(model_dir: Path) -> None:
+    batches = [make_batch(NAME, step) for step in range(4)]
+    batches[1] = replace(batches[1], advantages=batches[1].advantages * float("inf"))
+    oracle, megatron, weights = trained_by_both(model_dir, batches)
+    for stats in (oracle, megatron):
+        assert [step.skipped != "" for step in stats] == [False, True, False, False]
+    for name, (expected, found) in weights.items():
+        torch.testing.assert_close(found, expected, atol=5e-5, rtol=0, msg=name)
 
 
 def test_exported_tensors_are_copies(backend: MegatronBackend) -> None:

@@ -1,6 +1,7 @@
 """Tests the command, environment and port of SGLang's server, and refusals before it starts."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from rollout.engines.base import EngineConfig
 from rollout.engines.registry import make_engine
 from rollout.engines.sglang.launch import (
     HIGHEST_PORT,
+    OTHER_LOGPROBS,
+    check_model,
     free_port,
     kv_tokens,
     server_command,
@@ -56,6 +59,18 @@ def test_server_environment_has_the_given_variables_and_none_of_ours(
         "/inherited",
     ]
     assert environment["OMP_NUM_THREADS"] == "3"
+
+
+def test_sampling_is_not_changed_behind_the_trainers_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_model(1).save_pretrained(tmp_path)
+    config = EngineConfig(name="sglang")
+    assert "--sampling-defaults=openai" in server_command(config, tmp_path, "rollout.0.a", 4000)
+    monkeypatch.setenv(OTHER_LOGPROBS, "1")
+    assert OTHER_LOGPROBS not in server_environment(config, tmp_path)
+    with pytest.raises(EngineError, match=rf"engine\.environment: with {OTHER_LOGPROBS}"):
+        check_model(replace(config, environment={OTHER_LOGPROBS: "1"}, dtype="bfloat16"), tmp_path)
 
 
 def test_free_port_is_one_that_every_version_accepts() -> None:

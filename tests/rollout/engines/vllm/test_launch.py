@@ -5,11 +5,24 @@ from pathlib import Path
 
 import pytest
 import torch
+from vllm import SamplingParams
 
 from protocol.errors import EngineError
-from rollout.engines.base import EngineConfig
-from rollout.engines.vllm.launch import check_model
+from protocol.weights.lora import NO_ADAPTERS
+from rollout.engines.base import EngineConfig, Sampling
+from rollout.engines.vllm.launch import check_model, engine_arguments, sampling_parameters
 from tests.contracts.engine_models import tiny_model
+
+
+def test_sampling_is_not_changed_behind_the_trainers_back(tmp_path: Path) -> None:
+    tiny_model(1).save_pretrained(tmp_path)
+    arguments = engine_arguments(EngineConfig(), tmp_path, "rollout.0.a", NO_ADAPTERS)
+    assert arguments["generation_config"] == "vllm"
+    assert not {"override_generation_config", "logits_processors"} & arguments.keys()
+    found, plain = sampling_parameters(Sampling(4, temperature=0.7)), SamplingParams()
+    for name in ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"):
+        assert getattr(found, name) == getattr(plain, name)
+    assert (found.bad_words or [], found.allowed_token_ids, found.min_tokens) == ([], None, 0)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a limit of vLLM on a CPU")

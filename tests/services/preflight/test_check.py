@@ -1,0 +1,186 @@
+"""Tests what is found before a run starts: each problem by setting, value and remedy, and all at once."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.errors import SettingsError
+from services.bus.curve import create_keys
+from services.preflight.check import check_run, describe_run
+from services.prepare import prepare
+from services.settings.load import dump_settings, load_settings
+from services.settings.sections import Settings
+from tests.integration.loop import ROOT
+
+PROMPTS = [{"prompt": f"{i}=", "answer": str(i)} for i in range(10)]
+QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 13,
+    "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+
+
+def demo(run_dir: Path, *overrides: str) -> Settings:
+    """The demo with ten prompts of its own, all of them trained on."""
+    path = run_dir.parent / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
+    own = (f'prompts.path="{path}"', "prompts.held_out=0", f'run.dir="{run_dir}"')
+    return load_settings(str(ROOT / "deploy/configs/demo.toml"), [*own, *overrides], environ={})
+
+
+def found(settings: Settings, *, local: bool = False) -> list[str]:
+    return [str(problem) for problem in check_run(settings, local=local).problems]
+
+
+def model_in(directory: Path, **changes: Any) -> str:
+    """A model directory with a tokenizer, as an override; fields that are None are left out."""
+    from trainer.config import ScratchConfig
+    from trainer.random_model import write_tokenizer
+
+    directory.mkdir()
+    config = {name: value for name, value in {**QWEN2, **changes}.items() if value is not None}
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    write_tokenizer(ScratchConfig(vocabulary="0123456789= "), directory)
+    return f'model={{path="{directory}"}}'
+
+
+def with_model(run_dir: Path, model: str, *overrides: str) -> Settings:
+    """The demo on another model, which takes the place of [model.scratch]."""
+    text = (ROOT / "deploy/configs/demo.toml").read_text()
+    head, _, rest = text.partition("[model.scratch]")
+    config = run_dir.parent / "other.toml"
+    config.write_text(f"{head}[prompts]{rest.partition('[prompts]')[2]}")
+    path = run_dir.parent / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
+    own = (f'prompts.path="{path}"', "prompts.held_out=0", f'run.dir="{run_dir}"', model)
+    return load_settings(str(config), [*own, *overrides], environ={})
+
+
+def test_check_run_finds_nothing_in_the_demo_and_describes_it(tmp_path: Path) -> None:
+    settings = demo(tmp_path / "run")
+    findings = check_run(settings)
+    assert findings.problems == ()
+    assert findings.model is not None
+    assert findings.source is not None
+    text = "\n".join(describe_run(settings, findings.model, findings.source))
+    assert "qwen2, 232,960 parameters, made at the start" in text
+    assert "60 of 32 prompts x 8 samples, at most 256 sampled tokens each; E=1, mask" in text
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["sampling.top_p=0.6"], ["setting sampling.top_p = 0.6", "set it to 1"]),
+        (["sampling.samples_per_prompt=1"], ["setting sampling.samples_per_prompt = 1", "set it to 2"]),
+        (
+            ["render.max_prompt_tokens=60", "sampling.max_tokens=10"],
+            ["setting render.max_prompt_tokens = 60", "engine.max_model_len = 64", "set it to 54 or less"],
+        ),
+        (["sampling.max_tokens=64"], ["setting sampling.max_tokens = 64", "set it to 63 or less"]),
+        (["engine.max_model_len=65"], ["max_model_len 65 exceeds the 64 positions"]),
+        (
+            ["prompts.passes=2", "bound.groups_per_step=11"],
+            ["setting bound.groups_per_step = 11", "10 prompts", "set it to 10 or less"],
+        ),
+        (
+            ["parallel.tensor_model_parallel_size=3"],
+            ["setting parallel.tensor_model_parallel_size = 3", "4 attention heads", "divisor"],
+        ),
+        (["parallel.pipeline_model_parallel_size=4"], ["pipeline_model_parallel_size = 4", "2 layers"]),
+        (
+            ["trainer.backend=reference", "parallel.data_parallel_size=2"],
+            ["setting trainer.backend = 'reference'", "one rank", "use megatron"],
+        ),
+        (["engine.tensor_parallel_size=3"], ["tensor_parallel_size 3 does not divide"]),
+        (
+            ['reward.verifiers=[{name="python_tests"}]'],
+            ["setting reward.verifiers = 'python_tests'", "'tests'", "have answer"],
+        ),
+        (['reward.verifiers=[{name="exact_mach"}]'], ["did you mean 'exact_match'"]),
+        (['environment.name="multi_turn"'], ["setting environment.name", "not known"]),
+        (['render.stop=["12"]'], ["setting render.stop", "2 tokens"]),
+        (["render.max_prompt_tokens=1", 'render.suffix="00"'], ["all of the first 16 prompts are too long"]),
+        (['prompts.path="/nowhere.jsonl"'], ["/nowhere.jsonl"]),
+        (['model.scratch.vocabulary="00"'], ["vocabulary"]),
+    ],
+)
+def test_check_run_names_the_problem_and_the_remedy(
+    tmp_path: Path, overrides: list[str], words: list[str]
+) -> None:
+    (text,) = found(demo(tmp_path / "run", *overrides))
+    assert all(word in text for word in words), text
+
+
+@pytest.mark.parametrize(
+    ("changes", "overrides", "words"),
+    [
+        ({}, [], None),
+        ({"model_type": "gpt2"}, [], "model_type 'gpt2' is not supported"),
+        ({"attention_bias": True}, [], "attention_bias = True is not supported"),
+        ({"rms_norm_eps": None}, [], "lacks what a model needs: KeyError('rms_norm_eps')"),
+        ({"vocab_size": 1}, [], "stop token 1 is outside the model's vocabulary of 1 tokens"),
+        (
+            {"model_type": "marvel", "architectures": ["MarvelForCausalLM"]},
+            ["trainer.backend=reference", "engine.name=hf"],
+            "no causal language model",
+        ),
+    ],
+)
+def test_check_run_reads_what_the_model_allows(
+    tmp_path: Path, changes: dict[str, Any], overrides: list[str], words: str | None
+) -> None:
+    override = model_in(tmp_path / "model", **changes)
+    problems = found(with_model(tmp_path / "run", override, *overrides))
+    assert problems == [] if words is None else words in problems[0], problems
+
+
+def test_check_run_finds_all_problems_and_prepare_makes_nothing(tmp_path: Path) -> None:
+    settings = demo(
+        tmp_path / "run",
+        "sampling.top_k=3",
+        "sampling.samples_per_prompt=1",
+        "parallel.tensor_model_parallel_size=3",
+        'reward.verifiers=[{name="python_tests"}]',
+    )
+    assert len(found(settings)) == 4
+    with pytest.raises(SettingsError, match=r"sampling\.top_k = 3.*\(3 more: `tether check` lists all\)"):
+        prepare(settings)
+    assert not (tmp_path / "run").exists()
+
+
+def test_check_run_names_the_ports_keys_and_libraries_of_this_machine(tmp_path: Path) -> None:
+    create_keys(tmp_path / "keys")
+    (tmp_path / "keys/authorized/client.key").unlink()
+    settings = demo(
+        tmp_path / "run", "engine.name=hf", "bus.port_base=47000", "monitor.port=47001",
+        f'bus.curve_dir="{tmp_path}/keys"',
+    )  # fmt: skip
+    assert found(settings) == []
+    problems = found(settings, local=True)
+    assert any("setting monitor.port = 47001: the bus has the ports 47000 to" in text for text in problems)
+    assert any("authorized holds no public key" in text for text in problems)
+    (tmp_path / "keys/client.key_secret").unlink()
+    assert any("client.key_secret" in text for text in found(settings, local=True))
+    settings = demo(tmp_path / "run", 'bus.host="0.0.0.0"')
+    assert any("bus.curve_dir" in text for text in found(settings, local=True))
+
+
+def test_check_run_lets_a_run_go_on_with_the_lengths_that_it_was_started_with(tmp_path: Path) -> None:
+    settings = demo(tmp_path / "run", "render.max_prompt_tokens=512")
+    assert "render.max_prompt_tokens = 512" in found(settings)[0]
+    (tmp_path / "run").mkdir()
+    dump_settings(settings, tmp_path / "run/settings.json")
+    assert found(settings) == []
+    assert found(demo(tmp_path / "run", "render.max_prompt_tokens=100")) != []
+
+
+def test_prompts_may_be_as_long_as_every_engine_of_a_pool_allows(tmp_path: Path) -> None:
+    pool = "services.pool=[{count=1, engine={name='hf', max_model_len=32}}, {count=1}]"
+    settings = demo(tmp_path / "run", pool, "sampling.max_tokens=2")
+    assert settings.rendering.max_prompt_tokens == 30
+    assert demo(tmp_path / "run", "sampling.max_tokens=2").rendering.max_prompt_tokens == 62
+    assert demo(tmp_path / "run", "render.max_prompt_tokens=7").rendering.max_prompt_tokens == 7

@@ -1,0 +1,89 @@
+"""Tests that training is refused where engines would sample from another distribution than the trainer's."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from protocol.errors import SettingsError
+from rollout.engines.base import Sampling
+from rollout.engines.sampling import sampled_distribution
+from rollout.generate import SamplingConfig
+from services.preflight.problem import Problem, refuse
+from services.preflight.sampling import distribution_problems, group_problems
+from services.settings.load import load_settings
+from trainer.functional.logprobs import token_logprobs
+
+
+def refused(**values: float) -> list[str]:
+    problems = distribution_problems(dataclasses.replace(SamplingConfig(), **values))  # type: ignore[arg-type]
+    return [problem.setting for problem in problems]
+
+
+@pytest.mark.parametrize(
+    ("values", "settings"),
+    [
+        ({}, []),
+        ({"temperature": 0.6}, []),
+        ({"temperature": 0.01}, []),
+        ({"temperature": 0.009}, ["sampling.temperature"]),
+        ({"top_p": 0.6}, ["sampling.top_p"]),
+        ({"top_k": 5}, ["sampling.top_k"]),
+        ({"top_p": 0.99, "top_k": 1}, ["sampling.top_p", "sampling.top_k"]),
+    ],
+)
+def test_distribution_problems_name_what_the_trainer_does_not_compute(
+    values: dict[str, float], settings: list[str]
+) -> None:
+    assert refused(**values) == settings
+
+
+@pytest.mark.parametrize(
+    ("sampling", "equal"),
+    [
+        (Sampling(1), True),
+        (Sampling(1, temperature=0.6), True),
+        (Sampling(1, temperature=1.7), True),
+        (Sampling(1, top_p=0.6), False),
+        (Sampling(1, top_k=3), False),
+    ],
+)
+def test_distribution_problems_are_where_ratios_are_not_one_at_equal_weights(
+    sampling: Sampling, equal: bool
+) -> None:
+    logits = torch.randn(16, generator=torch.Generator().manual_seed(1))
+    engine = sampled_distribution(logits, sampling)
+    token = int(engine.argmax())
+    trainer, _ = token_logprobs(
+        logits.expand(1, 2, 16), torch.tensor([[0, token]]), sampling.temperature or 1.0
+    )
+    ratio = float((trainer[0, 1] - engine[token]).exp())
+    assert (abs(ratio - 1) < 1e-6) == equal
+    found = refused(temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k)
+    assert (found == []) == equal
+
+
+def test_sampling_has_no_other_way_to_change_the_distribution() -> None:
+    """No penalty, min_p, bias or list of words can be asked of an engine: a new field has to be thought of in
+    `distribution_problems`."""
+    names = {field.name for field in dataclasses.fields(Sampling)}
+    assert names == {"max_tokens", "temperature", "top_p", "top_k", "stop_token_ids", "seed"}
+    names = {field.name for field in dataclasses.fields(SamplingConfig)}
+    assert names == {"samples_per_prompt", "temperature", "top_p", "top_k", "max_tokens"}
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo"])
+@pytest.mark.parametrize("override", ["sampling.samples_per_prompt=1", "sampling.temperature=0"])
+def test_group_problems_name_what_gives_no_advantage(algorithm: str, override: str) -> None:
+    settings = load_settings(None, [override, f"algorithm.name={algorithm}"], environ={})
+    (problem,) = group_problems(settings)
+    assert problem.setting == override.partition("=")[0]
+    assert list(group_problems(load_settings(None, [], environ={}))) == []
+
+
+def test_refuse_states_the_first_problem_and_counts_the_others() -> None:
+    refuse([])
+    problems = [Problem("it is wrong", "change it", "a.b", 3), Problem("no model"), Problem("no prompts")]
+    with pytest.raises(SettingsError) as caught:
+        refuse(problems)
+    assert str(caught.value) == ("setting a.b = 3: it is wrong; change it (2 more: `tether check` lists all)")

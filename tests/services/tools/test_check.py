@@ -1,0 +1,42 @@
+"""Tests the answer of `tether check` as text and as an exit code."""
+
+import json
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from services.cli import app
+from services.tools.check import CheckedRun, check_configuration, render_check
+from tests.integration.loop import ROOT
+
+DEMO = str(ROOT / "deploy/configs/demo.toml")
+
+
+def test_check_configuration_lists_every_setting_that_is_wrong_by_itself() -> None:
+    found = check_configuration(
+        DEMO, ["optimizer.lr=nan", "optimizer.lr_warmup_steps=-1", "engine.name=vlm", "run.name=../up"]
+    )
+    assert len(found.problems) == 4
+    assert found.summary == []
+    assert "optimizer.lr: nan is not between 0 and 1000" in "\n".join(found.problems)
+
+
+def test_check_configuration_names_a_ledger_that_does_not_answer() -> None:
+    found = check_configuration(DEMO, ["engine.name=hf", 'ledger.url="redis://127.0.0.1:1/0"'])
+    (text,) = found.problems
+    assert "127.0.0.1:1" in text
+
+
+def test_render_check_counts_the_problems() -> None:
+    assert render_check(CheckedRun([], ["model m"])) == "OK\nmodel m"
+    assert render_check(CheckedRun(["a", "b"], [])) == "2 problems\n- a\n- b"
+
+
+def test_check_ends_with_2_where_a_run_could_not_start(tmp_path: Path) -> None:
+    arguments = ["check", DEMO, "--json", "--set", "engine.name=hf", "--set", f'run.dir="{tmp_path}/run"']
+    good = CliRunner().invoke(app, arguments)
+    assert (good.exit_code, json.loads(good.stdout)["problems"]) == (0, [])
+    bad = CliRunner().invoke(app, [*arguments, "--set", "sampling.top_p=0.5"])
+    assert bad.exit_code == 2
+    assert "sampling.top_p = 0.5" in json.loads(bad.stdout)["problems"][0]
+    assert not (tmp_path / "run").exists()
