@@ -11,8 +11,8 @@ class VerifierConfig:
     """One entry of `reward.verifiers`."""
 
     name: str = "exact_match"
-    """A verifier in `reward/verifiers/`: `function` calls a function of your own. With a dot: a module of your
-    own with the same interface."""
+    """A verifier in `reward/verifiers/`: `function` calls a function of your own. With a dot: a module of
+    your own with the same interface."""
     weight: Annotated[float, Meta(ge=-1e6, le=1e6)] = 1.0
     """Factor of this verifier's score in the reward."""
     options: dict[str, Any] = field(default_factory=dict)
