@@ -1,6 +1,7 @@
 """Scores 1 if the response equals the answer mathematically (math-verify), else 0."""
 
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,11 @@ from reward.verifiers.registry import required
 
 for _module in ("parser", "grader"):  # they warn about every call without their own timeout
     logging.getLogger(f"math_verify.{_module}").setLevel(logging.ERROR)
+
+FORMULA = re.compile(r"[\\^_{]|[a-zA-Z].*[-+*/]|[-+*/].*[a-zA-Z]", re.DOTALL)
+"""Marks an answer that is a formula, rather than a number or words."""
+DELIMITED = re.compile(r"\$|\\boxed|\\\(|\\\[")
+"""Marks a formula in its signs of LaTeX."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +47,10 @@ def score(prompt_text: str, response: str, metadata: Mapping[str, Any], options:
         return 1.0
     if problem := why_too_costly(answer):
         raise RewardError(f"the answer {answer[:80]!r} is over the limits of math: it has {problem}")
-    gold = parse(answer, parsing_timeout=None) or parse(f"${answer}$", parsing_timeout=None)
+    texts = [answer, f"${answer}$"]
+    if FORMULA.search(answer) and not DELIMITED.search(answer):
+        texts.reverse()  # math-verify would take a number in it for the answer
+    gold = parse(texts[0], parsing_timeout=None) or parse(texts[1], parsing_timeout=None)
     if not gold:
         raise RewardError(f"the answer {answer[:80]!r} is not an expression that math-verify can parse")
     if why_too_costly(final):
