@@ -6,7 +6,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ResponseGroup:
     """One prompt and its n responses."""
 
     prompt: str

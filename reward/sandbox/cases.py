@@ -17,7 +17,7 @@ from reward.sandbox.runner import Limits, Verdict, run_calls, run_programs, run_
 KINDS = "Python text, or a list of {call, args, kwargs, returns} or of {stdin, stdout}"
 
 
-class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CallCase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A test that calls a function of the code."""
 
     call: str
@@ -28,7 +28,7 @@ class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kwargs: dict[str, Any] = {}
 
 
-class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ProgramCase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A test that runs the code as a program."""
 
     stdout: str
@@ -36,7 +36,7 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stdin: str = ""
 
 
-Cases = list[str] | list[Call] | list[Program]
+Cases = list[str] | list[CallCase] | list[ProgramCase]
 
 
 def read_cases(tests: object, field: str) -> Cases:
@@ -52,8 +52,8 @@ def read_cases(tests: object, field: str) -> Cases:
         if all(isinstance(test, str) for test in tests):
             return tests
         if all(isinstance(test, Mapping) and "call" in test for test in tests):
-            return msgspec.convert(tests, list[Call])
-        return msgspec.convert(tests, list[Program])
+            return msgspec.convert(tests, list[CallCase])
+        return msgspec.convert(tests, list[ProgramCase])
     except msgspec.ValidationError as error:
         raise RewardError(f"the field {field!r} must be {KINDS}: {error}") from None
 
@@ -64,8 +64,8 @@ def judge(code: str, cases: Cases, limits: Limits, tolerance: float) -> tuple[in
     Raises:
         RewardError: the sandbox cannot be set up.
     """
-    calls = [case for case in cases if isinstance(case, Call)]
-    programs = [case for case in cases if isinstance(case, Program)]
+    calls = [case for case in cases if isinstance(case, CallCase)]
+    programs = [case for case in cases if isinstance(case, ProgramCase)]
     if calls:
         verdict = run_calls(code, [(case.call, case.args, case.kwargs) for case in calls], limits)
         return sum(

@@ -18,7 +18,7 @@ from typing import Any
 
 from protocol.choices import did_you_mean
 from protocol.errors import RewardError, SettingsError
-from reward.group import Group
+from reward.group import ResponseGroup
 from reward.verifiers.location import locate
 
 EACH = ("prompt", "response", "metadata", "token_count", "finish_reason")
@@ -83,7 +83,7 @@ class UserFunction:
         self._loop = asyncio.Runner() if self._awaits else None
         """One event loop for all calls, so that the function may keep connections."""
 
-    def score(self, group: Group, samples: Sequence[int]) -> list[float | None]:
+    def score(self, group: ResponseGroup, samples: Sequence[int]) -> list[float | None]:
         """Return the scores of these samples; None for one that exceeded the time limit.
 
         Raises:
@@ -128,7 +128,7 @@ class UserFunction:
                 return _LATE
             raise
 
-    def _arguments(self, group: Group, i: int) -> dict[str, Any]:
+    def _arguments(self, group: ResponseGroup, i: int) -> dict[str, Any]:
         known = {
             "prompt": group.prompt,
             "response": group.responses[i],
@@ -138,7 +138,7 @@ class UserFunction:
         }
         return {name: known[name] for name in self._names}
 
-    def _whole_arguments(self, group: Group) -> dict[str, Any]:
+    def _whole_arguments(self, group: ResponseGroup) -> dict[str, Any]:
         known = {
             "prompt": group.prompt,
             "responses": list(group.responses),

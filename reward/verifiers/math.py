@@ -15,7 +15,7 @@ from reward.verifiers.registry import required
 for _module in ("parser", "grader"):  # they warn about every call without their own timeout
     logging.getLogger(f"math_verify.{_module}").setLevel(logging.ERROR)
 
-FORMULA = re.compile(r"[\\^_{]|[a-zA-Z].*[-+*/]|[-+*/].*[a-zA-Z]", re.DOTALL)
+FORMULA = re.compile(r"[\\^_{]|\d\s*[-+*/]\s*[a-zA-Z]|[a-zA-Z]\s*[-+*]|[-+*]\s*[a-zA-Z]", re.DOTALL)
 """Marks an answer that is a formula, rather than a number or words."""
 DELIMITED = re.compile(r"\$|\\boxed|\\\(|\\\[")
 """Marks a formula in its signs of LaTeX."""

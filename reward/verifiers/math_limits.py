@@ -36,7 +36,7 @@ MOST_COSTLY = 2
 
 
 def final_answer(response: str) -> str:
-    """Return the part of a response that math-verify has to look at: the last boxed answer, or the end."""
+    """Return the part of a response that math-verify has to read: the last boxed answer, or the end."""
     start = response.rfind(BOXED)
     if start < 0 or response.rfind("inal answer is") > start:
         return response[-LONGEST:]

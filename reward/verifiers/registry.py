@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from protocol.choices import checked_name, checked_options
 from protocol.errors import RewardError, SettingsError
-from reward.group import Group
+from reward.group import ResponseGroup
 
 VERIFIERS = (
     "exact_match",
@@ -25,7 +25,7 @@ Score = Callable[[str, str, Mapping[str, Any]], float]
 """(prompt_text, response, metadata) -> score."""
 
 
-class Verifier(Protocol):
+class LoadedVerifier(Protocol):
     """Scores the responses of a group."""
 
     at_once: bool
@@ -33,7 +33,7 @@ class Verifier(Protocol):
     file: str
     """File of the user that it comes from; empty for a verifier of tether."""
 
-    def score(self, group: Group, samples: Sequence[int]) -> list[float | None]:
+    def score(self, group: ResponseGroup, samples: Sequence[int]) -> list[float | None]:
         """Return the scores of these samples; None for one that exceeded the time limit.
 
         May raise anything.
@@ -42,13 +42,13 @@ class Verifier(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EachResponse:
-    """Verifier that looks at one response at a time."""
+    """Verifier that scores one response at a time."""
 
     function: Score
     file: str = ""
     at_once: bool = False
 
-    def score(self, group: Group, samples: Sequence[int]) -> list[float | None]:
+    def score(self, group: ResponseGroup, samples: Sequence[int]) -> list[float | None]:
         """Return the scores of these samples."""
         return [self.function(group.prompt, group.responses[i], group.metadata) for i in samples]
 
@@ -69,7 +69,7 @@ def is_users(name: str) -> bool:
     return name == "function" or "." in name
 
 
-def make_verifier(name: str, options: Mapping[str, Any], timeout_s: float = 30.0) -> Verifier:
+def make_verifier(name: str, options: Mapping[str, Any], timeout_s: float = 30.0) -> LoadedVerifier:
     """Return a verifier with its options.
 
     Args:
@@ -88,7 +88,7 @@ def make_verifier(name: str, options: Mapping[str, Any], timeout_s: float = 30.0
         raise SettingsError(f"verifier {name} cannot be imported: {error}") from None
     bound = checked_options(module.Options, options, f"verifier {name}")
     if name == "function":
-        verifier: Verifier = module.load_function(bound, timeout_s)
+        verifier: LoadedVerifier = module.load_function(bound, timeout_s)
         return verifier
 
     def score(prompt_text: str, response: str, metadata: Mapping[str, Any]) -> float:

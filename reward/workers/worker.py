@@ -24,9 +24,9 @@ import msgspec
 from protocol.errors import RewardError, SettingsError
 from protocol.host.parent_death import die_with_parent
 from protocol.msgpack_limits import METADATA_DEPTH, check_shape
-from reward.group import Group
+from reward.group import ResponseGroup
 from reward.verifiers.location import locate
-from reward.verifiers.registry import Verifier, make_verifier
+from reward.verifiers.registry import LoadedVerifier, make_verifier
 
 LENGTH = struct.Struct("<I")
 MAX_ERROR = 500
@@ -51,7 +51,7 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
     _write(sink, ["ready", [verifier.at_once for verifier in verifiers]])
     printed: set[str] = set()
-    group: Group | str = "no group"
+    group: ResponseGroup | str = "no group"
     while (frame := _read(source)) is not None:
         kind, *rest = frame
         if kind == "group":
@@ -63,17 +63,19 @@ def main() -> None:
 
 def _group(
     prompt_text: str, responses: list[str], packed: bytes, token_counts: list[int], finish_reasons: list[str]
-) -> Group | str:
+) -> ResponseGroup | str:
     """Return the group, or what is wrong with its metadata."""
     try:
         check_shape(packed, most_depth=METADATA_DEPTH)
         metadata = msgspec.msgpack.decode(packed, type=dict[str, Any])
     except Exception as error:  # whatever the decoder raises
         return f"{type(error).__name__}: {error}"[:MAX_ERROR]
-    return Group(prompt_text, responses, metadata, token_counts, finish_reasons)
+    return ResponseGroup(prompt_text, responses, metadata, token_counts, finish_reasons)
 
 
-def _call(verifier: Verifier, group: Group | str, samples: Sequence[int], printed: set[str]) -> list[Any]:
+def _call(
+    verifier: LoadedVerifier, group: ResponseGroup | str, samples: Sequence[int], printed: set[str]
+) -> list[Any]:
     if isinstance(group, str):
         return ["error", group]
     try:

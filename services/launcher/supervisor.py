@@ -26,6 +26,7 @@ from services.monitor.event_tail import EventTail
 from services.observability.halts import explain_halt
 from services.observability.progress import Progress, plot_run
 from services.observability.run_end import recording_end
+from services.observability.score_failures import tell_failures_loop
 from services.prepare import prepare
 from services.runtime.run_ledger import open_ledger
 from services.settings.load import FILE, dump_settings
@@ -104,6 +105,7 @@ async def _supervise(
             watchers = [
                 tasks.create_task(progress.watch_loop(ledger, fleet.children), name="progress"),
                 tasks.create_task(scale_loop(settings.run_dir, fleet), name="scale"),
+                tasks.create_task(tell_failures_loop(ledger, progress.note), name="failures"),
             ]
             if server is not None:
                 watchers.append(tasks.create_task(keep_running_loop(server), name="ledger"))
