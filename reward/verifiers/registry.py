@@ -64,11 +64,6 @@ def checked_verifier(name: str) -> str:
     return f"reward.verifiers.{checked_name(name, VERIFIERS, 'setting reward.verifiers: verifier')}"
 
 
-def is_users(name: str) -> bool:
-    """Return whether a verifier runs code of the user."""
-    return name == "function" or "." in name
-
-
 def make_verifier(name: str, options: Mapping[str, Any], timeout_s: float = 30.0) -> LoadedVerifier:
     """Return a verifier with its options.
 
@@ -94,7 +89,7 @@ def make_verifier(name: str, options: Mapping[str, Any], timeout_s: float = 30.0
     def score(prompt_text: str, response: str, metadata: Mapping[str, Any]) -> float:
         return float(module.score(prompt_text, response, metadata, bound))
 
-    return EachResponse(score, str(module.__file__) if is_users(name) else "")
+    return EachResponse(score, str(module.__file__) if "." in name else "")
 
 
 def required(metadata: Mapping[str, Any], field: str) -> Any:
