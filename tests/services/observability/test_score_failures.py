@@ -1,4 +1,4 @@
-"""Tests what a terminal is told of scores that could not be computed."""
+"""Tests what a terminal reports of scores that could not be computed."""
 
 import asyncio
 
@@ -8,7 +8,7 @@ from services.ledger.memory.ledger import MemoryLedger
 from services.observability.score_failures import FAILED, MOST, tell_failures_loop
 
 
-async def test_each_kind_of_failure_is_told_once() -> None:
+async def test_each_kind_of_failure_is_reported_once() -> None:
     ledger = MemoryLedger()
     texts = [f"function: /x/my_reward.py:12: KeyError: {n}" for n in range(3)]
     texts += [f"math: {'x' * n}" for n in range(MOST + 5)]
@@ -16,11 +16,11 @@ async def test_each_kind_of_failure_is_told_once() -> None:
         await ledger.register(
             Peer(Role.REWARD, f"reward.{number}", {"name": f"reward.{number}", FAILED: text}), ttl_ms=60_000
         )
-    told: list[str] = []
+    reported: list[str] = []
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
-        loop = tasks.create_task(tell_failures_loop(ledger, told.append))
-        while len(told) < MOST:  # noqa: ASYNC110 (the loop has no event)
+        loop = tasks.create_task(tell_failures_loop(ledger, reported.append))
+        while len(reported) < MOST:  # noqa: ASYNC110 (the loop has no event)
             await asyncio.sleep(0)
         loop.cancel()
-    assert len(told) == MOST
-    assert sum("/x/my_reward.py:12: KeyError" in line for line in told) == 1
+    assert len(reported) == MOST
+    assert sum("/x/my_reward.py:12: KeyError" in line for line in reported) == 1
