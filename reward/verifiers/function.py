@@ -110,6 +110,11 @@ class UserFunction:
             )
         return [self._checked(values[i]) for i in samples]
 
+    def close(self) -> None:
+        """Close the event loop."""
+        if self._loop is not None:
+            self._loop.close()
+
     async def _await_all(self, calls: Sequence[Mapping[str, Any]]) -> list[Any]:
         """Await all calls at the same time; the first exception cancels the others."""
         try:

@@ -27,7 +27,7 @@ BETWEEN = re.compile(r"\s*(?:\$|\\\)|\\\])?\s*,?\s*(?:and|or|,)\s*(?:\$|\\\(|\\\
 GAP = 20
 """Characters between boxes that are one answer."""
 BEFORE = re.compile(r"(?:\$\$?|\\\(|\\\[)\s*\Z")
-AFTER = re.compile(r"\s*(?:\$\$?|\\\)|\\\])?\s*\\?%?")
+AFTER = re.compile(r"(?:\s{0,9}(?:\$\$?|\\\)|\\\]))?(?:\s{0,9}\\?%)?")
 NUMBER = re.compile(r"\d+", re.ASCII)
 OPENING, CLOSING = "([{", ")]}"
 COSTLY = re.compile(r"\\(?:binom|dbinom|tbinom|choose|sum|prod|int|lim)(?![a-zA-Z])")

@@ -1,6 +1,5 @@
 """Tests the user's own function: what it is given, what it may return, and what is refused at the start."""
 
-import asyncio
 import math
 import re
 import sys
@@ -24,12 +23,16 @@ Load = Callable[..., UserFunction]
 def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
     """Write a module `own_reward` and load a function of it."""
     monkeypatch.syspath_prepend(str(tmp_path))
+    loaded: list[UserFunction] = []
 
     def write_and_load(code: str, path: str = "own_reward:score", timeout_s: float = 60.0) -> UserFunction:
         (tmp_path / "own_reward.py").write_text(code)
-        return load_function(Options(path), timeout_s)
+        loaded.append(load_function(Options(path), timeout_s))
+        return loaded[-1]
 
     yield write_and_load
+    for function in loaded:
+        function.close()
     sys.modules.pop("own_reward", None)
 
 
@@ -41,7 +44,7 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
         ("def score(response, prompt, scale=0.5): return scale * len(prompt)", [3.5, 3.5]),
         ("def score(response, finish_reason): return finish_reason == 'stop'", [1, 0]),
         ("def score(**given): return len(given)", None),
-        ("def score(response, **given): return len(given)", [5, 5]),
+        ("def score(response, **given): return len(given)", [4, 4]),
         ("def score(responses, token_counts): return [len(responses), token_counts[1]]", [2, 2]),
         ("def score(responses, metadata, prompt, finish_reasons): return (1, "
             "finish_reasons[1] == 'stop')", [1, 0]),
@@ -163,4 +166,3 @@ def test_an_exception_of_one_sample_ends_the_others(load: Load) -> None:
     )
     with pytest.raises(ValueError, match="four"):
         load(code).score(GROUP, [0, 1])
-    assert not asyncio.all_tasks(load(code)._loop.get_loop())  # type: ignore[union-attr]

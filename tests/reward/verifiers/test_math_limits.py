@@ -48,7 +48,7 @@ def test_answers_of_people_are_read(text: str) -> None:
         ("9^{9!}", "an exponent"),
         ("((9^{99})^{99})^{99}", "powers of powers"),
         ("(x+1)^{500}", "a polynomial"),
-        ("(9!)!", "the factorial"),
+        ("$(9!)!$", "the factorial"),
         ("$9 ! !$", "a factorial of a factorial"),
         ("\\boxed{999999999!}", "the factorial"),
         ("$9^9!$", "a factorial of a factorial or power"),

@@ -5,7 +5,7 @@ import pytest
 from services.observability.halts import _CAUSES, explain_halt
 
 
-@pytest.mark.parametrize("reason", [*_CAUSES, "something new"])
+@pytest.mark.parametrize("reason", [*_CAUSES, "novelty"])
 def test_halt_names_cause_place_and_remedy(reason: str) -> None:
     line = explain_halt(reason)
     assert line.startswith(f"the run halted for the reason {reason!r}: ")
