@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from protocol.choices import checked_name, checked_options
 from protocol.errors import RewardError, SettingsError
 from reward.group import ResponseGroup
+from reward.verifiers.location import locate
 
 VERIFIERS = (
     "exact_match",
@@ -81,6 +82,12 @@ def make_verifier(name: str, options: Mapping[str, Any], timeout_s: float = 30.0
         module = importlib.import_module(path)
     except ImportError as error:
         raise SettingsError(f"verifier {name} cannot be imported: {error}") from None
+    except Exception as error:  # a module of the user may raise anything
+        text = f"{locate(error)}: {type(error).__name__}: {error}"
+        raise SettingsError(f"verifier {name} cannot be imported: {text}") from None
+    for part in ("Options", "score"):
+        if not hasattr(module, part) and name != "function":
+            raise SettingsError(f"verifier {name}: {module.__file__} has no {part!r}; see docs/rewards.md")
     bound = checked_options(module.Options, options, f"verifier {name}")
     if name == "function":
         verifier: LoadedVerifier = module.load_function(bound, timeout_s)
