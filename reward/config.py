@@ -11,12 +11,19 @@ class VerifierConfig:
     """One entry of `reward.verifiers`."""
 
     name: str = "exact_match"
-    """A verifier in `reward/verifiers/`, or, with a dot, a module of your own with the same interface. Each
-    at most once."""
+    """A verifier in `reward/verifiers/`: `function` calls a function of your own. With a dot: a module of
+    your own with the same interface."""
     weight: Annotated[float, Meta(ge=-1e6, le=1e6)] = 1.0
     """Factor of this verifier's score in the reward."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of that verifier."""
+    label: str = ""
+    """Name of its scores in messages and metrics. Empty: `name`. Needed where a verifier is used twice."""
+
+    @property
+    def component(self) -> str:
+        """Name of its scores."""
+        return self.label or self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +35,11 @@ class RewardConfig:
     environment_weight: Annotated[float, Meta(ge=-1e6, le=1e6)] = 1.0
     """Factor of the environment's own reward, if it gives one."""
     timeout_s: Annotated[float, Meta(gt=0, le=1e6)] = 30.0
-    """Limit for one verifier on one response, seconds. Exceeding it fails the group's score, and the worker
-    process is replaced."""
+    """Limit for one verifier on one response (of a function that scores whole groups: on one group), seconds.
+    The worker process that exceeds it is replaced."""
+    timeout_score: Annotated[float | None, Meta(ge=-1e6, le=1e6)] = None
+    """Score of a response on which a verifier exceeded `timeout_s` on two workers. Unset: its group has no
+    score, and is dropped after `bound.max_attempts`."""
     start_timeout_s: Annotated[float, Meta(gt=0, le=1e6)] = 120.0
     """Limit for a worker process to import its verifiers, seconds."""
     workers: Annotated[int, Meta(ge=1, le=10_000)] = 2

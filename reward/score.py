@@ -31,7 +31,12 @@ async def score_rollout(rollout: Rollout, pool: ScorePool, scorer: str) -> Score
                 )
             environment = rewards.tolist()
         combined, components = await pool.score(
-            rollout.prompt_text, rollout.responses, rollout.metadata, environment
+            rollout.prompt_text,
+            rollout.responses,
+            rollout.metadata,
+            environment,
+            rollout.lengths.numpy().tolist(),
+            rollout.finish_reasons,
         )
     except (RewardError, ProtocolError) as error:
         verifier = error.verifier if isinstance(error, VerifierError) else ""

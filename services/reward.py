@@ -9,13 +9,14 @@ import asyncio
 import logging
 from typing import Any
 
-from protocol.messages import Rollout
+from protocol.messages import Rollout, ScoredRollout, ScoreFailure
 from protocol.topics import ROLLOUTS, SCORED, Role
 from reward.score import score_rollout
-from reward.workers.pool import ScorePool
+from reward.workers.pool import TIMED_OUT, ScorePool
 from services.bus.receiver import Delivery, Receiver
 from services.bus.sender import Declined, Sender
 from services.observability.busy import BusyMeter
+from services.observability.score_failures import FAILED
 from services.runtime.main import service_main
 from services.runtime.process import Process
 from services.runtime.user_modules import add_user_modules
@@ -91,6 +92,7 @@ async def _score(
     with meter.working(), process.working("scores groups"):
         result = await score_rollout(rollout, pool, process.incarnation)
     process.metrics.count(f"reward.{type(result).__name__}")
+    await _note_outcome(process, result)
     process.metrics.seconds.labels("score").observe(getattr(result, "score_s", 0.0))
     try:
         with process.waiting(f"ingest for group {rollout.group}"):
@@ -101,6 +103,26 @@ async def _score(
         receiver.refuse(delivery, str(refusal))
     else:
         receiver.ack(delivery)
+
+
+async def _note_outcome(process: Process, result: ScoredRollout | ScoreFailure) -> None:
+    """Show a failure in the registry, and count the responses that were given `reward.timeout_score`."""
+    if isinstance(result, ScoreFailure):
+        text = f"{result.verifier or 'reward'}: {result.error}"
+        is_new = process.info.get(FAILED) != text
+        process.info[FAILED] = text
+        if is_new:
+            await process.register()
+    elif TIMED_OUT in result.components:
+        given_up = result.components[TIMED_OUT].numpy()
+        process.metrics.count("reward.timed_out", int(given_up.sum()))
+        log.warning(
+            "score.timed_out group=%d samples=%s limit_s=%s score=%s",
+            result.rollout.group,
+            given_up.nonzero()[0].tolist(),
+            process.settings.reward.timeout_s,
+            process.settings.reward.timeout_score,
+        )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """Confines itself, then runs the code of a model; `reward/sandbox/runner.py` starts it as a script.
 
+What it runs (`RUNS`): tests in the code's own namespace; calls of its functions; the code as a program.
+
 It stands alone on purpose, and imports only the standard library (not even `protocol.host`): it runs with
 `python -I`, where the project cannot be imported, and code of the project in its memory would be within reach
 of the model's code.
@@ -10,6 +12,7 @@ in it. Without namespaces, this process adopts and kills what is left (as a subr
 standard output; every line of it begins with a secret word, because the code can write there, too.
 """
 
+import builtins
 import contextlib
 import ctypes
 import json
@@ -18,7 +21,9 @@ import re
 import resource
 import signal
 import struct
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -69,6 +74,7 @@ def main() -> None:
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     spec = json.load(sys.stdin.buffer)
     limits, directory = spec["limits"], spec["directory"]
+    limits["processes"] += spec["kind"] == "programs"  # this process, which then runs none of the code
     if os.getuid() == 0:
         os.chown(directory, NOBODY, NOBODY)
     isolation = namespaces(directory, limits["file_mb"])
@@ -82,7 +88,7 @@ def main() -> None:
             offered = ", ".join(sorted(isolation)) or "nothing"
             raise OSError(f"reward isolation is required, but this machine offers only: {offered}")
         report("isolation " + " ".join(sorted(isolation)))
-        run(spec["code"], spec["tests"], report)
+        RUNS[spec["kind"]](spec["code"], spec["cases"], report)
 
     wait_for(fork(lambda: wait_for(fork(run_confined)) if "pid" in isolation else run_confined()))
     kill_orphans()
@@ -127,7 +133,9 @@ def reporter(nonce: str) -> Callable[[str], None]:
     out = os.dup(1)
 
     def report(text: str) -> None:
-        os.write(out, f"{nonce} {text}\n".encode())
+        line = f"{nonce} {text}\n".encode()
+        while line:
+            line = line[os.write(out, line) :]
 
     return report
 
@@ -291,22 +299,101 @@ def tasks_of(uid: int, within: bool) -> int:
     return count
 
 
-def run(code: str, tests: list[str], report: Callable[[str], None]) -> None:
-    """Run the code, then each test; report the tests that do not raise."""
+def run_tests(code: str, tests: list[str], report: Callable[[str], None]) -> None:
+    """Run the code, then each test; report the tests that do not raise.
+
+    The tests were compiled before the code runs, and have the builtins of before; `exec`, too, is the one of
+    before. What else the code has changed in this interpreter, the tests meet.
+    """
+    compiled = [compiled_or_none(test, f"test_{i}.py") for i, test in enumerate(tests)]
+    namespace = run_code(code)
+    if namespace is None:
+        return
+    for i, test in enumerate(compiled):
+        if test is None:
+            continue
+        try:
+            exec(test, namespace)
+        except BaseException:
+            continue
+        report(str(i))
+
+
+def run_calls(code: str, calls: list[Any], report: Callable[[str], None]) -> None:
+    """Run the code, then call its functions; report what they return, as JSON."""
+    dumps = json.dumps
+    namespace = run_code(code)
+    if namespace is None:
+        return
+    for i, (function, positional, keywords) in enumerate(calls):
+        try:
+            result = eval(function, namespace)(*positional, **keywords)
+            report(f"{i} {dumps(result)}")
+        except BaseException:
+            continue
+
+
+def run_programs(code: str, inputs: list[str], report: Callable[[str], None]) -> None:
+    """Run the code as a program for each input; report what it prints, as JSON, if it exits with 0.
+
+    No code of the model runs in this process.
+    """
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    for i, given in enumerate(inputs):
+        try:
+            with open("response.py", "w", encoding="utf-8", errors="surrogatepass") as file:
+                file.write(code)
+            with tempfile.TemporaryFile() as source, tempfile.TemporaryFile() as output:
+                source.write(given.encode(errors="surrogatepass"))
+                source.seek(0)
+                ended = subprocess.run(
+                    [sys.executable, "-I", "response.py"],
+                    stdin=source,
+                    stdout=output,
+                    stderr=subprocess.DEVNULL,
+                )
+                output.seek(0)
+                printed = output.read(most).decode(errors="replace")
+        except (OSError, MemoryError, ValueError):  # such as no space left, taken by an earlier run
+            continue
+        if ended.returncode == 0:
+            report(f"{i} {json.dumps(printed)}")
+
+
+def run_code(code: str) -> dict[str, Any] | None:
+    """Run the code and return its namespace, with the builtins as they were before; None if it raised."""
     null = os.open("/dev/null", os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)
+    table = vars(builtins)
+    before = dict(table)
     namespace: dict[str, Any] = {"__name__": "__main__"}
     try:
         exec(compile(code, "response.py", "exec"), namespace)
     except BaseException:
-        return
-    for i, test in enumerate(tests):
-        try:
-            exec(compile(test, f"test_{i}.py", "exec"), namespace)
-        except BaseException:
-            continue
-        report(str(i))
+        namespace = {}
+    table.clear()
+    table.update(before)
+    if not namespace:
+        return None
+    namespace["__builtins__"] = before
+    return namespace
+
+
+def compiled_or_none(test: str, name: str) -> Any:
+    """Return a test as code; None if it is none."""
+    try:
+        return compile(test, name, "exec")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+RUNS: dict[str, Callable[[str, Any, Callable[[str], None]], None]] = {
+    "tests": run_tests,
+    "calls": run_calls,
+    "programs": run_programs,
+}
+"""Kind of cases -> what runs them."""
 
 
 if __name__ == "__main__":

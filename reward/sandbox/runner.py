@@ -1,4 +1,7 @@
-"""Runs code of a model, together with tests, in a process of its own with limits.
+"""Runs code of a model in a process of its own with limits: with tests, with calls, or as a program.
+
+`run_tests` runs tests in the interpreter of the code. `run_calls` and `run_programs` return plain values
+(JSON) that code of ours compares outside; what is expected never enters the sandbox.
 
 Always: a session of its own, a minimal environment, a temporary working directory, limits on CPU time,
 memory, file size, open files and processes, no core dumps; it is killed together with everything that it
@@ -7,9 +10,9 @@ memory file system of limited size as working directory, files outside it read-o
 (Landlock), no system calls that tested code does not need (seccomp, x86-64); as root, the code runs as
 `nobody`. `reward/sandbox/child.py` does this inside the new process.
 
-Limits of the sandbox: the tests run in the same interpreter as the code, so code written against this very
-sandbox can fake their results; and it is not a virtual machine. Run reward workers of untrusted models in a
-container or virtual machine of their own.
+Limits of the sandbox: the tests of `run_tests` run in the same interpreter as the code, so code written
+against this very sandbox can fake their results; and it is not a virtual machine. Run reward workers of
+untrusted models in a container or virtual machine of their own.
 """
 
 import json
@@ -21,9 +24,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from protocol.errors import RewardError
 from protocol.host.process_tree import kill_process_tree
@@ -32,7 +37,7 @@ CHILD = Path(__file__).with_name("child.py")
 SETUP_S = 60.0
 """Time limit for the process to start and confine itself; the code's own time begins after that."""
 MAX_REPORT = 1 << 16
-"""Bytes read from the process, more than any honest report has."""
+"""Bytes read from the process besides outputs, more than any honest report has."""
 KINDS = frozenset({"pid", "net", "tmpfs", "landlock", "seccomp", "nobody"})
 """Kinds of isolation; `nobody` only as root."""
 NEEDED = KINDS - {"nobody"}
@@ -58,13 +63,15 @@ class Limits:
     """Address space of each process, MiB."""
     file_mb: int = 16
     """Size of each file, and of the working directory if it is a memory file system, MiB."""
+    output_kb: int = 1024
+    """What all calls return, or all programs print, as JSON text, KiB. What exceeds it has no output."""
     processes: int = 8
     """Processes and threads of the code."""
     isolation: IsolationLevel = IsolationLevel.BEST
     """What happens if the kernel does not offer all kinds of isolation."""
 
     def __post_init__(self) -> None:
-        for name in ("wall_s", "cpu_s", "memory_mb", "file_mb", "processes"):
+        for name in ("wall_s", "cpu_s", "memory_mb", "file_mb", "output_kb", "processes"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"limits: {name} is {getattr(self, name)}, must be above 0")
 
@@ -74,22 +81,67 @@ class Verdict:
     """Result of a run."""
 
     passed: frozenset[int]
-    """Indices of the tests that did not raise."""
+    """Numbers of the tests that did not raise, calls that returned, or programs that exited with 0."""
+    outputs: Mapping[int, str]
+    """Number of a call or program -> what it returned or printed, as JSON text; the code may have forged it.
+    """
     timed_out: bool
     """Whether `wall_s` was exceeded."""
     isolation: frozenset[str]
     """The `KINDS` that were in force."""
 
 
-def run_tests(code: str, tests: list[str], limits: Limits) -> Verdict:
-    """Run `code`, then each test in its namespace; leaves no process and no file behind.
+def run_tests(code: str, tests: Sequence[str], limits: Limits) -> Verdict:
+    """Run `code`, then each test, compiled before, in its namespace; leaves no process and no file behind.
 
     Raises:
         RewardError: the sandbox cannot be set up. Nothing that the code does raises.
     """
+    return _run("tests", code, tests, limits)
+
+
+def run_calls(
+    code: str, calls: Sequence[tuple[str, Sequence[Any], Mapping[str, Any]]], limits: Limits
+) -> Verdict:
+    """Run `code`, then call functions of it with arguments, and return their results as JSON.
+
+    Args:
+        code: defines the functions.
+        calls: expression that names a function, positional and keyword arguments (JSON types).
+        limits: of all calls together.
+
+    Raises:
+        RewardError: the sandbox cannot be set up.
+    """
+    return _run("calls", code, calls, limits)
+
+
+def run_programs(code: str, inputs: Sequence[str], limits: Limits) -> Verdict:
+    """Run `code` as a program of its own for each input, and return what it prints.
+
+    Args:
+        code: the program.
+        inputs: what it reads from standard input.
+        limits: of all runs together.
+
+    Raises:
+        RewardError: the sandbox cannot be set up.
+    """
+    return _run("programs", code, inputs, limits)
+
+
+def _run(kind: str, code: str, cases: Sequence[Any], limits: Limits) -> Verdict:
     nonce = secrets.token_hex(16)
     directory = tempfile.mkdtemp(prefix="tether-sandbox-")
-    spec = {"code": code, "tests": tests, "nonce": nonce, "directory": directory, "limits": asdict(limits)}
+    spec = {
+        "kind": kind,
+        "code": code,
+        "cases": cases,
+        "nonce": nonce,
+        "directory": directory,
+        "limits": asdict(limits),
+    }
+    most = MAX_REPORT + (0 if kind == "tests" else limits.output_kb << 10)
     try:
         process = subprocess.Popen(
             [sys.executable, "-I", str(CHILD)],
@@ -108,20 +160,23 @@ def run_tests(code: str, tests: list[str], limits: Limits) -> Verdict:
         )
         with process:
             try:
-                report, timed_out = _watch(process, json.dumps(spec).encode(), nonce, limits.wall_s)
+                report, timed_out = _watch(process, json.dumps(spec).encode(), nonce, limits.wall_s, most)
             finally:
                 kill_process_tree(process.pid)
             assert process.stderr is not None
-            parsed = parse_report(report, nonce, len(tests))
+            parsed = parse_report(report, nonce, len(cases))
             if parsed is None:
                 output = process.stderr.read(2000).decode(errors="replace").strip()
                 raise RewardError(f"the sandbox cannot be set up: {output[-400:] or 'no error output'}")
-            return Verdict(parsed[0], timed_out, parsed[1])
+            outputs, isolation = parsed
+            return Verdict(frozenset(outputs), outputs, timed_out, isolation)
     finally:
         shutil.rmtree(directory, onerror=_open_and_retry)
 
 
-def _watch(process: "subprocess.Popen[bytes]", spec: bytes, nonce: str, wall_s: float) -> tuple[bytes, bool]:
+def _watch(
+    process: "subprocess.Popen[bytes]", spec: bytes, nonce: str, wall_s: float, most: int
+) -> tuple[bytes, bool]:
     """Return the report, and whether time ran out before it was complete."""
     assert process.stdin is not None
     assert process.stdout is not None
@@ -132,35 +187,38 @@ def _watch(process: "subprocess.Popen[bytes]", spec: bytes, nonce: str, wall_s: 
         pass  # it failed to start; stderr says why
     deadline, running = time.monotonic() + SETUP_S, False
     report, begun, done = b"", f"{nonce} isolation".encode(), f"{nonce} done\n".encode()
-    while len(report) < MAX_REPORT and done not in report:
+    while len(report) < most and not report.endswith(done):
         if not running and begun in report:
             deadline, running = time.monotonic() + wall_s, True
         ready, _, _ = select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))
         if not ready:
             return report, True
-        data = os.read(process.stdout.fileno(), 4096)
+        data = os.read(process.stdout.fileno(), 1 << 16)
         if not data:
             break
         report += data
     return report, False
 
 
-def parse_report(report: bytes, nonce: str, tests: int) -> tuple[frozenset[int], frozenset[str]] | None:
-    """Return the tests that passed and the isolation in force; None if the code was not run.
+def parse_report(report: bytes, nonce: str, cases: int) -> tuple[dict[int, str], frozenset[str]] | None:
+    """Return the cases that passed, with their outputs, and the isolation in force; None if no code was run.
 
     Args:
         report: output of the process.
         nonce: the secret word that begins every line of ours.
-        tests: number of tests.
+        cases: number of tests, calls or programs.
     """
     lines = [line.partition(" ") for line in report.decode(errors="replace").split("\n")]
     trusted = [rest for first, _, rest in lines if first == nonce]
     if not trusted or not trusted[0].startswith("isolation"):
         return None
-    known = {str(i): i for i in range(tests)}
-    return frozenset(known[rest] for rest in trusted if rest in known), KINDS.intersection(
-        trusted[0].split()[1:]
-    )
+    known = {str(i): i for i in range(cases)}
+    outputs = {}
+    for line in trusted:
+        case, _, output = line.partition(" ")
+        if case in known:
+            outputs[known[case]] = output
+    return outputs, KINDS.intersection(trusted[0].split()[1:])
 
 
 def _open_and_retry(function: object, path: str, _: object) -> None:

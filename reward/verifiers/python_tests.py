@@ -5,10 +5,12 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from protocol.errors import RewardError
-from reward.sandbox.runner import NEEDED, Limits, run_tests
+from msgspec import Meta
+
+from reward.sandbox.cases import judge, read_cases
+from reward.sandbox.runner import NEEDED, Limits
 from reward.verifiers.registry import required
 
 FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
@@ -19,18 +21,25 @@ class Options:
     """Options of `python_tests`."""
 
     key: str = "tests"
-    """Field of the metadata with the tests: Python text, or a list of such. A test passes if it does not
-    raise."""
+    """Field of the metadata with the tests, of one of three kinds.
+
+    A list of `{call = "f", args = [2], kwargs = {}, returns = 4}`: a function of the code is called, and what
+    it returns is compared outside of the sandbox. A list of `{stdin = "2\\n", stdout = "4\\n"}`: the code is
+    run as a program for each, and what it prints is compared outside. Python text, or a list of such: it runs
+    in the interpreter of the code, and passes if it does not raise; code that aims at this can forge it.
+    """
     prelude: str = ""
     """Field of the metadata with code to run before the response's; empty: none."""
     partial: bool = False
     """Score the fraction of tests that pass, instead of 1 if all do and 0 otherwise."""
+    tolerance: Annotated[float, Meta(ge=0, le=1)] = 1e-9
+    """Absolute and relative difference that a returned number may have if one of the two is a float."""
     limits: Limits = field(default_factory=Limits)
     """Limits of the sandbox."""
 
 
 def score(prompt_text: str, response: str, metadata: Mapping[str, Any], options: Options) -> float:
-    """Run the last ``` block of the response, or all of it if there is none, and then the tests.
+    """Run the last ``` block of the response, or all of it if there is none, with the tests.
 
     Tests that were not run because the code failed, hung or exceeded a limit have not passed.
 
@@ -40,18 +49,14 @@ def score(prompt_text: str, response: str, metadata: Mapping[str, Any], options:
     Raises:
         RewardError: there are no tests, or the sandbox cannot be set up.
     """
-    tests = required(metadata, options.key)
-    tests = [tests] if isinstance(tests, str) else tests
-    if not isinstance(tests, list) or not tests or not all(isinstance(test, str) for test in tests):
-        raise RewardError(f"the field {options.key!r} must be Python text or a list of such")
+    cases = read_cases(required(metadata, options.key), options.key)
     blocks = FENCE.findall(response)
     code = blocks[-1] if blocks else response
     if options.prelude:
         code = f"{required(metadata, options.prelude)}\n{code}"
-    verdict = run_tests(code, tests, options.limits)
+    passed, verdict = judge(code, cases, options.limits, options.tolerance)
     _warn(verdict.isolation)
-    passed = len(verdict.passed)
-    return passed / len(tests) if options.partial else float(passed == len(tests))
+    return passed / len(cases) if options.partial else float(passed == len(cases))
 
 
 @functools.cache

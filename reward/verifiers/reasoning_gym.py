@@ -1,6 +1,5 @@
 """Scores by the scorer of a reasoning-gym family, which may give partial credit."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -70,12 +69,22 @@ def untagged(value: Any) -> Any:
 
 def _extract(response: str, options: Options) -> str | None:
     if options.tag:
-        tag = re.escape(options.tag)
-        found = re.findall(rf"<{tag}>(.*?)</{tag}>", response, re.DOTALL)
-        if not found:
+        inside = _last_inside(response, f"<{options.tag}>", f"</{options.tag}>")
+        if inside is None:
             return None
-        response = found[-1]
+        response = inside
     return response.strip() if options.strip else response
+
+
+def _last_inside(text: str, opening: str, closing: str) -> str | None:
+    """Return what is between the last pair of tags; a regular expression would take quadratic time."""
+    found, place = None, 0
+    while (start := text.find(opening, place)) >= 0:
+        end = text.find(closing, start)
+        if end < 0:
+            break
+        found, place = text[start + len(opening) : end], end + len(closing)
+    return found
 
 
 @lru_cache(maxsize=256)

@@ -1,14 +1,18 @@
 """Makes verifiers by name."""
 
 import importlib
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from protocol.choices import checked_name, checked_options
 from protocol.errors import RewardError, SettingsError
+from reward.group import ResponseGroup
+from reward.verifiers.location import locate
 
 VERIFIERS = (
     "exact_match",
+    "function",
     "json_schema",
     "last_integer",
     "math",
@@ -22,6 +26,34 @@ Score = Callable[[str, str, Mapping[str, Any]], float]
 """(prompt_text, response, metadata) -> score."""
 
 
+class LoadedVerifier(Protocol):
+    """Scores the responses of a group."""
+
+    at_once: bool
+    """Whether one call takes all samples of a group, instead of one sample."""
+    file: str
+    """File of the user that it comes from; empty for a verifier of tether."""
+
+    def score(self, group: ResponseGroup, samples: Sequence[int]) -> list[float | None]:
+        """Return the scores of these samples; None for one that exceeded the time limit.
+
+        May raise anything.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class EachResponse:
+    """Verifier that scores one response at a time."""
+
+    function: Score
+    file: str = ""
+    at_once: bool = False
+
+    def score(self, group: ResponseGroup, samples: Sequence[int]) -> list[float | None]:
+        """Return the scores of these samples."""
+        return [self.function(group.prompt, group.responses[i], group.metadata) for i in samples]
+
+
 def checked_verifier(name: str) -> str:
     """Return the module of a verifier; a name with a dot is a module of the user.
 
@@ -33,24 +65,38 @@ def checked_verifier(name: str) -> str:
     return f"reward.verifiers.{checked_name(name, VERIFIERS, 'setting reward.verifiers: verifier')}"
 
 
-def make_verifier(name: str, options: Mapping[str, Any]) -> Score:
+def make_verifier(name: str, options: Mapping[str, Any], timeout_s: float = 30.0) -> LoadedVerifier:
     """Return a verifier with its options.
 
+    Args:
+        name: of a verifier of tether, or a module of the user.
+        options: as in the settings.
+        timeout_s: limit for one response, which asynchronous functions are held to from within.
+
     Raises:
-        SettingsError: the name or an option is unknown (suggests the nearest one), or the module cannot be
-            imported.
+        SettingsError: the name or an option is unknown (suggests the nearest one), or the module or function
+            cannot be imported.
     """
     path = checked_verifier(name)
     try:
         module = importlib.import_module(path)
     except ImportError as error:
         raise SettingsError(f"verifier {name} cannot be imported: {error}") from None
+    except Exception as error:  # a module of the user may raise anything
+        text = f"{locate(error)}: {type(error).__name__}: {error}"
+        raise SettingsError(f"verifier {name} cannot be imported: {text}") from None
+    for part in ("Options", "score"):
+        if not hasattr(module, part) and name != "function":
+            raise SettingsError(f"verifier {name}: {module.__file__} has no {part!r}; see docs/rewards.md")
     bound = checked_options(module.Options, options, f"verifier {name}")
+    if name == "function":
+        verifier: LoadedVerifier = module.load_function(bound, timeout_s)
+        return verifier
 
     def score(prompt_text: str, response: str, metadata: Mapping[str, Any]) -> float:
         return float(module.score(prompt_text, response, metadata, bound))
 
-    return score
+    return EachResponse(score, str(module.__file__) if "." in name else "")
 
 
 def required(metadata: Mapping[str, Any], field: str) -> Any:

@@ -19,28 +19,33 @@ from reward.config import RewardConfig
 
 LENGTH = struct.Struct("<I")
 MAX_FRAME = 1 << 16
-"""Limit on a frame from a worker, bytes: it holds a number or a short text."""
+"""Limit on a frame from a worker, bytes: it holds numbers or a short text."""
+GRACE_S = 1.0
+"""What a call of all samples may take over `timeout_s`: the worker itself ends those that are late."""
 EXIT_S = 2.0
 """Time for a process that has closed its pipe to exit by itself."""
 ROOT = Path(__file__).resolve().parents[2]
 
 
 class WorkerClient:
-    """A worker process, which scores one group at a time.
+    """A worker process, which answers one call at a time.
 
-    If `healthy` is False after `score` has ended, the process must be replaced.
+    If `healthy` is False after `call` has ended, the process must be replaced.
     """
 
     def __init__(self, process: Process, config: RewardConfig) -> None:
         self._process, self._config = process, config
+        self._group = b""
         self.healthy = True
+        self.at_once: Sequence[bool] = ()
+        """For each verifier, whether one call takes all samples of a group."""
 
     @classmethod
     async def start(cls, config: RewardConfig, modules: Sequence[str] = ()) -> "WorkerClient":
         """Start a worker and wait until it has imported its verifiers; cancelling the call ends the process.
 
         Args:
-            config: section `[reward]`.
+            config: the section.
             modules: directories with modules of the user, which are searched last.
 
         Raises:
@@ -64,9 +69,9 @@ class WorkerClient:
         worker = cls(process, config)
         try:
             async with asyncio.timeout(config.start_timeout_s):
-                await worker._send(
-                    [config.memory_mb, list(modules), [[v.name, v.options] for v in config.verifiers]]
-                )
+                verifiers = [[verifier.name, verifier.options] for verifier in config.verifiers]
+                frame = [config.memory_mb, config.timeout_s, list(modules), verifiers]
+                await worker._send(msgspec.msgpack.encode(frame))
                 kind, *rest = await worker._receive()
         except TimeoutError:
             await worker.end()
@@ -82,45 +87,46 @@ class WorkerClient:
         if kind == "settings":
             await worker.end()
             raise SettingsError(rest[0])
+        worker.at_once = rest[0]
         return worker
 
-    async def score(
-        self, prompt_text: str, responses: Sequence[str], metadata: bytes
-    ) -> dict[str, list[float]]:
-        """Return verifier -> [n] scores of the responses.
+    async def call(self, group: bytes, verifier: int, samples: Sequence[int]) -> list[float | None]:
+        """Return the scores that one verifier gives to samples of a group.
 
         Args:
-            prompt_text: the prompt as text.
-            responses: [n] the samples as text.
-            metadata: the prompt's metadata, a MessagePack map.
+            group: the frame that describes the group; sent once for all calls with it.
+            verifier: number of the verifier in the settings.
+            samples: numbers of the samples.
+
+        Returns:
+            A score for each sample; None for one that exceeded `timeout_s`, after which the worker is not
+            healthy.
 
         Raises:
-            VerifierError: a verifier raised (the worker stays healthy), exceeded `timeout_s`, or crashed.
+            VerifierError: a verifier raised (the worker stays healthy), or the process crashed.
         """
         self.healthy = False  # until the whole answer has been read, even if this call is cancelled
-        names = [verifier.name for verifier in self._config.verifiers]
-        scores: dict[str, list[float]] = {name: [] for name in names}
-        current = names[0] if names else ""
+        name = self._config.verifiers[verifier].component
+        late: list[float | None] = [None] * len(samples)
         try:
-            async with asyncio.timeout(self._config.timeout_s):
-                await self._send([prompt_text, list(responses), metadata])
-            for current in names:
-                for _ in responses:
-                    async with asyncio.timeout(self._config.timeout_s):
-                        kind, value = await self._receive()
-                    if kind == "error":
-                        self.healthy = True
-                        raise VerifierError(current, value)
-                    scores[current].append(float(value))
+            async with asyncio.timeout(self._config.timeout_s + (GRACE_S if self.at_once[verifier] else 0)):
+                if group is not self._group:
+                    await self._send(group)
+                    self._group = group
+                await self._send(msgspec.msgpack.encode(["call", verifier, samples]))
+                kind, value = await self._receive()
+            if kind == "error":
+                self.healthy = True
+                raise VerifierError(name, value)
+            scores = msgspec.convert(value, list[float | None])
+            if len(scores) != len(samples):
+                raise ValueError(f"{len(scores)} scores for {len(samples)} samples")
         except TimeoutError:
-            i = len(scores.get(current, ()))
-            raise VerifierError(
-                current, f"no score for sample {i} within reward.timeout_s {self._config.timeout_s}"
-            ) from None
-        except (EOFError, OSError, ValueError, msgspec.MsgspecError) as error:
+            return late
+        except (EOFError, OSError, ValueError, TypeError, msgspec.MsgspecError) as error:
             code = await self._exit_code()
-            raise VerifierError(current, f"the worker process ended, exit code {code}") from error
-        self.healthy = True
+            raise VerifierError(name, f"the worker process ended, exit code {code}") from error
+        self.healthy = None not in scores
         return scores
 
     def kill(self) -> None:
@@ -151,9 +157,8 @@ class WorkerClient:
         while await self._process.stdout.read(MAX_FRAME):
             pass
 
-    async def _send(self, frame: list[Any]) -> None:
+    async def _send(self, data: bytes) -> None:
         assert self._process.stdin is not None
-        data = msgspec.msgpack.encode(frame)
         self._process.stdin.write(LENGTH.pack(len(data)) + data)
         await self._process.stdin.drain()
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -9,13 +10,17 @@ from typing import Any
 import msgspec
 
 from protocol.errors import RewardError, SettingsError
-from reward.combine import combine
+from protocol.ranges import check_ranges
+from reward.combine import VerifierError, combine
 from reward.config import RewardConfig
 from reward.verifiers.registry import checked_verifier
 from reward.workers.client import WorkerClient
 
 ENVIRONMENT = "environment"
 """Name of the component with the environment's reward."""
+TIMED_OUT = "timed_out"
+"""Name of the component that counts, for each sample, the verifiers of which it got `timeout_score`. It is
+there only if there are such samples, and no part of the reward."""
 
 
 class ScorePool:
@@ -29,18 +34,21 @@ class ScorePool:
             modules: directories with modules of the user, for the workers.
 
         Raises:
-            SettingsError: a verifier is unknown or repeated, or a number is out of range.
+            SettingsError: a verifier is unknown, two have one name, or a number is out of range.
         """
-        names = [verifier.name for verifier in config.verifiers]
-        for name in names:
-            checked_verifier(name)
-        if len(set(names)) != len(names):
-            raise SettingsError(f"setting reward.verifiers: {', '.join(names)}: each verifier at most once")
-        if config.workers < 1 or config.timeout_s <= 0:
-            raise SettingsError("settings reward.workers must be at least 1 and reward.timeout_s above 0")
-        self._config, self._modules = config, modules
-        self._weights = {verifier.name: verifier.weight for verifier in config.verifiers} | {
-            ENVIRONMENT: config.environment_weight
+        check_ranges(config, "reward")
+        for verifier in config.verifiers:
+            checked_verifier(verifier.name)
+        names = [verifier.component for verifier in config.verifiers]
+        if len({*names, ENVIRONMENT, TIMED_OUT}) != len(names) + 2:
+            raise SettingsError(
+                f"setting reward.verifiers: {', '.join(names)}: each needs a name of its own, "
+                f"other than {ENVIRONMENT!r} and {TIMED_OUT!r}; give a `label`"
+            )
+        self._config, self._modules = config, tuple(modules)
+        self._weights = {verifier.component: verifier.weight for verifier in config.verifiers} | {
+            ENVIRONMENT: config.environment_weight,
+            TIMED_OUT: 0.0,
         }
         self._slots: asyncio.Queue[WorkerClient | None] = asyncio.Queue()
         """One entry per free slot: its worker, or None if that has to be started. Every taker puts one
@@ -72,6 +80,8 @@ class ScorePool:
         responses: Sequence[str],
         metadata: bytes | msgspec.Raw | Mapping[str, Any],
         environment: Sequence[float] | None = None,
+        token_counts: Sequence[int] | None = None,
+        finish_reasons: Sequence[str] | None = None,
     ) -> tuple[list[float], dict[str, list[float]]]:
         """Score a group on a free worker, for which it waits; cancelling the call replaces that worker.
 
@@ -80,6 +90,8 @@ class ScorePool:
             responses: [n] the samples as text.
             metadata: a MessagePack map, or a mapping to encode as one.
             environment: [n] rewards of the environment, which are one more component.
+            token_counts: [n] tokens of the samples; by default 0.
+            finish_reasons: [n] why they ended; by default "stop".
 
         Returns:
             [n] combined rewards, and component -> [n] scores.
@@ -88,15 +100,59 @@ class ScorePool:
             RewardError: a score could not be computed; a `VerifierError` names the verifier.
         """
         components: dict[str, list[float]] = {}
+        n = len(responses)
         if self._config.verifiers:
-            packed = (
-                msgspec.msgpack.encode(dict(metadata)) if isinstance(metadata, Mapping) else bytes(metadata)
-            )
-            async with self._worker() as worker:
-                components = await worker.score(prompt_text, responses, packed)
+            counts, reasons = token_counts or [0] * n, finish_reasons or ["stop"] * n
+            group = _group_frame(prompt_text, list(responses), metadata, list(counts), list(reasons))
+            components = await self._components(group, n)
         if environment is not None:
             components[ENVIRONMENT] = list(environment)
         return combine(components, self._weights), components
+
+    async def _components(self, group: bytes, n: int) -> dict[str, list[float]]:
+        """Return component -> [n] scores.
+
+        A sample that is late is tried once more, on another worker; if it is late again it gets
+        `timeout_score`.
+
+        Raises:
+            VerifierError: a verifier failed; or was late, and there is no `timeout_score`.
+        """
+        names = [verifier.component for verifier in self._config.verifiers]
+        scores = {name: [0.0] * n for name in names}
+        given_up = [0.0] * n
+        calls: deque[tuple[int, list[int], bool]] | None = None
+        while calls is None or calls:
+            async with self._worker() as worker:
+                if calls is None:
+                    calls = deque(
+                        (verifier, samples, False)
+                        for verifier, at_once in enumerate(worker.at_once)
+                        for samples in ([list(range(n))] if at_once else [[i] for i in range(n)])
+                    )
+                while calls and worker.healthy:
+                    verifier, samples, is_second = calls.popleft()
+                    got = await worker.call(group, verifier, samples)
+                    late = [i for i, score in zip(samples, got, strict=True) if score is None]
+                    for i, score in zip(samples, got, strict=True):
+                        if score is not None:
+                            scores[names[verifier]][i] = score
+                    if not late:
+                        continue
+                    if not is_second and self._config.timeout_score is not None:
+                        calls.appendleft((verifier, late, True))
+                        continue
+                    for i in late:
+                        scores[names[verifier]][i] = self._timeout_score(names[verifier], i)
+                        given_up[i] += 1.0
+        return scores | ({TIMED_OUT: given_up} if any(given_up) else {})
+
+    def _timeout_score(self, verifier: str, sample: int) -> float:
+        """Return the score of a sample that was late. Raises VerifierError if none is set."""
+        limit, score = self._config.timeout_s, self._config.timeout_score
+        if score is None:
+            raise VerifierError(verifier, f"no score for sample {sample} within reward.timeout_s {limit}")
+        return score
 
     async def close(self) -> None:
         """End all workers; groups that are being scored fail. Idempotent."""
@@ -132,3 +188,17 @@ class ScorePool:
     async def _end(self, worker: WorkerClient) -> None:
         self._running.discard(worker)
         await worker.end()
+
+
+def _group_frame(
+    prompt_text: str,
+    responses: list[str],
+    metadata: bytes | msgspec.Raw | Mapping[str, Any],
+    *rest: list[Any],
+) -> bytes:
+    """Return the frame that describes a group to a worker. Raises RewardError if a text is none."""
+    try:
+        packed = msgspec.msgpack.encode(dict(metadata)) if isinstance(metadata, Mapping) else bytes(metadata)
+        return msgspec.msgpack.encode(["group", prompt_text, responses, packed, *rest])
+    except UnicodeEncodeError as error:
+        raise RewardError(f"prompt, response or metadata is no valid text: {error}") from None

@@ -2,28 +2,37 @@
 
 Frames in both directions: 4 bytes of length, little-endian, and a MessagePack array.
 
-    in   [memory_mb, modules, [[verifier, options], ...]]   once
-    out  ["ready"] or ["settings", text]                    once
-    in   [prompt_text, responses, metadata]                 per group
-    out  ["score", number]                                  per verifier and response, verifiers outermost
-         or ["error", text]                                 ends the group
+    in   [memory_mb, timeout_s, modules, [[verifier, options], ...]]                  once
+    out  ["ready", [at_once, ...]] or ["settings", text]                              once
+    in   ["group", prompt_text, responses, metadata, token_counts, finish_reasons]    no answer
+    in   ["call", verifier, [sample, ...]]                                            of the last group
+    out  ["scores", [number or nil, ...]], nil for a sample that was too slow, or ["error", text]
 """
 
+import asyncio
 import os
 import resource
 import signal
 import struct
 import sys
+import traceback
+from collections.abc import Sequence
 from typing import Any, BinaryIO
 
 import msgspec
 
-from protocol.errors import SettingsError
+from protocol.errors import RewardError, SettingsError
 from protocol.host.parent_death import die_with_parent
 from protocol.msgpack_limits import METADATA_DEPTH, check_shape
-from reward.verifiers.registry import Score, make_verifier
+from reward.group import ResponseGroup
+from reward.verifiers.location import locate
+from reward.verifiers.registry import LoadedVerifier, make_verifier
 
 LENGTH = struct.Struct("<I")
+MAX_ERROR = 500
+"""Characters of an error that are sent."""
+MOST_TRACES = 100
+"""Different exceptions whose traceback is printed."""
 
 
 def main() -> None:
@@ -31,33 +40,57 @@ def main() -> None:
     die_with_parent(signal.SIGKILL)
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # output of verifiers goes to the log, not between the frames
-    memory_mb, modules, configured = _read(source)
+    memory_mb, timeout_s, modules, configured = _read(source)
     sys.path.extend(modules)  # last, so that none replaces a module of ours
     try:
-        verifiers = [make_verifier(name, options) for name, options in configured]
+        verifiers = [make_verifier(name, options, timeout_s) for name, options in configured]
     except SettingsError as error:
         _write(sink, ["settings", str(error)])
         return
     if memory_mb:
         resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
-    _write(sink, ["ready"])
-    while (group := _read(source)) is not None:
-        _score(sink, verifiers, *group)
+    _write(sink, ["ready", [verifier.at_once for verifier in verifiers]])
+    printed: set[str] = set()
+    group: ResponseGroup | str = "no group"
+    while (frame := _read(source)) is not None:
+        kind, *rest = frame
+        if kind == "group":
+            group = _group(*rest)
+        else:
+            verifier, samples = rest
+            _write(sink, _call(verifiers[verifier], group, samples, printed))
 
 
-def _score(
-    sink: BinaryIO, verifiers: list[Score], prompt_text: str, responses: list[str], packed: bytes
-) -> None:
+def _group(
+    prompt_text: str, responses: list[str], packed: bytes, token_counts: list[int], finish_reasons: list[str]
+) -> ResponseGroup | str:
+    """Return the group, or what is wrong with its metadata."""
     try:
         check_shape(packed, most_depth=METADATA_DEPTH)
         metadata = msgspec.msgpack.decode(packed, type=dict[str, Any])
-        for verifier in verifiers:
-            for response in responses:
-                _write(sink, ["score", verifier(prompt_text, response, metadata)])
-    except BrokenPipeError:
-        raise
-    except Exception as error:  # verifiers may raise anything; the process can score the next group
-        _write(sink, ["error", f"{type(error).__name__}: {error}"[:500]])
+    except Exception as error:  # whatever the decoder raises
+        return f"{type(error).__name__}: {error}"[:MAX_ERROR]
+    return ResponseGroup(prompt_text, responses, metadata, token_counts, finish_reasons)
+
+
+def _call(
+    verifier: LoadedVerifier, group: ResponseGroup | str, samples: Sequence[int], printed: set[str]
+) -> list[Any]:
+    if isinstance(group, str):
+        return ["error", group]
+    try:
+        return ["scores", verifier.score(group, samples)]
+    except RewardError as error:
+        return ["error", f"{type(error).__name__}: {error}"[:MAX_ERROR]]
+    except (Exception, asyncio.CancelledError) as error:  # verifiers may raise anything
+        text = f"{type(error).__name__}: {error}"
+        if verifier.file:
+            place = locate(error, verifier.file)
+            text = f"{place}: {text}" if place else text
+            if place not in printed and len(printed) < MOST_TRACES:
+                printed.add(place)
+                traceback.print_exception(error)
+        return ["error", text[:MAX_ERROR]]
 
 
 def _read(source: BinaryIO) -> Any:

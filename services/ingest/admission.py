@@ -22,6 +22,8 @@ T = TypeVar("T")
 BATCH = 64
 """Messages stored by one fsync."""
 SPOOL_RETRY_S = 1.0
+MAX_REASON = 300
+"""Characters of a failed score in the event log."""
 NOT_HELD_ANY_MORE = frozenset({Reason.NOT_HELD, Reason.WRONG_STATE, Reason.UNKNOWN_GROUP, Reason.DUPLICATE})
 """Refusals of a release that say that there is nothing left to release."""
 
@@ -124,7 +126,8 @@ class Admission:
         )
         self._process.metrics.count("score.failed")
         try:
-            await self._process.ledger.release(failure.group, failure.token, f"reward:{failure.verifier}")
+            reason = f"reward:{failure.verifier}: {failure.error}"[:MAX_REASON]
+            await self._process.ledger.release(failure.group, failure.token, reason)
         except Refused as refusal:
             if refusal.reason not in NOT_HELD_ANY_MORE:
                 raise

@@ -25,6 +25,9 @@ KEPT_ENGINES = 64
 KEPT_GROUPS = 50_000
 """Leases and trained groups of which the lease token is known."""
 KEPT_CHANGES = 256
+KEPT_DETAILS = 100
+"""Different errors that led to drops; more of them are counted under the verifier's name."""
+MAX_DETAIL = 300
 _HEAD_BYTES = 1 << 14
 
 
@@ -173,7 +176,7 @@ class EventTail:
         elif kind == "drop":
             self._drops[str(event["reason"])[:80]] += 1
             if event.get("detail"):
-                self._details[str(event["detail"])[:80]] += 1
+                self._count_detail(str(event["detail"])[:MAX_DETAIL])
             self._tokens.pop(event["group"], None)
         elif kind == "claim":
             counters["epoch"] = event["epoch"]
@@ -190,6 +193,11 @@ class EventTail:
             counters["steps"] = event["steps"]
         if kind == "create":
             counters["prompts"] = event["prompts"]
+
+    def _count_detail(self, detail: str) -> None:
+        if detail not in self._details and len(self._details) >= KEPT_DETAILS:
+            detail = ":".join(detail.split(":")[:2])  # such as reward:math
+        self._details[detail] += 1
 
     def _note_bound(self, version: int, max_staleness: int, groups_per_step: int, policy: str) -> None:
         if not self._bounds or self._bounds[-1][1:] != (max_staleness, groups_per_step, policy):

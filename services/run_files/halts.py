@@ -45,8 +45,8 @@ def explain_halt(reason: str, details: Mapping[str, int] | None = None) -> str:
 
     Args:
         reason: the drop reason that halted it, one word, or a cause that the trainer named, a sentence.
-        details: what led to drops (`reward:NAME`, `prompt` ...) -> how often; the most frequent one names the
-            cause of `attempts`.
+        details: what led to drops (`reward:NAME: ERROR`, `prompt` ...) -> how often; the most frequent one
+            names the cause of `attempts`.
     """
     if " " in reason:
         return f"the run halted: {reason}; fix the cause, {AGAIN}"
@@ -56,7 +56,7 @@ def explain_halt(reason: str, details: Mapping[str, int] | None = None) -> str:
         kind, (f"groups were dropped for the reason {reason!r}", "the logs", "fix the cause")
     )
     if kind != reason and kind in _CAUSES:
-        cause += f" (verifier {name!r})" if name else ""
+        cause += f" (verifier {name})" if name else ""
         cause += ", in all attempts"
     return (
         f"the run halted for the reason {reason!r}: {cause}, more than {RULE}; see {place}; {remedy}, {AGAIN}"

@@ -10,6 +10,7 @@ from zmq.utils import z85
 
 from protocol.errors import RewardError, SettingsError
 from protocol.msgpack_limits import METADATA_DEPTH, check_shape
+from reward.group import ResponseGroup
 from reward.verifiers.registry import make_verifier
 from rollout.prompts.base import PromptConfig
 from rollout.prompts.jsonl import make
@@ -102,7 +103,7 @@ VERIFIERS = {
         }
     },
 }
-SCORES = {name: make_verifier(name, options) for name, options in VERIFIERS.items()}
+SCORES = {name: make_verifier(name, options).score for name, options in VERIFIERS.items()}
 
 
 def response(data: bytes, _: Path) -> None:
@@ -110,7 +111,9 @@ def response(data: bytes, _: Path) -> None:
     text = data.decode(errors="replace")
     for name, score in SCORES.items():
         try:
-            assert math.isfinite(score("", text, {"answer": "12"})), name
+            (value,) = score(ResponseGroup("", [text], {"answer": "12"}, [1], ["stop"]), [0])
+            assert value is not None, name
+            assert math.isfinite(value), name
         except RewardError as error:
             raise AssertionError(f"{name}: a response has no score") from error
 

@@ -143,6 +143,79 @@ async def test_a_hanging_verifier_is_ended_with_what_it_started(config: RewardCo
         assert (await pool.score("q", ["7"], METADATA))[0] == [15.0]
 
 
+@pytest.mark.parametrize("score", [-0.5, 0.0])
+async def test_a_response_that_is_late_on_two_workers_gets_the_score_for_that(
+    config: RewardConfig, tmp_path: Path, score: float
+) -> None:
+    late = replace(config, timeout_s=1.0, timeout_score=score)
+    async with ScorePool(late) as pool:
+        before = workers()
+        async with asyncio.TaskGroup() as tasks:
+            started = [tasks.create_task(hanging(tmp_path))]
+            scoring = tasks.create_task(pool.score("q", ["7", "hang", "8"], METADATA))
+            await started[0]
+            started.append(tasks.create_task(hanging(tmp_path)))
+        rewards, components = scoring.result()
+        assert started[0].result() != started[1].result()
+        assert components["unruly.verifier"] == [7.0, score, 7.0]
+        assert components["exact_match"] == [1.0, 0.0, 0.0]
+        assert components["timed_out"] == [0.0, 1.0, 0.0]
+        assert rewards == [15.0, 2.0 * score, 14.0]
+        assert not psutil.pid_exists(before[0])
+        assert "timed_out" not in (await pool.score("q", ["7"], METADATA))[1]
+
+
+OWN = """
+import asyncio
+
+def each(response, metadata, token_count, finish_reason):
+    if response == "bad":
+        raise KeyError("no such thing")
+    return float(token_count) if finish_reason == "stop" else 0
+
+def whole(responses):
+    return [1.0 / len(responses)] * len(responses)
+
+async def slow(response):
+    await asyncio.sleep(3600 * (response == "slow"))
+    return 1
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> RewardConfig:
+    """Three functions of one module of the user."""
+    (tmp_path / "own_reward.py").write_text(OWN)
+    verifiers = tuple(
+        VerifierConfig("function", options={"path": f"own_reward:{name}"}, label=name)
+        for name in ("each", "whole", "slow")
+    )
+    return RewardConfig(verifiers=verifiers, timeout_s=60.0, workers=1)
+
+
+async def test_functions_of_the_user_score_samples_and_groups(own: RewardConfig, tmp_path: Path) -> None:
+    async with ScorePool(own, [str(tmp_path)]) as pool:
+        _, components = await pool.score(
+            "q", ["a", "b"], {}, token_counts=[3, 4], finish_reasons=["stop", "length"]
+        )
+        assert components == {"each": [3.0, 0.0], "whole": [0.5, 0.5], "slow": [1.0, 1.0]}
+        with pytest.raises(VerifierError, match=r"each: /\S+/own_reward\.py:6: KeyError: 'no such thing'"):
+            await pool.score("q", ["a", "bad"], {})
+        assert len(workers()) == 1
+
+
+async def test_only_the_late_samples_of_an_asynchronous_function_are_scored_for_that(
+    own: RewardConfig, tmp_path: Path
+) -> None:
+    async with ScorePool(replace(own, timeout_s=1.0), [str(tmp_path)]) as pool:
+        with pytest.raises(VerifierError, match=r"slow: no score for sample 1 within reward\.timeout_s 1\.0"):
+            await pool.score("q", ["a", "slow"], {})
+    async with ScorePool(replace(own, timeout_s=1.0, timeout_score=0.25), [str(tmp_path)]) as pool:
+        _, components = await pool.score("q", ["a", "slow"], {})
+    assert components["slow"] == [1.0, 0.25]
+    assert components["timed_out"] == [0.0, 1.0]
+
+
 async def test_what_a_verifier_prints_does_not_get_between_the_frames(pool: ScorePool) -> None:
     assert (await pool.score("q", ["print", "noise"], METADATA))[1]["unruly.verifier"] == [1.0, 1.0]
 
@@ -195,10 +268,14 @@ async def test_groups_are_scored_at_once_by_as_many_workers_as_allowed(config: R
     ("verifiers", "change", "why"),
     [
         ([VerifierConfig("exact_mach")], {}, "did you mean 'exact_match'"),
-        ([VerifierConfig(), VerifierConfig()], {}, "each verifier at most once"),
+        ([VerifierConfig(), VerifierConfig()], {}, "each needs a name of its own"),
+        ([VerifierConfig(label="timed_out")], {}, "other than 'environment' and 'timed_out'"),
+        ([VerifierConfig("function", options={"path": "nowhere:score"})], {}, r"there is no nowhere\.py"),
         ([VerifierConfig(options={"stripp": True})], {}, "did you mean 'strip'"),
         ([VerifierConfig("no.such_module")], {}, "cannot be imported"),
-        ([VerifierConfig()], {"workers": 0}, r"reward\.workers"),
+        ([VerifierConfig()], {"workers": 0}, r"setting reward\.workers: 0 is not between 1 and 10000"),
+        ([VerifierConfig()], {"timeout_s": float("nan")}, r"setting reward\.timeout_s: nan is not above 0"),
+        ([VerifierConfig(weight=1e9)], {}, r"setting reward\.verifiers\.0\.weight"),
     ],
 )
 async def test_wrong_settings_are_found_at_the_start(

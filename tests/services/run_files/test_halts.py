@@ -5,7 +5,7 @@ import pytest
 from services.run_files.halts import _CAUSES, explain_halt
 
 
-@pytest.mark.parametrize("reason", [*_CAUSES, "something_new"])
+@pytest.mark.parametrize("reason", [*_CAUSES, "novelty"])
 def test_halt_names_cause_place_and_remedy(reason: str) -> None:
     line = explain_halt(reason)
     assert line.startswith(f"the run halted for the reason {reason!r}: ")
@@ -15,8 +15,8 @@ def test_halt_names_cause_place_and_remedy(reason: str) -> None:
 
 
 def test_halt_for_attempts_names_what_led_to_most_of_them() -> None:
-    line = explain_halt("attempts", {"prompt": 1, "reward:math": 9})
-    assert "rewards of groups could not be computed (verifier 'math'), in all attempts" in line
+    line = explain_halt("attempts", {"prompt": 1, "reward:function: /x/own.py:2: KeyError: 3": 9})
+    assert "could not be computed (verifier function: /x/own.py:2: KeyError: 3), in all attempts" in line
     assert "logs/reward.*.log" in line
     assert "prompts could not be rendered" in explain_halt("attempts", {"prompt": 3})
     assert "used up their" in explain_halt("attempts", {})

@@ -1,0 +1,21 @@
+"""Defines what a verifier is given of a prompt group."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseGroup:
+    """One prompt and its n responses."""
+
+    prompt: str
+    """The prompt as text."""
+    responses: Sequence[str]
+    """[n] the samples as text."""
+    metadata: Mapping[str, Any]
+    """What the prompt source knows of the prompt: answer, tests ..."""
+    token_counts: Sequence[int]
+    """[n] tokens of each sample, without the prompt; 0 for a response that no engine generated."""
+    finish_reasons: Sequence[str]
+    """[n] "stop", "length" or "environment"."""

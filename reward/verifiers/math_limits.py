@@ -1,0 +1,170 @@
+"""Picks the final answer out of a response, and bounds what parsing and comparing it can cost, before either.
+
+math-verify computes numbers exactly and tries many ways to read nested brackets: 9^{9^{9^9}} or 3,000
+brackets would keep it busy for longer than any time limit.
+"""
+
+import re
+
+LONGEST = 1000
+"""Characters of an answer; also those at the end of a response without a box, in which its answer is looked
+for."""
+DEPTH = 12
+"""Brackets inside each other."""
+DIGITS = 500
+"""Digits of one number."""
+EXPONENT = 3000
+"""Largest product of the numbers in an exponent."""
+POLYNOMIAL = 200
+"""Largest exponent of brackets with letters in them."""
+POWERS = 100_000
+"""Largest product of an exponent, the exponents of brackets, and the digits of the longest number over 20."""
+CHOOSE = 10_000
+"""Numbers in a factorial, a binomial coefficient, a sum or a product are below this."""
+BOXED = "\\boxed{"
+BETWEEN = re.compile(r"\s*(?:\$|\\\)|\\\])?\s*,?\s*(?:and|or|,)\s*(?:\$|\\\(|\\\[)?\s*")
+"""What connects boxes that are one answer."""
+GAP = 20
+"""Characters between boxes that are one answer."""
+BEFORE = re.compile(r"(?:\$\$?|\\\(|\\\[)\s*\Z")
+AFTER = re.compile(r"(?:\s{0,9}(?:\$\$?|\\\)|\\\]))?(?:\s{0,9}\\?%)?")
+NUMBER = re.compile(r"\d+", re.ASCII)
+OPENING, CLOSING = "([{", ")]}"
+COSTLY = re.compile(r"\\(?:binom|dbinom|tbinom|choose|sum|prod|int|lim)(?![a-zA-Z])")
+MOST_COSTLY = 2
+"""Sums, products, integrals, limits and binomial coefficients in one answer."""
+
+
+def final_answer(response: str) -> str:
+    """Return the part of a response that math-verify has to read: the last boxed answer, or the end."""
+    start = response.rfind(BOXED)
+    if start < 0 or response.rfind("inal answer is") > start:
+        return response[-LONGEST:]
+    first, end = start, _end_of_box(response, start)
+    for _ in range(5):  # 1 and 2, each in a box, are one answer of two parts
+        earlier = response.rfind(BOXED, 0, first)
+        gap = _end_of_box(response, earlier) if earlier >= 0 else -GAP
+        if first - gap > GAP or not BETWEEN.fullmatch(response, gap, first):
+            break
+        first = earlier
+    before = BEFORE.search(response, max(0, first - 8), first)
+    after = AFTER.match(response, end)
+    return response[before.start() if before else first : after.end() if after else end]
+
+
+def why_too_costly(text: str) -> str:
+    """Return which limit an expression exceeds; empty if none."""
+    text = text.replace("**", "^")
+    if len(text) > LONGEST:
+        return f"{len(text)} characters"
+    if any(len(digits) > DIGITS for digits in NUMBER.findall(text)):
+        return f"a number of over {DIGITS} digits"
+    pairs = _brackets(text)
+    if pairs is None:
+        return f"brackets over {DEPTH} deep"
+    if len(COSTLY.findall(text)) > MOST_COSTLY:
+        return f"more than {MOST_COSTLY} sums, products, integrals or binomial coefficients"
+    if COSTLY.search(text) and _largest(text) >= CHOOSE:
+        return f"a sum, product or binomial coefficient with a number of {CHOOSE} or more"
+    return _factorial_problem(text, pairs) or _power_problem(text, pairs)
+
+
+def _end_of_box(text: str, start: int) -> int:
+    """Return where the box that begins at `start` ends, or a place too far away for an answer."""
+    depth = 0
+    most = min(len(text), start + LONGEST + 1)
+    for i in range(start + len(BOXED) - 1, most):
+        depth += (text[i] == "{") - (text[i] == "}")
+        if depth == 0:
+            return i + 1
+    return most
+
+
+def _brackets(text: str) -> dict[int, int] | None:
+    """Return opening -> closing bracket, by position; None if they are too deep."""
+    stack: list[int] = []
+    pairs = {}
+    for i, character in enumerate(text):
+        if character in OPENING:
+            stack.append(i)
+            if len(stack) > DEPTH:
+                return None
+        elif character in CLOSING and stack:
+            pairs[stack.pop()] = i
+    return pairs
+
+
+def _factorial_problem(text: str, pairs: dict[int, int]) -> str:
+    """Return why a factorial is too large; text without LaTeX has only exclamation marks."""
+    if not re.search(r"[$\\\[]", text):
+        return ""
+    opening = {closed: opened for opened, closed in pairs.items()}
+    for place in (i for i, character in enumerate(text) if character == "!"):
+        before = text[:place].rstrip()
+        number = re.search(r"\d+\Z", before)
+        start = opening.get(len(before) - 1, number.start() if number else len(before))
+        operand = before[start:]
+        if before.endswith("!") or before[:start].rstrip().endswith("^"):
+            return "a factorial of a factorial or power"
+        if re.search(r"[!^*(\[{]|\\times|\\cdot", operand[1:]) or _largest(operand) >= CHOOSE:
+            return f"the factorial of an expression, or of a number of {CHOOSE} or more"
+    return ""
+
+
+def _power_problem(text: str, pairs: dict[int, int]) -> str:
+    """Return why powers have too many digits: exponents of powers in brackets multiply."""
+    opening = {closed: opened for opened, closed in pairs.items()}
+    of_brackets, largest = 1, 1
+    for place in (i for i, character in enumerate(text) if character == "^"):
+        exponent = _exponent(text, place + 1, pairs)
+        size = 1
+        for part in reversed(exponent.split("^")):
+            size = min(_product(part) ** min(size, 64), EXPONENT + 1)
+        if size > EXPONENT or ("!" in exponent and NUMBER.search(exponent)):
+            return f"an exponent over {EXPONENT}"
+        base = text[:place].rstrip()
+        largest = max(largest, size)
+        if base[-1:] in (")", "]", "}", "!"):
+            of_brackets *= size
+            inside = base[opening.get(len(base) - 1, len(base)) :]
+            if size > POLYNOMIAL and re.search(r"[a-zA-Z]", inside):
+                return f"a polynomial to a power over {POLYNOMIAL}"
+    longest = max((len(digits) for digits in NUMBER.findall(text)), default=1)
+    if of_brackets * largest * max(1, longest // 20) > POWERS:
+        return f"powers of powers over {POWERS}"
+    is_large = bool(re.search(r"\d\s*[)\]}]*\s*!|binom|choose", text))
+    return "a power of a factorial or binomial coefficient" if is_large and largest > 20 else ""
+
+
+def _exponent(text: str, start: int, pairs: dict[int, int]) -> str:
+    """Return the exponent that begins at `start`, with what follows it in a chain such as 2^3^4."""
+    while start < len(text) and text[start].isspace():
+        start += 1
+    if start in pairs:
+        end = pairs[start] + 1
+    else:
+        match = re.compile(r"[-+]?(?:\d+|\\[a-zA-Z]+|.)?", re.ASCII | re.DOTALL).match(text, start)
+        end = match.end() if match else start
+    rest = text[end:].lstrip()
+    if rest.startswith("^"):
+        return text[start:end] + "^" + _exponent(text, len(text) - len(rest) + 1, pairs)
+    return text[start:end]
+
+
+def _product(text: str) -> int:
+    """Return the product of the numbers in a text, at most a little over `EXPONENT`; 1 if there is none."""
+    product = 1
+    for digits in NUMBER.findall(text):
+        product *= max(1, _value(digits))
+        if product > EXPONENT:
+            break
+    return product
+
+
+def _largest(text: str) -> int:
+    return max((_value(digits) for digits in NUMBER.findall(text)), default=0)
+
+
+def _value(digits: str) -> int:
+    """Return a number, or a large one in place of one that has many digits."""
+    return int(digits) if len(digits) < 10 else 10**10

@@ -1,0 +1,29 @@
+"""Tests what a user sees of an own reward function that fails: while the run is on, and when it halts."""
+
+from pathlib import Path
+
+from services.ledger.event_log.archiver import FILE
+from services.ledger.verify.verifier import verify
+from tests.integration.command import tether
+from tests.integration.loop import ROOT
+
+CONFIG = str(ROOT / "deploy/configs/stragglers.toml")
+
+
+def test_an_exception_reaches_the_terminal_and_the_halt_with_file_and_line(tmp_path: Path) -> None:
+    (tmp_path / "own_reward.py").write_text("def score(response, metadata):\n    return metadata['anwser']\n")
+    settings = (
+        'reward.verifiers=[{name="function",options={path="own_reward:score"}}]',
+        f'run.modules=["{tmp_path}"]', "bound.max_attempts=1", "bound.drop_window=4", "bound.drop_share=1.0",
+        "monitor.enabled=false",
+    )  # fmt: skip
+    overrides = [part for setting in settings for part in ("--set", setting)]
+    ended = tether("up", CONFIG, "--run-dir", str(tmp_path / "run"), *overrides)
+    place = f"{tmp_path}/own_reward.py:2: KeyError: 'anwser'"
+    assert ended.returncode == 1
+    assert f"reward.0 could not score a group: function: {place}" in ended.stdout
+    (halt,) = [line for line in ended.stderr.splitlines() if "the run halted" in line]
+    assert f"verifier function: {place}" in halt
+    assert "logs/reward.*.log; fix the verifier" in halt
+    assert "Traceback" in (tmp_path / "run/logs/reward.0.log").read_text()
+    assert verify(tmp_path / "run" / FILE).violations == []
