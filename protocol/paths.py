@@ -5,6 +5,7 @@ variable to the working directory. `services.settings.paths` makes all of them a
 """
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -14,20 +15,22 @@ from typing import Annotated
 class PathMark:
     """Mark of a field that is a path, or empty."""
 
-    or_name: bool = False
-    """Whether text without a slash is no path, but the name of a program."""
+    names: str = ""
+    """Regular expression of text that is a name and no path, unless there is a file of that name."""
 
     def absolute(self, text: str, directory: Path) -> str:
         """Return the path as an absolute one, relative to `directory` if it was not; `~` is the home."""
-        if not text or (self.or_name and "/" not in text):
-            return text
-        return str(absolute(Path(os.path.expanduser(text)), directory))
+        path = absolute(Path(os.path.expanduser(text)), directory)
+        is_name = self.names and re.fullmatch(self.names, text) and not path.exists()
+        return str(path) if text and not is_name else text
 
 
 FilePath = Annotated[str, PathMark()]
 """A file or directory."""
-ProgramPath = Annotated[str, PathMark(or_name=True)]
+ProgramPath = Annotated[str, PathMark(names=r"[^/]+")]
 """A program: a path with a slash, or a name that is found as a shell finds it."""
+HubPath = Annotated[str, PathMark(names=r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")]
+"""A file or directory, or OWNER/NAME on a hub."""
 
 
 def absolute(path: Path, directory: Path) -> Path:

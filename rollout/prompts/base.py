@@ -11,7 +11,7 @@ import xxhash
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from protocol.paths import FilePath
+from protocol.paths import HubPath
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class PromptConfig:
 
     source: str = "jsonl"
     """Where prompts come from, a name of `rollout/prompts/registry.py`: jsonl, reasoning_gym or hf."""
-    path: FilePath = ""
+    path: HubPath = ""
     """jsonl: a file. hf: a directory made by `save_to_disk`, a Parquet or JSON file, or a directory of
     them."""
     split: str = "train"
@@ -45,7 +45,7 @@ class PromptConfig:
     held_out: Annotated[int, Meta(ge=0, le=2**20)] = 0
     """Number of prompts, the last ones, that are kept for evaluation and never trained on. With
     `held_out_path`: how many of that file, 0 for all."""
-    held_out_path: FilePath = ""
+    held_out_path: HubPath = ""
     """jsonl, hf: a file or directory with the prompts for evaluation."""
 
 

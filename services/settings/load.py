@@ -42,7 +42,7 @@ def load_settings(
     if path:
         values = resolve_paths(values, paths_directory(Path(path)))
     for dotted, text, source in from_environ(environ):
-        assign(values, dotted, parse(text, dotted, Settings), source)
+        _assign(values, dotted, parse(text, dotted, Settings), source)
     for override in overrides:
         dotted, separator, text = override.partition("=")
         if not separator:
@@ -52,8 +52,7 @@ def load_settings(
                 "--set ledger.url: every user can read a command line; "
                 "set TETHER_REDIS_URL, or ledger.password_file"
             )
-        assign(values, dotted.strip(), parse(text.strip(), dotted.strip(), Settings), f"--set {dotted}")
-    values = resolve_paths(values, Path.cwd())
+        _assign(values, dotted.strip(), parse(text.strip(), dotted.strip(), Settings), f"--set {dotted}")
     refuse_unknown(values, Settings, "")
     try:
         settings = _adapter.validate_python(values)
@@ -61,6 +60,16 @@ def load_settings(
         raise SettingsError("; ".join(describe_problem(item) for item in error.errors())) from None
     check_settings(settings)
     return settings
+
+
+def _assign(values: dict[str, Any], dotted: str, value: Any, source: str) -> None:
+    """Set a key as `assign` does; paths in the value are relative to the working directory."""
+    tables: dict[str, Any] = {}
+    assign(tables, dotted, value, source)
+    found: Any = resolve_paths(tables, Path.cwd())
+    for part in dotted.split("."):
+        found = found[part]
+    assign(values, dotted, found, source)
 
 
 def paths_directory(path: Path) -> Path:

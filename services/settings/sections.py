@@ -12,7 +12,7 @@ from typing import Annotated
 from msgspec import Meta
 from pydantic import ConfigDict
 
-from protocol.paths import FilePath
+from protocol.paths import FilePath, HubPath
 from protocol.staleness import Bound, GroupsPerStep, MaxStaleness, Policy
 from protocol.weights.lora import LoraConfig
 from reward.config import RewardConfig
@@ -101,7 +101,7 @@ class LedgerConfig:
 class ModelConfig:
     """Section `[model]`: a Hugging Face directory, or a small random model."""
 
-    path: FilePath = ""
+    path: HubPath = ""
     """Hugging Face model directory with config.json, tokenizer and safetensors."""
     scratch: ScratchConfig | None = None
     """Instead of `path`: the random model to make in RUN_DIR/model."""
