@@ -64,11 +64,6 @@ def up(
     configure_logging("up")
     settings = load_settings(str(config), overrides)
     progress = Progress(settings.run_dir, settings.run.steps)
-    bound = settings.bound
-    progress.note(
-        f"run {settings.run.name} in {settings.run_dir}: {settings.run.steps} steps, "
-        f"E={bound.max_staleness}, B={bound.groups_per_step}, {bound.staleness_policy}"
-    )
     outcome = asyncio.run(run_up(settings, progress))
     if settings.eval.at_end and not outcome.interrupted:
         progress.note(

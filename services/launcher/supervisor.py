@@ -22,8 +22,8 @@ from services.ledger.redis.ledger import RedisLedger
 from services.ledger_recovery.reconcile import reconcile
 from services.observability.progress import Progress, plot_run
 from services.prepare import prepare
+from services.runtime.resume import start_or_resume
 from services.runtime.run_ledger import open_ledger
-from services.settings.load import FILE, dump_settings
 from services.settings.sections import Settings
 
 log = logging.getLogger("tether.up")
@@ -56,13 +56,12 @@ async def run_up(settings: Settings, progress: Progress) -> RunOutcome:
         spec = await asyncio.to_thread(prepare, settings)
         async with _ledger_server(settings) as server:
             url = server.url if server else settings.ledger.url
-            dump_settings(settings, run_dir / FILE)
             async with open_ledger(replace(settings, ledger=replace(settings.ledger, url=url))) as ledger:
                 await reconcile(ledger, settings)
-                await ledger.create(spec)
-                await ledger.drain(False)
+                lines = await start_or_resume(ledger, settings, spec)
                 await ledger.guard()
-                progress.note(ledger.durability)
+                for line in (*lines, ledger.durability):
+                    progress.note(line)
                 outcome = await _supervise(settings, url, ledger, server, progress, spec.prompts)
                 await Archiver(ledger, run_dir).archive_all()
         await asyncio.to_thread(plot_run, run_dir)

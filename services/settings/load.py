@@ -53,13 +53,18 @@ def load_settings(
                 "set TETHER_REDIS_URL, or ledger.password_file"
             )
         _assign(values, dotted.strip(), parse(text.strip(), dotted.strip(), Settings), f"--set {dotted}")
-    refuse_unknown(values, Settings, "")
-    try:
-        settings = _adapter.validate_python(values)
-    except ValidationError as error:
-        raise SettingsError("; ".join(describe_problem(item) for item in error.errors())) from None
+    settings = _typed(values)
     check_settings(settings)
     return settings
+
+
+def _typed(values: Mapping[str, Any]) -> Settings:
+    """Return tables as settings; checks names and types alone."""
+    refuse_unknown(values, Settings, "")
+    try:
+        return _adapter.validate_python(values)
+    except ValidationError as error:
+        raise SettingsError("; ".join(describe_problem(item) for item in error.errors())) from None
 
 
 def _assign(values: dict[str, Any], dotted: str, value: Any, source: str) -> None:
@@ -96,6 +101,23 @@ def run_settings(run_dir: Path, overrides: Sequence[str] = ()) -> Settings:
         )
     environ = {name: value for name, value in os.environ.items() if name == "TETHER_REDIS_URL"}
     return load_settings(str(path), [*overrides, f"run.dir={json.dumps(str(run_dir.absolute()))}"], environ)
+
+
+def recorded_settings(run_dir: Path) -> Settings | None:
+    """Return the settings that a run was last started with as they were written, or None for a new run.
+
+    They are not checked against each other: what was allowed then may be refused now.
+
+    Raises:
+        SettingsError: the file cannot be read.
+    """
+    path = run_dir / FILE
+    if not path.is_file():
+        return None
+    try:
+        return _typed(resolve_paths(read_file(path), paths_directory(path)))
+    except SettingsError as error:
+        raise SettingsError(f"{path}, the settings of the last start: {error}") from None
 
 
 def dump_settings(settings: Settings, path: Path) -> None:

@@ -102,8 +102,8 @@ def test_relative_paths_that_an_earlier_release_wrote_are_relative_to_the_workin
 ) -> None:
     run_dir = place / "old"
     run_dir.mkdir()
-    (run_dir / "settings.json").write_text(json.dumps({"prompts": {"path": "data/p.jsonl"}}))
-    assert run_settings(run_dir).prompts.path == f"{place.parent}/work/data/p.jsonl"
+    (run_dir / "settings.json").write_text(json.dumps({"prompts": {"path": "data/of/p.jsonl"}}))
+    assert run_settings(run_dir).prompts.path == f"{place.parent}/work/data/of/p.jsonl"
 
 
 @pytest.mark.parametrize("config", sorted(ROOT.glob("deploy/**/*.toml")), ids=lambda path: path.parent.name)
