@@ -30,6 +30,17 @@ AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
 @app.command()
+def init(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="new or empty directory")],
+) -> None:
+    """Write a small run to start from: settings, a reward function of your own, prompts."""
+    from services.tools.new_run import write_run
+
+    files = ", ".join(write_run(directory))
+    print(f"wrote {files}; next: tether up {directory / 'config.toml'}")
+
+
+@app.command()
 def up(
     config: Annotated[
         Path, typer.Argument(metavar="CONFIG", help="settings file, such as deploy/configs/demo.toml")

@@ -8,7 +8,7 @@ from protocol.staleness import Bound
 from services.ledger.interface import Ledger, LedgerStatus, RunSpec
 from services.settings.load import FILE, dump_settings
 from services.settings.resume import Change, changes_since_last_start, check_drained
-from services.settings.resume_rules import Rule
+from services.settings.resume_rules import ResumeRule
 from services.settings.sections import Settings
 from trainer.storage.checkpoints import Checkpoints
 
@@ -91,7 +91,9 @@ def describe_changes(settings: Settings, changes: Sequence[Change], before: Ledg
         yield f"changed since the last start: {', '.join(map(str, listed))}"
     found = Checkpoints(settings.run_dir / "checkpoints", keep=1).latest(verify=False)
     first = found.version if found else 0
-    if before.version > first and any(change.rule in (Rule.REPEATED, Rule.DRAINED) for change in listed):
+    if before.version > first and any(
+        change.rule in (ResumeRule.REPEATED, ResumeRule.DRAINED) for change in listed
+    ):
         yield (
             f"steps {first} to {before.version - 1} have no checkpoint: where they come out different now, "
             "they are made again"

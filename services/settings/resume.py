@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 from protocol.errors import SettingsError
 from services.settings.load import recorded_settings
 from services.settings.paths import mark_of
-from services.settings.resume_rules import NOT_COMPARED, Rule, rule_of
+from services.settings.resume_rules import NOT_COMPARED, ResumeRule, rule_of
 from services.settings.sections import Settings
 from services.settings.sources import to_toml
 
@@ -23,7 +23,7 @@ class Change:
     new: Any
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> ResumeRule:
         """What happens to it."""
         return rule_of(self.dotted)[0]
 
@@ -62,7 +62,7 @@ def check_fixed(changes: Sequence[Change], settings: Settings) -> None:
     Raises:
         SettingsError: names each of them, both values and the reason.
     """
-    fixed = [change for change in changes if change.rule is Rule.FIXED]
+    fixed = [change for change in changes if change.rule is ResumeRule.FIXED]
     if fixed:
         told = "; ".join(
             f"setting {change.dotted} is {_shown(change.old)} in the run and {_shown(change.new)} now, "
@@ -82,7 +82,7 @@ def check_drained(changes: Sequence[Change], waiting: int) -> None:
         SettingsError: there are such groups; names the first such setting and both values.
     """
     for change in changes:
-        if change.rule is Rule.DRAINED and waiting:
+        if change.rule is ResumeRule.DRAINED and waiting:
             raise SettingsError(
                 f"setting {change.dotted} is {_shown(change.old)} in the run and {_shown(change.new)} now: "
                 f"{rule_of(change.dotted)[1]}. {waiting} groups wait: start the run with the old value, end "

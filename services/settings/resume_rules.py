@@ -8,7 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 
 
-class Rule(StrEnum):
+class ResumeRule(StrEnum):
     """What happens to a setting that has another value than at the last start."""
 
     BOUND = "bound"  # in force at the first moment rule F holds with it
@@ -18,13 +18,14 @@ class Rule(StrEnum):
     FREE = "free"  # takes effect
 
 
-MEANING: Mapping[Rule, str] = {
-    Rule.BOUND: "takes effect as with `tether set`: at the first moment rule F holds with it",
-    Rule.FIXED: "is refused, with both values, before anything changes",
-    Rule.DRAINED: "takes effect, but is refused while samples wait to be trained: `tether drain D` first",
-    Rule.REPEATED: "takes effect; steps after the last checkpoint are made again with the new value, unless "
-    "they come out the same",
-    Rule.FREE: "takes effect",
+MEANING: Mapping[ResumeRule, str] = {
+    ResumeRule.BOUND: "takes effect as with `tether set`: at the first moment rule F holds with it",
+    ResumeRule.FIXED: "is refused, with both values, before anything changes",
+    ResumeRule.DRAINED: "takes effect, but is refused while samples wait to be trained: "
+    "`tether drain D` first",
+    ResumeRule.REPEATED: "takes effect; steps after the last checkpoint are made again with the new "
+    "value, unless they come out the same",
+    ResumeRule.FREE: "takes effect",
 }
 _STREAM = "group g is prompt g of the stream, which it changes"
 _LAYOUT = "a checkpoint is restored only in the layout that it was saved in"
@@ -34,38 +35,38 @@ _DRAWN = (
 )
 _STEP = "a step computes with it"
 
-RULES: Mapping[str, tuple[Rule, str]] = {
-    "run.name": (Rule.FIXED, "the ledger knows the run by its name"),
-    "run.steps": (Rule.FREE, "the ledger takes it over; fewer than the run has made are refused"),
-    "bound.max_staleness": (Rule.BOUND, "a lease keeps the bound that it was granted under"),
-    "bound.groups_per_step": (Rule.BOUND, "a batch that was taken stays as it is"),
-    "bound.staleness_policy": (Rule.BOUND, "a batch that was taken stays as it is"),
-    "bound": (Rule.FREE, "the ledger takes the limits over; a halted run counts anew"),
-    "model": (Rule.FIXED, "checkpoints, references and tokens of the run are those of its model"),
-    "prompts": (Rule.FIXED, _STREAM),
-    "prompts.path": (Rule.FREE, "the prompts count, not where they are: others are refused"),
-    "prompts.held_out_path": (Rule.FREE, "the prompts count, not where they are: others are refused"),
-    "prompts.split": (Rule.FREE, "the prompts count, not where they are: others are refused"),
-    "sampling.temperature": (Rule.DRAINED, _DRAWN),
-    "sampling.top_p": (Rule.DRAINED, _DRAWN),
-    "sampling.top_k": (Rule.DRAINED, _DRAWN),
-    "engine.dtype": (Rule.REPEATED, "weights are published in it"),
-    "trainer.backend": (Rule.FIXED, "each backend has checkpoints of its own form"),
-    "trainer.dtype": (Rule.FIXED, _LAYOUT),
-    "trainer.seed": (Rule.FIXED, "the state of the random numbers is in the checkpoint"),
-    "trainer.device": (Rule.REPEATED, _STEP),
-    "trainer.micro_batch_size": (Rule.REPEATED, _STEP),
-    "trainer.threads": (Rule.REPEATED, _STEP),
-    "trainer.recompute_logprobs": (Rule.REPEATED, _STEP),
-    "parallel": (Rule.FIXED, _LAYOUT),
-    "parallel.sequence_parallel": (Rule.REPEATED, _STEP),
-    "optimizer": (Rule.REPEATED, _STEP),
-    "algorithm": (Rule.REPEATED, _STEP),
-    "lora": (Rule.FIXED, _STATE),
+RULES: Mapping[str, tuple[ResumeRule, str]] = {
+    "run.name": (ResumeRule.FIXED, "the ledger knows the run by its name"),
+    "run.steps": (ResumeRule.FREE, "the ledger takes it over; fewer than the run has made are refused"),
+    "bound.max_staleness": (ResumeRule.BOUND, "a lease keeps the bound that it was granted under"),
+    "bound.groups_per_step": (ResumeRule.BOUND, "a batch that was taken stays as it is"),
+    "bound.staleness_policy": (ResumeRule.BOUND, "a batch that was taken stays as it is"),
+    "bound": (ResumeRule.FREE, "the ledger takes the limits over; a halted run counts anew"),
+    "model": (ResumeRule.FIXED, "checkpoints, references and tokens of the run are those of its model"),
+    "prompts": (ResumeRule.FIXED, _STREAM),
+    "prompts.path": (ResumeRule.FREE, "the prompts count, not where they are: others are refused"),
+    "prompts.held_out_path": (ResumeRule.FREE, "the prompts count, not where they are: others are refused"),
+    "prompts.split": (ResumeRule.FREE, "the prompts count, not where they are: others are refused"),
+    "sampling.temperature": (ResumeRule.DRAINED, _DRAWN),
+    "sampling.top_p": (ResumeRule.DRAINED, _DRAWN),
+    "sampling.top_k": (ResumeRule.DRAINED, _DRAWN),
+    "engine.dtype": (ResumeRule.REPEATED, "weights are published in it"),
+    "trainer.backend": (ResumeRule.FIXED, "each backend has checkpoints of its own form"),
+    "trainer.dtype": (ResumeRule.FIXED, _LAYOUT),
+    "trainer.seed": (ResumeRule.FIXED, "the state of the random numbers is in the checkpoint"),
+    "trainer.device": (ResumeRule.REPEATED, _STEP),
+    "trainer.micro_batch_size": (ResumeRule.REPEATED, _STEP),
+    "trainer.threads": (ResumeRule.REPEATED, _STEP),
+    "trainer.recompute_logprobs": (ResumeRule.REPEATED, _STEP),
+    "parallel": (ResumeRule.FIXED, _LAYOUT),
+    "parallel.sequence_parallel": (ResumeRule.REPEATED, _STEP),
+    "optimizer": (ResumeRule.REPEATED, _STEP),
+    "algorithm": (ResumeRule.REPEATED, _STEP),
+    "lora": (ResumeRule.FIXED, _STATE),
 }
 """Setting, or section for those of its settings that are not listed -> rule, and the reason."""
-DEFAULT = (Rule.FREE, "")
-"""Of every other setting."""
+DEFAULT = (ResumeRule.FREE, "")
+"""Rule of every other setting, and its reason."""
 NOT_COMPARED = frozenset({"run.dir", "ledger.url"})
 """Settings that say where the run is, and are not kept in it."""
 PATH = Path(__file__).parents[2] / "docs/resume.md"
@@ -86,7 +87,7 @@ A setting that an earlier release did not have was its default.
 """
 
 
-def rule_of(dotted: str) -> tuple[Rule, str]:
+def rule_of(dotted: str) -> tuple[ResumeRule, str]:
     """Return the rule of a setting and its reason: its own, or that of its section."""
     parts = dotted.split(".")
     keys = (".".join(parts[:length]) for length in range(len(parts), 0, -1))

@@ -17,7 +17,7 @@ from services.settings.resume import (
     check_fixed,
     differences,
 )
-from services.settings.resume_rules import NOT_COMPARED, Rule, rule_of
+from services.settings.resume_rules import NOT_COMPARED, ResumeRule, rule_of
 from services.settings.sections import ModelConfig, RunConfig, Settings
 from trainer.config import ScratchConfig
 
@@ -55,7 +55,7 @@ def altered(settings: Any, path: str) -> Any:
     return replace(settings, **{name: altered(value, rest) if rest else other(value)})
 
 
-def of_rule(*rules: Rule) -> list[str]:
+def of_rule(*rules: ResumeRule) -> list[str]:
     return [dotted for dotted in LEAVES if rule_of(dotted)[0] in rules]
 
 
@@ -66,7 +66,7 @@ def test_a_changed_setting_is_found(dotted: str) -> None:
     assert change.old != change.new
 
 
-@pytest.mark.parametrize("dotted", of_rule(Rule.FIXED))
+@pytest.mark.parametrize("dotted", of_rule(ResumeRule.FIXED))
 def test_a_fixed_setting_is_refused_with_both_values_and_the_reason(dotted: str) -> None:
     new = altered(SCRATCH, dotted)
     (change,) = differences(SCRATCH, new)
@@ -78,13 +78,15 @@ def test_a_fixed_setting_is_refused_with_both_values_and_the_reason(dotted: str)
     assert str(new.run_dir) in told
 
 
-@pytest.mark.parametrize("dotted", of_rule(Rule.BOUND, Rule.REPEATED, Rule.FREE, Rule.DRAINED))
+@pytest.mark.parametrize(
+    "dotted", of_rule(ResumeRule.BOUND, ResumeRule.REPEATED, ResumeRule.FREE, ResumeRule.DRAINED)
+)
 def test_another_setting_is_not_refused(dotted: str) -> None:
     new = altered(SCRATCH, dotted)
     check_fixed(list(differences(SCRATCH, new)), new)
 
 
-@pytest.mark.parametrize("dotted", of_rule(Rule.DRAINED))
+@pytest.mark.parametrize("dotted", of_rule(ResumeRule.DRAINED))
 def test_a_drained_setting_is_refused_while_samples_wait(dotted: str) -> None:
     changes = list(differences(SCRATCH, altered(SCRATCH, dotted)))
     check_drained(changes, 0)

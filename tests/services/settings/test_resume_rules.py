@@ -3,7 +3,15 @@
 import pytest
 
 from services.settings.reference import sections
-from services.settings.resume_rules import DEFAULT, NOT_COMPARED, PATH, RULES, Rule, render_rules, rule_of
+from services.settings.resume_rules import (
+    DEFAULT,
+    NOT_COMPARED,
+    PATH,
+    RULES,
+    ResumeRule,
+    render_rules,
+    rule_of,
+)
 
 SECTIONS = {dotted for dotted, _, _ in sections()}
 SETTINGS = {
@@ -29,14 +37,14 @@ def test_every_row_has_a_reason() -> None:
 @pytest.mark.parametrize(
     ("setting", "rule"),
     [
-        ("model.scratch.hidden_size", Rule.FIXED),
-        ("model.path", Rule.FIXED),
-        ("prompts.path", Rule.FREE),
-        ("prompts.seed", Rule.FIXED),
-        ("bound.max_attempts", Rule.FREE),
-        ("optimizer.lr", Rule.REPEATED),
+        ("model.scratch.hidden_size", ResumeRule.FIXED),
+        ("model.path", ResumeRule.FIXED),
+        ("prompts.path", ResumeRule.FREE),
+        ("prompts.seed", ResumeRule.FIXED),
+        ("bound.max_attempts", ResumeRule.FREE),
+        ("optimizer.lr", ResumeRule.REPEATED),
         ("bus.host", DEFAULT[0]),
     ],
 )
-def test_a_setting_has_its_own_rule_or_that_of_its_section(setting: str, rule: Rule) -> None:
+def test_a_setting_has_its_own_rule_or_that_of_its_section(setting: str, rule: ResumeRule) -> None:
     assert rule_of(setting)[0] is rule
