@@ -10,33 +10,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(?<!\.json)(?<!\.jsonl)(?<!\.parquet)")
-"""OWNER/NAME on the Hugging Face hub; names of data files are none."""
+HUB_NAME = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?<!\.json)(?<!\.jsonl)(?<!\.parquet)"
+"""Pattern of OWNER/NAME on the Hugging Face hub; names of data files are none."""
 
 
 @dataclass(frozen=True, slots=True)
 class PathMark:
     """Mark of a field that is a path, or empty."""
 
-    or_name: bool = False
-    """Whether text without a slash is no path, but the name of a program."""
-    or_hub: bool = False
-    """Whether OWNER/NAME is a name on the Hugging Face hub where there is no such path."""
+    names: str = ""
+    """Regular expression of text that is a name and no path, unless there is a file of that name."""
 
     def absolute(self, text: str, directory: Path) -> str:
         """Return the path as an absolute one, relative to `directory` if it was not; `~` is the home."""
-        if not text or (self.or_name and "/" not in text):
-            return text
         path = absolute(Path(os.path.expanduser(text)), directory)
-        return text if self.or_hub and HUB_NAME.fullmatch(text) and not path.exists() else str(path)
+        is_name = self.names and re.fullmatch(self.names, text) and not path.exists()
+        return str(path) if text and not is_name else text
 
 
 FilePath = Annotated[str, PathMark()]
 """A file or directory."""
-HubPath = Annotated[str, PathMark(or_hub=True)]
-"""A file or directory, or a name on the hub."""
-ProgramPath = Annotated[str, PathMark(or_name=True)]
+ProgramPath = Annotated[str, PathMark(names=r"[^/]+")]
 """A program: a path with a slash, or a name that is found as a shell finds it."""
+HubPath = Annotated[str, PathMark(names=HUB_NAME)]
+"""A file or directory, or OWNER/NAME on a hub."""
 
 
 def absolute(path: Path, directory: Path) -> Path:

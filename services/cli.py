@@ -29,6 +29,17 @@ AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
 @app.command()
+def init(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="new or empty directory")],
+) -> None:
+    """Write a small run to start from: settings, a reward function of your own, prompts."""
+    from services.tools.new_run import write_run
+
+    files = ", ".join(write_run(directory))
+    print(f"wrote {files}; next: tether up {directory / 'config.toml'}")
+
+
+@app.command()
 def up(
     config: Annotated[
         Path, typer.Argument(metavar="CONFIG", help="settings file, such as deploy/configs/demo.toml")
@@ -63,11 +74,6 @@ def up(
     configure_logging("up")
     settings = load_settings(str(config), overrides)
     progress = open_progress(settings.run.name, settings.run_dir, settings.run.steps)
-    bound = settings.bound
-    progress.note(
-        f"run {settings.run.name} in {settings.run_dir}: {settings.run.steps} steps, "
-        f"E={bound.max_staleness}, B={bound.groups_per_step}, {bound.staleness_policy}"
-    )
     outcome = asyncio.run(run_up(settings, progress))
     if settings.eval.at_end and not outcome.interrupted:
         progress.note(

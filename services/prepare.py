@@ -8,6 +8,7 @@ Produces: the model, the run in the ledger, and RUN_DIR/settings.json, which the
 
 import asyncio
 import sys
+from collections.abc import Sequence
 
 from rollout.prompts.base import PromptSource
 from rollout.prompts.registry import make_source
@@ -16,8 +17,10 @@ from services.ledger_recovery.reconcile import reconcile
 from services.preflight.check import check_run
 from services.preflight.problem import refuse
 from services.runtime.errors import configure_logging, describe_error
+from services.runtime.resume import start_or_resume
 from services.runtime.run_ledger import ledger_url, open_ledger
-from services.settings.load import FILE, dump_settings, load_settings
+from services.settings.load import load_settings
+from services.settings.resume import changes_since_last_start
 from services.settings.sections import Settings
 
 
@@ -34,6 +37,7 @@ def prepare(settings: Settings, *, local: bool = False) -> RunSpec:
     Raises:
         SettingsError: names what is wrong; nothing was made.
     """
+    changes_since_last_start(settings)
     findings = check_run(settings, local=local)
     refuse(findings.problems)
     return make_run(settings, findings.source)
@@ -63,25 +67,22 @@ def make_run(settings: Settings, source: PromptSource | None = None) -> RunSpec:
     )
 
 
-async def prepare_run(settings: Settings) -> str:
+async def prepare_run(settings: Settings) -> Sequence[str]:
     """Make everything that the services of a run expect to find.
 
     Returns:
-        A warning about the durability of the ledger's server, or an empty string.
+        Lines for the user: the bound in force, what changed since the last start, how durable the ledger's
+        server is.
 
     Raises:
-        SettingsError: names what is wrong; the ledger is unchanged.
-        Refused: the ledger has a different run of this name; settings.json is unchanged.
+        SettingsError: names what is wrong; ledger and settings.json are unchanged.
     """
     ledger_url(settings)  # before a model is made, which takes time
     settings.run_dir.mkdir(parents=True, exist_ok=True)
     spec = await asyncio.to_thread(prepare, settings)
     async with open_ledger(settings) as ledger:
         await reconcile(ledger, settings)
-        await ledger.create(spec)
-        await ledger.drain(False)
-        dump_settings(settings, settings.run_dir / FILE)
-        return ledger.durability
+        return [*await start_or_resume(ledger, settings, spec), ledger.durability]
 
 
 def main() -> None:
@@ -89,15 +90,15 @@ def main() -> None:
     configure_logging("prepare")
     try:
         settings = load_settings()
-        warning = asyncio.run(prepare_run(settings))
+        lines = asyncio.run(prepare_run(settings))
     except KeyboardInterrupt:
         sys.exit(1)
     except Exception as error:
         line, code = describe_error(error)
         print(f"tether prepare: {line}", file=sys.stderr)
         sys.exit(code)
-    if warning:
-        print(warning, file=sys.stderr)
+    for line in filter(None, lines):
+        print(line, file=sys.stderr)
     print(
         f"run {settings.run.name} is ready in {settings.run_dir}: "
         f"{settings.run.steps} steps, model {settings.model_dir}"

@@ -29,10 +29,13 @@ Score = Callable[[str, str, Mapping[str, Any]], float]
 class LoadedVerifier(Protocol):
     """Scores the responses of a group."""
 
-    at_once: bool
-    """Whether one call takes all samples of a group, instead of one sample."""
-    file: str
-    """File of the user that it comes from; empty for a verifier of tether."""
+    @property
+    def at_once(self) -> bool:
+        """Whether one call takes all samples of a group, instead of one sample."""
+
+    @property
+    def file(self) -> str:
+        """File of the user that it comes from; empty for a verifier of tether."""
 
     def score(self, group: ResponseGroup, samples: Sequence[int]) -> list[float | None]:
         """Return the scores of these samples; None for one that exceeded the time limit.

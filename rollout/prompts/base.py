@@ -11,7 +11,7 @@ import xxhash
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from protocol.paths import FilePath, HubPath
+from protocol.paths import HubPath
 from rollout.prompts.named_source import MixtureConfig, SourceConfig
 
 NOT_IN_FINGERPRINT = frozenset(
@@ -71,7 +71,7 @@ class PromptConfig:
     held_out: Annotated[int, Meta(ge=0, le=2**20)] = 0
     """Number of prompts, the last ones, that are kept for evaluation and never trained on. With
     `held_out_path`: how many of that file, 0 for all."""
-    held_out_path: FilePath = ""
+    held_out_path: HubPath = ""
     """jsonl, hf: a file or directory with the prompts for evaluation."""
     mixture: tuple[MixtureConfig, ...] = ()
     """Several sources with weights, instead of one."""

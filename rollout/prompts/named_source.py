@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from protocol.errors import SettingsError
-from protocol.paths import PathMark
+from protocol.paths import HUB_NAME, PathMark
 
 HELD_OUT = "held_out"
 """Name of the held-out set that `[prompts]` itself describes."""
@@ -22,7 +22,7 @@ class SourceConfig:
     """Its name: lower-case letters, digits, `-` and `_`."""
     source: str | None = None
     """As `prompts.source`."""
-    path: Annotated[str | None, PathMark(or_hub=True)] = None
+    path: Annotated[str | None, PathMark(names=HUB_NAME)] = None
     """As `prompts.path`."""
     subset: str | None = None
     """As `prompts.subset`."""

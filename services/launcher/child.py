@@ -19,6 +19,7 @@ from pathlib import Path
 from protocol.errors import SettingsError, TetherError
 from protocol.host.parent_death import tied_to_this_process
 from services.runtime.errors import EXIT_SETTINGS
+from services.runtime.import_path import safe_environment
 
 log = logging.getLogger("tether.up")
 
@@ -152,7 +153,7 @@ class SupervisedProcess:
                 "-m",
                 self.spec.module,
                 env={
-                    **inherited_environment(),
+                    **safe_environment(inherited_environment()),
                     **self.spec.environ,
                     "TETHER_INSTANCE": self.spec.name,
                     "PYTHONUNBUFFERED": "1",

@@ -29,8 +29,8 @@ from services.prepare import prepare
 from services.run_files.event_tail import EventTail
 from services.run_files.halts import explain_halt
 from services.run_files.run_end import recording_end
+from services.runtime.resume import start_or_resume
 from services.runtime.run_ledger import open_ledger
-from services.settings.load import FILE, dump_settings
 from services.settings.sections import Settings
 
 log = logging.getLogger("tether.up")
@@ -72,13 +72,12 @@ async def _run_prepared(settings: Settings, spec: RunSpec, progress: Progress) -
     run_dir = settings.run_dir
     async with _ledger_server(settings) as server:
         url = server.url if server else settings.ledger.url
-        dump_settings(settings, run_dir / FILE)
         async with open_ledger(replace(settings, ledger=replace(settings.ledger, url=url))) as ledger:
             await reconcile(ledger, settings)
-            await ledger.create(spec)
-            await ledger.drain(False)
+            lines = await start_or_resume(ledger, settings, spec)
             await ledger.guard()
-            progress.note(ledger.durability)
+            for line in (*lines, ledger.durability):
+                progress.note(line)
             outcome = await _supervise(settings, url, ledger, server, progress, spec.prompts)
             await Archiver(ledger, run_dir).archive_all()
     return outcome

@@ -53,7 +53,7 @@ def compose_settings(
     if path:
         values = resolve_paths(values, paths_directory(Path(path)))
     for dotted, text, source in from_environ(environ):
-        assign(values, dotted, parse(text, dotted, Settings), source)
+        _assign(values, dotted, parse(text, dotted, Settings), source)
     for override in overrides:
         dotted, separator, text = override.partition("=")
         if not separator:
@@ -63,17 +63,31 @@ def compose_settings(
                 "--set ledger.url: every user can read a command line; "
                 "set TETHER_REDIS_URL, or ledger.password_file"
             )
-        assign(values, dotted.strip(), parse(text.strip(), dotted.strip(), Settings), f"--set {dotted}")
-    values = resolve_paths(values, Path.cwd())
-    refuse_unknown(values, Settings, "")
+        _assign(values, dotted.strip(), parse(text.strip(), dotted.strip(), Settings), f"--set {dotted}")
     automatic = split_automatic(values)
-    try:
-        settings = _adapter.validate_python(values)
-    except ValidationError as error:
-        raise SettingsError("; ".join(describe_problem(item) for item in error.errors())) from None
+    settings = _typed(values)
     if any(range_errors(settings, "")):  # what is chosen is computed with numbers in their ranges
         return settings
     return choose_automatic(settings, automatic, visible_gpus(environ))
+
+
+def _typed(values: Mapping[str, Any]) -> Settings:
+    """Return tables as settings; checks names and types alone."""
+    refuse_unknown(values, Settings, "")
+    try:
+        return _adapter.validate_python(values)
+    except ValidationError as error:
+        raise SettingsError("; ".join(describe_problem(item) for item in error.errors())) from None
+
+
+def _assign(values: dict[str, Any], dotted: str, value: Any, source: str) -> None:
+    """Set a key as `assign` does; paths in the value are relative to the working directory."""
+    tables: dict[str, Any] = {}
+    assign(tables, dotted, value, source)
+    found: Any = resolve_paths(tables, Path.cwd())
+    for part in dotted.split("."):
+        found = found[part]
+    assign(values, dotted, found, source)
 
 
 def paths_directory(path: Path) -> Path:
@@ -100,6 +114,23 @@ def run_settings(run_dir: Path, overrides: Sequence[str] = ()) -> Settings:
         )
     environ = {name: value for name, value in os.environ.items() if name == "TETHER_REDIS_URL"}
     return load_settings(str(path), [*overrides, f"run.dir={json.dumps(str(run_dir.absolute()))}"], environ)
+
+
+def recorded_settings(run_dir: Path) -> Settings | None:
+    """Return the settings that a run was last started with as they were written, or None for a new run.
+
+    They are not checked against each other: what was allowed then may be refused now.
+
+    Raises:
+        SettingsError: the file cannot be read.
+    """
+    path = run_dir / FILE
+    if not path.is_file():
+        return None
+    try:
+        return _typed(resolve_paths(read_file(path), paths_directory(path)))
+    except SettingsError as error:
+        raise SettingsError(f"{path}, the settings of the last start: {error}") from None
 
 
 def dump_settings(settings: Settings, path: Path) -> None:

@@ -45,4 +45,8 @@ def _resolve(value: Any, hint: Any, directory: Path) -> Any:
 
 def mark_of(hint: Any) -> PathMark | None:
     """Return the mark of a field's type, if it is a path."""
-    return next((item for item in getattr(hint, "__metadata__", ()) if isinstance(item, PathMark)), None)
+    hints = (hint, *get_args(hint))  # `FilePath | None`, too
+    return next(
+        (mark for item in hints for mark in getattr(item, "__metadata__", ()) if isinstance(mark, PathMark)),
+        None,
+    )

@@ -57,6 +57,15 @@ def test_an_empty_path_stays_empty_and_a_program_without_a_slash_is_a_name(place
     assert settings.services.pool[1].engine["python"] == "python3"
 
 
+def test_a_name_on_the_hub_stays_a_name_unless_there_is_such_a_directory(place: Path) -> None:
+    (place / "run.toml").write_text('[prompts]\npath = "owner/data.set"\nheld_out_path = "./owner/data"\n')
+    (place.parent / "work/owner/data.set").mkdir(parents=True)  # where nobody looks for it
+    assert load(place).prompts.path == "owner/data.set"
+    assert load(place).prompts.held_out_path == f"{place}/owner/data"
+    (place / "owner/data.set").mkdir(parents=True)
+    assert load(place).prompts.path == f"{place}/owner/data.set"
+
+
 def test_a_file_that_is_named_by_a_relative_path_is_the_same_file(place: Path) -> None:
     assert load(place) == load_settings("../configs/run.toml", environ={})
 
@@ -93,8 +102,8 @@ def test_relative_paths_that_an_earlier_release_wrote_are_relative_to_the_workin
 ) -> None:
     run_dir = place / "old"
     run_dir.mkdir()
-    (run_dir / "settings.json").write_text(json.dumps({"prompts": {"path": "data/p.jsonl"}}))
-    assert run_settings(run_dir).prompts.path == f"{place.parent}/work/data/p.jsonl"
+    (run_dir / "settings.json").write_text(json.dumps({"prompts": {"path": "data/of/p.jsonl"}}))
+    assert run_settings(run_dir).prompts.path == f"{place.parent}/work/data/of/p.jsonl"
 
 
 @pytest.mark.parametrize("config", sorted(ROOT.glob("deploy/**/*.toml")), ids=lambda path: path.parent.name)

@@ -1,0 +1,122 @@
+"""Creates a run in the ledger, or continues it with what its settings may change."""
+
+from collections.abc import Iterator, Sequence
+
+from protocol.errors import Reason, Refused, SettingsError
+from protocol.lifecycle import GroupState
+from protocol.staleness import Bound
+from services.ledger.interface import Ledger, LedgerStatus, RunSpec
+from services.settings.load import FILE, dump_settings
+from services.settings.resume import Change, changes_since_last_start, check_drained
+from services.settings.resume_rules import ResumeRule
+from services.settings.sections import Settings
+from trainer.storage.checkpoints import Checkpoints
+
+BOUND_SETTINGS = {
+    "bound.max_staleness": "max_staleness",
+    "bound.groups_per_step": "groups_per_step",
+    "bound.staleness_policy": "policy",
+}
+"""Setting -> field of `Bound`."""
+
+
+async def start_or_resume(ledger: Ledger, settings: Settings, spec: RunSpec) -> Sequence[str]:
+    """Create the run, or bring the ledger to what the settings say now; then write RUN_DIR/settings.json.
+
+    Returns:
+        Lines for the user: the bound in force, and what changed since the last start.
+
+    Raises:
+        SettingsError: something changed that cannot; the ledger and settings.json are as they were.
+    """
+    changes = changes_since_last_start(settings)
+    before = await _status(ledger)
+    if before is not None:
+        states = before.states
+        check_drained(changes, states.get(GroupState.SCORED, 0) + states.get(GroupState.TAKEN, 0))
+        _check_steps(spec.steps, before)
+    try:
+        await ledger.create(spec)
+    except Refused as refusal:
+        if refusal.reason is not Reason.RUN_MISMATCH:
+            raise
+        raise SettingsError(
+            f"run {spec.run} was {refusal.detail}, and cannot change to prompts {spec.fingerprint} "
+            f"({-1 if spec.prompts is None else spec.prompts}): give it the old prompts, or start a new run "
+            "in another directory, on a shared ledger under another run.name"
+        ) from None
+    if before is not None and (before.pending or before.bound) != spec.bound:
+        await ledger.set_bound(
+            max_staleness=spec.bound.max_staleness,
+            groups_per_step=spec.bound.groups_per_step,
+            policy=spec.bound.policy,
+        )
+    await ledger.drain(False)
+    dump_settings(settings, settings.run_dir / FILE)
+    after = await ledger.status()
+    return [
+        describe_start(settings, after),
+        *(() if before is None else describe_changes(settings, changes, before)),
+    ]
+
+
+def describe_start(settings: Settings, status: LedgerStatus) -> str:
+    """Return one line with the run's name, place, length and position, and the bound in force."""
+    pending = f"; pending until rule F holds with it: {_told(status.pending)}" if status.pending else ""
+    position = f", resumes at version {status.version}" if status.version else ""
+    return (
+        f"run {settings.run.name} in {settings.run_dir}: {status.steps} steps, "
+        f"{_told(status.bound)}{position}{pending}"
+    )
+
+
+def describe_changes(settings: Settings, changes: Sequence[Change], before: LedgerStatus) -> Iterator[str]:
+    """Yield a line with what changed since the last start, and one for steps that are made again with it.
+
+    Args:
+        settings: those of now.
+        changes: what differs from the settings of the last start; of the bound, what was in force counts.
+        before: the ledger as it was.
+    """
+    bound = settings.bound.bound
+    listed = [change for change in changes if change.dotted not in (*BOUND_SETTINGS, "run.steps")]
+    listed += [
+        Change(dotted, getattr(before.bound, name), getattr(bound, name))
+        for dotted, name in BOUND_SETTINGS.items()
+        if getattr(before.bound, name) != getattr(bound, name)
+    ]
+    if before.steps != settings.run.steps:
+        listed.append(Change("run.steps", before.steps, settings.run.steps))
+    if listed:
+        yield f"changed since the last start: {', '.join(map(str, listed))}"
+    found = Checkpoints(settings.run_dir / "checkpoints", keep=1).latest(verify=False)
+    first = found.version if found else 0
+    if before.version > first and any(
+        change.rule in (ResumeRule.REPEATED, ResumeRule.DRAINED) for change in listed
+    ):
+        yield (
+            f"steps {first} to {before.version - 1} have no checkpoint: where they come out different now, "
+            "they are made again"
+        )
+
+
+def _check_steps(steps: int, status: LedgerStatus) -> None:
+    if steps < status.version:
+        raise SettingsError(
+            f"setting run.steps: {steps} is below the {status.version} steps that the run has made; "
+            f"it was started with {status.steps}"
+        )
+
+
+async def _status(ledger: Ledger) -> LedgerStatus | None:
+    """Return the ledger's counters, or None if it does not have the run."""
+    try:
+        return await ledger.status()
+    except Refused as refusal:
+        if refusal.reason is Reason.NO_RUN:
+            return None
+        raise
+
+
+def _told(bound: Bound) -> str:
+    return f"E={bound.max_staleness}, B={bound.groups_per_step}, {bound.policy}"

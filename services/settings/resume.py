@@ -1,0 +1,108 @@
+"""Compares the settings of a run that is started again with those of its last start."""
+
+import dataclasses
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, get_type_hints
+
+from protocol.errors import SettingsError
+from services.settings.load import recorded_settings
+from services.settings.paths import mark_of
+from services.settings.resume_rules import NOT_COMPARED, ResumeRule, rule_of
+from services.settings.sections import Settings
+from services.settings.sources import to_toml
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A setting that has another value than at the last start."""
+
+    dotted: str
+    old: Any
+    new: Any
+
+    @property
+    def rule(self) -> ResumeRule:
+        """What happens to it."""
+        return rule_of(self.dotted)[0]
+
+    def __str__(self) -> str:
+        return f"{self.dotted} {_shown(self.old)} -> {_shown(self.new)}"
+
+
+def changes_since_last_start(settings: Settings) -> Sequence[Change]:
+    """Return what differs from the settings that the run was last started with; nothing for a new run.
+
+    Raises:
+        SettingsError: something that cannot change did; names each setting, both values and the reason.
+    """
+    old = recorded_settings(settings.run_dir)
+    if old is None:
+        return ()
+    changes = [change for change in differences(old, settings) if change.dotted not in NOT_COMPARED]
+    check_fixed(changes, settings)
+    return changes
+
+
+def differences(old: Any, new: Any, prefix: str = "") -> Iterator[Change]:
+    """Yield what differs between two dataclasses of settings, tables in them field by field."""
+    hints = get_type_hints(type(new), include_extras=True)
+    for field in dataclasses.fields(new):
+        before, now = getattr(old, field.name), getattr(new, field.name)
+        if dataclasses.is_dataclass(before) and dataclasses.is_dataclass(now):
+            yield from differences(before, now, f"{prefix}{field.name}.")
+        elif before != now and not (mark_of(hints[field.name]) and _is_same_place(before, now)):
+            yield Change(f"{prefix}{field.name}", before, now)
+
+
+def check_fixed(changes: Sequence[Change], settings: Settings) -> None:
+    """Refuse changes of what cannot change.
+
+    Raises:
+        SettingsError: names each of them, both values and the reason.
+    """
+    fixed = [change for change in changes if change.rule is ResumeRule.FIXED]
+    if fixed:
+        told = "; ".join(
+            f"setting {change.dotted} is {_shown(change.old)} in the run and {_shown(change.new)} now, "
+            f"and cannot change: {rule_of(change.dotted)[1]}"
+            for change in fixed
+        )
+        raise SettingsError(
+            f"{told}. Go back to the old value, or start a new run in another directory than "
+            f"{settings.run_dir} (docs/resume.md)"
+        )
+
+
+def check_drained(changes: Sequence[Change], waiting: int) -> None:
+    """Refuse changes that do not fit `waiting` groups, which are sampled and not trained yet.
+
+    Raises:
+        SettingsError: there are such groups; names the first such setting and both values.
+    """
+    for change in changes:
+        if change.rule is ResumeRule.DRAINED and waiting:
+            raise SettingsError(
+                f"setting {change.dotted} is {_shown(change.old)} in the run and {_shown(change.new)} now: "
+                f"{rule_of(change.dotted)[1]}. {waiting} groups wait: start the run with the old value, end "
+                "it with `tether drain D`, and start it with the new one (docs/resume.md)"
+            )
+
+
+def _is_same_place(before: Any, now: Any) -> bool:
+    """Return whether two paths lead to the same file."""
+    both = isinstance(before, str) and isinstance(now, str) and before and now
+    return bool(both) and os.path.realpath(before) == os.path.realpath(now)
+
+
+def _is_table(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "not set"
+    if isinstance(value, list | tuple):
+        value = [dataclasses.asdict(item) if _is_table(item) else item for item in value]
+    return to_toml(dataclasses.asdict(value) if _is_table(value) else value)

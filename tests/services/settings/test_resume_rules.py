@@ -1,0 +1,50 @@
+"""Tests the table of what a resume may change."""
+
+import pytest
+
+from services.settings.reference import sections
+from services.settings.resume_rules import (
+    DEFAULT,
+    NOT_COMPARED,
+    PATH,
+    RULES,
+    ResumeRule,
+    render_rules,
+    rule_of,
+)
+
+SECTIONS = {dotted for dotted, _, _ in sections()}
+SETTINGS = {
+    f"{dotted}.{name}"
+    for dotted, kind, is_array in sections()
+    if not is_array
+    for name in kind.__dataclass_fields__  # type: ignore[attr-defined]
+}
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert PATH.read_text() == render_rules(), "run `python -m services.settings.resume_rules`"
+
+
+def test_every_row_names_a_setting_or_a_section() -> None:
+    assert {*RULES, *NOT_COMPARED} <= SETTINGS | SECTIONS
+
+
+def test_every_row_has_a_reason() -> None:
+    assert all(reason for _, reason in RULES.values())
+
+
+@pytest.mark.parametrize(
+    ("setting", "rule"),
+    [
+        ("model.scratch.hidden_size", ResumeRule.FIXED),
+        ("model.path", ResumeRule.FIXED),
+        ("prompts.path", ResumeRule.FREE),
+        ("prompts.seed", ResumeRule.FIXED),
+        ("bound.max_attempts", ResumeRule.FREE),
+        ("optimizer.lr", ResumeRule.REPEATED),
+        ("bus.host", DEFAULT[0]),
+    ],
+)
+def test_a_setting_has_its_own_rule_or_that_of_its_section(setting: str, rule: ResumeRule) -> None:
+    assert rule_of(setting)[0] is rule
