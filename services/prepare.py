@@ -17,7 +17,8 @@ from services.preflight.check import check_run
 from services.preflight.problem import refuse
 from services.runtime.errors import configure_logging, describe_error
 from services.runtime.run_ledger import ledger_url, open_ledger
-from services.settings.load import FILE, dump_settings, load_settings
+from services.settings.hub import pin_names, record_pins
+from services.settings.load import FILE, dump_settings, load_settings, run_settings
 from services.settings.sections import Settings
 
 
@@ -75,12 +76,14 @@ async def prepare_run(settings: Settings) -> str:
     """
     ledger_url(settings)  # before a model is made, which takes time
     settings.run_dir.mkdir(parents=True, exist_ok=True)
-    spec = await asyncio.to_thread(prepare, settings)
+    pinned = await asyncio.to_thread(pin_names, settings)
+    spec = await asyncio.to_thread(prepare, pinned)
     async with open_ledger(settings) as ledger:
         await reconcile(ledger, settings)
         await ledger.create(spec)
         await ledger.drain(False)
-        dump_settings(settings, settings.run_dir / FILE)
+        dump_settings(pinned, settings.run_dir / FILE)
+        record_pins(settings, pinned)
         return ledger.durability
 
 
@@ -88,8 +91,9 @@ def main() -> None:
     """Prepare the run that `TETHER_CONFIG` and the other variables describe."""
     configure_logging("prepare")
     try:
-        settings = load_settings()
-        warning = asyncio.run(prepare_run(settings))
+        asked = load_settings()
+        warning = asyncio.run(prepare_run(asked))
+        settings = run_settings(asked.run_dir)
     except KeyboardInterrupt:
         sys.exit(1)
     except Exception as error:

@@ -28,6 +28,7 @@ from services.observability.progress import Progress, plot_run
 from services.observability.run_end import recording_end
 from services.prepare import prepare
 from services.runtime.run_ledger import open_ledger
+from services.settings.hub import pin_names, record_pins
 from services.settings.load import FILE, dump_settings
 from services.settings.sections import Settings
 
@@ -58,7 +59,9 @@ async def run_up(settings: Settings, progress: Progress) -> RunOutcome:
     run_dir = settings.run_dir
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     with run_lock(run_dir):
+        asked, settings = settings, await asyncio.to_thread(pin_names, settings)
         spec = await asyncio.to_thread(prepare, settings, local=True)
+        record_pins(asked, settings)
         with recording_end(run_dir):
             outcome = await _run_prepared(settings, spec, progress)
         await asyncio.to_thread(plot_run, run_dir)

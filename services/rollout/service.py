@@ -28,6 +28,7 @@ from services.rollout.group_runner import GroupRunner
 from services.rollout.weight_updater import WeightUpdater
 from services.runtime.main import service_main
 from services.runtime.process import Process
+from services.settings.hub import fetch_model
 from services.settings.sections import Settings
 
 
@@ -41,7 +42,7 @@ async def serve(process: Process) -> None:
     """
     settings = process.settings
     refuse(distribution_problems(settings.sampling))
-    if not (settings.model_dir / "config.json").is_file():
+    if not (await asyncio.to_thread(fetch_model, settings) / "config.json").is_file():
         raise SettingsError(
             f"no model in {settings.model_dir}: `tether up` or `python -m services.prepare` makes it from "
             "[model.scratch]; or set model.path to a Hugging Face directory"

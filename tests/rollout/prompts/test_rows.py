@@ -183,7 +183,7 @@ def test_hf_refuses_what_is_not_a_data_set(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"a\.parquet"):
         make_source(PromptConfig(source="hf", path=str(tmp_path / "a.parquet")))
     (tmp_path / "b.txt").touch()
-    with pytest.raises(SettingsError, match="must contain Parquet or JSON files"):
+    with pytest.raises(SettingsError, match="must be a Parquet or JSON file"):
         make_source(PromptConfig(source="hf", path=str(tmp_path / "b.txt")))
 
 
