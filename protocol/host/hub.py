@@ -99,7 +99,7 @@ def fetch(kind: Kind, name: str, commit: str) -> Path:
     """Return the directory with a repository's files at a commit; they are fetched unless the cache has them.
 
     Several processes may fetch the same at once. If this is interrupted, what is complete stays in the cache
-    and the next call goes on from there.
+    and the next call continues from there.
 
     Raises:
         SettingsError: a file can neither be fetched nor be found in the cache.
