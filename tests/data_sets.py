@@ -43,6 +43,26 @@ def write_gsm8k(directory: Path, train: int = 20, test: int = 8) -> Path:
     return directory
 
 
+def math_rows(count: int, start: int = 0) -> list[dict[str, Any]]:
+    """Rows with the fields of MATH: a problem, a solution in LaTeX, and its answer alone."""
+    return [
+        {
+            "problem": f"What is $\\frac{{{i}}}{{7}}$ of $7$?",
+            "solution": f"$7 \\cdot \\frac{{{i}}}{{7}} = \\boxed{{{i}}}$.",
+            "answer": str(i),
+            "level": i % 5 + 1,
+        }
+        for i in range(start, start + count)
+    ]
+
+
+def write_math(directory: Path, train: int = 150) -> Path:
+    """Write a directory with the splits `train` and `test` of MATH, without a card."""
+    write_parquet(directory / "data/train-00000-of-00001.parquet", math_rows(train))
+    write_parquet(directory / "data/test-00000-of-00001.parquet", math_rows(5, 10**6))
+    return directory
+
+
 def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
     import pyarrow
     import pyarrow.parquet

@@ -16,7 +16,7 @@ from protocol.errors import SettingsError
 
 log = logging.getLogger(__name__)
 
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(?<!\.json)(?<!\.jsonl)(?<!\.parquet)")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 

@@ -43,6 +43,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
         ("../b", False),
         ("a/b--c", False),
         ("a b/c", False),
+        ("data/train.jsonl", False),
+        ("data/train.parquet", False),
     ],
 )
 def test_a_hub_name_is_an_owner_and_a_name(text: str, wanted: bool) -> None:
