@@ -54,10 +54,6 @@ def read_model(settings: Settings) -> ModelFacts:
             config = _config_of(scratch, vocabulary_size(scratch))
             return ModelFacts(place, config, _count_of(config), is_made=False)
     path = fetch_model(settings) / "config.json"
-    if not path.is_file():
-        raise SettingsError(
-            "no model: set model.path to a Hugging Face directory or name, or fill in [model.scratch]"
-        )
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:

@@ -10,7 +10,6 @@ import dataclasses
 import time
 
 from protocol.device.shared_layout import DESCRIBED, TRANSPORT, description_file
-from protocol.errors import SettingsError
 from protocol.topics import ROLLOUTS, WEIGHTS, Role
 from rollout.engines.base import Engine, EngineConfig
 from rollout.engines.multi_process.engine import MultiProcessEngine
@@ -42,11 +41,7 @@ async def serve(process: Process) -> None:
     """
     settings = process.settings
     refuse(distribution_problems(settings.sampling))
-    if not (await asyncio.to_thread(fetch_model, settings) / "config.json").is_file():
-        raise SettingsError(
-            f"no model in {settings.model_dir}: `tether up` or `python -m services.prepare` makes it from "
-            "[model.scratch]; or set model.path to a Hugging Face directory"
-        )
+    await asyncio.to_thread(fetch_model, settings)
     prompts = await asyncio.to_thread(make_source, settings.prompts)
     renderer = await asyncio.to_thread(Renderer, settings.model_dir, settings.rendering)
     environment = make_environment(settings.environment)

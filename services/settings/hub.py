@@ -96,13 +96,18 @@ def fetch_model(settings: Settings) -> Path:
     """Return the directory of the initial model; one of the hub is fetched unless this host has it.
 
     Raises:
-        SettingsError: it cannot be fetched, or it has no safetensors.
+        SettingsError: it cannot be fetched, or there is no model.
     """
-    directory = settings.model_dir
-    if is_hub_name(settings.model.path):
-        fetch(Kind.MODEL, settings.model.path, settings.model.revision)
+    directory, name = settings.model_dir, settings.model.path
+    if is_hub_name(name):
+        fetch(Kind.MODEL, name, settings.model.revision)
         if not any(directory.glob("*.safetensors")):
-            raise SettingsError(f"setting model.path: {settings.model.path} on the hub has no safetensors")
+            raise SettingsError(f"setting model.path: {name} on the hub has no safetensors")
+    if not (directory / "config.json").is_file():
+        raise SettingsError(
+            f"no model in {directory}: set model.path to a Hugging Face directory or a name on the hub, or fill "
+            "in [model.scratch], of which `tether up` or `python -m services.prepare` makes one"
+        )
     return directory
 
 

@@ -1,14 +1,19 @@
-"""The recipes of deploy/examples: they fit data of the form they name, and run from a hub.
+"""The recipes of deploy/examples and the configurations of docs/data.md: they load, fit data of the form that
+they name, and run from a hub.
 
 Models are tiny and random; data have a few rows of the right form. The hub is on this machine.
 """
 
 import json
+import re
 import string
 from pathlib import Path
 
 import pytest
 
+from rollout.prompts.named_source import check_names
+from rollout.prompts.row_fields import compile_pattern, parse_template
+from services.settings.load import load_settings
 from services.tools.check import check_configuration
 from tests.data_sets import math_rows, write_gsm8k, write_math, write_parquet
 from tests.hub_server import HubServer, files_of
@@ -22,6 +27,7 @@ RECIPES = sorted(
     for name in ("gsm8k", "math")
     for path in (ROOT / "deploy/examples" / name).glob("*.toml")
 )
+BLOCKS = re.findall(r"^```toml\n(.*?)^```$", (ROOT / "docs/data.md").read_text(), re.DOTALL | re.MULTILINE)
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 
 
@@ -91,3 +97,19 @@ def test_a_recipe_runs_from_the_hub_and_records_what_it_used(
     assert again.returncode == 0, again.stdout + again.stderr
     settings = json.loads((run_dir / "settings.json").read_text())
     assert (settings["model"]["revision"], settings["prompts"]["revision"]) == (model_commit, data_commit)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
+def test_a_block_of_the_page_loads(block: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(block)
+    settings = load_settings(str(path), environ={})
+    check_names(settings.prompts.mixture, "prompts.mixture")
+    check_names(settings.eval.sets, "eval.sets")
+    for source in (settings.prompts, *settings.prompts.mixture, *settings.eval.sets):
+        parse_template(source.template or "")
+        compile_pattern(source.answer_pattern or "()")
+
+
+def test_the_page_has_blocks() -> None:
+    assert len(BLOCKS) >= 5
