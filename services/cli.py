@@ -60,7 +60,7 @@ def up(
 
     from services.launcher.live_progress import open_progress
     from services.launcher.supervisor import run_up
-    from services.settings.load import load_settings
+    from services.settings.load import load_settings, run_settings
 
     overrides = list(set_ or [])
     for dotted, value in (
@@ -79,7 +79,7 @@ def up(
         progress.note(
             "scoring the first and the last model on held-out prompts; engine output: logs/eval.log"
         )
-        _print_eval(settings, [])
+        _print_eval(run_settings(settings.run_dir), [])
     if not outcome.interrupted and outcome.version < outcome.steps:
         reason = "the prompts ran out" if outcome.exhausted else "the run was drained"
         progress.note(f"{reason} after {outcome.version} of {outcome.steps} steps")

@@ -19,7 +19,8 @@ from services.preflight.problem import refuse
 from services.runtime.errors import configure_logging, describe_error
 from services.runtime.resume import start_or_resume
 from services.runtime.run_ledger import ledger_url, open_ledger
-from services.settings.load import load_settings
+from services.settings.hub import pin_names, record_pins
+from services.settings.load import load_settings, run_settings
 from services.settings.resume import changes_since_last_start
 from services.settings.sections import Settings
 
@@ -79,18 +80,22 @@ async def prepare_run(settings: Settings) -> Sequence[str]:
     """
     ledger_url(settings)  # before a model is made, which takes time
     settings.run_dir.mkdir(parents=True, exist_ok=True)
-    spec = await asyncio.to_thread(prepare, settings)
+    pinned = await asyncio.to_thread(pin_names, settings)
+    spec = await asyncio.to_thread(prepare, pinned)
     async with open_ledger(settings) as ledger:
         await reconcile(ledger, settings)
-        return [*await start_or_resume(ledger, settings, spec), ledger.durability]
+        lines = await start_or_resume(ledger, pinned, spec)
+        record_pins(settings, pinned)
+        return [*lines, ledger.durability]
 
 
 def main() -> None:
     """Prepare the run that `TETHER_CONFIG` and the other variables describe."""
     configure_logging("prepare")
     try:
-        settings = load_settings()
-        lines = asyncio.run(prepare_run(settings))
+        asked = load_settings()
+        lines = asyncio.run(prepare_run(asked))
+        settings = run_settings(asked.run_dir)
     except KeyboardInterrupt:
         sys.exit(1)
     except Exception as error:

@@ -12,19 +12,10 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from protocol.paths import HubPath
-from rollout.prompts.named_source import MixtureConfig, SourceConfig
+from rollout.prompts.named_source import PLACE, UNUSED, MixtureConfig, SourceConfig
 
 NOT_IN_FINGERPRINT = frozenset(
-    {
-        "path",
-        "held_out_path",
-        "subset",
-        "split",
-        "revision",
-        "template",
-        "answer_pattern",
-        "mixture",
-    }
+    {"path", "held_out_path", "subset", "split", "revision", "template", "answer_pattern", "mixture"}
 )
 """Settings of `[prompts]` that say where prompts are and how they are read: the prompts themselves count."""
 
@@ -77,7 +68,8 @@ class PromptConfig:
     """Several sources with weights, instead of one."""
 
 
-PROMPT_FIELDS = frozenset(field.name for field in fields(PromptConfig))
+DEFAULTS: Mapping[str, Any] = {field.name: field.default for field in fields(PromptConfig)}
+"""Setting of `[prompts]` -> its default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +132,18 @@ class Order:
 
 
 def source_settings(prompts: PromptConfig, own: SourceConfig) -> PromptConfig:
-    """Return the settings of a named source: its own, and for what it does not give those of `[prompts]`."""
+    """Return the settings of a named source: its own, and for what it does not give those of `[prompts]`.
+
+    With a path of its own it takes neither subset, split nor revision from there, and nothing that its kind
+    of source does not use.
+    """
+    place = () if own.path is None else PLACE
+    unused = UNUSED.get(own.source or prompts.source, ())
+    prompts = replace(prompts, **{name: DEFAULTS[name] for name in (*place, *unused)})
     given = {
         field.name: value
         for field in fields(own)
-        if field.name in PROMPT_FIELDS and (value := getattr(own, field.name)) is not None
+        if field.name in DEFAULTS and (value := getattr(own, field.name)) is not None
     }
     return replace(prompts, mixture=(), **given)
 

@@ -48,7 +48,7 @@ def _read(
 ) -> Sequence[Prompt]:
     merged = source_settings(prompts, config)
     if merged.source == "reasoning_gym":  # generates other questions than those of training
-        return make_source(replace(merged, held_out=limit)).held_out()
+        return make_source(replace(merged, held_out=limit, held_out_path="")).held_out()
     stream = make_source(replace(merged, count=0, held_out=0, held_out_path="", shuffle=False, passes=1))
     rows = [replace(stream.at(index), index=-1) for index in range(stream.size or 0)]
     kept = unseen(rows, trained)

@@ -1,16 +1,20 @@
-"""Reads prompts from a local Hugging Face data set; nothing is downloaded."""
+"""Reads prompts from a data set: one of the Hugging Face hub by its name, or a local one of the same form."""
 
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from protocol.choices import checked_name
 from protocol.errors import SettingsError
+from protocol.host.hub import Kind, fetch, is_hub_name, resolve_commit
 from rollout.prompts.base import Prompt, PromptConfig
-from rollout.prompts.rows import RowSource, prompt_of
+from rollout.prompts.rows import RowSource, local_path, prompts_of
 
 READERS = {".parquet": "from_parquet", ".json": "from_json", ".jsonl": "from_json"}
-"""Suffix -> constructor of `datasets.Dataset`."""
+"""Suffix of a file -> constructor of `datasets.Dataset`."""
+SAVED = ("state.json", "dataset_dict.json")
+"""Files of which a directory made by `save_to_disk` has one."""
 
 
 def make(config: PromptConfig) -> RowSource:
@@ -23,35 +27,60 @@ def make(config: PromptConfig) -> RowSource:
         import datasets
     except ImportError as error:
         raise SettingsError(f"prompts.source 'hf' needs the package datasets: {error}") from None
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
 
-    def read(path: Path) -> list[Prompt]:
-        is_saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
-        found = (
-            datasets.load_from_disk(str(path), keep_in_memory=True)
-            if is_saved
-            else _from_files(path, datasets.Dataset)
-        )
-        if isinstance(found, datasets.DatasetDict):
-            checked_name(config.split, found, f"setting prompts.split: split of {path}")
-            found = found[config.split]
-        return [prompt_of(row, config, f"{path}: row {number}") for number, row in enumerate(found)]
+    def read(text: str, setting: str) -> list[Prompt]:
+        path = _located(text, setting, config)
+        rows = enumerate(_opened(path, config, datasets))
+        return prompts_of(((f"{text}: row {number}", row) for number, row in rows), config)
 
     return RowSource(config, read)
 
 
-def _from_files(path: Path, dataset: Any) -> Any:
-    """Return all rows of a file, or of the files in a directory in the order of their names."""
-    files = sorted(file for file in (path.iterdir() if path.is_dir() else [path]) if file.suffix in READERS)
-    readers = {READERS[file.suffix] for file in files}
-    if len(readers) != 1:
+def _located(text: str, setting: str, config: PromptConfig) -> Path:
+    """Return the local path of a data set, which is fetched if `text` is its name on the hub."""
+    if setting == "path" and is_hub_name(text):
+        return fetch(Kind.DATASET, text, resolve_commit(Kind.DATASET, text, config.revision))
+    if setting == "held_out_path" and is_hub_name(text):
         raise SettingsError(
-            f"setting prompts.path: {path} must contain Parquet or JSON files ({', '.join(READERS)}), "
-            "of one kind only"
+            f"setting prompts.held_out_path: {text!r} does not exist; give a held-out set of the hub in "
+            "[[eval.sets]]"
+        )
+    path = local_path(text, setting)
+    if setting == "path" and config.revision:
+        raise SettingsError(
+            f"setting prompts.revision: {text} is local and has no revisions; leave it out, or let "
+            "prompts.path name a data set of the hub"
+        )
+    return path
+
+
+def _opened(path: Path, config: PromptConfig, datasets: Any) -> Any:
+    """Return the rows of a data set. `datasets` copies files that it reads to a cache, which is not kept."""
+    is_saved = any((path / name).is_file() for name in SAVED)
+    if config.subset and (is_saved or path.is_file()):
+        raise SettingsError(f"setting prompts.subset: {path} has no subsets; leave it out")
+    if is_saved:
+        found = datasets.load_from_disk(str(path), keep_in_memory=True)
+        if isinstance(found, datasets.DatasetDict):
+            checked_name(config.split, found, f"setting prompts.split: split of {path}")
+            found = found[config.split]
+        return found
+    if path.is_file() and path.suffix not in READERS:
+        raise SettingsError(
+            f"setting prompts.path: {path} must be a Parquet or JSON file ({', '.join(READERS)}), "
+            "or a directory with them"
         )
     with tempfile.TemporaryDirectory() as cache:
+        options = {"cache_dir": cache, "keep_in_memory": True}
         try:
-            return getattr(dataset, readers.pop())(
-                [str(file) for file in files], cache_dir=cache, keep_in_memory=True
-            )
+            if path.is_file():
+                return getattr(datasets.Dataset, READERS[path.suffix])(str(path), **options)
+            return datasets.load_dataset(str(path), config.subset or None, split=config.split, **options)
         except Exception as error:  # datasets raises any exception of its readers
-            raise SettingsError(f"{path}: {type(error).__name__}: {str(error)[:300]}") from error
+            text = " ".join(str(error).split())
+            raise SettingsError(
+                f"{path}: not a data set with prompts.subset {config.subset!r} and prompts.split "
+                f"{config.split!r}: {type(error).__name__}: {text[:300]}"
+            ) from error

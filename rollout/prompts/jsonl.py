@@ -1,12 +1,12 @@
 """Reads prompts from a file with one JSON object per line."""
 
-from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from protocol.errors import SettingsError
 from rollout.prompts.base import Prompt, PromptConfig
-from rollout.prompts.rows import RowSource, prompt_of
+from rollout.prompts.rows import RowSource, local_path, prompts_of
 
 
 def make(config: PromptConfig) -> RowSource:
@@ -16,21 +16,20 @@ def make(config: PromptConfig) -> RowSource:
         SettingsError: a file cannot be read, or a line is malformed; names the first such line.
     """
 
-    def read(path: Path) -> list[Prompt]:
+    def read(text: str, setting: str) -> list[Prompt]:
+        path = local_path(text, setting)
         try:
             lines = path.read_bytes().split(b"\n")
         except OSError as error:
             raise SettingsError(f"{path}: {error.strerror}") from None
-        return [
-            _prompt(line, config, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()
-        ]
+        wheres = ((f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip())
+        return prompts_of(((where, _row(line, where)) for where, line in wheres), config)
 
     return RowSource(config, read)
 
 
-def _prompt(line: bytes, config: PromptConfig, where: str) -> Prompt:
+def _row(line: bytes, where: str) -> Any:
     try:
-        row = msgspec.json.decode(line)
+        return msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise SettingsError(f"{where}: not JSON: {error}") from None
-    return prompt_of(row, config, where)

@@ -1,7 +1,7 @@
 """Defines the settings of a named source of prompts: an entry of a mixture, or a held-out set."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -10,6 +10,13 @@ from msgspec import Meta
 from protocol.errors import SettingsError
 from protocol.paths import HUB_NAME, PathMark
 
+UNUSED: Mapping[str, Sequence[str]] = {
+    "jsonl": ("subset", "revision"),
+    "reasoning_gym": ("subset", "revision", "template", "answer_pattern"),
+}
+"""Source -> settings that it does not use, and that are refused with it."""
+PLACE = ("subset", "split", "revision")
+"""Settings that belong to a path."""
 HELD_OUT = "held_out"
 """Name of the held-out set that `[prompts]` itself describes."""
 

@@ -3,18 +3,33 @@
 import importlib
 
 from protocol.choices import checked_name
-from rollout.prompts.base import PromptConfig, PromptSource
+from protocol.errors import SettingsError
+from rollout.prompts.base import DEFAULTS, PromptConfig, PromptSource
+from rollout.prompts.named_source import UNUSED
 
 SOURCES = ("hf", "jsonl", "reasoning_gym")
 """Modules in `rollout/prompts/` with a function `make`; only the chosen one is imported."""
 
 
 def make_source(config: PromptConfig) -> PromptSource:
-    """Return the source that `config.source` names.
+    """Return the source that `config.source` names, or the mixture of `config.mixture`.
 
     Raises:
         SettingsError: the name or anything else in the section is wrong.
     """
+    if config.mixture:
+        mixed: PromptSource = importlib.import_module("rollout.prompts.mixture").make(config)
+        return mixed
     name = checked_name(config.source, SOURCES, "setting prompts.source: source")
+    _refuse_unused(config, name)
     source: PromptSource = importlib.import_module(f"rollout.prompts.{name}").make(config)
     return source
+
+
+def _refuse_unused(config: PromptConfig, source: str) -> None:
+    """Raise SettingsError for the first setting that is given and that the source does not use."""
+    for name in UNUSED.get(source, ()):
+        if getattr(config, name) != DEFAULTS[name]:
+            raise SettingsError(
+                f"setting prompts.{name}: prompts.source {source!r} does not use it; leave it out"
+            )

@@ -10,23 +10,26 @@ from protocol.errors import ProtocolError, SettingsError
 from protocol.msgpack_limits import METADATA_DEPTH, check_shape
 from protocol.ranges import check_ranges
 from rollout.prompts.base import Order, Prompt, PromptConfig, fingerprint_of, unseen
+from rollout.prompts.row_fields import compile_pattern, fill_template, parse_template
 
 
 class RowSource:
     """Prompt source over rows in memory; files and data sets differ only in how they are read."""
 
-    def __init__(self, config: PromptConfig, read: Callable[[Path], list[Prompt]]) -> None:
+    def __init__(self, config: PromptConfig, read: Callable[[str, str], list[Prompt]]) -> None:
         """Read the rows and split them into training and held-out prompts.
 
         Args:
             config: section `[prompts]`.
-            read: returns all prompts at a path.
+            read: returns all prompts at a path, the value of the setting `prompts.NAME`, given both.
 
         Raises:
             SettingsError: there are too few prompts, or all held-out prompts also occur in training.
         """
         check_ranges(config, "prompts")
-        prompts = read(_path(config.path, "path"))
+        if config.answer_pattern and not config.answer_field:
+            raise SettingsError("setting prompts.answer_pattern: set prompts.answer_field, which it searches")
+        prompts = read(config.path, "path")
         own = config.held_out_path
         available = len(prompts) - (0 if own else config.held_out)
         if available < max(1, config.count):
@@ -34,9 +37,7 @@ class RowSource:
                 f"{config.path}: {len(prompts)} prompts leave {max(0, available)} to train on; "
                 "lower prompts.held_out or prompts.count, or add data"
             )
-        candidates = (
-            read(_path(own, "held_out_path"))[: config.held_out or None] if own else prompts[available:]
-        )
+        candidates = read(own, "held_out_path")[: config.held_out or None] if own else prompts[available:]
         self._train = prompts[: config.count or available]
         self._held_out = unseen(candidates, (p.text for p in self._train))
         if candidates and not self._held_out:
@@ -63,34 +64,70 @@ class RowSource:
         return (prompt.text for prompt in self._train)
 
 
-def prompt_of(row: Any, config: PromptConfig, where: str) -> Prompt:
-    """Return the prompt of a row.
+def prompts_of(rows: Iterable[tuple[str, Any]], config: PromptConfig) -> list[Prompt]:
+    """Return the prompts of rows.
 
     Args:
-        row: an object with the fields that `config` names.
+        rows: (file and line, or data set and row, for the error; object with the fields `config` names).
         config: section `[prompts]`.
-        where: file and line, or data set and row, for the error.
 
     Raises:
-        SettingsError: the row is not of that form; names `where`.
+        SettingsError: a row is not of that form; names the first such row. If answers do not match
+            `answer_pattern`, it also says how many.
     """
+    template = parse_template(config.template) if config.template else ()
+    pattern = compile_pattern(config.answer_pattern) if config.answer_pattern else None
+    found: list[Prompt] = []
+    unmatched: list[str] = []
+    for where, row in rows:
+        _check_fields(row, config, where)
+        metadata = {str(key): value for key, value in row.items() if template or key != config.prompt_field}
+        if config.answer_field:
+            metadata["answer"] = row[config.answer_field]
+        if pattern is not None:
+            match = pattern.search(str(row[config.answer_field]))
+            metadata["answer"] = match[1].strip() if match and match[1] else ""
+            if not metadata["answer"]:
+                unmatched.append(f"{where}: {str(row[config.answer_field])[-80:]!r}")
+        question = fill_template(template, row, where) if template else row[config.prompt_field]
+        found.append(_prompt(question, metadata, where))
+    if unmatched:
+        raise SettingsError(
+            f"{len(unmatched)} of {len(found)} rows have no answer that prompts.answer_pattern "
+            f"{config.answer_pattern!r} finds; the first is {unmatched[0]}"
+        )
+    return found
+
+
+def local_path(text: str, name: str) -> Path:
+    """Return the path of local data. Raises SettingsError, which names the setting `prompts.NAME`."""
+    path = Path(text)
+    if not text or not path.exists():
+        raise SettingsError(
+            f"setting prompts.{name}: {text!r} does not exist; give local data, or with prompts.source "
+            '"hf" a data set of the hub by its name, such as "openai/gsm8k"'
+        )
+    return path
+
+
+def _check_fields(row: Any, config: PromptConfig, where: str) -> None:
+    names = [config.answer_field] if config.template else [config.prompt_field, config.answer_field]
     if not isinstance(row, Mapping):
         raise SettingsError(
-            f"{where}: expected an object with the field {config.prompt_field!r}, got {type(row).__name__}"
+            f"{where}: expected an object with the field {names[0]!r}, got {type(row).__name__}"
         )
-    for name in filter(None, (config.prompt_field, config.answer_field)):
+    for name in filter(None, names):
         if row.get(name) is None:
             has = ", ".join(sorted(map(str, row))) or "none"
             raise SettingsError(
                 f"{where}: no field {name!r}, it has {has}; set prompts.prompt_field or prompts.answer_field"
             )
-    question = row[config.prompt_field]
-    metadata = {str(key): value for key, value in row.items() if key != config.prompt_field}
-    if config.answer_field:
-        metadata["answer"] = row[config.answer_field]
+
+
+def _prompt(question: Any, metadata: Mapping[str, Any], where: str) -> Prompt:
     if isinstance(question, str):
         if not question:
-            raise SettingsError(f"{where}: the field {config.prompt_field!r} is empty")
+            raise SettingsError(f"{where}: the question is empty")
         return Prompt(question, (), metadata)
     messages = _messages(question, where)
     return Prompt(messages[-1][1], messages, metadata)
@@ -119,12 +156,3 @@ def _encoded(prompt: Prompt) -> bytes:
             f"prompt {prompt.text[:40]!r} has metadata that cannot be sent: {error}"
         ) from None
     return packed
-
-
-def _path(text: str, name: str) -> Path:
-    path = Path(text)
-    if not text or not path.exists():
-        raise SettingsError(
-            f"setting prompts.{name}: {text!r} does not exist; give local data, nothing is downloaded"
-        )
-    return path

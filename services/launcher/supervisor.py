@@ -31,6 +31,7 @@ from services.run_files.halts import explain_halt
 from services.run_files.run_end import recording_end
 from services.runtime.resume import start_or_resume
 from services.runtime.run_ledger import open_ledger
+from services.settings.hub import pin_names, record_pins
 from services.settings.sections import Settings
 
 log = logging.getLogger("tether.up")
@@ -60,7 +61,9 @@ async def run_up(settings: Settings, progress: Progress) -> RunOutcome:
     run_dir = settings.run_dir
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     with run_lock(run_dir):
+        asked, settings = settings, await asyncio.to_thread(pin_names, settings)
         spec = await asyncio.to_thread(prepare, settings, local=True)
+        record_pins(asked, settings)
         with recording_end(run_dir):
             outcome = await _run_prepared(settings, spec, progress)
         await asyncio.to_thread(plot_run, run_dir)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from protocol.errors import SettingsError
 from rollout.environments.registry import make_environment
 from rollout.prompts.base import PromptSource
+from rollout.prompts.held_out import held_out_sets
 from rollout.prompts.registry import make_source
 from services.preflight.data import first_prompts, rendering_problems, stream_problems, verifier_problems
 from services.preflight.endpoints import local_problems
@@ -45,6 +46,7 @@ def check_run(settings: Settings, *, local: bool = False) -> Findings:
     model: ModelFacts | None = None
     try:
         source = make_source(settings.prompts)
+        held_out_sets(source, settings.prompts, settings.eval.sets, settings.eval.prompts)
     except SettingsError as error:
         problems.append(Problem(str(error)))
     try:
@@ -79,9 +81,10 @@ def describe_run(settings: Settings, model: ModelFacts, source: PromptSource) ->
     engines = ", ".join(
         f"{entry.count} on {entry.engine.get('name', engine.name)}" for entry in services.pool
     )
+    mixed = " + ".join(entry.name for entry in prompts.mixture)
     return [
         f"model    {model.place}: {model.config.get('model_type')}, {count} parameters{made}",
-        f"prompts  {prompts.source}: {stream}; {prompts.held_out:,} held out",
+        f"prompts  {mixed or prompts.source}: {stream}; {prompts.held_out:,} held out",
         f"steps    {settings.run.steps:,} of {bound.groups_per_step} prompts x {sampling.samples_per_prompt} "
         f"samples, at most {per_step * sampling.max_tokens:,} sampled tokens each; "
         f"E={bound.max_staleness}, {bound.staleness_policy}",

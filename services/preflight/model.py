@@ -12,6 +12,7 @@ from protocol.errors import EngineError, SettingsError
 from rollout.engines.base import EngineConfig
 from rollout.engines.requests import check_adapters, check_fits
 from services.preflight.problem import Problem
+from services.settings.hub import fetch_model
 from services.settings.sections import Settings
 from trainer.config import ScratchConfig
 from trainer.megatron.architecture import SUPPORTED, architecture_of
@@ -50,11 +51,7 @@ def read_model(settings: Settings) -> ModelFacts:
         if not place.exists():
             config = _config_of(scratch, vocabulary_size(scratch))
             return ModelFacts(place, config, _count_of(config), is_made=False)
-    path = place / "config.json"
-    if not path.is_file():
-        raise SettingsError(
-            "no model: set model.path to a Hugging Face directory, or fill in [model.scratch]"
-        )
+    path = fetch_model(settings) / "config.json"
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:

@@ -10,7 +10,6 @@ import dataclasses
 import time
 
 from protocol.device.shared_layout import DESCRIBED, TRANSPORT, description_file
-from protocol.errors import SettingsError
 from protocol.topics import ROLLOUTS, WEIGHTS, Role
 from rollout.engines.base import Engine, EngineConfig
 from rollout.engines.multi_process.engine import MultiProcessEngine
@@ -28,6 +27,7 @@ from services.rollout.group_runner import GroupRunner
 from services.rollout.weight_updater import WeightUpdater
 from services.runtime.main import service_main
 from services.runtime.process import Process
+from services.settings.hub import fetch_model
 from services.settings.sections import Settings
 
 
@@ -40,7 +40,8 @@ async def serve(process: Process) -> None:
         PoisonedError: the engine may hold mixed weights.
     """
     settings = process.settings
-    _check(settings)
+    refuse(distribution_problems(settings.sampling))
+    await asyncio.to_thread(fetch_model, settings)
     prompts = await asyncio.to_thread(make_source, settings.prompts)
     renderer = await asyncio.to_thread(Renderer, settings.model_dir, settings.rendering)
     environment = make_environment(settings.environment)
@@ -78,16 +79,6 @@ async def serve(process: Process) -> None:
         await engine.close()
         if device is not None:
             device.close()
-
-
-def _check(settings: Settings) -> None:
-    """Check again what a worker that is started by itself may have from its own variables."""
-    refuse(distribution_problems(settings.sampling))
-    if not (settings.model_dir / "config.json").is_file():
-        raise SettingsError(
-            f"no model in {settings.model_dir}: `tether up` or `python -m services.prepare` makes it from "
-            "[model.scratch]; or set model.path to a Hugging Face directory"
-        )
 
 
 async def _run(runner: GroupRunner, updater: WeightUpdater, turn: EngineGpuTurn | None) -> None:

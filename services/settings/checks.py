@@ -6,6 +6,7 @@ from operator import attrgetter
 from protocol.choices import checked_name
 from protocol.device.shared_layout import TRANSPORT
 from protocol.errors import SettingsError
+from protocol.host.hub import is_hub_name
 from protocol.ids import checked_run_id
 from protocol.ranges import range_errors
 from rollout.engines.base import DTYPES
@@ -89,13 +90,6 @@ def _check_alternatives(settings: Settings) -> None:
         raise SettingsError("settings model.path and model.scratch exclude each other: give one")
 
 
-def _check_model(settings: Settings) -> None:
-    if settings.model.path and not (settings.model_dir / "config.json").is_file():
-        raise SettingsError(
-            f"setting model.path: no config.json in {settings.model_dir}; give a Hugging Face model directory"
-        )
-
-
 def check_shared(settings: Settings) -> None:
     """Check what the transport `shared` requires of other settings; do nothing with another transport.
 
@@ -118,6 +112,22 @@ def check_workers(weights: WeightConfig, rollouts: int) -> None:
     if weights.transport == TRANSPORT and rollouts > 1:
         raise SettingsError(
             f"rollouts={rollouts}: with weights.transport {TRANSPORT!r} there can be one rollout worker"
+        )
+
+
+def _check_model(settings: Settings) -> None:
+    model = settings.model
+    if is_hub_name(model.path):
+        return
+    if model.path and not (settings.model_dir / "config.json").is_file():
+        raise SettingsError(
+            f"setting model.path: no config.json in {settings.model_dir}; give a Hugging Face model "
+            "directory, or the name of a model on the hub, such as Qwen/Qwen2.5-0.5B-Instruct"
+        )
+    if model.revision:
+        raise SettingsError(
+            f"setting model.revision: {model.revision!r} is for a model of the hub, and model.path is "
+            f"{model.path!r}; leave it out"
         )
 
 

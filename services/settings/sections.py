@@ -12,6 +12,8 @@ from typing import Annotated
 from msgspec import Meta
 from pydantic import ConfigDict
 
+from protocol.errors import SettingsError
+from protocol.host.hub import Kind, is_commit, is_hub_name, snapshot_dir
 from protocol.paths import FilePath, HubPath
 from protocol.staleness import Bound, GroupsPerStep, MaxStaleness, Policy
 from protocol.weights.lora import LoraConfig
@@ -101,10 +103,14 @@ class LedgerConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Section `[model]`: a Hugging Face directory, or a small random model."""
+    """Section `[model]`: a Hugging Face directory or name, or a small random model."""
 
     path: HubPath = ""
-    """Hugging Face model directory with config.json, tokenizer and safetensors."""
+    """Model directory with config.json, tokenizer and safetensors, or the name of a model on the Hugging Face
+    hub, such as "Qwen/Qwen2.5-0.5B-Instruct"."""
+    revision: str = ""
+    """Branch, tag or commit of a model on the hub. Empty: main. The commit of the first start is recorded and
+    kept."""
     scratch: ScratchConfig | None = None
     """Instead of `path`: the random model to make in RUN_DIR/model."""
 
@@ -219,5 +225,16 @@ class Settings:
 
     @property
     def model_dir(self) -> Path:
-        """Absolute path of the initial model: `model.path`, or the random model in the run directory."""
-        return Path(self.model.path).absolute() if self.model.path else self.run_dir / "model"
+        """Absolute path of the initial model: `model.path`, or the random model in the run directory.
+
+        For a name on the hub it is the place in this host's cache, and `model.revision` has to be a commit.
+        """
+        path, revision = self.model.path, self.model.revision
+        if not is_hub_name(path):
+            return Path(path).absolute() if path else self.run_dir / "model"
+        if not is_commit(revision):
+            raise SettingsError(
+                f"model.path {path} has no commit yet: start the run by `tether up` or `python -m "
+                "services.prepare`; services that are started alone read RUN_DIR/settings.json"
+            )
+        return snapshot_dir(Kind.MODEL, path, revision)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from protocol.device.shared_layout import TRANSPORT
 from services.ledger.interface import Taken
+from services.settings.hub import fetch_model
 from services.settings.sections import Settings
 from trainer.algorithms.registry import make_algorithm
 from trainer.backends.base import Backend
@@ -14,7 +15,7 @@ from trainer.registry import make_backend
 def build_backend(settings: Settings) -> Backend:
     """Return this rank's part of the model, loaded."""
     return make_backend(
-        settings.model_dir,
+        fetch_model(settings),
         parallel=settings.parallel,
         optimizer=settings.optimizer,
         trainer=settings.trainer,

@@ -7,6 +7,7 @@ from protocol.errors import SettingsError
 from services.preflight.check import check_run, describe_run
 from services.preflight.endpoints import ledger_problems
 from services.settings.checks import settings_errors
+from services.settings.hub import pin_names
 from services.settings.load import compose_settings
 
 
@@ -29,6 +30,10 @@ def check_configuration(config: str, overrides: Sequence[str]) -> CheckedRun:
     wrong = [str(error) for error in settings_errors(settings)]
     if wrong:
         return CheckedRun(wrong, [])
+    try:
+        settings = pin_names(settings)
+    except SettingsError as error:
+        return CheckedRun([str(error)], [])
     findings = check_run(settings, local=True)
     problems = [str(problem) for problem in (*findings.problems, *ledger_problems(settings))]
     if problems or findings.model is None or findings.source is None:

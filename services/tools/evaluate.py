@@ -27,6 +27,7 @@ from rollout.prompts.base import Prompt
 from rollout.prompts.registry import make_source
 from rollout.render import Renderer
 from services.runtime.user_modules import add_user_modules
+from services.settings.hub import fetch_model
 from services.settings.sections import Settings
 from trainer.config import WeightConfig
 from trainer.weights.bucket_writer import in_dtype
@@ -54,7 +55,8 @@ async def evaluate_run(settings: Settings, checkpoints: Sequence[Path]) -> dict[
     prompts = list(source.held_out())[: settings.eval.prompts]
     if not prompts:
         raise SettingsError("no held-out prompts to score on: set prompts.held_out or prompts.held_out_path")
-    models = [settings.model_dir, *(checkpoints or [newest_export(settings.run_dir)])]
+    initial = await asyncio.to_thread(fetch_model, settings)
+    models = [initial, *(checkpoints or [newest_export(settings.run_dir)])]
     renderer = await asyncio.to_thread(Renderer, settings.model_dir, settings.rendering)
     engine = make_engine(settings.engine, settings.model_dir, "eval")
     scored: list[dict[str, Any]] = []

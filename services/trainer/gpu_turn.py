@@ -17,6 +17,7 @@ from services.gpu_sharing.device_lock import DeviceLock, given_device
 from services.gpu_sharing.memory_budget import GIB, check_budget
 from services.gpu_sharing.turn import TURN, Turn, holders
 from services.runtime.process import Process
+from services.settings.hub import fetch_model
 from services.settings.sections import Settings
 
 log = logging.getLogger("tether.turns")
@@ -133,7 +134,7 @@ def check_memory(settings: Settings) -> None:
             "colocated run"
         )
     ranks = settings.services.rollout_workers * settings.engine.tensor_parallel_size
-    shapes = checkpoint_shapes(settings.model_dir)
+    shapes = checkpoint_shapes(fetch_model(settings))
     check_budget(
         total_gb=torch.cuda.mem_get_info()[1] / GIB,
         parameters=sum(math.prod(shape) for shape in shapes.values()),

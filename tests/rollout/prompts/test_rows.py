@@ -102,6 +102,15 @@ def test_the_fingerprint_changes_with_content_and_order_but_not_with_the_path(tm
     assert len({base, *(make_source(c).fingerprint for c in others)}) == 1 + len(others)
 
 
+def test_a_fingerprint_is_that_of_earlier_releases(tmp_path: Path) -> None:
+    demo = PromptConfig(path=str(EXAMPLES / "max3/prompts.jsonl"), held_out=200)
+    assert make_source(demo).fingerprint == "90e54be16a3fe4d2"
+    rows = [{"q": f"q{i}", "a": str(i), "level": i % 3} for i in range(9)]
+    path = written(tmp_path / "a.jsonl", rows).path  # type: ignore[arg-type]
+    named = PromptConfig(source="hf", path=path, split="x", prompt_field="q", answer_field="a", seed=3)
+    assert make_source(named).fingerprint == "2ed19b42d2d5d787"
+
+
 def test_a_prompt_may_be_a_conversation_and_fields_may_have_other_names(tmp_path: Path) -> None:
     conversation = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
     config = written(
@@ -183,7 +192,7 @@ def test_hf_refuses_what_is_not_a_data_set(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"a\.parquet"):
         make_source(PromptConfig(source="hf", path=str(tmp_path / "a.parquet")))
     (tmp_path / "b.txt").touch()
-    with pytest.raises(SettingsError, match="must contain Parquet or JSON files"):
+    with pytest.raises(SettingsError, match="must be a Parquet or JSON file"):
         make_source(PromptConfig(source="hf", path=str(tmp_path / "b.txt")))
 
 

@@ -1,0 +1,159 @@
+"""Fetches models and data sets from the Hugging Face hub into its cache on this host, each at one commit.
+
+The client is huggingface_hub, which reads HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE itself. It is
+imported where a name of the hub is used, and nowhere else.
+"""
+
+import logging
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from protocol.errors import SettingsError
+
+log = logging.getLogger(__name__)
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(?<!\.json)(?<!\.jsonl)(?<!\.parquet)")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+class Kind(StrEnum):
+    """What a repository on the hub holds."""
+
+    MODEL = "model"
+    DATASET = "dataset"
+
+
+FILES: Mapping[Kind, Sequence[str]] = {
+    Kind.MODEL: ("*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt"),
+    Kind.DATASET: ("*.parquet", "*.json", "*.jsonl", "*.json.gz", "*.jsonl.gz", "*.csv", "README.md"),
+}
+"""Kind -> patterns of the files that are fetched."""
+NOT_FETCHED: Mapping[Kind, Sequence[str]] = {
+    Kind.MODEL: ("*/*", "consolidated*.safetensors"),
+    Kind.DATASET: (),
+}
+"""Kind -> patterns of files that are left out: other forms of the same weights."""
+
+
+def is_hub_name(text: str) -> bool:
+    """Return whether `text` looks like OWNER/NAME on the hub and names nothing in the working directory."""
+    return bool(_NAME.fullmatch(text)) and ".." not in text and "--" not in text and not Path(text).exists()
+
+
+def is_commit(revision: str) -> bool:
+    """Return whether a revision is a full commit hash."""
+    return bool(_COMMIT.fullmatch(revision))
+
+
+def snapshot_dir(kind: Kind, name: str, commit: str) -> Path:
+    """Return where the cache of this host has a repository at a commit, or would have it."""
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    folder = repo_folder_name(repo_id=name, repo_type=kind)
+    return Path(constants.HF_HUB_CACHE).expanduser().absolute() / folder / "snapshots" / commit
+
+
+def resolve_commit(kind: Kind, name: str, revision: str) -> str:
+    """Return the commit that a branch or tag is at now; a commit is returned as it is.
+
+    Where the hub cannot be asked, it is the commit that the branch or tag was at when it was last fetched to
+    this host, and a warning says so.
+
+    Args:
+        kind: what the repository holds.
+        name: OWNER/NAME.
+        revision: branch, tag or commit. Empty: the branch main.
+
+    Raises:
+        SettingsError: the hub does not have it, or it cannot be asked and the cache does not have it.
+    """
+    if is_commit(revision):
+        return revision
+    from huggingface_hub import HfApi, constants, snapshot_download
+
+    try:
+        info = HfApi().repo_info(
+            name, repo_type=kind, revision=revision or None, timeout=constants.HF_HUB_ETAG_TIMEOUT
+        )
+        return str(info.sha)
+    except Exception as error:  # its own, those of its HTTP library, and OSError
+        if not _is_no_answer(error):
+            raise _refusal(kind, name, revision, error) from error
+        cause = error
+    try:
+        found = snapshot_download(
+            name, repo_type=kind, revision=revision or None, local_files_only=True, **_patterns(kind)
+        )
+    except OSError:
+        raise _refusal(kind, name, revision, cause) from cause
+    log.warning("hub.cached %s=%s commit=%s cause=%s", kind, name, Path(found).name, type(cause).__name__)
+    return Path(found).name
+
+
+def fetch(kind: Kind, name: str, commit: str) -> Path:
+    """Return the directory with a repository's files at a commit; they are fetched unless the cache has them.
+
+    Several processes may fetch the same at once. If this is interrupted, what is complete stays in the cache
+    and the next call continues from there.
+
+    Raises:
+        SettingsError: a file can neither be fetched nor be found in the cache.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    try:
+        return Path(snapshot_download(name, repo_type=kind, revision=commit, **_patterns(kind)))
+    except Exception as error:
+        raise _refusal(kind, name, commit, error) from error
+
+
+def _patterns(kind: Kind) -> dict[str, Any]:
+    return {"allow_patterns": list(FILES[kind]), "ignore_patterns": list(NOT_FETCHED[kind])}
+
+
+def _is_no_answer(error: Exception) -> bool:
+    """Return whether the hub was not reached, or failed itself; it said nothing about the repository then."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    return status is None or status >= 500
+
+
+def _refusal(kind: Kind, name: str, revision: str, error: Exception) -> SettingsError:
+    """Return the error to raise for one of the client: what was asked for, what is wrong, and what to do."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    what = f"{kind} {name!r} (revision {revision or 'main'})"
+    if isinstance(error, GatedRepoError):
+        return SettingsError(
+            f"{what}: its terms have to be accepted: do that on {constants.ENDPOINT}/{name}, then "
+            "`hf auth login`, or set HF_TOKEN"
+        )
+    if isinstance(error, RepositoryNotFoundError):
+        return SettingsError(
+            f"{what}: there is no such directory here, and {constants.ENDPOINT} has no such {kind} that you "
+            "may read: check the name; for a private one `hf auth login`, or set HF_TOKEN"
+        )
+    if isinstance(error, RevisionNotFoundError):
+        return SettingsError(f"{what}: {constants.ENDPOINT} has no such branch, tag or commit of it")
+    if not _is_no_answer(error):
+        return SettingsError(f"{what}: {constants.ENDPOINT} refused it: {_line(error)}")
+    why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT}: {_line(error)}"
+    option = "" if kind is Kind.MODEL else f" --repo-type {kind}"
+    return SettingsError(
+        f"{what}: it is not (completely) in {constants.HF_HUB_CACHE} and cannot be fetched ({why}); run this "
+        f"where the hub can be reached, or `hf download {name}{option}` there and copy the cache, or give a "
+        "directory"
+    )
+
+
+def _line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__

@@ -1,0 +1,149 @@
+"""Holds every model and data set of the hub that a run names at one commit, from its first start on.
+
+RUN_DIR/hub.json records what each branch or tag was at then. RUN_DIR/settings.json names the commits, so
+that all services read the same bytes, on whichever host they run.
+"""
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from protocol.errors import SettingsError
+from protocol.host.atomic_file import write_atomically
+from protocol.host.hub import Kind, fetch, is_commit, is_hub_name, resolve_commit
+from rollout.prompts.base import source_settings
+from rollout.prompts.named_source import SourceConfig
+from services.settings.sections import Settings
+
+log = logging.getLogger(__name__)
+
+Named = TypeVar("Named", bound=SourceConfig)
+
+FILE = "hub.json"
+"""File of the run directory: "KIND OWNER/NAME REVISION" -> commit."""
+
+
+@dataclass(frozen=True, slots=True)
+class HubName:
+    """A name of the hub in the settings, and the branch, tag or commit of it."""
+
+    kind: Kind
+    path: str
+    revision: str
+
+    @property
+    def key(self) -> str:
+        return f"{self.kind} {self.path} {self.revision or 'main'}"
+
+
+def pin_names(settings: Settings) -> Settings:
+    """Return the settings with each name of the hub at its commit: the recorded one, or the one of now.
+
+    Writes nothing.
+
+    Raises:
+        SettingsError: a name cannot be resolved.
+    """
+    commits = dict(_recorded(settings.run_dir / FILE))
+
+    def commit(name: HubName | None) -> str:
+        if name is None or is_commit(name.revision):
+            return name.revision if name else ""
+        if name.key not in commits:
+            commits[name.key] = resolve_commit(name.kind, name.path, name.revision)
+            log.info("hub.commit %s=%s commit=%s", name.kind, name.path, commits[name.key])
+        return commits[name.key]
+
+    model, prompts, *others = map(commit, hub_names(settings))
+    mixture, sets = settings.prompts.mixture, settings.eval.sets
+    of_mixture, of_sets = others[: len(mixture)], others[len(mixture) :]
+    return replace(
+        settings,
+        model=replace(settings.model, revision=model or settings.model.revision),
+        prompts=replace(
+            settings.prompts,
+            revision=prompts or settings.prompts.revision,
+            mixture=tuple(map(_pinned, mixture, of_mixture)),
+        ),
+        eval=replace(settings.eval, sets=tuple(map(_pinned, sets, of_sets))),
+    )
+
+
+def record_pins(asked: Settings, pinned: Settings) -> None:
+    """Write to the run directory which commits the branches and tags that the user gave stand for.
+
+    Args:
+        asked: the settings as the user gave them.
+        pinned: what `pin_names` made of them.
+    """
+    path = asked.run_dir / FILE
+    recorded = _recorded(path)
+    found = {
+        name.key: at.revision
+        for name, at in zip(hub_names(asked), hub_names(pinned), strict=True)
+        if name is not None and at is not None and not is_commit(name.revision)
+    }
+    if not found.items() <= recorded.items():
+        write_atomically(path, json.dumps({**recorded, **found}, indent=2).encode() + b"\n")
+
+
+def fetch_model(settings: Settings) -> Path:
+    """Return the directory of the initial model; one of the hub is fetched unless this host has it.
+
+    Raises:
+        SettingsError: it cannot be fetched, or there is no model.
+    """
+    directory, name = settings.model_dir, settings.model.path
+    if is_hub_name(name):
+        fetch(Kind.MODEL, name, settings.model.revision)
+        if not any(directory.glob("*.safetensors")):
+            raise SettingsError(f"setting model.path: {name} on the hub has no safetensors")
+    if not (directory / "config.json").is_file():
+        raise SettingsError(
+            f"no model in {directory}: set model.path to a Hugging Face directory or a name on the hub, or "
+            "fill in [model.scratch], of which `tether up` or `python -m services.prepare` makes one"
+        )
+    return directory
+
+
+def hub_names(settings: Settings) -> list[HubName | None]:
+    """Return the names of the hub in the settings: model, prompts, entries of the mixture, eval sets.
+
+    None stands for what is not on the hub.
+    """
+    model = settings.model
+    sources = [
+        settings.prompts,
+        *(source_settings(settings.prompts, entry) for entry in settings.prompts.mixture),
+        *(source_settings(settings.prompts, entry) for entry in settings.eval.sets),
+    ]
+    return [
+        HubName(Kind.MODEL, model.path, model.revision) if is_hub_name(model.path) else None,
+        *(
+            HubName(Kind.DATASET, source.path, source.revision)
+            if source.source == "hf" and not source.mixture and is_hub_name(source.path)
+            else None
+            for source in sources
+        ),
+    ]
+
+
+def _pinned(entry: Named, commit: str) -> Named:
+    return replace(entry, revision=commit or entry.revision)
+
+
+def _recorded(path: Path) -> Mapping[str, str]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, str])
+    except FileNotFoundError:
+        return {}
+    except (OSError, msgspec.DecodeError) as error:
+        raise SettingsError(
+            f"{path}: {error}; it says which commits the run uses: restore it, or delete it to take "
+            "those of now"
+        ) from None

@@ -1,0 +1,156 @@
+"""Names of the hub in a run: pinned at its first start, recorded, and the same at every later one."""
+
+import json
+import string
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from protocol.errors import SettingsError
+from protocol.host.hub import snapshot_dir
+from services.prepare import prepare
+from services.settings.hub import FILE, fetch_model, pin_names, record_pins
+from services.settings.load import dump_settings, load_settings, run_settings
+from services.settings.sections import Settings
+from tests.data_sets import write_gsm8k
+from tests.hub_server import HubServer, files_of
+from trainer.config import ScratchConfig
+from trainer.random_model import build_scratch
+
+MODEL, DATA = "some-org/tiny", "openai/gsm8k"
+TABLES = f"""
+[run]
+name = "pinned"
+[model]
+path = "{MODEL}"
+[prompts]
+source = "hf"
+path = "{DATA}"
+subset = "main"
+prompt_field = "question"
+answer_pattern = "#### (.+)"
+[[eval.sets]]
+name = "test"
+split = "test"
+[[eval.sets]]
+name = "old"
+split = "test"
+revision = "v1"
+"""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    directory = tmp_path_factory.mktemp("model") / "tiny"
+    config = ScratchConfig(vocabulary=string.printable, hidden_size=32, intermediate_size=32)
+    build_scratch(config, directory)
+    return files_of(directory)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: dict[str, bytes]) -> Iterator[HubServer]:
+    with HubServer().serving() as server:
+        server.use(monkeypatch, tmp_path / "cache")
+        data = files_of(write_gsm8k(tmp_path / "gsm8k"))
+        server.repository("model", MODEL).commit(tiny)
+        server.repository("dataset", DATA).commit({**data, "extra.json.gz": b""}, "v1")
+        server.repository("dataset", DATA).commit(data)
+        yield server
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> Settings:
+    path = tmp_path / "run.toml"
+    path.write_text(TABLES)
+    return load_settings(str(path), [f"run.dir={tmp_path / 'run'}"], environ={})
+
+
+def started(asked: Settings) -> Settings:
+    """What a start does of it, without a ledger."""
+    pinned = pin_names(asked)
+    asked.run_dir.mkdir(exist_ok=True)
+    dump_settings(pinned, asked.run_dir / "settings.json")
+    record_pins(asked, pinned)
+    return pinned
+
+
+def test_names_become_commits_and_are_recorded(hub: HubServer, asked: Settings) -> None:
+    model, data = hub.repository("model", MODEL).branches, hub.repository("dataset", DATA).branches
+    pinned = started(asked)
+    assert pinned.model.revision == model["main"]
+    assert pinned.prompts.revision == data["main"]
+    assert [each.revision for each in pinned.eval.sets] == [data["main"], data["v1"]]
+    assert json.loads((asked.run_dir / FILE).read_text()) == {
+        f"model {MODEL} main": model["main"],
+        f"dataset {DATA} main": data["main"],
+        f"dataset {DATA} v1": data["v1"],
+    }
+    assert run_settings(asked.run_dir).eval.sets == pinned.eval.sets
+
+
+def test_a_start_fetches_and_a_later_one_needs_no_network(
+    hub: HubServer, asked: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = prepare(started(asked))
+    assert (first.prompts, fetch_model(pin_names(asked)).name) == (None, pin_names(asked).model.revision)
+    hub.repository("model", MODEL).commit({"config.json": b"another model"})
+    hub.repository("dataset", DATA).commit({"README.md": b"other data"})
+    hub.use(monkeypatch, tmp_path / "cache", offline=True)
+    hub.requests.clear()
+    assert prepare(pin_names(asked)) == first  # with the configuration file
+    assert prepare(run_settings(asked.run_dir)) == first  # as the services read it
+    assert hub.requests == []
+
+
+def test_another_host_fetches_the_same_commit(
+    hub: HubServer, asked: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pinned = started(asked)
+    hub.repository("model", MODEL).commit({"config.json": b"another model"})
+    hub.use(monkeypatch, tmp_path / "cache of another host")
+    directory = fetch_model(run_settings(asked.run_dir))
+    assert directory == snapshot_dir("model", MODEL, pinned.model.revision)  # type: ignore[arg-type]
+    assert "another host" in str(directory)
+    assert (directory / "tokenizer.json").is_file()
+
+
+def test_a_refusal_writes_nothing(hub: HubServer, asked: Settings) -> None:
+    del hub.repositories["dataset", DATA]
+    with pytest.raises(SettingsError, match=f"dataset '{DATA}'"):
+        started(asked)
+    assert not asked.run_dir.exists()
+
+
+def test_a_model_without_safetensors_is_refused(hub: HubServer, asked: Settings) -> None:
+    hub.repository("model", MODEL).commit({"config.json": b"{}", "pytorch_model.bin": b""})
+    with pytest.raises(SettingsError, match="has no safetensors"):
+        fetch_model(pin_names(asked))
+
+
+def test_local_settings_are_left_as_they_are(tmp_path: Path) -> None:
+    settings = load_settings(None, [f"run.dir={tmp_path}"], environ={})
+    assert pin_names(settings) == settings
+    record_pins(settings, settings)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_commit_a_model_has_no_place(asked: Settings) -> None:
+    with pytest.raises(SettingsError, match=f"model.path {MODEL} has no commit yet"):
+        asked.model_dir  # noqa: B018
+
+
+def test_a_revision_is_for_the_hub_alone(tiny: dict[str, bytes], tmp_path: Path) -> None:
+    for name, data in tiny.items():
+        (tmp_path / name).write_bytes(data)
+    with pytest.raises(SettingsError, match=r"model\.revision: 'main' is for a model of the hub"):
+        load_settings(None, [f"model.path={tmp_path}", "model.revision=main"], environ={})
+    with pytest.raises(SettingsError, match=r"model\.path: no config\.json in .*/nowhere"):
+        load_settings(None, ["model.path=nowhere"], environ={})
+
+
+def test_a_damaged_record_is_named(hub: HubServer, asked: Settings) -> None:
+    started(asked)
+    (asked.run_dir / FILE).write_text("{")
+    with pytest.raises(SettingsError, match=r"hub\.json: .*restore it, or delete it"):
+        pin_names(asked)
