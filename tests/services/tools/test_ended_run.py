@@ -53,7 +53,7 @@ def test_status_of_a_halted_run_names_cause_and_remedy(run_dir: Path) -> None:
     note(run_dir, event="halt", reason="attempts")
     facts = ended(run_dir)
     assert facts["run_state"] == "halted: attempts"
-    assert "rewards of groups could not be computed (verifier 'math')" in facts["why"]
+    assert "rewards of groups could not be computed (verifier math)" in facts["why"]
     assert "logs/reward.*.log; fix the verifier" in facts["why"]
     assert facts["ended"] == pytest.approx(1.8e9, rel=1e-3)
     note(run_dir, event="unhalt", reason="attempts")
