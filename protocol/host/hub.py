@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import SettingsError
+from protocol.paths import HUB_NAME
 
 log = logging.getLogger(__name__)
 
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(?<!\.json)(?<!\.jsonl)(?<!\.parquet)")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -41,7 +41,8 @@ NOT_FETCHED: Mapping[Kind, Sequence[str]] = {
 
 def is_hub_name(text: str) -> bool:
     """Return whether `text` looks like OWNER/NAME on the hub and names nothing in the working directory."""
-    return bool(_NAME.fullmatch(text)) and ".." not in text and "--" not in text and not Path(text).exists()
+    is_name = re.fullmatch(HUB_NAME, text) and ".." not in text and "--" not in text
+    return bool(is_name) and not Path(text).exists()
 
 
 def is_commit(revision: str) -> bool:

@@ -28,6 +28,7 @@ MEANING: Mapping[ResumeRule, str] = {
     ResumeRule.FREE: "takes effect",
 }
 _STREAM = "group g is prompt g of the stream, which it changes"
+_PLACE = "the prompts count, not where they are and how they are read: others are refused"
 _LAYOUT = "a checkpoint is restored only in the layout that it was saved in"
 _STATE = "the optimizer's state in the checkpoint is that of the trained tensors"
 _DRAWN = (
@@ -44,9 +45,14 @@ RULES: Mapping[str, tuple[ResumeRule, str]] = {
     "bound": (ResumeRule.FREE, "the ledger takes the limits over; a halted run counts anew"),
     "model": (ResumeRule.FIXED, "checkpoints, references and tokens of the run are those of its model"),
     "prompts": (ResumeRule.FIXED, _STREAM),
-    "prompts.path": (ResumeRule.FREE, "the prompts count, not where they are: others are refused"),
-    "prompts.held_out_path": (ResumeRule.FREE, "the prompts count, not where they are: others are refused"),
-    "prompts.split": (ResumeRule.FREE, "the prompts count, not where they are: others are refused"),
+    "prompts.path": (ResumeRule.FREE, _PLACE),
+    "prompts.held_out_path": (ResumeRule.FREE, _PLACE),
+    "prompts.subset": (ResumeRule.FREE, _PLACE),
+    "prompts.split": (ResumeRule.FREE, _PLACE),
+    "prompts.revision": (ResumeRule.FREE, _PLACE),
+    "prompts.template": (ResumeRule.FREE, _PLACE),
+    "prompts.answer_pattern": (ResumeRule.FREE, _PLACE),
+    "prompts.mixture": (ResumeRule.FREE, "prompts, order, names and shares count: others are refused"),
     "sampling.temperature": (ResumeRule.DRAINED, _DRAWN),
     "sampling.top_p": (ResumeRule.DRAINED, _DRAWN),
     "sampling.top_k": (ResumeRule.DRAINED, _DRAWN),
