@@ -113,7 +113,8 @@ def test_tests_keep_their_builtins_and_were_compiled_before() -> None:
 def test_what_is_expected_is_not_in_the_sandbox() -> None:
     searching = (
         "import sys\ndef f():\n    frame, found = sys._getframe(), ''\n    while frame:\n"
-        "        found += repr(frame.f_locals)\n        frame = frame.f_back\n    return 'the' + 'secret' in found"
+        "        found += repr(frame.f_locals)\n        frame = frame.f_back\n"
+        "    return 'the' + 'secret' in found"
     )
     assert passed(searching, call(False), call("thesecret")) == 1
 
