@@ -14,7 +14,7 @@ from reward.workers.pool import ScorePool
 
 pytestmark = [pytest.mark.xdist_group("sandbox"), pytest.mark.asyncio(loop_scope="module")]
 
-LIMITS = {"wall_s": 20.0, "cpu_s": 1, "memory_mb": 256, "processes": 4}
+LIMITS = {"wall_s": 4.0, "cpu_s": 1, "memory_mb": 256, "processes": 4}
 OPTIONS: dict[str, dict[str, Any]] = {
     "function": {"path": "own_reward:score"},
     "json_schema": {
@@ -44,10 +44,8 @@ TEXTS = {
     "empty": "",
     "a megabyte": "4" * MEGABYTE,
     "white space": " " * MEGABYTE,
-    "words": "lorem ipsum " * (MEGABYTE // 12),
-    "deep brackets": "\\boxed{" + "(" * 3000 + "42" + ")" * 3000 + "}",
+    "deep brackets": "\\boxed{" + "(" * 3000 + "41" + ")" * 3000 + "}",
     "deep json": "[" * MEGABYTE,
-    "deep objects": '{"age":' * 100_000,
     "a tower": "\\boxed{9^{9^{9^9}}}",
     "a tower in dollars": "the answer is $9^{9^{9^9}}$",
     "a plain tower": "the answer is 9^9^9^9^9",
@@ -66,10 +64,8 @@ TEXTS = {
     "fences of blanks": "```" + " " * MEGABYTE,
     "a bomb for expressions": "(a+)+$" * 1000 + "a" * 10_000 + "!",
     "commas": "1," * 500_000,
-    "minus": "-" * MEGABYTE,
     "points": "1." * 500_000,
     "every number": " ".join(map(str, range(41))),
-    "infinity": '{"age": Infinity}',
     "a huge number": '{"age": "' + "9" * 100_000 + '"}',
     "huge exponents": "\\boxed{1e999999999}",
 }

@@ -112,10 +112,11 @@ def test_tests_keep_their_builtins_and_were_compiled_before() -> None:
 
 def test_what_is_expected_is_not_in_the_sandbox() -> None:
     searching = (
-        "import gc\ndef f():\n    return [o for o in gc.get_objects() if isinstance(o, "
-        "dict) and 'returns' in o]"
+        "import sys\ndef f():\n    frame, found = sys._getframe(), ''\n    while frame:\n"
+        "        found += repr(frame.f_locals)\n        frame = frame.f_back\n"
+        "    return 'the' + 'secret' in found"
     )
-    assert passed(searching, call([])) == 1
+    assert passed(searching, call(False), call("thesecret")) == 1
 
 
 def test_an_expected_value_that_json_cannot_hold_is_an_error_of_the_prompt() -> None:
