@@ -56,11 +56,7 @@ async def serve(process: Process) -> None:
     try:
         if turn is not None and not await turn.acquire():
             return
-        with process.waiting("engine start"):
-            began = time.monotonic()
-            await engine.start()
-            process.metrics.seconds.labels("engine_start").observe(time.monotonic() - began)
-            process.ready("engine")
+        await _start(process, engine)
         if shared is not None:
             process.info[DESCRIBED] = str(shared)
             await process.register()
@@ -79,6 +75,15 @@ async def serve(process: Process) -> None:
         await engine.close()
         if device is not None:
             device.close()
+
+
+async def _start(process: Process, engine: Engine) -> None:
+    """Start the engine, and note how long it took."""
+    with process.waiting("engine start"):
+        began = time.monotonic()
+        await engine.start()
+        process.metrics.seconds.labels("engine_start").observe(time.monotonic() - began)
+    process.ready("engine")
 
 
 async def _run(runner: GroupRunner, updater: WeightUpdater, turn: EngineGpuTurn | None) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from services.gpu_sharing.device_lock import DeviceLock
 from tests.contracts.engine_models import tiny_model
+from tests.integration.command import until
 
 DEADLINE_S = 30.0
 
@@ -56,6 +57,11 @@ def test_engine_of_a_killed_owner_ends_and_holds_the_device_until_then(
         assert set(holders) <= set(processes)
         for process in holders:
             process.suspend()  # else they end with their owner, and end each other
+        until(
+            lambda: all(process.status() == psutil.STATUS_STOPPED for process in holders),
+            seconds=DEADLINE_S,
+            what="the stop of the engine's processes",
+        )
     finally:
         owner.kill()
         owner.stdout.close()

@@ -271,6 +271,14 @@ def owned(run_dir: Path, *words: str) -> Iterator[tuple["subprocess.Popen[str]",
             owner.kill()
 
 
+async def suspended(child: psutil.Process) -> None:
+    """Stop a process: the signal alone does not yet, until one of its threads has seen it."""
+    child.suspend()
+    async with asyncio.timeout(30):
+        while child.status() != psutil.STATUS_STOPPED:  # noqa: ASYNC110 (the kernel tells only a parent)
+            await asyncio.sleep(0.01)
+
+
 async def until_free(device: DeviceLock) -> None:
     async with asyncio.timeout(30):
         while not device.try_acquire(exclusive=True):  # noqa: ASYNC110 (another process leaves it)
@@ -288,7 +296,7 @@ async def test_a_killed_worker_keeps_the_device_until_its_engines_processes_have
             closing(DeviceLock(settings.run_dir)) as device,
         ):
             assert set(device.holders()) == {owner.pid, child.pid}
-            child.suspend()  # else it ends at once when its owner has
+            await suspended(child)  # else it ends at once when its owner has
             owner.kill()
             owner.wait()
             with pytest.raises(TetherError, match=rf"^\S+ \(pid {child.pid}\) still held the device"):
@@ -303,7 +311,7 @@ async def test_a_worker_that_is_killed_asleep_holds_nothing_although_its_engines
     settings: Settings,
 ) -> None:
     with owned(settings.run_dir, "asleep") as (owner, child), closing(DeviceLock(settings.run_dir)) as device:
-        child.suspend()
+        await suspended(child)
         owner.kill()
         owner.wait()
         assert device.holders() == {}
@@ -313,7 +321,7 @@ async def test_a_worker_that_is_killed_asleep_holds_nothing_although_its_engines
 async def test_the_ranks_of_a_trainer_hold_the_device_until_the_last_has_ended(settings: Settings) -> None:
     with owned(settings.run_dir, "ranks") as (owner, child), closing(DeviceLock(settings.run_dir)) as device:
         assert set(device.holders()) == {owner.pid, child.pid}
-        child.suspend()
+        await suspended(child)
         owner.kill()
         owner.wait()
         assert not device.try_acquire(exclusive=False)
