@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 
+from rollout.prompts.base import NOT_IN_FINGERPRINT
+
 
 class ResumeRule(StrEnum):
     """What happens to a setting that has another value than at the last start."""
@@ -44,9 +46,10 @@ RULES: Mapping[str, tuple[ResumeRule, str]] = {
     "bound": (ResumeRule.FREE, "the ledger takes the limits over; a halted run counts anew"),
     "model": (ResumeRule.FIXED, "checkpoints, references and tokens of the run are those of its model"),
     "prompts": (ResumeRule.FIXED, _STREAM),
-    "prompts.path": (ResumeRule.FREE, "the prompts count, not where they are: others are refused"),
-    "prompts.held_out_path": (ResumeRule.FREE, "the prompts count, not where they are: others are refused"),
-    "prompts.split": (ResumeRule.FREE, "the prompts count, not where they are: others are refused"),
+    **{
+        f"prompts.{name}": (ResumeRule.FREE, "the prompts themselves count: others are refused")
+        for name in sorted(NOT_IN_FINGERPRINT)
+    },
     "sampling.temperature": (ResumeRule.DRAINED, _DRAWN),
     "sampling.top_p": (ResumeRule.DRAINED, _DRAWN),
     "sampling.top_k": (ResumeRule.DRAINED, _DRAWN),
