@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 
+from rollout.prompts.base import NOT_IN_FINGERPRINT
+
 
 class ResumeRule(StrEnum):
     """What happens to a setting that has another value than at the last start."""
@@ -45,14 +47,10 @@ RULES: Mapping[str, tuple[ResumeRule, str]] = {
     "bound": (ResumeRule.FREE, "the ledger takes the limits over; a halted run counts anew"),
     "model": (ResumeRule.FIXED, "checkpoints, references and tokens of the run are those of its model"),
     "prompts": (ResumeRule.FIXED, _STREAM),
-    "prompts.path": (ResumeRule.FREE, _PLACE),
-    "prompts.held_out_path": (ResumeRule.FREE, _PLACE),
-    "prompts.subset": (ResumeRule.FREE, _PLACE),
-    "prompts.split": (ResumeRule.FREE, _PLACE),
-    "prompts.revision": (ResumeRule.FREE, _PLACE),
-    "prompts.template": (ResumeRule.FREE, _PLACE),
-    "prompts.answer_pattern": (ResumeRule.FREE, _PLACE),
-    "prompts.mixture": (ResumeRule.FREE, "prompts, order, names and shares count: others are refused"),
+    **{
+        f"prompts.{name}": (ResumeRule.FREE, "the prompts themselves count: others are refused")
+        for name in sorted(NOT_IN_FINGERPRINT)
+    },
     "sampling.temperature": (ResumeRule.DRAINED, _DRAWN),
     "sampling.top_p": (ResumeRule.DRAINED, _DRAWN),
     "sampling.top_k": (ResumeRule.DRAINED, _DRAWN),
