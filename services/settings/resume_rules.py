@@ -30,7 +30,6 @@ MEANING: Mapping[ResumeRule, str] = {
     ResumeRule.FREE: "takes effect",
 }
 _STREAM = "group g is prompt g of the stream, which it changes"
-_PLACE = "the prompts count, not where they are and how they are read: others are refused"
 _LAYOUT = "a checkpoint is restored only in the layout that it was saved in"
 _STATE = "the optimizer's state in the checkpoint is that of the trained tensors"
 _DRAWN = (
