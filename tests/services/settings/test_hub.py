@@ -43,7 +43,9 @@ revision = "v1"
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     directory = tmp_path_factory.mktemp("model") / "tiny"
-    config = ScratchConfig(vocabulary=string.printable[:95], hidden_size=32, intermediate_size=32)
+    config = ScratchConfig(
+        vocabulary=string.printable[:95], hidden_size=32, intermediate_size=32, max_position_embeddings=1024
+    )
     build_scratch(config, directory)
     return files_of(directory)
 
