@@ -103,15 +103,19 @@ def test_every_old_batch_is_built_again_bit_for_bit(runs: Path, name: str) -> No
 
 @pytest.mark.parametrize(
     ("name", "step", "start"),
-    [("reference", 3, 0), ("reference", 5, 4), ("reference", 6, 6), ("megatron", 4, 4)],
+    [("reference", 5, 4), ("reference", 6, 6), ("megatron", 4, 4)],
 )
 def test_an_old_step_is_repeated(runs: Path, name: str, step: int, start: int) -> None:
+    """From the nearest checkpoint.
+
+    Over several steps of the reference backend losses differ by more: that commit's did not train the padding
+    token's embedding. `repeated` compares those steps without that difference.
+    """
     facts = replay_step(run_settings(runs / name), step, train=True)
     assert facts["equal"]
     train = facts["train"]
     assert train["equal"]
     assert train["from_version"] == start
-    # the reference backend of that commit did not train the padding token's embedding, see `repeated`
     rel = 1e-4 if name == "reference" else 1e-5
     assert train["loss"] == pytest.approx(read_steps(runs / name / "metrics.jsonl")[step]["loss"], rel=rel)
 

@@ -75,3 +75,8 @@ def test_commands_on_a_ledger_import_settings_and_client_only(
 def test_services_without_tensors_do_not_import_torch(module: str) -> None:
     program = f"import sys, {module}\nprint('MODULES', *sys.modules, file=sys.stderr)"
     assert imported(program) & {"torch", "transformers", "matplotlib", "safetensors"} == set()
+
+
+def test_check_reads_model_and_prompts_without_torch(tmp_path: Path) -> None:
+    arguments = ("check", "deploy/configs/demo.toml", "--set", f"run.dir={tmp_path}/run")
+    assert "torch" not in imported(MODULES_AT_EXIT, *arguments)
