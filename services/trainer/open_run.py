@@ -47,8 +47,15 @@ class OpenRun:
         return train_command(self.process.settings, taken, records, mask_late=mask_late)
 
     def response_lengths(self, groups: Sequence[int]) -> list[list[int]]:
-        """Return the tokens of each sample of those groups whose record the spool holds. Blocks."""
-        messages = [decode_payload(payload) for payload in self.spool.find(groups)]
+        """Return the tokens of each sample of those groups whose record the spool holds. Blocks.
+
+        Returns nothing if a record cannot be read: a measurement does not end a run.
+        """
+        try:
+            messages = [decode_payload(payload) for payload in self.spool.find(groups)]
+        except TetherError as error:
+            log.warning("dropped.unreadable error=%s", error)
+            return []
         return [m.rollout.lengths.numpy().tolist() for m in messages if isinstance(m, ScoredRollout)]
 
     async def forget(self, groups: Sequence[int], journal_from: int = 0) -> bool:

@@ -55,6 +55,13 @@ def test_a_record_that_is_there_is_not_replaced(tmp_path: Path) -> None:
     assert spool.get_many([(1, "a"), (1, "b")]) == [b"first", b"other lease"]
 
 
+def test_records_are_found_by_group_whatever_their_lease(tmp_path: Path) -> None:
+    spool = Spool(tmp_path / "spool.sqlite")
+    spool.put_many([(1, "a", b"one"), (2, "b", b"two"), (3, "c", b"three")])
+    assert spool.find([3, 9, 1, 3]) == [b"one", b"three"]
+    assert spool.find([]) == []
+
+
 def test_a_missing_record_names_its_group(tmp_path: Path) -> None:
     spool = Spool(tmp_path / "spool.sqlite")
     spool.put_many([(1, "a", b"x")])
