@@ -63,21 +63,28 @@ async def run_up(settings: Settings, progress: Progress) -> RunOutcome:
     with run_lock(run_dir):
         asked, settings = settings, await asyncio.to_thread(pin_names, settings)
         spec = await asyncio.to_thread(prepare, settings, local=True)
-        record_pins(asked, settings)
         with recording_end(run_dir):
-            outcome = await _run_prepared(settings, spec, progress)
+            outcome = await _run_prepared(asked, settings, spec, progress)
         await asyncio.to_thread(plot_run, run_dir)
     return outcome
 
 
-async def _run_prepared(settings: Settings, spec: RunSpec, progress: Progress) -> RunOutcome:
-    """Start the ledger, create or continue the run in it, and run it to its end; archive its event log."""
+async def _run_prepared(asked: Settings, settings: Settings, spec: RunSpec, progress: Progress) -> RunOutcome:
+    """Start the ledger, create or continue the run in it, and run it to its end; archive its event log.
+
+    Args:
+        asked: the settings as the user gave them.
+        settings: the same with names of the hub at their commits.
+        spec: what the ledger has to know of the run.
+        progress: tells the user.
+    """
     run_dir = settings.run_dir
     async with _ledger_server(settings) as server:
         url = server.url if server else settings.ledger.url
         async with open_ledger(replace(settings, ledger=replace(settings.ledger, url=url))) as ledger:
             await reconcile(ledger, settings)
             lines = await start_or_resume(ledger, settings, spec)
+            record_pins(asked, settings)
             await ledger.guard()
             for line in (*lines, ledger.durability):
                 progress.note(line)
