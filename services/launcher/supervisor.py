@@ -72,7 +72,11 @@ async def run_up(settings: Settings, progress: Progress) -> RunOutcome:
 async def _run_prepared(asked: Settings, settings: Settings, spec: RunSpec, progress: Progress) -> RunOutcome:
     """Start the ledger, create or continue the run in it, and run it to its end; archive its event log.
 
-    `asked` are the settings as the user gave them, with branches in place of commits.
+    Args:
+        asked: the settings as the user gave them.
+        settings: the same with names of the hub at their commits.
+        spec: what the ledger has to know of the run.
+        progress: tells the user.
     """
     run_dir = settings.run_dir
     async with _ledger_server(settings) as server:

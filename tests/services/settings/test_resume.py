@@ -59,11 +59,11 @@ def of_rule(*rules: ResumeRule) -> list[str]:
     return [dotted for dotted in LEAVES if rule_of(dotted)[0] in rules]
 
 
-@pytest.mark.parametrize("dotted", LEAVES)
-def test_a_changed_setting_is_found(dotted: str) -> None:
-    (change,) = differences(SCRATCH, altered(SCRATCH, dotted))
-    assert (change.dotted, change.rule) == (dotted, rule_of(dotted)[0])
-    assert change.old != change.new
+def test_every_changed_setting_is_found() -> None:
+    for dotted in LEAVES:
+        (change,) = differences(SCRATCH, altered(SCRATCH, dotted))
+        assert (change.dotted, change.rule) == (dotted, rule_of(dotted)[0])
+        assert change.old != change.new
 
 
 @pytest.mark.parametrize("dotted", of_rule(ResumeRule.FIXED))
@@ -78,12 +78,11 @@ def test_a_fixed_setting_is_refused_with_both_values_and_the_reason(dotted: str)
     assert str(new.run_dir) in told
 
 
-@pytest.mark.parametrize(
-    "dotted", of_rule(ResumeRule.BOUND, ResumeRule.REPEATED, ResumeRule.FREE, ResumeRule.DRAINED)
-)
-def test_another_setting_is_not_refused(dotted: str) -> None:
-    new = altered(SCRATCH, dotted)
-    check_fixed(list(differences(SCRATCH, new)), new)
+def test_no_other_setting_is_refused() -> None:
+    for dotted in LEAVES:
+        if rule_of(dotted)[0] is not ResumeRule.FIXED:
+            new = altered(SCRATCH, dotted)
+            check_fixed(list(differences(SCRATCH, new)), new)
 
 
 @pytest.mark.parametrize("dotted", of_rule(ResumeRule.DRAINED))
