@@ -43,7 +43,7 @@ def score(prompt_text: str, response: str, metadata: Mapping[str, Any], options:
     """
     answer = str(required(metadata, options.key))
     final = final_answer(response)
-    if _unboxed(final) == _unboxed(answer):
+    if _unboxed(answer) and _unboxed(final) == _unboxed(answer):
         return 1.0
     if problem := why_too_costly(f"${answer}$"):
         raise RewardError(f"the answer {answer[:80]!r} is over the limits of math: it has {problem}")
