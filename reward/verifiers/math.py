@@ -60,6 +60,6 @@ def score(prompt_text: str, response: str, metadata: Mapping[str, Any], options:
 
 
 def _unboxed(text: str) -> str:
-    """Return an expression without box, signs of LaTeX around it, and white space."""
-    text = "".join(text.split()).strip("$")
+    """Return an expression without box and signs of LaTeX around it, and with single spaces."""
+    text = " ".join(text.split()).strip("$ ")
     return text[len(BOXED) : -1] if text.startswith(BOXED) and text.endswith("}") else text
