@@ -176,7 +176,7 @@ def _import(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
             raise SettingsError(f"verifier function: {locate(error)}: {error}") from None
-        searched = ", ".join(path for path in sys.path if path and "/lib/python" not in path)
+        searched = ", ".join(dict.fromkeys(path for path in sys.path if path and "/lib/python" not in path))
         raise SettingsError(
             f"verifier function: there is no {name.replace('.', '/')}.py in {searched}; "
             "name its directory in run.modules or PYTHONPATH"
@@ -212,8 +212,5 @@ def _checked_parameters(path: str, file: str, function: Callable[..., Any]) -> t
         if name in known:
             names.append(name)
         elif name in other or item.default is inspect.Parameter.empty:
-            raise SettingsError(
-                f"{what}: parameter {name!r} is not known; {did_you_mean(name, known)} "
-                f"(there are {', '.join(known)})"
-            )
+            raise SettingsError(f"{what}: there is no parameter {name!r}; {did_you_mean(name, known)}")
     return tuple(names)

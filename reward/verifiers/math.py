@@ -43,7 +43,7 @@ def score(prompt_text: str, response: str, metadata: Mapping[str, Any], options:
     """
     answer = str(required(metadata, options.key))
     final = final_answer(response)
-    if _unboxed(final) == _unboxed(answer):
+    if _unboxed(answer) and _unboxed(final) == _unboxed(answer):
         return 1.0
     if problem := why_too_costly(f"${answer}$"):
         raise RewardError(f"the answer {answer[:80]!r} is over the limits of math: it has {problem}")
@@ -60,6 +60,6 @@ def score(prompt_text: str, response: str, metadata: Mapping[str, Any], options:
 
 
 def _unboxed(text: str) -> str:
-    """Return an expression without box, signs of LaTeX around it, and white space."""
-    text = "".join(text.split()).strip("$")
+    """Return an expression without box and signs of LaTeX around it, and with single spaces."""
+    text = " ".join(text.split()).strip("$ ")
     return text[len(BOXED) : -1] if text.startswith(BOXED) and text.endswith("}") else text

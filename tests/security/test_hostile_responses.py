@@ -14,7 +14,7 @@ from reward.workers.pool import ScorePool
 
 pytestmark = [pytest.mark.xdist_group("sandbox"), pytest.mark.asyncio(loop_scope="module")]
 
-LIMITS = {"wall_s": 4.0, "cpu_s": 1, "memory_mb": 256, "processes": 4}
+LIMITS = {"wall_s": 3.0, "cpu_s": 1, "memory_mb": 256, "processes": 4}
 OPTIONS: dict[str, dict[str, Any]] = {
     "function": {"path": "own_reward:score"},
     "json_schema": {
@@ -87,7 +87,6 @@ CODES = {
     "recursion": "import sys\nsys.setrecursionlimit(10**9)\ndef f(x): return f(x)",
     "patches json": "import json\njson.dumps = lambda *a, **k: '4'\nf = lambda x: 5",
     "kills": "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\nos.kill(-1, signal.SIGKILL)",
-    "stops": "import os, signal\nsignal.raise_signal(signal.SIGSTOP)",
 }  # fmt: skip
 REWARD = "def score(response, metadata): return response == metadata['answer']\n"
 

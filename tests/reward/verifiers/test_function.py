@@ -130,7 +130,7 @@ def test_a_group_needs_as_many_scores_as_responses(load: Load, returned: str, sh
         ("score = 3", "own_reward:score", r"own_reward:score in .*own_reward\.py is not a function"),
         ("def score(text): ...", "own_reward:score", r"own_reward\.py must take a parameter `response`"),
         ("def score(response, responses): ...", "own_reward:score", "`responses`"),
-        ("def score(response, answer): ...", "own_reward:score", "'answer' is not known.*there are prompt"),
+        ("def score(response, answer): ...", "own_reward:score", "no parameter 'answer'; use one of"),
         ("def score(response, token_counts=()): ...", "own_reward:score", "did you mean 'token_count'"),
         ("def score(response, /): ...", "own_reward:score", "positional-only"),
         ("import no_such_thing", "own_reward:score", r"own_reward\.py:1: No module named 'no_such_thing'"),

@@ -231,8 +231,9 @@ def test_missing_metadata_is_an_error_and_not_a_zero(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "answer"), [("last_integer", "seven"), ("math", "")])
 def test_an_answer_that_cannot_be_read_is_an_error_and_not_a_zero(name: str, answer: str) -> None:
-    with pytest.raises(RewardError, match="the answer"):
-        score(name, "42", {"answer": answer})
+    for response in ("42", ""):
+        with pytest.raises(RewardError, match="the answer"):
+            score(name, response, {"answer": answer})
 
 
 @pytest.mark.parametrize(
