@@ -1,7 +1,12 @@
-"""Data of the form of data sets on the hub, a few rows of it, as files."""
+"""Data and models of the form of those on the hub, as files: a few rows, a tiny random model."""
 
+import json
+import string
 from pathlib import Path
 from typing import Any
+
+from trainer.config import ScratchConfig
+from trainer.random_model import build_scratch
 
 GSM8K_CARD = """---
 configs:
@@ -18,6 +23,21 @@ configs:
 ---
 Rows are a question, and an answer that ends with its number.
 """
+
+
+CHAT_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+
+
+def write_model(directory: Path) -> Path:
+    """Write a random model that reads plain text, with a chat template."""
+    characters = string.digits + string.ascii_letters + string.punctuation + " \n"
+    config = ScratchConfig(
+        vocabulary=characters, hidden_size=32, intermediate_size=32, max_position_embeddings=4096
+    )
+    build_scratch(config, directory)
+    tokenizer = directory / "tokenizer_config.json"
+    tokenizer.write_text(json.dumps({**json.loads(tokenizer.read_text()), "chat_template": CHAT_TEMPLATE}))
+    return directory
 
 
 def sums(count: int, start: int = 0) -> list[dict[str, Any]]:

@@ -6,7 +6,6 @@ Models are tiny and random; data have a few rows of the right form. The hub is o
 
 import json
 import re
-import string
 from pathlib import Path
 
 import pytest
@@ -15,12 +14,10 @@ from rollout.prompts.named_source import check_names
 from rollout.prompts.row_fields import compile_pattern, parse_template
 from services.settings.load import load_settings
 from services.tools.check import check_configuration
-from tests.data_sets import math_rows, write_gsm8k, write_math, write_parquet
+from tests.data_sets import math_rows, write_gsm8k, write_math, write_model, write_parquet
 from tests.hub_server import HubServer, files_of
 from tests.integration.command import audit, tether
 from tests.integration.loop import ROOT
-from trainer.config import ScratchConfig
-from trainer.random_model import build_scratch
 
 RECIPES = sorted(
     str(path.relative_to(ROOT))
@@ -28,19 +25,11 @@ RECIPES = sorted(
     for path in (ROOT / "deploy/examples" / name).glob("*.toml")
 )
 BLOCKS = re.findall(r"^```toml\n(.*?)^```$", (ROOT / "docs/data.md").read_text(), re.DOTALL | re.MULTILINE)
-TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model") / "tiny"
-    config = ScratchConfig(
-        vocabulary=string.printable[:95], hidden_size=32, intermediate_size=32, max_position_embeddings=4096
-    )
-    build_scratch(config, directory)
-    tokenizer = directory / "tokenizer_config.json"
-    tokenizer.write_text(json.dumps({**json.loads(tokenizer.read_text()), "chat_template": TEMPLATE}))
-    return directory
+    return write_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """Names of the hub in a run: pinned at its first start, recorded, and the same at every later one."""
 
 import json
-import string
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,10 +12,8 @@ from services.prepare import prepare
 from services.settings.hub import FILE, fetch_model, pin_names, record_pins
 from services.settings.load import dump_settings, load_settings, run_settings
 from services.settings.sections import Settings
-from tests.data_sets import write_gsm8k
+from tests.data_sets import write_gsm8k, write_model
 from tests.hub_server import HubServer, files_of
-from trainer.config import ScratchConfig
-from trainer.random_model import build_scratch
 
 MODEL, DATA = "some-org/tiny", "openai/gsm8k"
 TABLES = f"""
@@ -42,12 +39,7 @@ revision = "v1"
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    directory = tmp_path_factory.mktemp("model") / "tiny"
-    config = ScratchConfig(
-        vocabulary=string.printable[:95], hidden_size=32, intermediate_size=32, max_position_embeddings=1024
-    )
-    build_scratch(config, directory)
-    return files_of(directory)
+    return files_of(write_model(tmp_path_factory.mktemp("model") / "tiny"))
 
 
 @pytest.fixture

@@ -295,5 +295,5 @@ def test_the_readme_names_every_section_and_no_other() -> None:
     sections = {field.name for field in dataclasses.fields(Settings)}
     others = {"run", "bound"}  # named one by one in the table of variables
     assert sections - others <= named
-    assert named <= sections | {"model.scratch", "services.pool"}
+    assert named <= sections | {"model.scratch", "services.pool", "prompts.mixture", "eval.sets"}
     assert {dotted.split(".")[0] for dotted in SHORT_NAMES.values()} >= others
