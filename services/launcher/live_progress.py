@@ -54,6 +54,7 @@ class LiveProgress(Progress):
         self._rows: tuple[ServiceRow, ...] = ()
         self._warnings: tuple[str, ...] = ()
         self._stopping = False
+        self._last_step = time.monotonic()
 
     def note(self, text: str) -> None:
         """Print a line above the view, if there is text."""
@@ -92,6 +93,7 @@ class LiveProgress(Progress):
             bound="E={max_staleness} B={groups_per_step} {policy}".format(**bound) if bound else "",
             services=self._rows,
             lines=tuple(self._lines),
+            since_step_s=time.monotonic() - self._last_step,
             warnings=self._warnings,
         )
 
@@ -122,6 +124,8 @@ class LiveProgress(Progress):
     def _print_steps(self, restarts: int) -> None:
         lines = self._new_steps()
         self._lines.extend(lines)
+        if lines:
+            self._last_step = time.monotonic()
         for warning in (text for line in lines for text in line.get("warnings", ())):
             self.note(f"warning: {warning}")
 
