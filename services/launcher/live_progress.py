@@ -20,7 +20,7 @@ from services.launcher.live_view import RATE_STEPS, RunView, render_view
 from services.ledger.interface import Ledger
 from services.observability.printable import printable
 from services.observability.progress import Progress, expected_processes
-from services.observability.service_rows import ServiceRow, Supervised, service_rows
+from services.observability.service_rows import MISSING, STARTS, ServiceRow, Supervised, service_rows
 from services.observability.status import collect_status
 
 REDRAW_S = 0.25
@@ -98,20 +98,19 @@ class LiveProgress(Progress):
         )
 
     def _state(self, version: int) -> str:
-        if not self._status:
+        if not self._status or all(row.state in (STARTS, MISSING) for row in self._rows):
             return "starting"
         if version >= self._steps:
             return "done"
         return "draining" if self._stopping else str(self._status["run_state"])
 
     async def _ask_loop(self, ledger: Ledger, children: Mapping[Any, Sequence[Supervised]]) -> None:
+        began = time.monotonic()
         while True:
             expected = expected_processes(children)
             warnings = [f"{name} was restarted {count} times" for name, count in expected.items() if count]
             try:
-                self._rows = tuple(
-                    service_rows(await ledger.peers(), expected, time.monotonic() - self._began)
-                )
+                self._rows = tuple(service_rows(await ledger.peers(), expected, time.monotonic() - began))
                 self._status = await collect_status(ledger)
             except TetherError as error:
                 warnings.append(f"the ledger does not answer: {error}")
