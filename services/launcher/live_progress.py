@@ -20,7 +20,7 @@ from services.launcher.live_view import RATE_STEPS, RunView, render_view
 from services.ledger.interface import Ledger
 from services.observability.printable import printable
 from services.observability.progress import Progress, expected_processes
-from services.observability.service_rows import ServiceRow, Supervised, service_rows
+from services.observability.service_rows import MISSING, STARTS, ServiceRow, Supervised, service_rows
 from services.observability.status import collect_status
 
 REDRAW_S = 0.25
@@ -54,6 +54,7 @@ class LiveProgress(Progress):
         self._rows: tuple[ServiceRow, ...] = ()
         self._warnings: tuple[str, ...] = ()
         self._stopping = False
+        self._last_step = time.monotonic()
 
     def note(self, text: str) -> None:
         """Print a line above the view, if there is text."""
@@ -92,24 +93,24 @@ class LiveProgress(Progress):
             bound="E={max_staleness} B={groups_per_step} {policy}".format(**bound) if bound else "",
             services=self._rows,
             lines=tuple(self._lines),
+            since_step_s=time.monotonic() - self._last_step,
             warnings=self._warnings,
         )
 
     def _state(self, version: int) -> str:
-        if not self._status:
+        if not self._status or all(row.state in (STARTS, MISSING) for row in self._rows):
             return "starting"
         if version >= self._steps:
             return "done"
         return "draining" if self._stopping else str(self._status["run_state"])
 
     async def _ask_loop(self, ledger: Ledger, children: Mapping[Any, Sequence[Supervised]]) -> None:
+        began = time.monotonic()
         while True:
             expected = expected_processes(children)
             warnings = [f"{name} was restarted {count} times" for name, count in expected.items() if count]
             try:
-                self._rows = tuple(
-                    service_rows(await ledger.peers(), expected, time.monotonic() - self._began)
-                )
+                self._rows = tuple(service_rows(await ledger.peers(), expected, time.monotonic() - began))
                 self._status = await collect_status(ledger)
             except TetherError as error:
                 warnings.append(f"the ledger does not answer: {error}")
@@ -122,6 +123,8 @@ class LiveProgress(Progress):
     def _print_steps(self, restarts: int) -> None:
         lines = self._new_steps()
         self._lines.extend(lines)
+        if lines:
+            self._last_step = time.monotonic()
         for warning in (text for line in lines for text in line.get("warnings", ())):
             self.note(f"warning: {warning}")
 

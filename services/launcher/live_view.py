@@ -49,16 +49,22 @@ class RunView:
     services: tuple[ServiceRow, ...] = ()
     lines: tuple[Mapping[str, Any], ...] = ()
     """The newest lines of metrics.jsonl of this start, oldest first."""
+    since_step_s: float = 0.0
+    """Seconds since the newest step."""
     warnings: tuple[str, ...] = ()
     """What is wrong now, one line each."""
 
 
-def step_seconds(lines: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the mean seconds from one step to the next; None before there are two."""
+def step_seconds(lines: Sequence[Mapping[str, Any]], since_s: float = 0.0) -> float | None:
+    """Return the mean seconds from one step to the next; None before there are two.
+
+    `since_s`, the seconds since the last one, counts once they are longer than that.
+    """
     times = [line["time"] for line in lines[-RATE_STEPS:] if isinstance(line.get("time"), (int, float))]
     if len(times) < 2 or times[-1] <= times[0]:
         return None
-    return float(times[-1] - times[0]) / (len(times) - 1)
+    span, count = float(times[-1] - times[0]), len(times) - 1
+    return max(span / count, (span + since_s) / (count + 1))
 
 
 def render_view(view: RunView) -> RenderableType:
@@ -78,9 +84,9 @@ def _headline(view: RunView) -> Text:
 
 
 def _bar(view: RunView) -> Table:
-    each = step_seconds(view.lines)
+    each = step_seconds(view.lines, view.since_step_s)
     text = f"{view.version}/{view.steps}"
-    if each is not None and view.version < view.steps:
+    if each is not None and view.state == "running":
         rate = f"{each:.1f} s a step" if each >= 1 else f"{1 / each:.1f} steps/s"
         text += f"  {rate}  ETA {seconds_text(each * (view.steps - view.version))}"
     rate_now = token_rate(view.lines[-1]) if view.lines else None

@@ -34,7 +34,7 @@ def describe_tracking(settings: Settings) -> Iterator[str]:
         if state.offsets.get(newest.name, 0) >= size and not state.problem:
             yield f"tracking by {kind}: all {state.sent} points were sent; {state.url}"
         else:
-            cause = state.problem or f"{settings.tracking.flush_s:g} s were not enough"
+            cause = state.problem or "the rest was not sent in time"
             yield (
                 f"warning: tracking by {kind} got {state.sent} points, up to version {state.version} "
                 f"({cause}); `tether track {settings.run_dir}` sends the rest"

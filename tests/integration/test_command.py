@@ -256,6 +256,7 @@ def test_up_says_once_what_its_start_took(story: Story) -> None:
 
 def test_ctrl_c_leaves_nothing_but_the_run(story: Story) -> None:
     assert story.left_over == []
+    assert "draining: finishing what is in flight; Ctrl-C again to stop now" in story.first_log
     assert "stopped at version" in story.first_log
     assert "Traceback" not in story.first_log
     assert (story.run_dir / "progress.png").read_bytes().startswith(b"\x89PNG")

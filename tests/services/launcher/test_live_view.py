@@ -91,3 +91,11 @@ def test_rate_needs_two_steps_with_times() -> None:
     assert step_seconds([line(0)]) is None
     assert step_seconds([line(0), line(1, time=1000.0)]) is None
     assert step_seconds([line(step) for step in range(40)]) == 2.0
+
+
+def test_rate_falls_while_a_step_takes_longer_than_those_before() -> None:
+    lines = [line(step) for step in range(5)]
+    assert step_seconds(lines, since_s=1.0) == 2.0
+    assert step_seconds(lines, since_s=92.0) == 20.0
+    text = shown(view(lines=tuple(lines), since_step_s=92.0))
+    assert "20.0 s a step  ETA 10 min 0 s" in text

@@ -65,3 +65,16 @@ def test_replaced_file_is_read_from_its_start(tmp_path: Path) -> None:
     (tmp_path / "new").rename(path)
     assert read_all(follower) == [b"new one\n", b"new two\n"]
     assert follower.starts == 2
+
+
+def test_following_continues_where_another_follower_ended(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_bytes(b"one\ntwo\n")
+    first = LineFollower(path)
+    first.read()
+    path.write_bytes(b"one\ntwo\nthree\n")
+    second = LineFollower(path, offset=first.offset)
+    assert [line.data for line in second.read()[0]] == [b"three\n"]
+    assert not second.is_complete
+    path.write_bytes(b"new\n")
+    assert [line.data for line in LineFollower(path, offset=first.offset).read()[0]] == [b"new\n"]

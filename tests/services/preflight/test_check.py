@@ -1,6 +1,7 @@
 """Tests what is found before a run starts: each problem by setting, value and remedy, and all at once."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -184,3 +185,11 @@ def test_prompts_may_be_as_long_as_every_engine_of_a_pool_allows(tmp_path: Path)
     assert settings.rendering.max_prompt_tokens == 30
     assert demo(tmp_path / "run", "sampling.max_tokens=2").rendering.max_prompt_tokens == 62
     assert demo(tmp_path / "run", "render.max_prompt_tokens=7").rendering.max_prompt_tokens == 7
+
+
+def test_a_tracking_library_that_is_missing_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert found(demo(tmp_path / "run", "tracking.kind=['tensorboard', 'wandb']")) == [
+        "setting tracking.kind = 'wandb': wandb is not installed; "
+        "pip install 'tether-rl[wandb]', or leave it out"
+    ]
