@@ -31,6 +31,7 @@ class Role(StrEnum):
     TRAINER = "trainer"
     MONITOR = "monitor"
     TRACKING = "tracking"
+    EVALUATION = "evaluation"
 
 
 class Pattern(StrEnum):

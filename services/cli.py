@@ -111,9 +111,11 @@ def check(
 @app.command()
 def status(run_dir: RunDir, as_json: AsJson = False) -> None:
     """Show processes, engines and groups of a run; of one that is over: how it ended, from its files."""
+    from services.observability.evaluations import evaluation_facts, render_facts
     from services.tools.run_commands import read_status, render_run_status
 
-    _show(read_status(run_dir), as_json, render_run_status)
+    facts = read_status(run_dir) | {"evaluation": evaluation_facts(run_dir)}
+    _show(facts, as_json, lambda facts: render_run_status(facts) + render_facts(facts["evaluation"]))
 
 
 @app.command()

@@ -8,16 +8,33 @@ from protocol.topics import Role
 from services.launcher.child import ServiceSpec, SupervisedProcess
 from services.settings.engine_pool import pool_variables
 from services.settings.load import FILE
-from services.settings.placement import rollout_variables, trainer_variables
+from services.settings.placement import evaluation_variables, rollout_variables, trainer_variables
 from services.settings.sections import Settings
 
-STOP_ORDER = (Role.ROLLOUT, Role.REWARD, Role.TRAINER, Role.INGEST, Role.MONITOR, Role.TRACKING)
-SHARED_STOP_ORDER = (Role.TRAINER, Role.ROLLOUT, Role.REWARD, Role.INGEST, Role.MONITOR, Role.TRACKING)
+STOP_ORDER = (
+    Role.ROLLOUT,
+    Role.REWARD,
+    Role.TRAINER,
+    Role.EVALUATION,
+    Role.INGEST,
+    Role.MONITOR,
+    Role.TRACKING,
+)
+SHARED_STOP_ORDER = (Role.TRAINER, *(role for role in STOP_ORDER if role is not Role.TRAINER))
 """With transport `shared` the trainer stops first, because it computes with an engine's memory."""
-DRAIN_S = {Role.ROLLOUT: 20.0, Role.REWARD: 15.0, Role.TRAINER: 60.0, Role.INGEST: 15.0, Role.MONITOR: 15.0}
+DRAIN_S = {
+    Role.ROLLOUT: 20.0,
+    Role.REWARD: 15.0,
+    Role.TRAINER: 60.0,
+    Role.EVALUATION: 5.0,
+    Role.INGEST: 15.0,
+    Role.MONITOR: 15.0,
+}
 """Seconds that a process has to drain before it is killed; for tracking see `tracking.flush_s`."""
 FLUSH_MARGIN_S = 5.0
 """Seconds beyond `tracking.flush_s` after which tracking is killed."""
+OPTIONAL = (Role.EVALUATION, Role.TRACKING)
+"""The run continues without them."""
 SCALABLE = (Role.ROLLOUT, Role.REWARD)
 
 
@@ -47,6 +64,8 @@ class Fleet:
             counts[Role.MONITOR] = 1
         if settings.tracking.kind:
             counts[Role.TRACKING] = len(settings.tracking.kind)
+        if settings.eval.every:
+            counts[Role.EVALUATION] = 1
         self.children: dict[Role, list[SupervisedProcess]] = {
             role: [self._child(role, i) for i in range(count)] for role, count in counts.items()
         }
@@ -55,6 +74,11 @@ class Fleet:
     def trainer(self) -> SupervisedProcess:
         """The one trainer."""
         return self.children[Role.TRAINER][0]
+
+    @property
+    def evaluation(self) -> SupervisedProcess | None:
+        """The process that scores versions, if there is one."""
+        return next(iter(self.children.get(Role.EVALUATION, [])), None)
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
         """Keep every process running, each by a task of `tasks`."""
@@ -109,7 +133,7 @@ class Fleet:
             f"services.{role}",
             {**self._environ, **self._variables(role, index)},
             finishes=role is Role.TRAINER,
-            optional=role is Role.TRACKING,
+            optional=role in OPTIONAL,
             registers=role is not Role.TRACKING,
         )
         return SupervisedProcess(
@@ -126,6 +150,8 @@ class Fleet:
             return trainer_variables(services)
         if role is Role.TRACKING:
             return {"TETHER_TRACKING__KIND": self._settings.tracking.kind[index]}
+        if role is Role.EVALUATION:
+            return evaluation_variables(services)
         if role is Role.ROLLOUT:
             return pool_variables(services.pool, index) | rollout_variables(
                 services, self._settings.engine.tensor_parallel_size, index

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from protocol.errors import TetherError
-from services.launcher.child import SupervisedProcess
+from services.launcher.finishing import describe_unscored, finish_evaluation
 from services.launcher.fleet import Fleet
 from services.launcher.scaling import run_lock, scale_loop
 from services.launcher.tracking_warnings import describe_tracking, warn_loop
@@ -108,6 +108,7 @@ async def _supervise(
         return status.done or status.draining
 
     fleet = Fleet(settings, url, is_over)
+    first = (await ledger.status()).version
     stop = _stop_on_signals(fleet, progress)
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -122,7 +123,7 @@ async def _supervise(
             if server is not None:
                 watchers.append(tasks.create_task(keep_running_loop(server), name="ledger"))
             try:
-                await _wait_until_over(ledger, settings.run_dir, fleet.trainer, stop)
+                await _wait_until_over(ledger, settings, fleet, stop, progress)
             finally:
                 await fleet.stop()
             for watcher in watchers:
@@ -133,7 +134,8 @@ async def _supervise(
         await fleet.stop()
     status = await ledger.status()
     progress.finish(status)
-    for line in describe_tracking(settings):
+    unscored = "" if stop.is_set() else describe_unscored(settings, first, status.version, fleet.evaluation)
+    for line in (unscored, *describe_tracking(settings)):
         progress.note(line)
     return RunOutcome(
         status.version,
@@ -159,21 +161,21 @@ def _stop_on_signals(fleet: Fleet, progress: Progress) -> asyncio.Event:
 
 
 async def _wait_until_over(
-    ledger: RedisLedger, run_dir: Path, trainer: SupervisedProcess, stop: asyncio.Event
+    ledger: RedisLedger, settings: Settings, fleet: Fleet, stop: asyncio.Event, progress: Progress
 ) -> None:
-    """Return when the trainer has finished or a stop was requested.
+    """Return when the trainer and, for a while, the evaluation have finished, or a stop was requested.
 
     Raises:
         TetherError: the run halted.
     """
     is_over = False
     while not is_over:
-        is_over = stop.is_set() or trainer.finished.is_set()
+        is_over = stop.is_set() or fleet.trainer.finished.is_set()
         status = await ledger.status()  # after that: the trainer may have halted the run with its last step
         if status.halted:
-            raise TetherError(await asyncio.to_thread(_explain, run_dir, status.halted))
+            raise TetherError(await asyncio.to_thread(_explain, settings.run_dir, status.halted))
         if is_over:
-            return
+            return await finish_evaluation(settings, fleet.evaluation, stop, progress.note)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.5):
                 await stop.wait()

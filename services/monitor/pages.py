@@ -8,6 +8,7 @@
 | /steps.json?after=REVISION | points of the history that changed since (see `services.monitor.history`) |
 | /events.json?after=NUMBER&topics=run,versions | the newest events, and warnings of steps, as sentences |
 | /versions.json?after=NUMBER | who served which version when |
+| /evaluations.json?after=NUMBER | scores of versions on held-out sets |
 | /samples.json?step=STEP&group=GROUP | samples of one group |
 | /targets.json | addresses of every process's /metrics, for Prometheus (`http_sd_configs`) |
 """
@@ -23,6 +24,7 @@ import xxhash
 from aiohttp import hdrs, web
 
 from services.bus.config import is_loopback
+from services.monitor.evaluations import ScoredVersions
 from services.monitor.history import History
 from services.run_files.event_tail import EventTail
 from services.run_files.samples import SampleBrowser
@@ -46,6 +48,7 @@ class Pages:
         self.history = History(run_dir / "metrics.jsonl")
         self.tail = EventTail(run_dir)
         self._samples = SampleBrowser(run_dir, self.tail)
+        self._scores = ScoredVersions(settings)
         self._state = state
         self._assets = _read_assets()
 
@@ -69,6 +72,7 @@ class Pages:
             "/steps.json": self._serve_steps,
             "/events.json": self._serve_events,
             "/versions.json": self._serve_versions,
+            "/evaluations.json": self._serve_evaluations,
             "/samples.json": self._serve_samples,
             "/targets.json": self._serve_targets,
         }
@@ -94,6 +98,9 @@ class Pages:
 
     async def _serve_versions(self, request: web.Request) -> web.Response:
         return _json(self.tail.versions(_number(request, "after")))
+
+    async def _serve_evaluations(self, request: web.Request) -> web.Response:
+        return _json(await asyncio.to_thread(self._scores.since, _number(request, "after")))
 
     async def _serve_samples(self, request: web.Request) -> web.Response:
         step = _number(request, "step") if "step" in request.query else None

@@ -10,6 +10,7 @@ from typing import Any, TextIO
 from protocol.errors import TetherError
 from protocol.topics import Role
 from services.ledger.interface import Ledger, LedgerStatus
+from services.observability.evaluations import EvaluationFollower
 from services.observability.line_follower import LineFollower
 from services.observability.printable import printable
 from services.observability.service_rows import MISSING, STARTS, ServiceRow, Supervised, service_rows
@@ -35,6 +36,7 @@ class Progress:
         self._stepped = False
         """Whether this start has made a step."""
         self._began = time.monotonic()
+        self._evaluations = EvaluationFollower(run_dir)
 
     def note(self, text: str) -> None:
         """Print a line, if there is text."""
@@ -49,6 +51,7 @@ class Progress:
                 page = await page_of(ledger)
                 self.note(f"page {page}" if page else "")
             self._print_steps(sum(child.restarts for group in children.values() for child in group))
+            self._print_evaluations()
             if self._stepped and not told:
                 told = True
                 self.note(await start_of(ledger, prepared_s, time.monotonic() - self._began))
@@ -60,6 +63,7 @@ class Progress:
     def finish(self, status: LedgerStatus) -> None:
         """Print the last steps and how the run ended."""
         self._print_steps(0)
+        self._print_evaluations()
         skipped = count_skipped(read_steps(self._run_dir / "metrics.jsonl"))
         without = f" (but for {skipped}, which changed no weights)" if skipped.steps else ""
         self.note(
@@ -67,6 +71,10 @@ class Progress:
             f"after {time.monotonic() - self._began:.0f} s: "
             f"{status.trained} groups trained{without}, {status.dropped} dropped, {status.active} in flight"
         )
+
+    def _print_evaluations(self) -> None:
+        for line in self._evaluations.new_lines():
+            self.note(line)
 
     def say_stopping(self, at_once: bool) -> None:
         """Say that a signal ends the run: after what is in flight, or at once."""

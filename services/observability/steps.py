@@ -29,14 +29,7 @@ class StepLog:
 
         An incomplete line before it, which a crash has left, is terminated first.
         """
-        line = msgspec.json.encode(report) + b"\n"
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            size = os.fstat(descriptor).st_size
-            torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-            os.write(descriptor, b"\n" + line if torn else line)
-        finally:
-            os.close(descriptor)
+        append_line(self._path, msgspec.json.encode(report))
 
     def sync(self) -> None:
         """Write the lines to the disk, before the reports that they were made of are deleted."""
@@ -50,6 +43,22 @@ class StepLog:
             report = decode_payload(data)
             if isinstance(report, StepReport) and (report.step, report.epoch) not in known:
                 self.append(report)
+
+
+def append_line(path: Path, data: bytes, *, durable: bool = False) -> None:
+    """Append a line to a file, of which readers see all or nothing.
+
+    An incomplete line before it, which a crash has left, is terminated first. `durable` syncs it to the disk.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        size = os.fstat(descriptor).st_size
+        torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+        os.write(descriptor, (b"\n" if torn else b"") + data + b"\n")
+        if durable:
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -15,6 +15,7 @@ from services.preflight.model import ModelFacts, model_problems, read_model
 from services.preflight.problem import Problem
 from services.preflight.sampling import distribution_problems, group_problems
 from services.runtime.user_modules import add_user_modules
+from services.settings.evaluation import read_sets
 from services.settings.sections import Settings
 from services.settings.tracking import missing_libraries
 
@@ -46,7 +47,10 @@ def check_run(settings: Settings, *, local: bool = False) -> Findings:
     model: ModelFacts | None = None
     try:
         source = make_source(settings.prompts)
-        held_out_sets(source, settings.prompts, settings.eval.sets, settings.eval.prompts)
+        if settings.eval.every:
+            read_sets(settings, source)
+        else:
+            held_out_sets(source, settings.prompts, settings.eval.sets, settings.eval.prompts)
     except SettingsError as error:
         problems.append(Problem(str(error)))
     try:

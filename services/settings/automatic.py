@@ -90,12 +90,17 @@ def _is_apart(settings: Settings) -> bool:
     return bool(trainer and engines) and not trainer & engines
 
 
+def _not_for_evaluation(settings: Settings, gpus: list[str]) -> list[str]:
+    evaluation = gpu_list(settings.services.eval_gpus)
+    return [name for name in gpus if name not in evaluation]
+
+
 def _wants_split(settings: Settings, gpus: list[str]) -> bool:
     needed = settings.parallel.world_size + settings.engine.tensor_parallel_size
     return (
         _engine_on_gpu(settings, gpus)
         and _trainer_on_gpu(settings, gpus)
-        and len(gpus) >= needed
+        and len(_not_for_evaluation(settings, gpus)) >= needed
         and not settings.colocated.enabled
         and settings.weights.transport != "shared"
     )
@@ -104,14 +109,14 @@ def _wants_split(settings: Settings, gpus: list[str]) -> bool:
 def _trainer_gpus(settings: Settings, gpus: list[str]) -> str:
     if settings.services.rollout_gpus or not _wants_split(settings, gpus):
         return ""
-    return ",".join(gpus[: settings.parallel.world_size])
+    return ",".join(_not_for_evaluation(settings, gpus)[: settings.parallel.world_size])
 
 
 def _rollout_gpus(settings: Settings, gpus: list[str]) -> str:
     if not _wants_split(settings, gpus):
         return ""
     taken = gpu_list(settings.services.trainer_gpus)
-    return ",".join(name for name in gpus if name not in taken)
+    return ",".join(name for name in _not_for_evaluation(settings, gpus) if name not in taken)
 
 
 def _engine_dtype(settings: Settings, gpus: list[str]) -> str:

@@ -12,6 +12,7 @@ from protocol.ranges import range_errors
 from rollout.engines.base import DTYPES
 from rollout.engines.registry import CAN_SHARE, CAN_SLEEP, ENGINES, SERVE_ADAPTERS
 from services.settings.engine_pool import check_pool
+from services.settings.evaluation import check_evaluation
 from services.settings.placement import check_gpus, gpu_list
 from services.settings.sections import Settings
 from services.settings.tracking import check_kinds
@@ -55,6 +56,7 @@ def settings_errors(settings: Settings) -> Iterator[SettingsError]:
         lambda: check_pool(services.pool, engine),
         lambda: check_gpus(services, settings.parallel.world_size, engine.tensor_parallel_size),
         lambda: check_shared(settings),
+        lambda: check_evaluation(settings),
         lambda: _check_mismatch(settings.trainer),
         lambda: _check_alternatives(settings),
         lambda: _check_model(settings),

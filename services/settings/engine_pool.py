@@ -5,7 +5,7 @@ the workers as `TETHER_ENGINE__*` variables.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -39,20 +39,28 @@ def check_pool(pool: Sequence[PoolEntry], base: EngineConfig) -> None:
         SettingsError: names the entry's setting.
     """
     for number, entry in enumerate(pool):
-        prefix = f"services.pool.{number}.engine"
-        refuse_unknown(entry.engine, EngineConfig, f"{prefix}.")
-        try:
-            engine = _adapter.validate_python({**dataclasses.asdict(base), **entry.engine})
-        except ValidationError as error:
-            problem: dict[str, Any] = dict(error.errors()[0])
-            raise SettingsError(describe_problem({**problem, "loc": (prefix, *problem["loc"])})) from None
-        check_ranges(engine, prefix)
-        checked_name(engine.name, ENGINES, f"setting {prefix}.name:")
-        if engine.dtype != base.dtype:
-            raise SettingsError(
-                f"setting {prefix}.dtype: {engine.dtype}, "
-                f"but weights are published in engine.dtype, {base.dtype}"
-            )
+        engine_with(base, entry.engine, f"services.pool.{number}.engine")
+
+
+def engine_with(base: EngineConfig, changes: Mapping[str, Any], prefix: str) -> EngineConfig:
+    """Return `[engine]` with the settings that are different for some engines.
+
+    Raises:
+        SettingsError: names the setting under `prefix`, and what it can be.
+    """
+    refuse_unknown(changes, EngineConfig, f"{prefix}.")
+    try:
+        engine = _adapter.validate_python({**dataclasses.asdict(base), **changes})
+    except ValidationError as error:
+        problem: dict[str, Any] = dict(error.errors()[0])
+        raise SettingsError(describe_problem({**problem, "loc": (prefix, *problem["loc"])})) from None
+    check_ranges(engine, prefix)
+    checked_name(engine.name, ENGINES, f"setting {prefix}.name:")
+    if engine.dtype != base.dtype:
+        raise SettingsError(
+            f"setting {prefix}.dtype: {engine.dtype}, but weights are published in engine.dtype, {base.dtype}"
+        )
+    return engine
 
 
 def pool_size(pool: Sequence[PoolEntry]) -> int:

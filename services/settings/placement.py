@@ -28,6 +28,8 @@ class ServicesConfig:
     """GPUs of the rollout workers. Each gets the next `engine.tensor_parallel_size` of them; when they are
     used up, the next worker gets the first ones again. Empty: all see what `tether up` itself sees. auto:
     those that the trainer leaves."""
+    eval_gpus: str = ""
+    """GPUs of the evaluation's engine (`eval.every`). Empty: all that `tether up` itself sees."""
     restarts: Annotated[int, Meta(ge=0, le=10**6)] = 5
     """Restarts of one service within a minute; one death more ends the run."""
 
@@ -49,6 +51,12 @@ def rollout_variables(config: ServicesConfig, tensor_parallel_size: int, index: 
 def trainer_variables(config: ServicesConfig) -> dict[str, str]:
     """Return the environment variables that limit the trainer to its own GPUs."""
     gpus = gpu_list(config.trainer_gpus)
+    return {VISIBLE: ",".join(gpus)} if gpus else {}
+
+
+def evaluation_variables(config: ServicesConfig) -> dict[str, str]:
+    """Return the environment variables that limit the evaluation to its own GPUs."""
+    gpus = gpu_list(config.eval_gpus)
     return {VISIBLE: ",".join(gpus)} if gpus else {}
 
 

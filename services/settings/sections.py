@@ -7,7 +7,7 @@ Each component's section is a frozen dataclass beside the component. The range o
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from msgspec import Meta
 from pydantic import ConfigDict
@@ -147,7 +147,7 @@ class MonitorConfig:
 
 @dataclass(frozen=True, slots=True)
 class EvalConfig:
-    """Section `[eval]`: scores on held-out prompts before and after a run."""
+    """Section `[eval]`: scores on held-out prompts, while a run is on and after it."""
 
     at_end: bool = False
     """Whether `tether up` scores the first and the last model when the run is done."""
@@ -161,6 +161,18 @@ class EvalConfig:
     """Draw answers from the most likely tokens that together have this probability. 1 is off."""
     top_k: Annotated[int, Meta(ge=0, le=10**7)] = 0
     """Draw answers from the k most likely tokens. 0 is off."""
+    success: Annotated[float, Meta(ge=-1e6, le=1e6)] = 1.0
+    """Reward from which an answer counts as right for pass@k."""
+    every: Annotated[int, Meta(ge=0, le=10**9)] = 0
+    """Steps between two versions that are scored while the run is on; version 0 and the last one are, too.
+    0: none."""
+    engine: dict[str, Any] = field(default_factory=dict)
+    """Settings of `[engine]` that are different for the engine of the evaluation."""
+    best: str = ""
+    """Score by which the best version is kept in RUN_DIR/exports/best: `SET/greedy`, `SET/sampled` or
+    `SET/pass@K`. Empty: the first set's greedy score."""
+    finish_s: Annotated[float, Meta(ge=0, le=1e6)] = 600.0
+    """Seconds that `tether up` waits at the end of the run until the last version is scored."""
     sets: tuple[HeldOutConfig, ...] = ()
     """Held-out sets beside the prompts that `[prompts]` holds out."""
 

@@ -1,32 +1,26 @@
 """Runs `tether eval`: scores a run's initial model and its checkpoints on held-out prompts.
 
-All models are scored on one engine and the same prompts, beside the best constant answer. Weights reach the
-engine as in training: published, staged, committed.
+All models are scored on one engine and the same prompts, beside the best constant answer, by the code that
+scores versions while a run is on. Weights reach the engine as in training: published, staged, committed.
 """
 
 import asyncio
-import math
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from safetensors.torch import load_file
 
 from protocol.errors import SettingsError
-from protocol.messages import ScoredRollout
-from reward.score import score_rollout
 from reward.workers.pool import ScorePool
-from rollout.engines.base import Engine, Sampling
-from rollout.engines.registry import make_engine
-from rollout.environments.registry import make_environment
-from rollout.generate import generate_group
 from rollout.prompts.base import Prompt
-from rollout.prompts.registry import make_source
-from rollout.render import Renderer
-from services.runtime.user_modules import add_user_modules
+from services.evaluation.estimates import paired_difference
+from services.evaluation.scoring import Scorer, SetScores, evaluation_of, open_scorer
+from services.observability.evaluations import Evaluation, describe_scores
+from services.settings.evaluation import HeldOutSets, read_sets
 from services.settings.hub import fetch_model
 from services.settings.sections import Settings
 from trainer.config import WeightConfig
@@ -35,66 +29,92 @@ from trainer.weights.registry import make_sender
 
 CONSTANTS = 50
 """Most frequent held-out answers that are tried as a constant answer."""
-MAX_RUNNING_SAMPLES = 64
-"""Samples that are generated at once."""
+KINDS = ("greedy", "sampled")
 
 
 async def evaluate_run(settings: Settings, checkpoints: Sequence[Path]) -> dict[str, Any]:
-    """Score the initial model and `checkpoints` (by default the newest exported one) on the held-out prompts.
+    """Score the initial model and `checkpoints` (by default the newest exported one) on the held-out sets.
 
     Returns:
-        {"prompts": n, "best_constant": score, "models": [{"model", "greedy", "sampled", ...}]}. Scores are
-        mean rewards. Each model after the first also has its mean gain over the first, paired by prompt, and
-        the standard error of that.
+        {"sets": [{"set", "prompts": n, "best_constant": score, "models": [{"model", ...}]}]}, and the entries
+        of the first set again. A model has the fields of `Evaluation` that were measured. Each model after
+        the first also has its mean gain over the first, paired by prompt, and the standard error of that.
 
     Raises:
         SettingsError: there are no held-out prompts or no checkpoint.
         EngineError: the engine failed.
     """
-    source = await asyncio.to_thread(make_source, settings.prompts)
-    prompts = list(source.held_out())[: settings.eval.prompts]
-    if not prompts:
-        raise SettingsError("no held-out prompts to score on: set prompts.held_out or prompts.held_out_path")
+    sets = await asyncio.to_thread(read_sets, settings)
     initial = await asyncio.to_thread(fetch_model, settings)
     models = [initial, *(checkpoints or [newest_export(settings.run_dir)])]
-    renderer = await asyncio.to_thread(Renderer, settings.model_dir, settings.rendering)
-    engine = make_engine(settings.engine, settings.model_dir, "eval")
-    scored: list[dict[str, Any]] = []
+    async with open_scorer(settings, "eval") as scorer:
+        constants = {name: await best_constant(scorer.pool, prompts) for name, prompts in sets.items()}
+        scored = await _score_models(settings, scorer, sets, models)
+    found = []
+    for name, prompts in sets.items():
+        entries = [
+            {"model": str(model), **_fields(by_set[name][0])}
+            for model, by_set in zip(models, scored, strict=True)
+        ]
+        add_gains(entries, [by_set[name][1] for by_set in scored])
+        found.append(
+            {"set": name, "prompts": len(prompts), "best_constant": constants[name], "models": entries}
+        )
+    return {**found[0], "sets": found}
+
+
+async def _score_models(
+    settings: Settings, scorer: Scorer, sets: HeldOutSets, models: Sequence[Path]
+) -> list[dict[str, tuple[Evaluation, SetScores]]]:
+    """Return the scores of each model on each set."""
+    scored = []
     with tempfile.TemporaryDirectory(prefix="tether-eval-") as directory:
         sender = make_sender(
             WeightConfig(transport="disk", directory=directory),
             run=settings.run.name,
             run_dir=Path(directory),
         )
-        async with ScorePool(settings.reward, add_user_modules(settings)) as pool:
-            best = await best_constant(pool, prompts)
-            scorer = _ModelScorer(settings, engine, renderer, pool, prompts)
-            try:
-                await engine.start()
-                for version, model in enumerate(models):
-                    tensors = in_dtype(load_model(model).items(), settings.engine.dtype)
-                    manifest = await asyncio.to_thread(sender.publish, "eval", version, tensors)
-                    await engine.stage(manifest)
-                    await engine.commit(manifest)
-                    scored.append({"model": str(model), **await scorer.score()})
-            finally:
-                await engine.close()
-                sender.close()
-    add_gains(scored)
-    return {"prompts": len(prompts), "best_constant": best, "models": scored}
+        try:
+            for version, model in enumerate(models):
+                tensors = in_dtype(load_model(model).items(), settings.engine.dtype)
+                manifest = await asyncio.to_thread(sender.publish, "eval", version, tensors)
+                await scorer.serve(manifest)
+                by_set = {}
+                for name, prompts in sets.items():
+                    scores = await scorer.score(prompts)
+                    by_set[name] = evaluation_of(settings, manifest, name, scores), scores
+                scored.append(by_set)
+        finally:
+            sender.close()
+    return scored
 
 
-def add_gains(scored: list[dict[str, Any]]) -> None:
-    """Replace the rewards of each prompt, `KIND_each`, by the gain over the first model.
+def _fields(evaluation: Evaluation) -> dict[str, Any]:
+    """Return what was measured of a model that has no version of a run."""
+    known = msgspec.to_builtins(evaluation, str_keys=True)
+    left_out = ("version", "step", "epoch", "set")
+    return {
+        name: value for name, value in known.items() if value not in (None, "", {}) and name not in left_out
+    }
 
-    The gain is a mean over prompts, `KIND_gain`, with its standard error, `KIND_gain_stderr`.
+
+def add_gains(entries: Sequence[dict[str, Any]], scores: Sequence[SetScores]) -> None:
+    """Add to each entry but the first the gain over the first: a mean over the prompts that both scored.
+
+    It is `KIND_gain`, with its standard error, `KIND_gain_stderr`, where there are two prompts or more.
     """
-    for kind in ("greedy", "sampled"):
-        rewards = [entry.pop(f"{kind}_each", None) for entry in scored]
-        for entry, after in zip(scored[1:], rewards[1:], strict=True):
-            if after is not None:
-                gain, stderr = paired_difference(after, rewards[0])
-                entry |= {f"{kind}_gain": gain, f"{kind}_gain_stderr": stderr}
+    for kind in KINDS:
+        for entry, after in zip(entries[1:], scores[1:], strict=True):
+            pairs = [
+                (new.mean, old.mean)
+                for new, old in zip(getattr(after, kind), getattr(scores[0], kind), strict=True)
+                if not (new.error or old.error)
+            ]
+            if pairs:
+                gain, stderr = paired_difference(*zip(*pairs, strict=True))
+                entry[f"{kind}_gain"] = gain
+                if stderr is not None:
+                    entry[f"{kind}_gain_stderr"] = stderr
 
 
 def newest_export(run_dir: Path) -> Path:
@@ -115,15 +135,6 @@ def load_model(directory: Path) -> dict[str, Any]:
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-def paired_difference(after: Sequence[float], before: Sequence[float]) -> tuple[float, float]:
-    """Return the mean of after - before over the same prompts, and its standard error."""
-    differences = [a - b for a, b in zip(after, before, strict=True)]
-    n = len(differences)
-    mean = sum(differences) / n
-    variance = sum((d - mean) ** 2 for d in differences) / max(n - 1, 1)
-    return mean, math.sqrt(variance / n)
-
-
 async def best_constant(pool: ScorePool, prompts: Sequence[Prompt]) -> float:
     """Return the highest mean reward that one answer gets if it is given to every prompt.
 
@@ -140,78 +151,23 @@ async def best_constant(pool: ScorePool, prompts: Sequence[Prompt]) -> float:
     return max(totals) / len(prompts)
 
 
-@dataclass(frozen=True, slots=True)
-class _ModelScorer:
-    """Scores the weights that an engine serves on a list of prompts."""
-
-    settings: Settings
-    engine: Engine
-    renderer: Renderer
-    pool: ScorePool
-    prompts: Sequence[Prompt]
-
-    async def score(self) -> dict[str, Any]:
-        """Return the mean rewards, greedy and sampled, and under `KIND_each` those of each prompt."""
-        result: dict[str, Any] = {}
-        for kind, temperature, samples in (
-            ("greedy", 0.0, 1),
-            ("sampled", self.settings.eval.temperature, self.settings.eval.samples),
-        ):
-            if samples:
-                each = await self._rewards(temperature, samples)
-                result |= {kind: sum(each) / len(each), f"{kind}_each": each}
-        return result
-
-    async def _rewards(self, temperature: float, samples: int) -> list[float]:
-        """Return the mean reward of each prompt over its samples."""
-        config = self.settings.eval
-        sampling = Sampling(
-            max_tokens=self.settings.sampling.max_tokens,
-            temperature=temperature,
-            top_p=config.top_p,
-            top_k=config.top_k,
-            stop_token_ids=self.renderer.stop_token_ids,
-        )
-        slots = asyncio.Semaphore(max(1, MAX_RUNNING_SAMPLES // samples))
-        environment = make_environment(self.settings.environment)
-
-        async def one(index: int, prompt: Prompt) -> float:
-            async with slots:
-                rollout = await generate_group(
-                    self.engine,
-                    self.renderer,
-                    environment,
-                    prompt,
-                    group=index,
-                    token="eval",
-                    n=samples,
-                    engine_name="eval",
-                    sampling=sampling,
-                )
-                result = await score_rollout(rollout, self.pool, "eval")
-            if not isinstance(result, ScoredRollout):
-                raise SettingsError(
-                    f"held-out prompt {index} could not be scored: {result.verifier}: {result.error}"
-                )
-            return float(result.rewards.numpy().mean())
-
-        async with asyncio.TaskGroup() as tasks:
-            running = [
-                tasks.create_task(one(index, prompt), name=f"eval-{index}")
-                for index, prompt in enumerate(self.prompts)
-            ]
-        return [task.result() for task in running]
-
-
 def render_scores(scores: dict[str, Any]) -> str:
-    """Return the scores as text, a line for each model."""
-    lines = [f"held-out prompts: {scores['prompts']}, best constant answer: {scores['best_constant']:.3f}"]
-    for entry in scores["models"]:
-        parts = [f"{kind} {entry[kind]:.3f}" for kind in ("greedy", "sampled") if kind in entry]
-        parts += [
-            f"{kind} gain {entry[f'{kind}_gain']:+.3f} (standard error {entry[f'{kind}_gain_stderr']:.3f})"
-            for kind in ("greedy", "sampled")
-            if f"{kind}_gain" in entry
-        ]
-        lines.append(f"{entry['model']}: " + ", ".join(parts))
+    """Return the scores as text: for each set a line, and one for each model."""
+    lines = []
+    for found in scores["sets"]:
+        named = "held-out prompts" if len(scores["sets"]) == 1 else f"held-out set {found['set']}"
+        lines.append(f"{named}: {found['prompts']}, best constant answer: {found['best_constant']:.3f}")
+        lines += [f"{entry['model']}: {_render_model(entry)}" for entry in found["models"]]
     return "\n".join(lines)
+
+
+def _render_model(entry: dict[str, Any]) -> str:
+    parts = describe_scores(msgspec.convert({"version": 0, "set": "", **entry}, Evaluation, str_keys=True))
+    for kind in KINDS:
+        if f"{kind}_gain" in entry:
+            gain, stderr = entry[f"{kind}_gain"], entry.get(f"{kind}_gain_stderr")
+            error = "" if stderr is None else f" (standard error {stderr:.3f})"
+            parts.append(f"{kind} gain {gain:+.3f}{error}")
+    if entry.get("failed"):
+        parts.append(f"{entry['failed']} prompts not scored ({entry['error']})")
+    return ", ".join(parts)

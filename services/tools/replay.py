@@ -23,9 +23,9 @@ from services.ledger.event_log.reader import LoggedStep, committed_steps, read_e
 from services.ledger.interface import Taken
 from services.observability.steps import read_steps
 from services.runtime.errors import configure_logging
+from services.runtime.training import build_backend, train_command
 from services.settings.load import run_settings
 from services.settings.sections import Settings
-from services.settings.training import build_backend, train_command
 from trainer.algorithms.registry import make_algorithm
 from trainer.backends.launch import torchrun
 from trainer.backends.leader import LeaderRank

@@ -7,11 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from protocol.device.shared_layout import BUFFERS, PARAMETERS
 from protocol.device.shared_tensors import map_tensors
 from protocol.messages import WeightDraft, WeightManifest
 from services.runtime.process import Process
-from services.settings.training import build_backend
+from services.runtime.training import build_backend
 from services.trainer.gpu_turn import TrainerGpuTurn
 from services.trainer.shared_engine import SharedEngine
 from trainer.algorithms.registry import make_algorithm
@@ -110,6 +112,10 @@ class ModelRunner:
         """Export the weights and make the version available; complete when it returns."""
         return await self.run(self._publish, epoch, version)
 
+    async def copy_weights(self) -> dict[str, torch.Tensor]:
+        """Copy the weights to host memory, as `publish` exports them."""
+        return await self.run(self._copy_weights)
+
     async def restore(self, directory: Path) -> None:
         """Load a checkpoint."""
         await self.run(self._restore, directory)
@@ -130,6 +136,10 @@ class ModelRunner:
     def _publish(self, epoch: str, version: int) -> WeightManifest:
         tensors = in_dtype(self.rank.export(), self._engine_dtype)
         return self.sender.publish(epoch, version, tensors, base_model=self.rank.backend.architecture)
+
+    def _copy_weights(self) -> dict[str, torch.Tensor]:
+        tensors = in_dtype(self.rank.export(), self._engine_dtype)
+        return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors}
 
     def _restore(self, directory: Path) -> None:
         self._invalidate()

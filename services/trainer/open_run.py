@@ -13,7 +13,7 @@ from services.ledger.event_log.archiver import FILE, last_sequence
 from services.ledger.interface import Taken
 from services.observability.steps import StepLog
 from services.runtime.process import Process
-from services.settings.training import train_command
+from services.runtime.training import train_command
 from trainer.backends.rank_commands import TrainCommand
 from trainer.storage.archive import Archive
 from trainer.storage.checkpoints import Checkpoints

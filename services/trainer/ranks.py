@@ -4,9 +4,9 @@ import signal
 
 from services.gpu_sharing.device_lock import DeviceLock
 from services.runtime.errors import EXIT_FAILED, EXIT_SETTINGS, configure_logging
+from services.runtime.training import build_backend
 from services.settings.load import load_settings
 from services.settings.sections import Settings
-from services.settings.training import build_backend
 from services.trainer.gpu_turn import await_device
 from trainer.algorithms.registry import make_algorithm
 from trainer.backends.launch import torchrun

@@ -26,6 +26,7 @@ from services.trainer.gpu_turn import TrainerGpuTurn, first_turn
 from services.trainer.model_runner import ModelRunner, load_model
 from services.trainer.open_run import OpenRun
 from services.trainer.ranks import follow_rank_0, run_ranks
+from services.trainer.snapshots import Snapshots
 from services.trainer.takeover import take_over
 from services.trainer.train_loop import TrainLoop
 from trainer.storage.archive import Archive
@@ -96,8 +97,15 @@ async def _take_over_and_step(run: OpenRun, runner: ModelRunner) -> None:
     with process.waiting("take-over"):
         manifest = await take_over(run, runner, checkpointer)
     await process.register()
+    async with Snapshots(run, runner) as snapshots:
+        await snapshots.take_over(manifest, is_last=(await process.ledger.status()).done)
+        await _step(run, runner, TrainLoop(run, runner, checkpointer, snapshots, manifest))
+
+
+async def _step(run: OpenRun, runner: ModelRunner, loop: TrainLoop) -> None:
+    """Make steps, while engines answer and the shared engine is watched."""
+    process = run.process
     await asyncio.to_thread(run.steps.backfill, await process.ledger.reports(0))
-    loop = TrainLoop(run, runner, checkpointer, manifest)
     async with asyncio.TaskGroup() as tasks:
         beside = [tasks.create_task(loop.answers_loop(), name="weights.answers")]
         if runner.shared_engine is not None:

@@ -23,6 +23,7 @@ from services.observability.skipped_steps import SkipLimit
 from services.trainer.checkpointing import Checkpointer
 from services.trainer.model_runner import ModelRunner
 from services.trainer.open_run import OpenRun
+from services.trainer.snapshots import Snapshots
 from services.trainer.step_report import StepReporter, TrainedStep
 from trainer.batch import batch_digest
 from trainer.storage.spool import MissingRecord
@@ -41,13 +42,19 @@ class TrainLoop:
     """Makes steps until the run is done or the process is to stop."""
 
     def __init__(
-        self, run: OpenRun, runner: ModelRunner, checkpointer: Checkpointer, manifest: WeightManifest
+        self,
+        run: OpenRun,
+        runner: ModelRunner,
+        checkpointer: Checkpointer,
+        snapshots: Snapshots,
+        manifest: WeightManifest,
     ) -> None:
         """Start from a version that is published and committed; `manifest` is its own."""
         self._run = run
         self._process = run.process
         self._runner = runner
         self._checkpointer = checkpointer
+        self._snapshots = snapshots
         self._manifest = manifest
         self._reporter = StepReporter(run.process, run.epoch)
         self._skips = SkipLimit(run.process.settings.trainer.max_skipped_steps)
@@ -76,13 +83,15 @@ class TrainLoop:
         while not status.done and not self._process.stop.is_set():
             began = time.monotonic()
             taken = await self._take()
-            # a checkpoint that is complete is not written again: that would only put it at risk
-            if taken is None and (self._process.stop.is_set() or self._is_saved(status.version)):
+            if taken is None and self._process.stop.is_set():
                 break
             wait_s = time.monotonic() - began
             await self._runner.take_device()
             if taken is None:  # the prompts have run out: this is the last model
-                await self._checkpointer.checkpoint(status, self._manifest.digest)
+                await self._snapshots.take(self._manifest, is_last=True)
+                # a checkpoint that is complete is not written again: that would only put it at risk
+                if not self._is_saved(status.version):
+                    await self._checkpointer.checkpoint(status, self._manifest.digest)
                 break
             if not await self._runner.engine_ready(self._manifest):
                 break
@@ -135,6 +144,7 @@ class TrainLoop:
         )
         status = await self._commit(step, manifest, report)
         await self._announce(manifest, report, status, engines)
+        await self._snapshots.take(manifest, is_last=status.done)
         if report.version % self._process.settings.trainer.checkpoint_every == 0 or status.done:
             with self._process.working(f"saves version {report.version}"):
                 await self._checkpointer.checkpoint(status, manifest.digest)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.topics import Role
-from services import ingest, reward, rollout, trainer
+from services import evaluation, ingest, reward, rollout, trainer
 from services.ledger.embedded_server import EmbeddedServer
 from services.ledger.event_log.archiver import Archiver
 from services.ledger.interface import LedgerStatus
@@ -79,6 +79,8 @@ async def running(
                 Role.ROLLOUT: rollout.serve,
             }  # fmt: skip
             counts = {Role.INGEST: 1, Role.REWARD: rewards, Role.TRAINER: 1, Role.ROLLOUT: rollouts}
+            if settings.eval.every:
+                services[Role.EVALUATION], counts[Role.EVALUATION] = evaluation.serve, 1
             async with asyncio.TaskGroup() as tasks:
                 started: dict[Role, list[asyncio.Task[None]]] = {}
                 for role, serve in services.items():
@@ -88,10 +90,10 @@ async def running(
                     ]
                 started[Role.TRAINER][0].add_done_callback(lambda _: live.trained.set())
                 yield live
-                for role in (Role.ROLLOUT, Role.REWARD, Role.TRAINER, Role.INGEST):
+                for role in (Role.ROLLOUT, Role.REWARD, Role.TRAINER, Role.EVALUATION, Role.INGEST):
                     for process in live.processes[role]:
                         process.stop.set()
-                    if started[role]:
+                    if started.get(role):
                         await asyncio.wait(started[role])
             await Archiver(ledger, settings.run_dir).archive_all()
 

@@ -29,8 +29,8 @@ from services.ledger.verify.verifier import verify
 from services.ledger_recovery.reconcile import reconcile
 from services.observability.steps import read_steps
 from services.runtime.run_ledger import open_ledger
+from services.runtime.training import build_backend
 from services.settings.load import dump_settings, run_settings
-from services.settings.training import build_backend
 from services.tools.replay import RecordedRun, nearest_checkpoint, replay_step
 from tests.integration.command import audit, tether_up
 from tests.integration.loop import ROOT

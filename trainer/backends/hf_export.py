@@ -57,12 +57,22 @@ def save_hf(
             raise SettingsError(f"{directory} exists: give a new directory")
         if dtype not in ("", "float32", "bfloat16"):
             raise SettingsError(f"dtype {dtype!r}: use float32 or bfloat16")
-        with directory_written_aside(directory) as aside:
-            written = _write_shards(_converted(tensors, dtype), aside, shard_bytes)
-            _copy_rest(source, aside, written)
+        write_hf(_converted(tensors, dtype), directory, source, shard_bytes)
     finally:  # the other ranks take part to the end
         for _ in tensors:
             pass
+
+
+def write_hf(
+    tensors: Iterator[tuple[str, torch.Tensor]],
+    directory: Path,
+    source: Path,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write tensors in host memory, with configuration and tokenizer of `source`; replaces `directory`."""
+    with directory_written_aside(directory) as aside:
+        written = _write_shards(tensors, aside, shard_bytes)
+        _copy_rest(source, aside, written)
 
 
 def _converted(tensors: Iterator[tuple[str, torch.Tensor]], dtype: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -3,6 +3,7 @@
 import { ask, receivedBytes } from "./api.js";
 import { Chart } from "./chart.js";
 import { byId, setText } from "./dom.js";
+import { addEvaluations, pollEvaluations } from "./evaluations.js";
 import { pollEvents, startEvents } from "./events.js";
 import { bytes } from "./format.js";
 import { otherPanels, PANELS, seriesOf } from "./panels.js";
@@ -44,7 +45,14 @@ function order(panels) {
 async function pollSteps() {
   let changed = store.merge(await ask("steps.json", { after: store.revision }));
   if (changed === null) changed = store.merge(await ask("steps.json", { after: 0 }));
+  if (changed) addEvaluations(store);
   if (changed && store.length) drawCharts();
+}
+
+async function pollScores() {
+  if (!(await pollEvaluations())) return;
+  addEvaluations(store);
+  if (store.length) drawCharts();
 }
 
 async function pollState() {
@@ -71,7 +79,7 @@ function show() {
 
 async function poll() {
   const questions = [pollSteps(), pollState()];
-  if (round % SLOW_EVERY === 0) questions.push(pollEvents(), pollVersions());
+  if (round % SLOW_EVERY === 0) questions.push(pollEvents(), pollVersions(), pollScores());
   const failed = (await Promise.allSettled(questions)).find((result) => result.status === "rejected");
   round += 1;
   setText(byId("link"), failed ? "connection lost" : "");

@@ -11,6 +11,7 @@ export class Store {
     this.revision = 0;
     this.width = 1;
     this.columns = { start: [], step: [] };
+    this.evaluated = new Set(); // names of the columns that evaluations.js has made
     this.lags = [];
     this.bounds = [];
     this.last = {};

@@ -73,10 +73,12 @@ async def roll(tmp_path: Path) -> AsyncIterator[Roll]:
 
 @pytest.fixture
 def make(tmp_path: Path, roll: Roll) -> Callable[..., SupervisedProcess]:
-    def child(behaviour: str, *, restarts: int = 2, finishes: bool = False) -> SupervisedProcess:
+    def child(
+        behaviour: str, *, restarts: int = 2, finishes: bool = False, optional: bool = False
+    ) -> SupervisedProcess:
         environ = {"BEHAVIOUR": behaviour, "ROLL": str(roll.path), "PYTHONPATH": str(ROOT)}
         return SupervisedProcess(
-            ServiceSpec("worker.0", PROGRAM, environ, finishes), tmp_path / "worker.0.log", restarts
+            ServiceSpec("worker.0", PROGRAM, environ, finishes, optional), tmp_path / "worker.0.log", restarts
         )
 
     return child
@@ -137,6 +139,20 @@ async def test_wrong_settings_without_output_name_the_log(make: Callable[..., Su
     child = make("2 ")
     with pytest.raises(SettingsError, match=r"worker\.0: wrong settings, see .*worker\.0\.log"):
         await child.keep_running()
+
+
+async def test_an_optional_child_that_dies_too_often_is_given_up(
+    make: Callable[..., SupervisedProcess], caplog: pytest.LogCaptureFixture
+) -> None:
+    for behaviour, cause in (
+        ("3 out of cheese", "died 2 times in a minute"),
+        ("2 tether: no cheese", "no cheese"),
+    ):
+        child = make(behaviour, restarts=1, optional=True)
+        await child.keep_running()
+        assert child.finished.is_set()
+        assert cause in child.given_up
+        assert f"service.given_up name=worker.0 reason={child.given_up}" in caplog.text
 
 
 async def test_work_that_is_done_is_not_started_again(make: Callable[..., SupervisedProcess]) -> None:

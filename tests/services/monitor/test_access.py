@@ -15,6 +15,7 @@ GUARDED = (
     "steps.json",
     "events.json",
     "versions.json",
+    "evaluations.json",
     "samples.json",
     "targets.json",
     "metrics",

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from services.observability.evaluations import Evaluation, append_evaluation
 from services.observability.steps import read_steps
 from tests.services.monitor.chromium import Page, chromium
 from tests.services.monitor.runs import monitored, offline_settings, recorded_run, step_line, write_lines
@@ -68,6 +69,8 @@ async def tile(page: Page, name: str) -> float:
 async def test_page_shows_what_the_files_say(tmp_path: Path, width: int, scheme: str) -> None:
     run_dir = recorded_run(tmp_path)
     last = read_steps(run_dir / "metrics.jsonl")[-1]
+    for version, score in ((0, 0.25), (6, 0.75)):
+        append_evaluation(run_dir, Evaluation(version=version, set="held_out", greedy=score))
     async with opened(tmp_path, run_dir, width, scheme) as (page, url):
         for name in (
             "reward_mean",
@@ -89,6 +92,9 @@ async def test_page_shows_what_the_files_say(tmp_path: Path, width: int, scheme:
         ):
             assert (await legend(page, name))[0] == pytest.approx(last[name], rel=1e-6), name
         assert (await legend(page, "bound"))[0] == 2
+        await page.until(f"({LEGEND})('eval_held_out_greedy')")
+        assert (await legend(page, "eval_held_out_greedy"))[0] == 0.75
+        assert await page.evaluate(f"({PANEL_OF})('eval_held_out_greedy')") == "reward"
         assert await tile(page, "reward_mean") == last["reward_mean"]
         assert await tile(page, "lag_mean") == last["lag_mean"]
         seconds = last["wait_s"] + last["train_s"] + last["publish_s"]

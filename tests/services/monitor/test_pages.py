@@ -10,6 +10,7 @@ import pytest
 
 from services.bus.config import BusConfig
 from services.monitor.pages import Pages
+from services.observability.evaluations import Evaluation, append_evaluation
 from services.observability.steps import read_steps
 from services.settings.sections import Settings
 from tests.services.monitor.runs import monitored, offline_settings, recorded_run, step_line, write_lines
@@ -59,10 +60,26 @@ async def test_finished_run_is_shown_from_its_files(tmp_path: Path) -> None:
         assert (await reader.ask("events.json?topics=run"))["events"][0]["kind"] == "create"
 
 
+async def test_scores_are_sent_once_and_again_when_the_file_was_replaced(tmp_path: Path) -> None:
+    run_dir = recorded_run(tmp_path)
+    for version in (0, 4):
+        append_evaluation(run_dir, Evaluation(version=version, set="math", greedy=version / 8))
+    async with monitored(offline_settings(run_dir)) as url, aiohttp.ClientSession() as session:
+        reader = Reader(session, url)
+        answer = await reader.ask("evaluations.json?after=0")
+        first = {"step": 0, "set": "math", "greedy": 0.0}
+        assert answer == {"rows": [first, {**first, "step": 3, "greedy": 0.5}], "last": 2, "reset": False}
+        append_evaluation(run_dir, Evaluation(version=6, set="math", sampled=0.25))
+        answer = await reader.ask("evaluations.json?after=2")
+        assert answer["rows"] == [{"step": 5, "set": "math", "sampled": 0.25}]
+        (run_dir / "eval.jsonl").unlink()
+        assert await reader.ask("evaluations.json?after=3") == {"rows": [], "last": 0, "reset": True}
+
+
 @pytest.mark.parametrize("query", ["after=x", "after=-1", "after=1e3", "after=" + "9" * 17])
 async def test_wrong_query_is_refused(tmp_path: Path, query: str) -> None:
     async with monitored(offline_settings(recorded_run(tmp_path))) as url, aiohttp.ClientSession() as session:
-        for path in ("steps.json", "events.json", "versions.json"):
+        for path in ("steps.json", "events.json", "versions.json", "evaluations.json"):
             async with session.get(f"{url}{path}?{query}") as answer:
                 assert answer.status == 400
 

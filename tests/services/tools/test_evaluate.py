@@ -1,6 +1,7 @@
 """Tests the numbers of `tether eval`: gains with their errors, the best constant answer, and the text."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -8,41 +9,63 @@ from protocol.errors import SettingsError
 from reward.config import RewardConfig
 from reward.workers.pool import ScorePool
 from rollout.prompts.base import Prompt
-from services.tools.evaluate import (
-    add_gains,
-    best_constant,
-    load_model,
-    newest_export,
-    paired_difference,
-    render_scores,
-)
+from services.evaluation.estimates import PromptScore
+from services.evaluation.scoring import SetScores
+from services.tools.evaluate import add_gains, best_constant, load_model, newest_export, render_scores
 
 
-def test_paired_difference_is_the_mean_and_its_standard_error() -> None:
-    mean, stderr = paired_difference([1.0, 3.0, 2.0], [0.0, 1.0, 2.0])
-    assert mean == pytest.approx(1.0)
-    assert stderr == pytest.approx((1.0 / 3) ** 0.5)  # differences 1, 2, 0: variance 1
+def greedy(*rewards: float | None) -> SetScores:
+    scores = [PromptScore(error="lost") if reward is None else PromptScore((reward,)) for reward in rewards]
+    return SetScores(scores, [], 0.0)
 
 
 def test_add_gains_compares_with_the_first_model() -> None:
-    scored = [
-        {"model": "a", "greedy": 0.0, "greedy_each": [0.0, 0.0]},
-        {"model": "b", "greedy": 0.5, "greedy_each": [1.0, 0.0]},
-    ]
-    add_gains(scored)
-    assert scored[0] == {"model": "a", "greedy": 0.0}
-    assert scored[1] == {"model": "b", "greedy": 0.5, "greedy_gain": 0.5, "greedy_gain_stderr": 0.5}
+    entries: list[dict[str, Any]] = [{"model": "a"}, {"model": "b"}]
+    add_gains(entries, [greedy(0.0, 0.0), greedy(1.0, 0.0)])
+    assert entries == [{"model": "a"}, {"model": "b", "greedy_gain": 0.5, "greedy_gain_stderr": 0.5}]
+
+
+def test_gain_is_over_prompts_that_both_models_scored() -> None:
+    entries: list[dict[str, Any]] = [{}, {}, {}]
+    add_gains(entries, [greedy(0.0, 0.0, None), greedy(1.0, None, 1.0), greedy(None, None, 1.0)])
+    assert entries == [{}, {"greedy_gain": 1.0}, {}]
+
+
+MODELS = [
+    {
+        "model": "a",
+        "n": 8,
+        "greedy": 0.25,
+        "sampled": 0.5,
+        "sampled_stderr": 0.0625,
+        "pass_at_k": {"1": 0.5, "2": 0.75},
+    },
+    {
+        "model": "b",
+        "n": 7,
+        "greedy": 0.75,
+        "greedy_gain": 0.5,
+        "greedy_gain_stderr": 0.125,
+        "failed": 1,
+        "error": "e",
+    },
+]
 
 
 def test_render_scores_names_each_model_with_its_gain() -> None:
-    models = [
-        {"model": "a", "greedy": 0.25, "sampled": 0.5},
-        {"model": "b", "greedy": 0.75, "greedy_gain": 0.5, "greedy_gain_stderr": 0.125},
-    ]
-    assert render_scores({"prompts": 8, "best_constant": 0.1, "models": models}).splitlines() == [
+    scored = {"set": "held_out", "prompts": 8, "best_constant": 0.1, "models": MODELS}
+    assert render_scores({**scored, "sets": [scored]}).splitlines() == [
         "held-out prompts: 8, best constant answer: 0.100",
-        "a: greedy 0.250, sampled 0.500",
-        "b: greedy 0.750, greedy gain +0.500 (standard error 0.125)",
+        "a: greedy 0.250, sampled 0.500 ± 0.062, pass@2 0.750",
+        "b: greedy 0.750, greedy gain +0.500 (standard error 0.125), 1 prompts not scored (e)",
+    ]
+
+
+def test_render_scores_names_each_of_several_sets() -> None:
+    sets = [{"set": name, "prompts": 8, "best_constant": 0.1, "models": []} for name in ("math", "code")]
+    assert render_scores({"sets": sets}).splitlines() == [
+        "held-out set math: 8, best constant answer: 0.100",
+        "held-out set code: 8, best constant answer: 0.100",
     ]
 
 
@@ -56,7 +79,7 @@ async def test_best_constant_is_the_reward_of_the_most_frequent_answer() -> None
 def test_newest_export_is_the_one_with_the_highest_step(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="no exported checkpoint"):
         newest_export(tmp_path)
-    for name in ("step_00000010", "step_00000020", "step_00000030.tmp"):
+    for name in ("step_00000010", "step_00000020", "step_00000030.tmp", "best_step_00000040"):
         (tmp_path / "exports" / name).mkdir(parents=True)
     assert newest_export(tmp_path).name == "step_00000020"
 

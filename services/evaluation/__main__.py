@@ -1,0 +1,5 @@
+"""Runs `python -m services.evaluation`."""
+
+from services.evaluation.service import main
+
+main()

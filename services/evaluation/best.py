@@ -1,0 +1,129 @@
+"""Keeps the version with the best score as a Hugging Face directory.
+
+    RUN_DIR/exports/best_step_00000040   the model, in the dtype of the engines: the weights that were scored
+    RUN_DIR/exports/best                 a link to it
+    RUN_DIR/exports/best.json            version, set, score and standard error
+
+With adapters, `adapter_best_step_00000040` and the link `adapter_best` hold them as PEFT does, and the model
+has them merged into it. Exports of checkpoints are pruned without regard to these.
+"""
+
+import dataclasses
+import logging
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+
+from protocol.errors import SettingsError
+from protocol.host.atomic_file import write_atomically
+from protocol.messages import WeightManifest
+from protocol.weights.lora import adapter_targets
+from services.observability.evaluations import BEST, Evaluation, read_evaluations
+from services.settings.evaluation import BestScore
+from services.settings.sections import Settings
+from trainer.backends.hf_export import write_hf
+from trainer.lora import merged, save_adapter
+
+log = logging.getLogger("tether.evaluation")
+
+LINK = "best"
+
+
+def best_of(evaluations: Iterable[Evaluation], wanted: BestScore) -> Evaluation | None:
+    """Return the evaluation with the highest score, the earliest of equal ones; None if none has it.
+
+    `wanted.set` must name a set.
+    """
+    found = [(e.score(wanted.metric)[0], e) for e in evaluations if e.set == wanted.set]
+    known = [(score, e) for score, e in found if score is not None]
+    return max(known, key=lambda item: item[0])[1] if known else None
+
+
+class BestCheckpoint:
+    """The best version of a run so far. Methods block."""
+
+    def __init__(self, settings: Settings, wanted: BestScore) -> None:
+        """Change nothing yet. `wanted.set` must name a set."""
+        self._settings = settings
+        self._wanted = wanted
+        self._directory = settings.run_dir / "exports"
+
+    def keep(self, evaluation: Evaluation, manifest: WeightManifest) -> None:
+        """Write the model of an evaluation that is the best one; called before its line is written.
+
+        So a line without a model cannot be left by a crash. A model that cannot be written is reported, and
+        the one before stays.
+
+        Args:
+            evaluation: not in eval.jsonl yet.
+            manifest: of the snapshot that was scored.
+        """
+        known = list(read_evaluations(self._settings.run_dir))
+        if best_of([*known, evaluation], self._wanted) is not evaluation:
+            return
+        try:
+            self._write(self._directory / _name(evaluation), manifest)
+        except (OSError, SafetensorError, SettingsError) as error:
+            log.error("best.failed version=%d error=%s", evaluation.version, error)
+
+    def publish(self) -> None:
+        """Let `best` and `best.json` name the best version in eval.jsonl, and remove the ones before it."""
+        best = best_of(read_evaluations(self._settings.run_dir), self._wanted)
+        if best is None or not (self._directory / _name(best)).is_dir():
+            return
+        name = _name(best)
+        self._link(LINK, name)
+        if (self._directory / f"adapter_{name}").is_dir():
+            self._link(f"adapter_{LINK}", f"adapter_{name}")
+        score, stderr = best.score(self._wanted.metric)
+        facts = {
+            "version": best.version,
+            "step": best.step,
+            "set": best.set,
+            "metric": self._wanted.metric,
+            "score": score,
+            "stderr": stderr,
+            "digest": best.digest,
+            "directory": name,
+        }
+        data = msgspec.json.format(msgspec.json.encode(facts)) + b"\n"
+        write_atomically(self._settings.run_dir / BEST, data)
+        for old in (*self._directory.glob("best_step_*"), *self._directory.glob("adapter_best_step_*")):
+            if old.name not in (name, f"adapter_{name}"):
+                shutil.rmtree(old, ignore_errors=True)
+
+    def _write(self, target: Path, manifest: WeightManifest) -> None:
+        lora, source = self._settings.lora, self._settings.model_dir
+        snapshot = dict(_tensors(Path(manifest.location)))
+        if not lora.rank:
+            write_hf(iter(snapshot.items()), target, source)
+            return
+        published = dataclasses.replace(lora, alpha=float(lora.rank))  # B is published scaled
+        save_adapter(snapshot.items(), target.with_name(f"adapter_{target.name}"), published, source)
+        base = dict(_tensors(source))
+        for item in adapter_targets({name: tuple(tensor.shape) for name, tensor in base.items()}, lora):
+            base[item.weight] = merged(item, base[item.weight], snapshot, published)
+        write_hf(iter(base.items()), target, source)
+
+    def _link(self, name: str, target: str) -> None:
+        """Replace a link in one step."""
+        aside = self._directory / f"{name}.tmp"
+        aside.unlink(missing_ok=True)
+        aside.symlink_to(target)
+        os.replace(aside, self._directory / name)
+
+
+def _name(evaluation: Evaluation) -> str:
+    return f"best_step_{evaluation.version:08d}"
+
+
+def _tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(str(path), framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (not a mapping)
+                yield name, file.get_tensor(name)

@@ -1,0 +1,196 @@
+"""Scores the weights that an engine serves on held-out prompts: greedy, and by several samples a prompt."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from protocol.errors import EngineError, SettingsError
+from protocol.messages import Rollout, ScoredRollout, WeightManifest
+from protocol.weights.lora import NO_ADAPTERS, LoraConfig
+from reward.score import score_rollout
+from reward.workers.pool import ScorePool
+from rollout.engines.base import Engine, Sampling
+from rollout.engines.registry import make_engine
+from rollout.environments.base import Environment
+from rollout.environments.registry import make_environment
+from rollout.generate import generate_group
+from rollout.prompts.base import Prompt
+from rollout.render import Renderer
+from services.evaluation.estimates import PromptScore, greedy_fields, sampled_fields
+from services.observability.evaluations import Evaluation
+from services.runtime.user_modules import add_user_modules
+from services.settings.evaluation import eval_engine, ks_of
+from services.settings.hub import fetch_model
+from services.settings.sections import Settings
+
+MAX_RUNNING_SAMPLES = 64
+"""Samples that are generated at once, if the engine does not run more."""
+
+
+@dataclass(frozen=True, slots=True)
+class SetScores:
+    """The scores of one set, prompt by prompt."""
+
+    greedy: Sequence[PromptScore]
+    sampled: Sequence[PromptScore]
+    """Empty if no answers were sampled."""
+    seconds: float
+
+
+class Scorer:
+    """An engine with everything that it takes to score what it serves."""
+
+    def __init__(self, settings: Settings, engine: Engine, pool: ScorePool, renderer: Renderer) -> None:
+        self._settings = settings
+        self.pool = pool
+        self._renderer = renderer
+        self._environment: Environment = make_environment(settings.environment)
+        self.engine = engine
+
+    async def serve(self, manifest: WeightManifest) -> None:
+        """Make a version the one that is scored.
+
+        Raises:
+            WeightError: it cannot be fetched; the engine serves what it served.
+            PoisonedError: the engine must not be used any more.
+        """
+        served = self.engine.served
+        if (served.epoch, served.version, served.digest) != (
+            manifest.epoch,
+            manifest.version,
+            manifest.digest,
+        ):
+            await self.engine.stage(manifest)
+            await self.engine.commit(manifest)
+
+    async def score(self, prompts: Sequence[Prompt]) -> SetScores:
+        """Score the served version on the prompts of one set.
+
+        A prompt that cannot be generated or scored has an error instead of rewards, never a reward of 0.
+
+        Raises:
+            EngineError: the engine has ended, or has generated under another version.
+        """
+        config, began = self._settings.eval, time.monotonic()
+        greedy = await self._answers(prompts, self._sampling(temperature=0.0), 1)
+        drawn = self._sampling(temperature=config.temperature, top_p=config.top_p, top_k=config.top_k)
+        sampled = await self._answers(prompts, drawn, config.samples) if config.samples else []
+        return SetScores(greedy, sampled, time.monotonic() - began)
+
+    def _sampling(self, **how: Any) -> Sampling:
+        return Sampling(
+            max_tokens=self._settings.sampling.max_tokens,
+            stop_token_ids=self._renderer.stop_token_ids,
+            **how,
+        )
+
+    async def _answers(
+        self, prompts: Sequence[Prompt], sampling: Sampling, samples: int
+    ) -> list[PromptScore]:
+        running = max(MAX_RUNNING_SAMPLES, eval_engine(self._settings).max_running)
+        slots = asyncio.Semaphore(max(1, running // samples))
+
+        async def one(index: int, prompt: Prompt) -> PromptScore:
+            async with slots:
+                return await self._score_prompt(index, prompt, sampling, samples)
+
+        async with asyncio.TaskGroup() as tasks:
+            scores = [
+                tasks.create_task(one(index, prompt), name=f"eval-{index}")
+                for index, prompt in enumerate(prompts)
+            ]
+        return [score.result() for score in scores]
+
+    async def _score_prompt(
+        self, index: int, prompt: Prompt, sampling: Sampling, samples: int
+    ) -> PromptScore:
+        version = self.engine.served.version
+        try:
+            rollout = await generate_group(
+                self.engine,
+                self._renderer,
+                self._environment,
+                prompt,
+                group=index,
+                token=f"eval-{version}",
+                n=samples,
+                engine_name="eval",
+                sampling=sampling,
+            )
+        except (SettingsError, EngineError) as error:
+            await self.engine.check()  # a dead engine ends the evaluation; a bad prompt only its own score
+            return PromptScore(error=f"prompt {index}: {error}")
+        check_versions(rollout, version)
+        result = await score_rollout(rollout, self.pool, "eval")
+        if not isinstance(result, ScoredRollout):
+            return PromptScore(error=f"prompt {index}: {result.verifier}: {result.error}")
+        return PromptScore(
+            rewards=tuple(result.rewards.numpy().tolist()),
+            lengths=tuple(rollout.lengths.numpy().tolist()),
+            truncated=tuple(reason == "length" for reason in rollout.finish_reasons),
+        )
+
+
+def check_versions(rollout: Rollout, version: int) -> None:
+    """Check that every token of a group was sampled under one version.
+
+    Raises:
+        EngineError: it was not; names the versions.
+    """
+    found = {int(row[2]) for row in rollout.spans.numpy()}
+    if found != {version}:
+        raise EngineError(
+            f"prompt {rollout.group}: sampled under version {', '.join(map(str, sorted(found)))} "
+            f"while version {version} was evaluated"
+        )
+
+
+def evaluation_of(settings: Settings, manifest: WeightManifest, name: str, scores: SetScores) -> Evaluation:
+    """Return the line of eval.jsonl for the scores of a version on the set `name`."""
+    every = [*scores.greedy, *scores.sampled]
+    failed = {i % len(scores.greedy) for i, score in enumerate(every) if score.error}
+    samples = settings.eval.samples
+    return Evaluation(
+        version=manifest.version,
+        step=manifest.version - 1 if manifest.version else None,
+        epoch=manifest.epoch,
+        digest=f"{manifest.digest:016x}",
+        set=name,
+        n=len(scores.greedy) - len(failed),
+        failed=len(failed),
+        error=next((score.error for score in every if score.error), "")[:300],
+        samples=samples,
+        **greedy_fields(scores.greedy),
+        **(sampled_fields(scores.sampled, ks_of(samples), settings.eval.success) if samples else {}),
+        engine=eval_engine(settings).name,
+        seconds=round(scores.seconds, 3),
+        time=time.time(),
+    )
+
+
+@contextlib.asynccontextmanager
+async def open_scorer(settings: Settings, name: str, lora: LoraConfig = NO_ADAPTERS) -> AsyncIterator[Scorer]:
+    """Start the engine of an evaluation and its reward workers; both end with the block.
+
+    Args:
+        settings: of the run.
+        name: of the engine, in errors and logs.
+        lora: the adapter that versions bring, if any.
+
+    Raises:
+        SettingsError: engine, renderer, environment or verifiers cannot be made.
+        EngineError: the engine does not start.
+    """
+    modules = add_user_modules(settings)
+    await asyncio.to_thread(fetch_model, settings)
+    renderer = await asyncio.to_thread(Renderer, settings.model_dir, settings.rendering)
+    engine = make_engine(eval_engine(settings), settings.model_dir, name, lora)
+    try:
+        async with ScorePool(settings.reward, modules) as pool:
+            await engine.start()
+            yield Scorer(settings, engine, pool, renderer)
+    finally:
+        await engine.close()

@@ -1,0 +1,153 @@
+"""Runs `python -m services.evaluation`: scores versions on the held-out sets while the run is on.
+
+Consumes: the snapshots that the trainer writes to RUN_DIR/evaluation. Produces: eval.jsonl and the best
+checkpoint. Waits for: snapshots. Nobody waits for it but `tether up` at the end of a run, and not for long.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from protocol.errors import PoisonedError, SettingsError, WeightError
+from protocol.messages import WeightManifest
+from protocol.topics import Role
+from rollout.prompts.base import Prompt
+from services.evaluation.best import BestCheckpoint
+from services.evaluation.scoring import Scorer, evaluation_of, open_scorer
+from services.evaluation.snapshots import (
+    is_scored,
+    keys_of,
+    next_snapshot,
+    read_snapshots,
+    remove_snapshot,
+)
+from services.observability.busy import BusyMeter
+from services.observability.evaluations import (
+    append_evaluation,
+    describe_evaluation,
+    due_versions,
+    read_evaluations,
+    unscored_versions,
+)
+from services.runtime.main import service_main
+from services.runtime.process import Process
+from services.settings.evaluation import BestScore, HeldOutSets, best_score, eval_engine, read_sets
+
+log = logging.getLogger("tether.evaluation")
+
+POLL_S = 0.5
+"""Seconds between two searches for a snapshot."""
+RETRY_S = 5.0
+"""Seconds after which a version that could not be staged is tried again."""
+
+
+async def serve(process: Process) -> None:
+    """Score versions until the process is stopped; what is not scored completely then has no line.
+
+    Raises:
+        SettingsError: there are no held-out prompts, or engine or verifiers cannot be made.
+        EngineError: the engine has ended.
+        PoisonedError: the engine may hold mixed weights.
+    """
+    settings = process.settings
+    if not settings.eval.every:
+        raise SettingsError("setting eval.every: 0, so the trainer writes no versions to score; set it")
+    sets = await asyncio.to_thread(read_sets, settings)
+    process.info["engine"] = eval_engine(settings).name
+    async with asyncio.TaskGroup() as tasks:
+        work = tasks.create_task(_work(process, sets), name="evaluation")
+        await process.stop.wait()
+        work.cancel()
+
+
+async def _work(process: Process, sets: HeldOutSets) -> None:
+    settings = process.settings
+    async with contextlib.AsyncExitStack() as stack:
+        with process.waiting("engine start"):
+            opening = open_scorer(settings, process.incarnation, settings.lora)
+            scorer = await stack.enter_async_context(opening)
+        await Evaluator(process, scorer, sets).evaluate_loop()
+
+
+class Evaluator:
+    """Scores the snapshots of a run, one at a time."""
+
+    def __init__(self, process: Process, scorer: Scorer, sets: HeldOutSets) -> None:
+        """Score nothing yet; `sets` are not empty."""
+        self._process = process
+        self._settings = process.settings
+        self._run_dir = process.settings.run_dir
+        self._scorer = scorer
+        self._sets = sets
+        wanted = best_score(self._settings.eval)
+        self._best = BestCheckpoint(self._settings, BestScore(wanted.set or next(iter(sets)), wanted.metric))
+        self._meter = BusyMeter()
+        process.on_heartbeat.append(lambda: process.info.update(busy_s=round(self._meter.seconds(), 3)))
+
+    async def evaluate_loop(self) -> None:
+        """Score snapshots as they come, until cancelled."""
+        await asyncio.to_thread(self._best.publish)
+        while True:
+            snapshot = await asyncio.to_thread(self._next)
+            if snapshot is None:
+                await asyncio.sleep(POLL_S)
+                continue
+            try:
+                await self._scorer.serve(snapshot)
+            except PoisonedError:
+                raise
+            except WeightError as error:
+                if not Path(snapshot.location).is_dir():  # the trainer has removed it for a newer one
+                    continue
+                self._process.metrics.count("weights.failed")
+                log.warning("weights.failed version=%d error=%s", snapshot.version, error)
+                await asyncio.sleep(RETRY_S)
+                continue
+            with self._meter.working():
+                await self._evaluate(snapshot)
+
+    def _next(self) -> WeightManifest | None:
+        """Return the snapshot to score next; remove those that were scored."""
+        scored = {evaluation.key for evaluation in read_evaluations(self._run_dir)}
+        snapshots = read_snapshots(self._run_dir)
+        for snapshot in snapshots:
+            if is_scored(snapshot, scored, self._sets):
+                remove_snapshot(snapshot)
+        return next_snapshot(snapshots, scored, self._sets)
+
+    async def _evaluate(self, snapshot: WeightManifest) -> None:
+        """Score a version, which the engine serves, on the sets that have no line yet."""
+        scored = {evaluation.key for evaluation in read_evaluations(self._run_dir)}
+        for key, (name, prompts) in zip(keys_of(snapshot, self._sets), self._sets.items(), strict=True):
+            if key not in scored:
+                self._process.info["evaluating"] = {"version": snapshot.version, "set": name}
+                await self._evaluate_set(snapshot, name, prompts)
+        self._process.info["evaluating"] = None
+        self._note_skipped(snapshot.version)
+
+    async def _evaluate_set(self, snapshot: WeightManifest, name: str, prompts: Sequence[Prompt]) -> None:
+        scores = await self._scorer.score(prompts)
+        evaluation = evaluation_of(self._settings, snapshot, name, scores)
+        await asyncio.to_thread(self._best.keep, evaluation, snapshot)
+        await asyncio.to_thread(append_evaluation, self._run_dir, evaluation)
+        await asyncio.to_thread(self._best.publish)
+        self._process.metrics.count("evaluation.scored")
+        self._process.metrics.seconds.labels("evaluation").observe(evaluation.seconds)
+        log.info("evaluation.scored %s", describe_evaluation(evaluation))
+
+    def _note_skipped(self, version: int) -> None:
+        """Count the versions before this one that were due, have no scores and will not get any."""
+        rows = list(read_evaluations(self._run_dir))
+        due = due_versions(self._settings.eval.every, min(row.version for row in rows), version)
+        waiting = {snapshot.version for snapshot in read_snapshots(self._run_dir)}
+        skipped = [v for v in unscored_versions(rows, due) if v not in waiting]
+        if len(skipped) > self._process.info.get("skipped", 0):
+            log.warning("evaluation.skipped versions=%s reason=slower than eval.every", skipped[-20:])
+        self._process.info["skipped"] = len(skipped)
+
+
+def main() -> None:
+    """Run `python -m services.evaluation`."""
+    service_main(Role.EVALUATION, serve)

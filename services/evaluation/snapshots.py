@@ -1,0 +1,63 @@
+"""Finds the snapshots that the trainer has written, and chooses the one to score next."""
+
+import shutil
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import msgspec
+
+from protocol.messages import WeightManifest
+from services.observability.evaluations import SNAPSHOTS
+from trainer.weights.version_directories import VERSION_NAME
+
+MANIFEST = "manifest.json"
+
+Key = tuple[int, str, str]
+"""Version, digest and set: what is scored once."""
+
+
+def read_snapshots(run_dir: Path) -> list[WeightManifest]:
+    """Return the manifests of the snapshots that are there, by version, the newer epoch last."""
+    found = []
+    for path in sorted((run_dir / SNAPSHOTS).glob("v*")):
+        if not VERSION_NAME.fullmatch(path.name):
+            continue
+        try:
+            data = (path / MANIFEST).read_bytes()
+            made = path.stat().st_mtime_ns
+            manifest = msgspec.json.decode(data, type=WeightManifest)
+        except (OSError, msgspec.MsgspecError):  # being removed
+            continue
+        found.append((manifest.version, made, msgspec.structs.replace(manifest, location=str(path))))
+    return [manifest for _, _, manifest in sorted(found, key=lambda item: item[:2])]
+
+
+def remove_snapshot(manifest: WeightManifest) -> None:
+    """Remove a snapshot, also one that the trainer is removing."""
+    shutil.rmtree(manifest.location, ignore_errors=True)
+
+
+def keys_of(manifest: WeightManifest, sets: Collection[str]) -> list[Key]:
+    """Return what is scored of a version."""
+    return [(manifest.version, f"{manifest.digest:016x}", name) for name in sets]
+
+
+def is_scored(manifest: WeightManifest, scored: Collection[Key], sets: Collection[str]) -> bool:
+    """Return whether a version was scored on every set."""
+    return all(key in scored for key in keys_of(manifest, sets))
+
+
+def next_snapshot(
+    snapshots: Sequence[WeightManifest], scored: Collection[Key], sets: Collection[str]
+) -> WeightManifest | None:
+    """Return what to score next: what was begun, then version 0, then the newest; None if nothing is left.
+
+    Args:
+        snapshots: those that are there, by version.
+        scored: what has a line in eval.jsonl.
+        sets: names of the held-out sets.
+    """
+    left = [snapshot for snapshot in snapshots if not is_scored(snapshot, scored, sets)]
+    begun = [s for s in left if any(key in scored for key in keys_of(s, sets))]
+    first = [s for s in left if s.version == 0]
+    return next(iter([*begun, *first, *left[-1:]]), None)

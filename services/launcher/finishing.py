@@ -1,0 +1,82 @@
+"""Waits at the end of a run until its last versions are scored, and says which ones were not."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+from services.launcher.child import SupervisedProcess
+from services.observability.evaluations import (
+    SNAPSHOTS,
+    due_versions,
+    read_evaluations,
+    unscored_versions,
+)
+from services.settings.sections import Settings
+from trainer.weights.version_directories import VERSION_NAME
+
+POLL_S = 0.2
+SHOWN = 10
+"""Versions that a line names at most."""
+
+
+async def finish_evaluation(
+    settings: Settings,
+    evaluation: SupervisedProcess | None,
+    stop: asyncio.Event,
+    note: Callable[[str], None],
+) -> None:
+    """Wait until no snapshot is left to score, at most `eval.finish_s`.
+
+    Args:
+        settings: of the run.
+        evaluation: the process that scores; None: there is none, and nothing is waited for.
+        stop: ends the wait at once; so does the end of the process.
+        note: prints a line.
+    """
+    left = waiting_versions(settings.run_dir)
+    if evaluation is None or not left or stop.is_set() or evaluation.finished.is_set():
+        return
+    limit_s = settings.eval.finish_s
+    note(f"the run is done; up to {limit_s:g} s for the evaluation of {describe_versions(left)}")
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(limit_s):
+            while waiting_versions(settings.run_dir):
+                if stop.is_set() or evaluation.finished.is_set():
+                    return
+                await asyncio.sleep(POLL_S)
+
+
+def waiting_versions(run_dir: Path) -> list[int]:
+    """Return the versions with a snapshot, which are not scored completely."""
+    names = (VERSION_NAME.fullmatch(path.name) for path in (run_dir / SNAPSHOTS).glob("v*"))
+    return sorted({int(found[1]) for found in names if found})
+
+
+def describe_unscored(settings: Settings, first: int, last: int, evaluation: SupervisedProcess | None) -> str:
+    """Return a line that names the due versions without scores; empty if all have them.
+
+    Args:
+        settings: of the run.
+        first: the version at which this `tether up` began.
+        last: the one at which it ended.
+        evaluation: the process that scored; None: evaluation is off.
+    """
+    if evaluation is None:
+        return ""
+    due = due_versions(settings.eval.every, first, last)
+    missing = unscored_versions(list(read_evaluations(settings.run_dir)), due)
+    if not missing:
+        return ""
+    cause = f"; {evaluation.given_up}" if evaluation.given_up else " (not in time, see docs/evaluation.md)"
+    return (
+        f"evaluation: {len(due) - len(missing)} of {len(due)} versions were scored, "
+        f"not {describe_versions(missing)}{cause}"
+    )
+
+
+def describe_versions(versions: list[int]) -> str:
+    """Return "version 2" or "versions 2, 4 and 7 more"."""
+    shown = ", ".join(map(str, versions[:SHOWN]))
+    more = f" and {len(versions) - SHOWN} more" if len(versions) > SHOWN else ""
+    return f"version{'s' if len(versions) > 1 else ''} {shown}{more}"

@@ -1,0 +1,169 @@
+"""Writes and reads eval.jsonl, which has one line for each version and held-out set that was scored."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from services.observability.steps import append_line
+
+FILE = "eval.jsonl"
+"""In the run directory."""
+BEST = "exports/best.json"
+"""Names the best version."""
+SNAPSHOTS = "evaluation"
+"""Folder of the run directory with the versions that are to be scored; a version leaves it when it is."""
+
+
+class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
+    """The scores of one version on one held-out set. What was not measured is None."""
+
+    version: int
+    step: int | None = None
+    """The step that made the version; None for version 0."""
+    epoch: str = ""
+    """That of the trainer which published it."""
+    digest: str = ""
+    """Digest of the version's weight manifest, 16 hex digits: the weights that were scored."""
+    set: str
+    n: int = 0
+    """Prompts that were scored."""
+    failed: int = 0
+    """Prompts that could not be generated or scored; they are in no mean."""
+    error: str = ""
+    """Why the first of those failed."""
+    samples: int = 0
+    """Sampled answers to each prompt."""
+    greedy: float | None = None
+    """Mean reward of the greedy answers."""
+    greedy_stderr: float | None = None
+    sampled: float | None = None
+    """Mean reward of the sampled answers."""
+    sampled_stderr: float | None = None
+    pass_at_k: dict[int, float] = {}
+    """k -> estimated share of prompts that k sampled answers solve."""
+    pass_at_k_stderr: dict[int, float | None] = {}
+    length: float | None = None
+    """Mean tokens of a greedy answer."""
+    truncated: float | None = None
+    """Share of greedy answers that the token limit ended."""
+    sampled_length: float | None = None
+    sampled_truncated: float | None = None
+    engine: str = ""
+    """Kind of the engine that generated."""
+    seconds: float = 0.0
+    """Wall-clock time of generating and scoring."""
+    time: float = 0.0
+    """Unix time at the end, seconds."""
+
+    @property
+    def key(self) -> tuple[int, str, str]:
+        """What is scored once: version, its weights, set."""
+        return (self.version, self.digest, self.set)
+
+    def score(self, metric: str) -> tuple[float | None, float | None]:
+        """Return the value and the standard error of greedy, sampled or pass@K; None if not measured."""
+        if metric.startswith("pass@"):
+            k = int(metric.removeprefix("pass@"))
+            return self.pass_at_k.get(k), self.pass_at_k_stderr.get(k)
+        return getattr(self, metric), getattr(self, f"{metric}_stderr")
+
+
+def append_evaluation(run_dir: Path, evaluation: Evaluation) -> None:
+    """Write one line and sync it to the disk. Raises OSError."""
+    append_line(run_dir / FILE, msgspec.json.encode(evaluation), durable=True)
+
+
+def read_evaluations(run_dir: Path) -> Iterator[Evaluation]:
+    """Yield every line of eval.jsonl, oldest first; incomplete lines are skipped."""
+    decoder = msgspec.json.Decoder(Evaluation)
+    try:
+        with (run_dir / FILE).open("rb") as lines:
+            for line in lines:
+                try:
+                    yield decoder.decode(line)
+                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                    continue
+    except FileNotFoundError:
+        return
+
+
+def latest_evaluations(run_dir: Path) -> list[Evaluation]:
+    """Return the last line of each set of the version that was scored last; empty if none was."""
+    found = list(read_evaluations(run_dir))
+    return list({e.set: e for e in found if e.version == found[-1].version}.values()) if found else []
+
+
+def due_versions(every: int, first: int, last: int) -> list[int]:
+    """Return the versions from `first` to `last` that are scored: multiples of `every`, and the last one."""
+    return sorted({version for version in range(first, last + 1) if version % every == 0} | {last})
+
+
+def unscored_versions(evaluations: Iterable[Evaluation], due: Sequence[int]) -> list[int]:
+    """Return the due versions of which a set is not scored; the sets are those that any version has."""
+    rows = list(evaluations)
+    sets = {row.set for row in rows}
+    scored = {(row.version, row.set) for row in rows}
+    return [v for v in due if not sets or any((v, name) not in scored for name in sets)]
+
+
+def describe_scores(evaluation: Evaluation) -> list[str]:
+    """Return the scores, each with its standard error, as text."""
+    return [
+        f"{metric} {value:.3f}" + ("" if stderr is None else f" ± {stderr:.3f}")
+        for metric in ("greedy", "sampled", *(f"pass@{k}" for k in evaluation.pass_at_k if k > 1))
+        for value, stderr in [evaluation.score(metric)]
+        if value is not None
+    ]
+
+
+def describe_evaluation(evaluation: Evaluation) -> str:
+    """Return one line for people."""
+    counts = f"{evaluation.n} prompts" + (
+        f", {evaluation.failed} not scored ({evaluation.error})" if evaluation.failed else ""
+    )
+    return (
+        f"evaluation of version {evaluation.version} on {evaluation.set}: "
+        f"{', '.join([*describe_scores(evaluation), counts])}, {evaluation.seconds:.1f} s"
+    )
+
+
+def evaluation_facts(run_dir: Path) -> dict[str, Any] | None:
+    """Return what was scored last and the best version, as JSON types; None if nothing was scored."""
+    latest = latest_evaluations(run_dir)
+    if not latest:
+        return None
+    try:
+        best = msgspec.json.decode((run_dir / BEST).read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.MsgspecError):
+        best = None
+    return {"latest": [msgspec.to_builtins(found, str_keys=True) for found in latest], "best": best}
+
+
+def render_facts(facts: dict[str, Any] | None) -> str:
+    """Return the result of `evaluation_facts` as further lines, each after a line break."""
+    if facts is None:
+        return ""
+    latest = msgspec.convert(facts["latest"], list[Evaluation], str_keys=True)
+    lines = [describe_evaluation(evaluation) for evaluation in latest]
+    if best := facts["best"]:
+        lines.append(
+            f"best: version {best['version']}, {best['set']} {best['metric']} {best['score']:.3f}, "
+            f"in exports/{best['directory']}"
+        )
+    return "".join(f"\n{line}" for line in lines)
+
+
+class EvaluationFollower:
+    """Describes the lines that eval.jsonl gains from now on."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._shown = len(list(read_evaluations(run_dir)))
+
+    def new_lines(self) -> list[str]:
+        """Return a line for each evaluation since the last call."""
+        found = list(read_evaluations(self._run_dir))
+        new, self._shown = found[self._shown :], len(found)
+        return [describe_evaluation(evaluation) for evaluation in new]

@@ -1,0 +1,128 @@
+"""Checks section `[eval]`, and names the engine and the scores of an evaluation."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from protocol.errors import SettingsError
+from rollout.engines.base import EngineConfig
+from rollout.engines.registry import SERVE_ADAPTERS
+from rollout.prompts.base import Prompt, PromptSource
+from rollout.prompts.held_out import held_out_sets
+from rollout.prompts.registry import make_source
+from services.settings.engine_pool import engine_with
+from services.settings.placement import gpu_list
+from services.settings.sections import EvalConfig, Settings
+
+HeldOutSets = Mapping[str, Sequence[Prompt]]
+"""Name -> prompts, in the order of the settings."""
+
+
+@dataclass(frozen=True, slots=True)
+class BestScore:
+    """The score by which the best version is chosen."""
+
+    set: str
+    """Name of the held-out set; empty: the first one."""
+    metric: str
+    """greedy, sampled or pass@K."""
+
+
+def ks_of(samples: int) -> list[int]:
+    """Return the k of pass@k: the powers of two up to the number of samples."""
+    return [1 << power for power in range(samples.bit_length())] if samples else []
+
+
+def best_score(config: EvalConfig) -> BestScore:
+    """Return the score that `eval.best` names.
+
+    Raises:
+        SettingsError: it names a score that is not measured.
+    """
+    if not config.best:
+        return BestScore("", "greedy")
+    name, _, metric = config.best.rpartition("/")
+    measured = ["greedy", *(["sampled"] if config.samples else []), *metrics_at_k(config.samples)]
+    if not name or metric not in measured:
+        raise SettingsError(
+            f"setting eval.best: {config.best!r}; write SET/SCORE, with one of the scores "
+            f"{', '.join(measured)}"
+        )
+    return BestScore(name, metric)
+
+
+def metrics_at_k(samples: int) -> list[str]:
+    """Return the names of the pass@k that so many samples give."""
+    return [f"pass@{k}" for k in ks_of(samples)]
+
+
+def read_sets(settings: Settings, source: PromptSource | None = None) -> HeldOutSets:
+    """Return the held-out sets of a run, each limited to `eval.prompts`. Reads files.
+
+    Args:
+        settings: of the run.
+        source: the stream of `[prompts]`, if it is already made.
+
+    Raises:
+        SettingsError: a set cannot be read, there is none, or not the one that `eval.best` names.
+    """
+    config = settings.eval
+    stream = source or make_source(settings.prompts)
+    found = held_out_sets(stream, settings.prompts, config.sets, config.prompts)
+    sets = {name: prompts for name, prompts in found.items() if prompts}
+    if not sets:
+        raise SettingsError(
+            "no held-out prompts to score on: set prompts.held_out or prompts.held_out_path, "
+            "or describe a set in [[eval.sets]]"
+        )
+    wanted = best_score(config).set
+    if wanted and wanted not in sets:
+        raise SettingsError(f"setting eval.best: there is no held-out set {wanted!r}, only {', '.join(sets)}")
+    return sets
+
+
+def eval_engine(settings: Settings) -> EngineConfig:
+    """Return the settings of the evaluation's engine: `[engine]` with what `eval.engine` changes.
+
+    Raises:
+        SettingsError: names the setting that is wrong.
+    """
+    return engine_with(settings.engine, settings.eval.engine, "eval.engine")
+
+
+def check_evaluation(settings: Settings) -> None:
+    """Check section `[eval]` against the others.
+
+    Raises:
+        SettingsError: names the setting and what it has to be.
+    """
+    engine, services = eval_engine(settings), settings.services
+    best_score(settings.eval)
+    gpus = gpu_list(services.eval_gpus)
+    if gpus and len(gpus) < engine.tensor_parallel_size:
+        raise SettingsError(
+            f"setting services.eval_gpus: {services.eval_gpus!r} names {len(gpus)} GPUs, "
+            f"the engine of the evaluation has tensor_parallel_size {engine.tensor_parallel_size}"
+        )
+    if not settings.eval.every:
+        return
+    if settings.lora.rank and engine.name not in SERVE_ADAPTERS:
+        raise SettingsError(
+            f"setting eval.engine.name: engine {engine.name!r} does not serve adapters; "
+            f"use one of {', '.join(SERVE_ADAPTERS)}"
+        )
+    if settings.colocated.enabled and not gpus:
+        raise SettingsError(
+            "setting eval.every: trainer and engines take turns on their GPUs (colocated.enabled), "
+            "an evaluation cannot; name GPUs of its own in services.eval_gpus, or set eval.every to 0"
+        )
+    taken = set(gpu_list(services.trainer_gpus)) | set(gpu_list(services.rollout_gpus))
+    if settings.colocated.enabled and taken & set(gpus):
+        raise SettingsError(
+            f"setting services.eval_gpus: {services.eval_gpus!r}, but with colocated.enabled trainer and "
+            f"engines take turns on {', '.join(sorted(taken & set(gpus)))}; name others"
+        )
+    if taken and not gpus:
+        raise SettingsError(
+            "setting services.eval_gpus is empty, but other services have GPUs of their own: name the GPUs "
+            "of the evaluation, which may be shared if engine.memory_fraction leaves room"
+        )

@@ -1,0 +1,117 @@
+"""Writes the versions that are to be evaluated to RUN_DIR/evaluation, off the path of the steps.
+
+A step waits for one copy of the weights in host memory. A thread writes it, as the transport `disk` does.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from protocol.errors import WeightError
+from protocol.messages import WeightManifest
+from services.observability.evaluations import SNAPSHOTS, read_evaluations
+from services.trainer.model_runner import ModelRunner
+from services.trainer.open_run import OpenRun
+from trainer.config import WeightConfig
+from trainer.weights.disk import DiskSender
+from trainer.weights.version_directories import VERSION_NAME, remove
+
+log = logging.getLogger("tether.trainer")
+
+KEEP = 2
+"""Newest snapshots that are kept beside that of version 0, whether they were scored or not."""
+
+
+class Snapshots:
+    """The snapshots of a run, written by trainer rank 0. At the end of its block the last one is there."""
+
+    def __init__(self, run: OpenRun, runner: ModelRunner) -> None:
+        """Write nothing yet; with `eval.every` = 0, never."""
+        self._process = run.process
+        self._runner = runner
+        self._every = run.process.settings.eval.every
+        self._run_dir = run.process.settings.run_dir
+        self._directory = self._run_dir / SNAPSHOTS
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshots")
+        self._writing: asyncio.Future[None] | None = None
+        self._taken = -1
+        """The version that was taken last."""
+
+    async def __aenter__(self) -> "Snapshots":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self._thread.shutdown)
+
+    async def take_over(self, manifest: WeightManifest, *, is_last: bool) -> None:
+        """Remove snapshots of abandoned versions, and take the present version unless it was scored.
+
+        Args:
+            manifest: that of the version which the run continues from.
+            is_last: whether the run is done.
+        """
+        if not self._every:
+            return
+        digest = f"{manifest.digest:016x}"
+        scored = await asyncio.to_thread(lambda: {e.key[:2] for e in read_evaluations(self._run_dir)})
+        is_scored = (manifest.version, digest) in scored
+        for path in self._directory.glob("v*"):
+            found = VERSION_NAME.fullmatch(path.name)
+            if found and int(found[1]) >= manifest.version + is_scored:
+                await asyncio.to_thread(remove, path)
+        if not is_scored:
+            await self.take(manifest, is_last=is_last)
+
+    async def take(self, manifest: WeightManifest, *, is_last: bool) -> None:
+        """Copy the weights if they are due; they are written later. What cannot be written is skipped.
+
+        If the snapshot before is still being written, this one is skipped, unless it is the last.
+
+        Args:
+            manifest: that of the version which the model has, as it was committed.
+            is_last: whether the run makes no other version.
+        """
+        version = manifest.version
+        due = self._every and (version % self._every == 0 or is_last)
+        if not due or version == self._taken:
+            return
+        if self._writing is not None and not self._writing.done():
+            if not is_last:
+                self._process.metrics.count("snapshot.skipped")
+                log.warning("snapshot.skipped version=%d reason=the one before is being written", version)
+                return
+            await self._writing
+        self._taken = version
+        tensors = await self._runner.copy_weights()
+        self._writing = asyncio.get_running_loop().run_in_executor(
+            self._thread, self._write, manifest, tensors
+        )
+
+    def _write(self, manifest: WeightManifest, tensors: dict[str, torch.Tensor]) -> None:
+        """Write a snapshot and remove older ones; `tensors` is emptied on the way."""
+        config = WeightConfig(transport="disk", directory=str(self._directory), keep=KEEP)
+        try:
+            sender = DiskSender(config, self._run_dir)
+            written = sender.publish(
+                manifest.epoch,
+                manifest.version,
+                _consumed(tensors),
+                base_model=manifest.base_model,
+                tied=manifest.tied,
+            )
+            if written.digest != manifest.digest:  # the weights were changed between publishing and copying
+                remove(self._directory / f"v{manifest.version:08d}-{manifest.epoch}")
+                raise WeightError(f"version {manifest.version}: the copy differs from what was published")
+            sender.retire(frozenset({0}))
+        except (WeightError, OSError) as error:
+            self._process.metrics.count("snapshot.failed")
+            log.error("snapshot.failed version=%d error=%s", manifest.version, error)
+
+
+def _consumed(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors in order, and keep no reference to them."""
+    for name in list(tensors):
+        yield name, tensors.pop(name)

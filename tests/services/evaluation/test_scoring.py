@@ -1,0 +1,99 @@
+"""Tests scoring on a real engine: one version only, bad prompts in no mean, any number of samples."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from protocol.errors import EngineError
+from protocol.messages import WeightManifest
+from rollout.prompts.base import Prompt
+from services.evaluation.scoring import Scorer, evaluation_of, open_scorer
+from services.runtime.errors import innermost
+from services.settings.load import load_settings
+from services.settings.sections import Settings
+from tests.integration.loop import ROOT
+from trainer.config import WeightConfig
+from trainer.random_model import build_scratch
+from trainer.weights.disk import DiskSender
+
+
+def settings_of(run_dir: Path, *overrides: str) -> Settings:
+    """The demo on the scripted engine, whose answers are hashes: it samples 12 of 64 tokens."""
+    settings = load_settings(
+        str(ROOT / "deploy/configs/demo.toml"),
+        [f"run.dir={json.dumps(str(run_dir))}", "engine.name=scripted", "sampling.max_tokens=4", *overrides],
+        environ={},
+    )
+    assert settings.model.scratch is not None
+    build_scratch(settings.model.scratch, settings.model_dir)
+    return settings
+
+
+def version(directory: Path, number: int) -> WeightManifest:
+    sender = DiskSender(WeightConfig(directory=str(directory), keep=9), directory)
+    return sender.publish("e1", number, [("weight", torch.full((4,), float(number)))])
+
+
+@asynccontextmanager
+async def scoring(settings: Settings) -> AsyncIterator[Scorer]:
+    async with open_scorer(settings, "eval") as scorer:
+        await scorer.serve(version(settings.run_dir / "versions", 3))
+        yield scorer
+
+
+PROMPTS = [Prompt(text=f"{n}=", metadata={"answer": "1"}) for n in (123, 456, 789)]
+
+
+async def test_scores_are_of_every_prompt_and_sample(tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, "eval.samples=3")
+    async with scoring(settings) as scorer:
+        scores = await scorer.score(PROMPTS)
+        manifest = version(tmp_path / "versions", 3)
+    assert [len(score.rewards) for score in scores.greedy] == [1, 1, 1]
+    assert [len(score.rewards) for score in scores.sampled] == [3, 3, 3]
+    row = evaluation_of(settings, manifest, "held_out", scores)
+    assert (row.version, row.step, row.set, row.n, row.failed) == (3, 2, "held_out", 3, 0)
+    assert row.digest == f"{manifest.digest:016x}"
+    assert sorted(row.pass_at_k) == [1, 2]
+    assert row.truncated == sum(score.truncated[0] for score in scores.greedy) / 3
+
+
+async def test_prompt_that_cannot_be_generated_or_scored_is_in_no_mean(tmp_path: Path) -> None:
+    settings = settings_of(
+        tmp_path, "eval.samples=0", "engine.max_model_len=32", "render.max_prompt_tokens=16"
+    )
+    prompts = [
+        PROMPTS[0],
+        Prompt(text="1" * 40 + "=", metadata={"answer": "1"}),  # too long
+        Prompt(text="7=", metadata={}),  # without an answer
+    ]
+    async with scoring(settings) as scorer:
+        scores = await scorer.score(prompts)
+        manifest = version(tmp_path / "versions", 3)
+    assert [bool(score.error) for score in scores.greedy] == [False, True, True]
+    row = evaluation_of(settings, manifest, "held_out", scores)
+    assert (row.n, row.failed, row.samples, row.sampled) == (1, 2, 0, None)
+    assert row.error.startswith("prompt 1: ")
+
+
+async def test_sample_of_another_version_is_an_error(tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, "eval.samples=0")
+
+    async def score_across_a_commit() -> None:
+        async with scoring(settings) as scorer, asyncio.TaskGroup() as tasks:
+            await scorer.engine.pause()
+            tasks.create_task(scorer.score(PROMPTS))
+            later = version(tmp_path / "versions", 4)
+            await scorer.engine.stage(later)  # in a thread, so the requests are waiting when it returns
+            await scorer.engine.commit(later)
+            await scorer.engine.resume()
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await score_across_a_commit()
+    assert isinstance(innermost(caught.value), EngineError)
+    assert "sampled under version 4 while version 3 was evaluated" in str(innermost(caught.value))
