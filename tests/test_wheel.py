@@ -36,7 +36,7 @@ def call(*command: str | Path, cwd: Path, **environ: str) -> subprocess.Complete
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("wheel")
     files = subprocess.run(
-        ["git", "ls-files", "--", *PACKAGES, "pyproject.toml", "README.md", "LICENSE"],
+        ["git", "ls-files", "--", *PACKAGES, "pyproject.toml", "README.md", "LICENSE", "tether.py"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -85,7 +85,7 @@ def test_the_wheel_has_every_file_that_is_read_at_run_time(wheel: Path) -> None:
     ]  # fmt: skip
     assert len(read) > 40
     assert {str(path) for path in read} - inside == set()
-    assert {name.split("/")[0] for name in inside if "dist-info" not in name} == set(PACKAGES)
+    assert {name.split("/")[0] for name in inside if "dist-info" not in name} == {*PACKAGES, "tether.py"}
 
 
 def test_the_wheel_runs_far_from_the_tree(home: Path) -> None:
@@ -101,3 +101,20 @@ def test_the_wheel_runs_far_from_the_tree(home: Path) -> None:
     verified = call(home / "venv/bin/tether", "verify", home / "run", cwd=home)
     assert (verified.returncode, verified.stderr) == (0, "")
     assert "violations 0" in verified.stdout
+
+
+@pytest.mark.parametrize("package", ["services", "trainer"])
+def test_a_package_of_the_same_name_on_the_path_does_not_stand_in_the_way(home: Path, package: str) -> None:
+    other = home / "other"
+    (other / package).mkdir(parents=True, exist_ok=True)
+    (other / package / "__init__.py").write_text("raise RuntimeError('not of tether')")
+    result = call(home / "venv/bin/tether", "verify", home / "run", cwd=home, PYTHONPATH=str(other))
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_a_distribution_that_has_replaced_a_package_is_named(home: Path) -> None:
+    (packages,) = (home / "venv/lib").glob("python*/site-packages")
+    (packages / "services/__init__.py").write_text("")
+    result = call(home / "venv/bin/tether", "--help", cwd=home)
+    assert result.returncode == 1
+    assert f"{packages}/services/__init__.py belongs to another distribution" in result.stderr

@@ -32,7 +32,7 @@ def document_path(house: House) -> Iterator[Violation]:
             if "NAME" not in path and path not in MADE_PATHS and not _exists(house.root, path):
                 yield _at(document, text, match, "document-path", f"there is no {path}")
         for match in _FILE.finditer(text):
-            if "NAME" not in match.group() and match.group() not in names:
+            if "NAME" not in match.group() and match.group() not in names | MADE_PATHS:
                 yield _at(document, text, match, "document-path", f"no file is called {match.group()}")
         for match in _LINK.finditer(text):
             if not (house.root / document).parent.joinpath(match.group(1)).exists():

@@ -35,7 +35,7 @@ LITERARY_WORDS = {
 FOREIGN_NAMES: frozenset[str] = frozenset()
 """Names of other projects that documents mention and the code does not."""
 
-MADE_PATHS = frozenset({"deploy/.env"})
+MADE_PATHS = frozenset({"my_reward.py"})
 """Paths that documents name and users write."""
 
 SCENARIO_FOLDERS = {
@@ -43,6 +43,7 @@ SCENARIO_FOLDERS = {
     "tests/benchmarks": "the benchmarks run",
     "tests/benchmarks/gpu": "the GPU benchmarks run, without a GPU",
     "tests/chaos": "the loop under faults",
+    "tests/docs": "documents do what they say",
     "tests/fuzz": "bytes from outside are refused or read",
     "tests/integration": "whole runs of several processes",
     "tests/security": "attempts to break what docs/security.md defends",
