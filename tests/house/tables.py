@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 SHORT_MODULES: dict[str, str] = {
-    "rollout/engines/vllm/eager_core.py": "the engine process imports it before vLLM",
+    "rollout.engines.vllm.eager_core": "the engine process imports it before vLLM",
 }
 """Modules under 40 lines that stay although one other imports them."""
 
