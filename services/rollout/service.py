@@ -84,6 +84,7 @@ async def _start(process: Process, engine: Engine) -> None:
         await engine.start()
         process.metrics.seconds.labels("engine_start").observe(time.monotonic() - began)
     process.ready("engine")
+    await process.register()
 
 
 async def _run(runner: GroupRunner, updater: WeightUpdater, turn: EngineGpuTurn | None) -> None:

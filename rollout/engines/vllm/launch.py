@@ -187,13 +187,21 @@ def set_environment(config: EngineConfig) -> None:
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
 
 
+def runs_eagerly(eager: bool) -> bool:
+    """Return whether nothing at all is compiled: an eager engine on a CPU."""
+    return eager and not torch.cuda.is_available()
+
+
 @contextmanager
 def eager_environment(eager: bool) -> Iterator[None]:
     """Keep an eager engine on a CPU from compiling its sampler, for half a minute, while processes start."""
     name = "TORCHDYNAMO_DISABLE"
     before = os.environ.get(name)
-    if eager and not torch.cuda.is_available():
+    if runs_eagerly(eager):
+        from rollout.engines.vllm import eager_core
+
         os.environ[name] = "1"
+        eager_core.use_here()
     try:
         yield
     finally:
@@ -269,7 +277,8 @@ def check_model(config: EngineConfig, model_dir: Path, lora: LoraConfig = NO_ADA
     heads = int(model.get("num_attention_heads") or 0)
     head_dim = int(model.get("head_dim") or (int(model.get("hidden_size", 0)) // heads if heads else 0))
     if not torch.cuda.is_available() and head_dim:
-        sizes = _cpu_head_sizes()
+        with eager_environment(config.enforce_eager):  # vLLM is imported here
+            sizes = _cpu_head_sizes()
         if sizes and head_dim not in sizes:
             raise EngineError(
                 f"{model_dir}: head_dim {head_dim} is not supported by vLLM on a CPU; "
@@ -293,11 +302,11 @@ def launch(arguments: dict[str, Any]) -> Any:
     Raises:
         EngineError: with vLLM's reason.
     """
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
     try:
         with eager_environment(arguments["enforce_eager"]):
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.v1.engine.async_llm import AsyncLLM
+
             return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     except Exception as error:  # vLLM raises many types; all of them mean that it did not start
         raise EngineError(f"vLLM cannot serve {arguments['model']}: {error}") from error
