@@ -235,11 +235,19 @@ def test_a_number_outside_its_range_is_named_with_value_and_range() -> None:
         ("trainer.backend", "use one of megatron, reference, scripted"),
         ("algorithm.name", "use one of dr_grpo, grpo"),
         ("weights.transport", "use one of "),
+        ("trainer.mismatch_action", "use one of stop, warn"),
     ],
 )
 def test_a_name_that_does_not_exist_is_answered_with_those_that_do(dotted: str, hint: str) -> None:
     name = "vlmm" if dotted == "engine.name" else "zzz"
     assert f"setting {dotted}: '{name}' is not known; {hint}" in refusal(None, f"{dotted}={name}")
+
+
+@pytest.mark.parametrize("off", ["trainer.mismatch_limit=0", "trainer.mismatch_share=0"])
+def test_a_stop_that_could_never_happen_is_refused(off: str) -> None:
+    said = refusal(None, "trainer.mismatch_action=stop", off)
+    assert "setting trainer.mismatch_action: 'stop' never stops with trainer.mismatch_limit" in said
+    load(None, "trainer.mismatch_action=warn", off)
 
 
 def test_two_models_exclude_each_other(tmp_path: Path) -> None:
