@@ -79,6 +79,7 @@ def test_every_old_setting_is_known_and_means_what_it_did(runs: Path, tmp_path: 
     dump_settings(settings, tmp_path / "settings.json")
     old, new = (json.loads((place / "settings.json").read_text()) for place in (runs / name, tmp_path))
     old["run"]["dir"] = str(runs / name)
+    old["prompts"]["path"] = str(Path.cwd() / old["prompts"]["path"])  # what it was relative to
     for section, values in old.items():
         assert values.items() <= new[section].items(), section
 
