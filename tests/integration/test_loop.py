@@ -66,7 +66,7 @@ async def test_a_group_that_cannot_be_scored_is_tried_again_then_dropped_and_nev
     assert len(released) == 1
     assert re.fullmatch(
         r"reward:tests\.integration\.failing_verifier: "
-        r"\S+failing_verifier\.py:17: RuntimeError: nine is not for me",
+        r"\S+failing_verifier\.py:16: RuntimeError: nine is not for me",
         released.pop(),
     )
     trained = {int(group) for event in of(run, "commit") for group in event["groups"]}  # type: ignore[attr-defined]
