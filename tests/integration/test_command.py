@@ -88,7 +88,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
         "--set",
         "run.name=commandtest",
         "--set",
-        "engine.seconds_per_token=0.005",
+        "engine.seconds_per_token=0.02",
         "--set",
         "trainer.step_s=0.2",
     )

@@ -26,7 +26,7 @@ from services.settings.sections import Settings
 from tests.integration.command import processes_of, tether_here, tether_up, until
 from tests.integration.loop import ROOT, LiveRun, running, settings_for
 
-CALM = ("trainer.step_s=0.2", "engine.seconds_per_token=0.005", "run.steps=1000000")
+CALM = ("trainer.step_s=0.2", "engine.seconds_per_token=0.02", "run.steps=1000000")
 """Leaves the processor to the processes that start beside it."""
 FAST = ("trainer.step_s=0.01", "engine.seconds_per_token=0.001", "run.steps=1000000")
 

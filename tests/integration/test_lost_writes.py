@@ -25,7 +25,7 @@ from trainer.storage.spool import Spool
 
 OVERRIDES = (
     "engine.straggler_share=0",
-    "engine.seconds_per_token=0.002",
+    "engine.seconds_per_token=0.01",
     "trainer.checkpoint_every=6",
     "trainer.step_s=0.02",
 )

@@ -104,7 +104,7 @@ async def test_services_alone_make_a_run(tmp_path: Path) -> None:
     variables = {
         "TETHER_CONFIG": str(ROOT / "deploy/configs/stragglers.toml"), "TETHER_RUN": "alone",
         "TETHER_RUN_DIR": str(run_dir), "TETHER_STEPS": str(STEPS), "TETHER_MAX_STALENESS": "2",
-        "TETHER_ENGINE__SECONDS_PER_TOKEN": "0.002",
+        "TETHER_ENGINE__SECONDS_PER_TOKEN": "0.02",
     }  # fmt: skip
     make_run(load_settings(environ=variables))  # in this process, which has imported torch
     async with machine(tmp_path, **variables) as (here, ledger):
