@@ -28,6 +28,18 @@ class RunContract:
         with pytest.raises(SettingsError, match="groups_per_step: 0 is not between"):
             await driver.ledger.create(spec(run, B=0))
 
+    async def test_a_run_that_is_created_again_has_the_drop_limits_of_then(self, driver: Driver) -> None:
+        await driver.begin()
+        limits = {"max_attempts": 1, "drop_window": 2, "drop_share": 1.0}
+        await driver.ledger.create(spec(driver.rig.run, **limits))
+        for _ in range(2):
+            lease = await driver.lease()
+            await driver.ledger.release(lease.group, lease.token, "crash")
+        with pytest.raises(Refused) as caught:
+            await driver.lease()
+        assert (caught.value.reason, caught.value.detail) == (Reason.HALTED, "attempts")
+        assert (await driver.ledger.status()).dropped_by_reason == {"attempts": 2}
+
     async def test_bound_changes_when_rule_f_allows(self, driver: Driver) -> None:
         await driver.begin(E=1, B=2)
         assert await driver.ledger.set_bound(max_staleness=1) is None

@@ -81,7 +81,16 @@ def test_every_old_setting_is_known_and_means_what_it_did(runs: Path, tmp_path: 
     old["run"]["dir"] = str(runs / name)
     old["prompts"]["path"] = str(Path.cwd() / old["prompts"]["path"])  # what it was relative to
     for section, values in old.items():
-        assert values.items() <= new[section].items(), section
+        assert within(new[section], values) == values, section
+
+
+def within(new: Any, old: Any) -> Any:
+    """What `new` has of the keys of `old`, also in tables of lists."""
+    if isinstance(old, dict):
+        return {key: within(new.get(key), value) for key, value in old.items()}
+    if isinstance(old, list) and isinstance(new, list):
+        return [within(*both) for both in zip(new, old, strict=True)]
+    return new
 
 
 @RUNS
