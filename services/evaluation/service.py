@@ -68,6 +68,7 @@ async def _work(process: Process, sets: HeldOutSets) -> None:
         with process.waiting("engine start"):
             opening = open_scorer(settings, process.incarnation, settings.lora)
             scorer = await stack.enter_async_context(opening)
+            process.ready("engine")
         await Evaluator(process, scorer, sets).evaluate_loop()
 
 
@@ -122,9 +123,8 @@ class Evaluator:
         scored = {evaluation.key for evaluation in read_evaluations(self._run_dir)}
         for key, (name, prompts) in zip(keys_of(snapshot, self._sets), self._sets.items(), strict=True):
             if key not in scored:
-                self._process.info["evaluating"] = {"version": snapshot.version, "set": name}
-                await self._evaluate_set(snapshot, name, prompts)
-        self._process.info["evaluating"] = None
+                with self._process.working(f"version {snapshot.version} on {name}"):
+                    await self._evaluate_set(snapshot, name, prompts)
         self._note_skipped(snapshot.version)
 
     async def _evaluate_set(self, snapshot: WeightManifest, name: str, prompts: Sequence[Prompt]) -> None:

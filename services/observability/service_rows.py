@@ -16,6 +16,7 @@ _PHRASES: Sequence[tuple[str, str, str, str]] = (
     (Role.TRAINER, "model load", STARTS, "loads the model"),
     (Role.TRAINER, "engines to sleep", WAITS, "waits for the engines to sleep"),
     (Role.ROLLOUT, "engine start", STARTS, "starts its engine"),
+    (Role.EVALUATION, "engine start", STARTS, "starts its engine"),
     (Role.ROLLOUT, "the first weights", WAITS, "waits for the trainer's weights"),
     (Role.ROLLOUT, "acknowledgement of group", WAITS, "waits for rewards"),
     (Role.ROLLOUT, "a lease: bound", WAITS, "waits for the trainer's next step (staleness bound)"),
@@ -33,6 +34,7 @@ _IDLE = {
     Role.REWARD: "waits for rollouts",
     Role.INGEST: "waits for scored groups",
     Role.MONITOR: "serves the page",
+    Role.EVALUATION: "waits for a version to score",
 }
 """What a process does that neither works nor waits for anything."""
 
