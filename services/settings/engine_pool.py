@@ -55,7 +55,8 @@ def engine_with(base: EngineConfig, changes: Mapping[str, Any], prefix: str) -> 
         problem: dict[str, Any] = dict(error.errors()[0])
         raise SettingsError(describe_problem({**problem, "loc": (prefix, *problem["loc"])})) from None
     check_ranges(engine, prefix)
-    checked_name(engine.name, ENGINES, f"setting {prefix}.name:")
+    if "name" in changes:  # that of `[engine]` is checked there
+        checked_name(engine.name, ENGINES, f"setting {prefix}.name:")
     if engine.dtype != base.dtype:
         raise SettingsError(
             f"setting {prefix}.dtype: {engine.dtype}, but weights are published in engine.dtype, {base.dtype}"
