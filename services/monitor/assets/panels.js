@@ -45,11 +45,11 @@ export const PANELS = [
   {
     id: "mismatch", raw: true, section: "freshness", title: "Mismatch", zero: true, help: "|log-probability of the trainer - of the engine| at lag 0, nats.",
     series: [
-      { name: "mismatch_mean", label: "mean", color: "c1" }, { name: "mismatch_max", label: "largest", color: "c4" },
-      { name: "logprob_error_max", label: "largest of all", color: "c5" }, { match: /mismatch|^logprob_/, color: "c4" },
+      { name: "mismatch_mean", label: "mean", color: "c1", points: true }, { name: "mismatch_max", label: "largest", color: "c4", points: true },
+      { name: "logprob_error_max", label: "largest of all", color: "c5", points: true }, { match: /mismatch|^logprob_/, color: "c4" },
     ],
   },
-  { id: "mult_error", raw: true, section: "freshness", title: "Probability error", help: "token_mult_prob_error at lag 0: 1 is perfect agreement.", series: [{ name: "token_mult_prob_error", label: "factor", color: "c5" }] },
+  { id: "mult_error", raw: true, section: "freshness", title: "Probability error", help: "token_mult_prob_error at lag 0: 1 is perfect agreement.", series: [{ name: "token_mult_prob_error", label: "factor", color: "c5", points: true }] },
   {
     id: "ratio", raw: true, section: "freshness", title: "Importance weights", help: "Probability now by that when sampled; and the loss's own ratio.",
     series: [
@@ -76,7 +76,7 @@ export const PANELS = [
         compute: (...parts) => { const all = parts[0] + parts[1] + parts[2]; return all > 0 ? parts[i] / all : null; },
       })),
   },
-  { id: "busy", section: "speed", title: "Engines busy", ...share, max: 1, help: "Share of time with work to do.", series: [{ name: "engine_busy", label: "busy", color: "c3" }, { match: /^engine_busy_/, color: "c1" }] },
+  { id: "busy", section: "speed", title: "Engines busy", ...share, max: 1, help: "Share of time with work to do.", series: [{ name: "engine_busy", label: "busy", color: "c3", points: true }, { match: /^engine_busy_/, color: "c1" }] },
   { id: "generate", section: "speed", title: "Generation time", zero: true, format: seconds, help: "Of a group, from lease to last token.", series: [{ name: "generate_s", label: "mean", color: "c1" }, { match: /^generate_s_/, color: "c2" }] },
   { id: "pause", raw: true, section: "freshness", title: "Pause for an update", zero: true, format: milliseconds, help: "Longest of any engine.", series: [{ name: "pause_ms", label: "longest", color: "c5" }, { match: /^pause_ms_/, color: "c2" }] },
   { id: "dropped", raw: true, section: "losses", title: "Groups dropped per step", ...perStep, help: "Since the step before.", series: [{ name: "dropped_groups", label: "groups", color: "c5" }, { match: /^dropped_for_/, color: "c1" }] },
