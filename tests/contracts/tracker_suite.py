@@ -93,13 +93,18 @@ def read_wandb(directory: Path, run_id: str) -> Values:
     """Offline runs of one id, oldest first, from their .wandb files, which its own process writes."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    def records(path: Path) -> list[Any]:
+    def records(path: Path) -> list[Any] | None:
+        if not path.is_file():
+            return None
         found = [Record.FromString(data) for data in wandb_records(path.read_bytes())]
-        return found if found and found[-1].HasField("exit") else []
+        return found if found and found[-1].HasField("exit") else None
 
     found: Values = {}
-    paths = directory.glob(f"wandb/offline-run-*/run-{run_id}.wandb")
-    for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns):
+    folders = until(
+        lambda: list(directory.glob(f"wandb/offline-run-*-{run_id}")) or None, seconds=60, what="a folder"
+    )
+    paths = [folder / f"run-{run_id}.wandb" for folder in folders]
+    for path in sorted(paths, key=lambda path: path.parent.stat().st_mtime_ns):
         for record in until(lambda path=path: records(path), seconds=60, what=f"the end of {path}"):  # type: ignore[misc]
             items = record.history.item
             row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
