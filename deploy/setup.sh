@@ -26,4 +26,4 @@ pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
 # Where PyPI's torch is a CUDA build, PIP_EXTRA_INDEX_URL may name PyTorch's CPU index: it saves gigabytes.
 [ "$kind" = cuda ] || "${pip[@]}" torch==2.13.0
 "${pip[@]}" --no-deps -r "$here/deploy/locks/$kind.txt"
-"${pip[@]}" --no-deps --no-build-isolation --config-settings editable_mode=compat --editable "$here"
+"${pip[@]}" --no-deps --no-build-isolation --editable "$here"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from protocol.host.fd_passing import receive_fd
 
-OWNER = "TETHER_ENGINE_OWNER"
+OWNER = "_TETHER_ENGINE_OWNER"
 """Environment variable: pid of the process that owns the engine."""
 
 

@@ -14,6 +14,7 @@ import redis
 
 from protocol.errors import SettingsError, Unavailable
 from services.cli import drain, set_value
+from services.launcher.scaling import run_lock
 from services.ledger.embedded_server import EmbeddedServer
 from services.ledger.event_log.archiver import FILE
 from services.ledger.redis.ledger import RedisLedger
@@ -98,20 +99,21 @@ async def test_nobody_uses_a_server_that_was_started_again_until_it_is_reconcile
 async def test_commands_change_nothing_on_a_server_that_was_started_again_until_it_is_reconciled(
     tmp_path: Path,
 ) -> None:
-    async with kept(tmp_path) as here:
-        dump_settings(here.settings, tmp_path / "settings.json")
-        before = await here.archived()
-        await here.restart()
-        with pytest.raises(Unavailable, match="is the ingest running"):
-            await asyncio.to_thread(drain, tmp_path)
-        with pytest.raises(Unavailable, match="is the ingest running"):
+    with run_lock(tmp_path):  # as of a run that is on
+        async with kept(tmp_path) as here:
+            dump_settings(here.settings, tmp_path / "settings.json")
+            before = await here.archived()
+            await here.restart()
+            with pytest.raises(Unavailable, match="is the ingest running"):
+                await asyncio.to_thread(drain, tmp_path)
+            with pytest.raises(Unavailable, match="is the ingest running"):
+                await asyncio.to_thread(set_value, tmp_path, "groups-per-step", "3")
+            assert (await here.driver.ledger.status()).sequence == before
+            await here.reconciler.reconcile_and_archive()
             await asyncio.to_thread(set_value, tmp_path, "groups-per-step", "3")
-        assert (await here.driver.ledger.status()).sequence == before
-        await here.reconciler.reconcile_and_archive()
-        await asyncio.to_thread(set_value, tmp_path, "groups-per-step", "3")
-        await asyncio.to_thread(drain, tmp_path)
-        status = await here.driver.ledger.status()
-        assert (status.draining, status.bound.groups_per_step) == (True, 3)
+            await asyncio.to_thread(drain, tmp_path)
+            status = await here.driver.ledger.status()
+            assert (status.draining, status.bound.groups_per_step) == (True, 3)
 
 
 async def test_a_restart_of_a_server_that_does_not_sync_each_write_counts_as_a_loss(tmp_path: Path) -> None:

@@ -60,7 +60,8 @@ def test_grpo_learns_the_largest_digit(lag: int, model_dir: Path) -> None:
         built = build_batch(groups, step=version - lag, algorithm=ALGORITHM, temperature=1.0, mask_late=False)
         stats = backend.train_step(built.batch)
         assert stats.skipped == ""
-        assert stats.logprob_error_max < 1e-4
+        error = stats.logprob_error_max  # of tokens of lag 0
+        assert error < 1e-4 if error is not None else lag > 0
         rewards.append(built.stats.reward_mean)
     assert rewards[0] < 0.3
     assert sum(rewards[-3:]) / 3 > 0.7
