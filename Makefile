@@ -51,7 +51,7 @@ demo-gpu: $(GPU_READY)
 	$(GPU_PYTHON) -m services.cli verify runs/demo-gpu
 
 test: setup check
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not slow and not gpu"
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --durations 30 -m "not slow and not gpu"
 
 test-slow: setup $(TRACKING)/.ready
 	$(BIN)/python -m pytest -m slow

@@ -20,6 +20,8 @@ from trainer.megatron.forward import split_batch
 from trainer.megatron.parallel import Position
 from trainer.reference.backend import ReferenceBackend
 
+pytestmark = pytest.mark.xdist_group("megatron_backend")  # one fixture for the module
+
 NAME = "qwen2"
 
 
