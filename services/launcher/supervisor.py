@@ -37,6 +37,10 @@ from services.settings.sections import Settings
 log = logging.getLogger("tether.up")
 
 
+class _Halted(TetherError):
+    """The run halted; the text is the reason of the ledger."""
+
+
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
     """How a run ended."""
@@ -88,7 +92,11 @@ async def _run_prepared(asked: Settings, settings: Settings, spec: RunSpec, prog
             await ledger.guard()
             for line in (*lines, ledger.durability):
                 progress.note(line)
-            outcome = await _supervise(settings, url, ledger, server, progress, spec.prompts)
+            try:
+                outcome = await _supervise(settings, url, ledger, server, progress, spec.prompts)
+            except _Halted as halted:  # explained by its whole log, which nobody else archives any more
+                await Archiver(ledger, run_dir).archive_all()
+                raise TetherError(await asyncio.to_thread(_explain, run_dir, str(halted))) from None
             await Archiver(ledger, run_dir).archive_all()
     return outcome
 
@@ -166,14 +174,14 @@ async def _wait_until_over(
     """Return when the trainer and, for a while, the evaluation have finished, or a stop was requested.
 
     Raises:
-        TetherError: the run halted.
+        _Halted: the run halted.
     """
     is_over = False
     while not is_over:
         is_over = stop.is_set() or fleet.trainer.finished.is_set()
         status = await ledger.status()  # after that: the trainer may have halted the run with its last step
         if status.halted:
-            raise TetherError(await asyncio.to_thread(_explain, settings.run_dir, status.halted))
+            raise _Halted(status.halted)
         if is_over:
             return await finish_evaluation(settings, fleet.evaluation, stop, progress.note)
         with contextlib.suppress(TimeoutError):
