@@ -68,7 +68,7 @@ async def _work(process: Process, sets: HeldOutSets) -> None:
         with process.waiting("engine start"):
             opening = open_scorer(settings, process.incarnation, settings.lora)
             scorer = await stack.enter_async_context(opening)
-            process.ready("engine")
+            await process.ready("engine")
         await Evaluator(process, scorer, sets).evaluate_loop()
 
 

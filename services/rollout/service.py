@@ -83,8 +83,7 @@ async def _start(process: Process, engine: Engine) -> None:
         began = time.monotonic()
         await engine.start()
         process.metrics.seconds.labels("engine_start").observe(time.monotonic() - began)
-    process.ready("engine")
-    await process.register()
+    await process.ready("engine")
 
 
 async def _run(runner: GroupRunner, updater: WeightUpdater, turn: EngineGpuTurn | None) -> None:

@@ -99,11 +99,12 @@ class Process:
             if not self._work[what]:
                 del self._work[what]
 
-    def ready(self, part: str) -> None:
-        """Note in the log and the registry how long this process took until `part` of it was ready."""
+    async def ready(self, part: str) -> None:
+        """Write to the log and the registry how long this process took until `part` of it was ready."""
         seconds = round(time.time() - psutil.Process().create_time(), 1)
         self.info[READY] = {**self.info.get(READY, {}), part: seconds}
         log.info("ready part=%s seconds=%.1f", part, seconds)
+        await self.register()  # at once: the first step may come before the next heartbeat
 
     async def register(self) -> None:
         """Write this process, its `info` and its waits to the registry, as they were when this was called."""

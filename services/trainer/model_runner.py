@@ -165,7 +165,7 @@ async def load_model(process: Process, turn: TrainerGpuTurn | None) -> ModelRunn
     thread = ThreadPoolExecutor(1, thread_name_prefix="compute")
     with process.waiting("model load"):
         backend = await loop.run_in_executor(thread, build_backend, settings)
-        process.ready("model")
+        await process.ready("model")
     open_sender = partial(
         make_sender,
         settings.weights,
