@@ -26,13 +26,13 @@ $(VENV)/.ready: $(LOCK) pyproject.toml deploy/setup.sh
 	touch $@
 
 # SGLang on a CPU, for tests alone
-$(SGLANG)/.ready: $(VENV)/.ready deploy/locks/sglang-cpu.txt deploy/setup_sglang.sh
-	bash deploy/setup_sglang.sh $(VENV) $(SGLANG)
+$(SGLANG)/.ready: $(VENV)/.ready deploy/locks/sglang-cpu.txt deploy/setup_layer.sh
+	bash deploy/setup_layer.sh $(VENV) $(SGLANG) deploy/locks/sglang-cpu.txt
 	touch $@
 
 # the trackers wandb, mlflow and trackio, for slow tests alone
-$(TRACKING)/.ready: $(VENV)/.ready deploy/locks/tracking.txt deploy/setup_tracking.sh
-	bash deploy/setup_tracking.sh $(VENV) $(TRACKING)
+$(TRACKING)/.ready: $(VENV)/.ready deploy/locks/tracking.txt deploy/setup_layer.sh
+	bash deploy/setup_layer.sh $(VENV) $(TRACKING) deploy/locks/tracking.txt
 	touch $@
 
 $(CUDA)/.ready: deploy/locks/cuda.txt pyproject.toml deploy/setup.sh

@@ -24,7 +24,7 @@ from services.ledger.interface import RunSpec
 from services.ledger.redis.ledger import RedisLedger
 from services.ledger_recovery.reconcile import reconcile
 from services.observability.progress import Progress, plot_run
-from services.observability.score_failures import tell_failures_loop
+from services.observability.score_failures import report_failures_loop
 from services.prepare import prepare
 from services.run_files.event_tail import EventTail
 from services.run_files.halts import explain_halt
@@ -124,7 +124,7 @@ async def _supervise(
             watchers = [
                 tasks.create_task(progress.watch_loop(ledger, fleet.children), name="progress"),
                 tasks.create_task(scale_loop(settings.run_dir, fleet), name="scale"),
-                tasks.create_task(tell_failures_loop(ledger, progress.note), name="failures"),
+                tasks.create_task(report_failures_loop(ledger, progress.note), name="failures"),
             ]
             if settings.tracking.kind:
                 watchers.append(tasks.create_task(warn_loop(settings, progress.note), name="tracking"))

@@ -45,15 +45,15 @@ class Progress:
 
     async def watch_loop(self, ledger: Ledger, children: Mapping[Any, Sequence[Supervised]]) -> None:
         """Print the URL of the monitor's page, new steps and long waits, until cancelled."""
-        page, told, prepared_s = "", False, time.monotonic() - self._began
+        page, is_reported, prepared_s = "", False, time.monotonic() - self._began
         while True:
             if not page:
                 page = await page_of(ledger)
                 self.note(f"page {page}" if page else "")
             self._print_steps(sum(child.restarts for group in children.values() for child in group))
             self._print_evaluations()
-            if self._stepped and not told:
-                told = True
+            if self._stepped and not is_reported:
+                is_reported = True
                 self.note(await start_of(ledger, prepared_s, time.monotonic() - self._began))
             if time.monotonic() - self._last > QUIET_S:
                 self._last = time.monotonic()

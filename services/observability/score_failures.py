@@ -1,4 +1,4 @@
-"""Tells who watches a run which responses could not be scored, and why."""
+"""Reports to whoever watches a run which responses could not be scored, and why."""
 
 import asyncio
 import re
@@ -16,8 +16,8 @@ MOST = 20
 NUMBER = re.compile(r"\d+")
 
 
-async def tell_failures_loop(ledger: Ledger, tell: Callable[[str], None]) -> None:
-    """Tell each kind of failure once, until cancelled; failures that differ only in numbers are one kind."""
+async def report_failures_loop(ledger: Ledger, report: Callable[[str], None]) -> None:
+    """Report each kind of failure once, until cancelled; failures that differ only in numbers are one kind."""
     reported: set[str] = set()
     while True:
         try:
@@ -29,7 +29,7 @@ async def tell_failures_loop(ledger: Ledger, tell: Callable[[str], None]) -> Non
             kind = NUMBER.sub("N", text)
             if text and kind not in reported and len(reported) < MOST:
                 reported.add(kind)
-                tell(
+                report(
                     f"{peer.info.get('name', peer.role)} could not score a group: {text} (it is tried again, "
                     "and dropped after bound.max_attempts)"
                 )

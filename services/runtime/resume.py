@@ -62,11 +62,11 @@ async def start_or_resume(ledger: Ledger, settings: Settings, spec: RunSpec) -> 
 
 def describe_start(settings: Settings, status: LedgerStatus) -> str:
     """Return one line with the run's name, place, length and position, and the bound in force."""
-    pending = f"; pending until rule F holds with it: {_told(status.pending)}" if status.pending else ""
+    pending = f"; pending until rule F holds with it: {_describe_bound(status.pending)}" if status.pending else ""
     position = f", resumes at version {status.version}" if status.version else ""
     return (
         f"run {settings.run.name} in {settings.run_dir}: {status.steps} steps, "
-        f"{_told(status.bound)}{position}{pending}"
+        f"{_describe_bound(status.bound)}{position}{pending}"
     )
 
 
@@ -118,5 +118,5 @@ async def _status(ledger: Ledger) -> LedgerStatus | None:
         raise
 
 
-def _told(bound: Bound) -> str:
+def _describe_bound(bound: Bound) -> str:
     return f"E={bound.max_staleness}, B={bound.groups_per_step}, {bound.policy}"

@@ -64,13 +64,13 @@ def check_fixed(changes: Sequence[Change], settings: Settings) -> None:
     """
     fixed = [change for change in changes if change.rule is ResumeRule.FIXED]
     if fixed:
-        told = "; ".join(
+        problems = "; ".join(
             f"setting {change.dotted} is {_shown(change.old)} in the run and {_shown(change.new)} now, "
             f"and cannot change: {rule_of(change.dotted)[1]}"
             for change in fixed
         )
         raise SettingsError(
-            f"{told}. Go back to the old value, or start a new run in another directory than "
+            f"{problems}. Go back to the old value, or start a new run in another directory than "
             f"{settings.run_dir} (docs/resume.md)"
         )
 

@@ -211,7 +211,7 @@ class _LossContext:
         def spread(values: torch.Tensor) -> torch.Tensor:
             return values.new_zeros(part.tokens.shape).index_put(place, values)
 
-        # padding repeats a sample, so what is trained here is told by place
+        # padding repeats a sample, so the place says what is trained here
         part = replace(part, loss_mask=spread(torch.ones_like(micro.rows, dtype=torch.bool)))
         spread_logprobs, spread_entropy = spread(logprobs), spread(entropy)
         tokens = self.algorithm.token_loss(

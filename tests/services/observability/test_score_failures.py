@@ -5,7 +5,7 @@ import asyncio
 from protocol.topics import Role
 from services.ledger.interface import Peer
 from services.ledger.memory.ledger import MemoryLedger
-from services.observability.score_failures import FAILED, MOST, tell_failures_loop
+from services.observability.score_failures import FAILED, MOST, report_failures_loop
 
 
 async def test_each_kind_of_failure_is_reported_once() -> None:
@@ -18,7 +18,7 @@ async def test_each_kind_of_failure_is_reported_once() -> None:
         )
     reported: list[str] = []
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
-        loop = tasks.create_task(tell_failures_loop(ledger, reported.append))
+        loop = tasks.create_task(report_failures_loop(ledger, reported.append))
         while len(reported) < MOST:  # noqa: ASYNC110 (the loop has no event)
             await asyncio.sleep(0)
         loop.cancel()
