@@ -17,7 +17,7 @@ NUMBER = re.compile(r"\d+")
 
 
 async def report_failures_loop(ledger: Ledger, report: Callable[[str], None]) -> None:
-    """Report each kind of failure once, until cancelled; failures that differ only in numbers are one kind."""
+    """Report each kind of failure once, until cancelled; the numbers in a text do not make a kind."""
     reported: set[str] = set()
     while True:
         try:

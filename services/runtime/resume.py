@@ -62,7 +62,9 @@ async def start_or_resume(ledger: Ledger, settings: Settings, spec: RunSpec) -> 
 
 def describe_start(settings: Settings, status: LedgerStatus) -> str:
     """Return one line with the run's name, place, length and position, and the bound in force."""
-    pending = f"; pending until rule F holds with it: {_describe_bound(status.pending)}" if status.pending else ""
+    pending = (
+        f"; pending until rule F holds with it: {_describe_bound(status.pending)}" if status.pending else ""
+    )
     position = f", resumes at version {status.version}" if status.version else ""
     return (
         f"run {settings.run.name} in {settings.run_dir}: {status.steps} steps, "
