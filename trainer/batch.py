@@ -1,79 +1,162 @@
-"""Defines a training batch: the groups of one step as padded tensors, the same on every rank.
+"""Defines a training batch: samples of one step, one after the other, without padding.
 
-Shapes: N samples, L tokens of the longest sequence (prompt and response), padded on the right.
+Shapes: n samples, t tokens of all of them together, prompts and responses.
 """
 
 import dataclasses
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-import xxhash
+
+
+@dataclass(frozen=True, slots=True)
+class StepTotals:
+    """What a data-parallel replica has to know of the whole step; equal on every rank."""
+
+    samples: int
+    """Samples of the step, over all replicas."""
+    trained_tokens: int
+    """Tokens under the loss mask, over all replicas."""
+    lag_max: int
+    """Largest lag of a trained token, versions; 0 without one."""
+    fresh: bool
+    """Whether there are trained tokens of lag 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The groups of one step. `x[:, i]` belongs to token i of the sequence; position 0 is never trained."""
+    """Samples of one step: all of them, or those of one data-parallel replica.
+
+    Token i of sample s is at `offsets[s] + i` of the arrays [t]. The first token of a sample is never
+    trained.
+    """
 
     step: int
     """The version that the step starts from."""
+    totals: StepTotals
+    """Of the whole step, whichever samples are here."""
+    offsets: torch.Tensor
+    """int64 [n + 1]: where each sample begins; the last one is t."""
     tokens: torch.Tensor
-    """int64 [N, L]; 0 where padded."""
-    sequence_lengths: torch.Tensor
-    """int64 [N]: tokens of prompt and response."""
+    """int32 [t]."""
     loss_mask: torch.Tensor
-    """bool [N, L]: sampled tokens within the bound; only they carry gradient."""
+    """bool [t]: sampled tokens within the bound; only they carry gradient."""
     sampled_mask: torch.Tensor
-    """bool [N, L]: all sampled tokens."""
+    """bool [t]: all sampled tokens."""
     behaviour_logprobs: torch.Tensor
-    """float32 [N, L]: under the weights that sampled each token, set by the engine; 0 where not sampled."""
+    """float32 [t]: under the weights that sampled each token, set by the engine; 0 where not sampled."""
     versions: torch.Tensor
-    """int32 [N, L]: version of each sampled token; -1 elsewhere."""
+    """int32 [t]: version of each sampled token; -1 elsewhere."""
     advantages: torch.Tensor
-    """float32 [N, L]: 0 where `loss_mask` is False."""
+    """float32 [t]: 0 where `loss_mask` is False."""
     group_index: torch.Tensor
-    """int64 [N]: index of the sample's group within the batch."""
+    """int64 [n]: index of the sample's group within the step."""
     rewards: torch.Tensor
-    """float32 [N]: reward of each sample."""
+    """float32 [n]."""
+    weights: torch.Tensor
+    """float32 [n]: weight of each trained token of the sample in the step's loss."""
+    measured: torch.Tensor
+    """bool [n]: samples whose mismatch of trainer and engine is measured."""
     temperature: float = 1.0
     """Sampling temperature of the behaviour policy; logits are divided by it before the log-softmax."""
+    decoupled: bool = False
+    """Whether the objective is decoupled, with the policy at the start of the step as proximal policy. Its
+    log-probabilities are those of the training pass itself: no other pass says anything new."""
     proximal_logprobs: torch.Tensor | None = None
-    """float32 [N, L]: recomputed by the trainer before the step, for the decoupled objective; else None."""
+    """float32 [t]: under another proximal policy, for the decoupled objective; else None."""
     reference_logprobs: torch.Tensor | None = None
-    """float32 [N, L]: under the initial model, for the KL term; else None."""
-    measured: torch.Tensor | None = None
-    """bool [N]: samples whose mismatch of trainer and engine is measured; None: all."""
+    """float32 [t]: under the initial model, for the KL term; else None."""
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """Tokens of each sample, int64 [n]."""
+        return self.offsets.diff()
+
+    @property
+    def sample_index(self) -> torch.Tensor:
+        """Index of each token's sample within this batch, int64 [t]."""
+        return torch.repeat_interleave(
+            torch.arange(len(self.group_index), device=self.offsets.device), self.lengths
+        )
+
+    def select(self, samples: torch.Tensor) -> "Batch":
+        """Return the `samples` (int64 [m]) in the order given; `totals` stay those of the step."""
+        lengths = self.lengths[samples]
+        offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        shift = self.offsets[samples] - offsets[:-1]
+        place = torch.arange(int(offsets[-1]), device=offsets.device) + shift.repeat_interleave(lengths)
+        changed = self._map(TOKEN_FIELDS, lambda values: values[place])
+        changed |= self._map(SAMPLE_FIELDS, lambda values: values[samples])
+        return dataclasses.replace(self, offsets=offsets, **changed)
+
+    def to(self, device: torch.device) -> "Batch":
+        """Return the batch with every array on a device."""
+        return dataclasses.replace(
+            self,
+            **self._map(("offsets", *TOKEN_FIELDS, *SAMPLE_FIELDS), lambda values: values.to(device)),
+        )
+
+    def _map(self, names: Iterable[str], change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+        found = {name: getattr(self, name) for name in names}
+        return {name: change(values) for name, values in found.items() if values is not None}
 
 
-UNHASHED = ("proximal_logprobs", "reference_logprobs", "measured")
-"""Fields that the trainer adds itself, which a batch's digest leaves out."""
+TOKEN_FIELDS = (
+    "tokens",
+    "loss_mask",
+    "sampled_mask",
+    "behaviour_logprobs",
+    "versions",
+    "advantages",
+    "proximal_logprobs",
+    "reference_logprobs",
+)
+"""Arrays with an entry for each token."""
+SAMPLE_FIELDS = ("group_index", "rewards", "weights", "measured")
+"""Arrays with an entry for each sample."""
 
 
-def part_of(batch: Batch, samples: torch.Tensor, device: torch.device) -> Batch:
-    """Return the `samples` (int64 [n]) of a batch on the device, cut to the longest of them."""
-    width = max(2, int(batch.sequence_lengths[samples].max()))
-    parts: dict[str, torch.Tensor] = {}
-    for field in dataclasses.fields(batch):
-        value = getattr(batch, field.name)
-        if isinstance(value, torch.Tensor):
-            rows = value[samples]
-            parts[field.name] = (rows[:, :width] if rows.ndim == 2 else rows).to(device)
-    return dataclasses.replace(batch, **parts)  # type: ignore[arg-type]
+@dataclass(frozen=True, slots=True)
+class TrainedTokens:
+    """The tokens of a batch that carry gradient, k of them, in order; every array is [k]."""
+
+    place: torch.Tensor
+    """int64: index into the batch's tokens."""
+    sample: torch.Tensor
+    """int64: index of the sample within the batch."""
+    behaviour_logprobs: torch.Tensor
+    advantages: torch.Tensor
+    weights: torch.Tensor
+    """float32: weight in the step's loss."""
+    lags: torch.Tensor
+    """int64: versions from the token to the step."""
+    measured: torch.Tensor
+    """bool: whether its mismatch of trainer and engine is measured."""
+    proximal_logprobs: torch.Tensor | None
+    reference_logprobs: torch.Tensor | None
+    decoupled: bool = False
+    """Whether the proximal policy is that of the training pass; see `Batch`."""
 
 
-def batch_digest(batch: Batch) -> str:
-    """Return the xxh3-128 of a batch, 32 hex digits.
+def trained_tokens(batch: Batch) -> TrainedTokens:
+    """Return the tokens under the loss mask."""
+    place = batch.loss_mask.nonzero()[:, 0]
+    sample = batch.sample_index[place]
+    return TrainedTokens(
+        place=place,
+        sample=sample,
+        behaviour_logprobs=batch.behaviour_logprobs[place],
+        advantages=batch.advantages[place],
+        weights=batch.weights[sample],
+        lags=(batch.step - batch.versions[place]).long(),
+        measured=batch.measured[sample],
+        proximal_logprobs=_picked(batch.proximal_logprobs, place),
+        reference_logprobs=_picked(batch.reference_logprobs, place),
+        decoupled=batch.decoupled,
+    )
 
-    It covers every number and every tensor with its name, dtype, shape and bytes, in order. What the trainer
-    adds itself (`UNHASHED`) is left out, so the same records give the same digest.
-    """
-    state = xxhash.xxh3_128()
-    for field in dataclasses.fields(batch):
-        if field.name in UNHASHED:
-            continue
-        value = getattr(batch, field.name)
-        if isinstance(value, torch.Tensor):
-            state.update(f"{field.name} {value.dtype} {list(value.shape)}\n".encode())
-            state.update(value.contiguous().numpy().data)
-        else:
-            state.update(f"{field.name} {value!r}\n".encode())
-    return state.hexdigest()
+
+def _picked(values: torch.Tensor | None, place: torch.Tensor) -> torch.Tensor | None:
+    return None if values is None else values[place]

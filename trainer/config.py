@@ -63,8 +63,11 @@ class TrainerConfig:
     """Data type of parameters in forward and backward: float32, or bfloat16 with fp32 masters."""
     device: str = "auto"
     """auto, cpu or cuda. auto: cuda where there is one."""
-    micro_batch_size: Annotated[int, Meta(ge=1, le=10**6)] = 16
-    """Samples in one forward pass."""
+    micro_batch_tokens: Annotated[int, Meta(ge=0, le=10**8)] = 0
+    """Tokens in one forward pass on each rank, prompts included; samples are packed into it without padding.
+    A longer sample is a pass of its own. 0, or auto: what suits the device and its memory."""
+    micro_batch_size: Annotated[int, Meta(ge=1, le=10**6)] = 4096
+    """Samples in one forward pass, at most."""
     threads: Annotated[int, Meta(ge=1, le=4096)] = 1
     """CPU threads of each rank."""
     checkpoint_every: Annotated[int, Meta(ge=1, le=10**9)] = 20

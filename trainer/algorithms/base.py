@@ -1,7 +1,7 @@
 """Defines the interface of an algorithm: an advantage estimator, a per-token loss and a normalizer.
 
-Shapes: N samples of the whole batch, n of a micro-batch, L tokens. The loss of a step is the plain sum over
-all samples and tokens of `token_loss * weight`, where the weights are computed once from the whole batch. So
+Shapes: N samples of the whole batch, k trained tokens of a micro-batch. The loss of a step is the plain sum
+of `token_loss * weight` over all trained tokens, where the weights are computed once from the whole batch. So
 the split into micro-batches and ranks cannot change it.
 """
 
@@ -15,12 +15,10 @@ from trainer.config import AlgorithmConfig
 if TYPE_CHECKING:  # the registry, which every reader of settings imports, must not import torch
     import torch
 
-    from trainer.batch import Batch
-
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
-    """Per-token quantities of a micro-batch, each float32 [n, L]; meaningful only under the loss mask."""
+    """Per-token quantities of a micro-batch, each float32 [k]."""
 
     loss: torch.Tensor
     """Loss of each token, not weighted."""
@@ -39,8 +37,12 @@ class Algorithm(Protocol):
     def advantages(self, rewards: torch.Tensor, group_index: torch.Tensor) -> torch.Tensor:
         """Return advantages, float32 [N], from rewards [N] and the group of each sample, int64 [N]."""
 
-    def token_weights(self, batch: Batch) -> torch.Tensor:
-        """Return the weight of each token in the sum, float32 [N, L]; 0 outside the loss mask."""
+    def sample_weights(self, sampled_tokens: torch.Tensor) -> torch.Tensor:
+        """Return the weight in the loss of each trained token of a sample, float32 [N].
+
+        Args:
+            sampled_tokens: int64 [N]: tokens of each sample that the model sampled, trained or not.
+        """
 
     def token_loss(
         self,
@@ -52,7 +54,7 @@ class Algorithm(Protocol):
         proximal_logprobs: torch.Tensor | None = None,
         reference_logprobs: torch.Tensor | None = None,
     ) -> TokenLoss:
-        """Return the loss of each token. All arrays are float32 [n, L].
+        """Return the loss of each trained token. All arrays are float32 [k].
 
         Gradients flow through `logprobs` and `entropy`.
         """

@@ -6,7 +6,6 @@ Liu et al. 2025, "Understanding R1-Zero-like training" (arXiv 2503.20783).
 import torch
 
 from trainer.algorithms.surrogate import Surrogate
-from trainer.batch import Batch
 from trainer.functional.advantages import group_centred
 
 
@@ -17,12 +16,12 @@ class DrGrpo(Surrogate):
         """Return r - mean within the group, float32 [N]."""
         return group_centred(rewards, group_index)
 
-    def token_weights(self, batch: Batch) -> torch.Tensor:
-        """Return 1 / (N M) for each trained token, float32 [N, L].
+    def sample_weights(self, sampled_tokens: torch.Tensor) -> torch.Tensor:
+        """Return 1 / (N M) for every trained token, float32 [N].
 
         M is `length_normalizer`, a constant such as the generation limit (the paper's MAX_TOKENS). If that is
         0, M is the number of sampled tokens of the batch's longest sample: constant within a step, but not
         from step to step.
         """
-        budget = self.config.length_normalizer or max(int(batch.sampled_mask.sum(dim=1).max()), 1)
-        return batch.loss_mask.float() / (budget * len(batch.loss_mask))
+        budget = self.config.length_normalizer or max(int(sampled_tokens.max()), 1)
+        return torch.full(sampled_tokens.shape, 1.0 / (budget * len(sampled_tokens)))

@@ -3,7 +3,6 @@
 import torch
 
 from trainer.algorithms.surrogate import Surrogate
-from trainer.batch import Batch
 from trainer.functional.advantages import group_normalised
 
 
@@ -14,13 +13,12 @@ class Grpo(Surrogate):
         """Return (r - mean) / (std + advantage_eps) within the group, float32 [N]."""
         return group_normalised(rewards, group_index, self.config.advantage_eps)
 
-    def token_weights(self, batch: Batch) -> torch.Tensor:
-        """Return 1 / (N |o_i|) for each trained token of sample i, float32 [N, L].
+    def sample_weights(self, sampled_tokens: torch.Tensor) -> torch.Tensor:
+        """Return 1 / (N |o_i|) for the trained tokens of sample i, float32 [N].
 
         This is the 1/G sum_i 1/|o_i| sum_t of eq. 3 over all groups of the batch. |o_i| counts all *sampled*
         tokens of sample i, also those that the bound masked: masking removes a token's share and gives it to
         no other, so that the few fresh tokens of a late sample do not weigh more than they would have on
         time. N counts all samples, so groups of unequal size weigh by their size.
         """
-        counts = batch.sampled_mask.sum(dim=1, keepdim=True).clamp_min(1)
-        return batch.loss_mask.float() / (counts * max(len(counts), 1))
+        return 1.0 / (sampled_tokens.clamp_min(1).float() * max(len(sampled_tokens), 1))

@@ -28,7 +28,7 @@ class Surrogate:
         proximal_logprobs: torch.Tensor | None = None,
         reference_logprobs: torch.Tensor | None = None,
     ) -> TokenLoss:
-        """Return the loss of each token, all arrays float32 [n, L], not reduced.
+        """Return the loss of each token, all arrays float32 [k], not reduced.
 
             old  = pi_proximal if it is given, else pi_behaviour
             w    = min(pi_proximal / pi_behaviour, importance_cap)

@@ -52,6 +52,10 @@ class StepStats:
     mismatch_mean: float | None = None
     mismatch_max: float | None = None
     token_mult_prob_error: float | None = None
+    micro_batches: int | None = None
+    """Forward passes that the busiest replica made."""
+    padding_share: float | None = None
+    """Share of padding in what the forward passes computed, over all replicas."""
 
 
 class Backend(ABC):
@@ -63,16 +67,22 @@ class Backend(ABC):
     """With a rank above 0, only adapters are trained."""
     targets: Sequence[AdapterTarget] = ()
     """The weights that have an adapter."""
+    replicas: Sequence[Sequence[int]] = ((0,),)
+    """Ranks of each data-parallel replica; rank 0 is in the first. A batch is cut between them."""
+
+    def costs(self, lengths: torch.Tensor) -> torch.Tensor:
+        """Return what samples of these lengths (int64 [N]) cost, float64 [N], in any unit."""
+        return lengths.double()
 
     @abstractmethod
     def train_step(self, batch: Batch) -> StepStats:
-        """Make one optimizer step on the whole batch, of which every rank works on its share."""
+        """Make one optimizer step; `batch` is the part of the step that this rank's replica works on."""
 
     @abstractmethod
     def logprobs(self, batch: Batch) -> torch.Tensor:
-        """Return the batch's log-probabilities under the current weights, complete on every rank.
+        """Return the log-probabilities of a replica's part under the current weights, on each of its ranks.
 
-        float32 [N, L], at the batch's temperature; 0 where not sampled.
+        float32 [t] on the CPU, at the batch's temperature; 0 where not sampled.
         """
 
     @abstractmethod

@@ -3,7 +3,7 @@
 A micro-batch becomes one vector: totals, totals by lag, and maxima. Vectors of micro-batches and of ranks are
 joined by sums and maxima alone, so no split of the batch changes a result. Everything is float64.
 
-Shapes: n samples of a micro-batch, w tokens of its longest one, T trained tokens of it, K lags.
+Shapes: k trained tokens of a micro-batch, K lags.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ import torch
 from protocol.messages import Mismatch
 from trainer.algorithms.base import TokenLoss
 from trainer.backends.base import StepStats
-from trainer.batch import Batch
+from trainer.batch import Batch, TrainedTokens
 from trainer.config import AlgorithmConfig
 from trainer.functional.losses import MAX_LOG_RATIO, clipped_surrogate, k3_kl, probability_ratio
 
@@ -55,21 +55,21 @@ class StepMeasures:
 
     @classmethod
     def of_batch(cls, batch: Batch, config: AlgorithmConfig) -> "StepMeasures":
-        """Return how to measure a step of the whole batch."""
-        lags = (batch.step - batch.versions)[batch.loss_mask]
+        """Return how to measure the step that a batch, or a replica's part of it, belongs to."""
+        totals = batch.totals
         return cls(
             config=config,
-            tokens=len(lags),
-            lags=int(lags.max()) + 1 if len(lags) else 1,
-            truncates=batch.proximal_logprobs is not None and config.importance_cap > 0,
+            tokens=totals.trained_tokens,
+            lags=totals.lag_max + 1,
+            truncates=(batch.decoupled or batch.proximal_logprobs is not None) and config.importance_cap > 0,
             refers=batch.reference_logprobs is not None,
-            fresh=bool((lags == 0).any()),
+            fresh=totals.fresh,
         )
 
     @torch.no_grad()
     def measure(
         self,
-        part: Batch,
+        tokens: TrainedTokens,
         loss: torch.Tensor,
         terms: TokenLoss,
         logprobs: torch.Tensor,
@@ -78,41 +78,35 @@ class StepMeasures:
         """Return the vector of a micro-batch.
 
         Args:
-            part: the micro-batch, its arrays [n, w] on the device; tokens under `loss_mask` are measured.
-            loss: its weighted sum.
-            terms: [n, w].
-            logprobs: [n, w], under the weights at the start of the step.
-            entropy: [n, w].
+            tokens: its k trained tokens, on the device.
+            loss: their weighted sum.
+            terms: [k].
+            logprobs: [k], under the weights at the start of the step.
+            entropy: [k].
         """
-        place = part.loss_mask.nonzero(as_tuple=True)
-
-        def pick(values: torch.Tensor) -> torch.Tensor:
-            return values[place][None].double()  # [1, T]
-
-        behaviour, current = pick(part.behaviour_logprobs), pick(logprobs)
-        importance, errors = probability_ratio(current, behaviour), (current - behaviour).abs()[0]
+        behaviour, current = tokens.behaviour_logprobs.double(), logprobs.double()
+        importance, errors = probability_ratio(current, behaviour), (current - behaviour).abs()
         by_token = {
-            "entropy": pick(entropy),
-            "clipped": pick(terms.clipped),
-            "ratio": pick(terms.ratio),
+            "entropy": entropy.double(),
+            "clipped": terms.clipped.double(),
+            "ratio": terms.ratio.double(),
             "importance": importance,
             "importance_squared": importance.square(),
-            "behaviour_clipped": self._clipped(importance, pick(part.advantages)),
+            "behaviour_clipped": self._clipped(importance, tokens.advantages.double()),
             "behaviour_kl": k3_kl(behaviour, current),
         }
-        if self.truncates and part.proximal_logprobs is not None:
-            by_token["capped"] = self._capped(pick(part.proximal_logprobs), behaviour)
-        if part.reference_logprobs is not None:
-            by_token["reference_kl"] = k3_kl(current, pick(part.reference_logprobs))
+        if self.truncates and tokens.proximal_logprobs is not None:
+            by_token["capped"] = self._capped(tokens.proximal_logprobs.double(), behaviour)
+        if tokens.reference_logprobs is not None:
+            by_token["reference_kl"] = k3_kl(current, tokens.reference_logprobs.double())
         totals = {name: values.sum() for name, values in by_token.items()} | {"loss": loss.double()}
         zero = errors.new_zeros(1)
-        lags = (part.step - part.versions)[place].long()
-        chosen = torch.ones_like(lags) if part.measured is None else part.measured[place[0]]
-        maxima = {"importance": importance[0], "fresh_error": torch.where(lags == 0, errors, 0.0)}
+        lags, chosen = tokens.lags, tokens.measured
+        maxima = {"importance": importance, "fresh_error": torch.where(lags == 0, errors, 0.0)}
         return torch.cat(
             [
                 *(totals.get(name, zero).reshape(1) for name in TOTALS),
-                self._by_lag(lags, errors, importance[0], chosen),
+                self._by_lag(lags, errors, importance, chosen),
                 *(torch.cat([zero, maxima[name]]).max().reshape(1) for name in MAXIMA),
                 errors.new_zeros(self.lags).scatter_reduce(0, lags, errors * chosen, "amax"),
             ]
@@ -170,7 +164,7 @@ class StepMeasures:
     def _by_lag(
         self, lags: torch.Tensor, errors: torch.Tensor, importance: torch.Tensor, chosen: torch.Tensor
     ) -> torch.Tensor:
-        """Return the sums `BY_LAG` over the `chosen` tokens, all arguments [T]: float64 [5 K]."""
+        """Return the sums `BY_LAG` over the `chosen` tokens, all arguments [k]: float64 [5 K]."""
         values = {
             "tokens": torch.ones_like(errors),
             "error": errors,

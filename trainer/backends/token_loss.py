@@ -1,0 +1,41 @@
+"""Computes the loss of a micro-batch, the same way in every backend."""
+
+import dataclasses
+
+import torch
+
+from trainer.algorithms.base import Algorithm
+from trainer.backends.step_measures import StepMeasures
+from trainer.batch import TrainedTokens
+
+
+def micro_batch_loss(
+    algorithm: Algorithm,
+    measures: StepMeasures,
+    tokens: TrainedTokens,
+    logprobs: torch.Tensor,
+    entropy: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the micro-batch's part of the step's loss, and the vector of what was measured of it.
+
+    Args:
+        algorithm: the recipe.
+        measures: how the step is measured.
+        tokens: the k trained tokens, on the device.
+        logprobs: float32 [k]; gradients flow through it.
+        entropy: float32 [k], nats; gradients flow through it if the algorithm wants them.
+    """
+    if tokens.decoupled and tokens.proximal_logprobs is None:
+        tokens = dataclasses.replace(tokens, proximal_logprobs=logprobs.detach())
+    terms = algorithm.token_loss(
+        logprobs,
+        tokens.behaviour_logprobs,
+        tokens.advantages,
+        entropy=entropy if algorithm.config.entropy_coef else None,
+        proximal_logprobs=tokens.proximal_logprobs,
+        reference_logprobs=tokens.reference_logprobs,
+    )
+    loss = (terms.loss * tokens.weights).sum()
+    # the empty sum keeps a graph to the parameters where a micro-batch trains no token
+    loss = loss + 0.0 * logprobs.sum()
+    return loss, measures.measure(tokens, loss.detach(), terms, logprobs.detach(), entropy.detach())

@@ -1,0 +1,54 @@
+"""Divides samples between data-parallel replicas, and packs those of one into micro-batches."""
+
+import heapq
+from collections.abc import Sequence
+
+
+def balance(costs: Sequence[float], pieces: int) -> list[list[int]]:
+    """Divide samples into pieces of about equal cost.
+
+    The dearest sample goes first, each to the piece that is the cheapest by then, so the dearest piece is at
+    most 4/3 of the best one (Graham 1969).
+
+    Returns:
+        For each piece the indices of its samples, ascending; empty ones if there are too few samples.
+    """
+    queue = [(0.0, piece) for piece in range(pieces)]
+    result: list[list[int]] = [[] for _ in range(pieces)]
+    for sample in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        total, piece = heapq.heappop(queue)
+        result[piece].append(sample)
+        heapq.heappush(queue, (total + costs[sample], piece))
+    return [sorted(piece) for piece in result]
+
+
+def pack(lengths: Sequence[int], budget: int, most: int) -> list[list[int]]:
+    """Pack samples into as few micro-batches as first-fit decreasing finds.
+
+    Args:
+        lengths: tokens of each sample.
+        budget: tokens of a micro-batch; a longer sample is one of its own.
+        most: samples of a micro-batch.
+
+    Returns:
+        For each micro-batch the indices of its samples. The fullest come first, so that too large a budget
+        runs out of memory at the beginning of a step.
+    """
+    passes: list[list[int]] = []
+    rooms: list[int] = []
+    first = 0  # no pass before it can take the shortest sample
+    shortest = min(lengths, default=0)
+    for sample in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        while first < len(passes) and (rooms[first] < shortest or len(passes[first]) >= most):
+            first += 1
+        for place in range(first, len(passes)):
+            if lengths[sample] <= rooms[place] and len(passes[place]) < most:
+                break
+        else:
+            place = len(passes)
+            passes.append([])
+            rooms.append(budget)
+        passes[place].append(sample)
+        rooms[place] -= lengths[sample]
+    order = sorted(range(len(passes)), key=lambda i: rooms[i])
+    return [passes[place] for place in order]
