@@ -1,0 +1,195 @@
+"""Computes log-probabilities and entropies from hidden states: output layer and softmax in one.
+
+The logits exist a chunk of tokens at a time. Few of them are kept for the backward pass, many are computed
+again there: a third more arithmetic in this layer, for gigabytes less memory.
+
+Shapes: k tokens, c of a chunk, H hidden size, V vocabulary, P tensor ranks; rank r holds rows
+[r V' / P, (r + 1) V' / P) of the output weight, V' being V padded.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from trainer.megatron.weight_gradients import add_product
+
+CHUNK_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}
+"""Size of a chunk of logits, by device."""
+KEPT_BYTES = 1 << 30
+"""Logits up to this size are kept for the backward pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyPart:
+    """The part of the vocabulary on this rank."""
+
+    vocabulary: int
+    """V, without padding."""
+    rank: int = 0
+    size: int = 1
+    """P."""
+    group: dist.ProcessGroup | None = None
+    """The tensor ranks; not needed with one."""
+
+
+def linear_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    vocabulary: int,
+    temperature: float = 1.0,
+    rank: int = 0,
+    size: int = 1,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log softmax(hidden weight^T / temperature) at the targets, and the entropy, in nats.
+
+    Every rank of the group gets the same result. In the backward pass each computes the gradient of its own
+    part of the weight, and the part of the hidden states' gradient that comes from it: the caller adds these
+    up over the ranks. Rows of the padding are left out, as if their logits were minus infinity.
+
+    Where megatron gives the weight a gradient in float32 (`main_grad`), it is added to that directly.
+
+    Args:
+        hidden: [k, H], any float dtype; the softmax is computed in float32.
+        weight: [V' / P, H].
+        targets: int64 [k] in [0, V).
+        vocabulary: V, without padding.
+        temperature: at which the tokens were sampled; positive.
+        rank: this tensor rank.
+        size: number of tensor ranks.
+        group: their process group; not needed with one.
+
+    Returns:
+        float32 [k] log-probabilities and float32 [k] entropies; gradients flow through both.
+    """
+    part = VocabularyPart(vocabulary, rank, size, group)
+    logprobs, entropies = _LinearLogprobs.apply(hidden, weight, targets, part, temperature)
+    return logprobs, entropies
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    """Computes d log p_t / d z_j = [j = t] - p_j and d H / d z_j = -p_j (log p_j + H).
+
+    z are the logits over the temperature, p is softmax(z) and H its entropy.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        part: VocabularyPart,
+        temperature: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, count = len(hidden), weight.size(0)
+        valid = min(max(part.vocabulary - part.rank * count, 0), count)
+        local = targets - part.rank * count
+        mine = (local >= 0) & (local < valid)
+        local = torch.where(mine, local, 0)
+        # highest logit; then sums over the vocabulary, relative to it: of exponentials, and of exponential
+        # times logit; the target's logit
+        sums = torch.zeros(4, rows, device=hidden.device)
+        sums[0] = -torch.inf
+        chunk = _chunk_rows(hidden, count)
+        keep = any(ctx.needs_input_grad) and rows * count * hidden.element_size() <= KEPT_BYTES
+        kept = []
+        for first in range(0, rows if valid else 0, chunk):
+            these = slice(first, first + chunk)
+            logits = hidden[these] @ weight.t()
+            sums[:, these] = _kernels(logits).statistics(logits, local[these], valid, temperature)
+            if keep:
+                kept.append(logits)
+        highest = sums[0].clone()
+        if part.size > 1:
+            dist.all_reduce(highest, dist.ReduceOp.MAX, group=part.group)
+            shift = (sums[0] - highest).nan_to_num(neginf=-1e30)
+            scale = shift.exp()
+            sums[2] = scale * (sums[2] + shift * sums[1])
+            sums[1] *= scale
+        sums[3] = torch.where(mine, sums[3] - highest, 0.0)
+        if part.size > 1:
+            dist.all_reduce(sums[1:], group=part.group)
+        _, total, weighted, chosen = sums
+        log_total = total.log()
+        entropies = log_total - weighted / total
+        ctx.save_for_backward(hidden, weight, local, mine, highest + log_total, entropies, *kept)
+        ctx.temperature, ctx.valid, ctx.chunk = temperature, valid, chunk
+        ctx.set_materialize_grads(False)
+        return chosen - log_total, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, local, mine, normalizer, entropies, *kept = ctx.saved_tensors
+        none = torch.zeros_like(entropies)
+        of_logprobs, of_entropies = (none if given is None else given.float() for given in gradients)
+        of_hidden = torch.zeros_like(hidden)
+        of_weight = _WeightGradient(weight) if ctx.needs_input_grad[1] else None
+        for number, first in enumerate(range(0, len(hidden) if ctx.valid else 0, ctx.chunk)):
+            these = slice(first, first + ctx.chunk)
+            logits = kept[number] if kept else hidden[these] @ weight.t()
+            _kernels(logits).to_slopes(
+                logits,
+                local[these],
+                mine[these],
+                normalizer[these],
+                entropies[these],
+                of_logprobs[these],
+                of_entropies[these],
+                ctx.valid,
+                ctx.temperature,
+            )
+            torch.mm(logits, weight, out=of_hidden[these])
+            if of_weight is not None:
+                of_weight.add(logits, hidden[these])
+        return of_hidden, None if of_weight is None else of_weight.result(), None, None, None
+
+
+class _WeightGradient:
+    """Adds up the weight's gradient over chunks, in float32."""
+
+    def __init__(self, weight: Any) -> None:
+        self._weight = weight
+        main = getattr(weight, "main_grad", None)
+        self._direct = isinstance(main, torch.Tensor) and main.dtype is torch.float32
+        self._sum: torch.Tensor = (
+            main if self._direct else torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        )
+
+    def add(self, of_logits: torch.Tensor, hidden: torch.Tensor) -> None:
+        """Add the product of [c, V' / P] and [c, H]."""
+        add_product(self._sum, of_logits, hidden)
+
+    def result(self) -> torch.Tensor:
+        """Return what autograd is to add to the gradient."""
+        if not self._direct:
+            return self._sum.to(self._weight.dtype)
+        # megatron's own layers do the same: a marked weight's gradient is there already, and what autograd
+        # brings is added only if the weight has another use (the input embedding)
+        self._weight.grad_added_to_main_grad = True
+        shared = getattr(self._weight, "zero_out_wgrad", False)
+        return torch.zeros_like(self._weight) if shared else torch.empty_like(self._weight)
+
+
+def _chunk_rows(hidden: torch.Tensor, count: int) -> int:
+    """Return the tokens of a chunk; all chunks of a batch are about as large."""
+    most = max(1, CHUNK_BYTES[hidden.device.type] // max(1, count * hidden.element_size()))
+    chunks = max(1, -(-len(hidden) // most))
+    return max(1, -(-len(hidden) // chunks))
+
+
+def _kernels(logits: torch.Tensor) -> Any:
+    """Return the module that computes on the logits' device."""
+    if logits.is_cuda:
+        from trainer.megatron import softmax_triton
+
+        return softmax_triton
+    from trainer.megatron import softmax_torch
+
+    return softmax_torch

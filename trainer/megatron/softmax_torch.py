@@ -1,0 +1,60 @@
+"""Computes a softmax over the vocabulary, and its gradient, in plain torch: the oracle of `softmax_triton`.
+
+Shapes: c tokens, v entries of the vocabulary on this rank, padding included.
+"""
+
+import torch
+
+
+def statistics(logits: torch.Tensor, local: torch.Tensor, valid: int, temperature: float) -> torch.Tensor:
+    """Return what the log-probability and the entropy of each token are made of.
+
+    With z = logits / temperature: max z, sum exp(z - max), sum exp(z - max) (z - max), and z at `local`.
+
+    Args:
+        logits: [c, v].
+        local: int64 [c]: an index into the vocabulary for each token.
+        valid: entries before the padding; at least 1.
+        temperature: positive.
+
+    Returns:
+        float32 [4, c].
+    """
+    scaled = logits[:, :valid].float() / temperature
+    highest = scaled.amax(-1)
+    chosen = scaled.gather(-1, local[:, None])[:, 0]
+    scaled -= highest[:, None]
+    exponentials = scaled.exp()
+    return torch.stack([highest, exponentials.sum(-1), torch.linalg.vecdot(exponentials, scaled), chosen])
+
+
+def to_slopes(
+    logits: torch.Tensor,
+    local: torch.Tensor,
+    mine: torch.Tensor,
+    normalizer: torch.Tensor,
+    entropies: torch.Tensor,
+    of_logprobs: torch.Tensor,
+    of_entropies: torch.Tensor,
+    valid: int,
+    temperature: float,
+) -> None:
+    """Replace logits by the gradient with respect to them; 0 for the padding.
+
+    Args:
+        logits: [c, v].
+        local: int64 [c]: index of the target.
+        mine: bool [c]: whether the target is in this rank's part.
+        normalizer: float32 [c]: log sum exp of the scaled logits over the whole vocabulary.
+        entropies: float32 [c].
+        of_logprobs: float32 [c]: gradient of the loss with respect to the log-probability.
+        of_entropies: float32 [c]: and to the entropy.
+        valid: entries before the padding.
+        temperature: positive.
+    """
+    log_p = (logits[:, :valid].float() / temperature).sub_(normalizer[:, None])
+    factor = (log_p + entropies[:, None]).mul_(-of_entropies[:, None]).sub_(of_logprobs[:, None])
+    slope = log_p.exp_().mul_(factor)
+    slope.scatter_add_(-1, local[:, None], (of_logprobs * mine)[:, None])
+    logits[:, :valid] = slope.div_(temperature).to(logits.dtype)
+    logits[:, valid:] = 0

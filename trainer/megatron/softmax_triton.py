@@ -1,0 +1,108 @@
+"""Computes a softmax over the vocabulary, and its gradient, on a GPU: one pass over the logits each.
+
+The functions are those of `softmax_torch`, which says what they compute.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 4096
+SLOPE_BLOCK = 2048
+
+
+def statistics(logits: torch.Tensor, local: torch.Tensor, valid: int, temperature: float) -> torch.Tensor:
+    """Return float32 [4, c], see `softmax_torch.statistics`."""
+    rows = len(logits)
+    out = torch.empty(4, rows, device=logits.device)
+    _statistics[(rows,)](
+        logits, local, out, logits.stride(0), valid, 1.0 / temperature, rows, BLOCK=BLOCK, num_warps=8
+    )
+    return out
+
+
+def to_slopes(
+    logits: torch.Tensor,
+    local: torch.Tensor,
+    mine: torch.Tensor,
+    normalizer: torch.Tensor,
+    entropies: torch.Tensor,
+    of_logprobs: torch.Tensor,
+    of_entropies: torch.Tensor,
+    valid: int,
+    temperature: float,
+) -> None:
+    """Replace logits by the gradient with respect to them, see `softmax_torch.to_slopes`."""
+    rows, width = logits.shape
+    _to_slopes[(rows, triton.cdiv(width, SLOPE_BLOCK))](
+        logits,
+        local,
+        mine.to(torch.int8),
+        normalizer,
+        entropies,
+        of_logprobs,
+        of_entropies,
+        logits.stride(0),
+        width,
+        valid,
+        1.0 / temperature,
+        BLOCK=SLOPE_BLOCK,
+        num_warps=4,
+    )
+
+
+@triton.jit
+def _statistics(
+    logits: Any, local: Any, out: Any, stride: Any, valid: Any, scale: Any, rows: Any, BLOCK: tl.constexpr
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    base = logits + row * stride
+    highest, total, weighted = -1.0e30, 0.0, 0.0
+    for start in range(0, valid, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < valid
+        scaled = tl.load(base + column, mask=inside, other=-float("inf")).to(tl.float32) * scale
+        new = tl.maximum(highest, tl.max(scaled, 0))
+        shift = highest - new
+        exponential = tl.exp(scaled - new)
+        old = tl.exp(shift)
+        weighted = old * (weighted + shift * total)
+        weighted += tl.sum(tl.where(inside, exponential * (scaled - new), 0.0), 0)
+        total = old * total + tl.sum(exponential, 0)
+        highest = new
+    chosen = tl.load(base + tl.load(local + row)).to(tl.float32) * scale
+    tl.store(out + row, highest)
+    tl.store(out + rows + row, total)
+    tl.store(out + 2 * rows + row, weighted)
+    tl.store(out + 3 * rows + row, chosen)
+
+
+@triton.jit
+def _to_slopes(
+    logits: Any,
+    local: Any,
+    mine: Any,
+    normalizer: Any,
+    entropies: Any,
+    of_logprobs: Any,
+    of_entropies: Any,
+    stride: Any,
+    width: Any,
+    valid: Any,
+    scale: Any,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    base = logits + row * stride
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < valid
+    of_logprob = tl.load(of_logprobs + row)
+    of_entropy = tl.load(of_entropies + row)
+    scaled = tl.load(base + column, mask=inside, other=0.0).to(tl.float32) * scale
+    log_p = scaled - tl.load(normalizer + row)
+    slope = tl.exp(log_p) * (-of_logprob - of_entropy * (log_p + tl.load(entropies + row)))
+    chosen = (column == tl.load(local + row)) & (tl.load(mine + row) != 0)
+    slope = tl.where(chosen, slope + of_logprob, slope) * scale
+    tl.store(base + column, tl.where(inside, slope, 0.0).to(logits.dtype.element_ty), mask=column < width)

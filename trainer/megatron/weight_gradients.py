@@ -1,0 +1,39 @@
+"""Adds weight gradients of megatron's linear layers to their float32 buffers, without a 16-bit copy between.
+
+megatron does that with a kernel of an extension (Apex); torch has the same product since 2.8.
+"""
+
+import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
+
+# isort: split
+from types import SimpleNamespace
+
+import torch
+from megatron.core.tensor_parallel import layers
+
+
+def install() -> None:
+    """Give megatron the products for `gradient_accumulation_fusion`. Call it before a model is built."""
+    products = SimpleNamespace(wgrad_gemm_accum_fp32=_accumulate, wgrad_gemm_accum_fp16=_accumulate)
+    layers.fused_weight_gradient_mlp_cuda = products
+    layers._grad_accum_fusion_available = True
+
+
+def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add left^T right to `total`; products of 16-bit numbers are rounded only there if it is float32.
+
+    Args:
+        total: [m, n], float32 or the dtype of the others.
+        left: [t, m].
+        right: [t, n].
+    """
+    if left.dtype is total.dtype:
+        total.addmm_(left.t(), right)
+    elif left.is_cuda:
+        torch.addmm(total, left.t(), right, out_dtype=total.dtype, out=total)
+    else:
+        total += left.t() @ right
+
+
+def _accumulate(inputs: torch.Tensor, of_outputs: torch.Tensor, total: torch.Tensor) -> None:
+    add_product(total, of_outputs, inputs)
