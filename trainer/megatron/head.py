@@ -8,7 +8,7 @@ Shapes: k tokens, c of a chunk, H hidden size, V vocabulary, P tensor ranks; ran
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -158,9 +158,9 @@ class _WeightGradient:
         self._weight = weight
         main = getattr(weight, "main_grad", None)
         self._direct = isinstance(main, torch.Tensor) and main.dtype is torch.float32
-        self._sum: torch.Tensor = (
-            main if self._direct else torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        )
+        self._sum: Any = main
+        if not self._direct:
+            self._sum = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
 
     def add(self, of_logits: torch.Tensor, hidden: torch.Tensor) -> None:
         """Add the product of [c, V' / P] and [c, H]."""
@@ -169,7 +169,7 @@ class _WeightGradient:
     def result(self) -> torch.Tensor:
         """Return what autograd is to add to the gradient."""
         if not self._direct:
-            return self._sum.to(self._weight.dtype)
+            return cast(torch.Tensor, self._sum.to(self._weight.dtype))
         # megatron's own layers do the same: a marked weight's gradient is there already, and what autograd
         # brings is added only if the weight has another use (the input embedding)
         self._weight.grad_added_to_main_grad = True
