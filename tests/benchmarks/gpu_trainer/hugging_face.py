@@ -1,0 +1,115 @@
+"""Trains with plain Hugging Face and torch: what a step is compared with. Nothing of ours is imported."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface, AutoModelForCausalLM
+
+from tests.benchmarks.gpu_trainer.shapes import PROMPT, Work
+
+HEAD_ROWS = 4096
+"""Tokens whose logits exist at a time; those of a whole micro-batch do not fit."""
+_places: dict[str, Any] = {}
+
+
+def split(lengths: Sequence[int], budget: int, *, padded: bool) -> list[list[int]]:
+    """Return micro-batches of about `budget` tokens, the longest samples first."""
+    result: list[list[int]] = []
+    for sample in np.argsort(-np.asarray(lengths), kind="stable").tolist():
+        last = result[-1] if result else []
+        held = (
+            len(last) * max((lengths[i] for i in last), default=0)
+            if padded
+            else sum(lengths[i] for i in last)
+        )
+        more = max([lengths[i] for i in last], default=0) if padded else lengths[sample]
+        if last and held + more <= budget:
+            last.append(sample)
+        else:
+            result.append([sample])
+    return result
+
+
+def make_step(
+    directory: Path, work: Work, *, budget: int, packed: bool, compiled: bool
+) -> Callable[[], None]:
+    """Load the model and return a function that makes one step on the work."""
+    AttentionInterface.register("varlen", _varlen)
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.bfloat16, attn_implementation="varlen" if packed else "sdpa"
+    ).cuda()
+    model.train()
+    masters = [p.detach().float().clone() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(masters, lr=1e-6, fused=True)
+    body = torch.compile(model.model, dynamic=True) if compiled else model.model
+    score = torch.compile(_score, dynamic=True) if compiled else _score
+    lengths = work.lengths.tolist()
+    parts = split(lengths, budget, padded=not packed)
+
+    def step() -> None:
+        for parameter in model.parameters():
+            parameter.grad = None
+        for part in parts:
+            hidden, targets = (_packed if packed else _padded)(body, work, part)
+            pieces = zip(hidden.split(HEAD_ROWS), targets.split(HEAD_ROWS), strict=True)
+            logprobs = torch.cat(
+                [
+                    checkpoint(score, rows, model.lm_head.weight, ids, use_reentrant=False)
+                    for rows, ids in pieces
+                ]
+            )
+            (-torch.exp(logprobs - logprobs.detach()).sum() / work.trained).backward()
+        for parameter, master in zip(model.parameters(), masters, strict=True):
+            master.grad = parameter.grad.float()
+        torch.nn.utils.clip_grad_norm_(masters, 1.0)
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(list(model.parameters()), masters)
+
+    return step
+
+
+def _packed(body: Any, work: Work, part: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the hidden states before the trained tokens of a packed micro-batch, and the tokens."""
+    lengths = [int(work.lengths[i]) for i in part]
+    ids = torch.cat([work.tokens[i] for i in part]).long()[None].cuda()
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    _places["starts"] = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32).cuda()
+    _places["longest"] = max(lengths)
+    rows = (positions >= PROMPT).nonzero()[:, 0].cuda()
+    hidden = body(input_ids=ids, position_ids=positions[None].cuda(), use_cache=False).last_hidden_state[0]
+    return hidden[rows - 1], ids[0][rows]
+
+
+def _padded(body: Any, work: Work, part: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the same of a micro-batch that is padded on the right."""
+    width = max(int(work.lengths[i]) for i in part)
+    ids = torch.stack([F.pad(work.tokens[i].long(), (0, width - len(work.tokens[i]))) for i in part])
+    place = torch.arange(width)
+    inside = (place >= PROMPT) & (place < torch.tensor([int(work.lengths[i]) for i in part])[:, None])
+    rows, columns = (x.cuda() for x in inside.nonzero(as_tuple=True))
+    ids = ids.cuda()
+    hidden = body(input_ids=ids, use_cache=False).last_hidden_state
+    return hidden[rows, columns - 1], ids[rows, columns]
+
+
+def _score(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return -F.cross_entropy((hidden @ weight.t()).float(), targets, reduction="none")
+
+
+def _varlen(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **unused: Any
+) -> tuple[torch.Tensor, None]:
+    from torch.nn.attention.varlen import varlen_attn
+
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    starts, longest = _places["starts"], _places["longest"]
+    again = q.size(1) // k.size(1)
+    k, v = k.repeat_interleave(again, 1), v.repeat_interleave(again, 1)
+    out = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, 0))
+    return out[None], None

@@ -1,0 +1,151 @@
+"""Measures one way of making a step, in a process of its own, and prints a line of JSON.
+
+python -m tests.benchmarks.gpu_trainer.measure WAY SIZE --models DIR [--samples 256] [--tokens 16384]
+"""
+
+import argparse
+import gc
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.benchmarks.gpu_trainer.shapes import PROMPT, Work, make_work, model_directory, model_flops
+from trainer.batch import Batch, StepTotals
+
+PEAK = 989e12
+"""bfloat16 FLOP/s of an H100 and an H200 without sparsity, as its maker states."""
+HF_WAYS = {
+    "hf-padded": {"packed": False, "compiled": False},
+    "hf-packed": {"packed": True, "compiled": False},
+    "hf-compiled": {"packed": True, "compiled": True},
+}
+
+
+def main() -> None:
+    """Run one way."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("way", choices=[*HF_WAYS, "ours"])
+    parser.add_argument("size")
+    parser.add_argument("--models", type=Path, required=True)
+    parser.add_argument("--samples", type=int, default=256)
+    parser.add_argument(
+        "--tokens", type=int, default=0, help="of a micro-batch; 0: 16384 for HF, auto for ours"
+    )
+    parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--set", action="append", default=[], help="ours: section.name=value")
+    options = parser.parse_args()
+    directory, work = model_directory(options.size, options.models), make_work(options.samples)
+    torch.cuda.reset_peak_memory_stats()
+    found = (_ours if options.way == "ours" else _hugging_face)(options, directory, work)
+    step_s = found["step_s"]
+    found |= {
+        "way": options.way,
+        "size": options.size,
+        "tokens": work.total,
+        "trained_tokens": work.trained,
+        "tokens_per_s": work.total / step_s,
+        "mfu": model_flops(options.size, work) / step_s / PEAK,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+    }
+    print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in found.items()}), flush=True)
+
+
+def _timed(step: Callable[[], object], repeat: int) -> tuple[float, float]:
+    """Return the seconds of the first step and of the fastest of the others."""
+    times = []
+    for _ in range(1 + repeat):
+        began = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return times[0], min(times[1:])
+
+
+def _hugging_face(options: argparse.Namespace, directory: Path, work: Work) -> dict[str, Any]:
+    """Make steps with Hugging Face; what does not fit is tried with half the tokens."""
+    from tests.benchmarks.gpu_trainer.hugging_face import make_step
+
+    budget = options.tokens or 16384
+    while True:
+        try:
+            step = make_step(directory, work, budget=budget, **HF_WAYS[options.way])
+            first, best = _timed(step, options.repeat)
+            return {"step_s": best, "first_s": first, "micro_batch_tokens": budget}
+        except torch.OutOfMemoryError:
+            print(f"out of memory with {budget} tokens in a micro-batch", flush=True)
+            budget //= 2
+        step = None
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _ours(options: argparse.Namespace, directory: Path, work: Work) -> dict[str, Any]:
+    """Make steps with the Megatron backend, and passes for log-probabilities alone."""
+    from trainer.algorithms import AlgorithmConfig, make_algorithm
+    from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
+    from trainer.registry import make_backend
+
+    given: dict[str, dict[str, Any]] = {"trainer": {}, "optimizer": {}}
+    for text in options.set:
+        dotted, value = text.split("=")
+        section, name = dotted.split(".")
+        given[section][name] = json.loads(value)
+    backend = make_backend(
+        directory,
+        parallel=ParallelConfig(),
+        optimizer=OptimizerConfig(**{"lr": 1e-6, **given["optimizer"]}),
+        trainer=TrainerConfig(
+            **{"dtype": "bfloat16", "device": "cuda", "threads": 8, "micro_batch_tokens": options.tokens}
+            | given["trainer"]
+        ),
+        algorithm=make_algorithm(AlgorithmConfig()),
+    )
+    batch = make_batch(work)
+    first, best = _timed(lambda: backend.train_step(batch), options.repeat)
+    stats = backend.train_step(batch)
+    _, logprobs_s = _timed(lambda: backend.logprobs(batch), 1)
+    backend.close()
+    return {
+        "step_s": best,
+        "first_s": first,
+        "logprobs_over_step": logprobs_s / best,
+        "micro_batches": stats.micro_batches,
+        "padding_share": stats.padding_share,
+        "memory_expected_gb": getattr(stats, "memory_expected_gb", None),
+        "settings": options.set,
+    }
+
+
+def make_batch(work: Work) -> Batch:
+    """Return the work as a batch of groups of 8, all of lag 0."""
+    count, lengths = len(work.lengths), torch.from_numpy(work.lengths)
+    generator = torch.Generator().manual_seed(0)
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    positions = torch.arange(work.total) - offsets[:-1].repeat_interleave(lengths)
+    sampled = positions >= PROMPT
+    advantages = torch.randn(count, generator=generator).repeat_interleave(lengths) * sampled
+    return Batch(
+        step=0,
+        totals=StepTotals(samples=count, trained_tokens=work.trained, lag_max=0, fresh=True),
+        offsets=offsets,
+        tokens=torch.cat(work.tokens),
+        loss_mask=sampled,
+        sampled_mask=sampled.clone(),
+        behaviour_logprobs=torch.where(sampled, -11.9, 0.0),
+        versions=torch.where(sampled, 0, -1).int(),
+        advantages=advantages,
+        group_index=torch.arange(count) // 8,
+        rewards=torch.randn(count, generator=generator),
+        weights=1.0 / (count * (lengths - PROMPT).float()),
+        measured=torch.ones(count, dtype=torch.bool),
+    )
+
+
+if __name__ == "__main__":
+    main()
