@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from trainer.megatron import vocab_parallel
-from trainer.megatron.vocab_parallel import vocab_parallel_logprobs
+from trainer.megatron.layers import vocab_parallel
+from trainer.megatron.layers.vocab_parallel import vocab_parallel_logprobs
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
