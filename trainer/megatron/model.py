@@ -21,7 +21,6 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -99,8 +98,9 @@ def transformer_config(
             sequence_parallel=position.sequence_parallel,
             params_dtype=dtype,
             pipeline_dtype=dtype,
-            # micro-batches differ in length
+            # Micro-batches differ in length; the dispatcher, of experts, is one that megatron allows then.
             variable_seq_lengths=parallel.pipeline_model_parallel_size > 1,
+            moe_token_dispatcher_type="alltoall",
             bf16=dtype is torch.bfloat16,
             # Weights come from a checkpoint: a random initialization would be wasted.
             perform_initialization=False,
@@ -176,7 +176,6 @@ def _layer_spec(qk_norm: bool, attention: type[Any], core_attention: type[Any]) 
         q_layernorm=head_norm,
         k_layernorm=head_norm,
     )
-    mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -186,7 +185,7 @@ def _layer_spec(qk_norm: bool, attention: type[Any], core_attention: type[Any]) 
             ),
             self_attn_bda=_residual,
             pre_mlp_layernorm=RMSNorm,
-            mlp=ModuleSpec(module=GatedMLP, submodules=mlp),
+            mlp=GatedMLP,
             mlp_bda=_residual,
         ),
     )

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer.mlp import MLP
+from megatron.core import parallel_state as mpu
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -42,6 +44,15 @@ class RMSNorm(torch.nn.Module):
 
 class GatedMLP(MLP):
     """megatron's MLP, without the choices that models here do not have: no bias, silu, gated."""
+
+    def __init__(self, config: TransformerConfig, **unused: Any) -> None:
+        linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        super().__init__(
+            config,
+            linear,
+            ffn_hidden_size=config.ffn_hidden_size,
+            tp_group=mpu.get_tensor_model_parallel_group(),
+        )
 
     def forward(self, hidden_states: torch.Tensor, *unused: Any, **also_unused: Any) -> Any:
         return self.linear_fc2(swiglu(self.linear_fc1(hidden_states)[0]))
