@@ -3,8 +3,10 @@
 import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
 
 # isort: split
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,11 +22,12 @@ from trainer.backends.step_measures import StepMeasures
 from trainer.batch import Batch
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.lora import merged
-from trainer.megatron import cpu, lora, parallel
+from trainer.megatron import cpu, parallel
 from trainer.megatron.architecture import read_architecture
 from trainer.megatron.checkpoint import layout, restore_part, save_part
 from trainer.megatron.convert.checkpoint import load_checkpoint
 from trainer.megatron.forward import Runner
+from trainer.megatron.layers import lora
 from trainer.megatron.model import DTYPES, build_model, mark_split, transformer_config
 from trainer.megatron.optimizer import Optimizer, wrap_model
 from trainer.megatron.reshard import TensorPlan, export_plan, plan_of, stage_rules
@@ -66,6 +69,7 @@ class MegatronBackend(Backend):
             self._model_spec, parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
         )
         self._position = _initialize(parallel, trainer)
+        self.replicas = self._position.replicas()
         self._closed = False
         try:
             self._config = transformer_config(self._model_spec, self._position, DTYPES[trainer.dtype])
@@ -77,7 +81,7 @@ class MegatronBackend(Backend):
                 self._add_adapters(model, adapters)
             self._buffers = buffers_of(model)
             self._model = wrap_model(model, self._config, self._position)
-            self._runner = Runner(self._model, self._model_spec, self._position, trainer.micro_batch_size)
+            self._runner = self._make_runner(self._model)
             self._optimizer = Optimizer(
                 optimizer, self._model, self._position, DTYPES[trainer.dtype], apart=shared
             )
@@ -89,14 +93,18 @@ class MegatronBackend(Backend):
         self._reference_model: GPTModel | None = None
         self._host = HostOffload()
 
+    def costs(self, lengths: torch.Tensor) -> torch.Tensor:
+        return self._model_spec.layer_flops(lengths.double())
+
     def train_step(self, batch: Batch) -> StepStats:
         measures = StepMeasures.of_batch(batch, self.algorithm.config)
         self._optimizer.zero_grad(self._model)
-        vector = self._runner.train(batch, self.algorithm, measures)
+        vector, micro_batches, padding_share = self._runner.train(batch, self.algorithm, measures)
         norm, skipped = (
             self._optimizer.step() if measures.tokens else (0.0, "no token of the batch is within the bound")
         )
-        return measures.stats(vector, grad_norm=norm, skipped=skipped)
+        stats = measures.stats(vector, grad_norm=norm, skipped=skipped)
+        return dataclasses.replace(stats, micro_batches=micro_batches, padding_share=padding_share)
 
     def logprobs(self, batch: Batch) -> torch.Tensor:
         return self._runner.logprobs(batch)
@@ -116,7 +124,7 @@ class MegatronBackend(Backend):
             for name, parameter in model.named_parameters():
                 parameter.copy_(self._parameters[name])
         self._reference_model = model.requires_grad_(False)
-        self._reference = Runner(model, self._model_spec, self._position, self._trainer.micro_batch_size)
+        self._reference = self._make_runner(model)
 
     def masters(self) -> Mapping[str, torch.Tensor]:
         return self._masters or super().masters()
@@ -204,6 +212,12 @@ class MegatronBackend(Backend):
         if not self._closed:
             self._closed = True
             parallel.finalize()
+
+    def _make_runner(self, model: Any) -> Runner:
+        trainer = self._trainer
+        return Runner(
+            model, self._model_spec, self._position, trainer.micro_batch_tokens, trainer.micro_batch_size
+        )
 
     def _layout(self) -> dict[str, object]:
         return layout(self._model_spec, self._position, self._trainer.dtype, self.lora)

@@ -15,16 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from protocol.errors import SettingsError
 from trainer.config import ParallelConfig
 from trainer.megatron import cpu, parallel
 from trainer.megatron.architecture import Architecture, read_architecture
 from trainer.megatron.convert.checkpoint import load_checkpoint
-from trainer.megatron.model import DTYPES, OutputRows, build_model, transformer_config
+from trainer.megatron.model import DTYPES, build_model, transformer_config
 from trainer.megatron.reshard import export_plan
 from trainer.megatron.sharing import buffers_of, parts_of
 
@@ -98,6 +102,63 @@ class SlotAttention(SelfAttention):
         return query, keys, values, None, self.attn_mask_type, None
 
 
+class CausalAttention(MegatronModule):
+    """Attention on torch's own kernels.
+
+    Sequences are padded on the right, so causality alone excludes padding, without a mask.
+    """
+
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **unused: Any) -> None:
+        super().__init__(config=config)
+        self.softmax_scale = softmax_scale
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **unused: Any
+    ) -> torch.Tensor:
+        """Map [S, B, heads, head_dim] to [S, B, heads * head_dim].
+
+        Args:
+            query: heads of this tensor rank.
+            key: as `query`, with fewer heads if they are grouped.
+            value: shaped as `key`.
+            attention_mask: None for causal attention; with one query for each sequence bool [B, 1, 1,
+                keys], true where it attends.
+        """
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        if attention_mask is None:
+            grouped = q.size(1) != k.size(1)
+            out = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=grouped
+            )
+            return out.permute(2, 0, 1, 3).flatten(2)
+        # The query heads of a group attend like tokens of a sequence, so that no key is copied for each of
+        # them.
+        of_group = q.reshape(*k.shape[:2], -1, q.size(3))
+        return F.scaled_dot_product_attention(
+            of_group, k, v, attn_mask=attention_mask, scale=self.softmax_scale
+        ).flatten(1)[None]
+
+
+class OutputRows:
+    """A selection of the rows whose logits are computed, so that prompts and padding cost nothing.
+
+    Set `index` (int64 [T] into the flattened [S, B]) before a forward pass; the model then returns logits [1,
+    T, V / P].
+    """
+
+    def __init__(self, model: GPTModel) -> None:
+        self.index: torch.Tensor | None = None
+        model.output_layer.register_forward_pre_hook(self._select)
+
+    def _select(
+        self, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...] | None:
+        if self.index is None:
+            return None
+        hidden = inputs[0]
+        return hidden.flatten(0, 1).index_select(0, self.index).unsqueeze(1), *inputs[1:]
+
+
 class SlotModel:
     """The whole model on one rank, alone or beside other users of megatron-core. Not thread-safe."""
 
@@ -131,7 +192,13 @@ class SlotModel:
         try:
             config = transformer_config(self.architecture, position, DTYPES[dtype])
             self.module = (
-                build_model(self.architecture, config, position, attention=SlotAttention)
+                build_model(
+                    self.architecture,
+                    config,
+                    position,
+                    attention=SlotAttention,
+                    core_attention=CausalAttention,
+                )
                 .eval()
                 .requires_grad_(False)
             )

@@ -57,6 +57,18 @@ class Position:
         config = self.config
         return tp + config.tensor_model_parallel_size * (dp + config.data_parallel_size * pp)
 
+    def replicas(self) -> list[list[int]]:
+        """Return the global ranks of every data-parallel replica, ascending."""
+        config = self.config
+        return [
+            [
+                self.rank_of(tp, pp, dp)
+                for pp in range(config.pipeline_model_parallel_size)
+                for tp in range(config.tensor_model_parallel_size)
+            ]
+            for dp in range(config.data_parallel_size)
+        ]
+
 
 def initialize(config: ParallelConfig, device: str, seed: int) -> Position:
     """Join the process groups that the layout needs; a second backend in the same process shares them.

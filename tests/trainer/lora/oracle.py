@@ -1,10 +1,12 @@
 """Trains adapters by hand: merges the weights anew for each step and differentiates through the merge."""
 
+from functools import partial
+
 import torch
 from torch.func import functional_call
 
 from protocol.weights.lora import AdapterTarget, LoraConfig, adapter_targets
-from tests.trainer.megatron.models import OPTIMIZER, make_batch, make_model
+from tests.trainer.megatron.models import OPTIMIZER, make_batch, make_model, plain_logprobs, plain_loss
 from trainer.algorithms.grpo import Grpo
 from trainer.config import AlgorithmConfig
 from trainer.lora import initial_adapter
@@ -38,12 +40,8 @@ def trained_by_hand(name: str, lora: LoraConfig = LORA) -> tuple[list[float], di
     for step in range(STEPS):
         batch = make_batch(name, step)
         merged = {t.weight: weights[t.weight] + lora.scaling * adapter[t.b] @ adapter[t.a] for t in targets}
-        logits = functional_call(model, merged, (batch.tokens,)).logits[:, :-1].float() / batch.temperature
-        table = torch.log_softmax(logits, -1)
-        logprobs = torch.nn.functional.pad(table.gather(-1, batch.tokens[:, 1:, None])[..., 0], (1, 0))
-        entropy = torch.nn.functional.pad(-(table.exp() * table).sum(-1), (1, 0))
-        token = ALGORITHM.token_loss(logprobs, batch.behaviour_logprobs, batch.advantages, entropy=entropy)
-        loss = (token.loss * ALGORITHM.token_weights(batch)).sum()
+        logprobs, entropy = plain_logprobs(partial(functional_call, model, merged), batch)
+        loss = plain_loss(ALGORITHM, batch, logprobs, entropy)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(adapter.values(), OPTIMIZER.clip_grad)

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from tests.trainer.lora.oracle import ALGORITHM, LORA, STEPS
 from tests.trainer.megatron.launch import DEADLINE_S
 from tests.trainer.megatron.models import OPTIMIZER, make_batch
-from tests.trainer.megatron.ranks import LAYOUTS
+from tests.trainer.megatron.ranks import LAYOUTS, part_of
 from trainer.backends.hf_export import save_hf
 from trainer.config import TrainerConfig
 from trainer.megatron.backend import MegatronBackend
@@ -35,19 +35,19 @@ def run(layout: str, name: str, model_dir: Path, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     backend = make_backend(model_dir, layout)
     backend.keep_reference()
-    before = backend.logprobs(make_batch(name, 0))
+    before = backend.logprobs(part_of(backend, make_batch(name, 0)))
     losses = []
     for step in range(STEPS):
-        losses.append(backend.train_step(make_batch(name, step)).loss)
+        losses.append(backend.train_step(part_of(backend, make_batch(name, step))).loss)
         if step == 0:
             (out / "after-one").mkdir(exist_ok=True)
             backend.save(out / "after-one")
     after = dict(backend.export())
     save_hf(backend, out / "hf", source=model_dir)
-    reference = backend.reference_logprobs(make_batch(name, 0))
+    reference = backend.reference_logprobs(part_of(backend, make_batch(name, 0)))
     backend.restore(out / "after-one")
     for step in range(1, STEPS):
-        backend.train_step(make_batch(name, step))
+        backend.train_step(part_of(backend, make_batch(name, step)))
     again = dict(backend.export())
     backend.close()
     if not dist.is_initialized() or dist.get_rank() == 0:

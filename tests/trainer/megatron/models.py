@@ -1,6 +1,8 @@
 """Makes tiny checkpoints and batches, and trains them in plain torch for comparison."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -8,8 +10,9 @@ from transformers import PreTrainedModel
 
 from tests.trainer.measured import expected
 from trainer.algorithms.base import Algorithm
-from trainer.batch import Batch
-from trainer.config import OptimizerConfig
+from trainer.algorithms.grpo import Grpo
+from trainer.batch import Batch, StepTotals
+from trainer.config import AlgorithmConfig, OptimizerConfig
 
 BASE = {
     "hidden_size": 64,
@@ -87,24 +90,57 @@ def make_batch(
     inside = position < lengths[:, None]
     sampled = inside & (position >= prompt)
     trained = sampled & (torch.rand(samples, length, generator=generator) < 0.8)
-    trained[1] = False
-    tokens = torch.randint(0, vocabulary, (samples, length), generator=generator) * inside
+    trained[1:2] = False
+    tokens = torch.randint(0, vocabulary, (samples, length), generator=generator)
     behaviour = (-4.5 + 0.5 * torch.randn(samples, length, generator=generator)) * sampled
     advantages = torch.randn(samples, 1, generator=generator) * trained
-    versions = torch.where(sampled, torch.where(position % 2 == 0, seed, seed - 1), -1).int()
-    group = torch.arange(samples) // 4
-    rewards = torch.rand(samples, generator=generator)
+    versions = torch.where(sampled, torch.where(position % 2 == 0, seed, seed - 1), -1)
+    lags = (seed - versions)[trained]
     return Batch(
-        seed, tokens, lengths, trained, sampled, behaviour, versions, advantages, group, rewards, temperature
+        step=seed,
+        totals=StepTotals(samples, int(trained.sum()), int(lags.max()), bool((lags == 0).any())),
+        offsets=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)),
+        tokens=tokens[inside].int(),
+        loss_mask=trained[inside],
+        sampled_mask=sampled[inside],
+        behaviour_logprobs=behaviour[inside],
+        versions=versions[inside].int(),
+        advantages=advantages[inside],
+        group_index=torch.arange(samples) // 4,
+        rewards=torch.rand(samples, generator=generator),
+        weights=Grpo(AlgorithmConfig()).sample_weights(sampled.sum(1)),
+        measured=torch.ones(samples, dtype=torch.bool),
+        temperature=temperature,
     )
 
 
-def plain_logprobs(model: PreTrainedModel, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """[N, L] log-probabilities of the tokens and entropies, from the model's own logits."""
-    table = torch.log_softmax(model(batch.tokens).logits[:, :-1].float() / batch.temperature, -1)
-    picked = table.gather(-1, batch.tokens[:, 1:, None])[..., 0]
-    entropy = -(table.exp() * table).sum(-1)
-    return torch.nn.functional.pad(picked, (1, 0)), torch.nn.functional.pad(entropy, (1, 0))
+def step_batch(name: str, step: int) -> Batch:
+    """The batch of a step; that of step 1 is one sample, so with several replicas one has none."""
+    return make_batch(name, step, samples=1 if step == 1 else 13)
+
+
+def plain_logprobs(model: Callable[[torch.Tensor], Any], batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """[t] log-probabilities of the tokens and entropies, from the model's own logits, a sample at a time."""
+    logprobs, entropies = [], []
+    for tokens in batch.tokens.long().split(batch.lengths.tolist()):
+        table = torch.log_softmax(model(tokens[None]).logits[0, :-1].float() / batch.temperature, -1)
+        logprobs += [table.new_zeros(1), table.gather(-1, tokens[1:, None])[:, 0]]
+        entropies += [table.new_zeros(1), -(table.exp() * table).sum(-1)]
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+def plain_loss(
+    algorithm: Algorithm, batch: Batch, logprobs: torch.Tensor, entropy: torch.Tensor
+) -> torch.Tensor:
+    """The loss of a step, from [t] arrays."""
+    mask = batch.loss_mask
+    token = algorithm.token_loss(
+        logprobs[mask],
+        batch.behaviour_logprobs[mask],
+        batch.advantages[mask],
+        entropy=entropy[mask] if algorithm.config.entropy_coef else None,
+    )
+    return (token.loss * batch.weights[batch.sample_index][mask]).sum()
 
 
 class PlainTrainer:
@@ -126,9 +162,7 @@ class PlainTrainer:
 
     def step(self, batch: Batch) -> dict[str, float]:
         logprobs, entropy = plain_logprobs(self.model, batch)
-        used = entropy if self.algorithm.config.entropy_coef else None
-        token = self.algorithm.token_loss(logprobs, batch.behaviour_logprobs, batch.advantages, entropy=used)
-        loss = (token.loss * self.algorithm.token_weights(batch)).sum()
+        loss = plain_loss(self.algorithm, batch, logprobs, entropy)
         self.optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), OPTIMIZER.clip_grad)

@@ -3,7 +3,7 @@
 import faulthandler
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -13,11 +13,13 @@ from safetensors.torch import save_file
 from protocol.errors import SettingsError
 from tests.trainer.measured import flat
 from tests.trainer.megatron.launch import DEADLINE_S
-from tests.trainer.megatron.models import MODELS, OPTIMIZER, make_batch
+from tests.trainer.megatron.models import MODELS, OPTIMIZER, make_batch, step_batch
 from trainer.algorithms.grpo import Grpo
 from trainer.backends.base import Backend
 from trainer.backends.hf_export import save_hf
+from trainer.batch import Batch
 from trainer.config import AlgorithmConfig, ParallelConfig, TrainerConfig
+from trainer.data.packing import balance
 from trainer.megatron.backend import MegatronBackend
 
 LAYOUTS = {
@@ -37,10 +39,36 @@ ALGORITHM = Grpo(AlgorithmConfig(entropy_coef=0.02, kl_coef=0.0))
 
 
 def make_backend(model_dir: Path, layout: str, dtype: str = "float32") -> MegatronBackend:
-    trainer = TrainerConfig(micro_batch_size=7, dtype=dtype, device="cpu")
+    trainer = TrainerConfig(micro_batch_tokens=40, micro_batch_size=7, dtype=dtype, device="cpu")
     return MegatronBackend(
         model_dir, parallel=LAYOUTS[layout], optimizer=OPTIMIZER, trainer=trainer, algorithm=ALGORITHM
     )
+
+
+def cut(backend: Backend, batch: Batch) -> list[torch.Tensor]:
+    """The samples of each replica."""
+    pieces = balance(backend.costs(batch.lengths).tolist(), len(backend.replicas))
+    return [torch.tensor(piece, dtype=torch.int64) for piece in pieces]
+
+
+def replica_of(backend: Backend) -> int:
+    rank = dist.get_rank()
+    return next(index for index, ranks in enumerate(backend.replicas) if rank in ranks)
+
+
+def part_of(backend: Backend, batch: Batch) -> Batch:
+    """What this rank's replica works on."""
+    return batch.select(cut(backend, batch)[replica_of(backend)])
+
+
+def whole(backend: Backend, batch: Batch, logprobs: Callable[[Batch], torch.Tensor]) -> torch.Tensor:
+    """The log-probabilities of all replicas as each rank has them, [ranks, t]."""
+    samples, ranks = cut(backend, batch)[replica_of(backend)], dist.get_world_size()
+    found = torch.zeros(ranks, len(batch.tokens))
+    mine = torch.isin(batch.sample_index, samples)
+    found[dist.get_rank(), mine] = logprobs(batch.select(samples))
+    dist.all_reduce(found)
+    return found
 
 
 def drain(backend: Backend) -> dict[str, torch.Tensor]:
@@ -65,16 +93,20 @@ def _train_and_restore(name: str, layout: str, model_dir: Path, out: Path) -> No
     backend.keep_reference()
     before = make_batch(name, 0)
     _write(out / "before", backend.export())
-    _write(out / "logprobs", [("first", backend.logprobs(before))])
+    _write(out / "logprobs", [("first", whole(backend, before, backend.logprobs))])
     stats = []
     for step in range(STEPS):
-        stats.append(flat(backend.train_step(make_batch(name, step))))
+        stats.append(flat(backend.train_step(part_of(backend, step_batch(name, step)))))
         if step == 0:
             checkpoint = _checkpoint(backend, out / "after-one")
     _write(out / "after", backend.export())
     _checkpoint(backend, out / "at-end")
     _write(
-        out / "reference", [("first", backend.reference_logprobs(before)), ("now", backend.logprobs(before))]
+        out / "reference",
+        [
+            ("first", whole(backend, before, backend.reference_logprobs)),
+            ("now", whole(backend, before, backend.logprobs)),
+        ],
     )
     save_hf(backend, out / "hf", source=model_dir, shard_bytes=50_000)
     if name == FRESH:
@@ -92,7 +124,7 @@ def _go_on(
 ) -> Iterable[tuple[str, torch.Tensor]]:
     """`by_turns`: the device is free between two steps."""
     for step in range(1, STEPS):
-        backend.train_step(make_batch(name, step))
+        backend.train_step(part_of(backend, step_batch(name, step)))
         if by_turns:
             backend.offload()
             held = [*backend._parameters.values(), *backend._optimizer.tensors()]
@@ -106,7 +138,7 @@ def _bfloat16(layout: str, model_dir: Path, out: Path) -> None:
     backend = make_backend(model_dir, layout, "bfloat16")
     name = "qwen3-tied"
     _write(out / "before", backend.export())
-    backend.train_step(make_batch(name, 0))
+    backend.train_step(part_of(backend, step_batch(name, 0)))
     checkpoint = _checkpoint(backend, out / "after-one")
     _write(out / "after", _go_on(backend, name))
     backend.restore(checkpoint)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from trainer.megatron.weight_gradients import add_product
+from trainer.megatron.layers.weight_gradients import add_product
 
 CHUNK_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}
 """Size of a chunk of logits, by device."""
@@ -187,9 +187,9 @@ def _chunk_rows(hidden: torch.Tensor, count: int) -> int:
 def _kernels(logits: torch.Tensor) -> Any:
     """Return the module that computes on the logits' device."""
     if logits.is_cuda:
-        from trainer.megatron import softmax_triton
+        from trainer.megatron.layers import softmax_triton
 
         return softmax_triton
-    from trainer.megatron import softmax_torch
+    from trainer.megatron.layers import softmax_torch
 
     return softmax_torch

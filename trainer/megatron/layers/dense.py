@@ -1,0 +1,58 @@
+"""Defines what a layer computes token by token: the norm and the gated activation."""
+
+import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
+
+# isort: split
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state as mpu
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return x / sqrt(mean(x^2) + eps) * weight, over the last dimension."""
+    return F.rms_norm(x, (x.size(-1),), weight, eps)
+
+
+def swiglu(x: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) * up of [..., 2 F], in which the gate comes first."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+class RMSNorm(torch.nn.Module):
+    """Root mean square norm over the last dimension, which sequence-parallel regions may contain.
+
+    There each tensor rank has only its tokens; the mark on the weight, which megatron's own norm lacks, makes
+    megatron add up its gradient over the ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused: Any) -> None:
+        super().__init__()
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+class GatedMLP(MLP):
+    """megatron's MLP, without the choices that models here do not have: no bias, silu, gated."""
+
+    def __init__(self, config: TransformerConfig, **unused: Any) -> None:
+        linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        super().__init__(
+            config,
+            linear,
+            ffn_hidden_size=config.ffn_hidden_size,
+            tp_group=mpu.get_tensor_model_parallel_group(),
+        )
+
+    def forward(self, hidden_states: torch.Tensor, *unused: Any, **also_unused: Any) -> Any:
+        return self.linear_fc2(swiglu(self.linear_fc1(hidden_states)[0]))

@@ -1,0 +1,83 @@
+"""Calls kernels that compute attention over packed sequences in one launch, on CUDA in 16 bits.
+
+flash-attn and TransformerEngine are used where they are installed; this project's own tests run neither.
+
+Shapes: q [T, heads, D]; k and v [T, kv heads, D]; all return [T, heads, D].
+"""
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+
+from trainer.megatron.layers.sequences import PackedSequences
+
+
+def flash_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: PackedSequences, scale: float | None
+) -> torch.Tensor:
+    """Compute it with flash-attn."""
+    from flash_attn import flash_attn_varlen_func
+
+    offsets, longest = sequences.offsets, sequences.longest
+    out: torch.Tensor = flash_attn_varlen_func(
+        q, k, v, offsets, offsets, longest, longest, softmax_scale=scale, causal=True
+    )
+    return out
+
+
+def transformer_engine_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: PackedSequences, scale: float | None
+) -> torch.Tensor:
+    """Compute it with TransformerEngine."""
+    out: torch.Tensor = _transformer_engine(q.size(1), k.size(1), q.size(2), scale)(
+        q,
+        k,
+        v,
+        cu_seqlens_q=sequences.offsets,
+        cu_seqlens_kv=sequences.offsets,
+        max_seqlen_q=sequences.longest,
+        max_seqlen_kv=sequences.longest,
+    )
+    return out.view_as(q)
+
+
+def varlen_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: PackedSequences, scale: float | None
+) -> torch.Tensor:
+    """Compute it with torch's own kernel; older ones have no grouped heads, so keys are copied for each."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    options: dict[str, Any] = {} if scale is None else {"scale": scale}
+    if q.size(1) != k.size(1):
+        if _varlen_takes_groups():
+            options["enable_gqa"] = True
+        else:
+            k, v = (x.repeat_interleave(q.size(1) // k.size(1), dim=1) for x in (k, v))
+    offsets, longest = sequences.offsets, sequences.longest
+    out: torch.Tensor = varlen_attn(
+        q, k, v, offsets, offsets, longest, longest, window_size=(-1, 0), **options
+    )
+    return out
+
+
+@functools.cache
+def _varlen_takes_groups() -> bool:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+@functools.cache
+def _transformer_engine(heads: int, kv_heads: int, head_dim: int, scale: float | None) -> Any:
+    from transformer_engine.pytorch import DotProductAttention
+
+    return DotProductAttention(
+        heads,
+        head_dim,
+        num_gqa_groups=kv_heads,
+        attn_mask_type="padding_causal",
+        qkv_format="thd",
+        softmax_scale=scale,
+    )

@@ -1,0 +1,39 @@
+"""Computes rotary position embeddings: once for a micro-batch, for all its layers.
+
+Shapes: T tokens, D head size.
+"""
+
+import math
+
+import torch
+
+from trainer.megatron.architecture import Rope
+
+
+def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
+    """Return the rotary frequencies, float32 [D / 2].
+
+    llama3: long wavelengths are stretched by `factor`, short ones kept, those between interpolated.
+    """
+    frequencies = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
+    if rope.type == "linear":
+        return frequencies / rope.factor
+    if rope.type != "llama3":
+        return frequencies
+    turns = rope.original_max_position_embeddings * frequencies / (2 * math.pi)
+    keep = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0.0, 1.0)
+    return (1 - keep) * frequencies / rope.factor + keep * frequencies
+
+
+def rotation(
+    positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosine and sine of every angle, each [T, 1, D], for positions [T]; computed in float32."""
+    angles = torch.outer(positions.float(), frequencies).repeat(1, 2)[:, None]
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Return queries or keys [T, heads, D] rotated by [T, 1, D]; dimension i pairs with i + D / 2."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin

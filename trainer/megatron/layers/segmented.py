@@ -1,0 +1,97 @@
+"""Computes attention over packed sequences by segments, on any device and in any dtype.
+
+A segment is a run of sequences of similar length, padded to its longest for one call of torch's attention. So
+long sequences waste little, and many short ones take few calls.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+SIMILAR = 0.75
+"""The shortest sequence of a segment has at least this share of the longest one's tokens, or"""
+CLOSE = 8
+"""at most so many tokens less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of sequences."""
+
+    first: int
+    """Its first token in the micro-batch."""
+    tokens: int
+    sequences: int
+    longest: int
+    padded: torch.Tensor | None
+    """int64 [sequences * longest]: for each place of the padded segment a token, counted from `first`; the
+    last one of its sequence in the padding. None if all sequences are equally long."""
+    places: torch.Tensor | None
+    """int64 [tokens]: the place of each token."""
+
+
+def segments_of(lengths: Sequence[int], device: torch.device) -> tuple[Segment, ...]:
+    """Divide sequences into segments, in their order."""
+    found = []
+    first = 0
+    for run in _runs(lengths):
+        found.append(_segment(first, torch.tensor(run), device))
+        first += sum(run)
+    return tuple(found)
+
+
+def segmented_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Sequence[Segment], scale: float | None
+) -> torch.Tensor:
+    """Return causal attention within each sequence, [T, heads, D].
+
+    Args:
+        q: [T, heads, D].
+        k: [T, kv heads, D].
+        v: shaped as `k`.
+        segments: of the T tokens.
+        scale: of the scores; None: 1 / sqrt(D).
+    """
+    return torch.cat([_attend(q, k, v, segment, scale) for segment in segments])
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segment: Segment, scale: float | None
+) -> torch.Tensor:
+    def spread(x: torch.Tensor) -> torch.Tensor:
+        x = x.narrow(0, segment.first, segment.tokens)
+        if segment.padded is not None:
+            x = x.index_select(0, segment.padded)
+        return x.unflatten(0, (segment.sequences, segment.longest)).transpose(1, 2)
+
+    grouped = q.size(1) != k.size(1)
+    out = F.scaled_dot_product_attention(
+        spread(q), spread(k), spread(v), is_causal=True, scale=scale, enable_gqa=grouped
+    )
+    out = out.transpose(1, 2).flatten(0, 1)
+    return out if segment.places is None else out.index_select(0, segment.places)
+
+
+def _runs(lengths: Sequence[int]) -> Iterator[list[int]]:
+    run: list[int] = []
+    for length in lengths:
+        longest, shortest = max(run, default=length), min(run, default=length)
+        longest, shortest = max(longest, length), min(shortest, length)
+        if shortest < SIMILAR * longest and longest - shortest > CLOSE:
+            yield run
+            run = []
+        run.append(length)
+    if run:
+        yield run
+
+
+def _segment(first: int, lengths: torch.Tensor, device: torch.device) -> Segment:
+    count, longest, tokens = len(lengths), int(lengths.max()), int(lengths.sum())
+    if tokens == count * longest:
+        return Segment(first, tokens, count, longest, None, None)
+    starts, column = lengths.cumsum(0) - lengths, torch.arange(longest)
+    padded = starts[:, None] + torch.minimum(column, lengths[:, None] - 1)
+    places = (column < lengths[:, None]).flatten().nonzero()[:, 0]
+    return Segment(first, tokens, count, longest, padded.flatten().to(device), places.to(device))

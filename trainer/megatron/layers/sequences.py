@@ -1,0 +1,68 @@
+"""Describes the sequences of a micro-batch, which lie one after the other without padding.
+
+Shapes: T tokens of S sequences, D head size.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from trainer.megatron.layers.rotary import rotation
+from trainer.megatron.layers.segmented import Segment, segments_of
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSequences:
+    """What attention has to know of a micro-batch; megatron hands it to every layer as `packed_seq_params`.
+
+    All of it is computed once, so that no layer waits for the device.
+    """
+
+    longest: int
+    """Tokens of the longest sequence."""
+    offsets: torch.Tensor
+    """int32 [S + 1], on the device: where each sequence begins, and T."""
+    cos: torch.Tensor
+    """[T, 1, D], on the device: of the angles of each token's position, from 0 in every sequence."""
+    sin: torch.Tensor
+    """Shaped as `cos`."""
+    segments: tuple[Segment, ...] = ()
+    """For attention by segments; empty if another implementation is used."""
+    qkv_format: str = "thd"
+    """megatron's name of the packed format: it drops the dimension of the batch before attention."""
+
+
+def packed_sequences(
+    lengths: Sequence[int],
+    frequencies: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    segmented: bool,
+) -> PackedSequences:
+    """Describe sequences for the device of the rotary `frequencies`.
+
+    Args:
+        lengths: tokens of each sequence, at least 1; attention by segments is fast if similar lengths are
+            neighbours.
+        frequencies: float32 [D / 2].
+        dtype: that of queries and keys.
+        segmented: whether attention goes by segments.
+    """
+    device = frequencies.device
+    sizes = torch.tensor(lengths)
+    offsets = torch.nn.functional.pad(sizes.cumsum(0), (1, 0))
+    positions = torch.arange(int(offsets[-1])) - offsets[:-1].repeat_interleave(sizes)
+    cos, sin = rotation(to_device(positions, device), frequencies, dtype)
+    return PackedSequences(
+        max(lengths),
+        to_device(offsets.int(), device),
+        cos,
+        sin,
+        segments_of(lengths, device) if segmented else (),
+    )
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a tensor of the host to a device without waiting for it."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

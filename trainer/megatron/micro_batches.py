@@ -1,0 +1,155 @@
+"""Packs a replica's samples into micro-batches, and makes each one as it is needed.
+
+Shapes: T tokens of a micro-batch that are inputs, k of which predict a token that is asked for.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from trainer.batch import Batch, TrainedTokens, trained_tokens
+from trainer.data.packing import pack
+from trainer.megatron.layers.attention import by_segments, kernel_for
+from trainer.megatron.layers.sequences import PackedSequences, packed_sequences, to_device
+from trainer.megatron.parallel import Position
+
+AUTO_TOKENS = {"cpu": 8192, "cuda": 16384}
+"""Type of device -> tokens of a micro-batch where the setting is 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Samples one after the other, each without its last token, which predicts nothing."""
+
+    inputs: torch.Tensor
+    """int64 [1, T], on the device."""
+    sequences: PackedSequences
+    rows: torch.Tensor
+    """int64 [max(k, 1)], on the device: the inputs that predict the tokens asked for. If there is none it is
+    the first one: so a pass always has a row, and every parameter is in its graph."""
+    targets: torch.Tensor
+    """int64 [max(k, 1)], on the device: the tokens themselves."""
+    wanted: int
+    """k."""
+    places: torch.Tensor
+    """int64 [k], on the device: index of each token into the replica's tokens."""
+    trained: TrainedTokens | None
+    """On the device; None where no loss is computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """The division of a replica's samples into micro-batches; it has at least one, which may be empty."""
+
+    samples: tuple[tuple[int, ...], ...]
+    """For each micro-batch the indices of its samples."""
+    sizes: tuple[int, ...]
+    """Tokens that each computes."""
+    padding: int
+    """Tokens in all of them that are no sample's."""
+
+    @classmethod
+    def of(
+        cls, lengths: torch.Tensor, position: Position, micro_batch_tokens: int, micro_batch_size: int
+    ) -> "Packing":
+        """Pack samples.
+
+        With sequence parallelism a micro-batch is padded to a multiple of the tensor ranks. A replica without
+        samples takes part with one token.
+
+        Args:
+            lengths: int64 [n].
+            position: a rank's place in the layout.
+            micro_batch_tokens: tokens of a micro-batch, at most, unless one sample has more; 0:
+                `AUTO_TOKENS`.
+            micro_batch_size: samples of a micro-batch, at most.
+        """
+        budget = micro_batch_tokens or AUTO_TOKENS[position.device.type]
+        inputs = (lengths - 1).tolist()
+        packed = pack(inputs, budget, micro_batch_size) or [[]]
+        divisor = position.config.tensor_model_parallel_size if position.sequence_parallel else 1
+        real = [sum(inputs[sample] for sample in samples) for samples in packed]
+        sizes = [max(-(-size // divisor), 1) * divisor for size in real]
+        return cls(tuple(map(tuple, packed)), tuple(sizes), sum(sizes) - sum(real))
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that all of them compute."""
+        return sum(self.sizes)
+
+    def micro_batches(
+        self,
+        batch: Batch,
+        position: Position,
+        frequencies: torch.Tensor,
+        dtype: torch.dtype,
+        *,
+        trained: bool,
+    ) -> Iterator[MicroBatch]:
+        """Make them in order, each when it is asked for.
+
+        Args:
+            batch: the replica's part, on the host.
+            position: this rank's place in the layout.
+            frequencies: rotary frequencies, float32 [D / 2], on the device.
+            dtype: that of queries and keys.
+            trained: whether the tokens asked for are the trained ones, for a loss, or all that were sampled.
+        """
+        segmented = kernel_for(position.device.type, dtype) is by_segments
+        for samples, size in zip(self.samples, self.sizes, strict=True):
+            chosen = torch.tensor(samples, dtype=torch.int64)
+            part = batch.select(chosen)
+            lengths = [length for length in (part.lengths - 1).tolist() if length]
+            padding = size - sum(lengths)
+            sequences = packed_sequences(
+                [*lengths, padding] if padding else lengths, frequencies, dtype, segmented=segmented
+            )
+            yield _micro_batch(batch, chosen, part, size, sequences, position.device, trained=trained)
+
+
+def _micro_batch(
+    batch: Batch,
+    samples: torch.Tensor,
+    part: Batch,
+    size: int,
+    sequences: PackedSequences,
+    device: torch.device,
+    *,
+    trained: bool,
+) -> MicroBatch:
+    index = part.sample_index
+    inputs = torch.ones(len(part.tokens), dtype=torch.bool)
+    inputs[part.offsets[1:] - 1] = False
+    tokens = torch.zeros(1, size, dtype=torch.int64)
+    kept = part.tokens[inputs]
+    tokens[0, : len(kept)] = kept
+    mask = (part.loss_mask if trained else part.sampled_mask).clone()
+    mask[part.offsets[:-1]] = False
+    place = mask.nonzero()[:, 0]
+    row, target = place - 1 - index[place], part.tokens[place].long()
+    if not len(place):
+        row = target = torch.zeros(1, dtype=torch.int64)
+    shift = batch.offsets[samples] - part.offsets[:-1]
+    return MicroBatch(
+        inputs=to_device(tokens, device),
+        sequences=sequences,
+        rows=to_device(row, device),
+        targets=to_device(target, device),
+        wanted=len(place),
+        places=to_device(place + shift[index[place]], device),
+        trained=_on(trained_tokens(part), device) if trained else None,
+    )
+
+
+def _on(tokens: TrainedTokens, device: torch.device) -> TrainedTokens:
+    arrays = {
+        field.name: to_device(value, device)
+        for field in dataclasses.fields(tokens)
+        if isinstance(value := getattr(tokens, field.name), torch.Tensor)
+    }
+    return dataclasses.replace(tokens, **arrays)  # type: ignore[arg-type]
