@@ -81,7 +81,9 @@ class TrainerConfig:
     """Skipped steps in a row that halt the run; 1: the first one does. A step is skipped if its gradient is
     not finite, or if no token of its batch is within the bound."""
     recompute_logprobs: bool = False
-    """Compute the proximal log-probabilities with the trainer before each step (decoupled objective)."""
+    """Decoupled objective: the proximal policy is the trainer's at the start of the step, and the engine's
+    enters by the weight of `algorithm.importance_cap` alone. Its log-probabilities are those of the training
+    pass itself, so it costs nothing."""
     mismatch_share: Annotated[float, Meta(ge=0, le=1)] = 1.0
     """Share of the groups on whose trained tokens the trainer's log-probabilities are compared with the
     engine's; a group is in it or not by its number. They come from the training pass, so all of them cost
@@ -112,8 +114,8 @@ class AlgorithmConfig:
     clip_high: Annotated[float, Meta(ge=0, le=1e6)] = 0.2
     """PPO ratio clip: the upper edge of the ratio is 1 + clip_high."""
     importance_cap: Annotated[float, Meta(ge=0, le=1e9)] = 2.0
-    """Truncated importance sampling: weight min(pi_proximal / pi_behaviour, cap), where proximal
-    log-probabilities are recomputed. 0 is off."""
+    """Truncated importance sampling: weight min(pi_proximal / pi_behaviour, cap), with
+    `trainer.recompute_logprobs`. 0 is off."""
     entropy_coef: Annotated[float, Meta(ge=-1e6, le=1e6)] = 0.0
     """Bonus for entropy, in nats. 0 is off."""
     kl_coef: Annotated[float, Meta(ge=0, le=1e6)] = 0.0

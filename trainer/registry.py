@@ -44,9 +44,10 @@ def make_backend(
         SettingsError: no backend has that name, or it cannot work with these settings.
     """
     name = checked_name(trainer.backend, BACKENDS, "setting trainer.backend:")
-    options: dict[str, Any] = {"trainer": trainer, "algorithm": algorithm}
+    options: dict[str, Any] = {"trainer": trainer}
     if name != "scripted":  # that has no model
         options |= {
+            "algorithm": algorithm,
             "model_dir": model_dir,
             "optimizer": optimizer,
             "adapters": adapters,

@@ -83,7 +83,8 @@ class StepReport(Message, tag="step_report", frozen=True, kw_only=True):
     """Share of time, 0 to 1, in which engines had requests to run and were awake, between the heartbeats
     that came before the last step and before this one; mean over the engines that sent a newer one."""
     batch_digest: str = ""
-    """xxh3-128 (32 hex digits) of the trained batch; `tether replay` compares with it."""
+    """xxh3-128 of the trained batch, "2:" and 32 hex digits; `tether replay` compares with it. Releases that
+    padded batches wrote 32 hex digits alone, of the padded arrays."""
     lag_in_flight_mean: float | None = None
     """Part of `lag_mean` that passed until the last token of the token's group was sampled, in versions."""
     lag_in_queue_mean: float | None = None
@@ -123,3 +124,11 @@ class StepReport(Message, tag="step_report", frozen=True, kw_only=True):
     """Groups that `dropped_length_mean` is of."""
     warnings: tuple[str, ...] = ()
     """What may be wrong with the step, a sentence each."""
+    step_tokens: int = 0
+    """Tokens of the batch, prompts and inserted ones included; 0: not counted."""
+    micro_batches: int | None = None
+    """Forward passes that the busiest data-parallel replica made."""
+    padding_share: float | None = None
+    """Share of padding in what the forward passes computed, 0 to 1."""
+    imbalance: float | None = None
+    """By which share the dearest data-parallel replica's part costs more than the mean of all."""

@@ -30,8 +30,9 @@ from trainer.algorithms.registry import make_algorithm
 from trainer.backends.launch import torchrun
 from trainer.backends.leader import LeaderRank
 from trainer.backends.rank_commands import TrainCommand
-from trainer.backends.step import decode_batch, follow_commands
-from trainer.batch import batch_digest
+from trainer.backends.step import follow_commands, plan_command
+from trainer.data.batch_digest import FORM, padded_digest
+from trainer.data.step_plan import StepPlan
 from trainer.storage.archive import Archive
 from trainer.storage.checkpoints import Checkpoint, Checkpoints
 from trainer.storage.spool import MissingRecord, Spool
@@ -122,8 +123,9 @@ def replay(recorded: RecordedRun, step: int) -> dict[str, Any]:
         TetherError: a record is damaged.
     """
     logged, command = recorded.step(step), recorded.command(step)
-    built = decode_batch(command, make_algorithm(recorded.settings.algorithm))
-    digest, recorded_digest = batch_digest(built.batch), recorded.report(step).get("batch_digest", "")
+    plan = plan_command(command, make_algorithm(recorded.settings.algorithm))
+    recorded_digest = recorded.report(step).get("batch_digest", "")
+    digest = digest_like(recorded_digest, plan)
     counts = {group: {v: n for v, n in versions.items() if n} for group, versions in logged.trained.items()}
     return {
         "step": step,
@@ -136,20 +138,29 @@ def replay(recorded: RecordedRun, step: int) -> dict[str, Any]:
                 "deadline": group.deadline,
                 "bound": group.max_staleness,
                 "sampled_tokens": {str(v): n for v, n in group.counts.items()},
-                "trained_tokens": {str(v): n for v, n in built.trained_counts[group.group].items()},
+                "trained_tokens": {str(v): n for v, n in plan.trained_counts[group.group].items()},
             }
             for group in logged.record.groups
         ],
-        "samples": len(built.batch.group_index),
-        "trained_tokens": built.stats.trained_tokens,
-        "masked_tokens": built.stats.masked_tokens,
-        "lag_max": built.stats.lag_max,
+        "samples": len(plan.samples),
+        "trained_tokens": plan.stats.trained_tokens,
+        "masked_tokens": plan.stats.masked_tokens,
+        "lag_max": plan.stats.lag_max,
         "bound": max(group.max_staleness for group in logged.record.groups),
         "digest": digest,
         "recorded_digest": recorded_digest,
-        "tokens_equal": built.trained_counts == counts,
-        "equal": built.trained_counts == counts and digest == recorded_digest,
+        "tokens_equal": plan.trained_counts == counts,
+        "equal": plan.trained_counts == counts and digest == recorded_digest,
     }
+
+
+def digest_like(recorded: str, plan: StepPlan) -> str:
+    """Return the digest of a planned batch in the form of a recorded one; without one, in that of today."""
+    if not recorded or recorded.startswith(FORM):
+        return plan.digest
+    return padded_digest(
+        plan.samples, step=plan.step, temperature=plan.temperature, advantages=plan.advantages
+    )
 
 
 def retrain(recorded: RecordedRun, step: int, start: Checkpoint | None) -> dict[str, Any]:
@@ -293,7 +304,7 @@ def main() -> None:
     configure_logging(f"replay.{os.environ['RANK']}")
     if os.environ["RANK"] != "0":
         backend = build_backend(settings)
-        follow_commands(backend, make_algorithm(settings.algorithm))
+        follow_commands(backend)
         backend.close()
         return
     start = nearest_checkpoint(settings, step)

@@ -20,7 +20,7 @@ from trainer.algorithms.registry import make_algorithm
 from trainer.backends.base import StepStats
 from trainer.backends.leader import LeaderRank
 from trainer.backends.rank_commands import TrainCommand
-from trainer.data.batch_builder import BuiltBatch
+from trainer.data.step_plan import StepPlan
 from trainer.weights.base import StreamingSender, WeightSender
 from trainer.weights.bucket_writer import in_dtype
 from trainer.weights.registry import make_sender
@@ -94,8 +94,8 @@ class ModelRunner:
             manifest, lambda path: self.run(self._attach, path)
         )
 
-    async def train(self, command: TrainCommand) -> tuple[BuiltBatch, StepStats]:
-        """Make one optimizer step; returns the batch that was built for it and what the step measured.
+    async def train(self, command: TrainCommand) -> tuple[StepPlan, StepStats]:
+        """Make one optimizer step; returns its plan and what it measured.
 
         Raises:
             TetherError: the engine whose weights the step was computed with has ended meanwhile.
@@ -126,7 +126,7 @@ class ModelRunner:
         await self.run(self.rank.backend.close)
         self._thread.shutdown()
 
-    def _train(self, command: TrainCommand) -> tuple[BuiltBatch, StepStats]:
+    def _train(self, command: TrainCommand) -> tuple[StepPlan, StepStats]:
         self._invalidate()
         result = self.rank.train(command)
         if self.shared_engine is not None:

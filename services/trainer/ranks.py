@@ -8,7 +8,6 @@ from services.runtime.training import build_backend
 from services.settings.load import load_settings
 from services.settings.sections import Settings
 from services.trainer.gpu_turn import await_device
-from trainer.algorithms.registry import make_algorithm
 from trainer.backends.launch import torchrun
 from trainer.backends.step import follow_commands
 
@@ -46,5 +45,5 @@ def follow_rank_0(rank: int) -> None:
     settings = load_settings()
     await_device(settings)
     backend = build_backend(settings)
-    follow_commands(backend, make_algorithm(settings.algorithm))
+    follow_commands(backend)
     backend.close()

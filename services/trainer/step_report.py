@@ -13,7 +13,8 @@ from services.observability.busy import BusyShare
 from services.runtime.process import Process
 from trainer.backends.base import StepStats
 from trainer.config import TrainerConfig
-from trainer.data.batch_builder import BatchStats, BuiltBatch
+from trainer.data.batch_stats import BatchStats
+from trainer.data.step_plan import StepPlan
 
 log = logging.getLogger("tether.trainer")
 
@@ -23,7 +24,7 @@ class TrainedStep:
     """One optimizer step that was made and is not committed yet."""
 
     taken: Taken
-    built: BuiltBatch
+    plan: StepPlan
     stats: StepStats
     wait_s: float
     """Seconds that the trainer waited for the batch."""
@@ -59,24 +60,23 @@ class StepReporter:
         publish_s: float,
         status: LedgerStatus,
         engines: Sequence[Peer],
-        digest: str,
     ) -> StepReport:
         """Return the report of a step. Counts and shares in it are of the time since the last one.
 
         `publish_s` is the seconds that publishing its weights took, `status` the ledger's before the commit,
-        `engines` the registered rollout workers, and `digest` the `batch_digest` of its batch.
+        and `engines` the registered rollout workers.
         """
         pause_ms, self._pause_ms = self._pause_ms, None
         before, self._before = self._before or status, status
         busy = self._busy.since_last({peer.incarnation: peer.info for peer in engines})
         lengths = [tokens for group in step.dropped_lengths for tokens in group]
         mismatch = excess_mismatch(step.taken.step, step.stats, self._process.settings.trainer)
-        measured = {**fields_of(step.built.stats), **fields_of(step.stats)}
+        measured = {**fields_of(step.plan.stats), **fields_of(step.stats)}
         return StepReport(
             step=step.taken.step,
             version=step.taken.step + 1,
             epoch=self._epoch,
-            wasted_tokens=status.wasted_tokens - before.wasted_tokens + step.built.stats.masked_tokens,
+            wasted_tokens=status.wasted_tokens - before.wasted_tokens + step.plan.stats.masked_tokens,
             groups=len(step.taken.groups),
             dropped_groups=status.dropped - before.dropped,
             dropped_by_reason=_increase(before.dropped_by_reason, status.dropped_by_reason),
@@ -88,7 +88,7 @@ class StepReporter:
             pause_ms=pause_ms,
             time=time.time(),
             engine_busy=busy,
-            batch_digest=digest,
+            batch_digest=step.plan.digest,
             warnings=(mismatch,) if mismatch else (),
             **measured,
         )

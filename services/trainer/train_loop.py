@@ -25,7 +25,6 @@ from services.trainer.model_runner import ModelRunner
 from services.trainer.open_run import OpenRun
 from services.trainer.snapshots import Snapshots
 from services.trainer.step_report import StepReporter, TrainedStep
-from trainer.batch import batch_digest
 from trainer.storage.spool import MissingRecord
 
 log = logging.getLogger("tether.trainer")
@@ -133,14 +132,12 @@ class TrainLoop:
             step = await self._train(taken, wait_s)
         with self._process.working(f"publishes version {taken.step + 1}"):
             manifest, publish_s = await self._publish(taken.step + 1)
-        digest = await asyncio.to_thread(batch_digest, step.built.batch)
         engines = await self._process.ledger.peers(Role.ROLLOUT)
         report = self._reporter.report(
             step,
             publish_s=publish_s,
             status=await self._process.ledger.status(),
             engines=engines,
-            digest=digest,
         )
         status = await self._commit(step, manifest, report)
         await self._announce(manifest, report, status, engines)
@@ -186,8 +183,8 @@ class TrainLoop:
             await self._give_back(missing)
             raise
         began = time.monotonic()
-        built, stats = await self._runner.train(command)
-        return TrainedStep(taken, built, stats, wait_s, time.monotonic() - began, dropped_lengths)
+        plan, stats = await self._runner.train(command)
+        return TrainedStep(taken, plan, stats, wait_s, time.monotonic() - began, dropped_lengths)
 
     async def _publish(self, version: int) -> tuple[WeightManifest, float]:
         """Publish the weights of a version; returns its manifest and the seconds that it took."""
@@ -208,7 +205,7 @@ class TrainLoop:
         version = await ledger.commit(
             run.epoch,
             step.taken.step,
-            step.built.trained_counts,
+            step.plan.trained_counts,
             digest=manifest.digest,
             report=payload,
             manifest=encode_payload(manifest),
@@ -222,7 +219,7 @@ class TrainLoop:
         entry = commit_entry(
             run.epoch,
             step.taken,
-            step.built.trained_counts,
+            step.plan.trained_counts,
             status.sequence,
             digest=manifest.digest,
             report=payload,

@@ -24,6 +24,7 @@ from rollout.generate import generate_group
 from rollout.prompts.base import Prompt
 from rollout.render import RenderConfig, Renderer
 from tests.contracts.sglang_environment import sglang_settings
+from tests.trainer.groups import whole
 from trainer.algorithms.registry import make_algorithm
 from trainer.batch import Batch
 from trainer.config import (
@@ -34,7 +35,7 @@ from trainer.config import (
     TrainerConfig,
     WeightConfig,
 )
-from trainer.data.batch_builder import build_batch
+from trainer.data.step_plan import plan_step
 from trainer.lora import as_published
 from trainer.megatron.backend import MegatronBackend
 from trainer.random_model import build_scratch
@@ -75,12 +76,14 @@ def largest_difference(batch: Batch, logprobs: torch.Tensor) -> float:
 
 @torch.no_grad()
 def under(model: torch.nn.Module, weights: Mapping[str, torch.Tensor], batch: Batch) -> torch.Tensor:
-    """Log-probabilities [N, L] of a batch under other weights, by plain transformers."""
+    """Log-probabilities [t] of a batch under other weights, by plain transformers, a sample at a time."""
     model.load_state_dict(dict(weights))
-    mask = torch.arange(batch.tokens.shape[1]) < batch.sequence_lengths[:, None]
-    logits = model(batch.tokens, attention_mask=mask.long()).logits.float()
-    chosen = torch.log_softmax(logits[:, :-1], -1).gather(2, batch.tokens[:, 1:, None])[..., 0]
-    return torch.nn.functional.pad(chosen, (1, 0))
+    found = []
+    for tokens in batch.tokens.long().split(batch.lengths.tolist()):
+        logits = model(tokens[None]).logits[0, :-1].float()
+        chosen = torch.log_softmax(logits, -1).gather(1, tokens[1:, None])[:, 0]
+        found.append(torch.nn.functional.pad(chosen, (1, 0)))
+    return torch.cat(found)
 
 
 @pytest.mark.parametrize(
@@ -122,12 +125,13 @@ async def test_engine_and_trainer_agree_on_every_version(tmp_path: Path, name: s
             await engine.stage(manifest)
             await engine.commit(manifest)
             groups = await scored_groups(engine, renderer, version)
-            built = build_batch(groups, step=version, algorithm=algorithm, temperature=1.0, mask_late=False)
-            assert built.stats.trained_tokens == GROUPS * SAMPLES * TOKENS
-            assert largest_difference(built.batch, backend.logprobs(built.batch)) < 1e-4
+            plan = plan_step(groups, step=version, algorithm=algorithm, mask_late=False)
+            batch = whole(plan)
+            assert plan.stats.trained_tokens == GROUPS * SAMPLES * TOKENS
+            assert largest_difference(batch, backend.logprobs(batch)) < 1e-4
             if before is not None:
-                assert largest_difference(built.batch, under(reference, before, built.batch)) > 1e-2
-            assert backend.train_step(built.batch).logprob_error_max < 1e-4
+                assert largest_difference(batch, under(reference, before, batch)) > 1e-2
+            assert backend.train_step(batch).logprob_error_max < 1e-4
             before = weights
     finally:
         await engine.close()

@@ -3,8 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from protocol.messages import Rollout, ScoredRollout
 from protocol.tensors import Array
+from trainer.algorithms.base import Algorithm
+from trainer.batch import Batch
+from trainer.data.step_plan import StepPlan, plan_step
 
 
 @dataclass(frozen=True)
@@ -63,3 +68,26 @@ def scored(spec: GroupSpec, **replaced: Array) -> ScoredRollout:
         **{**arrays, **replaced},
     )
     return ScoredRollout(rollout=rollout, rewards=rewards)
+
+
+def whole(plan: StepPlan) -> Batch:
+    return plan.part(range(len(plan.samples)))
+
+
+def batch_of(
+    groups: Sequence[tuple[ScoredRollout, int]],
+    *,
+    step: int,
+    algorithm: Algorithm,
+    temperature: float = 1.0,
+    mask_late: bool = True,
+) -> Batch:
+    """All samples of a step on these groups."""
+    return whole(
+        plan_step(groups, step=step, algorithm=algorithm, temperature=temperature, mask_late=mask_late)
+    )
+
+
+def by_sample(batch: Batch, values: torch.Tensor) -> list[list[float]]:
+    """The entries of an array [t] of a batch, a list for each sample."""
+    return [part.tolist() for part in values.split(batch.lengths.tolist())]

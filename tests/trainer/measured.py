@@ -32,7 +32,9 @@ def expected(
     """Statistics of a step on a batch, flat; `logprobs` and `entropy` [t] are of the weights before it."""
     mask = batch.loss_mask.numpy()
     current, behaviour = array(logprobs)[mask], array(batch.behaviour_logprobs)[mask]
-    old = behaviour if batch.proximal_logprobs is None else array(batch.proximal_logprobs)[mask]
+    old = current if batch.decoupled else behaviour
+    if batch.proximal_logprobs is not None:
+        old = array(batch.proximal_logprobs)[mask]
     advantages = array(batch.advantages)[mask]
     lags = (batch.step - batch.versions.numpy())[mask]
 
@@ -52,7 +54,7 @@ def expected(
         "importance_max": float(weights.max()),
         "importance_ess": ess(weights),
     }
-    if cap and batch.proximal_logprobs is not None:
+    if cap and old is not behaviour:
         result["importance_capped"] = float((np.exp(old - behaviour) > cap).mean())
     if batch.reference_logprobs is not None:
         q = np.exp(array(batch.reference_logprobs)[mask] - current)

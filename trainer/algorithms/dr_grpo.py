@@ -24,4 +24,4 @@ class DrGrpo(Surrogate):
         from step to step.
         """
         budget = self.config.length_normalizer or max(int(sampled_tokens.max()), 1)
-        return torch.full(sampled_tokens.shape, 1.0 / (budget * len(sampled_tokens)))
+        return torch.ones(len(sampled_tokens)) / (budget * len(sampled_tokens))

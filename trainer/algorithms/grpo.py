@@ -21,4 +21,4 @@ class Grpo(Surrogate):
         no other, so that the few fresh tokens of a late sample do not weigh more than they would have on
         time. N counts all samples, so groups of unequal size weigh by their size.
         """
-        return 1.0 / (sampled_tokens.clamp_min(1).float() * max(len(sampled_tokens), 1))
+        return 1.0 / (sampled_tokens.clamp_min(1) * max(len(sampled_tokens), 1))

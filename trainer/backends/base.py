@@ -54,6 +54,8 @@ class StepStats:
     token_mult_prob_error: float | None = None
     micro_batches: int | None = None
     """Forward passes that the busiest replica made."""
+    imbalance: float | None = None
+    """By which share the dearest replica's part of the batch costs more than the mean of all."""
     padding_share: float | None = None
     """Share of padding in what the forward passes computed, over all replicas."""
 

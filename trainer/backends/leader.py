@@ -22,7 +22,7 @@ from trainer.backends.rank_commands import (
     broadcast_command,
 )
 from trainer.backends.step import offload_and_wait, run_step_on_all_ranks, save_and_wait
-from trainer.data.batch_builder import BuiltBatch
+from trainer.data.step_plan import StepPlan
 from trainer.lora import as_published, save_adapter
 
 
@@ -34,8 +34,8 @@ class LeaderRank:
         """Rank 0's part of the model."""
         self._algorithm = algorithm
 
-    def train(self, command: TrainCommand) -> tuple[BuiltBatch, StepStats]:
-        """Make one optimizer step; returns the batch that was built for it and what the step measured."""
+    def train(self, command: TrainCommand) -> tuple[StepPlan, StepStats]:
+        """Make one optimizer step; returns its plan and what it measured."""
         return run_step_on_all_ranks(self.backend, self._algorithm, command)
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:

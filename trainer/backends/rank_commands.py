@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 
-class TrainCommand(msgspec.Struct, frozen=True, tag="train"):
-    """Make one optimizer step on these groups."""
+class TrainCommand(msgspec.Struct, frozen=True):
+    """Make one optimizer step on these groups. Rank 0 alone reads it; the others get a `StepCommand`."""
 
     step: int
     """Version that the step starts from."""
@@ -23,11 +23,18 @@ class TrainCommand(msgspec.Struct, frozen=True, tag="train"):
     temperature: float
     """At which the tokens were sampled."""
     recompute_logprobs: bool
-    """Whether to compute the proximal log-probabilities before the step."""
+    """Whether the trainer's own log-probabilities at the start of the step are the proximal ones."""
     reference_logprobs: bool
     """Whether to compute log-probabilities under the reference model before the step."""
     mismatch_share: float = 1.0
     """Share of the groups whose mismatch of trainer and engine is measured, 0 to 1."""
+
+
+class StepCommand(msgspec.Struct, frozen=True, tag="step"):
+    """Receive the part of a step that this rank's replica works on, and make the step."""
+
+    reference_logprobs: bool
+    """Whether to compute log-probabilities under the reference model before it."""
 
 
 class ExportCommand(msgspec.Struct, frozen=True, tag="export"):
@@ -76,7 +83,7 @@ class ExitCommand(msgspec.Struct, frozen=True, tag="exit"):
 
 
 Command = (
-    TrainCommand
+    StepCommand
     | ExportCommand
     | ExportHfCommand
     | SaveCommand
@@ -99,14 +106,14 @@ def broadcast_command(command: Command) -> None:
     """Send a command from rank 0 to every other rank. Without other ranks this does nothing."""
     if is_distributed():
         data = torch.frombuffer(bytearray(msgspec.msgpack.encode(command)), dtype=torch.uint8)
-        device = _control_device()
+        device = control_device()
         dist.broadcast(torch.tensor([data.numel()], dtype=torch.int64, device=device), src=0)
         dist.broadcast(data.to(device), src=0)
 
 
 def next_command() -> Command:
     """Wait for the next command, on a rank other than 0; at most the process group's timeout."""
-    device = _control_device()
+    device = control_device()
     size = torch.empty(1, dtype=torch.int64, device=device)
     dist.broadcast(size, src=0)
     data = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
@@ -114,7 +121,8 @@ def next_command() -> Command:
     return _decoder.decode(data.cpu().numpy().tobytes())
 
 
-def _control_device() -> torch.device:
+def control_device() -> torch.device:
+    """Return where tensors lie that ranks send to each other."""
     return (
         torch.device("cuda", torch.cuda.current_device())
         if dist.get_backend() == "nccl"

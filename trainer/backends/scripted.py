@@ -9,9 +9,8 @@ import torch
 from safetensors import SafetensorError
 
 from protocol.errors import SettingsError
-from trainer.algorithms.base import Algorithm
 from trainer.backends.base import Backend, StepStats
-from trainer.batch import Batch
+from trainer.batch import Batch, trained_tokens
 from trainer.config import TrainerConfig
 
 PART = "rank_00000.safetensors"
@@ -25,21 +24,21 @@ class ScriptedBackend(Backend):
 
     architecture = "scripted"
 
-    def __init__(self, *, trainer: TrainerConfig, algorithm: Algorithm) -> None:
+    def __init__(self, *, trainer: TrainerConfig) -> None:
         self._step_s = trainer.step_s
-        self._algorithm = algorithm
         self._weight = torch.zeros(16, dtype=torch.int64)
 
     def train_step(self, batch: Batch) -> StepStats:
         time.sleep(self._step_s)
-        trained = int(batch.loss_mask.sum())
+        tokens = trained_tokens(batch)
+        trained = len(tokens.place)
         position = batch.step % len(self._weight)
         self._weight[position] = (
             self._weight[position] * 31 + int(batch.tokens.sum()) + trained + 1
         ) % MODULUS
         return StepStats(
             trained_tokens=trained,
-            loss=float((self._algorithm.token_weights(batch) * batch.advantages).sum()) if trained else None,
+            loss=float((tokens.weights * tokens.advantages).sum()) if trained else None,
         )
 
     def logprobs(self, batch: Batch) -> torch.Tensor:

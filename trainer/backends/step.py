@@ -1,12 +1,10 @@
 """Executes the commands of rank 0 on every rank."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
-import xxhash
 
 from protocol.codec import decode_payload
 from protocol.errors import ProtocolError
@@ -14,6 +12,7 @@ from protocol.messages import ScoredRollout
 from trainer.algorithms.base import Algorithm
 from trainer.backends.base import Backend, StepStats
 from trainer.backends.hf_export import save_hf
+from trainer.backends.part_exchange import receive_part, send_part
 from trainer.backends.rank_commands import (
     ExitCommand,
     ExportCommand,
@@ -24,65 +23,73 @@ from trainer.backends.rank_commands import (
     OnloadCommand,
     RestoreCommand,
     SaveCommand,
+    StepCommand,
     TrainCommand,
     broadcast_command,
     is_distributed,
     next_command,
 )
 from trainer.batch import Batch
-from trainer.data.batch_builder import BuiltBatch, build_batch
+from trainer.data.packing import balance
+from trainer.data.step_plan import StepPlan, plan_step
 
 
 def run_step_on_all_ranks(
     backend: Backend, algorithm: Algorithm, command: TrainCommand
-) -> tuple[BuiltBatch, StepStats]:
-    """Make a step from rank 0: build the batch, have the other ranks do so, then step on all of them.
+) -> tuple[StepPlan, StepStats]:
+    """Make a step from rank 0: plan it, send every replica its part, then step on all ranks.
 
     Raises:
-        ProtocolError, BoundViolation: as `decode_batch`; no rank has done anything then.
+        ProtocolError, BoundViolation: as `plan_command`; no rank has done anything then.
     """
-    built = decode_batch(command, algorithm)
-    broadcast_command(command)
-    return built, run_step(backend, built.batch, command)
+    plan = plan_command(command, algorithm)
+    costs = backend.costs(plan.lengths)
+    pieces = balance(costs.tolist(), len(backend.replicas))
+    broadcast_command(StepCommand(command.reference_logprobs))
+    for ranks, piece in zip(backend.replicas[1:], pieces[1:], strict=True):
+        send_part(plan.part(piece), ranks)
+    own = plan.part(pieces[0])
+    send_part(own, [rank for rank in backend.replicas[0] if rank != 0])
+    stats = run_step(backend, own, reference_logprobs=command.reference_logprobs)
+    imbalance = _imbalance([float(costs[piece].sum()) for piece in pieces])
+    return plan, dataclasses.replace(stats, imbalance=imbalance)
 
 
-def decode_batch(command: TrainCommand, algorithm: Algorithm) -> BuiltBatch:
-    """Build the batch of a command, the same on every rank.
+def plan_command(command: TrainCommand, algorithm: Algorithm) -> StepPlan:
+    """Plan the step of a command.
 
     Raises:
-        ProtocolError: a record is not a scored rollout.
+        ProtocolError: a record is not a scored rollout, or `plan_step` refuses it.
         BoundViolation: a token over the bound would carry gradient.
     """
-    groups = []
-    for record, bound in zip(command.records, command.bounds, strict=True):
-        message = decode_payload(record)
-        if not isinstance(message, ScoredRollout):
-            raise ProtocolError(f"spool record is a {type(message).__name__}, not a ScoredRollout")
-        groups.append((message, bound))
-    built = build_batch(
-        groups,
+    return plan_step(
+        ((_scored(record), bound) for record, bound in zip(command.records, command.bounds, strict=True)),
         step=command.step,
         algorithm=algorithm,
         temperature=command.temperature,
         mask_late=command.mask_late,
+        decoupled=command.recompute_logprobs,
+        mismatch_share=command.mismatch_share,
     )
-    chosen = torch.tensor([is_measured(group, command.mismatch_share) for group in built.trained_counts])
-    batch = dataclasses.replace(built.batch, measured=chosen[built.batch.group_index])
-    return built._replace(batch=batch)
 
 
-def is_measured(group: int, share: float) -> bool:
-    """Return whether the mismatch of a group is measured: always the same groups, about a `share` of them."""
-    return xxhash.xxh3_64_intdigest(b"%d" % group) < share * 2**64
+def _scored(record: bytes) -> ScoredRollout:
+    message = decode_payload(record)
+    if not isinstance(message, ScoredRollout):
+        raise ProtocolError(f"spool record is a {type(message).__name__}, not a ScoredRollout")
+    return message
 
 
-def run_step(backend: Backend, batch: Batch, command: TrainCommand) -> StepStats:
-    """Compute the log-probabilities that the command asks for, then step. Called on every rank."""
-    if command.recompute_logprobs:
-        batch = dataclasses.replace(batch, proximal_logprobs=backend.logprobs(batch))
-    if command.reference_logprobs:
-        batch = dataclasses.replace(batch, reference_logprobs=backend.reference_logprobs(batch))
-    return backend.train_step(batch)
+def _imbalance(costs: Sequence[float]) -> float:
+    """Return by which share the dearest replica is over the mean."""
+    return max(costs) * len(costs) / sum(costs) - 1
+
+
+def run_step(backend: Backend, part: Batch, *, reference_logprobs: bool) -> StepStats:
+    """Make the step with the part of this rank's replica. Called on every rank."""
+    if reference_logprobs:
+        part = dataclasses.replace(part, reference_logprobs=backend.reference_logprobs(part))
+    return backend.train_step(part)
 
 
 def save_and_wait(backend: Backend, directory: Path) -> None:
@@ -102,10 +109,10 @@ def offload_and_wait(backend: Backend) -> None:
         dist.barrier()
 
 
-def follow_commands(backend: Backend, algorithm: Algorithm) -> None:
+def follow_commands(backend: Backend) -> None:
     """Carry out what rank 0 commands, on a rank other than 0, until it says exit."""
     actions: dict[type, Callable[..., object]] = {
-        TrainCommand: lambda c: run_step(backend, decode_batch(c, algorithm).batch, c),
+        StepCommand: lambda c: run_step(backend, receive_part(), reference_logprobs=c.reference_logprobs),
         ExportCommand: lambda c: _exhaust(backend),
         ExportHfCommand: lambda c: save_hf(backend, Path(c.directory), source=Path(c.source)),
         SaveCommand: lambda c: save_and_wait(backend, Path(c.directory)),

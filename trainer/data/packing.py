@@ -52,3 +52,24 @@ def pack(lengths: Sequence[int], budget: int, most: int) -> list[list[int]]:
         rooms[place] -= lengths[sample]
     order = sorted(range(len(passes)), key=lambda i: rooms[i])
     return [passes[place] for place in order]
+
+
+def pack_padded(lengths: Sequence[int], budget: int, most: int) -> list[list[int]]:
+    """Pack samples into micro-batches that are padded to their longest one, so that little is padded.
+
+    Args:
+        lengths: tokens of each sample.
+        budget: tokens of a micro-batch with its padding; a longer sample is one of its own.
+        most: samples of a micro-batch.
+
+    Returns:
+        For each micro-batch the indices of its samples, longest first, as are the micro-batches.
+    """
+    passes: list[list[int]] = []
+    for sample in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        last = passes[-1] if passes else []
+        if last and len(last) < most and (len(last) + 1) * lengths[last[0]] <= budget:
+            last.append(sample)
+        else:
+            passes.append([sample])
+    return passes

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,10 +10,18 @@ from numpy.typing import NDArray
 from protocol.messages import Rollout, ScoredRollout
 from protocol.rollout_view import checked_array, decode_rollout, require
 
+ZERO = np.float32(0)
+"""Log-probability of a token that was not sampled."""
+NO_VERSION = np.int32(-1)
+"""Version of a token that was not sampled."""
+
 
 @dataclass(frozen=True, slots=True)
 class BatchSample:
-    """One checked sample of a batch. Shapes: P prompt tokens, T_i tokens of the response."""
+    """One checked sample of a batch; its arrays are views of the message.
+
+    Shapes: P prompt tokens, T_i tokens of the response, S_i spans.
+    """
 
     group: int
     """Number of the group in the run."""
@@ -26,11 +35,32 @@ class BatchSample:
     """[T_i] nats, behaviour log-probabilities."""
     sampled: NDArray[np.bool_]
     """[T_i]: True where the model sampled the token."""
-    versions: NDArray[np.int32]
-    """[T_i]: weight version of each token."""
+    spans: NDArray[np.int32]
+    """[S_i, 2], rows (end, version): tokens from the end of the row above up to `end` are of `version`."""
     reward: float
     max_staleness: int
     """The bound, in versions, that was in force when the group was leased."""
+
+    def __len__(self) -> int:
+        """Return the tokens of prompt and response."""
+        return len(self.prompt) + len(self.tokens)
+
+    def token_arrays(self, step: int) -> dict[str, NDArray[Any]]:
+        """Return what a batch of this step holds of the sample's tokens, [P + T_i], by the names of `Batch`.
+
+        All but the advantages, which depend on the rewards of other samples.
+        """
+        versions = np.repeat(self.spans[:, 1], np.diff(self.spans[:, 0], prepend=0))
+        return {
+            "tokens": np.concatenate([self.prompt, self.tokens]),
+            "loss_mask": self._behind_prompt(self.sampled & (step - versions <= self.max_staleness), False),
+            "sampled_mask": self._behind_prompt(self.sampled, False),
+            "behaviour_logprobs": self._behind_prompt(np.where(self.sampled, self.logprobs, ZERO), ZERO),
+            "versions": self._behind_prompt(np.where(self.sampled, versions, NO_VERSION), NO_VERSION),
+        }
+
+    def _behind_prompt(self, values: NDArray[Any], filler: Any) -> NDArray[Any]:
+        return np.concatenate([np.full(len(self.prompt), filler, dtype=values.dtype), values])
 
 
 def token_counts(rollout: Rollout) -> dict[int, int]:
@@ -52,27 +82,28 @@ def samples_of(scored: ScoredRollout, index: int, max_staleness: int, step: int)
         step: version that the step starts from.
 
     Raises:
-        ProtocolError: its arrays contradict each other, a reward is not finite, or a token is of a
-            version after
-            `step`; names group and field.
+        ProtocolError: its arrays contradict each other, a reward is not finite, or a token is of a version
+            after `step`; names group and field.
     """
     view = decode_rollout(scored.rollout)
     group = view.group
     rewards = checked_array(group, "rewards", scored.rewards, "float32", (len(view.samples),))
     require(bool(np.isfinite(rewards).all()), group, "rewards", "is not finite")
-    newest = max(
-        (int(sample.versions.max()) for sample in view.samples if len(sample.versions)), default=step
-    )
-    require(newest <= step, group, "spans", f"has a version after step {step}")
-    for sample, reward in zip(view.samples, rewards.tolist(), strict=True):
+    spans = scored.rollout.spans.numpy()
+    newest = int(spans[:, 2].max(initial=step))
+    require(newest == step, group, "spans", f"has a version after step {step}")
+    firsts = np.searchsorted(spans[:, 0], np.arange(len(view.samples) + 1))
+    ends = np.cumsum([len(sample.tokens) for sample in view.samples])
+    masks = np.split(scored.rollout.loss_mask.numpy().view(np.bool_), ends[:-1])
+    for i, (sample, reward) in enumerate(zip(view.samples, rewards.tolist(), strict=True)):
         yield BatchSample(
             group=group,
             row=index,
             prompt=view.prompt,
             tokens=sample.tokens,
             logprobs=sample.logprobs,
-            sampled=sample.sampled,
-            versions=sample.versions,
+            sampled=masks[i],
+            spans=spans[firsts[i] : firsts[i + 1], 1:],
             reward=reward,
             max_staleness=max_staleness,
         )

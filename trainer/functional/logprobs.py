@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.functional.shapes import FloatNL, IntNL, LogitsNLV
+from trainer.functional.shapes import FloatK, FloatNL, IntK, IntNL, LogitsKV, LogitsNLV
 
 SLICE_ELEMENTS = 1 << 24
 """Number of logits that are held in float32 at a time: 64 MiB."""
@@ -49,6 +49,18 @@ class _Selected(torch.autograd.Function):
             grad.scatter_add_(-1, tokens_R[rows, None], by_logprob_R[rows, None])
             out_RV[rows] = (grad / ctx.temperature).to(out_RV.dtype)
         return out_RV, None, None
+
+
+def row_logprobs(logits: LogitsKV, tokens: IntK, temperature: float = 1.0) -> tuple[FloatK, FloatK]:
+    """Return log-probability and entropy as `token_logprobs` does, of k tokens, each with its own logits.
+
+    Args:
+        logits: [k, V]: row i predicts token i. Any floating dtype.
+        tokens: int64 [k].
+        temperature: at which the tokens were sampled; positive.
+    """
+    logprobs, entropy = _Selected.apply(logits, tokens, temperature)
+    return logprobs, entropy
 
 
 def token_logprobs(logits: LogitsNLV, tokens: IntNL, temperature: float = 1.0) -> tuple[FloatNL, FloatNL]:

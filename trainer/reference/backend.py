@@ -1,6 +1,8 @@
 """Trains with plain torch and transformers on one device: slow, short, the oracle of the other backends."""
 
 import copy
+import dataclasses
+import inspect
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,14 +21,18 @@ from trainer.backends.base import Backend, StepStats
 from trainer.backends.engine_attach import check_parameters, take_parameters
 from trainer.backends.host_offload import HostOffload
 from trainer.backends.step_measures import StepMeasures
-from trainer.batch import Batch, part_of
+from trainer.backends.token_loss import micro_batch_loss
+from trainer.batch import Batch, trained_tokens
 from trainer.config import OptimizerConfig, TrainerConfig
-from trainer.functional.logprobs import token_logprobs
+from trainer.data.packing import pack_padded
+from trainer.functional.logprobs import row_logprobs
 from trainer.lora import merged
 from trainer.reference.attaching import check_model_buffers
 from trainer.reference.lora import attach
 from trainer.reference.state import load_state, save_state
 
+AUTO_TOKENS = 4096
+"""Tokens of a forward pass, padding included, where `trainer.micro_batch_tokens` is 0."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -64,6 +70,7 @@ class ReferenceBackend(Backend):
         self._config, self._trainer, self._algorithm = optimizer, trainer, algorithm
         self._model = _load(model_dir).to(self._device)
         self.architecture = type(self._model).__name__
+        self._selects = "logits_to_keep" in inspect.signature(self._model.forward).parameters
         self._trained: dict[str, torch.nn.Parameter] = dict(self._model.named_parameters())
         if adapters.rank:
             self.lora = adapters
@@ -88,16 +95,16 @@ class ReferenceBackend(Backend):
         return self._model
 
     def train_step(self, batch: Batch) -> StepStats:
-        weights = self._algorithm.token_weights(batch)
-        measures = StepMeasures.of_batch(batch, self._algorithm.config)
-        parts = [
-            self._accumulate(part_of(batch, rows, self._device), weights[rows], measures)
-            for rows in self._micro_batches(len(batch.tokens))
-        ]
+        measures, passes = StepMeasures.of_batch(batch, self._algorithm.config), self._passes(batch)
+        vectors = [self._accumulate(batch.select(samples).to(self._device), measures) for samples in passes]
         grad_norm, skipped = (
             self._step() if measures.tokens else (0.0, "no token of the batch is within the bound")
         )
-        return measures.stats(measures.join(parts, self._device), grad_norm=grad_norm, skipped=skipped)
+        stats = measures.stats(measures.join(vectors, self._device), grad_norm=grad_norm, skipped=skipped)
+        computed = sum(len(samples) * int(batch.lengths[samples].max()) for samples in passes)
+        return dataclasses.replace(
+            stats, micro_batches=len(passes), padding_share=1 - len(batch.tokens) / computed
+        )
 
     def logprobs(self, batch: Batch) -> torch.Tensor:
         return self._evaluate(self._model, batch)
@@ -189,30 +196,25 @@ class ReferenceBackend(Backend):
             "lora": lora,
         }
 
-    def _micro_batches(self, samples: int) -> tuple[torch.Tensor, ...]:
-        return torch.arange(samples).split(self._trainer.micro_batch_size)
+    def _passes(self, batch: Batch) -> list[torch.Tensor]:
+        """Return the samples of each micro-batch, int64 [n], ascending."""
+        budget = self._trainer.micro_batch_tokens or AUTO_TOKENS
+        passes = pack_padded(batch.lengths.tolist(), budget, self._trainer.micro_batch_size)
+        return [torch.tensor(sorted(samples)) for samples in passes]
 
-    def _accumulate(self, part: Batch, weights: torch.Tensor, measures: StepMeasures) -> torch.Tensor:
+    def _accumulate(self, part: Batch, measures: StepMeasures) -> torch.Tensor:
         """Add one micro-batch's gradient to that of the masters; returns what was measured of it."""
-        logprobs, entropy = self._forward(self._model, part)
-        terms = self._algorithm.token_loss(
-            logprobs,
-            part.behaviour_logprobs,
-            part.advantages,
-            entropy=entropy,
-            proximal_logprobs=part.proximal_logprobs,
-            reference_logprobs=part.reference_logprobs,
-        )
-        weights = weights[:, : part.tokens.shape[1]].to(self._device)
-        total = (terms.loss * weights).sum()
-        total.backward()
+        tokens = trained_tokens(part)
+        logprobs, entropy = self._forward(self._model, part, tokens.place)
+        loss, vector = micro_batch_loss(self._algorithm, measures, tokens, logprobs, entropy)
+        loss.backward()
         for name, parameter in self._trained.items():
             master = self._masters[name]
             if master is not parameter and parameter.grad is not None:
                 grad = parameter.grad.float()
                 master.grad = grad if master.grad is None else master.grad.add_(grad)
                 parameter.grad = None
-        return measures.measure(part, total, terms, logprobs, entropy)
+        return vector
 
     def _learning_rate(self) -> float:
         """Return the learning rate of the next step; the warm-up counts steps that were not skipped."""
@@ -241,21 +243,32 @@ class ReferenceBackend(Backend):
             if parameter is not self._masters[name]:
                 parameter.copy_(self._masters[name])
 
-    def _forward(self, model: torch.nn.Module, part: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return log-probabilities and entropy [n, L].
+    def _forward(
+        self, model: torch.nn.Module, part: Batch, place: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return log-probabilities and entropy of the tokens at `place` (int64 [k]) of a micro-batch, [k].
 
-        Padding is on the right, which causal attention never reads: no mask is needed.
+        Samples are padded on the right, which causal attention never reads: no mask is needed.
         """
-        logits = model(input_ids=part.tokens, use_cache=False).logits
-        return token_logprobs(logits, part.tokens, part.temperature)
+        sample, lengths = part.sample_index, part.lengths
+        position = torch.arange(len(sample), device=self._device) - part.offsets[sample]
+        padded = torch.zeros(len(lengths), int(lengths.max()), dtype=torch.int64, device=self._device)
+        padded[sample, position] = part.tokens.long()
+        before = position[place] - 1
+        asked = before.unique() if self._selects else torch.arange(padded.shape[1], device=self._device)
+        options = {"logits_to_keep": asked} if self._selects else {}
+        logits = model(input_ids=padded, use_cache=False, **options).logits
+        rows = logits[sample[place], torch.searchsorted(asked, before)]
+        return row_logprobs(rows, part.tokens[place].long(), part.temperature)
 
     @torch.no_grad()
     def _evaluate(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        out = torch.zeros(batch.tokens.shape)
-        for rows in self._micro_batches(len(batch.tokens)):
-            part = part_of(batch, rows, self._device)
-            logprobs = self._forward(model, part)[0]
-            out[rows, : logprobs.shape[1]] = torch.where(part.sampled_mask, logprobs, 0.0).cpu()
+        out = torch.zeros(len(batch.tokens))
+        for samples in self._passes(batch):
+            part = batch.select(samples).to(self._device)
+            logprobs, _ = self._forward(model, part, part.sampled_mask.nonzero()[:, 0])
+            sampled = batch.sampled_mask & torch.isin(batch.sample_index, samples)
+            out[sampled] = logprobs.cpu()
         return out
 
 

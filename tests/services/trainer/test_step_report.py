@@ -17,11 +17,11 @@ from tests.trainer.groups import GroupSpec, scored
 from trainer.algorithms import AlgorithmConfig, make_algorithm
 from trainer.backends.base import StepStats
 from trainer.config import TrainerConfig
-from trainer.data.batch_builder import build_batch
+from trainer.data.step_plan import plan_step
 
-BUILT = build_batch(
+PLAN = plan_step(
     [(scored(GroupSpec(generate_s=2.0)), 1)],
-    step=0, algorithm=make_algorithm(AlgorithmConfig()), temperature=1.0, mask_late=True,
+    step=0, algorithm=make_algorithm(AlgorithmConfig()),
 )  # fmt: skip
 STATUS = LedgerStatus(
     version=0, epoch="e1", sequence=1, bound=Bound(1, 1, Policy.MASK), pending=None, steps=9, issued=1,
@@ -44,9 +44,9 @@ def report(
     engine: Mapping[str, Any] | None = None,
     **stats: float,
 ) -> Any:
-    step = TrainedStep(Taken(0, ()), BUILT, StepStats(trained_tokens=2, **stats), 1.0, 2.0, lengths)  # type: ignore[arg-type]
+    step = TrainedStep(Taken(0, ()), PLAN, StepStats(trained_tokens=2, **stats), 1.0, 2.0, lengths)  # type: ignore[arg-type]
     engines = [] if engine is None else [Peer("rollout", "rollout.0.a", engine)]
-    return made.report(step, publish_s=0.5, status=status, engines=engines, digest="d")
+    return made.report(step, publish_s=0.5, status=status, engines=engines)
 
 
 def test_report_has_nulls_where_nobody_measured() -> None:
@@ -54,6 +54,7 @@ def test_report_has_nulls_where_nobody_measured() -> None:
     nulls = ("entropy", "pause_ms", "engine_busy", "dropped_length_mean", "behaviour_kl_k3")
     assert [getattr(found, name) for name in nulls] == [None] * len(nulls)
     assert (found.generate_s, found.lag_mean, found.dropped_groups) == (2.0, 0.0, 0)
+    assert (found.batch_digest, found.step_tokens) == (PLAN.digest, 4)
 
 
 def test_pause_is_the_longest_since_the_last_report() -> None:

@@ -7,45 +7,41 @@ import pytest
 import torch
 
 from protocol.errors import SettingsError
-from tests.trainer.groups import GroupSpec, SampleSpec, scored
+from tests.trainer.groups import GroupSpec, SampleSpec, batch_of, scored
 from trainer.algorithms import Algorithm, AlgorithmConfig, make_algorithm
-from trainer.batch import Batch
-from trainer.data.batch_builder import build_batch
+from trainer.batch import Batch, trained_tokens
 
 
 def algorithm(name: str = "grpo", **values: float) -> Algorithm:
     return make_algorithm(AlgorithmConfig(name=name, **values))
 
 
-def batch(name: str = "grpo") -> Batch:
+def batch(name: str = "grpo", **values: float) -> Batch:
     """Two samples of 1 and 4 tokens; the second has an inserted token and a late one."""
     spec = GroupSpec(
         samples=[SampleSpec([5], [2], 1.0), SampleSpec([5, 6, 7, 8], [0, 2, 2, 2], 0.0, mask=[1, 1, 0, 1])]
     )
-    return build_batch(
-        [(scored(spec), 1)], step=2, algorithm=algorithm(name), temperature=1.0, mask_late=True
-    ).batch
+    return batch_of([(scored(spec), 1)], step=2, algorithm=algorithm(name, **values))
 
 
 def test_grpo_weights_are_means_over_sampled_tokens_then_samples() -> None:
-    weights = algorithm().token_weights(batch())
     # the late token keeps its share of 1/3 and gives it to no other
-    torch.testing.assert_close(weights, torch.tensor([[0, 0, 1 / 2, 0, 0, 0], [0, 0, 0, 1 / 6, 0, 1 / 6]]))
+    torch.testing.assert_close(batch().weights, torch.tensor([1 / 2, 1 / 6]))
+    assert trained_tokens(batch()).weights.tolist() == batch().weights[[0, 1, 1]].tolist()
 
 
 def test_dr_grpo_weights_are_constant() -> None:
-    weights = algorithm("dr_grpo").token_weights(batch())
-    torch.testing.assert_close(weights, torch.tensor([[0, 0, 1 / 6, 0, 0, 0], [0, 0, 0, 1 / 6, 0, 1 / 6]]))
-    fixed = algorithm("dr_grpo", length_normalizer=10).token_weights(batch())
-    torch.testing.assert_close(fixed, weights * 6 / 20)
+    torch.testing.assert_close(batch("dr_grpo").weights, torch.tensor([1 / 6, 1 / 6]))
+    torch.testing.assert_close(batch("dr_grpo", length_normalizer=10).weights, torch.tensor([1 / 20, 1 / 20]))
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo"])
-def test_weights_are_zero_outside_the_loss_mask(name: str) -> None:
-    made = batch(name)
-    weights = algorithm(name).token_weights(made)
-    assert ((weights > 0) == made.loss_mask).all()
+def test_weights_have_the_bits_that_they_always_had(name: str) -> None:
+    sampled = torch.tensor([0, 1, 3, 7, 2**24 + 1, 123_456_789])
+    divisor = len(sampled) * (sampled.clamp_min(1) if name == "grpo" else sampled.max().expand(6))
+    weights = algorithm(name).sample_weights(sampled)
     assert weights.dtype == torch.float32
+    assert torch.equal(weights, torch.ones(6) / divisor)
 
 
 def test_advantages_by_hand() -> None:
@@ -57,7 +53,7 @@ def test_advantages_by_hand() -> None:
 
 
 def row(*values: float) -> torch.Tensor:
-    return torch.tensor([values])
+    return torch.tensor(values)
 
 
 def test_token_loss_without_extras_is_the_clipped_surrogate_against_the_behaviour() -> None:
@@ -89,16 +85,14 @@ def test_token_loss_adds_entropy_bonus_and_kl() -> None:
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo"])
 def test_the_sum_does_not_depend_on_how_the_batch_is_cut(name: str) -> None:
     made, recipe = batch(name), algorithm(name)
-    weights = recipe.token_weights(made)
-    logprobs = torch.full_like(made.behaviour_logprobs, -0.9)
-    whole = (recipe.token_loss(logprobs, made.behaviour_logprobs, made.advantages).loss * weights).sum()
-    parts = [
-        (
-            recipe.token_loss(logprobs[i], made.behaviour_logprobs[i], made.advantages[i]).loss * weights[i]
-        ).sum()
-        for i in range(len(weights))
-    ]
-    torch.testing.assert_close(sum(parts), whole)
+
+    def loss(samples: list[int]) -> torch.Tensor:
+        tokens = trained_tokens(made.select(torch.tensor(samples)))
+        logprobs = torch.full_like(tokens.behaviour_logprobs, -0.9)
+        terms = recipe.token_loss(logprobs, tokens.behaviour_logprobs, tokens.advantages)
+        return (terms.loss * tokens.weights).sum()
+
+    torch.testing.assert_close(loss([0]) + loss([1]), loss([1, 0]))
 
 
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:

@@ -6,25 +6,22 @@ import pytest
 import torch
 
 from protocol.errors import SettingsError
-from tests.trainer.groups import GroupSpec, SampleSpec, scored
+from tests.trainer.groups import GroupSpec, SampleSpec, batch_of, scored
 from trainer.algorithms import AlgorithmConfig, make_algorithm
 from trainer.backends.scripted import ScriptedBackend
 from trainer.batch import Batch
 from trainer.config import TrainerConfig
-from trainer.data.batch_builder import build_batch
 
 ALGORITHM = make_algorithm(AlgorithmConfig())
 
 
 def scripted() -> ScriptedBackend:
-    return ScriptedBackend(trainer=TrainerConfig(backend="scripted"), algorithm=ALGORITHM)
+    return ScriptedBackend(trainer=TrainerConfig(backend="scripted"))
 
 
 def batch(step: int = 0, token: int = 5) -> Batch:
     spec = GroupSpec(samples=[SampleSpec([token, 6], [step, step], 1.0), SampleSpec([7], [step])])
-    return build_batch(
-        [(scored(spec), 0)], step=step, algorithm=ALGORITHM, temperature=1.0, mask_late=False
-    ).batch
+    return batch_of([(scored(spec), 0)], step=step, algorithm=ALGORITHM, mask_late=False)
 
 
 def weight(backend: ScriptedBackend) -> torch.Tensor:

@@ -8,20 +8,21 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.trainer.groups import GroupSpec, SampleSpec, scored
+from tests.trainer.groups import GroupSpec, SampleSpec, batch_of, scored
 from tests.trainer.measured import expected, flat
 from trainer.algorithms import AlgorithmConfig, make_algorithm
 from trainer.algorithms.base import TokenLoss
 from trainer.backends.base import Backend
-from trainer.backends.step import is_measured
 from trainer.backends.step_measures import StepMeasures
-from trainer.batch import Batch
+from trainer.batch import Batch, trained_tokens
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
-from trainer.data.batch_builder import build_batch
+from trainer.data.step_plan import is_measured
 from trainer.registry import make_backend
 
 STEP, BOUND, CAP = 4, 2, 1.1
 ALGORITHM = make_algorithm(AlgorithmConfig(importance_cap=CAP, kl_coef=0.01, entropy_coef=0.01))
+PASSES = ("micro_batches", "padding_share")
+"""What backends say of their passes, each in its own way."""
 TOLERANCE = {"rel": 2e-5, "abs": 2e-6}
 
 
@@ -38,20 +39,23 @@ def made_batch(seed: int = 0) -> Batch:
             mask = [int(i != 1) for i in range(length)]
             samples.append(SampleSpec(tokens, versions, float(length == 3), mask, logprobs))
         groups.append((scored(GroupSpec(group=group, prompt=[3, 4, 5], samples=samples)), BOUND))
-    return build_batch(groups, step=STEP, algorithm=ALGORITHM, temperature=0.8, mask_late=True).batch
+    return batch_of(groups, step=STEP, algorithm=ALGORITHM, temperature=0.8)
 
 
 @torch.no_grad()
 def plain(
     model_dir: Path, batch: Batch, weights: dict[str, torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities and entropies [N, L] by transformers, of the model or of other weights."""
+    """Log-probabilities and entropies [t] by transformers, of the model or of other weights."""
     model = AutoModelForCausalLM.from_pretrained(model_dir).eval()
     model.load_state_dict(weights or model.state_dict())
-    table = (model(input_ids=batch.tokens).logits[:, :-1].double() / batch.temperature).log_softmax(-1)
-    chosen = table.gather(-1, batch.tokens[:, 1:, None])[..., 0]
-    pad = torch.nn.functional.pad
-    return pad(chosen, (1, 0)), pad(-(table.exp() * table).sum(-1), (1, 0))
+    found = []
+    for tokens in batch.tokens.long().split(batch.lengths.tolist()):
+        table = (model(input_ids=tokens[None]).logits[0, :-1].double() / batch.temperature).log_softmax(-1)
+        both = table.gather(-1, tokens[1:, None])[:, 0], -(table.exp() * table).sum(-1)
+        found.append([torch.nn.functional.pad(values, (1, 0)) for values in both])
+    logprobs, entropy = (torch.cat(values) for values in zip(*found, strict=True))
+    return logprobs, entropy
 
 
 @pytest.fixture(params=["reference", "megatron"])
@@ -77,13 +81,14 @@ def test_measures_equal_numpy_over_hugging_face_logprobs(backend: Backend, model
         torch.testing.assert_close(
             batch.reference_logprobs, (first * batch.sampled_mask).float(), atol=1e-5, rtol=0
         )
-        if recomputed:
-            batch = replace(batch, proximal_logprobs=backend.logprobs(batch))
+        batch = replace(batch, decoupled=recomputed)
         before = {name: tensor.clone() for name, tensor in backend.export()}
         stats = flat(backend.train_step(batch))
         logprobs, entropy = plain(model_dir, batch, before)
         wanted = expected(batch, logprobs, entropy, cap=CAP)
-        assert {name: stats.pop(name) for name in ("skipped", "loss", "grad_norm")}["skipped"] == ""
+        assert {name: stats.pop(name, None) for name in ("skipped", "loss", "grad_norm", *PASSES)}[
+            "skipped"
+        ] == ""
         assert stats.keys() == wanted.keys()
         assert stats == pytest.approx(wanted, **TOLERANCE)
         assert {name for name in stats if name.endswith("tokens")} == {
@@ -100,18 +105,20 @@ def test_measures_equal_numpy_over_hugging_face_logprobs(backend: Backend, model
 
 
 def test_a_step_without_trained_tokens_has_measured_nothing(backend: Backend) -> None:
-    late = build_batch(
+    late = batch_of(
         [(scored(GroupSpec(samples=[SampleSpec([5], [0], 1.0), SampleSpec([6], [0])])), 0)],
-        step=5, algorithm=ALGORITHM, temperature=1.0, mask_late=True,
-    ).batch  # fmt: skip
+        step=5,
+        algorithm=ALGORITHM,
+    )
     stats = flat(backend.train_step(late))
     assert "within the bound" in stats.pop("skipped")
-    assert stats == {"trained_tokens": 0}
+    assert stats["trained_tokens"] == 0
+    assert stats.keys() - {"trained_tokens", *PASSES} == set()
 
 
 def test_a_batch_without_fresh_tokens_has_no_mismatch_at_lag_0(backend: Backend) -> None:
     batch = made_batch()
-    batch = replace(batch, step=STEP + 1)
+    batch = replace(batch, step=STEP + 1, totals=replace(batch.totals, lag_max=3, fresh=False))
     stats = backend.train_step(batch)
     assert set(stats.mismatch) == {1, 2, 3}
     assert (stats.logprob_error_max, stats.mismatch_mean, stats.token_mult_prob_error) == (None, None, None)
@@ -119,20 +126,18 @@ def test_a_batch_without_fresh_tokens_has_no_mismatch_at_lag_0(backend: Backend)
 
 def test_micro_batches_are_joined_by_sums_and_maxima() -> None:
     batch = made_batch()
-    logprobs, entropy = batch.behaviour_logprobs - 0.1 * batch.tokens, torch.rand(batch.tokens.shape)
     measures = StepMeasures.of_batch(batch, ALGORITHM.config)
 
-    def measured(rows: slice) -> torch.Tensor:
-        part = {
-            name: getattr(batch, name)[rows]
-            for name in ("tokens", "loss_mask", "behaviour_logprobs", "versions", "advantages")
-        }
-        terms = TokenLoss(loss=entropy[rows], ratio=entropy[rows], clipped=entropy[rows])
-        piece = replace(batch, **part)
-        return measures.measure(piece, entropy[rows].sum(), terms, logprobs[rows], entropy[rows])
+    def measured(samples: range) -> torch.Tensor:
+        part = batch.select(torch.tensor(samples))
+        tokens = trained_tokens(part)
+        entropy = (part.tokens[tokens.place] * 0.37) % 1
+        logprobs = tokens.behaviour_logprobs - 0.1 * part.tokens[tokens.place]
+        terms = TokenLoss(loss=entropy, ratio=entropy, clipped=entropy)
+        return measures.measure(tokens, entropy.sum(), terms, logprobs, entropy)
 
-    whole = measures.join([measured(slice(None))], torch.device("cpu"))
-    parts = measures.join([measured(slice(i, i + 5)) for i in range(0, 12, 5)], torch.device("cpu"))
+    whole = measures.join([measured(range(12))], torch.device("cpu"))
+    parts = measures.join([measured(range(i, min(i + 5, 12))) for i in range(0, 12, 5)], torch.device("cpu"))
     torch.testing.assert_close(whole, parts)
 
 

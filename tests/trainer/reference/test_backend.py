@@ -7,11 +7,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from protocol.errors import SettingsError
-from tests.trainer.groups import GroupSpec, SampleSpec, scored
+from tests.trainer.groups import GroupSpec, SampleSpec, batch_of, scored
 from trainer.algorithms import AlgorithmConfig, make_algorithm
 from trainer.batch import Batch
 from trainer.config import OptimizerConfig, ScratchConfig, TrainerConfig
-from trainer.data.batch_builder import build_batch
 from trainer.random_model import build_scratch
 from trainer.reference.backend import ReferenceBackend
 
@@ -49,13 +48,7 @@ def batch(step: int = 1, seed: int = 0, temperature: float = 0.8) -> Batch:
                 SampleSpec(tokens, [max(step - 1, 0)] + [step] * (length - 1), reward, mask, logprobs)
             )
         groups.append((scored(GroupSpec(group=group, prompt=[3, 4, 5][: group + 2], samples=samples)), 1))
-    return build_batch(
-        groups,
-        step=step,
-        algorithm=make_algorithm(AlgorithmConfig()),
-        temperature=temperature,
-        mask_late=True,
-    ).batch
+    return batch_of(groups, step=step, algorithm=make_algorithm(AlgorithmConfig()), temperature=temperature)
 
 
 def exported(backend: ReferenceBackend) -> dict[str, torch.Tensor]:
@@ -83,20 +76,23 @@ def test_export_is_the_checkpoint_before_the_first_step(model_dir: Path) -> None
     assert sum(t.numel() for t in wanted.values()) == 234_880
 
 
+def plain(model: torch.nn.Module, made: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities and entropies [t] from the model's own logits, a sample at a time."""
+    found = []
+    for tokens in made.tokens.long().split(made.lengths.tolist()):
+        log_p = (model(input_ids=tokens[None]).logits[0, :-1] / made.temperature).log_softmax(-1)
+        both = log_p.gather(-1, tokens[1:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+        found.append([torch.nn.functional.pad(values, (1, 0)) for values in both])
+    logprobs, entropy = (torch.cat(values) for values in zip(*found, strict=True))
+    return logprobs, entropy
+
+
 def test_logprobs_equal_plain_transformers_and_are_zero_where_not_sampled(model_dir: Path) -> None:
     made = batch()
     got = make(model_dir).logprobs(made)
-    model = AutoModelForCausalLM.from_pretrained(model_dir).eval()
     with torch.no_grad():
-        for row, length in enumerate(made.sequence_lengths.tolist()):
-            tokens = made.tokens[row : row + 1, :length]
-            log_p = (
-                (model(input_ids=tokens).logits[:, :-1] / 0.8)
-                .log_softmax(-1)
-                .gather(-1, tokens[:, 1:, None])[0, :, 0]
-            )
-            sampled = made.sampled_mask[row, 1:length]
-            torch.testing.assert_close(got[row, 1:length][sampled], log_p[sampled], atol=1e-5, rtol=0)
+        wanted = plain(AutoModelForCausalLM.from_pretrained(model_dir).eval(), made)[0]
+    torch.testing.assert_close(got, wanted * made.sampled_mask, atol=1e-5, rtol=0)
     assert not got[~made.sampled_mask].any()
 
 
@@ -108,12 +104,9 @@ def test_a_step_equals_plain_adamw_on_the_sum_of_losses(tied_dir: Path) -> None:
 
     recipe = make_algorithm(config)
     model = AutoModelForCausalLM.from_pretrained(tied_dir)
-    log_p = (model(input_ids=made.tokens).logits[:, :-1] / made.temperature).log_softmax(-1)
-    zero = torch.zeros(len(made.tokens), 1)
-    logprobs = torch.cat([zero, log_p.gather(-1, made.tokens[:, 1:, None])[..., 0]], dim=1)
-    entropy = torch.cat([zero, -(log_p.exp() * log_p).sum(-1)], dim=1)
+    logprobs, entropy = plain(model, made)
     terms = recipe.token_loss(logprobs, made.behaviour_logprobs, made.advantages, entropy=entropy)
-    loss = (terms.loss * recipe.token_weights(made)).sum()
+    loss = (terms.loss * made.weights[made.sample_index] * made.loss_mask).sum()
     loss.backward()
     loss, logprobs, entropy, ratio = loss.detach(), logprobs.detach(), entropy.detach(), terms.ratio.detach()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
@@ -144,12 +137,14 @@ def test_rotary_frequencies_are_the_configs_in_every_dtype(model_dir: Path) -> N
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_the_step_does_not_depend_on_the_micro_batch_size(model_dir: Path) -> None:
+def test_the_step_does_not_depend_on_micro_batches(model_dir: Path) -> None:
     made = batch()
+    assert made.lengths.tolist() == [3, 7, 5, 4, 8, 6]
     results = []
-    for size in (1, 4, 6, 100):
-        backend = make(model_dir, micro_batch_size=size)
+    for size, tokens, passes, padding in ((1, 0, 6, 0), (4, 0, 2, 7), (6, 0, 1, 15), (9, 14, 4, 2)):
+        backend = make(model_dir, micro_batch_size=size, micro_batch_tokens=tokens)
         stats = backend.train_step(made)
+        assert (stats.micro_batches, stats.padding_share) == (passes, pytest.approx(padding / (33 + padding)))
         results.append((stats.loss, stats.grad_norm, exported(backend)["lm_head.weight"]))
     for loss, norm, weight in results[1:]:
         assert loss == pytest.approx(results[0][0], rel=1e-4)
@@ -253,13 +248,11 @@ def test_a_step_without_trained_tokens_is_skipped(model_dir: Path) -> None:
     backend = make(model_dir)
     before = exported(backend)
     stats = backend.train_step(
-        build_batch(
+        batch_of(
             [(scored(GroupSpec(samples=[SampleSpec([5], [0], 1.0), SampleSpec([6], [0])])), 0)],
             step=5,
             algorithm=make_algorithm(AlgorithmConfig()),
-            temperature=1.0,
-            mask_late=True,
-        ).batch
+        )
     )
     assert "within the bound" in stats.skipped
     assert_same_bits(exported(backend), before)

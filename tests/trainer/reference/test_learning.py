@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from protocol.messages import ScoredRollout
-from tests.trainer.groups import GroupSpec, SampleSpec, scored
+from tests.trainer.groups import GroupSpec, SampleSpec, scored, whole
 from trainer.algorithms import AlgorithmConfig, make_algorithm
 from trainer.config import OptimizerConfig, TrainerConfig
-from trainer.data.batch_builder import build_batch
+from trainer.data.step_plan import plan_step
 from trainer.functional.logprobs import token_logprobs
 from trainer.reference.backend import ReferenceBackend
 
@@ -57,11 +57,11 @@ def test_grpo_learns_the_largest_digit(lag: int, model_dir: Path) -> None:
         if len(waiting) <= lag:
             continue
         groups = [(group, lag) for group in waiting.pop(0)]
-        built = build_batch(groups, step=version - lag, algorithm=ALGORITHM, temperature=1.0, mask_late=False)
-        stats = backend.train_step(built.batch)
+        plan = plan_step(groups, step=version - lag, algorithm=ALGORITHM, mask_late=False)
+        stats = backend.train_step(whole(plan))
         assert stats.skipped == ""
         error = stats.logprob_error_max  # of tokens of lag 0
         assert error < 1e-4 if error is not None else lag > 0
-        rewards.append(built.stats.reward_mean)
+        rewards.append(plan.stats.reward_mean)
     assert rewards[0] < 0.3
     assert sum(rewards[-3:]) / 3 > 0.7

@@ -1,4 +1,4 @@
-"""Building a batch: hand-computed cases, arrays that are refused, and the bound."""
+"""Tests planning a step and building its parts: hand-computed cases, arrays that are refused, and the bound."""
 
 from dataclasses import replace
 
@@ -10,16 +10,18 @@ from hypothesis import strategies as st
 from protocol.errors import BoundViolation, ProtocolError
 from protocol.staleness import trainable_counts
 from protocol.tensors import Array
-from tests.trainer.groups import GroupSpec, SampleSpec, scored
+from tests.trainer.groups import GroupSpec, SampleSpec, by_sample, scored, whole
 from trainer.algorithms import AlgorithmConfig, make_algorithm
-from trainer.data.batch_builder import BuiltBatch, build_batch, check_bound
+from trainer.batch import SAMPLE_FIELDS, TOKEN_FIELDS, Batch, StepTotals, trained_tokens
+from trainer.data.packing import balance
 from trainer.data.samples import samples_of, token_counts
+from trainer.data.step_plan import StepPlan, check_bound, plan_step
 
 GRPO = make_algorithm(AlgorithmConfig(advantage_eps=0.5))
 
 
-def build(*specs: GroupSpec, step: int = 3, bound: int = 1, mask_late: bool = True) -> BuiltBatch:
-    return build_batch(
+def plan(*specs: GroupSpec, step: int = 3, bound: int = 1, mask_late: bool = True) -> StepPlan:
+    return plan_step(
         [(scored(spec), bound) for spec in specs],
         step=step,
         algorithm=GRPO,
@@ -41,28 +43,28 @@ FRESH = GroupSpec(group=8, prompt=[2], samples=[SampleSpec([5], [2], reward=2.0)
 
 
 def test_batch_by_hand() -> None:
-    batch = build(LATE, FRESH).batch
-    assert batch.tokens.tolist() == [[3, 4, 5, 6, 7], [3, 4, 8, 9, 0], [2, 5, 0, 0, 0]]
-    assert batch.sequence_lengths.tolist() == [5, 4, 2]
-    assert batch.sampled_mask.int().tolist() == [[0, 0, 1, 1, 1], [0, 0, 0, 1, 0], [0, 1, 0, 0, 0]]
-    assert batch.loss_mask.int().tolist() == [[0, 0, 0, 1, 1], [0, 0, 0, 1, 0], [0, 1, 0, 0, 0]]
-    assert batch.versions.tolist() == [[-1, -1, 1, 2, 3], [-1, -1, -1, 3, -1], [-1, 2, -1, -1, -1]]
+    batch = whole(plan(LATE, FRESH))
+    assert batch.offsets.tolist() == [0, 5, 9, 11]
+    assert by_sample(batch, batch.tokens) == [[3, 4, 5, 6, 7], [3, 4, 8, 9], [2, 5]]
+    assert by_sample(batch, batch.sampled_mask.int()) == [[0, 0, 1, 1, 1], [0, 0, 0, 1], [0, 1]]
+    assert by_sample(batch, batch.loss_mask.int()) == [[0, 0, 0, 1, 1], [0, 0, 0, 1], [0, 1]]
+    assert by_sample(batch, batch.versions) == [[-1, -1, 1, 2, 3], [-1, -1, -1, 3], [-1, 2]]
     torch.testing.assert_close(
-        batch.behaviour_logprobs,
-        torch.tensor([[0, 0, -0.1, -0.2, -0.3], [0, 0, 0, -0.5, 0], [0, -1.0, 0, 0, 0]]),
+        batch.behaviour_logprobs, torch.tensor([0, 0, -0.1, -0.2, -0.3, 0, 0, 0, -0.5, 0, -1.0])
     )
-    torch.testing.assert_close(
-        batch.advantages, torch.tensor([[0, 0, 0, 0.5, 0.5], [0, 0, 0, -0.5, 0], [0.0] * 5])
-    )
+    assert by_sample(batch, batch.advantages) == [[0, 0, 0, 0.5, 0.5], [0, 0, 0, -0.5], [0, 0]]
     assert batch.group_index.tolist() == [0, 0, 1]
     assert batch.rewards.tolist() == [1.0, 0.0, 2.0]
-    assert (batch.step, batch.temperature) == (3, 0.7)
+    torch.testing.assert_close(batch.weights, torch.tensor([1 / 9, 1 / 3, 1 / 3]))
+    assert batch.measured.all()
+    assert (batch.step, batch.temperature, batch.decoupled) == (3, 0.7, False)
+    assert batch.totals == StepTotals(samples=3, trained_tokens=4, lag_max=1, fresh=True)
 
 
 def test_counts_and_statistics_by_hand() -> None:
-    built = build(LATE, FRESH)
-    assert built.trained_counts == {7: {2: 1, 3: 2}, 8: {2: 1}}
-    stats = built.stats
+    planned = plan(LATE, FRESH)
+    assert planned.trained_counts == {7: {2: 1, 3: 2}, 8: {2: 1}}
+    stats = planned.stats
     assert stats.lag_histogram == {0: 2, 1: 2}
     assert (stats.lag_mean, stats.lag_max, stats.trained_tokens, stats.masked_tokens) == (0.5, 1, 4, 1)
     assert (stats.response_length_mean, stats.reward_mean, stats.generate_s) == (2.0, 1.0, 3.0)
@@ -71,7 +73,7 @@ def test_counts_and_statistics_by_hand() -> None:
 
 def test_lag_is_split_at_the_end_of_the_groups_generation() -> None:
     """In step 5, group 7 was complete under version 3, group 8 under version 2; bound 4 trains all tokens."""
-    stats = build(LATE, FRESH, step=5, bound=4).stats
+    stats = plan(LATE, FRESH, step=5, bound=4).stats
     assert stats.lag_histogram == {2: 2, 3: 2, 4: 1}
     in_flight, in_queue = [2, 1, 0, 0, 0], [2, 2, 2, 2, 3]
     assert stats.lag_in_flight_mean == pytest.approx(sum(in_flight) / 5)
@@ -81,51 +83,60 @@ def test_lag_is_split_at_the_end_of_the_groups_generation() -> None:
 
 def test_groups_that_do_not_say_how_long_they_took_are_left_out() -> None:
     silent = replace(FRESH, group=9, generate_s=0.0)
-    assert build(LATE, silent).stats.generate_s == 2.0
-    assert build(silent).stats.generate_s is None
+    assert plan(LATE, silent).stats.generate_s == 2.0
+    assert plan(silent).stats.generate_s is None
 
 
 def test_a_late_token_is_a_violation_without_masking() -> None:
     with pytest.raises(
         BoundViolation, match="group 7: token 0 of version 1 has lag 2 in step 3, over the bound of 1"
     ):
-        build(LATE, mask_late=False)
-    assert build(LATE, bound=2, mask_late=False).stats.masked_tokens == 0
+        plan(LATE, mask_late=False)
+    assert plan(LATE, bound=2, mask_late=False).stats.masked_tokens == 0
 
 
 def test_each_group_has_its_own_bound() -> None:
     groups = [(scored(LATE), 0), (scored(replace(LATE, group=9)), 2)]
-    built = build_batch(groups, step=3, algorithm=GRPO, temperature=1.0, mask_late=True)
-    assert built.trained_counts == {7: {3: 2}, 9: {1: 1, 2: 1, 3: 2}}
+    planned = plan_step(groups, step=3, algorithm=GRPO, temperature=1.0, mask_late=True)
+    assert planned.trained_counts == {7: {3: 2}, 9: {1: 1, 2: 1, 3: 2}}
 
 
 def test_a_group_without_fresh_tokens_has_an_empty_count() -> None:
-    built = build(FRESH, step=9)
-    assert built.trained_counts == {8: {}}
-    stats = built.stats
+    planned = plan(FRESH, step=9)
+    assert planned.trained_counts == {8: {}}
+    stats = planned.stats
     assert (stats.lag_max, stats.lag_mean, stats.lag_in_flight_mean, stats.lag_in_queue_mean) == (None,) * 4
     assert (stats.generate_s, stats.masked_tokens) == (4.0, 1)
 
 
 def test_a_sample_without_tokens_is_carried_along() -> None:
     spec = GroupSpec(samples=[SampleSpec([], []), SampleSpec([5], [0]), SampleSpec([], [])])
-    assert build(spec, step=0).batch.sequence_lengths.tolist() == [2, 3, 2]
-    assert build(GroupSpec(samples=[SampleSpec([], [])])).trained_counts == {0: {}}
+    assert whole(plan(spec, step=0)).lengths.tolist() == [2, 3, 2]
+    assert plan(GroupSpec(samples=[SampleSpec([], [])])).trained_counts == {0: {}}
 
 
-@pytest.mark.parametrize("column", [0, 2, 4])
-def test_the_last_check_finds_what_masking_missed(column: int) -> None:
-    spec = GroupSpec(samples=[SampleSpec([5, 6], [0, 3], mask=[0, 1]), SampleSpec([5, 6, 7], [3, 3, 3])])
-    batch = build(spec).batch
-    samples = list(samples_of(scored(spec), 0, 1, 3))
-    check_bound(batch, samples, batch.loss_mask)
-    late = [replace(sample, versions=sample.versions - 2) for sample in samples]
-    with pytest.raises(BoundViolation, match="over the bound of 1"):
-        check_bound(batch, late, batch.loss_mask)
-    wrong = torch.zeros_like(batch.loss_mask)
-    wrong[0, column] = True
+@pytest.mark.parametrize("place", [0, 2])
+def test_the_last_check_finds_what_masking_missed(place: int) -> None:
+    spec = GroupSpec(samples=[SampleSpec([5, 6, 7], [0, 3, 3], mask=[0, 1, 1])])
+    (sample,) = samples_of(scored(spec), 0, 1, 3)
+    mask = sample.token_arrays(3)["loss_mask"]
+    assert mask.tolist() == [False, False, False, True, True]
+    check_bound(sample, mask, 3)
+    with pytest.raises(
+        BoundViolation, match="group 0: token 1 of version 1 has lag 2 in step 3, over the bound"
+    ):
+        check_bound(replace(sample, spans=sample.spans - [0, 2]), mask, 3)
+    mask[place] = True
     with pytest.raises(BoundViolation, match="was not sampled"):
-        check_bound(batch, samples, wrong)
+        check_bound(sample, mask, 3)
+
+
+def test_a_part_whose_mask_is_wrong_is_refused() -> None:
+    planned = plan(FRESH)
+    late = replace(planned, samples=[replace(planned.samples[0], max_staleness=0)], step=2)
+    whole(late)
+    broken = replace(late.samples[0], sampled=~late.samples[0].sampled, tokens=late.samples[0].tokens)
+    assert not whole(replace(late, samples=[broken])).loss_mask.any()
 
 
 BROKEN = {
@@ -142,7 +153,7 @@ BROKEN = {
 @pytest.mark.parametrize("field", BROKEN)
 def test_a_broken_array_is_refused_by_group_and_field(field: str) -> None:
     with pytest.raises(ProtocolError, match=rf"group 7: {field} "):
-        build_batch(
+        plan_step(
             [(scored(LATE, **{field: BROKEN[field]}), 1)],
             step=3,
             algorithm=GRPO,
@@ -156,7 +167,7 @@ def test_a_broken_array_is_refused_by_group_and_field(field: str) -> None:
 )
 def test_an_array_of_another_dtype_is_refused(field: str) -> None:
     with pytest.raises(ProtocolError, match=rf"group 7: {field} is float64"):
-        build_batch(
+        plan_step(
             [(scored(LATE, **{field: Array.of([1.0], "float64")}), 1)],
             step=3,
             algorithm=GRPO,
@@ -181,12 +192,12 @@ def test_an_array_of_another_dtype_is_refused(field: str) -> None:
 def test_spans_must_cover_every_sample_exactly(rows: list[list[int]]) -> None:
     message = scored(LATE, spans=Array.of(rows, "int32"))
     with pytest.raises(ProtocolError, match="group 7: spans"):
-        build_batch([(message, 9)], step=3, algorithm=GRPO, temperature=1.0, mask_late=True)
+        plan_step([(message, 9)], step=3, algorithm=GRPO, temperature=1.0, mask_late=True)
 
 
 def test_lengths_must_sum_to_the_tokens() -> None:
     with pytest.raises(ProtocolError, match=r"group 7: tokens has shape \[5\], not \[4\]"):
-        build_batch(
+        plan_step(
             [(scored(LATE, lengths=Array.of([2, 2], "int32")), 1)],
             step=3,
             algorithm=GRPO,
@@ -197,9 +208,9 @@ def test_lengths_must_sum_to_the_tokens() -> None:
 
 def test_a_group_twice_and_an_empty_batch_are_refused() -> None:
     with pytest.raises(ProtocolError, match="group 7: comes twice"):
-        build(LATE, LATE)
+        plan(LATE, LATE)
     with pytest.raises(ProtocolError, match="no samples"):
-        build()
+        plan()
 
 
 sample_specs = st.lists(st.tuples(st.integers(0, 6), st.booleans()), max_size=8).map(
@@ -213,30 +224,63 @@ def test_trained_tokens_are_those_that_the_ledger_may_train(
     parts: list[tuple[list[SampleSpec], int]], step: int
 ) -> None:
     groups = [(scored(GroupSpec(group=g, samples=made)), bound) for g, (made, bound) in enumerate(parts)]
-    built = build_batch(groups, step=step, algorithm=GRPO, temperature=1.0, mask_late=True)
-    batch = built.batch
+    planned = plan_step(groups, step=step, algorithm=GRPO, temperature=1.0, mask_late=True)
+    batch = whole(planned)
     for message, bound in groups:
         counts = token_counts(message.rollout)
-        assert built.trained_counts[message.rollout.group] == trainable_counts(step, counts, bound)
+        assert planned.trained_counts[message.rollout.group] == trainable_counts(step, counts, bound)
     assert (batch.loss_mask <= batch.sampled_mask).all()
     assert (batch.versions[batch.sampled_mask] >= 0).all()
     assert (batch.versions[~batch.sampled_mask] == -1).all()
     assert (batch.advantages[~batch.loss_mask] == 0).all()
     assert (batch.behaviour_logprobs[~batch.sampled_mask] == 0).all()
-    assert built.stats.trained_tokens + built.stats.masked_tokens == int(batch.sampled_mask.sum())
+    assert planned.stats.trained_tokens + planned.stats.masked_tokens == int(batch.sampled_mask.sum())
     within = all(step - v <= bound for message, bound in groups for v in token_counts(message.rollout))
     if within:
-        build_batch(groups, step=step, algorithm=GRPO, temperature=1.0, mask_late=False)
+        plan_step(groups, step=step, algorithm=GRPO, temperature=1.0, mask_late=False)
     else:
         with pytest.raises(BoundViolation):
-            build_batch(groups, step=step, algorithm=GRPO, temperature=1.0, mask_late=False)
+            plan_step(groups, step=step, algorithm=GRPO, temperature=1.0, mask_late=False)
+
+
+@given(st.lists(group_samples, min_size=1, max_size=3), st.integers(1, 5), st.data())
+def test_parts_of_any_partition_together_are_the_whole(
+    made: list[list[SampleSpec]], pieces: int, data: st.DataObject
+) -> None:
+    planned = plan(*(GroupSpec(group=g, samples=samples) for g, samples in enumerate(made)), step=6, bound=3)
+    batch = whole(planned)
+    assert batch.lengths.tolist() == planned.lengths.tolist()
+    costs = data.draw(st.lists(st.floats(0, 9), min_size=len(batch.weights), max_size=len(batch.weights)))
+    for piece in balance(costs, pieces):
+        part = planned.part(piece)
+        assert (part.totals, part.offsets[0]) == (batch.totals, 0)
+        assert_same(part, batch.select(torch.tensor(piece, dtype=torch.int64)))
+        for place, sample in enumerate(piece):
+            ours, theirs = (slice(*b.offsets[i : i + 2]) for b, i in ((part, place), (batch, sample)))
+            for name in TOKEN_FIELDS[:6]:
+                assert torch.equal(getattr(part, name)[ours], getattr(batch, name)[theirs])
+            for name in SAMPLE_FIELDS:
+                assert getattr(part, name)[place] == getattr(batch, name)[sample]
+
+
+def assert_same(a: Batch, b: Batch) -> None:
+    for name in ("offsets", *TOKEN_FIELDS[:6], *SAMPLE_FIELDS):
+        assert torch.equal(getattr(a, name), getattr(b, name)), name
+
+
+def test_a_replica_without_samples_has_an_empty_part() -> None:
+    part = plan(LATE).part([])
+    assert (part.offsets.tolist(), len(part.tokens), len(part.weights)) == ([0], 0, 0)
+    assert (part.totals.samples, len(trained_tokens(part).place)) == (2, 0)
 
 
 @given(group_samples)
-def test_padding_can_be_undone(made: list[SampleSpec]) -> None:
-    batch = build(GroupSpec(prompt=[1, 2, 3], samples=made), step=6, bound=9).batch
-    for row, sample in enumerate(made):
-        assert batch.tokens[row, : batch.sequence_lengths[row]].tolist() == [1, 2, 3, *sample.tokens]
-        sampled = [v if m else -1 for v, m in zip(sample.versions, sample.mask or [], strict=True)]
-        assert batch.versions[row, 3 : 3 + len(sample.tokens)].tolist() == sampled
-        assert not batch.tokens[row, batch.sequence_lengths[row] :].any()
+def test_a_batch_has_the_tokens_of_its_samples(made: list[SampleSpec]) -> None:
+    batch = whole(plan(GroupSpec(prompt=[1, 2, 3], samples=made), step=6, bound=9))
+    for sample, tokens, versions in zip(
+        made, by_sample(batch, batch.tokens), by_sample(batch, batch.versions), strict=True
+    ):
+        assert tokens == [1, 2, 3, *sample.tokens]
+        assert versions[3:] == [
+            v if m else -1 for v, m in zip(sample.versions, sample.mask or [], strict=True)
+        ]

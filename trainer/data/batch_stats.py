@@ -1,0 +1,132 @@
+"""Counts the tokens of a step, a sample after the other."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from protocol.errors import ProtocolError
+from protocol.staleness import lag
+from trainer.batch import StepTotals
+from trainer.data.samples import NO_VERSION, BatchSample
+
+TrainedCounts = dict[int, dict[int, int]]
+"""Group -> version -> tokens that carry gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchStats:
+    """Statistics of a batch before it is trained, with the names of `StepReport`; None: not measured."""
+
+    lag_histogram: dict[int, int]
+    """Lag in versions -> trained tokens."""
+    lag_mean: float | None
+    """Mean lag of trained tokens, in versions."""
+    lag_max: int | None
+    lag_in_flight_mean: float | None
+    """Part of `lag_mean` that passed until the token's group was complete."""
+    lag_in_queue_mean: float | None
+    """The rest of `lag_mean`."""
+    step_tokens: int
+    """Tokens of all samples, prompts and inserted ones included."""
+    trained_tokens: int
+    masked_tokens: int
+    """Sampled tokens that carry no gradient because they exceed the bound."""
+    response_length_mean: float
+    """Mean tokens of a sample after the prompt, inserted ones included."""
+    reward_mean: float
+    reward_std: float
+    """Population standard deviation over all samples."""
+    generate_s: float | None
+    """Mean seconds to generate a group, over the groups that say."""
+
+
+class StepTally:
+    """Counts of the groups and samples that were added so far."""
+
+    def __init__(self, step: int) -> None:
+        self.sampled_tokens: list[int] = []
+        """Of each sample."""
+        self._step = step
+        self._counts: TrainedCounts = {}
+        self._newest: dict[int, int] = {}
+        """Group -> newest version of a sampled token."""
+        self._generate_s: list[float] = []
+        self._tokens = self._response_tokens = 0
+
+    def open_group(self, group: int, generate_s: float) -> None:
+        """Begin a group; `generate_s` is the seconds that it took to generate, 0 if nobody said.
+
+        Raises:
+            ProtocolError: there is that group already.
+        """
+        if group in self._counts:
+            raise ProtocolError(f"group {group}: comes twice in the batch of step {self._step}")
+        self._counts[group], self._newest[group] = {}, int(NO_VERSION)
+        if generate_s > 0:
+            self._generate_s.append(generate_s)
+
+    def add(self, sample: BatchSample, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Count a sample of a group that was begun; `arrays` are its `token_arrays`."""
+        counts, versions = self._counts[sample.group], arrays["versions"]
+        found, numbers = np.unique(versions[arrays["loss_mask"]], return_counts=True)
+        for version, number in zip(found.tolist(), numbers.tolist(), strict=True):
+            counts[version] = counts.get(version, 0) + number
+        self._newest[sample.group] = max(self._newest[sample.group], int(versions.max()))
+        self.sampled_tokens.append(int(np.count_nonzero(sample.sampled)))
+        self._tokens += len(sample)
+        self._response_tokens += len(sample.tokens)
+
+    def trained_counts(self) -> TrainedCounts:
+        """Return what `Ledger.commit` expects: every group has an entry, possibly an empty one."""
+        return {group: dict(sorted(counts.items())) for group, counts in self._counts.items()}
+
+    def totals(self) -> StepTotals:
+        """Return what a replica has to know of the step."""
+        lags = self._lag_histogram()
+        return StepTotals(
+            samples=len(self.sampled_tokens),
+            trained_tokens=lags.total(),
+            lag_max=max(lags, default=0),
+            fresh=0 in lags,
+        )
+
+    def stats(self, rewards: torch.Tensor) -> BatchStats:
+        """Return the statistics of all samples; `rewards` are theirs, float32 [N]."""
+        histogram, values = self._lag_histogram(), rewards.double()
+        trained = histogram.total()
+        total, queued = sum(n * count for n, count in histogram.items()), self._lag_in_queue()
+        return BatchStats(
+            lag_histogram=dict(sorted(histogram.items())),
+            lag_mean=total / trained if trained else None,
+            lag_max=max(histogram, default=None),
+            lag_in_flight_mean=(total - queued) / trained if trained else None,
+            lag_in_queue_mean=queued / trained if trained else None,
+            step_tokens=self._tokens,
+            trained_tokens=trained,
+            masked_tokens=sum(self.sampled_tokens) - trained,
+            response_length_mean=self._response_tokens / len(self.sampled_tokens),
+            reward_mean=float(values.mean()),
+            reward_std=float(values.std(correction=0)),
+            generate_s=sum(self._generate_s) / len(self._generate_s) if self._generate_s else None,
+        )
+
+    def _lag_histogram(self) -> Counter[int]:
+        histogram: Counter[int] = Counter()
+        for counts in self._counts.values():
+            histogram.update({lag(self._step, version): number for version, number in counts.items()})
+        return histogram
+
+    def _lag_in_queue(self) -> int:
+        """Return the versions from a group's last sampled token to the step, summed over trained tokens.
+
+        The newest version in a group is the one that its engine served when the group was complete.
+        """
+        return sum(
+            (self._step - self._newest[group]) * sum(counts.values())
+            for group, counts in self._counts.items()
+        )

@@ -1,0 +1,193 @@
+"""Plans a step from its scored groups, then builds the batch of any of its samples.
+
+The plan checks every array, counts, scores and digests; of each sample it keeps a few numbers and views of
+its record. `StepPlan.part` makes arrays, for a replica at a time, so that no process holds all of them
+unless it trains on all of them. Tokens over the staleness bound are masked or refused; whatever a mask lets
+through is compared with the bound again.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+
+from protocol.errors import BoundViolation, ProtocolError
+from protocol.messages import ScoredRollout
+from trainer.algorithms.base import Algorithm
+from trainer.batch import Batch, StepTotals
+from trainer.data.batch_digest import BatchDigest
+from trainer.data.batch_stats import BatchStats, StepTally, TrainedCounts
+from trainer.data.samples import BatchSample, samples_of
+
+DTYPES = {
+    "tokens": np.int32,
+    "loss_mask": np.bool_,
+    "sampled_mask": np.bool_,
+    "behaviour_logprobs": np.float32,
+    "versions": np.int32,
+    "advantages": np.float32,
+}
+"""Arrays with an entry for each token that come from the records."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Everything about a step but the arrays of its tokens. Shapes: N samples of the step."""
+
+    step: int
+    """The version that the step starts from."""
+    temperature: float
+    decoupled: bool
+    """As in `Batch`."""
+    samples: Sequence[BatchSample]
+    """[N], views of the records."""
+    totals: StepTotals
+    lengths: torch.Tensor
+    """int64 [N]: tokens of prompt and response."""
+    group_index: torch.Tensor
+    """int64 [N]: index of the sample's group within the step."""
+    rewards: torch.Tensor
+    """float32 [N]."""
+    advantages: torch.Tensor
+    """float32 [N]."""
+    weights: torch.Tensor
+    """float32 [N]."""
+    measured: torch.Tensor
+    """bool [N]."""
+    trained_counts: TrainedCounts
+    """As `Ledger.commit` expects them; every group has an entry, possibly an empty one."""
+    stats: BatchStats
+    digest: str
+    """Of the whole step, as `BatchDigest` makes it."""
+
+    def part(self, samples: Sequence[int]) -> Batch:
+        """Build the batch of some samples of the step, on the CPU.
+
+        Args:
+            samples: their indices, in any order; none are a batch without tokens.
+
+        Raises:
+            BoundViolation: a token over the bound would carry gradient.
+        """
+        rows = torch.tensor(samples, dtype=torch.int64)
+        offsets = torch.nn.functional.pad(self.lengths[rows].cumsum(0), (1, 0))
+        places = offsets.tolist()
+        arrays = {name: np.empty(places[-1], dtype=dtype) for name, dtype in DTYPES.items()}
+        advantages = self.advantages.numpy()
+        for index, first, end in zip(samples, places, places[1:], strict=False):
+            made = self.samples[index].token_arrays(self.step)
+            check_bound(self.samples[index], made["loss_mask"], self.step)
+            made["advantages"] = np.where(made["loss_mask"], advantages[index], np.float32(0))
+            for name, values in made.items():
+                arrays[name][first:end] = values
+        return Batch(
+            step=self.step,
+            totals=self.totals,
+            offsets=offsets,
+            group_index=self.group_index[rows],
+            rewards=self.rewards[rows],
+            weights=self.weights[rows],
+            measured=self.measured[rows],
+            temperature=self.temperature,
+            decoupled=self.decoupled,
+            **{name: torch.from_numpy(values) for name, values in arrays.items()},
+        )
+
+
+def plan_step(
+    groups: Iterable[tuple[ScoredRollout, int]],
+    *,
+    step: int,
+    algorithm: Algorithm,
+    temperature: float = 1.0,
+    mask_late: bool = True,
+    decoupled: bool = False,
+    mismatch_share: float = 1.0,
+) -> StepPlan:
+    """Check the groups of a step and plan its batch.
+
+    Args:
+        groups: scored groups, each with the bound that was in force when it was leased. They are read once,
+            one after the other; what the plan keeps of them are views of their arrays.
+        step: version that the step starts from.
+        algorithm: computes advantages and weights.
+        temperature: temperature at which the engines sampled.
+        mask_late: whether sampled tokens over the bound are masked; otherwise they are an error.
+        decoupled: whether the objective is decoupled.
+        mismatch_share: share of the groups whose mismatch of trainer and engine is measured, 0 to 1.
+
+    Raises:
+        ProtocolError: arrays contradict each other, hold numbers that are not finite, or tokens of a later
+            version; names group and field.
+        BoundViolation: a token exceeds the bound and `mask_late` is off, or the masking missed it.
+    """
+    samples: list[BatchSample] = []
+    tally, digest = StepTally(step), BatchDigest()
+    for index, (scored, max_staleness) in enumerate(groups):
+        tally.open_group(scored.rollout.group, scored.rollout.generate_s)
+        for sample in samples_of(scored, index, max_staleness, step):
+            arrays = sample.token_arrays(step)
+            check_bound(sample, arrays["loss_mask" if mask_late else "sampled_mask"], step)
+            tally.add(sample, arrays)
+            digest.add(arrays)
+            samples.append(sample)
+    if not samples:
+        raise ProtocolError(f"step {step}: the batch has no samples")
+    rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float32)
+    group_index = torch.tensor([sample.row for sample in samples], dtype=torch.int64)
+    counts = tally.trained_counts()
+    chosen = torch.tensor([is_measured(group, mismatch_share) for group in counts])
+    by_sample = {
+        "lengths": torch.tensor([len(sample) for sample in samples], dtype=torch.int64),
+        "group_index": group_index,
+        "rewards": rewards,
+        "advantages": algorithm.advantages(rewards, group_index),
+        "weights": algorithm.sample_weights(torch.tensor(tally.sampled_tokens, dtype=torch.int64)),
+    }
+    return StepPlan(
+        step=step,
+        temperature=temperature,
+        decoupled=decoupled,
+        samples=samples,
+        totals=tally.totals(),
+        measured=chosen[group_index],
+        trained_counts=counts,
+        stats=tally.stats(rewards),
+        digest=digest.finish({"step": step, "temperature": temperature}, by_sample),
+        **by_sample,
+    )
+
+
+def check_bound(sample: BatchSample, mask: NDArray[np.bool_], step: int) -> None:
+    """Compare the lag of every token under `mask` with the bound of its group's lease.
+
+    It deliberately goes by the spans as received, and does not use the arithmetic that made the mask.
+
+    Args:
+        sample: as received.
+        mask: bool [P + T_i], tokens of prompt and response.
+        step: version that the step starts from.
+
+    Raises:
+        BoundViolation: a token exceeds the bound or was not sampled; names the first one.
+    """
+    response = mask[len(sample.prompt) :]
+    if mask[: len(sample.prompt)].any() or (response & ~sample.sampled).any():
+        raise BoundViolation(f"group {sample.group}: a token would be trained that was not sampled")
+    first = 0
+    for end, version in sample.spans.tolist():
+        if step - version > sample.max_staleness and response[first:end].any():
+            place = first + int(response[first:end].argmax())
+            raise BoundViolation(
+                f"group {sample.group}: token {place} of version {version} has lag {step - version} in step "
+                f"{step}, over the bound of {sample.max_staleness}"
+            )
+        first = end
+
+
+def is_measured(group: int, share: float) -> bool:
+    """Return whether the mismatch of a group is measured: always the same groups, about a `share` of them."""
+    return xxhash.xxh3_64_intdigest(b"%d" % group) < share * 2**64
