@@ -29,6 +29,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from protocol.errors import SettingsError
 from trainer.megatron.architecture import Architecture
 from trainer.megatron.convert.rules import Direct, Rule, padded_vocabulary
+from trainer.megatron.layers import weight_gradients
 from trainer.megatron.layers.attention import PackedAttention
 from trainer.megatron.layers.dense import GatedMLP, RMSNorm
 from trainer.megatron.layers.rotary import inverse_frequencies
@@ -76,6 +77,7 @@ def transformer_config(
         SettingsError: megatron refuses the combination of model and layout.
     """
     parallel = position.config
+    weight_gradients.install()
     try:
         return TransformerConfig(
             num_layers=architecture.layers,
@@ -108,6 +110,7 @@ def transformer_config(
             # The step's loss is a plain sum: no division by micro-batches or ranks.
             calculate_per_token_loss=True,
             cuda_graph_scope=[],
+            gradient_accumulation_fusion=True,
         )
     except (ValueError, AssertionError) as error:
         raise SettingsError(f"megatron-core refuses this model in this layout: {error}") from error

@@ -69,7 +69,7 @@ def _line(found: dict[str, Any]) -> str:
         else ""
     )
     return (
-        f"{found['size']:5} {found['way']:11} {found['step_s']:7.3f} s  {found['tokens_per_s']:8.0f} tokens/s  "
+        f"{found['size']:5} {found['way']:11} {found['step_s']:7.3f} s  {found['tokens_per_s']:7.0f} tok/s  "
         f"MFU {found['mfu']:5.1%}  peak {found['peak_gib']:5.1f} GiB{ours}"
     )
 

@@ -71,8 +71,6 @@ class PackedAttention(MegatronModule):
         **unused: Any,
     ) -> torch.Tensor:
         """Map queries [T, heads, D], keys and values [T, kv heads, D] to [T, heads, D]."""
-        cos, sin = packed_seq_params.cos, packed_seq_params.sin
         kernel = kernel_for(query.device.type, query.dtype)
-        return kernel(
-            rotate(query, cos, sin), rotate(key, cos, sin), value, packed_seq_params, self.softmax_scale
-        )
+        query, key = rotate(query, key, packed_seq_params.cos, packed_seq_params.sin)
+        return kernel(query, key, value, packed_seq_params, self.softmax_scale)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
+from megatron.core.fusions.fused_bias_swiglu import SwiGLUFunction
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -19,7 +20,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def swiglu(x: torch.Tensor) -> torch.Tensor:
-    """Return silu(gate) * up of [..., 2 F], in which the gate comes first."""
+    """Return silu(gate) * up of [..., 2 F], in which the gate comes first.
+
+    On a GPU it is megatron's fused kernel, which keeps its input alone for the backward pass.
+    """
+    if x.is_cuda:
+        fused: torch.Tensor = SwiGLUFunction.apply(x, False, False)
+        return fused
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
 

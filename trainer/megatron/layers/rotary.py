@@ -3,7 +3,9 @@
 Shapes: T tokens, D head size.
 """
 
+import functools
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -33,7 +35,27 @@ def rotation(
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return queries or keys [T, heads, D] rotated by [T, 1, D]; dimension i pairs with i + D / 2."""
+def rotate(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return queries and keys [T, heads, D] rotated by [T, 1, D]; dimension i pairs with i + D / 2.
+
+    On a GPU one compiled kernel does each of the two directions.
+    """
+    return (_compiled() if query.is_cuda else _rotate)(query, key, cos, sin)
+
+
+def _rotate(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _rotated(query, cos, sin), _rotated(key, cos, sin)
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+@functools.cache
+def _compiled() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    return torch.compile(_rotate, dynamic=True)
