@@ -57,7 +57,11 @@ class PackedModel(GPTModel):
     def _preprocess(self, input_ids: torch.Tensor, *, inference_context: Any = None, **others: Any) -> Any:
         if inference_context is not None:
             return super()._preprocess(input_ids, inference_context=inference_context, **others)
-        hidden = self.embedding(input_ids=input_ids, position_ids=None) if self.pre_process else None
+        hidden = None
+        if self.pre_process:
+            # A transposed [1, T, H] has strides of which torch makes T products of one row each, where the
+            # weight is frozen.
+            hidden = self.embedding(input_ids=input_ids, position_ids=None)[:, 0].unsqueeze(1)
         return hidden, None, None, None, None, None
 
     def _postprocess(self, hidden_states: torch.Tensor, **others: Any) -> torch.Tensor:
