@@ -30,7 +30,7 @@ from protocol.errors import SettingsError
 from trainer.megatron.architecture import Architecture
 from trainer.megatron.convert.rules import Direct, Rule, padded_vocabulary
 from trainer.megatron.layers.attention import PackedAttention
-from trainer.megatron.layers.dense import GatedMLP, RMSNorm
+from trainer.megatron.layers.dense import RMSNorm, SwigluMLP
 from trainer.megatron.layers.rotary import inverse_frequencies
 from trainer.megatron.parallel import Position
 
@@ -189,7 +189,7 @@ def _layer_spec(qk_norm: bool, attention: type[Any], core_attention: type[Any]) 
             ),
             self_attn_bda=_residual,
             pre_mlp_layernorm=RMSNorm,
-            mlp=GatedMLP,
+            mlp=SwigluMLP,
             mlp_bda=_residual,
         ),
     )
