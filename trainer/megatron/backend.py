@@ -41,6 +41,9 @@ class MegatronBackend(Backend):
     runs on gloo.
     """
 
+    _reference: Runner | None = None
+    _reference_model: GPTModel | None = None
+
     def __init__(
         self,
         model_dir: Path,
@@ -89,8 +92,6 @@ class MegatronBackend(Backend):
         except BaseException:
             self.close()
             raise
-        self._reference: Runner | None = None
-        self._reference_model: GPTModel | None = None
         self._host = HostOffload()
 
     def costs(self, lengths: torch.Tensor) -> torch.Tensor:

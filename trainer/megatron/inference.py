@@ -190,18 +190,7 @@ class SlotModel:
         position = parallel.initialize(ParallelConfig(), "auto", 0)
         self._closed = False
         try:
-            config = transformer_config(self.architecture, position, DTYPES[dtype])
-            self.module = (
-                build_model(
-                    self.architecture,
-                    config,
-                    position,
-                    attention=SlotAttention,
-                    core_attention=CausalAttention,
-                )
-                .eval()
-                .requires_grad_(False)
-            )
+            self.module = _build(self.architecture, position, DTYPES[dtype])
             self.parameters: dict[str, torch.Tensor] = dict(self.module.named_parameters())
             if any(model_dir.glob("*.safetensors")):
                 load_checkpoint(
@@ -280,6 +269,14 @@ class SlotModel:
             tokens, None, mask, inference_context=self.cache, runtime_gather_output=True
         )
         return found
+
+
+def _build(architecture: Architecture, position: parallel.Position, dtype: torch.dtype) -> GPTModel:
+    config = transformer_config(architecture, position, dtype)
+    model = build_model(
+        architecture, config, position, attention=SlotAttention, core_attention=CausalAttention
+    )
+    return model.eval().requires_grad_(False)
 
 
 def _slots(architecture: Architecture, itemsize: int, length: int, wanted: int, buffer_bytes: int) -> int:

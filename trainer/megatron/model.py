@@ -31,7 +31,7 @@ from trainer.megatron.architecture import Architecture
 from trainer.megatron.convert.rules import Direct, Rule, padded_vocabulary
 from trainer.megatron.layers import weight_gradients
 from trainer.megatron.layers.attention import PackedAttention
-from trainer.megatron.layers.dense import GatedMLP, RMSNorm
+from trainer.megatron.layers.dense import RMSNorm, SwigluMLP
 from trainer.megatron.layers.rotary import inverse_frequencies
 from trainer.megatron.parallel import Position
 
@@ -58,7 +58,11 @@ class PackedModel(GPTModel):
     def _preprocess(self, input_ids: torch.Tensor, *, inference_context: Any = None, **others: Any) -> Any:
         if inference_context is not None:
             return super()._preprocess(input_ids, inference_context=inference_context, **others)
-        hidden = self.embedding(input_ids=input_ids, position_ids=None) if self.pre_process else None
+        hidden = None
+        if self.pre_process:
+            # A transposed [1, T, H] has strides of which torch makes T products of one row each, where the
+            # weight is frozen.
+            hidden = self.embedding(input_ids=input_ids, position_ids=None)[:, 0].unsqueeze(1)
         return hidden, None, None, None, None, None
 
     def _postprocess(self, hidden_states: torch.Tensor, **others: Any) -> torch.Tensor:
@@ -188,7 +192,7 @@ def _layer_spec(qk_norm: bool, attention: type[Any], core_attention: type[Any]) 
             ),
             self_attn_bda=_residual,
             pre_mlp_layernorm=RMSNorm,
-            mlp=GatedMLP,
+            mlp=SwigluMLP,
             mlp_bda=_residual,
         ),
     )

@@ -17,6 +17,7 @@ from tests.trainer.megatron.models import MODELS, OPTIMIZER, make_batch, step_ba
 from trainer.algorithms.grpo import Grpo
 from trainer.backends.base import Backend
 from trainer.backends.hf_export import save_hf
+from trainer.backends.step_measures import StepMeasures
 from trainer.batch import Batch
 from trainer.config import AlgorithmConfig, ParallelConfig, TrainerConfig
 from trainer.data.packing import balance
@@ -82,6 +83,7 @@ def run(layout: str, models: Path, out: Path) -> None:
         target = out / name
         target.mkdir(parents=True, exist_ok=True)
         _train_and_restore(name, layout, models / name, target)
+    _one_by_one(layout, models / "qwen3-tied")
     _bfloat16(layout, models / "qwen3-tied", out / "bfloat16")
     if layout == "single":
         return
@@ -131,6 +133,28 @@ def _go_on(
             assert [tuple(tensor.shape) for tensor in held if tensor.untyped_storage().nbytes()] == []
             backend.onload()
     return backend.export()
+
+
+def _one_by_one(layout: str, model_dir: Path) -> None:
+    """Loss, gradient and log-probabilities of packed samples are those of each sample alone."""
+    backend = make_backend(model_dir, layout)
+    batch = part_of(backend, make_batch("qwen3-tied", 0))
+    packed, alone = _pass(backend, batch, samples=7), _pass(backend, batch, samples=1)
+    for name, expected in alone.items():
+        scale = max(1.0, expected.abs().max().item())
+        torch.testing.assert_close(packed[name] / scale, expected / scale, atol=1e-6, rtol=0, msg=name)
+    backend.close()
+
+
+def _pass(backend: MegatronBackend, batch: Batch, *, samples: int) -> dict[str, torch.Tensor]:
+    """What a forward and backward pass gives, with so many samples in a micro-batch."""
+    backend._optimizer.zero_grad(backend._model)
+    backend._runner.micro_batch_size = samples
+    measures = StepMeasures.of_batch(batch, ALGORITHM.config)
+    vector, micro_batches, _ = backend._runner.train(batch, ALGORITHM, measures)
+    assert micro_batches >= len(batch.lengths) // samples
+    gradients = {name: parameter.main_grad.clone() for name, parameter in backend._parameters.items()}
+    return {"measures": vector, "logprobs": backend.logprobs(batch), **gradients}
 
 
 def _bfloat16(layout: str, model_dir: Path, out: Path) -> None:

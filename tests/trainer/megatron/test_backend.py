@@ -13,11 +13,9 @@ from protocol.errors import SettingsError
 from tests.trainer.megatron.models import OPTIMIZER, make_batch, make_model, save_model
 from tests.trainer.megatron.ranks import ALGORITHM
 from trainer.backends.base import StepStats
-from trainer.batch import Batch
+from trainer.batch import Batch, StepTotals
 from trainer.config import ParallelConfig, TrainerConfig
 from trainer.megatron.backend import MegatronBackend
-from trainer.megatron.forward import split_batch
-from trainer.megatron.parallel import Position
 from trainer.reference.backend import ReferenceBackend
 
 pytestmark = pytest.mark.xdist_group("megatron_backend")  # one fixture for the module
@@ -65,10 +63,23 @@ def test_training_twice_gives_the_same_bits(model_dir: Path) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("size", [1, 5, 100])
-def test_the_micro_batch_size_does_not_change_the_result(model_dir: Path, size: int) -> None:
-    first, second = trained(model_dir), trained(model_dir, micro_batch_size=size)
+@pytest.mark.parametrize("limits", [{"micro_batch_size": 5}, {"micro_batch_tokens": 1}])
+def test_the_micro_batches_do_not_change_the_result(model_dir: Path, limits: dict[str, int]) -> None:
+    first, second = trained(model_dir), trained(model_dir, **limits)
     assert all((first[name] - second[name]).abs().max() < 1e-5 for name in first)
+
+
+def test_a_step_says_how_it_was_packed(backend: MegatronBackend) -> None:
+    stats = backend.train_step(make_batch(NAME, 0))
+    assert (stats.micro_batches, stats.padding_share) == (1, 0.0)
+
+
+def test_costs_grow_with_the_square_of_the_length(backend: MegatronBackend) -> None:
+    short, long, longest = backend.costs(torch.tensor([100, 200, 10_000])).tolist()
+    # 2 layers of hidden size 64 with 4 heads of 32, 2 of them for keys, and an MLP of 96
+    assert short == 2 * (6 * (64 * 128 * 2 + 64 * 64 * 2 + 3 * 64 * 96) * 100 + 6 * 128 * 100**2)
+    assert 2 < long / short < 4
+    assert longest / long > 100
 
 
 def test_a_world_of_another_size_is_refused(model_dir: Path) -> None:
@@ -103,7 +114,13 @@ def test_a_step_with_an_infinite_gradient_is_skipped_and_changes_nothing(backend
 def test_a_batch_without_a_trained_token_is_skipped(backend: MegatronBackend) -> None:
     batch = make_batch(NAME, 0)
     before = dict(backend.export())
-    stats = backend.train_step(replace(batch, loss_mask=torch.zeros_like(batch.loss_mask)))
+    stats = backend.train_step(
+        replace(
+            batch,
+            loss_mask=torch.zeros_like(batch.loss_mask),
+            totals=StepTotals(samples=13, trained_tokens=0, lag_max=0, fresh=False),
+        )
+    )
     assert (stats.trained_tokens, stats.loss, stats.grad_norm) == (0, None, None)
     assert "no token" in stats.skipped
     assert all(torch.equal(before[name], tensor) for name, tensor in backend.export())
@@ -136,7 +153,7 @@ def test_the_oracle_trains_the_padding_token_as_megatron_does(tmp_path: Path) ->
     before = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
     batches = [make_batch(NAME, step) for step in range(2)]
     for batch in batches:
-        batch.tokens[:, 5] = 0  # sampled, and followed by trained tokens
+        batch.tokens[batch.offsets[:-1] + 4] = 0  # sampled, and followed by trained tokens
     _, _, weights = trained_by_both(tmp_path, batches)
     for name, (expected, found) in weights.items():
         torch.testing.assert_close(found, expected, atol=5e-5, rtol=0, msg=name)
@@ -181,31 +198,3 @@ def test_an_incomplete_checkpoint_is_refused(backend: MegatronBackend, tmp_path:
     (tmp_path / "optimizer-tp0-pp0-dp0.safetensors").unlink()
     with pytest.raises(SettingsError, match="it is incomplete"):
         backend.restore(tmp_path)
-
-
-@pytest.mark.parametrize(("tp", "pp", "dp"), [(1, 1, 1), (1, 1, 2), (1, 2, 1), (2, 2, 2), (1, 1, 5)])
-@pytest.mark.parametrize("size", [1, 3, 16])
-def test_every_wanted_token_is_in_one_micro_batch_of_one_rank(tp: int, pp: int, dp: int, size: int) -> None:
-    batch = make_batch(NAME, 3)
-    config = ParallelConfig(tp, pp, dp, sequence_parallel=tp > 1)
-    parts = [
-        split_batch(batch, batch.sampled_mask, Position(config, torch.device("cpu"), 0, 0, rank), size)
-        for rank in range(dp)
-    ]
-    assert len({len(part) for part in parts}) == 1
-    seen = torch.zeros_like(batch.tokens)
-    for micro in (micro for part in parts for micro in part):
-        seen.index_put_(
-            (micro.samples[micro.rows], micro.columns), torch.ones_like(micro.rows), accumulate=True
-        )
-        assert torch.equal(
-            micro.inputs[micro.rows, micro.columns - 1],
-            batch.tokens[micro.samples[micro.rows], micro.columns - 1],
-        )
-        assert torch.equal(micro.targets, batch.tokens[micro.samples[micro.rows], micro.columns])
-        assert micro.inputs.size(1) % tp == 0
-        assert len(micro.samples) <= size
-    assert torch.equal(seen.bool(), batch.sampled_mask)
-    assert seen.max() == 1
-    if pp > 1:
-        assert len({tuple(micro.inputs.shape) for part in parts for micro in part}) == 1

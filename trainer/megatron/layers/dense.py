@@ -49,7 +49,7 @@ class RMSNorm(torch.nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
-class GatedMLP(MLP):
+class SwigluMLP(MLP):
     """megatron's MLP, without the choices that models here do not have: no bias, silu, gated."""
 
     def __init__(self, config: TransformerConfig, **unused: Any) -> None:

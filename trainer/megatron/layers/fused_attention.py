@@ -7,7 +7,7 @@ Shapes: q [T, heads, D]; k and v [T, kv heads, D]; all return [T, heads, D].
 
 import functools
 import inspect
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -56,10 +56,8 @@ def varlen_attention(
         else:
             k, v = (x.repeat_interleave(q.size(1) // k.size(1), dim=1) for x in (k, v))
     offsets, longest = sequences.offsets, sequences.longest
-    out: torch.Tensor = varlen_attn(
-        q, k, v, offsets, offsets, longest, longest, window_size=(-1, 0), **options
-    )
-    return out
+    found = varlen_attn(q, k, v, offsets, offsets, longest, longest, window_size=(-1, 0), **options)
+    return cast(torch.Tensor, found)  # a tuple only if more is asked for
 
 
 @functools.cache

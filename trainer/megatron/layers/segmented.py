@@ -17,7 +17,7 @@ CLOSE = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class AttentionSegment:
     """A run of sequences."""
 
     first: int
@@ -32,7 +32,7 @@ class Segment:
     """int64 [tokens]: the place of each token."""
 
 
-def segments_of(lengths: Sequence[int], device: torch.device) -> tuple[Segment, ...]:
+def segments_of(lengths: Sequence[int], device: torch.device) -> tuple[AttentionSegment, ...]:
     """Divide sequences into segments, in their order."""
     found = []
     first = 0
@@ -43,7 +43,11 @@ def segments_of(lengths: Sequence[int], device: torch.device) -> tuple[Segment, 
 
 
 def segmented_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Sequence[Segment], scale: float | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    segments: Sequence[AttentionSegment],
+    scale: float | None,
 ) -> torch.Tensor:
     """Return causal attention within each sequence, [T, heads, D].
 
@@ -58,7 +62,7 @@ def segmented_attention(
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segment: Segment, scale: float | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segment: AttentionSegment, scale: float | None
 ) -> torch.Tensor:
     def spread(x: torch.Tensor) -> torch.Tensor:
         x = x.narrow(0, segment.first, segment.tokens)
@@ -87,11 +91,11 @@ def _runs(lengths: Sequence[int]) -> Iterator[list[int]]:
         yield run
 
 
-def _segment(first: int, lengths: torch.Tensor, device: torch.device) -> Segment:
+def _segment(first: int, lengths: torch.Tensor, device: torch.device) -> AttentionSegment:
     count, longest, tokens = len(lengths), int(lengths.max()), int(lengths.sum())
     if tokens == count * longest:
-        return Segment(first, tokens, count, longest, None, None)
+        return AttentionSegment(first, tokens, count, longest, None, None)
     starts, column = lengths.cumsum(0) - lengths, torch.arange(longest)
     padded = starts[:, None] + torch.minimum(column, lengths[:, None] - 1)
     places = (column < lengths[:, None]).flatten().nonzero()[:, 0]
-    return Segment(first, tokens, count, longest, padded.flatten().to(device), places.to(device))
+    return AttentionSegment(first, tokens, count, longest, padded.flatten().to(device), places.to(device))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from trainer.megatron.layers.rotary import rotation
-from trainer.megatron.layers.segmented import Segment, segments_of
+from trainer.megatron.layers.segmented import AttentionSegment, segments_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class PackedSequences:
     """[T, 1, D], on the device: of the angles of each token's position, from 0 in every sequence."""
     sin: torch.Tensor
     """Shaped as `cos`."""
-    segments: tuple[Segment, ...] = ()
+    segments: tuple[AttentionSegment, ...] = ()
     """For attention by segments; empty if another implementation is used."""
     qkv_format: str = "thd"
     """megatron's name of the packed format: it drops the dimension of the batch before attention."""

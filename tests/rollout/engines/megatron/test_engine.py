@@ -16,7 +16,7 @@ from rollout.engines.megatron.engine import MegatronEngine
 from tests.contracts.engine_bench import ask, together
 from tests.trainer.megatron.models import MODELS, OPTIMIZER, make_model, save_model
 from tests.trainer.megatron.ranks import ALGORITHM
-from trainer.batch import Batch
+from trainer.batch import Batch, StepTotals
 from trainer.config import ParallelConfig, TrainerConfig
 from trainer.megatron.backend import MegatronBackend
 from trainer.megatron.inference import SlotModel
@@ -133,29 +133,35 @@ async def test_logprobs_are_those_of_the_training_forward_pass(dtype: str, tmp_p
 
 
 def batch_of(requests: Sequence[Request], found: Sequence[Completion]) -> Batch:
-    count = len(requests)
-    tokens, logprobs = torch.zeros(count, LENGTH, dtype=torch.int64), torch.zeros(count, LENGTH)
-    sampled = torch.zeros(count, LENGTH, dtype=torch.bool)
-    lengths = torch.zeros(count, dtype=torch.int64)
-    for row, (request, completion) in enumerate(zip(requests, found, strict=True)):
-        ids = [*request.prompt, *completion.tokens]
-        lengths[row] = len(ids)
-        tokens[row, : len(ids)] = torch.tensor(ids)
-        sampled[row, len(request.prompt) : len(ids)] = True
-        logprobs[row, len(request.prompt) : len(ids)] = torch.tensor(completion.logprobs)
-    versions, nothing = torch.where(sampled, 0, -1).int(), torch.zeros(count, LENGTH)
+    pairs = list(zip(requests, found, strict=True))
+    lengths = torch.tensor([len(request.prompt) + len(completion.tokens) for request, completion in pairs])
+    tokens = [token for request, completion in pairs for token in (*request.prompt, *completion.tokens)]
+    sampled = [
+        flag
+        for request, completion in pairs
+        for flag in [False] * len(request.prompt) + [True] * len(completion.tokens)
+    ]
+    logprobs = [
+        value
+        for request, completion in pairs
+        for value in [0.0] * len(request.prompt) + list(completion.logprobs)
+    ]
+    mask, nothing = torch.tensor(sampled), torch.zeros(len(requests))
     return Batch(
-        0,
-        tokens,
-        lengths,
-        sampled,
-        sampled,
-        logprobs,
-        versions,
-        nothing,
-        torch.zeros(count).long(),
-        torch.zeros(count),
-        0.7,
+        step=0,
+        totals=StepTotals(len(requests), int(mask.sum()), lag_max=0, fresh=True),
+        offsets=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)),
+        tokens=torch.tensor(tokens, dtype=torch.int32),
+        loss_mask=mask,
+        sampled_mask=mask,
+        behaviour_logprobs=torch.tensor(logprobs),
+        versions=torch.where(mask, 0, -1).int(),
+        advantages=torch.zeros(len(tokens)),
+        group_index=nothing.long(),
+        rewards=nothing,
+        weights=nothing,
+        measured=nothing.bool(),
+        temperature=0.7,
     )
 
 
