@@ -32,7 +32,7 @@ from trainer.data.packing import balance
 
 LONGEST, PROMPT, GROUP = 32_768, 256, 16
 SIGMA = 1.0
-"""Of the logarithm of lengths."""
+"""Standard deviation of the logarithm of lengths."""
 STEP = 100
 
 

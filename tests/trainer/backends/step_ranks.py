@@ -21,7 +21,7 @@ from trainer.config import TrainerConfig
 
 ALGORITHM = make_algorithm(AlgorithmConfig())
 REPLICAS = (((0, 2), (1,)), ((2, 0), (1,)), ((0,), (1,), (2,)))
-"""Of each step."""
+"""Replicas of each step, which a real backend never changes."""
 
 
 def command(step: int) -> TrainCommand:
