@@ -36,7 +36,7 @@ class Batch:
     step: int
     """The version that the step starts from."""
     totals: StepTotals
-    """Of the whole step, whichever samples are here."""
+    """Those of the whole step, whichever samples are here."""
     offsets: torch.Tensor
     """int64 [n + 1]: where each sample begins; the last one is t."""
     tokens: torch.Tensor

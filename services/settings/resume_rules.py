@@ -58,6 +58,7 @@ RULES: Mapping[str, tuple[ResumeRule, str]] = {
     "trainer.dtype": (ResumeRule.FIXED, _LAYOUT),
     "trainer.seed": (ResumeRule.FIXED, "the state of the random numbers is in the checkpoint"),
     "trainer.device": (ResumeRule.REPEATED, _STEP),
+    "trainer.micro_batch_tokens": (ResumeRule.REPEATED, _STEP),
     "trainer.micro_batch_size": (ResumeRule.REPEATED, _STEP),
     "trainer.threads": (ResumeRule.REPEATED, _STEP),
     "trainer.recompute_logprobs": (ResumeRule.REPEATED, _STEP),

@@ -40,7 +40,7 @@ def test_what_cannot_be_made_is_refused(model_dir: Path) -> None:
 
 
 def test_megatron_is_not_imported_for_others() -> None:
-    modules = "trainer.registry, trainer.data.batch_builder, trainer.weights.registry"
+    modules = "trainer.registry, trainer.data.step_plan, trainer.weights.registry"
     code = f"import sys, {modules}; sys.exit('megatron' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 

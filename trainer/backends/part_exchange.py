@@ -5,6 +5,7 @@ process group's timeout.
 """
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import msgspec
 import torch
@@ -43,34 +44,38 @@ def send_part(part: Batch, ranks: Iterable[int]) -> None:
     )
     data = torch.frombuffer(bytearray(msgspec.msgpack.encode(header)), dtype=torch.uint8)
     for rank in ranks:
-        _exchange(dist.isend, torch.tensor([len(data)]), rank)
-        _exchange(dist.isend, data, rank)
-        for values in arrays.values():
-            _exchange(dist.isend, values, rank)
+        for values in (torch.tensor([len(data)]), data, *arrays.values()):
+            _exchange(dist.isend, values.to(control_device()), rank)
 
 
 def receive_part() -> Batch:
     """Wait for the part that rank 0 sends to this rank."""
-    size = _exchange(dist.irecv, torch.empty(1, dtype=torch.int64))
-    data = _exchange(dist.irecv, torch.empty(int(size), dtype=torch.uint8))
+    data = _receive(int(_receive(1, torch.int64)), torch.uint8)
     header = _decoder.decode(data.numpy().tobytes())
-    arrays = {
-        name: _exchange(dist.irecv, torch.empty(entries, dtype=DTYPES[dtype]))
-        for name, (dtype, entries) in header.arrays.items()
+    arrays: dict[str, Any] = {
+        name: _receive(entries, DTYPES[dtype]) for name, (dtype, entries) in header.arrays.items()
     }
-    fields = {name: getattr(header, name) for name in ("step", "totals", "temperature", "decoupled")}
-    return Batch(**fields, **arrays)
+    return Batch(
+        step=header.step,
+        totals=header.totals,
+        temperature=header.temperature,
+        decoupled=header.decoupled,
+        **arrays,
+    )
 
 
-def _exchange(operation: Callable[..., object], values: torch.Tensor, rank: int = 0) -> torch.Tensor:
-    """Send an array to a rank, or receive it from one; an empty one is not sent. Returns it on the CPU.
+def _receive(entries: int, dtype: torch.dtype) -> torch.Tensor:
+    values = torch.empty(entries, dtype=dtype, device=control_device())
+    _exchange(dist.irecv, values, 0)
+    return values.cpu()
+
+
+def _exchange(operation: Callable[..., object], values: torch.Tensor, rank: int) -> None:
+    """Send an array to a rank, or receive it from one; an empty one is not sent.
 
     As a batch of one operation, which NCCL runs in the communicator of all ranks: it would make and keep one
     for each pair of ranks otherwise.
     """
-    if values.numel():
-        moved = values.to(control_device())
-        for work in dist.batch_isend_irecv([dist.P2POp(operation, moved.view(torch.uint8), rank)]):
+    if len(values):
+        for work in dist.batch_isend_irecv([dist.P2POp(operation, values.view(torch.uint8), rank)]):
             work.wait()
-        return moved.cpu()
-    return values

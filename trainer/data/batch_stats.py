@@ -50,8 +50,8 @@ class StepTally:
 
     def __init__(self, step: int) -> None:
         self.sampled_tokens: list[int] = []
-        """Of each sample."""
-        self._step = step
+        """[N]: of each sample that was added."""
+        self.step = step
         self._counts: TrainedCounts = {}
         self._newest: dict[int, int] = {}
         """Group -> newest version of a sampled token."""
@@ -65,7 +65,7 @@ class StepTally:
             ProtocolError: there is that group already.
         """
         if group in self._counts:
-            raise ProtocolError(f"group {group}: comes twice in the batch of step {self._step}")
+            raise ProtocolError(f"group {group}: comes twice in the batch of step {self.step}")
         self._counts[group], self._newest[group] = {}, int(NO_VERSION)
         if generate_s > 0:
             self._generate_s.append(generate_s)
@@ -118,7 +118,7 @@ class StepTally:
     def _lag_histogram(self) -> Counter[int]:
         histogram: Counter[int] = Counter()
         for counts in self._counts.values():
-            histogram.update({lag(self._step, version): number for version, number in counts.items()})
+            histogram.update({lag(self.step, version): number for version, number in counts.items()})
         return histogram
 
     def _lag_in_queue(self) -> int:
@@ -127,6 +127,5 @@ class StepTally:
         The newest version in a group is the one that its engine served when the group was complete.
         """
         return sum(
-            (self._step - self._newest[group]) * sum(counts.values())
-            for group, counts in self._counts.items()
+            (self.step - self._newest[group]) * sum(counts.values()) for group, counts in self._counts.items()
         )

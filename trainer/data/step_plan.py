@@ -6,7 +6,7 @@ unless it trains on all of them. Tokens over the staleness bound are masked or r
 through is compared with the bound again.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,7 +61,7 @@ class StepPlan:
     """As `Ledger.commit` expects them; every group has an entry, possibly an empty one."""
     stats: BatchStats
     digest: str
-    """Of the whole step, as `BatchDigest` makes it."""
+    """As `BatchDigest` makes it, of the whole step."""
 
     def part(self, samples: Sequence[int]) -> Batch:
         """Build the batch of some samples of the step, on the CPU.
@@ -110,8 +110,7 @@ def plan_step(
     """Check the groups of a step and plan its batch.
 
     Args:
-        groups: scored groups, each with the bound that was in force when it was leased. They are read once,
-            one after the other; what the plan keeps of them are views of their arrays.
+        groups: scored groups, each with the bound that was in force when it was leased, read one by one.
         step: version that the step starts from.
         algorithm: computes advantages and weights.
         temperature: temperature at which the engines sampled.
@@ -124,41 +123,53 @@ def plan_step(
             version; names group and field.
         BoundViolation: a token exceeds the bound and `mask_late` is off, or the masking missed it.
     """
-    samples: list[BatchSample] = []
     tally, digest = StepTally(step), BatchDigest()
-    for index, (scored, max_staleness) in enumerate(groups):
-        tally.open_group(scored.rollout.group, scored.rollout.generate_s)
-        for sample in samples_of(scored, index, max_staleness, step):
-            arrays = sample.token_arrays(step)
-            check_bound(sample, arrays["loss_mask" if mask_late else "sampled_mask"], step)
-            tally.add(sample, arrays)
-            digest.add(arrays)
-            samples.append(sample)
-    if not samples:
+    checked = "loss_mask" if mask_late else "sampled_mask"
+    if not (samples := list(_counted(groups, tally, digest, checked))):
         raise ProtocolError(f"step {step}: the batch has no samples")
-    rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float32)
-    group_index = torch.tensor([sample.row for sample in samples], dtype=torch.int64)
-    counts = tally.trained_counts()
-    chosen = torch.tensor([is_measured(group, mismatch_share) for group in counts])
-    by_sample = {
-        "lengths": torch.tensor([len(sample) for sample in samples], dtype=torch.int64),
-        "group_index": group_index,
-        "rewards": rewards,
-        "advantages": algorithm.advantages(rewards, group_index),
-        "weights": algorithm.sample_weights(torch.tensor(tally.sampled_tokens, dtype=torch.int64)),
-    }
+    by_sample, counts = _scores(samples, tally, algorithm), tally.trained_counts()
+    measured = torch.tensor([is_measured(group, mismatch_share) for group in counts])
     return StepPlan(
         step=step,
         temperature=temperature,
         decoupled=decoupled,
         samples=samples,
         totals=tally.totals(),
-        measured=chosen[group_index],
+        measured=measured[by_sample["group_index"]],
         trained_counts=counts,
-        stats=tally.stats(rewards),
+        stats=tally.stats(by_sample["rewards"]),
         digest=digest.finish({"step": step, "temperature": temperature}, by_sample),
         **by_sample,
     )
+
+
+def _counted(
+    groups: Iterable[tuple[ScoredRollout, int]], tally: StepTally, digest: BatchDigest, checked: str
+) -> Iterator[BatchSample]:
+    """Yield the samples of groups, counted and digested; tokens under the mask `checked` are in the bound."""
+    for index, (scored, max_staleness) in enumerate(groups):
+        tally.open_group(scored.rollout.group, scored.rollout.generate_s)
+        for sample in samples_of(scored, index, max_staleness, tally.step):
+            arrays = sample.token_arrays(tally.step)
+            check_bound(sample, arrays[checked], tally.step)
+            tally.add(sample, arrays)
+            digest.add(arrays)
+            yield sample
+
+
+def _scores(
+    samples: Sequence[BatchSample], tally: StepTally, algorithm: Algorithm
+) -> dict[str, torch.Tensor]:
+    """Return the arrays [N] of a plan by their names, but for the choice of what is measured."""
+    rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float32)
+    group_index = torch.tensor([sample.row for sample in samples])
+    return {
+        "lengths": torch.tensor([len(sample) for sample in samples]),
+        "group_index": group_index,
+        "rewards": rewards,
+        "advantages": algorithm.advantages(rewards, group_index),
+        "weights": algorithm.sample_weights(torch.tensor(tally.sampled_tokens)),
+    }
 
 
 def check_bound(sample: BatchSample, mask: NDArray[np.bool_], step: int) -> None:

@@ -37,7 +37,7 @@ class Rig:
             Process(Role.TRAINER, settings, nothing, "trainer"), "e1", *[nothing] * 5
         )  # no ledger, files and bus: snapshots use none
         algorithm = make_algorithm(AlgorithmConfig())
-        self.backend = ScriptedBackend(trainer=TrainerConfig(), algorithm=algorithm)
+        self.backend = ScriptedBackend(trainer=TrainerConfig())
         sender = DiskSender(WeightConfig(directory=str(run_dir / "weights")), run_dir)
         self.runner = ModelRunner(LeaderRank(self.backend, algorithm), sender, thread, engine_dtype="float32")
 

@@ -1,4 +1,4 @@
-"""Tests planning a step and building its parts: hand-computed cases, arrays that are refused, and the bound."""
+"""Tests planning a step and building its parts: cases by hand, arrays that are refused, and the bound."""
 
 from dataclasses import replace
 
@@ -122,21 +122,11 @@ def test_the_last_check_finds_what_masking_missed(place: int) -> None:
     mask = sample.token_arrays(3)["loss_mask"]
     assert mask.tolist() == [False, False, False, True, True]
     check_bound(sample, mask, 3)
-    with pytest.raises(
-        BoundViolation, match="group 0: token 1 of version 1 has lag 2 in step 3, over the bound"
-    ):
+    with pytest.raises(BoundViolation, match="group 0: token 1 of version 1 has lag 2 in step 3, over"):
         check_bound(replace(sample, spans=sample.spans - [0, 2]), mask, 3)
     mask[place] = True
     with pytest.raises(BoundViolation, match="was not sampled"):
         check_bound(sample, mask, 3)
-
-
-def test_a_part_whose_mask_is_wrong_is_refused() -> None:
-    planned = plan(FRESH)
-    late = replace(planned, samples=[replace(planned.samples[0], max_staleness=0)], step=2)
-    whole(late)
-    broken = replace(late.samples[0], sampled=~late.samples[0].sampled, tokens=late.samples[0].tokens)
-    assert not whole(replace(late, samples=[broken])).loss_mask.any()
 
 
 BROKEN = {
@@ -281,6 +271,5 @@ def test_a_batch_has_the_tokens_of_its_samples(made: list[SampleSpec]) -> None:
         made, by_sample(batch, batch.tokens), by_sample(batch, batch.versions), strict=True
     ):
         assert tokens == [1, 2, 3, *sample.tokens]
-        assert versions[3:] == [
-            v if m else -1 for v, m in zip(sample.versions, sample.mask or [], strict=True)
-        ]
+        sampled = zip(sample.versions, sample.mask or [], strict=True)
+        assert versions[3:] == [version if chosen else -1 for version, chosen in sampled]

@@ -1,0 +1,73 @@
+"""Runs one rank of steps with several replicas; each rank writes down the part that it was given."""
+
+import sys
+from dataclasses import fields
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from protocol.codec import encode_payload
+from tests.trainer.groups import GroupSpec, SampleSpec, scored
+from trainer.algorithms import AlgorithmConfig, make_algorithm
+from trainer.backends.base import StepStats
+from trainer.backends.leader import LeaderRank
+from trainer.backends.rank_commands import TrainCommand
+from trainer.backends.scripted import ScriptedBackend
+from trainer.backends.step import follow_commands
+from trainer.batch import Batch
+from trainer.config import TrainerConfig
+
+ALGORITHM = make_algorithm(AlgorithmConfig())
+REPLICAS = (((0, 2), (1,)), ((2, 0), (1,)), ((0,), (1,), (2,)))
+"""Replicas of each step, which a real backend never changes."""
+
+
+def command(step: int) -> TrainCommand:
+    """Two samples, so that the last step has a replica without one."""
+    samples = [SampleSpec([5, 6, 7, 8], [0, 0, step, step], 1.0, mask=[1, 1, 0, 1]), SampleSpec([9], [step])]
+    return TrainCommand(
+        step=step,
+        records=[encode_payload(scored(GroupSpec(group=step, samples=samples)))],
+        bounds=[1],
+        mask_late=True,
+        temperature=0.5,
+        recompute_logprobs=True,
+        reference_logprobs=True,
+    )
+
+
+class WritingBackend(ScriptedBackend):
+    """Writes every batch to a file."""
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        super().__init__(trainer=TrainerConfig(backend="scripted"))
+        self._directory, self._rank = directory, rank
+        self.replicas = REPLICAS[0]
+
+    def train_step(self, batch: Batch) -> StepStats:
+        found = {field.name: getattr(batch, field.name) for field in fields(batch)}
+        found["totals"] = repr(batch.totals)
+        torch.save(found, self._directory / f"{batch.step}.{self._rank}.pt")
+        return super().train_step(batch)
+
+
+def run(directory: Path) -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
+    rank = dist.get_rank()
+    backend = WritingBackend(directory, rank)
+    if rank:
+        follow_commands(backend)
+    else:
+        leader, imbalance = LeaderRank(backend, ALGORITHM), []
+        for step, replicas in enumerate(REPLICAS):
+            backend.replicas = replicas
+            imbalance.append(leader.train(command(step))[1].imbalance)
+        leader.exit()
+        (directory / "imbalance").write_text(repr(imbalance))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run(Path(sys.argv[1]))

@@ -1,0 +1,29 @@
+"""Tests that every rank steps on the part of its replica, sent by rank 0 between real processes."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from tests.trainer.backends.step_ranks import ALGORITHM, REPLICAS, command
+from tests.trainer.megatron.launch import launch
+from trainer.backends.step import plan_command
+from trainer.data.packing import balance
+
+
+def test_every_rank_is_given_the_part_of_its_replica(tmp_path: Path) -> None:
+    launch(3, "tests.trainer.backends.step_ranks", str(tmp_path), logs=tmp_path / "logs", deadline_s=300)
+    for step, replicas in enumerate(REPLICAS):
+        plan = plan_command(command(step), ALGORITHM)
+        for ranks, piece in zip(replicas, balance(plan.lengths.tolist(), len(replicas)), strict=True):
+            part = plan.part(piece)
+            wanted = replace(part, reference_logprobs=torch.zeros(len(part.tokens)))
+            for rank in ranks:
+                found = torch.load(tmp_path / f"{step}.{rank}.pt", weights_only=True)
+                assert found.pop("totals") == repr(plan.totals)
+                for name, value in found.items():
+                    other = getattr(wanted, name)
+                    same = torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other
+                    assert same, (step, rank, name)
+    # samples of 6 and 3 tokens, on two replicas and on three
+    assert (tmp_path / "imbalance").read_text() == repr([6 * 2 / 9 - 1, 6 * 2 / 9 - 1, 6 * 3 / 9 - 1])
