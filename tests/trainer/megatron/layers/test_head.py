@@ -18,7 +18,7 @@ def made(rows: int = 5, width: int = 4, vocabulary: int = 11, padding: int = 0) 
 def plain(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same by autograd over the whole table."""
+    """Compute the same by autograd over the whole table."""
     table = torch.log_softmax(hidden.float() @ weight.float().t() / temperature, -1)
     return table.gather(-1, targets[:, None])[:, 0], -(table.exp() * table).sum(-1)
 
