@@ -46,10 +46,11 @@ def make_step(
     model.train()
     masters = [p.detach().float().clone() for p in model.parameters()]
     optimizer = torch.optim.AdamW(masters, lr=1e-6, fused=True)
-    body = torch.compile(model.model, dynamic=True) if compiled else model.model
+    body = torch.compile(model.model) if compiled else model.model
     score = torch.compile(_score, dynamic=True) if compiled else _score
-    lengths = work.lengths.tolist()
-    parts = split(lengths, budget, padded=not packed)
+    parts = split(work.lengths.tolist(), budget, padded=not packed)
+    _places["width"], _places["samples"] = budget, max(map(len, parts)) + 1
+    _places["longest"] = max(budget, int(work.lengths.max()))
 
     def step() -> None:
         for parameter in model.parameters():
@@ -75,14 +76,20 @@ def make_step(
 
 
 def _packed(body: Any, work: Work, part: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the hidden states before the trained tokens of a packed micro-batch, and the tokens."""
+    """Return the hidden states before the trained tokens of a packed micro-batch, and the tokens.
+
+    All micro-batches have one shape, filled up with a last sample, so that the model is compiled once.
+    """
     lengths = [int(work.lengths[i]) for i in part]
-    ids = torch.cat([work.tokens[i] for i in part]).long()[None].cuda()
     positions = torch.cat([torch.arange(n) for n in lengths])
-    _places["starts"] = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32).cuda()
-    _places["longest"] = max(lengths)
     rows = (positions >= PROMPT).nonzero()[:, 0].cuda()
-    hidden = body(input_ids=ids, position_ids=positions[None].cuda(), use_cache=False).last_hidden_state[0]
+    rest = max(0, _places["width"] - len(positions))
+    ids = F.pad(torch.cat([work.tokens[i] for i in part]).long(), (0, rest))[None].cuda()
+    positions = torch.cat([positions, torch.arange(rest)])[None].cuda()
+    starts = np.cumsum([0, *lengths, rest])
+    starts = np.pad(starts, (0, _places["samples"] + 1 - len(starts)), mode="edge")
+    _places["starts"] = torch.tensor(starts, dtype=torch.int32).cuda()
+    hidden = body(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state[0]
     return hidden[rows - 1], ids[0][rows]
 
 
@@ -109,7 +116,5 @@ def _varlen(
 
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     starts, longest = _places["starts"], _places["longest"]
-    again = q.size(1) // k.size(1)
-    k, v = k.repeat_interleave(again, 1), v.repeat_interleave(again, 1)
     out = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, 0))
     return out[None], None

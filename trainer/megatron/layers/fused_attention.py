@@ -46,22 +46,19 @@ def transformer_engine_attention(
 def varlen_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: PackedSequences, scale: float | None
 ) -> torch.Tensor:
-    """Compute it with torch's own kernel; older ones have no grouped heads, so keys are copied for each."""
+    """Compute it with torch's own kernel; older ones take grouped heads without being told."""
     from torch.nn.attention.varlen import varlen_attn
 
     options: dict[str, Any] = {} if scale is None else {"scale": scale}
-    if q.size(1) != k.size(1):
-        if _varlen_takes_groups():
-            options["enable_gqa"] = True
-        else:
-            k, v = (x.repeat_interleave(q.size(1) // k.size(1), dim=1) for x in (k, v))
+    if q.size(1) != k.size(1) and _varlen_asks_for_groups():
+        options["enable_gqa"] = True
     offsets, longest = sequences.offsets, sequences.longest
     found = varlen_attn(q, k, v, offsets, offsets, longest, longest, window_size=(-1, 0), **options)
     return cast(torch.Tensor, found)  # a tuple only if more is asked for
 
 
 @functools.cache
-def _varlen_takes_groups() -> bool:
+def _varlen_asks_for_groups() -> bool:
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters

@@ -3,8 +3,8 @@
 The functions are those of `softmax_torch`, which says what they compute.
 """
 
-from typing import Any
-
+# mypy: allow-untyped-defs, allow-untyped-decorators
+# (the language of the kernels has no types for arguments)
 import torch
 import triton
 import triton.language as tl
@@ -54,9 +54,7 @@ def to_slopes(
 
 
 @triton.jit
-def _statistics(
-    logits: Any, local: Any, out: Any, stride: Any, valid: Any, scale: Any, rows: Any, BLOCK: tl.constexpr
-) -> None:
+def _statistics(logits, local, out, stride, valid, scale, rows, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * stride
     highest, total, weighted = -1.0e30, 0.0, 0.0
@@ -81,19 +79,19 @@ def _statistics(
 
 @triton.jit
 def _to_slopes(
-    logits: Any,
-    local: Any,
-    mine: Any,
-    normalizer: Any,
-    entropies: Any,
-    of_logprobs: Any,
-    of_entropies: Any,
-    stride: Any,
-    width: Any,
-    valid: Any,
-    scale: Any,
+    logits,
+    local,
+    mine,
+    normalizer,
+    entropies,
+    of_logprobs,
+    of_entropies,
+    stride,
+    width,
+    valid,
+    scale,
     BLOCK: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * stride
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
