@@ -18,6 +18,9 @@ from trainer.megatron.parallel import Position
 AUTO_TOKENS = {"cpu": 8192, "cuda": 16384}
 """Type of device -> tokens of a micro-batch where the setting is 0."""
 
+PASSES_OF_A_STAGE = 4
+"""With a pipeline, micro-batches for each stage, at least: stages wait for (stages - 1) of so many passes."""
+
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
@@ -56,8 +59,9 @@ class Packing:
     ) -> "Packing":
         """Pack samples.
 
-        With sequence parallelism a micro-batch is padded to a multiple of the tensor ranks. A replica without
-        samples takes part with one token.
+        With sequence parallelism a micro-batch is padded to a multiple of the tensor ranks. With a pipeline
+        there are several for each stage, if there are as many samples, so that the stages work at the same
+        time. A replica without samples takes part with one token.
 
         Args:
             lengths: int64 [n].
@@ -68,6 +72,9 @@ class Packing:
         """
         budget = micro_batch_tokens or AUTO_TOKENS[position.device.type]
         inputs = (lengths - 1).tolist()
+        stages = position.config.pipeline_model_parallel_size
+        if stages > 1:
+            budget = min(budget, -(-sum(inputs) // (PASSES_OF_A_STAGE * stages)))
         packed = pack(inputs, budget, micro_batch_size) or [[]]
         divisor = position.config.tensor_model_parallel_size if position.sequence_parallel else 1
         real = [sum(inputs[sample] for sample in samples) for samples in packed]

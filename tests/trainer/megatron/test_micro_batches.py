@@ -17,8 +17,8 @@ from trainer.megatron.parallel import Position
 FREQUENCIES = torch.ones(4)
 
 
-def position(tp: int = 1, dp: int = 1) -> Position:
-    config = ParallelConfig(tp, 1, dp, sequence_parallel=tp > 1)
+def position(tp: int = 1, dp: int = 1, pp: int = 1) -> Position:
+    config = ParallelConfig(tp, pp, dp, sequence_parallel=tp > 1)
     return Position(config, torch.device("cpu"), 0, 0, 0)
 
 
@@ -87,6 +87,13 @@ def test_a_sample_over_the_budget_is_alone() -> None:
 def test_sequence_parallel_padding_is_counted() -> None:
     packing = Packing.of(torch.tensor([6, 6, 5]), position(tp=4), 10, 100)
     assert (packing.sizes, packing.padding) == ((12, 4), 2)
+
+
+def test_a_pipeline_has_enough_micro_batches_to_fill_its_stages() -> None:
+    lengths = torch.full((64,), 101)
+    assert len(Packing.of(lengths, position(), 6400, 100)) == 1
+    assert len(Packing.of(lengths, position(pp=2), 6400, 100)) == 8
+    assert len(Packing.of(lengths, position(pp=2), 500, 100)) == 13
 
 
 @pytest.mark.parametrize("tp", [1, 2])
