@@ -46,7 +46,7 @@ def transformer_engine_attention(
 def varlen_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: PackedSequences, scale: float | None
 ) -> torch.Tensor:
-    """Compute it with torch's own kernel; older ones take grouped heads without being told."""
+    """Compute it with torch's own kernel; older ones take grouped heads as they are."""
     from torch.nn.attention.varlen import varlen_attn
 
     options: dict[str, Any] = {} if scale is None else {"scale": scale}
