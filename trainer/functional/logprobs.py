@@ -1,7 +1,7 @@
 """Computes log-probabilities of given tokens, and entropy, without a second array of the logits' size.
 
-A plain `log_softmax` keeps its [n, L, V] output in float32 for the backward pass. Here only [n, L] is kept
-beside the logits, and both passes work through the rows in slices.
+A plain `log_softmax` keeps its [k, V] output in float32 for the backward pass. Here only [k] is kept beside
+the logits, and both passes work through the rows in slices.
 """
 
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.functional.shapes import FloatK, FloatNL, IntK, IntNL, LogitsKV, LogitsNLV
+from trainer.functional.shapes import FloatK, IntK, LogitsKV
 
 SLICE_ELEMENTS = 1 << 24
 """Number of logits that are held in float32 at a time: 64 MiB."""
@@ -51,42 +51,25 @@ class _Selected(torch.autograd.Function):
         return out_RV, None, None
 
 
-def row_logprobs(logits: LogitsKV, tokens: IntK, temperature: float = 1.0) -> tuple[FloatK, FloatK]:
-    """Return log-probability and entropy as `token_logprobs` does, of k tokens, each with its own logits.
+def token_logprobs(logits: LogitsKV, tokens: IntK, temperature: float = 1.0) -> tuple[FloatK, FloatK]:
+    """Return the log-probability of each token, and the entropy of the distribution that it was drawn from.
+
+        z = logits[i] / temperature
+        logprob[i] = z[tokens[i]] - log sum_v exp z_v
+        entropy[i] = -sum_v p_v log p_v,  p = softmax(z)
+
+    Both are differentiable in `logits`. A logit of -inf counts as probability 0.
 
     Args:
         logits: [k, V]: row i predicts token i. Any floating dtype.
         tokens: int64 [k].
         temperature: at which the tokens were sampled; positive.
+
+    Returns:
+        (logprobs, entropy), both [k] in nats, float32 (float64 for float64 logits).
     """
     logprobs, entropy = _Selected.apply(logits, tokens, temperature)
     return logprobs, entropy
-
-
-def token_logprobs(logits: LogitsNLV, tokens: IntNL, temperature: float = 1.0) -> tuple[FloatNL, FloatNL]:
-    """Return the log-probability of each token, and the entropy of the distribution that it was drawn from.
-
-        z = logits[:, i - 1] / temperature
-        logprob[:, i] = z[tokens[:, i]] - log sum_v exp z_v
-        entropy[:, i] = -sum_v p_v log p_v,  p = softmax(z)
-
-    Both are differentiable in `logits`. A logit of -inf counts as probability 0.
-
-    Args:
-        logits: [n, L, V] as the model gives them: row i predicts token i + 1. Any floating dtype.
-        tokens: int64 [n, L].
-        temperature: at which the tokens were sampled; positive.
-
-    Returns:
-        (logprobs, entropy), both [n, L] in nats, float32 (float64 for float64 logits); column 0, which
-        nothing predicts, is 0.
-    """
-    samples, length, vocabulary = logits.shape
-    before = logits[:, :-1].reshape(-1, vocabulary)
-    logprobs, entropy = _Selected.apply(before, tokens[:, 1:].reshape(-1), temperature)
-    first = logprobs.new_zeros(samples, min(length, 1))
-    shape = (samples, max(length - 1, 0))
-    return torch.cat([first, logprobs.view(shape)], dim=1), torch.cat([first, entropy.view(shape)], dim=1)
 
 
 def _wide(logits: Tensor) -> torch.dtype:

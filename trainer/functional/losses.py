@@ -1,20 +1,19 @@
 """Computes per-token losses. Nothing here reduces: the algorithm has the weights and the sum.
 
-The dtype is that of the arguments, float32 in training. Every function works position by position; values
-outside the loss mask are computed like the rest and mean nothing, but are finite for finite arguments, so
-that a weight of 0 removes them.
+The dtype is that of the arguments, float32 in training. Every function works token by token, and its values
+are finite for finite arguments.
 """
 
 import torch
 
-from trainer.functional.shapes import FloatNL
+from trainer.functional.shapes import FloatK
 
 MAX_LOG_RATIO = 20.0
 """|log ratio| beyond which a ratio is constant: exp(20) = 5e8 stays finite in float32 when multiplied."""
 
 
-def probability_ratio(logprobs: FloatNL, old_logprobs: FloatNL) -> FloatNL:
-    """Return r = exp(logprobs - old_logprobs), [n, L].
+def probability_ratio(logprobs: FloatK, old_logprobs: FloatK) -> FloatK:
+    """Return r = exp(logprobs - old_logprobs), [k].
 
     The exponent is clamped to +-`MAX_LOG_RATIO`, where the gradient vanishes.
     """
@@ -22,8 +21,8 @@ def probability_ratio(logprobs: FloatNL, old_logprobs: FloatNL) -> FloatNL:
 
 
 def clipped_surrogate(
-    ratio: FloatNL, advantages: FloatNL, clip_low: float, clip_high: float
-) -> tuple[FloatNL, FloatNL]:
+    ratio: FloatK, advantages: FloatK, clip_low: float, clip_high: float
+) -> tuple[FloatK, FloatK]:
     """Return the clipped surrogate of PPO as a loss.
 
         loss = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
@@ -31,11 +30,11 @@ def clipped_surrogate(
     Schulman et al. 2017 (arXiv 1707.06347), eq. 7; two different edges as in DAPO (arXiv 2503.14476), eq. 8.
 
     Args:
-        ratio: [n, L], pi / pi_old; gradients flow through it.
-        advantages: [n, L].
+        ratio: [k], pi / pi_old; gradients flow through it.
+        advantages: [k].
 
     Returns:
-        (loss, clipped), both [n, L]: `clipped` is 1 where the clipped branch is the smaller one, so that no
+        (loss, clipped), both [k]: `clipped` is 1 where the clipped branch is the smaller one, so that no
         gradient flows.
     """
     plain = ratio * advantages
@@ -43,10 +42,8 @@ def clipped_surrogate(
     return -torch.minimum(plain, bounded), (bounded < plain).to(ratio.dtype)
 
 
-def truncated_importance_weight(
-    proximal_logprobs: FloatNL, behaviour_logprobs: FloatNL, cap: float
-) -> FloatNL:
-    """Return the weight min(pi_proximal / pi_behaviour, cap), [n, L], without gradient.
+def truncated_importance_weight(proximal_logprobs: FloatK, behaviour_logprobs: FloatK, cap: float) -> FloatK:
+    """Return the weight min(pi_proximal / pi_behaviour, cap), [k], without gradient.
 
     Truncated importance sampling: Ionides 2008; as the correction between the decoupled PPO objective's two
     old policies: Hilton et al. 2021 (arXiv 2110.00641), eq. 5, and AReaL (arXiv 2505.24298), eq. 5.
@@ -54,8 +51,8 @@ def truncated_importance_weight(
     return probability_ratio(proximal_logprobs, behaviour_logprobs).clamp_max(cap).detach()
 
 
-def k3_kl(logprobs: FloatNL, reference_logprobs: FloatNL) -> FloatNL:
-    """Return k3 = q - log q - 1 with q = pi_ref / pi, [n, L]: never negative.
+def k3_kl(logprobs: FloatK, reference_logprobs: FloatK) -> FloatK:
+    """Return k3 = q - log q - 1 with q = pi_ref / pi, [k]: never negative.
 
     It estimates KL(pi || pi_ref) from one sampled token, unbiased for tokens drawn from pi. Schulman,
     "Approximating KL divergence" (2020); DeepSeekMath (arXiv 2402.03300), eq. 4.

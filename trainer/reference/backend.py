@@ -25,7 +25,7 @@ from trainer.backends.token_loss import micro_batch_loss
 from trainer.batch import Batch, trained_tokens
 from trainer.config import OptimizerConfig, TrainerConfig
 from trainer.data.packing import pack_padded
-from trainer.functional.logprobs import row_logprobs
+from trainer.functional.logprobs import token_logprobs
 from trainer.lora import merged
 from trainer.reference.attaching import check_model_buffers
 from trainer.reference.lora import attach
@@ -259,7 +259,7 @@ class ReferenceBackend(Backend):
         options = {"logits_to_keep": asked} if self._selects else {}
         logits = model(input_ids=padded, use_cache=False, **options).logits
         rows = logits[sample[place], torch.searchsorted(asked, before)]
-        return row_logprobs(rows, part.tokens[place].long(), part.temperature)
+        return token_logprobs(rows, part.tokens[place].long(), part.temperature)
 
     @torch.no_grad()
     def _evaluate(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:

@@ -1,5 +1,8 @@
-"""Runs one rank of steps with several replicas; each rank writes down the part that it was given."""
+"""Runs one rank of steps with several replicas; each rank writes down the part that it was given.
 
+The ranks exchange over NCCL where each has a GPU, else over gloo."""
+
+import os
 import sys
 from dataclasses import fields
 from datetime import timedelta
@@ -54,8 +57,10 @@ class WritingBackend(ScriptedBackend):
 
 
 def run(directory: Path) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
-    rank = dist.get_rank()
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if on_gpus := torch.cuda.device_count() >= ranks:
+        torch.cuda.set_device(rank)
+    dist.init_process_group("nccl" if on_gpus else "gloo", timeout=timedelta(seconds=300))
     backend = WritingBackend(directory, rank)
     if rank:
         follow_commands(backend)

@@ -12,14 +12,14 @@ from trainer.functional.advantages import group_centred, group_normalised
 from trainer.functional.logprobs import token_logprobs
 from trainer.functional.losses import clipped_surrogate, k3_kl, probability_ratio, truncated_importance_weight
 
-NL = torch.zeros(2, 3)
+K = torch.zeros(3)
 N, INDEX = torch.zeros(4), torch.tensor([0, 0, 1, 1])
 CALLS: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
-    (token_logprobs, (torch.zeros(2, 3, 5), torch.zeros(2, 3, dtype=torch.int64), 1.0)),
-    (probability_ratio, (NL, NL)),
-    (clipped_surrogate, (NL, NL, 0.2, 0.2)),
-    (truncated_importance_weight, (NL, NL, 2.0)),
-    (k3_kl, (NL, NL)),
+    (token_logprobs, (torch.zeros(3, 5), torch.zeros(3, dtype=torch.int64), 1.0)),
+    (probability_ratio, (K, K)),
+    (clipped_surrogate, (K, K, 0.2, 0.2)),
+    (truncated_importance_weight, (K, K, 2.0)),
+    (k3_kl, (K, K)),
     (group_normalised, (N, INDEX, 1e-4)),
     (group_centred, (N, INDEX)),
 ]

@@ -28,10 +28,7 @@ def rollouts(model: torch.nn.Module, version: int, generator: torch.Generator) -
     tokens = torch.multinomial(logits[:, -1].softmax(-1), SAMPLES, replacement=True, generator=generator)
     groups = []
     for i, prompt in enumerate(prompts.tolist()):
-        sequences = torch.cat([prompts[i].expand(SAMPLES, -1), tokens[i][:, None]], dim=1)
-        logprobs = token_logprobs(torch.cat([logits[i], logits[i, -1:]]).expand(SAMPLES, -1, -1), sequences)[
-            0
-        ][:, -1]
+        logprobs, _ = token_logprobs(logits[i, -1].expand(SAMPLES, -1), tokens[i])
         best = int(digits[i].max()) + DIGIT
         samples = [
             SampleSpec([token], [version], reward=float(token == best), logprobs=[logprob])
