@@ -59,6 +59,15 @@ class ModelRunner:
         self._engine_dtype = engine_dtype
         self._turn = turn
 
+    @property
+    def device_name(self) -> str:
+        """Name of rank 0's GPU; empty where the model is on a CPU."""
+        return self.rank.backend.device_name
+
+    def flops(self, plan: StepPlan) -> float | None:
+        """Return the FLOPs that the model needs for a step, if the backend counts them."""
+        return self.rank.backend.flops(plan.lengths, plan.totals.trained_tokens)
+
     async def run(self, function: Callable[..., T], *args: Any) -> T:
         """Run blocking work in the model's thread."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)

@@ -76,6 +76,20 @@ class Backend(ABC):
         """Return what samples of these lengths (int64 [N]) cost, float64 [N], in any unit."""
         return lengths.double()
 
+    @property
+    def device_name(self) -> str:
+        """Name of this rank's GPU; empty where the model is on a CPU."""
+        return ""
+
+    def flops(self, lengths: torch.Tensor, trained: int) -> float | None:
+        """Return the FLOPs that the model needs to train a whole step's batch; None if that is not counted.
+
+        Args:
+            lengths: tokens of each sample, int64 [N].
+            trained: tokens that carry gradient.
+        """
+        return None
+
     @abstractmethod
     def train_step(self, batch: Batch) -> StepStats:
         """Make one optimizer step; `batch` is the part of the step that this rank's replica works on."""

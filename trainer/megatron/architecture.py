@@ -51,6 +51,12 @@ class Architecture:
     rope: Rope
 
     @property
+    def layer_matrices(self) -> int:
+        """Elements of one layer's matrices."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return self.hidden * (2 * queries + 2 * keys + 3 * self.intermediate)
+
+    @property
     def qkv_bias(self) -> bool:
         return self.model_type == "qwen2"
 

@@ -21,6 +21,7 @@ from trainer.backends.host_offload import HostOffload
 from trainer.backends.step_measures import StepMeasures
 from trainer.batch import Batch
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
+from trainer.flops import step_flops
 from trainer.lora import merged
 from trainer.megatron import cpu, parallel
 from trainer.megatron.architecture import read_architecture
@@ -106,6 +107,22 @@ class MegatronBackend(Backend):
         )
         stats = measures.stats(vector, grad_norm=norm, skipped=skipped)
         return dataclasses.replace(stats, micro_batches=micro_batches, padding_share=padding_share)
+
+    @property
+    def device_name(self) -> str:
+        device = self._position.device
+        return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+
+    def flops(self, lengths: torch.Tensor, trained: int) -> float:
+        spec = self._model_spec
+        return step_flops(
+            lengths.tolist(),
+            trained,
+            matrices=spec.layer_matrices * spec.layers,
+            head=spec.hidden * spec.vocabulary,
+            attention=spec.layers * spec.heads * spec.head_dim,
+            frozen=bool(self.lora.rank),
+        )
 
     def logprobs(self, batch: Batch) -> torch.Tensor:
         return self._runner.logprobs(batch)

@@ -89,3 +89,13 @@ def test_rope_frequencies_equal_those_of_transformers(
     else:
         expected, _ = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
     torch.testing.assert_close(frequencies, expected, atol=0, rtol=1e-6)
+
+
+def test_matrices_of_a_layer_are_those_of_the_model(tmp_path: Path) -> None:
+    spec = read_architecture(write_config(tmp_path))
+    found = sum(
+        parameter.numel()
+        for name, parameter in make_model("llama").named_parameters()
+        if ".layers." in name and parameter.ndim == 2
+    )
+    assert spec.layers * spec.layer_matrices == found

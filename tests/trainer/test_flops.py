@@ -1,0 +1,37 @@
+"""Tests the count of FLOPs against a small model by hand, and the names of devices."""
+
+import pytest
+
+from trainer.flops import model_flops_utilization, peak_flops, step_flops
+
+
+def test_step_counts_matrices_attention_and_the_head_of_trained_tokens() -> None:
+    # 2 samples of 3 and 4 tokens, 5 of them trained
+    found = step_flops([3, 4], 5, matrices=100, head=10, attention=8)
+    assert found == 6 * 100 * 7 + 6 * 10 * 5 + 12 * 8 * (9 + 16) / 2
+    adapters = step_flops([3, 4], 5, matrices=100, head=10, attention=0, frozen=True)
+    assert adapters == 4 * 100 * 7 + 4 * 10 * 5
+
+
+@pytest.mark.parametrize(
+    ("device", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A1000", None),
+        ("NVIDIA L40S", 362e12),
+        ("", None),
+    ],
+)
+def test_device_is_found_by_whole_words_of_its_name(device: str, peak: float | None) -> None:
+    assert peak_flops(device) == peak
+
+
+def test_utilization_is_null_where_something_is_not_known() -> None:
+    h100 = "NVIDIA H100 80GB HBM3"
+    assert model_flops_utilization(989e12, 2.0, [h100, h100]) == 0.25
+    assert model_flops_utilization(None, 2.0, [h100]) is None
+    assert model_flops_utilization(1.0, 2.0, [h100, "GPU"]) is None
+    assert model_flops_utilization(1.0, 2.0, []) is None
+    assert model_flops_utilization(1.0, 0.0, [h100]) is None
