@@ -19,7 +19,7 @@ from services.trainer.shared_engine import SharedEngine
 from trainer.algorithms.registry import make_algorithm
 from trainer.backends.base import StepStats
 from trainer.backends.leader import LeaderRank
-from trainer.backends.rank_commands import TrainCommand
+from trainer.backends.rank_commands import TrainCommand, is_distributed
 from trainer.data.step_plan import StepPlan
 from trainer.weights.base import StreamingSender, WeightSender
 from trainer.weights.bucket_writer import in_dtype
@@ -129,10 +129,22 @@ class ModelRunner:
         """Load a checkpoint."""
         await self.run(self._restore, directory)
 
+    async def finish_save(self) -> None:
+        """Wait until every rank's part of a checkpoint is on disk, beside the steps as far as one can.
+
+        Raises:
+            TetherError: a rank could not write its part.
+        """
+        await asyncio.to_thread(self.rank.await_part)
+        if is_distributed():  # a command to the other ranks comes between two others
+            await self.run(self.rank.finish_save)
+        else:
+            await asyncio.to_thread(self.rank.finish_save)
+
     async def close(self) -> None:
         """Close sender, model and thread."""
         self.sender.close()
-        await self.run(self.rank.backend.close)
+        await self.run(self.rank.close)
         self._thread.shutdown()
 
     def _train(self, command: TrainCommand) -> tuple[StepPlan, StepStats]:

@@ -90,23 +90,22 @@ class TrainLoop:
             if taken is None:  # the prompts have run out: this is the last model
                 await self._snapshots.take(self._manifest, is_last=True)
                 # a checkpoint that is complete is not written again: that would only put it at risk
-                if not self._is_saved(status.version):
+                if not await self._checkpointer.is_saved(status.version, self._manifest.digest):
                     await self._checkpointer.checkpoint(status, self._manifest.digest)
                 break
             if not await self._runner.engine_ready(self._manifest):
                 break
             status = await self._step(taken)
+        await self._checkpointer.finish()
         if status.done:
             log.info("run.done version=%d", status.version)
-
-    def _is_saved(self, version: int) -> bool:
-        return self._checkpointer.is_saved(version, self._manifest.digest)
 
     async def _take(self) -> Taken | None:
         """Wait for the next batch; None if the process is to stop or no more groups can come."""
         delay, last_idle = TAKE_POLL_S[0], time.monotonic()
         with self._process.waiting("groups") as set_detail:
             while not self._process.stop.is_set():
+                self._checkpointer.check()
                 try:
                     return await self._process.ledger.take(self._run.epoch)
                 except Refused as refusal:

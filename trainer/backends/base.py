@@ -18,6 +18,7 @@ from protocol.weights.lora import NO_ADAPTERS, AdapterTarget, LoraConfig
 if TYPE_CHECKING:  # the registry, which every reader of settings imports, must not import torch
     import torch
 
+    from trainer.backends.host_state import HostState
     from trainer.batch import Batch
 
 
@@ -124,16 +125,19 @@ class Backend(ABC):
         return self.export()
 
     @abstractmethod
-    def save(self, directory: Path) -> None:
-        """Write this rank's part of a checkpoint (parameters, optimizer, RNG) into an existing directory.
+    def copy_state(self) -> HostState:
+        """Return this rank's part of a checkpoint (parameters, optimizer, RNG), copied to host memory.
 
-        Returns when every rank has written its part, so that whoever called it on rank 0 may declare the
-        checkpoint complete.
+        The model may change then; the copies are valid until the next call.
         """
+
+    def save(self, directory: Path) -> None:
+        """Write this rank's part of a checkpoint into an existing directory; returns when it is there."""
+        self.copy_state().write(directory)
 
     @abstractmethod
     def restore(self, directory: Path) -> None:
-        """Load what `save` wrote, bit for bit.
+        """Load the part of a checkpoint that `copy_state` gave, bit for bit.
 
         Raises:
             SettingsError: the checkpoint is of another layout or model; names both.

@@ -18,6 +18,7 @@ from trainer.algorithms.base import Algorithm
 from trainer.backends.base import Backend, StepStats
 from trainer.backends.engine_attach import check_buffers, check_parameters, take_parameters
 from trainer.backends.host_offload import HostOffload
+from trainer.backends.host_state import HostCopies, HostState
 from trainer.backends.step_measures import StepMeasures
 from trainer.batch import Batch
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
@@ -25,7 +26,7 @@ from trainer.flops import step_flops
 from trainer.lora import merged
 from trainer.megatron import cpu, parallel
 from trainer.megatron.architecture import read_architecture
-from trainer.megatron.checkpoint import layout, restore_part, save_part
+from trainer.megatron.checkpoint import copy_part, layout, restore_part
 from trainer.megatron.convert.checkpoint import load_checkpoint
 from trainer.megatron.forward import Runner
 from trainer.megatron.layers import lora
@@ -93,7 +94,7 @@ class MegatronBackend(Backend):
         except BaseException:
             self.close()
             raise
-        self._host = HostOffload()
+        self._host, self._copies = HostOffload(), HostCopies()
 
     def costs(self, lengths: torch.Tensor) -> torch.Tensor:
         return self._model_spec.layer_flops(lengths.double())
@@ -188,12 +189,15 @@ class MegatronBackend(Backend):
             elif position.pp == plan.stage and position.dp == 0:
                 self._send(plan)
 
-    def save(self, directory: Path) -> None:
-        """Write this rank's part of a checkpoint; returns when every rank's part is on disk."""
+    def copy_state(self) -> HostState:
         weights = self._trained
         if self._masters:  # the parameters may be an engine's, of the version before
             weights = {name: master.to(DTYPES[self._trainer.dtype]) for name, master in self._masters.items()}
-        save_part(directory, weights, self._optimizer, self._position, self._layout())
+        return copy_part(self._copies, weights, self._optimizer, self._position, self._layout())
+
+    def save(self, directory: Path) -> None:
+        """Write this rank's part of a checkpoint; returns when every rank's part is on disk."""
+        super().save(directory)
         dist.barrier()
 
     def restore(self, directory: Path) -> None:
