@@ -84,9 +84,7 @@ class Rig:
 async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
     settings = load_settings(None, [f"run.dir={json.dumps(str(tmp_path))}"], environ={})
     ledger: Any = MemoryLedger()
-    await ledger.create(
-        RunSpec("r", Bound(1, 1, Policy.WAIT), steps=9, fingerprint="f", prompts=None)
-    )
+    await ledger.create(RunSpec("r", "f", None, steps=9, bound=Bound(1, 1, Policy.WAIT)))
     (tmp_path / "metrics.jsonl").touch()
     backend, nobody = HeldBackend(), None
     with ThreadPoolExecutor(1) as thread, closing(Spool(tmp_path / "spool.sqlite")) as spool:
