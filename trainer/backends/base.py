@@ -18,8 +18,8 @@ from protocol.weights.lora import NO_ADAPTERS, AdapterTarget, LoraConfig
 if TYPE_CHECKING:  # the registry, which every reader of settings imports, must not import torch
     import torch
 
-    from trainer.backends.host_state import HostState
     from trainer.batch import Batch
+    from trainer.storage.host_state import HostState
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ import torch
 
 from trainer.algorithms.base import Algorithm
 from trainer.backends.base import Backend, StepStats
-from trainer.backends.host_state import HostCopies
 from trainer.backends.rank_commands import (
     ExitCommand,
     ExportCommand,
@@ -27,6 +26,7 @@ from trainer.backends.state_writer import StateWriter
 from trainer.backends.step import offload_and_wait, run_step_on_all_ranks
 from trainer.data.step_plan import StepPlan
 from trainer.lora import as_published
+from trainer.storage.host_state import HostCopies
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from protocol.errors import TetherError
-from trainer.backends.host_state import HostState
 from trainer.backends.rank_commands import control_device, is_distributed
+from trainer.storage.host_state import HostState
 
 log = logging.getLogger("tether.trainer")
 

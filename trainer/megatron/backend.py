@@ -18,7 +18,6 @@ from trainer.algorithms.base import Algorithm
 from trainer.backends.base import Backend, StepStats
 from trainer.backends.engine_attach import check_buffers, check_parameters, take_parameters
 from trainer.backends.host_offload import HostOffload
-from trainer.backends.host_state import HostCopies, HostState
 from trainer.backends.step_measures import StepMeasures
 from trainer.batch import Batch
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
@@ -34,6 +33,7 @@ from trainer.megatron.model import DTYPES, build_model, mark_split, transformer_
 from trainer.megatron.optimizer import Optimizer, wrap_model
 from trainer.megatron.reshard import TensorPlan, export_plan, plan_of, stage_rules
 from trainer.megatron.sharing import buffers_of, parts_of
+from trainer.storage.host_state import HostCopies, HostState
 
 
 class MegatronBackend(Backend):

@@ -21,10 +21,10 @@ from safetensors.torch import load_file
 
 from protocol.errors import SettingsError
 from protocol.weights.lora import LoraConfig
-from trainer.backends.host_state import HostCopies, HostState
 from trainer.megatron.architecture import Architecture
 from trainer.megatron.optimizer import Optimizer, is_distributed
 from trainer.megatron.parallel import Position
+from trainer.storage.host_state import HostCopies, HostState
 
 FORMAT = 1
 """Version of these files."""

@@ -20,7 +20,6 @@ from trainer.algorithms.base import Algorithm
 from trainer.backends.base import Backend, StepStats
 from trainer.backends.engine_attach import check_parameters, take_parameters
 from trainer.backends.host_offload import HostOffload
-from trainer.backends.host_state import HostCopies, HostState
 from trainer.backends.step_measures import StepMeasures
 from trainer.backends.token_loss import micro_batch_loss
 from trainer.batch import Batch, trained_tokens
@@ -31,6 +30,7 @@ from trainer.lora import merged
 from trainer.reference.attaching import check_model_buffers
 from trainer.reference.lora import attach
 from trainer.reference.state import copy_state, load_state
+from trainer.storage.host_state import HostCopies, HostState
 
 AUTO_TOKENS = 4096
 """Tokens of a forward pass, padding included, where `trainer.micro_batch_tokens` is 0."""

@@ -7,7 +7,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from protocol.errors import SettingsError
-from trainer.backends.host_state import HostCopies, HostState
+from trainer.storage.host_state import HostCopies, HostState
 
 PART = "rank_00000.safetensors"
 IDENTITY = "identity"

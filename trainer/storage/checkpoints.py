@@ -1,6 +1,6 @@
 """Writes and finds checkpoints: a directory for each version, complete only when its manifest is there.
 
-    DIRECTORY/step_00000020/rank_00000.safetensors ...   what each rank's `Backend.save` wrote
+    DIRECTORY/step_00000020/rank_00000.safetensors ...   what each rank's `Backend.copy_state` gave
     DIRECTORY/step_00000020/manifest.json                written last, atomically
 
 A directory without a manifest, or whose files have other sizes than it says, is torn: readers skip it, and

@@ -25,12 +25,12 @@ from services.trainer.checkpointing import Checkpointer
 from services.trainer.model_runner import ModelRunner
 from services.trainer.open_run import OpenRun
 from trainer.algorithms.registry import make_algorithm
-from trainer.backends.host_state import HostState
 from trainer.backends.leader import LeaderRank
 from trainer.backends.scripted import PART, TENSOR, ScriptedBackend
 from trainer.config import AlgorithmConfig, TrainerConfig, WeightConfig
 from trainer.storage.archive import Archive
 from trainer.storage.checkpoints import Checkpoints
+from trainer.storage.host_state import HostState
 from trainer.storage.spool import Spool
 from trainer.weights.disk import DiskSender
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from protocol.errors import TetherError
-from trainer.backends.host_state import HostState
 from trainer.backends.state_writer import StateWriter
+from trainer.storage.host_state import HostState
 
 STATE = HostState({"part": {"x": torch.ones(2)}})
 

@@ -22,7 +22,7 @@ class HostState:
     tensors: Mapping[str, Mapping[str, torch.Tensor]]
     """Name of a safetensors file -> its tensors, contiguous and none a view of another."""
     metadata: Mapping[str, str] = field(default_factory=dict)
-    """Of each of these files."""
+    """What each of these files says of itself."""
     texts: Mapping[str, str] = field(default_factory=dict)
     """Name of a text file -> its content."""
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from trainer.backends.host_state import HostCopies, HostState
+from trainer.storage.host_state import HostCopies, HostState
 
 
 def test_copies_are_contiguous_and_do_not_follow_the_tensors() -> None:
