@@ -16,7 +16,7 @@ from trainer.backends.base import StepStats
 from trainer.config import TrainerConfig
 from trainer.data.batch_stats import BatchStats
 from trainer.data.step_plan import StepPlan
-from trainer.flops import model_flops_utilization
+from trainer.peak_flops import model_flops_utilization
 
 log = logging.getLogger("tether.trainer")
 

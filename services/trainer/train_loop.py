@@ -187,7 +187,6 @@ class TrainLoop:
             plan, stats = await self._runner.train(command)
         return TrainedStep(taken, plan, stats, self._runner.flops(plan), dropped_lengths)
 
-
     async def _publish(self, version: int) -> WeightManifest:
         """Publish the weights of a version; returns its manifest."""
         provisional = await self._runner.provisional(self._run.epoch, version)

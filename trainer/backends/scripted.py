@@ -10,12 +10,7 @@ from safetensors import SafetensorError
 
 from protocol.errors import SettingsError
 from trainer.backends.base import Backend, StepStats
-<<<<<<< HEAD
-from trainer.backends.host_state import HostState
 from trainer.batch import Batch, trained_tokens
-=======
-from trainer.batch import Batch
->>>>>>> b9d946b (Tell what overlaps with a step, and test that its times add up)
 from trainer.config import TrainerConfig
 from trainer.storage.host_state import HostState
 

@@ -21,7 +21,6 @@ from trainer.backends.host_offload import HostOffload
 from trainer.backends.step_measures import StepMeasures
 from trainer.batch import Batch
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
-from trainer.flops import step_flops
 from trainer.lora import merged
 from trainer.megatron import cpu, parallel
 from trainer.megatron.architecture import read_architecture
@@ -115,15 +114,9 @@ class MegatronBackend(Backend):
         return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
     def flops(self, lengths: torch.Tensor, trained: int) -> float:
-        spec = self._model_spec
-        return step_flops(
-            lengths.tolist(),
-            trained,
-            matrices=spec.layer_matrices * spec.layers,
-            head=spec.hidden * spec.vocabulary,
-            attention=spec.layers * spec.heads * spec.head_dim,
-            frozen=bool(self.lora.rank),
-        )
+        spec, frozen = self._model_spec, bool(self.lora.rank)
+        layers = spec.layer_flops(lengths.double(), frozen=frozen).sum()
+        return float(layers) + spec.head_flops(trained, frozen=frozen)
 
     def logprobs(self, batch: Batch) -> torch.Tensor:
         return self._runner.logprobs(batch)

@@ -1,8 +1,4 @@
-"""Counts what a step computes, and what the device could, for the share of it that is used (MFU).
-
-Counts what the model needs, as "PaLM: Scaling Language Modeling with Pathways" (arXiv 2204.02311, appendix B)
-does: recomputed activations, padding and extra passes are left out.
-"""
+"""Knows what devices compute at their best, for the share of it that a step uses (MFU)."""
 
 from collections.abc import Sequence
 
@@ -35,30 +31,6 @@ def peak_flops(device: str) -> float | None:
         if any(words[i : i + len(parts)] == parts for i in range(len(words))):
             return flops
     return None
-
-
-def step_flops(
-    lengths: Sequence[int],
-    trained: int,
-    *,
-    matrices: int,
-    head: int,
-    attention: int,
-    frozen: bool = False,
-) -> float:
-    """Return the FLOPs of forward and backward of a dense decoder.
-
-    Args:
-        lengths: tokens of each sample.
-        trained: tokens whose logits are needed.
-        matrices: elements of the matrices that every token is multiplied with.
-        head: those of the output layer.
-        attention: layers * heads * size of a head.
-        frozen: whether the weights take no gradient, as with adapters.
-    """
-    passes = 4 if frozen else 6
-    causal = sum(length * length for length in lengths) / 2
-    return passes * (matrices * sum(lengths) + head * trained) + 12 * attention * causal
 
 
 def model_flops_utilization(flops: float | None, seconds: float, devices: Sequence[str]) -> float | None:
