@@ -171,7 +171,11 @@ def describe_step(line: Mapping[str, Any], steps: int, restarts: int) -> str:
         f"{'-' if rate is None else f'{rate:.0f}':>8} tokens/s  "
         f"wait {number(line, 'wait_s', '.2f')} s  train {number(line, 'train_s', '.2f')} s  "
         f"publish {number(line, 'publish_s', '.2f')} s"
-        + (f"  checkpoint {number(line, 'checkpoint_s', '.2f')} s" if line.get("checkpoint_s") else "")
+        + (
+            f"  checkpoint {number(line, 'checkpoint_s', '.2f')} s"
+            if (line.get("checkpoint_s") or 0) >= 0.005
+            else ""
+        )
         + (f"  MFU {number(line, 'mfu', '.1%')}" if line.get("mfu") else "")
         + (f"  restarts {restarts}" if restarts else "")
         + (f"  SKIPPED, no weight changed: {line['skipped']}" if line.get("skipped") else "")

@@ -133,12 +133,8 @@ class TrainLoop:
         with self._process.working(f"publishes version {taken.step + 1}"), self._clock.part("publish"):
             manifest = await self._publish(taken.step + 1)
         engines = await self._process.ledger.peers(Role.ROLLOUT)
-        report = self._reporter.report(
-            step,
-            times=self._clock.lap(),
-            status=await self._process.ledger.status(),
-            engines=engines,
-        )
+        before = await self._process.ledger.status()
+        report = self._reporter.report(step, times=self._clock.lap(), status=before, engines=engines)
         status = await self._commit(step, manifest, report)
         await self._announce(manifest, report, status, engines)
         with self._clock.part("checkpoint"):

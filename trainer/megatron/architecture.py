@@ -61,8 +61,9 @@ class Architecture:
     def layer_flops(self, tokens: Any, *, frozen: bool = False) -> Any:
         """Return the floating-point operations of all layers, forward and backward, on one sequence.
 
-        Six for each weight and token, four if the weights are `frozen` and take no gradient. Causal attention:
-        half of the square, in two products, forward and twice that backward. `head_flops` has the rest.
+        Six for each weight and token, four if the weights are `frozen` and take no gradient. Causal
+        attention: half of the square, in two products, forward and twice that backward. The output layer is
+        left out, see `head_flops`.
 
         Args:
             tokens: of the sequence; a number, or an array of them.

@@ -50,7 +50,7 @@ class HeldBackend(ScriptedBackend):
     """Writes its state only once it may."""
 
     def __init__(self) -> None:
-        super().__init__(trainer=TrainerConfig(), algorithm=make_algorithm(AlgorithmConfig()))
+        super().__init__(trainer=TrainerConfig())
         self.may_write = threading.Event()
 
     def copy_state(self) -> HostState:
