@@ -21,6 +21,7 @@ from trainer.backends.base import StepStats
 from trainer.backends.leader import LeaderRank
 from trainer.backends.rank_commands import TrainCommand, is_distributed
 from trainer.data.step_plan import StepPlan
+from trainer.storage.host_state import HostCopies
 from trainer.weights.base import StreamingSender, WeightSender
 from trainer.weights.bucket_writer import in_dtype
 from trainer.weights.registry import make_sender
@@ -58,6 +59,7 @@ class ModelRunner:
         self._thread = thread
         self._engine_dtype = engine_dtype
         self._turn = turn
+        self._copies = HostCopies()
 
     @property
     def device_name(self) -> str:
@@ -122,7 +124,7 @@ class ModelRunner:
         return await self.run(self._publish, epoch, version)
 
     async def copy_weights(self) -> dict[str, torch.Tensor]:
-        """Copy the weights to host memory, as `publish` exports them."""
+        """Copy the weights to host memory, as `publish` exports them; valid until the next call."""
         return await self.run(self._copy_weights)
 
     async def restore(self, directory: Path) -> None:
@@ -159,8 +161,7 @@ class ModelRunner:
         return self.sender.publish(epoch, version, tensors, base_model=self.rank.backend.architecture)
 
     def _copy_weights(self) -> dict[str, torch.Tensor]:
-        tensors = in_dtype(self.rank.export(), self._engine_dtype)
-        return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors}
+        return self._copies.copy_all(in_dtype(self.rank.export(), self._engine_dtype))
 
     def _restore(self, directory: Path) -> None:
         self._invalidate()
