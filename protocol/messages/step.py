@@ -132,3 +132,16 @@ class StepReport(Message, tag="step_report", frozen=True, kw_only=True):
     """Share of padding in what the forward passes computed, 0 to 1."""
     imbalance: float | None = None
     """By which share the dearest data-parallel replica's part costs more than the mean of all."""
+    step_s: float | None = None
+    """Time since the report of the step before, or since this trainer began to make steps. It is the sum of
+    `wait_s`, `train_s`, `publish_s`, `checkpoint_s` and `other_s`."""
+    checkpoint_s: float | None = None
+    """Part of `step_s` in which steps waited for a checkpoint, an export or a snapshot: for the copy in host
+    memory, and for the one before to be written. It belongs to the version that this step started from."""
+    other_s: float | None = None
+    """The rest of `step_s`: commit and announcement of the step before, reading this one's records, halts."""
+    tokens_per_s: float | None = None
+    """Tokens of the batch, prompts included, by `train_s`."""
+    mfu: float | None = None
+    """FLOPs that the model needs for the batch by those that the devices could have made in `train_s`, 0 to
+    1; None on a CPU or an unknown GPU, and where the backend does not count."""

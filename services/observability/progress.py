@@ -171,6 +171,12 @@ def describe_step(line: Mapping[str, Any], steps: int, restarts: int) -> str:
         f"{'-' if rate is None else f'{rate:.0f}':>8} tokens/s  "
         f"wait {number(line, 'wait_s', '.2f')} s  train {number(line, 'train_s', '.2f')} s  "
         f"publish {number(line, 'publish_s', '.2f')} s"
+        + (
+            f"  checkpoint {number(line, 'checkpoint_s', '.2f')} s"
+            if (line.get("checkpoint_s") or 0) >= 0.005
+            else ""
+        )
+        + (f"  MFU {number(line, 'mfu', '.1%')}" if line.get("mfu") else "")
         + (f"  restarts {restarts}" if restarts else "")
         + (f"  SKIPPED, no weight changed: {line['skipped']}" if line.get("skipped") else "")
     )
@@ -184,7 +190,8 @@ def number(line: Mapping[str, Any], name: str, form: str) -> str:
 
 def token_rate(line: Mapping[str, Any]) -> float | None:
     """Return the trained tokens per second of a step, waits included; None if it is not known."""
-    seconds = sum(line.get(name) or 0.0 for name in ("wait_s", "train_s", "publish_s"))
+    parts = sum(line.get(name) or 0.0 for name in ("wait_s", "train_s", "publish_s"))
+    seconds = line.get("step_s") or parts  # lines of older releases have no step_s
     tokens = line.get("trained_tokens")
     return tokens / seconds if isinstance(tokens, (int, float)) and seconds >= 1e-3 else None
 

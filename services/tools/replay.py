@@ -192,7 +192,7 @@ def retrain(recorded: RecordedRun, step: int, start: Checkpoint | None) -> dict[
         weights = _weights_digest(rank, settings)
         rank.exit()
     finally:
-        rank.backend.close()
+        rank.close()
     report, recorded_weights = recorded.report(step), recorded.step(step).record.digest
     return {
         "from_version": first,

@@ -1,56 +1,81 @@
-"""Makes checkpoints and exports, and lets spool and ledger forget what a checkpoint covers."""
+"""Makes checkpoints and exports beside the steps, and lets spool and ledger forget what a checkpoint covers.
+
+A step waits until the state of every rank, and the model that is exported, are copied to host memory. Threads
+write the copies, the manifest last. One checkpoint is written at a time: if the next is due before, its step
+waits. What a checkpoint covers is forgotten only once it is complete.
+"""
 
 import asyncio
 import logging
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
 
 from protocol.errors import TetherError
 from services.ledger.interface import LedgerStatus, StepRecord
 from services.trainer.model_runner import ModelRunner
 from services.trainer.open_run import OpenRun
+from trainer.backends.hf_export import write_hf
+from trainer.backends.leader import ModelCopy
+from trainer.lora import save_adapter
 from trainer.storage.spool import MissingRecord
 
 log = logging.getLogger("tether.trainer")
 
 
 class Checkpointer:
-    """Makes the checkpoints of a run."""
+    """Makes the checkpoints of a run. At the end of its block the last one is complete.
+
+    If the block raises, what is being written is left as a torn checkpoint, which readers skip.
+    """
 
     def __init__(self, run: OpenRun, runner: ModelRunner) -> None:
         self._run = run
         self._runner = runner
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._tasks = asyncio.TaskGroup()
+        self._writing: asyncio.Task[None] | None = None
+        self._failure: TetherError | None = None
+
+    async def __aenter__(self) -> "Checkpointer":
+        await self._tasks.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                await self.finish()
+        finally:
+            if self._writing is not None:
+                self._writing.cancel()
+            await asyncio.to_thread(self._thread.shutdown)
+            await self._tasks.__aexit__(kind, error, trace)
 
     async def checkpoint(self, status: LedgerStatus, digest: int) -> None:
-        """Make a durable checkpoint and an export; only then let spool and ledger forget what it covers.
+        """Begin a checkpoint and an export; once they are written, spool and ledger forget what they cover.
+
+        Returns when the model may change. If it cannot be written, nothing is forgotten, and `check` says so.
 
         Args:
             status: the ledger's, at the version that the model has.
             digest: that of the version's weight manifest.
 
         Raises:
-            TetherError: the checkpoint or the export cannot be written.
+            TetherError: this one cannot be begun, or the last one could not be written.
         """
-        process, began = self._run.process, time.monotonic()
-        await self.save(status.version, digest, status.sequence)
-        await self._runner.run(self._export, status.version)
-        oldest = self._run.checkpoints.complete()[0].manifest  # a trainer may restart from any that is kept
-        covered = [record for record in await process.ledger.step_records(0) if record.step < oldest.version]
-        try:
-            await asyncio.to_thread(self._archive, covered)
-        except TetherError as error:  # ledger and spool keep the steps; the next checkpoint tries again
-            log.error("archive.failed error=%s", error)
-            return
-        groups = [group.group for record in covered for group in record.groups]
-        if not await self._run.forget(groups, oldest.spool_position):
-            return  # the ledger still lists the steps, so the next checkpoint tries again
-        await process.ledger.checkpointed(oldest.version)
-        process.metrics.seconds.labels("checkpoint").observe(time.monotonic() - began)
-        log.info("checkpoint.done version=%d seconds=%.2f", status.version, time.monotonic() - began)
+        complete = await self._begin(status.version, digest, status.sequence)
+        model = await self._runner.run(self._runner.rank.copy_model)
+        self._write_beside(self._write_all, status.version, complete, model)
 
     async def save(self, version: int, digest: int, sequence: int) -> None:
-        """Write a checkpoint on every rank; its manifest is written last.
+        """Write a checkpoint alone; returns when it is complete.
 
         Args:
             version: committed batches that the weights have seen.
@@ -60,22 +85,96 @@ class Checkpointer:
         Raises:
             TetherError: it cannot be written.
         """
-        await self._runner.run(self._save, version, digest, sequence)
+        complete = await self._begin(version, digest, sequence)
+        self._write_beside(self._write_parts, version, complete)
+        await self.finish()
 
-    def is_saved(self, version: int, digest: int) -> bool:
-        """Return whether a checkpoint of exactly these weights is complete."""
-        complete = self._run.checkpoints.complete()
+    async def finish(self) -> None:
+        """Wait until nothing is being written.
+
+        Raises:
+            TetherError: the last checkpoint or export could not be written.
+        """
+        if self._writing is not None:
+            await asyncio.wait((self._writing,))
+        self.check()
+
+    def check(self) -> None:
+        """Raise TetherError if the last checkpoint or export could not be written."""
+        if self._failure is not None:
+            raise self._failure
+
+    async def is_saved(self, version: int, digest: int) -> bool:
+        """Return whether a checkpoint of exactly these weights is complete, after what is being written."""
+        await self.finish()
+        complete = await asyncio.to_thread(self._run.checkpoints.complete)
         return any((c.version, c.manifest.digest) == (version, digest) for c in complete)
 
-    def _save(self, version: int, digest: int, sequence: int) -> None:
-        with self._run.checkpoints.writing(
+    async def _begin(self, version: int, digest: int, sequence: int) -> Callable[[], None]:
+        """Have every rank copy its state and begin to write it; returns what makes that a checkpoint."""
+        await self.finish()
+        checkpoints = self._run.checkpoints
+        directory = await self._in_thread(checkpoints.begin, version)
+        position = await self._in_thread(lambda: self._run.spool.position)
+        await self._runner.run(self._runner.rank.begin_save, directory)
+        return partial(
+            checkpoints.finish,
             version,
             epoch=self._run.epoch,
             digest=digest,
             sequence=sequence,
-            spool_position=self._run.spool.position,
-        ) as directory:
-            self._runner.rank.save(directory)
+            spool_position=position,
+        )
+
+    def _write_beside(self, write: Callable[..., Any], version: int, *args: Any) -> None:
+        """Run `write` in a task, and keep its failure for `check`."""
+
+        async def run() -> None:
+            try:
+                with self._run.process.working(f"writes the checkpoint of version {version}"):
+                    await write(version, *args)
+            except TetherError as error:
+                self._failure = error
+
+        self._writing = self._tasks.create_task(run(), name="checkpoint")
+
+    async def _write_parts(self, version: int, complete: Callable[[], None]) -> None:
+        """Make a checkpoint complete when all ranks have written their parts."""
+        try:
+            await self._runner.finish_save()
+            await self._in_thread(complete)
+        except TetherError:
+            await self._in_thread(self._run.checkpoints.abandon, version)
+            raise
+
+    async def _write_all(self, version: int, complete: Callable[[], None], model: ModelCopy) -> None:
+        """Write a checkpoint, then the export, then forget what they cover."""
+        began = time.monotonic()
+        await self._write_parts(version, complete)
+        await self._in_thread(self._export, version, model)
+        if await self._forget():
+            seconds = time.monotonic() - began
+            self._run.process.metrics.seconds.labels("checkpoint").observe(seconds)
+            log.info("checkpoint.done version=%d seconds=%.2f", version, seconds)
+
+    async def _forget(self) -> bool:
+        """Let archive, spool and ledger forget what all kept checkpoints cover; false if it did not work.
+
+        The ledger forgets last: what it still lists, the next checkpoint tries again.
+        """
+        ledger = self._run.process.ledger
+        oldest = self._run.checkpoints.complete()[0].manifest  # a trainer may restart from any that is kept
+        covered = [record for record in await ledger.step_records(0) if record.step < oldest.version]
+        try:
+            await self._in_thread(self._archive, covered)
+        except TetherError as error:
+            log.error("archive.failed error=%s", error)
+            return False
+        groups = [group.group for record in covered for group in record.groups]
+        if not await self._run.forget(groups, oldest.spool_position):
+            return False
+        await ledger.checkpointed(oldest.version)
+        return True
 
     def _archive(self, covered: Sequence[StepRecord]) -> None:
         """Copy the records of steps to the archive and sync their reports, before both may be forgotten."""
@@ -91,13 +190,25 @@ class Checkpointer:
             self._run.archive.put(record.step, records)
         self._run.archive.make_room()
 
-    def _export(self, version: int) -> None:
+    def _export(self, version: int, model: ModelCopy) -> None:
         """Write the model for people and `tether eval`, and remove as old exports as checkpoints."""
         settings = self._run.process.settings
         directory = settings.run_dir / "exports"
         target = directory / f"step_{version:08}"
-        shutil.rmtree(target, ignore_errors=True)
-        self._runner.rank.export_hf(target, settings.model_dir)
+        try:
+            write_hf(iter(model.tensors.items()), target, settings.model_dir)
+            if model.adapter:
+                save_adapter(model.adapter.items(), _adapter(target), settings.lora, settings.model_dir)
+        except Exception as error:  # of safetensors, too, which has its own
+            raise TetherError(f"export {target}: {error}") from error
         for old in sorted(directory.glob("step_*"))[: -settings.trainer.keep_checkpoints]:
-            for stale in (old, old.with_name(f"adapter_{old.name}")):
+            for stale in (old, _adapter(old)):
                 shutil.rmtree(stale, ignore_errors=True)
+
+    async def _in_thread(self, function: Callable[..., Any], *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+
+def _adapter(export: Path) -> Path:
+    """Return the directory of the adapter of an export."""
+    return export.with_name(f"adapter_{export.name}")

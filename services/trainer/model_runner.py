@@ -19,8 +19,9 @@ from services.trainer.shared_engine import SharedEngine
 from trainer.algorithms.registry import make_algorithm
 from trainer.backends.base import StepStats
 from trainer.backends.leader import LeaderRank
-from trainer.backends.rank_commands import TrainCommand
+from trainer.backends.rank_commands import TrainCommand, is_distributed
 from trainer.data.step_plan import StepPlan
+from trainer.storage.host_state import HostCopies
 from trainer.weights.base import StreamingSender, WeightSender
 from trainer.weights.bucket_writer import in_dtype
 from trainer.weights.registry import make_sender
@@ -58,6 +59,16 @@ class ModelRunner:
         self._thread = thread
         self._engine_dtype = engine_dtype
         self._turn = turn
+        self._copies = HostCopies()
+
+    @property
+    def device_name(self) -> str:
+        """Name of rank 0's GPU; empty where the model is on a CPU."""
+        return self.rank.backend.device_name
+
+    def flops(self, plan: StepPlan) -> float | None:
+        """Return the FLOPs that the model needs for a step, if the backend counts them."""
+        return self.rank.backend.flops(plan.lengths, plan.totals.trained_tokens)
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
         """Run blocking work in the model's thread."""
@@ -113,17 +124,29 @@ class ModelRunner:
         return await self.run(self._publish, epoch, version)
 
     async def copy_weights(self) -> dict[str, torch.Tensor]:
-        """Copy the weights to host memory, as `publish` exports them."""
+        """Copy the weights to host memory, as `publish` exports them; valid until the next call."""
         return await self.run(self._copy_weights)
 
     async def restore(self, directory: Path) -> None:
         """Load a checkpoint."""
         await self.run(self._restore, directory)
 
+    async def finish_save(self) -> None:
+        """Wait until every rank's part of a checkpoint is on disk, beside the steps as far as one can.
+
+        Raises:
+            TetherError: a rank could not write its part.
+        """
+        await asyncio.to_thread(self.rank.await_part)
+        if is_distributed():  # a command to the other ranks comes between two others
+            await self.run(self.rank.finish_save)
+        else:
+            await asyncio.to_thread(self.rank.finish_save)
+
     async def close(self) -> None:
         """Close sender, model and thread."""
         self.sender.close()
-        await self.run(self.rank.backend.close)
+        await self.run(self.rank.close)
         self._thread.shutdown()
 
     def _train(self, command: TrainCommand) -> tuple[StepPlan, StepStats]:
@@ -138,8 +161,7 @@ class ModelRunner:
         return self.sender.publish(epoch, version, tensors, base_model=self.rank.backend.architecture)
 
     def _copy_weights(self) -> dict[str, torch.Tensor]:
-        tensors = in_dtype(self.rank.export(), self._engine_dtype)
-        return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors}
+        return self._copies.copy_all(in_dtype(self.rank.export(), self._engine_dtype))
 
     def _restore(self, directory: Path) -> None:
         self._invalidate()

@@ -93,13 +93,14 @@ def _is_fenced(error: BaseException) -> bool:
 
 
 async def _take_over_and_step(run: OpenRun, runner: ModelRunner) -> None:
-    process, checkpointer = run.process, Checkpointer(run, runner)
-    with process.waiting("take-over"):
-        manifest = await take_over(run, runner, checkpointer)
-    await process.register()
-    async with Snapshots(run, runner) as snapshots:
-        await snapshots.take_over(manifest, is_last=(await process.ledger.status()).done)
-        await _step(run, runner, TrainLoop(run, runner, checkpointer, snapshots, manifest))
+    process = run.process
+    async with Checkpointer(run, runner) as checkpointer:
+        with process.waiting("take-over"):
+            manifest = await take_over(run, runner, checkpointer)
+        await process.register()
+        async with Snapshots(run, runner) as snapshots:
+            await snapshots.take_over(manifest, is_last=(await process.ledger.status()).done)
+            await _step(run, runner, TrainLoop(run, runner, checkpointer, snapshots, manifest))
 
 
 async def _step(run: OpenRun, runner: ModelRunner, loop: TrainLoop) -> None:

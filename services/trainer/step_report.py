@@ -11,10 +11,12 @@ from protocol.messages import StepReport
 from services.ledger.interface import LedgerStatus, Peer, Taken
 from services.observability.busy import BusyShare
 from services.runtime.process import Process
+from services.trainer.step_clock import StepTimes
 from trainer.backends.base import StepStats
 from trainer.config import TrainerConfig
 from trainer.data.batch_stats import BatchStats
 from trainer.data.step_plan import StepPlan
+from trainer.peak_flops import model_flops_utilization
 
 log = logging.getLogger("tether.trainer")
 
@@ -26,10 +28,8 @@ class TrainedStep:
     taken: Taken
     plan: StepPlan
     stats: StepStats
-    wait_s: float
-    """Seconds that the trainer waited for the batch."""
-    train_s: float
-    """Seconds of the optimizer step."""
+    flops: float | None = None
+    """FLOPs that the model needs for the batch, if the backend counts them."""
     dropped_lengths: Sequence[Sequence[int]] = ()
     """Tokens of each sample, for each group that the take dropped and whose record was there."""
 
@@ -37,13 +37,15 @@ class TrainedStep:
 class StepReporter:
     """Reports steps; holds what some of their numbers are differences to."""
 
-    def __init__(self, process: Process, epoch: str) -> None:
+    def __init__(self, process: Process, epoch: str, device: str = "") -> None:
+        """Report nothing yet; `device` is the name of each rank's GPU, empty for a CPU."""
         self._process = process
         self._epoch = epoch
         self._pause_ms: float | None = None
         self._busy = BusyShare()
         self._before: LedgerStatus | None = None
         """The ledger's status at the last report."""
+        self._devices = [device] * process.settings.parallel.world_size
 
     def start(self, status: LedgerStatus) -> None:
         """Count drops from this status of the ledger on."""
@@ -57,21 +59,22 @@ class StepReporter:
         self,
         step: TrainedStep,
         *,
-        publish_s: float,
+        times: StepTimes,
         status: LedgerStatus,
         engines: Sequence[Peer],
     ) -> StepReport:
         """Return the report of a step. Counts and shares in it are of the time since the last one.
 
-        `publish_s` is the seconds that publishing its weights took, `status` the ledger's before the commit,
-        and `engines` the registered rollout workers.
+        `times` are those since the last report, `status` is the ledger's before the commit, and `engines` are
+        the registered rollout workers.
         """
         pause_ms, self._pause_ms = self._pause_ms, None
         before, self._before = self._before or status, status
         busy = self._busy.since_last({peer.incarnation: peer.info for peer in engines})
         lengths = [tokens for group in step.dropped_lengths for tokens in group]
         mismatch = excess_mismatch(step.taken.step, step.stats, self._process.settings.trainer)
-        measured = {**fields_of(step.plan.stats), **fields_of(step.stats)}
+        measured = {**fields_of(step.plan.stats), **fields_of(step.stats), **fields_of(times)}
+        tokens = step.plan.stats.step_tokens
         return StepReport(
             step=step.taken.step,
             version=step.taken.step + 1,
@@ -82,9 +85,8 @@ class StepReporter:
             dropped_by_reason=_increase(before.dropped_by_reason, status.dropped_by_reason),
             dropped_length_mean=sum(lengths) / len(lengths) if lengths else None,
             dropped_length_groups=len(step.dropped_lengths),
-            train_s=step.train_s,
-            publish_s=publish_s,
-            wait_s=step.wait_s,
+            tokens_per_s=tokens / times.train_s if times.train_s > 0 else None,
+            mfu=model_flops_utilization(step.flops, times.train_s, self._devices),
             pause_ms=pause_ms,
             time=time.time(),
             engine_busy=busy,
@@ -100,6 +102,7 @@ class StepReporter:
             ("train", report.train_s),
             ("publish", report.publish_s),
             ("wait", report.wait_s),
+            ("step", report.step_s or 0.0),
         ):
             process.metrics.seconds.labels(name).observe(value)
         process.metrics.count("steps")
@@ -139,7 +142,7 @@ def excess_mismatch(step: int, stats: StepStats, config: TrainerConfig) -> str:
     )
 
 
-def fields_of(stats: BatchStats | StepStats) -> dict[str, Any]:
+def fields_of(stats: BatchStats | StepStats | StepTimes) -> dict[str, Any]:
     """Return the fields of statistics, whose names are those of `StepReport`."""
     return {field.name: getattr(stats, field.name) for field in dataclasses.fields(stats)}
 

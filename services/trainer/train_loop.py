@@ -24,6 +24,7 @@ from services.trainer.checkpointing import Checkpointer
 from services.trainer.model_runner import ModelRunner
 from services.trainer.open_run import OpenRun
 from services.trainer.snapshots import Snapshots
+from services.trainer.step_clock import StepClock
 from services.trainer.step_report import StepReporter, TrainedStep
 from trainer.storage.spool import MissingRecord
 
@@ -55,7 +56,8 @@ class TrainLoop:
         self._checkpointer = checkpointer
         self._snapshots = snapshots
         self._manifest = manifest
-        self._reporter = StepReporter(run.process, run.epoch)
+        self._clock = StepClock()
+        self._reporter = StepReporter(run.process, run.epoch, runner.device_name)
         self._skips = SkipLimit(run.process.settings.trainer.max_skipped_steps)
 
     async def answers_loop(self) -> None:
@@ -80,32 +82,30 @@ class TrainLoop:
         if not status.done:
             await self._runner.engine_ready(self._manifest)
         while not status.done and not self._process.stop.is_set():
-            began = time.monotonic()
-            taken = await self._take()
+            with self._clock.part("wait"):
+                taken = await self._take()
             if taken is None and self._process.stop.is_set():
                 break
-            wait_s = time.monotonic() - began
             await self._runner.take_device()
             if taken is None:  # the prompts have run out: this is the last model
                 await self._snapshots.take(self._manifest, is_last=True)
                 # a checkpoint that is complete is not written again: that would only put it at risk
-                if not self._is_saved(status.version):
+                if not await self._checkpointer.is_saved(status.version, self._manifest.digest):
                     await self._checkpointer.checkpoint(status, self._manifest.digest)
                 break
             if not await self._runner.engine_ready(self._manifest):
                 break
-            status = await self._step(taken, wait_s)
+            status = await self._step(taken)
+        await self._checkpointer.finish()
         if status.done:
             log.info("run.done version=%d", status.version)
-
-    def _is_saved(self, version: int) -> bool:
-        return self._checkpointer.is_saved(version, self._manifest.digest)
 
     async def _take(self) -> Taken | None:
         """Wait for the next batch; None if the process is to stop or no more groups can come."""
         delay, last_idle = TAKE_POLL_S[0], time.monotonic()
         with self._process.waiting("groups") as set_detail:
             while not self._process.stop.is_set():
+                self._checkpointer.check()
                 try:
                     return await self._process.ledger.take(self._run.epoch)
                 except Refused as refusal:
@@ -126,25 +126,22 @@ class TrainLoop:
                     await self._runner.run(self._runner.rank.idle)
         return None
 
-    async def _step(self, taken: Taken, wait_s: float) -> LedgerStatus:
+    async def _step(self, taken: Taken) -> LedgerStatus:
         """Make a step of a batch; returns the ledger's status after its commit."""
         with self._process.working(f"step {taken.step}"):
-            step = await self._train(taken, wait_s)
-        with self._process.working(f"publishes version {taken.step + 1}"):
-            manifest, publish_s = await self._publish(taken.step + 1)
+            step = await self._train(taken)
+        with self._process.working(f"publishes version {taken.step + 1}"), self._clock.part("publish"):
+            manifest = await self._publish(taken.step + 1)
         engines = await self._process.ledger.peers(Role.ROLLOUT)
-        report = self._reporter.report(
-            step,
-            publish_s=publish_s,
-            status=await self._process.ledger.status(),
-            engines=engines,
-        )
+        before = await self._process.ledger.status()
+        report = self._reporter.report(step, times=self._clock.lap(), status=before, engines=engines)
         status = await self._commit(step, manifest, report)
         await self._announce(manifest, report, status, engines)
-        await self._snapshots.take(manifest, is_last=status.done)
-        if report.version % self._process.settings.trainer.checkpoint_every == 0 or status.done:
-            with self._process.working(f"saves version {report.version}"):
-                await self._checkpointer.checkpoint(status, manifest.digest)
+        with self._clock.part("checkpoint"):
+            await self._snapshots.take(manifest, is_last=status.done)
+            if report.version % self._process.settings.trainer.checkpoint_every == 0 or status.done:
+                with self._process.working(f"saves version {report.version}"):
+                    await self._checkpointer.checkpoint(status, manifest.digest)
         self._reporter.record(report)
         if report.warnings and self._process.settings.trainer.mismatch_action == "stop":
             await self._halt(report.warnings[0])
@@ -165,7 +162,7 @@ class TrainLoop:
                     last_idle = time.monotonic()
                     await self._runner.run(self._runner.rank.idle)
 
-    async def _train(self, taken: Taken, wait_s: float) -> TrainedStep:
+    async def _train(self, taken: Taken) -> TrainedStep:
         """Make one optimizer step on a batch; have engines abort what the take has dropped."""
         dropped_lengths: list[list[int]] = []
         if taken.dropped:
@@ -182,18 +179,16 @@ class TrainLoop:
         except MissingRecord as missing:
             await self._give_back(missing)
             raise
-        began = time.monotonic()
-        plan, stats = await self._runner.train(command)
-        return TrainedStep(taken, plan, stats, wait_s, time.monotonic() - began, dropped_lengths)
+        with self._clock.part("train"):
+            plan, stats = await self._runner.train(command)
+        return TrainedStep(taken, plan, stats, self._runner.flops(plan), dropped_lengths)
 
-    async def _publish(self, version: int) -> tuple[WeightManifest, float]:
-        """Publish the weights of a version; returns its manifest and the seconds that it took."""
-        began = time.monotonic()
+    async def _publish(self, version: int) -> WeightManifest:
+        """Publish the weights of a version; returns its manifest."""
         provisional = await self._runner.provisional(self._run.epoch, version)
         if provisional is not None:
             self._run.broadcaster.publish(provisional, epoch=self._run.epoch)
-        manifest = await self._runner.publish(self._run.epoch, version)
-        return manifest, time.monotonic() - began
+        return await self._runner.publish(self._run.epoch, version)
 
     async def _commit(self, step: TrainedStep, manifest: WeightManifest, report: StepReport) -> LedgerStatus:
         """Commit a step to the ledger, then note it in the journal; returns the ledger's status.

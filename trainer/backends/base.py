@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # the registry, which every reader of settings imports, must 
     import torch
 
     from trainer.batch import Batch
+    from trainer.storage.host_state import HostState
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,20 @@ class Backend(ABC):
         """Return what samples of these lengths (int64 [N]) cost, float64 [N], in any unit."""
         return lengths.double()
 
+    @property
+    def device_name(self) -> str:
+        """Name of this rank's GPU; empty where the model is on a CPU."""
+        return ""
+
+    def flops(self, lengths: torch.Tensor, trained: int) -> float | None:
+        """Return the FLOPs that the model needs to train a whole step's batch; None if that is not counted.
+
+        Args:
+            lengths: tokens of each sample, int64 [N].
+            trained: tokens that carry gradient.
+        """
+        return None
+
     @abstractmethod
     def train_step(self, batch: Batch) -> StepStats:
         """Make one optimizer step; `batch` is the part of the step that this rank's replica works on."""
@@ -110,16 +125,19 @@ class Backend(ABC):
         return self.export()
 
     @abstractmethod
-    def save(self, directory: Path) -> None:
-        """Write this rank's part of a checkpoint (parameters, optimizer, RNG) into an existing directory.
+    def copy_state(self) -> HostState:
+        """Return this rank's part of a checkpoint (parameters, optimizer, RNG), copied to host memory.
 
-        Returns when every rank has written its part, so that whoever called it on rank 0 may declare the
-        checkpoint complete.
+        The model may change then; the copies are valid until the next call.
         """
+
+    def save(self, directory: Path) -> None:
+        """Write this rank's part of a checkpoint into an existing directory; returns when it is there."""
+        self.copy_state().write(directory)
 
     @abstractmethod
     def restore(self, directory: Path) -> None:
-        """Load what `save` wrote, bit for bit.
+        """Load the part of a checkpoint that `copy_state` gave, bit for bit.
 
         Raises:
             SettingsError: the checkpoint is of another layout or model; names both.

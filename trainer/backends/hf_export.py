@@ -1,4 +1,4 @@
-"""Writes a backend's weights as a Hugging Face directory, for transformers, vLLM, SGLang and the hub."""
+"""Writes weights as a Hugging Face directory, for transformers, vLLM, SGLang and the hub."""
 
 import json
 import shutil
@@ -7,11 +7,8 @@ from pathlib import Path
 
 import safetensors.torch
 import torch
-import torch.distributed as dist
 
-from protocol.errors import SettingsError
 from protocol.host.atomic_file import directory_written_aside
-from trainer.backends.base import Backend
 
 SHARD_BYTES = 4 << 30
 """Default bound of the tensors in one file."""
@@ -28,58 +25,23 @@ COPIED = (
 """Files of the source that an export copies."""
 
 
-def save_hf(
-    backend: Backend, directory: Path, *, source: Path, dtype: str = "", shard_bytes: int = SHARD_BYTES
-) -> None:
-    """Write weights, configuration and tokenizer, so that `directory` is complete or not there.
-
-    A collective: every rank calls it, and rank 0, on which the export yields, writes.
-
-    Args:
-        backend: what to export.
-        directory: must not exist yet.
-        source: the model directory that training began with.
-        dtype: float32 or bfloat16; by default the one that the backend exports. config.json names it, too.
-        shard_bytes: bound of the tensors in one file, which are held in memory; a larger tensor has a file to
-            itself.
-
-    Raises:
-        SettingsError: `directory` exists, or `dtype` is unknown. Rank 0 raises it after its part in the
-            collective.
-    """
-    if dist.is_available() and dist.is_initialized() and dist.get_rank() != 0:
-        for _ in backend.export_model():
-            raise RuntimeError("only rank 0 gets tensors from an export")
-        return
-    tensors = backend.export_model()
-    try:
-        if directory.exists():
-            raise SettingsError(f"{directory} exists: give a new directory")
-        if dtype not in ("", "float32", "bfloat16"):
-            raise SettingsError(f"dtype {dtype!r}: use float32 or bfloat16")
-        write_hf(_converted(tensors, dtype), directory, source, shard_bytes)
-    finally:  # the other ranks take part to the end
-        for _ in tensors:
-            pass
-
-
 def write_hf(
     tensors: Iterator[tuple[str, torch.Tensor]],
     directory: Path,
     source: Path,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write tensors in host memory, with configuration and tokenizer of `source`; replaces `directory`."""
+    """Write weights, configuration and tokenizer, so that `directory` is complete or as it was.
+
+    Args:
+        tensors: of the whole model by their Hugging Face names, in host memory.
+        directory: replaced if it exists.
+        source: the model directory that training began with; its config.json gets the dtype of the tensors.
+        shard_bytes: bound of the tensors in one file; a larger tensor has a file to itself.
+    """
     with directory_written_aside(directory) as aside:
         written = _write_shards(tensors, aside, shard_bytes)
         _copy_rest(source, aside, written)
-
-
-def _converted(tensors: Iterator[tuple[str, torch.Tensor]], dtype: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Copy tensors to the host, in `dtype`; those that are not floating-point keep their own."""
-    for name, tensor in tensors:
-        kind = getattr(torch, dtype) if dtype and tensor.is_floating_point() else tensor.dtype
-        yield name, torch.empty(tensor.shape, dtype=kind).copy_(tensor)
 
 
 def _write_shards(tensors: Iterator[tuple[str, torch.Tensor]], directory: Path, shard_bytes: int) -> str:

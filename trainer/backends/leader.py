@@ -1,17 +1,18 @@
 """Runs the model's work on all ranks, from rank 0: broadcasts the command, then does rank 0's part of it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from trainer.algorithms.base import Algorithm
 from trainer.backends.base import Backend, StepStats
-from trainer.backends.hf_export import save_hf
 from trainer.backends.rank_commands import (
     ExitCommand,
     ExportCommand,
-    ExportHfCommand,
+    ExportModelCommand,
+    FinishSaveCommand,
     IdleCommand,
     KeepReferenceCommand,
     OffloadCommand,
@@ -21,9 +22,21 @@ from trainer.backends.rank_commands import (
     TrainCommand,
     broadcast_command,
 )
-from trainer.backends.step import offload_and_wait, run_step_on_all_ranks, save_and_wait
+from trainer.backends.state_writer import StateWriter
+from trainer.backends.step import offload_and_wait, run_step_on_all_ranks
 from trainer.data.step_plan import StepPlan
-from trainer.lora import as_published, save_adapter
+from trainer.lora import as_published
+from trainer.storage.host_state import HostCopies
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCopy:
+    """The model of one version in host memory."""
+
+    tensors: Mapping[str, torch.Tensor]
+    """Hugging Face name -> tensor of the whole model, adapters merged."""
+    adapter: Mapping[str, torch.Tensor]
+    """A and B by PEFT's names, not scaled; empty without adapters."""
 
 
 class LeaderRank:
@@ -33,6 +46,8 @@ class LeaderRank:
         self.backend = backend
         """Rank 0's part of the model."""
         self._algorithm = algorithm
+        self._writer = StateWriter()
+        self._copies, self._adapter_copies = HostCopies(), HostCopies()
 
     def train(self, command: TrainCommand) -> tuple[StepPlan, StepStats]:
         """Make one optimizer step; returns its plan and what it measured."""
@@ -43,29 +58,41 @@ class LeaderRank:
         broadcast_command(ExportCommand())
         return as_published(self.backend.export(), self.backend.targets, self.backend.lora)
 
-    def save(self, directory: Path) -> None:
-        """Write every rank's part of a checkpoint into an existing directory."""
+    def begin_save(self, directory: Path) -> None:
+        """Copy every rank's part of a checkpoint to the host, and begin to write it to an existing directory.
+
+        On return the model may change. `finish_save` follows, before the next part is begun.
+        """
         broadcast_command(SaveCommand(str(directory)))
-        save_and_wait(self.backend, directory)
+        self._writer.begin(self.backend.copy_state(), directory)
+
+    def await_part(self) -> None:
+        """Wait until rank 0's part is written, or has failed; may be called in any thread."""
+        self._writer.wait()
+
+    def finish_save(self) -> None:
+        """Wait until every rank's part is on disk. With one rank, it may be called in any thread.
+
+        Raises:
+            TetherError: a rank could not write its part.
+        """
+        broadcast_command(FinishSaveCommand())
+        self._writer.finish()
 
     def restore(self, directory: Path) -> None:
         """Load a checkpoint."""
         broadcast_command(RestoreCommand(str(directory)))
         self.backend.restore(directory)
 
-    def export_hf(self, directory: Path, source: Path) -> None:
-        """Write the model as a Hugging Face directory, and adapters beside it as PEFT does.
-
-        Args:
-            directory: must not exist; adapters go to `adapter_` and its name.
-            source: model directory that training began with.
-        """
-        broadcast_command(ExportHfCommand(str(directory), str(source)))
-        save_hf(self.backend, directory, source=source)
+    def copy_model(self) -> ModelCopy:
+        """Return the whole model and its adapters, copied to host memory; valid until the next call."""
+        broadcast_command(ExportModelCommand())
+        model = self._copies.copy_all(self.backend.export_model())
+        adapter: dict[str, torch.Tensor] = {}
         if self.backend.targets:
             broadcast_command(ExportCommand())
-            adapter = directory.with_name(f"adapter_{directory.name}")
-            save_adapter(self.backend.export(), adapter, self.backend.lora, source)
+            adapter = self._adapter_copies.copy_all(self.backend.export())
+        return ModelCopy(model, adapter)
 
     def keep_reference(self) -> None:
         """Keep the current weights as the reference model."""
@@ -89,3 +116,8 @@ class LeaderRank:
     def exit(self) -> None:
         """End the other ranks."""
         broadcast_command(ExitCommand())
+
+    def close(self) -> None:
+        """Release the model, when what is being written of it is written; idempotent."""
+        self._writer.close()
+        self.backend.close()

@@ -42,9 +42,13 @@ class ExportCommand(msgspec.Struct, frozen=True, tag="export"):
 
 
 class SaveCommand(msgspec.Struct, frozen=True, tag="save"):
-    """Write this rank's part of a checkpoint."""
+    """Copy this rank's part of a checkpoint to the host, and begin to write it."""
 
     directory: str
+
+
+class FinishSaveCommand(msgspec.Struct, frozen=True, tag="finish_save"):
+    """Wait until every rank has written its part of the checkpoint that was begun last."""
 
 
 class RestoreCommand(msgspec.Struct, frozen=True, tag="restore"):
@@ -53,13 +57,8 @@ class RestoreCommand(msgspec.Struct, frozen=True, tag="restore"):
     directory: str
 
 
-class ExportHfCommand(msgspec.Struct, frozen=True, tag="export_hf"):
-    """Take part in writing a Hugging Face directory."""
-
-    directory: str
-    """Where to; must not exist."""
-    source: str
-    """Model directory that config and tokenizer are copied from."""
+class ExportModelCommand(msgspec.Struct, frozen=True, tag="export_model"):
+    """Take part in an export of the whole model."""
 
 
 class KeepReferenceCommand(msgspec.Struct, frozen=True, tag="keep_reference"):
@@ -85,8 +84,9 @@ class ExitCommand(msgspec.Struct, frozen=True, tag="exit"):
 Command = (
     StepCommand
     | ExportCommand
-    | ExportHfCommand
+    | ExportModelCommand
     | SaveCommand
+    | FinishSaveCommand
     | RestoreCommand
     | KeepReferenceCommand
     | OffloadCommand

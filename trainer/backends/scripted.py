@@ -12,6 +12,7 @@ from protocol.errors import SettingsError
 from trainer.backends.base import Backend, StepStats
 from trainer.batch import Batch, trained_tokens
 from trainer.config import TrainerConfig
+from trainer.storage.host_state import HostState
 
 PART = "rank_00000.safetensors"
 """File of a checkpoint."""
@@ -53,8 +54,8 @@ class ScriptedBackend(Backend):
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield TENSOR, self._weight.float()
 
-    def save(self, directory: Path) -> None:
-        safetensors.torch.save_file({TENSOR: self._weight}, directory / PART)
+    def copy_state(self) -> HostState:
+        return HostState({PART: {TENSOR: self._weight.clone()}})
 
     def restore(self, directory: Path) -> None:
         try:

@@ -1,22 +1,24 @@
 """Executes the commands of rank 0 on every rank."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from protocol.codec import decode_payload
-from protocol.errors import ProtocolError
+from protocol.errors import ProtocolError, TetherError
 from protocol.messages import ScoredRollout
 from trainer.algorithms.base import Algorithm
 from trainer.backends.base import Backend, StepStats
-from trainer.backends.hf_export import save_hf
 from trainer.backends.part_exchange import receive_part, send_part
 from trainer.backends.rank_commands import (
     ExitCommand,
     ExportCommand,
-    ExportHfCommand,
+    ExportModelCommand,
+    FinishSaveCommand,
     IdleCommand,
     KeepReferenceCommand,
     OffloadCommand,
@@ -29,6 +31,7 @@ from trainer.backends.rank_commands import (
     is_distributed,
     next_command,
 )
+from trainer.backends.state_writer import StateWriter
 from trainer.batch import Batch
 from trainer.data.packing import balance
 from trainer.data.step_plan import StepPlan, plan_step
@@ -92,13 +95,6 @@ def run_step(backend: Backend, part: Batch, *, reference_logprobs: bool) -> Step
     return backend.train_step(part)
 
 
-def save_and_wait(backend: Backend, directory: Path) -> None:
-    """Write this rank's part of a checkpoint, and wait until every rank has."""
-    backend.save(directory)
-    if is_distributed():
-        dist.barrier()
-
-
 def offload_and_wait(backend: Backend) -> None:
     """Move what this rank has on its device to the host, and wait until every rank has.
 
@@ -111,11 +107,13 @@ def offload_and_wait(backend: Backend) -> None:
 
 def follow_commands(backend: Backend) -> None:
     """Carry out what rank 0 commands, on a rank other than 0, until it says exit."""
+    writer = StateWriter()
     actions: dict[type, Callable[..., object]] = {
         StepCommand: lambda c: run_step(backend, receive_part(), reference_logprobs=c.reference_logprobs),
-        ExportCommand: lambda c: _exhaust(backend),
-        ExportHfCommand: lambda c: save_hf(backend, Path(c.directory), source=Path(c.source)),
-        SaveCommand: lambda c: save_and_wait(backend, Path(c.directory)),
+        ExportCommand: lambda c: _exhaust(backend.export()),
+        ExportModelCommand: lambda c: _exhaust(backend.export_model()),
+        SaveCommand: lambda c: writer.begin(backend.copy_state(), Path(c.directory)),
+        FinishSaveCommand: lambda c: _finish(writer),
         RestoreCommand: lambda c: backend.restore(Path(c.directory)),
         KeepReferenceCommand: lambda c: backend.keep_reference(),
         OffloadCommand: lambda c: offload_and_wait(backend),
@@ -124,9 +122,16 @@ def follow_commands(backend: Backend) -> None:
     }
     while not isinstance(command := next_command(), ExitCommand):
         actions[type(command)](command)
+    writer.close()
 
 
-def _exhaust(backend: Backend) -> None:
+def _exhaust(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Take part in an export, which yields nothing on this rank."""
-    for _ in backend.export():
-        pass
+    for _ in tensors:
+        raise RuntimeError("only rank 0 gets tensors from an export")
+
+
+def _finish(writer: StateWriter) -> None:
+    """Take part in finishing a checkpoint; rank 0 reports that it failed."""
+    with contextlib.suppress(TetherError):
+        writer.finish()

@@ -58,18 +58,24 @@ class Architecture:
     def qk_norm(self) -> bool:
         return self.model_type == "qwen3"
 
-    def layer_flops(self, tokens: Any) -> Any:
+    def layer_flops(self, tokens: Any, *, frozen: bool = False) -> Any:
         """Return the floating-point operations of all layers, forward and backward, on one sequence.
 
-        Six for each weight and token, and causal attention: half of the square, in two products, forward and
-        twice that backward. The output layer is left out, as only trained tokens pass through it.
+        Six for each weight and token, four if the weights are `frozen` and take no gradient. Causal
+        attention: half of the square, in two products, forward and twice that backward. The output layer is
+        left out, see `head_flops`.
 
         Args:
             tokens: of the sequence; a number, or an array of them.
         """
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         weights = self.hidden * (2 * queries + 2 * keys + 3 * self.intermediate)
-        return self.layers * (6 * weights * tokens + 6 * queries * tokens * tokens)
+        passes = 4 if frozen else 6
+        return self.layers * (passes * weights * tokens + 6 * queries * tokens * tokens)
+
+    def head_flops(self, trained: int, *, frozen: bool = False) -> int:
+        """Return those of the output layer, which only trained tokens pass through."""
+        return (4 if frozen else 6) * self.hidden * self.vocabulary * trained
 
 
 def read_architecture(model_dir: Path) -> Architecture:

@@ -24,7 +24,7 @@ from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.lora import merged
 from trainer.megatron import cpu, parallel
 from trainer.megatron.architecture import read_architecture
-from trainer.megatron.checkpoint import layout, restore_part, save_part
+from trainer.megatron.checkpoint import copy_part, layout, restore_part
 from trainer.megatron.convert.checkpoint import load_checkpoint
 from trainer.megatron.forward import Runner
 from trainer.megatron.layers import lora
@@ -32,6 +32,7 @@ from trainer.megatron.model import DTYPES, build_model, mark_split, transformer_
 from trainer.megatron.optimizer import Optimizer, wrap_model
 from trainer.megatron.reshard import TensorPlan, export_plan, plan_of, stage_rules
 from trainer.megatron.sharing import buffers_of, parts_of
+from trainer.storage.host_state import HostCopies, HostState
 
 
 class MegatronBackend(Backend):
@@ -92,7 +93,7 @@ class MegatronBackend(Backend):
         except BaseException:
             self.close()
             raise
-        self._host = HostOffload()
+        self._host, self._copies = HostOffload(), HostCopies()
 
     def costs(self, lengths: torch.Tensor) -> torch.Tensor:
         return self._model_spec.layer_flops(lengths.double())
@@ -106,6 +107,16 @@ class MegatronBackend(Backend):
         )
         stats = measures.stats(vector, grad_norm=norm, skipped=skipped)
         return dataclasses.replace(stats, micro_batches=micro_batches, padding_share=padding_share)
+
+    @property
+    def device_name(self) -> str:
+        device = self._position.device
+        return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+
+    def flops(self, lengths: torch.Tensor, trained: int) -> float:
+        spec, frozen = self._model_spec, bool(self.lora.rank)
+        layers = spec.layer_flops(lengths.double(), frozen=frozen).sum()
+        return float(layers) + spec.head_flops(trained, frozen=frozen)
 
     def logprobs(self, batch: Batch) -> torch.Tensor:
         return self._runner.logprobs(batch)
@@ -171,12 +182,15 @@ class MegatronBackend(Backend):
             elif position.pp == plan.stage and position.dp == 0:
                 self._send(plan)
 
-    def save(self, directory: Path) -> None:
-        """Write this rank's part of a checkpoint; returns when every rank's part is on disk."""
+    def copy_state(self) -> HostState:
         weights = self._trained
         if self._masters:  # the parameters may be an engine's, of the version before
             weights = {name: master.to(DTYPES[self._trainer.dtype]) for name, master in self._masters.items()}
-        save_part(directory, weights, self._optimizer, self._position, self._layout())
+        return copy_part(self._copies, weights, self._optimizer, self._position, self._layout())
+
+    def save(self, directory: Path) -> None:
+        """Write this rank's part of a checkpoint; returns when every rank's part is on disk."""
+        super().save(directory)
         dist.barrier()
 
     def restore(self, directory: Path) -> None:

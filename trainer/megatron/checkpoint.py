@@ -11,20 +11,20 @@ distributed optimizer refuses torch's AdamW on reload.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from protocol.errors import SettingsError
-from protocol.host.atomic_file import sync
 from protocol.weights.lora import LoraConfig
 from trainer.megatron.architecture import Architecture
 from trainer.megatron.optimizer import Optimizer, is_distributed
 from trainer.megatron.parallel import Position
+from trainer.storage.host_state import HostCopies, HostState
 
 FORMAT = 1
 """Version of these files."""
@@ -48,33 +48,34 @@ def layout(architecture: Architecture, position: Position, dtype: str, lora: Lor
     }
 
 
-def save_part(
-    directory: Path,
+def copy_part(
+    copies: HostCopies,
     parameters: Mapping[str, torch.Tensor],
     optimizer: Optimizer,
     position: Position,
     description: dict[str, Any],
-) -> None:
-    """Write this rank's files, which the module's docstring lists, and sync them to the disk.
+) -> HostState:
+    """Return this rank's files, which the module's docstring lists, copied to host memory.
 
     Args:
-        directory: that of the checkpoint; exists.
+        copies: makes the copies.
         parameters: trained parameters by megatron name.
         optimizer: holds masters and moments.
         position: this rank's place in the layout.
         description: what `layout` returns.
     """
-    if position.rank_of(position.tp, position.pp, position.dp) == 0:
-        path = directory / LAYOUT
-        path.write_text(json.dumps(description, indent=1))
-        sync(path)
+    files: dict[str, Iterable[tuple[str, torch.Tensor]]] = {}
     if position.dp == 0:
-        _write(
-            directory / _model_file(position),
-            {name: parameter.detach() for name, parameter in parameters.items()},
-        )
+        files[_model_file(position)] = parameters.items()
     if position.dp == 0 or is_distributed(position):
-        _write(directory / _optimizer_file(position), _optimizer_tensors(optimizer))
+        files[_optimizer_file(position)] = _optimizer_tensors(optimizer).items()
+    named = {(file, name): tensor for file, tensors in files.items() for name, tensor in tensors}
+    copied = copies.copy_all((f"{file} {name}", tensor) for (file, name), tensor in named.items())
+    tensors: dict[str, dict[str, torch.Tensor]] = {file: {} for file in files}
+    for (file, name), copy in zip(named, copied.values(), strict=True):
+        tensors[file][name] = copy
+    is_first = position.rank_of(position.tp, position.pp, position.dp) == 0
+    return HostState(tensors, texts={LAYOUT: json.dumps(description, indent=1)} if is_first else {})
 
 
 def restore_part(
@@ -84,7 +85,7 @@ def restore_part(
     position: Position,
     description: dict[str, Any],
 ) -> None:
-    """Load what `save_part` wrote, bit for bit; arguments as those of `save_part`.
+    """Load the files of `copy_part`, bit for bit; arguments as those of `copy_part`.
 
     Raises:
         SettingsError: the checkpoint is of another layout or model, or incomplete; nothing changed.
@@ -189,10 +190,3 @@ def _model_file(position: Position) -> str:
 def _optimizer_file(position: Position) -> str:
     dp = position.dp if is_distributed(position) else 0
     return f"optimizer-tp{position.tp}-pp{position.pp}-dp{dp}.safetensors"
-
-
-def _write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    # Parameters of a distributed optimizer are views of one buffer, which safetensors refuses to guess about:
-    # each is written as itself.
-    save_file({name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items()}, path)
-    sync(path)

@@ -29,7 +29,8 @@ from trainer.functional.logprobs import token_logprobs
 from trainer.lora import merged
 from trainer.reference.attaching import check_model_buffers
 from trainer.reference.lora import attach
-from trainer.reference.state import load_state, save_state
+from trainer.reference.state import copy_state, load_state
+from trainer.storage.host_state import HostCopies, HostState
 
 AUTO_TOKENS = 4096
 """Tokens of a forward pass, padding included, where `trainer.micro_batch_tokens` is 0."""
@@ -87,7 +88,7 @@ class ReferenceBackend(Backend):
             parameter.data = parameter.data.to(DTYPES[trainer.dtype])
         self._optimizer = _adamw(self._masters, optimizer)
         self._reference: torch.nn.Module | None = None
-        self._host = HostOffload()
+        self._host, self._copies = HostOffload(), HostCopies()
 
     @property
     def model(self) -> torch.nn.Module:
@@ -153,8 +154,8 @@ class ReferenceBackend(Backend):
                     else parameter.detach(),
                 )
 
-    def save(self, directory: Path) -> None:
-        save_state(directory, self._masters, self._optimizer, self._identity(), self._device)
+    def copy_state(self) -> HostState:
+        return copy_state(self._copies, self._masters, self._optimizer, self._identity(), self._device)
 
     def restore(self, directory: Path) -> None:
         load_state(directory, self._masters, self._optimizer, self._identity(), self._device)

@@ -3,25 +3,25 @@
 import json
 from pathlib import Path
 
-import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
 
 from protocol.errors import SettingsError
+from trainer.storage.host_state import HostCopies, HostState
 
 PART = "rank_00000.safetensors"
 IDENTITY = "identity"
 MASTER, OPTIMIZER, RNG = "master.", "optimizer.", "rng."
 
 
-def save_state(
-    directory: Path,
+def copy_state(
+    copies: HostCopies,
     masters: dict[str, torch.nn.Parameter],
     optimizer: torch.optim.Optimizer,
     identity: dict[str, str],
     device: torch.device,
-) -> None:
-    """Write `PART` into an existing directory.
+) -> HostState:
+    """Return what goes into `PART`, copied to host memory.
 
     Tensors are `master.NAME`, `optimizer.KEY.NAME` (absent before the first step), `rng.cpu` and `rng.cuda`;
     `identity` goes into the file's metadata.
@@ -33,11 +33,9 @@ def save_state(
     tensors[RNG + "cpu"] = torch.get_rng_state()
     if device.type == "cuda":
         tensors[RNG + "cuda"] = torch.cuda.get_rng_state(device)
-    metadata = {
-        IDENTITY: json.dumps(identity, sort_keys=True)
-    }  # one key: safetensors writes several in any order
-    safetensors.torch.save_file(
-        {name: tensor.contiguous() for name, tensor in tensors.items()}, directory / PART, metadata=metadata
+    # one key: safetensors writes several in any order
+    return HostState(
+        {PART: copies.copy_all(tensors.items())}, {IDENTITY: json.dumps(identity, sort_keys=True)}
     )
 
 
@@ -48,7 +46,7 @@ def load_state(
     identity: dict[str, str],
     device: torch.device,
 ) -> None:
-    """Load what `save_state` wrote; checks the whole file against the model before it changes anything.
+    """Load what `copy_state` returned; checks the whole file against the model before it changes anything.
 
     Raises:
         SettingsError: no such file, or one of another model or layout; names both.

@@ -1,6 +1,6 @@
 """Writes and finds checkpoints: a directory for each version, complete only when its manifest is there.
 
-    DIRECTORY/step_00000020/rank_00000.safetensors ...   what each rank's `Backend.save` wrote
+    DIRECTORY/step_00000020/rank_00000.safetensors ...   what each rank's `Backend.copy_state` gave
     DIRECTORY/step_00000020/manifest.json                written last, atomically
 
 A directory without a manifest, or whose files have other sizes than it says, is torn: readers skip it, and
@@ -9,8 +9,7 @@ the next save removes it.
 
 import re
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,21 +92,8 @@ class Checkpoints:
         self.directory = directory
         self._keep = max(keep, 1)
 
-    @contextmanager
-    def writing(
-        self,
-        version: int,
-        *,
-        epoch: str,
-        digest: int,
-        sequence: int,
-        spool_position: int = 0,
-        layout: Mapping[str, int] | None = None,
-    ) -> Iterator[Path]:
-        """Yield an empty directory for the ranks' parts; make it a durable checkpoint when the block ends.
-
-        Every rank's part must be there then; older checkpoints are pruned. If the block raises, the directory
-        is removed and older checkpoints stay. The arguments are fields of `CheckpointManifest`.
+    def begin(self, version: int) -> Path:
+        """Return an empty directory for the ranks' parts; `finish` makes it a checkpoint.
 
         Raises:
             TetherError: the directory cannot be written; names it.
@@ -118,8 +104,27 @@ class Checkpoints:
             path.mkdir(parents=True)
         except OSError as error:
             raise TetherError(f"checkpoint {path}: {error}") from error
+        return path
+
+    def finish(
+        self,
+        version: int,
+        *,
+        epoch: str,
+        digest: int,
+        sequence: int,
+        spool_position: int = 0,
+        layout: Mapping[str, int] | None = None,
+    ) -> None:
+        """Make a directory that holds every rank's part a durable checkpoint, and prune older ones.
+
+        The arguments are fields of `CheckpointManifest`.
+
+        Raises:
+            TetherError: it cannot be written; names the directory.
+        """
+        path = self._path(version)
         try:
-            yield path
             files = tuple(_part(file) for file in sorted(path.iterdir()))
             manifest = CheckpointManifest(
                 version=version,
@@ -132,12 +137,12 @@ class Checkpoints:
             )
             _write_last(path, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
         except OSError as error:
-            _remove(path)
             raise TetherError(f"checkpoint {path}: {error}") from error
-        except BaseException:
-            _remove(path)
-            raise
         self._prune(version)
+
+    def abandon(self, version: int) -> None:
+        """Remove what was begun and cannot be finished; older checkpoints stay."""
+        _remove(self._path(version))
 
     def complete(self) -> list[Checkpoint]:
         """Return all complete checkpoints, oldest first. Compares sizes, not digests."""

@@ -62,9 +62,9 @@ export const PANELS = [
     series: [{ name: "importance_ess", label: "effective", color: "c3" }, { name: "importance_capped", label: "capped", color: "c5" }],
   },
   {
-    id: "tokens", section: "speed", title: "Throughput", zero: true, help: "Trained tokens per second of wall clock.",
-    series: [{
-      id: "tokens_per_s", label: "tokens/s", color: "c3", from: ["trained_tokens", "wait_s", "train_s", "publish_s"],
+    id: "tokens", section: "speed", title: "Throughput", zero: true, help: "Trained tokens per second of wall clock; all tokens of the batch per second of training.",
+    series: [{ name: "tokens_per_s", label: "while it trains", color: "c1" }, {
+      id: "trained_tokens_per_s", label: "tokens/s", color: "c3", from: ["trained_tokens", "wait_s", "train_s", "publish_s"],
       compute: (tokens, wait, train, publish) => (wait + train + publish > 0 ? tokens / (wait + train + publish) : null),
     }],
   },
@@ -76,6 +76,7 @@ export const PANELS = [
         compute: (...parts) => { const all = parts[0] + parts[1] + parts[2]; return all > 0 ? parts[i] / all : null; },
       })),
   },
+  { id: "mfu", section: "speed", title: "Trainer's use of its GPUs", ...share, max: 1, help: "Share of their best, while it trains (MFU).", series: [{ name: "mfu", label: "MFU", color: "c3" }] },
   { id: "busy", section: "speed", title: "Engines busy", ...share, max: 1, help: "Share of time with work to do.", series: [{ name: "engine_busy", label: "busy", color: "c3", points: true }, { match: /^engine_busy_/, color: "c1" }] },
   { id: "generate", section: "speed", title: "Generation time", zero: true, format: seconds, help: "Of a group, from lease to last token.", series: [{ name: "generate_s", label: "mean", color: "c1" }, { match: /^generate_s_/, color: "c2" }] },
   { id: "pause", raw: true, section: "freshness", title: "Pause for an update", zero: true, format: milliseconds, help: "Longest of any engine.", series: [{ name: "pause_ms", label: "longest", color: "c5" }, { match: /^pause_ms_/, color: "c2" }] },
@@ -88,7 +89,7 @@ export const PANELS = [
 ];
 
 /** Fields that are drawn as a part of something else, or that say nothing over time. */
-const USED = new Set(["start", "step", "time", "groups", "trained_tokens", "train_s", "publish_s", "wait_s", "reward_std", "dropped_length_groups"]);
+const USED = new Set(["start", "step", "time", "groups", "trained_tokens", "train_s", "publish_s", "wait_s", "step_s", "checkpoint_s", "other_s", "reward_std", "dropped_length_groups"]);
 const MAX_OTHER = 16;
 
 /** Returns the series of a panel that have values, with a field's own name where `match` found it. */

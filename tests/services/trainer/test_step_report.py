@@ -12,6 +12,7 @@ from services.ledger.interface import LedgerStatus, Peer, Taken
 from services.ledger.memory.ledger import MemoryLedger
 from services.runtime.process import Process
 from services.settings.sections import Settings
+from services.trainer.step_clock import StepTimes
 from services.trainer.step_report import StepReporter, TrainedStep, excess_mismatch
 from tests.trainer.groups import GroupSpec, scored
 from trainer.algorithms import AlgorithmConfig, make_algorithm
@@ -27,11 +28,12 @@ STATUS = LedgerStatus(
     version=0, epoch="e1", sequence=1, bound=Bound(1, 1, Policy.MASK), pending=None, steps=9, issued=1,
     trained=0, dropped=2, states={}, dropped_by_reason={"stale": 2}, wasted_tokens=10,
 )  # fmt: skip
+TIMES = StepTimes(step_s=6.0, wait_s=1.0, train_s=2.0, publish_s=0.5, checkpoint_s=0.25, other_s=2.25)
 
 
-def reporter() -> StepReporter:
+def reporter(device: str = "") -> StepReporter:
     process = Process(Role.TRAINER, Settings(), MemoryLedger(), "trainer")  # type: ignore[arg-type]
-    made = StepReporter(process, "e1")
+    made = StepReporter(process, "e1", device)
     made.start(STATUS)
     return made
 
@@ -44,9 +46,9 @@ def report(
     engine: Mapping[str, Any] | None = None,
     **stats: float,
 ) -> Any:
-    step = TrainedStep(Taken(0, ()), PLAN, StepStats(trained_tokens=2, **stats), 1.0, 2.0, lengths)  # type: ignore[arg-type]
+    step = TrainedStep(Taken(0, ()), PLAN, StepStats(trained_tokens=2, **stats), 989e12, lengths)  # type: ignore[arg-type]
     engines = [] if engine is None else [Peer("rollout", "rollout.0.a", engine)]
-    return made.report(step, publish_s=0.5, status=status, engines=engines)
+    return made.report(step, times=TIMES, status=status, engines=engines)
 
 
 def test_report_has_nulls_where_nobody_measured() -> None:
@@ -55,6 +57,13 @@ def test_report_has_nulls_where_nobody_measured() -> None:
     assert [getattr(found, name) for name in nulls] == [None] * len(nulls)
     assert (found.generate_s, found.lag_mean, found.dropped_groups) == (2.0, 0.0, 0)
     assert (found.batch_digest, found.step_tokens) == (PLAN.digest, 4)
+
+
+def test_report_has_speed_of_the_batch_and_use_of_a_known_gpu() -> None:
+    found = report(reporter())
+    assert found.tokens_per_s == 4 / 2.0
+    assert (found.step_s, found.other_s, found.mfu) == (6.0, 2.25, None)
+    assert report(reporter("NVIDIA H100 80GB HBM3")).mfu == 0.5
 
 
 def test_pause_is_the_longest_since_the_last_report() -> None:

@@ -13,9 +13,10 @@ from tests.trainer.lora.oracle import ALGORITHM, LORA, STEPS
 from tests.trainer.megatron.launch import DEADLINE_S
 from tests.trainer.megatron.models import OPTIMIZER, make_batch
 from tests.trainer.megatron.ranks import LAYOUTS, part_of
-from trainer.backends.hf_export import save_hf
+from trainer.backends.hf_export import write_hf
 from trainer.config import TrainerConfig
 from trainer.megatron.backend import MegatronBackend
+from trainer.storage.host_state import HostCopies
 
 
 def make_backend(model_dir: Path, layout: str) -> MegatronBackend:
@@ -43,7 +44,9 @@ def run(layout: str, name: str, model_dir: Path, out: Path) -> None:
             (out / "after-one").mkdir(exist_ok=True)
             backend.save(out / "after-one")
     after = dict(backend.export())
-    save_hf(backend, out / "hf", source=model_dir)
+    model = HostCopies().copy_all(backend.export_model())
+    if model:  # on rank 0
+        write_hf(iter(model.items()), out / "hf", model_dir)
     reference = backend.reference_logprobs(part_of(backend, make_batch(name, 0)))
     backend.restore(out / "after-one")
     for step in range(1, STEPS):

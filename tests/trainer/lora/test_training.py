@@ -14,7 +14,7 @@ from tests.trainer.lora.ranks import run
 from tests.trainer.megatron.launch import launch
 from tests.trainer.megatron.models import OPTIMIZER, make_batch, make_model, save_model
 from tests.trainer.megatron.ranks import LAYOUTS
-from trainer.backends.hf_export import save_hf
+from trainer.backends.hf_export import write_hf
 from trainer.config import TrainerConfig
 from trainer.lora import merged, save_adapter
 from trainer.reference.backend import ReferenceBackend
@@ -102,7 +102,7 @@ def test_a_saved_adapter_and_the_merged_model_say_the_same(tmp_path: Path) -> No
     saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 4, 6.0)
     assert {name: tuple(t.shape) for name, t in saved.items()} == adapter_shapes(targets_of("llama"), 4)
-    save_hf(backend, tmp_path / "hf", source=tmp_path / "llama")
+    write_hf(backend.export_model(), tmp_path / "hf", tmp_path / "llama")
     whole = reference(tmp_path / "hf", NO_ADAPTERS)
     torch.testing.assert_close(
         whole.logprobs(make_batch("llama", 9)), backend.logprobs(make_batch("llama", 9)), atol=1e-5, rtol=0

@@ -16,12 +16,13 @@ from tests.trainer.megatron.launch import DEADLINE_S
 from tests.trainer.megatron.models import MODELS, OPTIMIZER, make_batch, step_batch
 from trainer.algorithms.grpo import Grpo
 from trainer.backends.base import Backend
-from trainer.backends.hf_export import save_hf
+from trainer.backends.hf_export import write_hf
 from trainer.backends.step_measures import StepMeasures
 from trainer.batch import Batch
 from trainer.config import AlgorithmConfig, ParallelConfig, TrainerConfig
 from trainer.data.packing import balance
 from trainer.megatron.backend import MegatronBackend
+from trainer.storage.host_state import HostCopies
 
 LAYOUTS = {
     "single": ParallelConfig(),
@@ -110,7 +111,9 @@ def _train_and_restore(name: str, layout: str, model_dir: Path, out: Path) -> No
             ("now", whole(backend, before, backend.logprobs)),
         ],
     )
-    save_hf(backend, out / "hf", source=model_dir, shard_bytes=50_000)
+    model = HostCopies().copy_all(backend.export_model())
+    if model:  # on rank 0
+        write_hf(iter(model.items()), out / "hf", model_dir, 50_000)
     if name == FRESH:
         backend.close()
         backend = make_backend(model_dir, layout)

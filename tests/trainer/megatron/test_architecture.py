@@ -89,3 +89,17 @@ def test_rope_frequencies_equal_those_of_transformers(
     else:
         expected, _ = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
     torch.testing.assert_close(frequencies, expected, atol=0, rtol=1e-6)
+
+
+def test_flops_are_those_of_the_matrices_and_of_causal_attention(tmp_path: Path) -> None:
+    spec = read_architecture(write_config(tmp_path))
+    found = sum(
+        parameter.numel()
+        for name, parameter in make_model("llama").named_parameters()
+        if ".layers." in name and parameter.ndim == 2
+    )
+    attention = spec.layers * spec.heads * spec.head_dim * 6 * 10**2
+    assert spec.layer_flops(10) == 6 * found * 10 + attention
+    assert spec.layer_flops(10, frozen=True) == 4 * found * 10 + attention
+    head = spec.hidden * spec.vocabulary
+    assert (spec.head_flops(3), spec.head_flops(3, frozen=True)) == (18 * head, 12 * head)

@@ -17,11 +17,10 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def write(checkpoints: Checkpoints, version: int, text: str = "weights") -> Path:
-    with checkpoints.writing(
-        version, epoch="e1", digest=(1 << 64) - 1, sequence=40 + version, layout={"tensor": 1}
-    ) as directory:
-        (directory / "rank_00000.safetensors").write_text(text)
-        (directory / "rank_00001.safetensors").write_text(text * 2)
+    directory = checkpoints.begin(version)
+    (directory / "rank_00000.safetensors").write_text(text)
+    (directory / "rank_00001.safetensors").write_text(text * 2)
+    checkpoints.finish(version, epoch="e1", digest=(1 << 64) - 1, sequence=40 + version, layout={"tensor": 1})
     return directory
 
 
@@ -96,19 +95,13 @@ def test_a_checkpoint_may_be_written_again(tmp_path: Path) -> None:
     assert (directory / "rank_00000.safetensors").read_text() == "second"
 
 
-def test_a_body_that_raises_leaves_what_was_there(tmp_path: Path) -> None:
+def test_an_abandoned_checkpoint_leaves_what_was_there(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
     write(checkpoints, 5)
-    directory = tmp_path / "step_00000010"
-
-    def fail() -> None:
-        with checkpoints.writing(10, epoch="e1", digest=1, sequence=1) as path:
-            assert path == directory
-            (path / "rank_00000.safetensors").write_text("half")
-            raise RuntimeError("out of memory")
-
-    with pytest.raises(RuntimeError, match="out of memory"):
-        fail()
+    directory = checkpoints.begin(10)
+    (directory / "rank_00000.safetensors").write_text("half")
+    assert versions(checkpoints) == [5]
+    checkpoints.abandon(10)
     assert not directory.exists()
     assert versions(checkpoints) == [5]
 
@@ -161,10 +154,10 @@ from pathlib import Path
 from trainer.storage.checkpoints import Checkpoints
 checkpoints = Checkpoints(Path(sys.argv[1]), keep=2)
 for version in (1, 2):
-    with checkpoints.writing(version, epoch="e1", digest=version, sequence=version) as directory:
-        (directory / "part").write_text("x")
-        if version == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
+    (checkpoints.begin(version) / "part").write_text("x")
+    if version == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    checkpoints.finish(version, epoch="e1", digest=version, sequence=version)
 """
 
 

@@ -1,0 +1,175 @@
+"""Tests that checkpoints are written beside the steps: of which weights, one at a time, and what fails."""
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from protocol.errors import TetherError
+from protocol.staleness import Bound, Policy
+from protocol.topics import Role
+from services.ledger.interface import RunSpec
+from services.ledger.memory.ledger import MemoryLedger
+from services.observability.steps import StepLog
+from services.runtime.process import Process
+from services.settings.load import load_settings
+from services.trainer.checkpointing import Checkpointer
+from services.trainer.model_runner import ModelRunner
+from services.trainer.open_run import OpenRun
+from trainer.algorithms.registry import make_algorithm
+from trainer.backends.leader import LeaderRank
+from trainer.backends.scripted import PART, TENSOR, ScriptedBackend
+from trainer.config import AlgorithmConfig, TrainerConfig, WeightConfig
+from trainer.storage.archive import Archive
+from trainer.storage.checkpoints import Checkpoints
+from trainer.storage.host_state import HostState
+from trainer.storage.spool import Spool
+from trainer.weights.disk import DiskSender
+
+
+@dataclass(frozen=True)
+class HeldState(HostState):
+    """Is written only once it may be."""
+
+    may_write: threading.Event = field(default_factory=threading.Event)
+
+    def write(self, directory: Path) -> None:
+        assert self.may_write.wait(60)
+        super().write(directory)
+
+
+class HeldBackend(ScriptedBackend):
+    """Writes its state only once it may."""
+
+    def __init__(self) -> None:
+        super().__init__(trainer=TrainerConfig())
+        self.may_write = threading.Event()
+
+    def copy_state(self) -> HostState:
+        return HeldState(super().copy_state().tensors, may_write=self.may_write)
+
+
+@dataclass
+class Rig:
+    """A trainer of the scripted backend, with a ledger in memory."""
+
+    run: OpenRun
+    runner: ModelRunner
+    backend: HeldBackend
+    ledger: MemoryLedger
+
+    async def checkpoint(self, checkpointer: Checkpointer, version: int) -> None:
+        """Make a version, whose weights are its number, and begin its checkpoint; then change the weights."""
+        status = replace(await self.ledger.status(), version=version)
+        self.backend._weight.fill_(version)
+        await checkpointer.checkpoint(status, digest=version)
+        self.backend._weight.fill_(-1)
+
+    def versions(self) -> list[int]:
+        return [checkpoint.version for checkpoint in self.run.checkpoints.complete()]
+
+    def path(self, *parts: str) -> Path:
+        return self.run.process.settings.run_dir.joinpath(*parts)
+
+
+@pytest.fixture
+async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
+    settings = load_settings(None, [f"run.dir={json.dumps(str(tmp_path))}"], environ={})
+    ledger: Any = MemoryLedger()
+    await ledger.create(RunSpec("r", "f", None, steps=9, bound=Bound(1, 1, Policy.WAIT)))
+    (tmp_path / "metrics.jsonl").touch()
+    backend, nobody = HeldBackend(), None
+    with ThreadPoolExecutor(1) as thread, closing(Spool(tmp_path / "spool.sqlite")) as spool:
+        run = OpenRun(
+            Process(Role.TRAINER, settings, ledger, "trainer"), "e1", spool, Archive(tmp_path / "archive"),
+            Checkpoints(tmp_path / "checkpoints", keep=5), StepLog(tmp_path / "metrics.jsonl"),
+            nobody,  # type: ignore[arg-type]
+        )  # fmt: skip
+        sender = DiskSender(WeightConfig(directory=str(tmp_path / "weights")), tmp_path)
+        rank = LeaderRank(backend, make_algorithm(AlgorithmConfig()))
+        runner = ModelRunner(rank, sender, thread, engine_dtype="float32")
+        yield Rig(run, runner, backend, ledger)
+        backend.may_write.set()
+        await runner.close()
+
+
+async def test_checkpoint_and_export_are_of_the_version_although_the_model_changes(rig: Rig) -> None:
+    async with Checkpointer(rig.run, rig.runner) as checkpointer:
+        await rig.checkpoint(checkpointer, 0)
+        assert rig.versions() == []
+        rig.backend.may_write.set()
+        await checkpointer.finish()
+        await rig.checkpoint(checkpointer, 4)
+    assert rig.versions() == [0, 4]
+    part = load_file(rig.path("checkpoints", "step_00000004", PART))[TENSOR]
+    export = load_file(rig.path("exports", "step_00000004", "model.safetensors"))[TENSOR]
+    assert part.tolist() == export.tolist() == [4] * len(part)
+
+
+async def test_next_checkpoint_waits_for_the_one_before(rig: Rig) -> None:
+    async with Checkpointer(rig.run, rig.runner) as checkpointer, asyncio.TaskGroup() as tasks:
+        await rig.checkpoint(checkpointer, 0)
+        second = tasks.create_task(rig.checkpoint(checkpointer, 1))
+        await asyncio.sleep(0)
+        assert not rig.path("checkpoints", "step_00000001").exists()
+        assert not second.done()
+        rig.backend.may_write.set()
+        await second
+        assert rig.versions()[:1] == [0]
+    assert rig.versions() == [0, 1]
+
+
+async def test_checkpoint_that_cannot_be_written_is_reported_and_nothing_is_forgotten(rig: Rig) -> None:
+    before = await rig.ledger.status()
+    checkpointer = Checkpointer(rig.run, rig.runner)
+
+    async def body() -> None:
+        async with checkpointer:
+            await rig.checkpoint(checkpointer, 1)
+            checkpointer.check()  # nothing failed yet
+            rig.path("checkpoints", "step_00000001").rmdir()
+            rig.backend.may_write.set()
+
+    with pytest.raises(TetherError, match="step_00000001"):
+        await body()
+    with pytest.raises(TetherError, match="step_00000001"):
+        checkpointer.check()
+    assert (rig.versions(), await rig.ledger.status()) == ([], before)
+    assert not rig.path("exports").exists()
+
+
+async def test_export_that_cannot_be_written_is_reported_and_nothing_is_forgotten(rig: Rig) -> None:
+    rig.path("exports").touch()
+    before = await rig.ledger.status()
+    rig.backend.may_write.set()
+
+    async def body() -> None:
+        async with Checkpointer(rig.run, rig.runner) as checkpointer:
+            await rig.checkpoint(checkpointer, 0)
+
+    with pytest.raises(TetherError, match=r"export .*step_00000000"):
+        await body()
+    assert (rig.versions(), await rig.ledger.status()) == ([0], before)
+
+
+async def test_trainer_that_fails_leaves_a_torn_checkpoint(rig: Rig) -> None:
+    async def body() -> None:
+        async with Checkpointer(rig.run, rig.runner) as checkpointer:
+            await rig.checkpoint(checkpointer, 4)
+            raise TetherError("another trainer has taken over")
+
+    with pytest.raises(ExceptionGroup) as failed:
+        await body()
+    assert failed.group_contains(TetherError, match="taken over")
+    rig.backend.may_write.set()
+    async with Checkpointer(rig.run, rig.runner) as checkpointer:
+        assert not await checkpointer.is_saved(4, 4)
+    assert rig.versions() == []

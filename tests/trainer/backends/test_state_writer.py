@@ -1,0 +1,39 @@
+"""Tests that a part of a checkpoint is written beside other work, one after the other."""
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from protocol.errors import TetherError
+from trainer.backends.state_writer import StateWriter
+from trainer.storage.host_state import HostState
+
+STATE = HostState({"part": {"x": torch.ones(2)}})
+
+
+@pytest.fixture
+def writer() -> Iterator[StateWriter]:
+    with closing(StateWriter()) as writer:
+        yield writer
+
+
+def test_part_is_there_when_it_is_finished(writer: StateWriter, tmp_path: Path) -> None:
+    writer.begin(STATE, tmp_path)
+    with pytest.raises(RuntimeError, match="before the last one is finished"):
+        writer.begin(STATE, tmp_path)
+    writer.wait()
+    assert (tmp_path / "part").is_file()
+    writer.finish()
+
+
+def test_failure_is_raised_once_and_names_the_file(writer: StateWriter, tmp_path: Path) -> None:
+    writer.begin(STATE, tmp_path / "absent")
+    writer.wait()
+    with pytest.raises(TetherError, match="absent/part"):
+        writer.finish()
+    writer.begin(STATE, tmp_path)
+    writer.finish()
+    assert (tmp_path / "part").is_file()
