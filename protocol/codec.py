@@ -7,6 +7,8 @@ MessagePack. `payload` is the message itself, embedded rather than wrapped in a 
 MessagePack reader can read it.
 """
 
+import threading
+
 import msgspec
 import xxhash
 
@@ -20,6 +22,9 @@ MAX_FRAME_BYTES = 256 << 20
 SMALL_BYTES = 1 << 20
 """Payloads of at most this many bytes are decoded without counting their values first; whatever they hold,
 they decode to about 40 MiB at worst."""
+
+SCRATCH_BYTES = 8 << 20
+"""Largest buffer that a thread keeps between two messages that it encodes."""
 
 Buffer = bytes | bytearray | memoryview
 
@@ -41,6 +46,14 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True, rename={"checksum": "s
     payload: msgspec.Raw
 
 
+class _Thread(threading.local):
+    """Holds each thread's buffer for payloads: warm memory that is as large as its last message."""
+
+    def __init__(self) -> None:
+        self.scratch = bytearray()
+
+
+_thread = _Thread()
 _encoder = msgspec.msgpack.Encoder()
 _payload_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 _envelope_decoder = msgspec.msgpack.Decoder(Envelope)
@@ -74,28 +87,31 @@ def encode(
     Raises:
         FrameTooLarge: the frame would exceed `MAX_FRAME_BYTES`.
     """
-    return wrap(_encoder.encode(message), run=run, id=id, epoch=epoch, group=group, token=token)
+    scratch = _thread.scratch
+    _encoder.encode_into(message, scratch)
+    if len(scratch) > SCRATCH_BYTES:
+        _thread.scratch = bytearray()
+    return wrap(scratch, run=run, id=id, epoch=epoch, group=group, token=token)
 
 
-def wrap(payload: bytes, *, run: str, id: str, epoch: str = "", group: int = -1, token: str = "") -> bytes:
-    """Return the frame of a message that `encode_payload` has encoded.
+def wrap(payload: Buffer, *, run: str, id: str, epoch: str = "", group: int = -1, token: str = "") -> bytes:
+    """Return the frame of a message that is encoded already.
 
     Raises:
         FrameTooLarge: the frame would exceed `MAX_FRAME_BYTES`.
     """
     if len(payload) > MAX_FRAME_BYTES - 4096:
         raise FrameTooLarge(f"message {id} of {len(payload)} bytes is over the limit of {MAX_FRAME_BYTES}")
-    return _encoder.encode(
-        Envelope(
-            run=run,
-            epoch=epoch,
-            id=id,
-            group=group,
-            token=token,
-            checksum=_checksum(payload, run, epoch, id, group, token),
-            payload=msgspec.Raw(payload),
-        )
+    envelope = Envelope(
+        run=run,
+        epoch=epoch,
+        id=id,
+        group=group,
+        token=token,
+        checksum=_checksum(payload, run, epoch, id, group, token),
+        payload=msgspec.Raw(b""),  # the payload is the last value, so it can be appended
     )
+    return b"".join((_encoder.encode(envelope), payload))
 
 
 def decode_envelope(frame: Buffer) -> Envelope:

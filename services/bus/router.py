@@ -19,6 +19,10 @@ FAILED_EVENTS = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED
 """Failed handshakes about which ZeroMQ does not ask the authenticator."""
 
 
+FIRST = zmq.NOBLOCK | zmq.SNDMORE
+"""Flags of the frame that names the peer."""
+
+
 class SendResult(Enum):
     """Result of sending a frame to a peer."""
 
@@ -90,7 +94,7 @@ class Router:
         if socket is None or pump is None:
             return SendResult.UNREACHABLE
         try:
-            socket.send(peer, zmq.NOBLOCK | zmq.SNDMORE)
+            socket.send(peer, FIRST)
             socket.send(frame, zmq.NOBLOCK)
         except zmq.Again:
             return SendResult.FULL

@@ -14,7 +14,7 @@ from typing import Self
 
 import zmq
 
-from protocol.codec import decode, encode_payload, wrap
+from protocol.codec import decode, encode
 from protocol.errors import FrameTooLarge, ProtocolError, Reason, Refused, TetherError, Unavailable
 from protocol.ids import new_token
 from protocol.messages import Ack, AnyMessage, Heartbeat
@@ -109,7 +109,6 @@ class Sender:
         epoch: str = "",
         group: int = -1,
         token: str = "",
-        payload_frame: bytes | None = None,
     ) -> None:
         """Deliver a message; return when a receiver has acknowledged it.
 
@@ -122,7 +121,6 @@ class Sender:
             epoch: epoch of the lease, for the envelope.
             group: prompt group, for the envelope.
             token: token of the lease, for the envelope.
-            payload_frame: `encode_payload(message)`, where the caller has it already.
 
         Raises:
             Declined: if a receiver refused it for good.
@@ -133,8 +131,7 @@ class Sender:
         if not isinstance(message, self._topic.carries):
             raise TypeError(f"topic {self._topic.name} does not carry {type(message).__name__}")
         id = id or new_token()
-        payload = encode_payload(message) if payload_frame is None else payload_frame
-        frame = wrap(payload, run=self._run, id=id, epoch=epoch, group=group, token=token)
+        frame = encode(message, run=self._run, id=id, epoch=epoch, group=group, token=token)
         if len(frame) > self._config.max_frame_bytes:
             raise FrameTooLarge(
                 f"message {id} of {len(frame)} bytes is over the limit of {self._config.max_frame_bytes}"

@@ -2,7 +2,7 @@
 
 A producer process sends 133 KB trajectories over loopback to a consumer process. Bare means: the same socket
 types, encoding and decoding with checksums, blocking calls, and nothing else. Both ways alternate; the
-medians are compared.
+medians are compared. CPU time a message, of both ends and all their threads, depends less on what else runs.
 """
 
 import asyncio
@@ -55,18 +55,34 @@ def trajectory() -> Rollout:
     )
 
 
+class Clock:
+    """Wall and CPU time of this process since it was made or `reset`."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self._wall_s, self._cpu_s = time.perf_counter(), time.process_time()
+
+    def report(self, messages: int) -> None:
+        """Print messages/s, and CPU microseconds a message."""
+        cpu_s = time.process_time() - self._cpu_s
+        print(messages / (time.perf_counter() - self._wall_s), cpu_s / messages * 1e6, flush=True)
+
+
 def bare_consumer() -> None:
-    """Receive and decode; print the endpoint, then messages/s after the warm-up."""
+    """Receive and decode; print the endpoint, then what it took after the warm-up."""
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
     print(f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}", flush=True)
-    start = 0.0
+    clock = Clock()
     for count in range(WARM_UP + MESSAGES):
         if count == WARM_UP:
-            start = time.perf_counter()
+            clock.reset()
         peer = socket.recv()
         _, message = decode(socket.recv(copy=False).buffer)
         assert isinstance(message, Rollout)
-    print(MESSAGES / (time.perf_counter() - start), flush=True)
+    clock.report(MESSAGES)
     socket.send_multipart([peer, b"done"])
     socket.close(1000)
 
@@ -76,24 +92,26 @@ def bare_producer(endpoint: str) -> None:
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     socket.connect(endpoint)
     message = trajectory()
+    clock = Clock()
     for _ in range(WARM_UP + MESSAGES):
         socket.send(encode(message, run="bench", id=new_token(), group=7, token=message.token))
     socket.recv()
+    clock.report(WARM_UP + MESSAGES)
     socket.close(0)
 
 
 async def bus_consumer() -> None:
-    """Receive and acknowledge; print the endpoint, then messages/s after the warm-up."""
+    """Receive and acknowledge; print the endpoint, then what it took after the warm-up."""
     async with Receiver(TRAJECTORIES, run="bench", incarnation="consumer", config=BusConfig()) as receiver:
         print(receiver.endpoint, flush=True)
-        start = 0.0
+        clock = Clock()
         for count in range(WARM_UP + MESSAGES):
             if count == WARM_UP:
-                start = time.perf_counter()
+                clock.reset()
             delivery = await receiver.receive()
             assert isinstance(delivery.message, Rollout)
             receiver.ack(delivery)
-        print(MESSAGES / (time.perf_counter() - start), flush=True)
+        clock.report(MESSAGES)
         await asyncio.to_thread(sys.stdin.read)  # the producer ends when it has every acknowledgement
 
 
@@ -109,6 +127,7 @@ async def bus_producer(endpoint: str, senders: int = 64) -> None:
 
     message = trajectory()
     total = WARM_UP + MESSAGES
+    clock = Clock()
     async with Sender(
         TRAJECTORIES,
         run="bench",
@@ -120,9 +139,11 @@ async def bus_producer(endpoint: str, senders: int = 64) -> None:
         async with asyncio.TaskGroup() as group:
             for index in range(senders):
                 group.create_task(send_loop(total // senders + (index < total % senders)))
+    clock.report(total)
 
 
-def _measure(kind: str) -> float:
+def _measure(kind: str) -> Run:
+    """Return messages/s as the consumer saw them, and the CPU time of both ends."""
     command = [sys.executable, "-m", "tests.benchmarks.bus"]
     with subprocess.Popen(
         [*command, f"{kind}-consumer"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -130,40 +151,50 @@ def _measure(kind: str) -> float:
         assert consumer.stdout is not None
         endpoint = consumer.stdout.readline().strip()
         try:
-            subprocess.run([*command, f"{kind}-producer", endpoint], cwd=ROOT, check=True, timeout=120)
-            rate, _ = consumer.communicate(timeout=60)
+            producer = subprocess.run(
+                [*command, f"{kind}-producer", endpoint],
+                cwd=ROOT,
+                check=True,
+                timeout=120,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            output, _ = consumer.communicate(timeout=60)
         except BaseException:
             consumer.kill()
             raise
-    return float(rate)
+    (_, sent_us), (rate, received_us) = (text.split() for text in (producer.stdout, output))
+    return {
+        f"{kind}_messages_per_s": float(rate),
+        f"{kind}_cpu_us": float(sent_us) + float(received_us),
+    }
 
 
 def run(repeats: int = REPEATS) -> dict[str, float]:
-    """Messages/s of both, and `ratio_to_bare_zmq`: medians over alternating runs."""
+    """Rates and CPU time of both, and `ratio_to_bare_zmq`: medians over alternating runs."""
     runs = _alternate(repeats)
-    ours, bare = (
-        statistics.median(one[f"{kind}_messages_per_s"] for one in runs) for kind in ("bus", "bare")
-    )
+    found = {name: statistics.median(one[name] for one in runs) for name in runs[0]}
     size = len(encode(trajectory(), run="bench", id=new_token()))
     return {
         "bytes": size,
-        "bare_messages_per_s": round(bare),
-        "bus_messages_per_s": round(ours),
-        "ratio_to_bare_zmq": round(ours / bare, 3),
+        **{name: round(value) for name, value in found.items()},
+        "ratio_to_bare_zmq": round(found["bus_messages_per_s"] / found["bare_messages_per_s"], 3),
+        "cpu_to_bare_zmq": round(found["bus_cpu_us"] / found["bare_cpu_us"], 3),
     }
 
 
 def figures(directory: Path, *, quick: bool = False) -> tuple[dict[str, Figure], list[str]]:
-    """`bus.ratio_to_bare_zmq`; nothing is written to `directory`."""
+    """`bus.ratio_to_bare_zmq` and `bus.cpu_us`; nothing is written to `directory`."""
     runs = _alternate(1 if quick else REPEATS)
     row = figure(
         runs, "bus_messages_per_s", unit="messages/s of 133 KB", reference="bare_messages_per_s", aim=0.8
     )
-    return {"bus.ratio_to_bare_zmq": row}, []
+    cpu = figure(runs, "bus_cpu_us", unit="CPU us a message, both ends", reference="bare_cpu_us")
+    return {"bus.ratio_to_bare_zmq": row, "bus.cpu_us": cpu}, []
 
 
 def _alternate(repeats: int) -> list[Run]:
-    return [{f"{kind}_messages_per_s": _measure(kind) for kind in ("bare", "bus")} for _ in range(repeats)]
+    return [{**_measure("bare"), **_measure("bus")} for _ in range(repeats)]
 
 
 def main() -> None:

@@ -140,6 +140,7 @@ async def _lifecycles(url: str, steps: int) -> dict[str, float]:
         "lifecycles_per_s": groups / seconds,
         "calls_per_group": (calls_after - calls) / groups,
         "client_cpu_share": cpu_s / seconds,
+        "client_cpu_us": cpu_s / groups * 1e6,
         "server_script_share": (script_s_after - script_s) / seconds,
     }
 
@@ -192,6 +193,7 @@ def run(directory: Path, *, quick: bool = False) -> tuple[dict[str, Figure], lis
         "ledger.lifecycles_per_s": figure(
             runs, "lifecycles_per_s", unit="groups/s", reference="evalsha_lifecycles_per_s"
         ),
+        "ledger.client_cpu_us": figure(runs, "client_cpu_us", unit="CPU us a group"),
     }
     if "evalsha_per_s" not in runs[0]:
         return figures, [

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import hiredis
@@ -24,6 +24,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from protocol.errors import Reason, Refused, SettingsError, Unavailable
+from services.ledger.redis.batches import Batches, Word
 from services.ledger.redis.scripts import Script
 from services.ledger.redis.server_fence import ServerFence
 from services.ledger.redis.url import redacted, refused_url
@@ -43,14 +44,16 @@ _AWAY_PREFIXES = ("MISCONF", "MASTERDOWN", "CLUSTERDOWN", "OOM", "BUSY")
 """How its error replies begin then."""
 _DENIED = (AuthenticationError, AuthorizationError, NoPermissionError)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
+_LANES = 2
+"""Batches under way at a time: one is executed while the answers to the other are read."""
 _POOL = 16
 
 
 class _Packed(aioredis.Connection):
-    """Connection that packs scripts in C, which is 8 times faster for 24 keys than redis-py's Python."""
+    """Connection that packs batches in C, which is 8 times faster for 24 keys than redis-py's Python."""
 
-    def pack_command(self, *args: Any) -> list[bytes]:
-        return [hiredis.pack_command(args)] if args[0] in ("EVALSHA", "EVAL") else super().pack_command(*args)
+    def pack_commands(self, commands: Iterable[Iterable[Any]]) -> list[bytes]:
+        return [b"".join(hiredis.pack_command(tuple(words)) for words in commands)]
 
 
 class Connection:
@@ -81,6 +84,7 @@ class Connection:
         except (ValueError, TypeError):
             raise refused_url(url) from None
         self._redis = aioredis.Redis(connection_pool=pool)
+        self._batches = Batches(self._send, lanes=_LANES)
 
     async def run(
         self, script: Script, keys: Sequence[str], arguments: Sequence[str | int | float | bytes]
@@ -94,9 +98,9 @@ class Connection:
 
         async def call() -> Any:
             try:
-                answer = await self._redis.evalsha(script.sha, len(keys), *keys, *arguments)
+                answer = await self._batches("EVALSHA", script.sha, len(keys), *keys, *arguments)
             except NoScriptError:
-                answer = await self._redis.eval(script.body, len(keys), *keys, *arguments)  # type: ignore[arg-type]
+                answer = await self._batches("EVAL", script.body, len(keys), *keys, *arguments)
             if (
                 answer[0] == b"refused"
                 and answer[1] == Reason.NO_RUN.value.encode()
@@ -116,7 +120,14 @@ class Connection:
 
     async def command(self, *words: str | int | bytes) -> Any:
         """Run one plain command, with the same limits as a script."""
-        return await self._retrying(lambda: self._redis.execute_command(*words), self.retry_s)  # type: ignore[no-untyped-call]
+        return await self._retrying(lambda: self._batches(*words), self.retry_s)
+
+    async def _send(self, commands: Sequence[tuple[Word, ...]]) -> Sequence[Any]:
+        """Return the answers to a batch; an error of one command is its answer."""
+        pipeline = self._redis.pipeline(transaction=False)
+        for words in commands:
+            pipeline.execute_command(*words)  # type: ignore[no-untyped-call]
+        return await pipeline.execute(raise_on_error=False)
 
     async def guard(self, run_key: str) -> None:
         """Use from now on only a server process on which the run was reconciled, and wait for a lost run.

@@ -113,20 +113,6 @@ def test_wrapped_payload_is_the_frame_that_encode_makes() -> None:
     assert wrap(encode_payload(score(5)), **names) == encode(score(5), **names)  # type: ignore[arg-type]
 
 
-async def test_payload_frame_is_sent_as_it_is() -> None:
-    async with (
-        receiver() as inbox,
-        sender(Registry({"ingest.1": inbox.endpoint})) as outbox,
-        asyncio.timeout(DEADLINE_S),
-    ):
-        async with asyncio.TaskGroup() as group:
-            group.create_task(outbox.send(score(5), payload_frame=encode_payload(score(5))))
-            delivery = await inbox.receive()
-            assert delivery.message == score(5)
-            assert delivery.envelope.run == RUN
-            inbox.ack(delivery)
-
-
 async def test_what_cannot_be_sent_is_refused_at_once() -> None:
     async with sender(Registry(), config=replace(QUICK, max_frame_bytes=1000)) as outbox:
         with pytest.raises(FrameTooLarge):
