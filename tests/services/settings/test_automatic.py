@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import SettingsError
-from services.settings.automatic import AUTOMATIC, choose_automatic, split_automatic, visible_gpus
+from services.settings.automatic import (
+    AUTOMATIC,
+    Machine,
+    choose_automatic,
+    split_automatic,
+    visible_gpus,
+)
 from services.settings.load import load_settings
 from services.settings.sections import Settings
 
@@ -16,7 +22,9 @@ CPU = {
     "engine.dtype": "float32",
     "engine.enforce_eager": True,
     "engine.memory_fraction": 0.85,
+    "engine.threads": 1,
     "trainer.dtype": "float32",
+    "trainer.threads": 1,
     "weights.transport": "shm",
 }
 SHARED_GPU = {
@@ -36,9 +44,9 @@ APART = {
 }
 
 
-def chosen(gpus: list[str], *overrides: str) -> dict[str, object]:
+def chosen(machine: Machine, *overrides: str) -> dict[str, object]:
     settings = load_settings(None, overrides, {})  # on this machine: what was given stays
-    settings = choose_automatic(settings, [name for name in AUTOMATIC if not given(name, overrides)], gpus)
+    settings = choose_automatic(settings, [name for name in AUTOMATIC if not given(name, overrides)], machine)
     return {name: getattr(getattr(settings, name.split(".")[0]), name.split(".")[1]) for name in AUTOMATIC}
 
 
@@ -69,7 +77,7 @@ def given(name: str, overrides: tuple[str, ...]) -> bool:
 def test_automatic_settings_by_gpus(
     gpus: list[str], overrides: tuple[str, ...], expected: dict[str, object]
 ) -> None:
-    assert chosen(gpus, *overrides) == expected
+    assert chosen(Machine(gpus, cores=16, bfloat16=True), *overrides) == expected
 
 
 def test_auto_in_a_file_is_as_if_it_were_not_given(tmp_path: Path) -> None:
