@@ -22,6 +22,9 @@ ON_GPUS = ("megatron", "sglang", "vllm")
 ALONE, SHARED, COLOCATED = 0.85, 0.4, 0.5
 """Share of a GPU for engines: without the trainer, beside it, and in their turn."""
 
+BESIDE_GPU = 8
+"""CPU threads of a trainer's rank on a GPU, at most: they only copy, and step optimizer state on the host."""
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -154,9 +157,10 @@ def _multiplies_bfloat16(settings: Settings, machine: Machine) -> bool:
 
 
 def _shares(settings: Settings) -> tuple[int, int]:
-    """Return how many ranks of the trainer, and how many engines, compute with more than one thread.
+    """Return between how many ranks of the trainer, and how many engines, the cores are divided.
 
-    None do with a model made from scratch: it is too small for that.
+    None gets more than one thread for a model made from scratch, which is too small for it. No core is given
+    to two: threads that wait for each other spin, and so slow each other down many times.
     """
     if not settings.model.path:
         return 0, 0
@@ -178,7 +182,8 @@ def _trainer_threads(settings: Settings, machine: Machine) -> int:
     ranks, engines = _shares(settings)
     if not ranks:
         return 1
-    return max(1, (machine.cores - engines * settings.engine.threads) // ranks)
+    share = max(1, (machine.cores - engines * settings.engine.threads) // ranks)
+    return min(share, BESIDE_GPU) if _trainer_on_gpu(settings, machine) else share
 
 
 def _enforce_eager(settings: Settings, machine: Machine) -> bool:

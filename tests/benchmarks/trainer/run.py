@@ -17,17 +17,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
-
 import torch
-from trainer.data.packing import balance, pack
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from protocol.host.processors import has_bfloat16, processor_name, usable_cores
@@ -37,6 +34,7 @@ from trainer.algorithms.registry import make_algorithm
 from trainer.backends.base import Backend
 from trainer.batch import Batch
 from trainer.config import AlgorithmConfig, OptimizerConfig, ParallelConfig, TrainerConfig
+from trainer.data.packing import balance, pack
 from trainer.registry import make_backend
 
 ROOT = Path(__file__).parents[3]
@@ -44,6 +42,7 @@ LEARNING_RATE = 1e-6
 TOGETHER = 8
 """Samples of a padded micro-batch, which are neighbours in the batch."""
 REPLICAS = 8
+TENSOR_RANKS = 8
 SAME = 0.02
 """Largest relative difference of two ways' gradient norms; bfloat16 differs most."""
 
@@ -164,7 +163,7 @@ def our_backend(job: Job, model_dir: Path, *, dtype: str, threads: int) -> Backe
         model_dir,
         parallel=ParallelConfig(),
         optimizer=OptimizerConfig(lr=LEARNING_RATE),
-        trainer=TrainerConfig(dtype=dtype, device="cpu", threads=threads, micro_batch_tokens=job.budget),
+        trainer=TrainerConfig(dtype=dtype, threads=threads, micro_batch_tokens=job.budget),
         algorithm=make_algorithm(AlgorithmConfig()),
     )
 
@@ -173,17 +172,18 @@ def packing(tail: LongTail, budget: int) -> dict[str, float]:
     """Pack a batch for `REPLICAS` replicas, without a model.
 
     Returns:
-        Share of padding if every micro-batch has the size of the budget (a longer sample its own), and if
-        they are sorted and padded; the dearest replica over the mean one; seconds.
+        Shares of padding: packed, on `TENSOR_RANKS` that divide the sequence, and sorted and padded; share of
+        the budgets that stays empty; by how much the dearest replica is above the mean one; seconds.
     """
     lengths = tail.lengths()
     began = time.perf_counter()
     replicas = balance([float(length) for length in lengths], REPLICAS)
-    computed = padded = 0
+    computed = padded = room = 0
     for samples in replicas:
         own = [lengths[sample] for sample in samples]
-        passes = pack(own, budget, len(own))
-        computed += sum(max(budget, sum(own[sample] for sample in taken)) for taken in passes)
+        sizes = [sum(own[sample] for sample in taken) for taken in pack(own, budget, len(own))]
+        computed += sum(-(-size // TENSOR_RANKS) * TENSOR_RANKS for size in sizes)
+        room += sum(max(budget, size) for size in sizes)
         padded += padded_tokens(sorted_and_padded(own, budget), own)
     loads = [sum(lengths[sample] for sample in samples) for samples in replicas]
     return {
@@ -191,6 +191,7 @@ def packing(tail: LongTail, budget: int) -> dict[str, float]:
         "tokens": sum(lengths),
         "padding_share": 1 - sum(lengths) / computed,
         "padding_share_sorted_and_padded": 1 - sum(lengths) / padded,
+        "empty_share": 1 - sum(lengths) / room,
         "imbalance": max(loads) * len(loads) / sum(loads) - 1,
         "seconds": time.perf_counter() - began,
     }
@@ -245,8 +246,8 @@ def say(text: str) -> None:
     print(f"bench-trainer: {text}", file=sys.stderr, flush=True)
 
 
-def parse() -> argparse.Namespace:
-    """Parse the command line."""
+def parse(words: Sequence[str] | None) -> argparse.Namespace:
+    """Parse a command line, by default that of the process."""
     parser = argparse.ArgumentParser(description="The trainer's step on a CPU.")
     parser.add_argument(
         "--out", type=Path, default=ROOT / "runs/bench-trainer.json", help="where the JSON goes"
@@ -257,12 +258,13 @@ def parse() -> argparse.Namespace:
         "--dtype", choices=("float32", "bfloat16"), default="bfloat16" if has_bfloat16() else "float32"
     )
     parser.add_argument("--smoke", action="store_true", help="a tiny model: to see that it works")
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Measure, print the figures, write the JSON."""
-    arguments = parse()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before anything asks for a GPU
+    arguments = parse(words)
     how = {"dtype": arguments.dtype, "threads": arguments.threads}
     job = SMOKE if arguments.smoke else FULL
     batch = batch_of(job.tail, make_algorithm(AlgorithmConfig()), vocabulary=job.shape["vocab_size"])
