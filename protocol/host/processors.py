@@ -10,8 +10,8 @@ from pathlib import Path, PurePosixPath
 
 ROOT = Path("/")
 BFLOAT16_FLAGS = frozenset({"amx_bf16", "avx512_bf16"})
-"""Of x86 processors that multiply bfloat16 matrices in hardware. Others do it some ten times slower than
-float32."""
+"""What x86 processors that multiply bfloat16 matrices in hardware have one of. On others bfloat16 is some ten
+times slower than float32."""
 
 
 def usable_cores(root: Path = ROOT) -> int:

@@ -167,7 +167,7 @@ def _shares(settings: Settings) -> tuple[int, int]:
     engines = settings.services.rollout_workers + (settings.eval.every > 0)
     return (
         0 if settings.trainer.backend == "scripted" else settings.parallel.world_size,
-        0 if settings.engine.name == "scripted" else engines,
+        0 if settings.engine.name == "scripted" else engines * settings.engine.tensor_parallel_size,
     )
 
 
@@ -217,6 +217,7 @@ AUTOMATIC: Mapping[str, Callable[[Settings, Machine], Any]] = {
     "engine.threads": _engine_threads,
     "trainer.dtype": _trainer_dtype,
     "trainer.threads": _trainer_threads,
+    "trainer.micro_batch_tokens": lambda settings, machine: 0,  # the backend chooses
     "weights.transport": _transport,
 }
 """Setting -> what chooses it, from the settings and the machine.

@@ -43,7 +43,6 @@ MADE_PATHS = frozenset({"my_reward.py"})
 SCENARIO_FOLDERS = {
     "tests": "the repository itself",
     "tests/benchmarks": "the benchmarks run",
-    "tests/benchmarks/trainer": "the trainer's benchmark runs, small",
     "tests/benchmarks/gpu": "the GPU benchmarks run, without a GPU",
     "tests/chaos": "the loop under faults",
     "tests/docs": "documents do what they say",

@@ -25,6 +25,7 @@ CPU = {
     "engine.threads": 1,
     "trainer.dtype": "float32",
     "trainer.threads": 1,
+    "trainer.micro_batch_tokens": 0,
     "weights.transport": "shm",
 }
 SHARED_GPU = {
