@@ -17,7 +17,7 @@ export HF_HUB_OFFLINE := 1
 # Compiled modules are kept: every service is a process of its own, and imports them sooner.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo demo-gpu test test-slow test-gpu check docs bench bench-gpu chaos soak test-compose clean
+.PHONY: setup demo demo-gpu test test-slow test-gpu check docs bench bench-trainer bench-gpu chaos soak test-compose clean
 
 setup: $(VENV)/.ready $(SGLANG)/.ready
 
@@ -79,6 +79,9 @@ soak: $(VENV)/.ready
 
 bench: $(VENV)/.ready
 	$(BIN)/python -m tests.benchmarks.run --out runs/bench.json
+
+bench-trainer: $(VENV)/.ready
+	$(BIN)/python -m tests.benchmarks.trainer.run --out runs/bench-trainer.json $(FLAGS)
 
 # FLAGS="--tiny" rehearses it
 bench-gpu: $(GPU_READY)

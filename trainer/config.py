@@ -69,7 +69,7 @@ class TrainerConfig:
     micro_batch_size: Annotated[int, Meta(ge=1, le=10**6)] = 4096
     """Samples in one forward pass, at most."""
     threads: Annotated[int, Meta(ge=1, le=4096)] = 1
-    """CPU threads of each rank."""
+    """CPU threads of each rank. auto: the cores that the engines leave, divided between the ranks."""
     checkpoint_every: Annotated[int, Meta(ge=1, le=10**9)] = 20
     """Steps between checkpoints. The last step always makes one."""
     keep_checkpoints: Annotated[int, Meta(ge=1, le=10**6)] = 2

@@ -57,7 +57,7 @@ class EngineConfig:
     staging_mb: Annotated[int, Meta(ge=0, le=10**9)] = 0
     """Memory for the staging copy of the weights on each rank, MiB. 0: as much as the parameters take."""
     threads: Annotated[int, Meta(ge=1, le=4096)] = 1
-    """CPU threads of the engine."""
+    """CPU threads of the engine. auto: its share of the cores; 1 for an engine on a GPU."""
     kv: KvPolicy = KvPolicy.RECOMPUTE
     """What happens to the KV cache of running requests at an update. `recompute`: it is computed again under
     the new weights. `keep`: it stays, without a pause, and tokens rest partly on old KV."""

@@ -1,16 +1,18 @@
 """Chooses the settings that depend on the machine: `auto`, which is also what a setting not given means.
 
-On a CPU that is float32, eager mode and the transport shm; on GPUs bfloat16, CUDA graphs, ipc or nccl, and
-GPUs for trainer and engines apart where there are enough. RUN_DIR/settings.json holds what was chosen.
+On a CPU that is eager mode, the transport shm, float32, or bfloat16 where the processor multiplies it, and as
+many threads as there are cores; on GPUs bfloat16, CUDA graphs, ipc or nccl, and GPUs for trainer and engines
+apart where there are enough. RUN_DIR/settings.json holds what was chosen.
 """
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from protocol.host.processors import has_bfloat16, usable_cores
 from services.settings.placement import VISIBLE, gpu_list
 from services.settings.sections import Settings
 
@@ -19,6 +21,26 @@ ON_GPUS = ("megatron", "sglang", "vllm")
 """Engines that are made for GPUs. The others compute in float32 there too."""
 ALONE, SHARED, COLOCATED = 0.85, 0.4, 0.5
 """Share of a GPU for engines: without the trainer, beside it, and in their turn."""
+
+BESIDE_GPU = 8
+"""CPU threads of a trainer's rank on a GPU, at most: they only copy, and step optimizer state on the host."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What is chosen by."""
+
+    gpus: Sequence[str] = ()
+    """The GPUs that may be used, see `visible_gpus`."""
+    cores: int = 1
+    """Physical cores that may be used."""
+    bfloat16: bool = False
+    """Whether the processor multiplies bfloat16 matrices in hardware."""
+
+
+def this_machine(environ: Mapping[str, str]) -> Machine:
+    """Return what this machine offers the processes of a run."""
+    return Machine(visible_gpus(environ), usable_cores(), has_bfloat16())
 
 
 def split_automatic(values: dict[str, Any]) -> list[str]:
@@ -38,17 +60,17 @@ def split_automatic(values: dict[str, Any]) -> list[str]:
     return found
 
 
-def choose_automatic(settings: Settings, names: list[str], gpus: list[str]) -> Settings:
+def choose_automatic(settings: Settings, names: Sequence[str], machine: Machine) -> Settings:
     """Return the settings with a value chosen for each of `names`.
 
     Args:
         settings: with defaults in place of what is to be chosen.
         names: keys of `AUTOMATIC`.
-        gpus: the GPUs of this machine that may be used, see `visible_gpus`.
+        machine: where the run is to work.
     """
     for dotted in (dotted for dotted in AUTOMATIC if dotted in names):
         section, name = dotted.split(".")
-        changed = replace(getattr(settings, section), **{name: AUTOMATIC[dotted](settings, gpus)})
+        changed = replace(getattr(settings, section), **{name: AUTOMATIC[dotted](settings, machine)})
         settings = replace(settings, **{section: changed})
     return settings
 
@@ -74,12 +96,12 @@ def _torch_has_cuda() -> bool:
     return re.search(r"^cuda\b.*= *'", version.read_text(), re.MULTILINE) is not None
 
 
-def _engine_on_gpu(settings: Settings, gpus: list[str]) -> bool:
-    return bool(gpus) and settings.engine.name in ON_GPUS
+def _engine_on_gpu(settings: Settings, machine: Machine) -> bool:
+    return bool(machine.gpus) and settings.engine.name in ON_GPUS
 
 
-def _trainer_on_gpu(settings: Settings, gpus: list[str]) -> bool:
-    return bool(gpus) and settings.trainer.backend != "scripted" and settings.trainer.device != "cpu"
+def _trainer_on_gpu(settings: Settings, machine: Machine) -> bool:
+    return bool(machine.gpus) and settings.trainer.backend != "scripted" and settings.trainer.device != "cpu"
 
 
 def _is_apart(settings: Settings) -> bool:
@@ -90,73 +112,114 @@ def _is_apart(settings: Settings) -> bool:
     return bool(trainer and engines) and not trainer & engines
 
 
-def _not_for_evaluation(settings: Settings, gpus: list[str]) -> list[str]:
+def _not_for_evaluation(settings: Settings, machine: Machine) -> list[str]:
     evaluation = gpu_list(settings.services.eval_gpus)
-    return [name for name in gpus if name not in evaluation]
+    return [name for name in machine.gpus if name not in evaluation]
 
 
-def _wants_split(settings: Settings, gpus: list[str]) -> bool:
+def _wants_split(settings: Settings, machine: Machine) -> bool:
     needed = settings.parallel.world_size + settings.engine.tensor_parallel_size
     return (
-        _engine_on_gpu(settings, gpus)
-        and _trainer_on_gpu(settings, gpus)
-        and len(_not_for_evaluation(settings, gpus)) >= needed
+        _engine_on_gpu(settings, machine)
+        and _trainer_on_gpu(settings, machine)
+        and len(_not_for_evaluation(settings, machine)) >= needed
         and not settings.colocated.enabled
         and settings.weights.transport != "shared"
     )
 
 
-def _trainer_gpus(settings: Settings, gpus: list[str]) -> str:
-    if settings.services.rollout_gpus or not _wants_split(settings, gpus):
+def _trainer_gpus(settings: Settings, machine: Machine) -> str:
+    if settings.services.rollout_gpus or not _wants_split(settings, machine):
         return ""
-    return ",".join(_not_for_evaluation(settings, gpus)[: settings.parallel.world_size])
+    return ",".join(_not_for_evaluation(settings, machine)[: settings.parallel.world_size])
 
 
-def _rollout_gpus(settings: Settings, gpus: list[str]) -> str:
-    if not _wants_split(settings, gpus):
+def _rollout_gpus(settings: Settings, machine: Machine) -> str:
+    if not _wants_split(settings, machine):
         return ""
     taken = gpu_list(settings.services.trainer_gpus)
-    return ",".join(name for name in _not_for_evaluation(settings, gpus) if name not in taken)
+    return ",".join(name for name in _not_for_evaluation(settings, machine) if name not in taken)
 
 
-def _engine_dtype(settings: Settings, gpus: list[str]) -> str:
-    return "bfloat16" if _engine_on_gpu(settings, gpus) else "float32"
+def _engine_dtype(settings: Settings, machine: Machine) -> str:
+    is_fast = _engine_on_gpu(settings, machine) or _multiplies_bfloat16(settings, machine)
+    return "bfloat16" if is_fast and settings.engine.name in ON_GPUS else "float32"
 
 
-def _trainer_dtype(settings: Settings, gpus: list[str]) -> str:
-    is_fast = _trainer_on_gpu(settings, gpus) and settings.engine.dtype == "bfloat16"
-    return "bfloat16" if is_fast else "float32"
+def _trainer_dtype(settings: Settings, machine: Machine) -> str:
+    is_fast = _trainer_on_gpu(settings, machine) or _multiplies_bfloat16(settings, machine)
+    return "bfloat16" if is_fast and settings.engine.dtype == "bfloat16" else "float32"
 
 
-def _enforce_eager(settings: Settings, gpus: list[str]) -> bool:
-    return not (bool(gpus) and settings.engine.name in ("sglang", "vllm"))
+def _multiplies_bfloat16(settings: Settings, machine: Machine) -> bool:
+    """Return whether the model is faster in bfloat16 on the processor; one made from scratch is too small."""
+    return machine.bfloat16 and bool(settings.model.path) and settings.trainer.backend != "scripted"
 
 
-def _memory_fraction(settings: Settings, gpus: list[str]) -> float:
+def _shares(settings: Settings) -> tuple[int, int]:
+    """Return between how many ranks of the trainer, and how many engines, the cores are divided.
+
+    None gets more than one thread for a model made from scratch, which is too small for it. No core is given
+    to two: threads that wait for each other spin, and so slow each other down many times.
+    """
+    if not settings.model.path:
+        return 0, 0
+    engines = settings.services.rollout_workers + (settings.eval.every > 0)
+    return (
+        0 if settings.trainer.backend == "scripted" else settings.parallel.world_size,
+        0 if settings.engine.name == "scripted" else engines * settings.engine.tensor_parallel_size,
+    )
+
+
+def _engine_threads(settings: Settings, machine: Machine) -> int:
+    ranks, engines = _shares(settings)
+    if not engines or _engine_on_gpu(settings, machine):
+        return 1
+    return max(1, machine.cores // (ranks + engines))
+
+
+def _trainer_threads(settings: Settings, machine: Machine) -> int:
+    ranks, engines = _shares(settings)
+    if not ranks:
+        return 1
+    share = max(1, (machine.cores - engines * settings.engine.threads) // ranks)
+    return min(share, BESIDE_GPU) if _trainer_on_gpu(settings, machine) else share
+
+
+def _enforce_eager(settings: Settings, machine: Machine) -> bool:
+    return not (bool(machine.gpus) and settings.engine.name in ("sglang", "vllm"))
+
+
+def _memory_fraction(settings: Settings, machine: Machine) -> float:
     if settings.colocated.enabled:
         return COLOCATED
-    beside_trainer = _trainer_on_gpu(settings, gpus) and not _is_apart(settings)
-    places = gpu_list(settings.services.rollout_gpus) or gpus
+    beside_trainer = _trainer_on_gpu(settings, machine) and not _is_apart(settings)
+    places = gpu_list(settings.services.rollout_gpus) or machine.gpus
     engines = max(1, len(places) // settings.engine.tensor_parallel_size)
     on_one_gpu = -(-settings.services.rollout_workers // engines)
     share = SHARED if beside_trainer else ALONE
     return max(0.01, round(share / max(1, on_one_gpu), 2))
 
 
-def _transport(settings: Settings, gpus: list[str]) -> str:
-    if not (_engine_on_gpu(settings, gpus) and _trainer_on_gpu(settings, gpus)):
+def _transport(settings: Settings, machine: Machine) -> str:
+    if not (_engine_on_gpu(settings, machine) and _trainer_on_gpu(settings, machine)):
         return "shm"
     is_remote = settings.weights.host not in ("127.0.0.1", "localhost", "::1")
     return "nccl" if is_remote or _is_apart(settings) else "ipc"
 
 
-AUTOMATIC: Mapping[str, Callable[[Settings, list[str]], Any]] = {
+AUTOMATIC: Mapping[str, Callable[[Settings, Machine], Any]] = {
     "services.trainer_gpus": _trainer_gpus,
     "services.rollout_gpus": _rollout_gpus,
     "engine.dtype": _engine_dtype,
     "engine.enforce_eager": _enforce_eager,
     "engine.memory_fraction": _memory_fraction,
+    "engine.threads": _engine_threads,
     "trainer.dtype": _trainer_dtype,
+    "trainer.threads": _trainer_threads,
+    "trainer.micro_batch_tokens": lambda settings, machine: 0,  # the backend chooses
     "weights.transport": _transport,
 }
-"""Setting -> what chooses it from the settings and the GPUs, in this order: later ones read earlier ones."""
+"""Setting -> what chooses it, from the settings and the machine.
+
+In this order: later ones read earlier ones."""

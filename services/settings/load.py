@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from protocol.errors import SettingsError
 from protocol.host.atomic_file import write_atomically
 from protocol.paths import absolute
 from protocol.ranges import range_errors
-from services.settings.automatic import choose_automatic, split_automatic, visible_gpus
+from services.settings.automatic import choose_automatic, split_automatic, this_machine
 from services.settings.checks import check_settings
 from services.settings.paths import resolve_paths
+from services.settings.resume_rules import ResumeRule, rule_of
 from services.settings.sections import Settings
 from services.settings.sources import assign, describe_problem, from_environ, parse, read_file, refuse_unknown
 
@@ -68,7 +70,25 @@ def compose_settings(
     settings = _typed(values)
     if any(range_errors(settings, "")):  # what is chosen is computed with numbers in their ranges
         return settings
-    return choose_automatic(settings, automatic, visible_gpus(environ))
+    settings, automatic = _with_fixed_choices(settings, automatic)
+    return choose_automatic(settings, automatic, this_machine(environ))
+
+
+def _with_fixed_choices(settings: Settings, automatic: Sequence[str]) -> tuple[Settings, Sequence[str]]:
+    """Keep what an earlier start of the run chose and no resume may change, on another machine too.
+
+    Returns:
+        The settings with these choices, and what is still to be chosen.
+    """
+    fixed = [dotted for dotted in automatic if rule_of(dotted)[0] is ResumeRule.FIXED]
+    old = recorded_settings(settings.run_dir) if fixed else None
+    if old is None:
+        return settings, automatic
+    for dotted in fixed:
+        section, name = dotted.split(".")
+        kept = replace(getattr(settings, section), **{name: getattr(getattr(old, section), name)})
+        settings = replace(settings, **{section: kept})
+    return settings, [dotted for dotted in automatic if dotted not in fixed]
 
 
 def _typed(values: Mapping[str, Any]) -> Settings:

@@ -31,10 +31,14 @@ A setting is read from, in rising priority: its default, a TOML or JSON file (`t
 TOML; text without quotes is a string. An unknown name is refused, with the most similar known one. nan and
 infinities are refused everywhere.
 
-The default `auto` chooses by the machine: on a CPU float32, eager mode and the transport `shm`; on GPUs, with
-an engine that is made for them, bfloat16, CUDA graphs, `nccl` where trainer and engines have GPUs of their
-own and `ipc` where they share one. With enough GPUs, the trainer gets the first ones and the engines the
-others. RUN_DIR/settings.json holds what was chosen.
+The default `auto` chooses by the machine: on a CPU eager mode, the transport `shm` and float32, or bfloat16
+where the processor multiplies it in hardware (avx512_bf16 or amx_bf16) and the model is not made from
+scratch; on GPUs, with an engine that is made for them, bfloat16, CUDA graphs, `nccl` where trainer and
+engines have GPUs of their own and `ipc` where they share one. With enough GPUs, the trainer gets the first
+ones and the engines the others. Threads are the physical cores, within affinity and quota, divided between
+the trainer's ranks and the engines on the CPU; a model made from scratch gets one for each.
+RUN_DIR/settings.json holds what was chosen. A run that is started again keeps the data type that was chosen
+for its trainer.
 
 A path in a file is relative to the directory of that file, a path in a variable or on a command line to the
 working directory; `~` is your home. Without `run.dir` a run writes to runs/NAME in the working directory. In

@@ -5,7 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.benchmarks.table import figure, render
+from tests.benchmarks.trainer import run as trainer
 from tests.integration.loop import ROOT
 
 
@@ -22,6 +25,21 @@ def test_quick_ledger_benchmark_writes_figures_and_machine(tmp_path: Path) -> No
         assert len(facts["figures"][name]["runs"]) == 1
         assert name in done.stdout
     assert list(tmp_path.iterdir()) == [out]
+
+
+def test_small_trainer_benchmark_writes_figures_of_equal_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # restored, unlike what the benchmark sets
+    out = tmp_path / "bench.json"
+    trainer.main(["--smoke", "--rounds=1", "--threads=1", "--dtype=float32", f"--out={out}"])
+    facts = json.loads(out.read_text())
+    assert facts["gradient_norms"]["ours"] == pytest.approx(facts["gradient_norms"]["hf"], rel=1e-4)
+    assert facts["figures"].keys() == {
+        "padding_share", "packed_over_padded", "ours_over_hf", "logprobs_over_step",
+    }  # fmt: skip
+    assert all(row.keys() == {"value", "aim", "at_most", "reached"} for row in facts["figures"].values())
+    assert facts["figures"]["padding_share"]["reached"]  # counted, not timed
 
 
 def test_figure_takes_medians_and_says_whether_the_aim_is_reached() -> None:

@@ -6,8 +6,14 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import SettingsError
-from services.settings.automatic import AUTOMATIC, choose_automatic, split_automatic, visible_gpus
-from services.settings.load import load_settings
+from services.settings.automatic import (
+    AUTOMATIC,
+    Machine,
+    choose_automatic,
+    split_automatic,
+    visible_gpus,
+)
+from services.settings.load import FILE, dump_settings, load_settings
 from services.settings.sections import Settings
 
 CPU = {
@@ -16,7 +22,10 @@ CPU = {
     "engine.dtype": "float32",
     "engine.enforce_eager": True,
     "engine.memory_fraction": 0.85,
+    "engine.threads": 1,
     "trainer.dtype": "float32",
+    "trainer.threads": 1,
+    "trainer.micro_batch_tokens": 0,
     "weights.transport": "shm",
 }
 SHARED_GPU = {
@@ -36,9 +45,9 @@ APART = {
 }
 
 
-def chosen(gpus: list[str], *overrides: str) -> dict[str, object]:
+def chosen(machine: Machine, *overrides: str) -> dict[str, object]:
     settings = load_settings(None, overrides, {})  # on this machine: what was given stays
-    settings = choose_automatic(settings, [name for name in AUTOMATIC if not given(name, overrides)], gpus)
+    settings = choose_automatic(settings, [name for name in AUTOMATIC if not given(name, overrides)], machine)
     return {name: getattr(getattr(settings, name.split(".")[0]), name.split(".")[1]) for name in AUTOMATIC}
 
 
@@ -69,7 +78,47 @@ def given(name: str, overrides: tuple[str, ...]) -> bool:
 def test_automatic_settings_by_gpus(
     gpus: list[str], overrides: tuple[str, ...], expected: dict[str, object]
 ) -> None:
-    assert chosen(gpus, *overrides) == expected
+    assert chosen(Machine(gpus, cores=16, bfloat16=True), *overrides) == expected
+
+
+@pytest.mark.parametrize(
+    ("machine", "overrides", "threads", "dtypes"),
+    [
+        (Machine(cores=2), (), (1, 1), ("float32", "float32")),
+        (Machine(cores=16), (), (8, 8), ("float32", "float32")),
+        (Machine(cores=3, bfloat16=True), (), (2, 1), ("bfloat16", "bfloat16")),
+        (Machine(cores=16, bfloat16=True), ("engine.name=hf",), (8, 8), ("float32", "float32")),
+        (Machine(cores=16, bfloat16=True), ("engine.dtype=float32",), (8, 8), ("float32", "float32")),
+        (Machine(cores=16), ("engine.dtype=bfloat16",), (8, 8), ("float32", "bfloat16")),
+        (Machine(cores=16), ("engine.threads=3",), (13, 3), ("float32", "float32")),
+        (Machine(cores=16), ("services.rollouts=3", "parallel.data_parallel_size=2"), (3, 3),
+         ("float32", "float32")),
+        (Machine(cores=16), ("services.rollouts=3", "eval.every=5"), (4, 3), ("float32", "float32")),
+        (Machine(cores=16), ("engine.name=scripted",), (16, 1), ("float32", "float32")),
+        (Machine(cores=16, bfloat16=True), ("trainer.backend=scripted",), (1, 16), ("float32", "float32")),
+        (Machine(["0"], cores=16), (), (8, 1), ("bfloat16", "bfloat16")),
+    ],
+)  # fmt: skip
+def test_automatic_threads_and_dtypes_by_processor(
+    tmp_path: Path,
+    machine: Machine,
+    overrides: tuple[str, ...],
+    threads: tuple[int, int],
+    dtypes: tuple[str, str],
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    found = chosen(machine, f"model.path={tmp_path}", *overrides)
+    assert (found["trainer.threads"], found["engine.threads"]) == threads
+    assert (found["trainer.dtype"], found["engine.dtype"]) == dtypes
+
+
+def test_a_dtype_that_a_resume_cannot_change_stays_as_it_was_chosen(tmp_path: Path) -> None:
+    chosen_before = load_settings(None, ["trainer.dtype=bfloat16", "trainer.threads=7"], {})
+    dump_settings(chosen_before, tmp_path / FILE)
+    again = load_settings(None, [f"run.dir={tmp_path}"], {"CUDA_VISIBLE_DEVICES": ""})
+    assert (again.trainer.dtype, again.trainer.threads) == ("bfloat16", 1)
+    asked = load_settings(None, [f"run.dir={tmp_path}", "trainer.dtype=float32"], {})
+    assert asked.trainer.dtype == "float32"
 
 
 def test_auto_in_a_file_is_as_if_it_were_not_given(tmp_path: Path) -> None:
