@@ -186,7 +186,7 @@ class Waves:
         return lags
 
     def _advance(self) -> None:
-        """Go on to the next event: a group scored, a step's end, a version served, a lease due again."""
+        """Continue with the next event: a group scored, a step's end, a version served, a lease due again."""
         speed = self._speed()
         times = [self._step_ends, self._served_at]
         if self._live and speed:

@@ -3,8 +3,7 @@
 The functions are those of `softmax_torch`, which says what they compute.
 """
 
-# mypy: allow-untyped-defs, allow-untyped-decorators
-# (the language of the kernels has no types for arguments)
+# mypy: disable-error-code="no-untyped-def"
 import torch
 import triton
 import triton.language as tl
