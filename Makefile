@@ -86,6 +86,7 @@ bench-trainer: $(VENV)/.ready
 # FLAGS="--tiny" rehearses it
 bench-gpu: $(GPU_READY)
 	$(GPU_PYTHON) -m tests.benchmarks.gpu.run --out runs/bench-gpu.json $(FLAGS)
+	$(GPU_PYTHON) -m tests.benchmarks.gpu_trainer.run --out runs/bench-trainer-gpu.json
 
 test-compose: $(VENV)/.ready
 	bash deploy/docker/test_compose.sh

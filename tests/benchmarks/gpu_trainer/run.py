@@ -1,4 +1,4 @@
-"""`make bench-trainer-gpu`: a step of ours beside plain Hugging Face, on the same samples, in one run.
+"""`make bench-gpu`, second part: a step of ours beside plain Hugging Face, on the same samples, in one run.
 
     python -m tests.benchmarks.gpu_trainer.run --out runs/bench-trainer-gpu.json [--sizes 0.5b,1.5b]
 
