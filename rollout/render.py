@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from protocol.errors import SettingsError
+from rollout.plain_tokenizer import load_plain
 from rollout.prompts.base import Prompt
 
 _MARK = "\x02assistant\x03"
@@ -156,9 +157,12 @@ def _load(model_dir: Path) -> Any:
         )
     try:
         path = model_dir / "tokenizer_config.json"
-        named = json.loads(path.read_text()).get("tokenizer_class") if path.is_file() else None
+        config = json.loads(path.read_text()) if path.is_file() else {}
         # For these, AutoTokenizer would use the tokenizer class of the model's family, with other tokens.
-        if named in GENERIC:
+        if config.get("tokenizer_class") in GENERIC:
+            plain = load_plain(model_dir, config)
+            if plain is not None:
+                return plain
             from transformers import PreTrainedTokenizerFast as Loader
         else:
             from transformers import AutoTokenizer as Loader  # imports torch and every model class

@@ -23,6 +23,7 @@ from services.settings.hub import pin_names, record_pins
 from services.settings.load import load_settings, run_settings
 from services.settings.resume import changes_since_last_start
 from services.settings.sections import Settings
+from trainer.random_model import build_scratch
 
 
 def prepare(settings: Settings, *, local: bool = False) -> RunSpec:
@@ -51,8 +52,6 @@ def make_run(settings: Settings, source: PromptSource | None = None) -> RunSpec:
         SettingsError: the model or the prompts cannot be made.
     """
     if settings.model.scratch is not None:
-        from trainer.random_model import build_scratch  # imports torch
-
         build_scratch(settings.model.scratch, settings.model_dir)
     source = source or make_source(settings.prompts)
     bound = settings.bound

@@ -1,22 +1,29 @@
-"""Makes a small random model and its tokenizer, for tests, demos and runs without a hub."""
+"""Makes a small random model and its tokenizer, for tests, demos and runs without a hub.
+
+No torch and no transformers here: they take seconds to import, and every new run would wait for them.
+"""
 
 import dataclasses
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from protocol.choices import checked_name
-from protocol.device.hf_build_lock import MODEL_BUILDING
 from protocol.errors import SettingsError
 from protocol.host.atomic_file import directory_written_aside
 from trainer.config import ScratchConfig
+from trainer.megatron.architecture import SUPPORTED
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 SPECIALS = ("<pad>", "<eos>")
+PAD, EOS = range(2)
 RECIPE = "scratch.json"
 """File with the configuration that a directory was made from."""
 
@@ -34,15 +41,27 @@ def build_scratch(config: ScratchConfig, out_dir: Path) -> Path:
         return out_dir
     temporary = out_dir.with_name(f"{out_dir.name}.{os.getpid()}.tmp")  # others may make the same model now
     with directory_written_aside(out_dir, aside=temporary) as aside:
-        _model(config).save_pretrained(aside)
-        _tokenizer(config).save_pretrained(aside)
+        _write_json(aside / "config.json", config_of(config))
+        _write_json(aside / "generation_config.json", {"eos_token_id": EOS, "pad_token_id": PAD})
+        save_file(dict(_tensors(config)), aside / "model.safetensors", metadata={"format": "pt"})
+        write_tokenizer(config, aside)
         (aside / RECIPE).write_text(_recipe(config))
     return out_dir
 
 
 def write_tokenizer(config: ScratchConfig, out_dir: Path) -> None:
     """Write the files of the model's tokenizer alone into an existing directory."""
-    _tokenizer(config).save_pretrained(out_dir)
+    _tokenizer(config).save(str(out_dir / "tokenizer.json"))
+    about = {
+        "backend": "tokenizers",
+        "clean_up_tokenization_spaces": False,
+        "eos_token": SPECIALS[EOS],
+        "model_max_length": config.max_position_embeddings,
+        "pad_token": SPECIALS[PAD],
+        "tokenizer_class": "TokenizersBackend",
+        "unk_token": SPECIALS[PAD],  # never produced; without it transformers adds one to a qwen2 vocabulary
+    }
+    _write_json(out_dir / "tokenizer_config.json", about)
 
 
 def check_scratch(config: ScratchConfig, out_dir: Path) -> None:
@@ -56,9 +75,26 @@ def check_scratch(config: ScratchConfig, out_dir: Path) -> None:
         )
 
 
-def vocabulary_size(config: ScratchConfig) -> int:
-    """Return how many tokens the model has."""
-    return len(SPECIALS) + len(config.vocabulary)
+def config_of(config: ScratchConfig) -> dict[str, Any]:
+    """Return what config.json of the model holds."""
+    shape = dataclasses.asdict(config)
+    for name in ("architecture", "vocabulary", "seed", "rope_theta"):
+        del shape[name]
+    return {
+        **shape,
+        "architectures": [SUPPORTED.get(config.architecture, "")],
+        "model_type": config.architecture,
+        "dtype": "float32",
+        "vocab_size": len(SPECIALS) + len(config.vocabulary),
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "attention_dropout": 0.0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "use_cache": True,
+        "pad_token_id": PAD,
+        "eos_token_id": EOS,
+        "bos_token_id": None,
+    }
 
 
 def _recipe(config: ScratchConfig) -> str:
@@ -81,31 +117,44 @@ def _check_config(config: ScratchConfig) -> None:
         )
 
 
-def _model(config: ScratchConfig) -> Any:
-    # Imported here: a run that is started again has its model, and this takes seconds.
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    shape = dataclasses.asdict(config)
-    for name in ("architecture", "vocabulary", "seed", "rope_theta"):
-        del shape[name]
-    hf = AutoConfig.for_model(
-        config.architecture,
-        **shape,
-        vocab_size=vocabulary_size(config),
-        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
-    )
-    with MODEL_BUILDING, torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        return AutoModelForCausalLM.from_config(hf, dtype=torch.float32)
+def _tensors(config: ScratchConfig) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    """Yield name and value of each tensor: matrices random, biases and the row of `<pad>` 0, norms 1."""
+    random = np.random.Generator(np.random.PCG64(config.seed))
+    for name, shape in _shapes(config):
+        tensor = np.full(shape, 0.0 if name.endswith(".bias") else 1.0, np.float32)
+        if len(shape) == 2:
+            tensor = random.standard_normal(shape, np.float32) * np.float32(config.initializer_range)
+        if name == "model.embed_tokens.weight":
+            tensor[PAD] = 0.0
+        yield name, tensor
 
 
-def _tokenizer(config: ScratchConfig) -> PreTrainedTokenizerFast:
+def _shapes(config: ScratchConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield name and shape of each tensor, as the model's class in transformers has them."""
+    hidden, wide, head = config.hidden_size, config.intermediate_size, config.head_dim
+    columns = {"q": config.num_attention_heads * head}
+    columns["k"] = columns["v"] = config.num_key_value_heads * head
+    tables = ["model.embed_tokens.weight"] + ["lm_head.weight"] * (not config.tie_word_embeddings)
+    for table in tables:
+        yield table, (len(SPECIALS) + len(config.vocabulary), hidden)
+    for layer in range(config.num_hidden_layers):
+        here = f"model.layers.{layer}."
+        for kind, size in columns.items():
+            yield f"{here}self_attn.{kind}_proj.weight", (size, hidden)
+            if config.architecture == "qwen2":
+                yield f"{here}self_attn.{kind}_proj.bias", (size,)
+            if config.architecture == "qwen3" and kind != "v":
+                yield f"{here}self_attn.{kind}_norm.weight", (head,)
+        yield f"{here}self_attn.o_proj.weight", (hidden, columns["q"])
+        yield f"{here}mlp.gate_proj.weight", (wide, hidden)
+        yield f"{here}mlp.up_proj.weight", (wide, hidden)
+        yield f"{here}mlp.down_proj.weight", (hidden, wide)
+        yield f"{here}input_layernorm.weight", (hidden,)
+        yield f"{here}post_attention_layernorm.weight", (hidden,)
+    yield "model.norm.weight", (hidden,)
+
+
+def _tokenizer(config: ScratchConfig) -> Tokenizer:
     """Make a tokenizer with one token for each character; it drops characters outside of the vocabulary.
 
     It is byte-level BPE without merges, because transformers reads the file of any `qwen2` model as that.
@@ -118,11 +167,9 @@ def _tokenizer(config: ScratchConfig) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(tokens, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=SPECIALS[0],
-        eos_token=SPECIALS[1],
-        unk_token=SPECIALS[0],  # never produced; without it transformers adds one to a qwen2 vocabulary
-        model_max_length=config.max_position_embeddings,
-        clean_up_tokenization_spaces=False,
-    )
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIALS])
+    return tokenizer
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")

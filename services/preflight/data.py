@@ -14,6 +14,7 @@ from rollout.render import PromptTooLong, Renderer
 from services.preflight.model import ModelFacts
 from services.preflight.problem import Problem
 from services.settings.sections import Settings
+from trainer.random_model import write_tokenizer
 
 SAMPLE = 16
 """Prompts, the first of the stream, that are rendered and compared with what verifiers need."""
@@ -40,8 +41,6 @@ def rendering_problems(settings: Settings, model: ModelFacts, prompts: list[Prom
     with tempfile.TemporaryDirectory(prefix="tether-tokenizer-") as directory:
         place = model.place
         if not model.is_made and settings.model.scratch is not None:
-            from trainer.random_model import write_tokenizer  # imports transformers
-
             place = Path(directory)
             write_tokenizer(settings.model.scratch, place)
         try:

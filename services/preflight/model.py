@@ -14,9 +14,9 @@ from rollout.engines.requests import check_adapters, check_fits
 from services.preflight.problem import Problem
 from services.settings.hub import fetch_model
 from services.settings.sections import Settings
-from trainer.config import ScratchConfig
 from trainer.megatron.architecture import SUPPORTED, architecture_of
 from trainer.megatron.reshard import export_plan
+from trainer.random_model import check_scratch, config_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,9 @@ def read_model(settings: Settings) -> ModelFacts:
     """
     place, scratch = settings.model_dir, settings.model.scratch
     if scratch is not None:
-        from trainer.random_model import check_scratch, vocabulary_size  # imports transformers
-
         check_scratch(scratch, place)
         if not place.exists():
-            config = _config_of(scratch, vocabulary_size(scratch))
+            config = config_of(scratch)
             return ModelFacts(place, config, _count_of(config), is_made=False)
     path = fetch_model(settings) / "config.json"
     try:
@@ -162,17 +160,6 @@ def _unknown_to_vllm(model: ModelFacts) -> Iterator[Problem]:
             "engine.name",
             "vllm",
         )
-
-
-def _config_of(scratch: ScratchConfig, vocabulary: int) -> dict[str, Any]:
-    """Return what config.json of a random model will hold."""
-    return {
-        **dataclasses.asdict(scratch),
-        "model_type": scratch.architecture,
-        "architectures": [SUPPORTED.get(scratch.architecture, "")],
-        "vocab_size": vocabulary,
-        "rms_norm_eps": 1e-6,
-    }
 
 
 def _count_of(config: Mapping[str, Any]) -> int:

@@ -22,13 +22,15 @@ def test_a_model_from_scratch_loads_and_is_the_same_for_a_seed(
     architecture: str, tied: bool, tmp_path: Path
 ) -> None:
     config = ScratchConfig(architecture=architecture, tie_word_embeddings=tied, num_key_value_heads=2, seed=5)
-    state = torch.get_rng_state()
     one, two = build_scratch(config, tmp_path / "one"), build_scratch(config, tmp_path / "two")
-    assert torch.equal(torch.get_rng_state(), state)
     other = build_scratch(replace(config, seed=6), tmp_path / "other")
     assert contents(one) == contents(two)
     assert contents(one)["model.safetensors"] != contents(other)["model.safetensors"]
-    model = AutoModelForCausalLM.from_pretrained(one)
+    model, loading = AutoModelForCausalLM.from_pretrained(one, output_loading_info=True)
+    assert not any(loading.values())
+    assert not model.model.embed_tokens.weight[0].any()
+    matrices = [w.flatten() for w in model.parameters() if w.dim() == 2]
+    assert torch.cat(matrices).std().item() == pytest.approx(config.initializer_range, rel=0.02)
     assert type(model).__name__.lower() == f"{architecture}forcausallm"
     assert (model.config.vocab_size, model.config.head_dim if architecture != "qwen2" else 32) == (16, 32)
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
