@@ -1,6 +1,6 @@
 """Runs a run under the faults of a seed, and checks what must hold after it.
 
-    python -m tests.chaos.run --seed 1 --minutes 2
+    python -m tests.chaos.run --seed 1 --minutes 2 [--scripted]
 
 Prints each fault as it happens; the last line counts faults, groups and violations. The exit code is 1 if
 there are violations: what the run left is then kept in runs/. The same seed gives the same faults at the same
@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,11 +38,17 @@ LAST_STEPS_S = 600.0
 """How long the run may take for its last steps and its end, once all faults are repaired."""
 
 
+SCRIPTED = (
+    "engine.name=scripted", "engine.seconds_per_token=0.02", "trainer.backend=scripted", "trainer.step_s=0.1",
+)  # fmt: skip
+"""Settings of a run without a model, which leaves most of the processor to the faults."""
+
+
 class Chaos:
     """One run and its faults."""
 
-    def __init__(self, place: Place, seed: int, faults: list[Fault]) -> None:
-        self.place, self.seed, self.faults = place, seed, faults
+    def __init__(self, place: Place, seed: int, faults: list[Fault], overrides: Sequence[str] = ()) -> None:
+        self.place, self.seed, self.faults, self.overrides = place, seed, faults, overrides
         self.done: Counter[str] = Counter()
         self.missed = 0
         self.shared: set[Path] = set()
@@ -54,7 +60,7 @@ class Chaos:
     async def run(self) -> Report:
         """Start the run, inject the faults, let it make its last steps, and check what it left."""
         self.shared = shared_memory()
-        async with started(self.place, self.seed) as (scene, ledger, up):
+        async with started(self.place, self.seed, self.overrides) as (scene, ledger, up):
             async with asyncio.timeout(FIRST_STEP_S):
                 await reached(ledger, 1, up)
             self._began = time.monotonic()
@@ -178,12 +184,14 @@ def main(arguments: Iterable[str] | None = None) -> int:
     )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=2.0)
+    parser.add_argument("--scripted", action="store_true", help="engine and trainer without a model")
     options = parser.parse_args(arguments)
     enter_private()
     with tempfile.TemporaryDirectory(prefix="tether-chaos-") as root:
         place = make_place(Path(root) / "place")
         try:
-            chaos = Chaos(place, options.seed, schedule(options.seed, options.minutes, place.kinds))
+            faults = schedule(options.seed, options.minutes, place.kinds)
+            chaos = Chaos(place, options.seed, faults, SCRIPTED if options.scripted else ())
             report = asyncio.run(chaos.run())
             for violation in report.violations:
                 print(f"violation: {violation}")

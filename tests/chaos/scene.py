@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -33,8 +33,8 @@ START_UP = "import sys; sys.executable = sys.argv.pop(1); from services.cli impo
 class Scene:
     """A run in progress."""
 
-    def __init__(self, place: Place, seed: int) -> None:
-        self.place = place
+    def __init__(self, place: Place, seed: int, overrides: Sequence[str] = ()) -> None:
+        self.place, self.overrides = place, overrides
         self.run = f"chaos-{seed}-{os.getpid()}"
         self.links = {name: Weather(random.Random(f"{seed} {name}")) for name in LINKS}
         self.host = "127.{}.{}.{}".format(*(random.randrange(1, 255) for _ in range(3)))
@@ -115,7 +115,8 @@ class Scene:
         """Run `tether up`, again if it was killed or found no ledger at its start; returns its exit code."""
         config = Path(__file__).with_name("run.toml")
         words = ["up", str(config), "--run-dir", str(self.place.run_dir), "--set", f"run.name={self.run}"]
-        words += ["--set", f"bus.advertise={self.host}"]
+        for override in (f"bus.advertise={self.host}", *self.overrides):
+            words += ["--set", override]
         while True:
             self.up_starts += 1
             self._up_settled = False
@@ -139,9 +140,11 @@ def adopt_orphans() -> None:
 
 
 @asynccontextmanager
-async def started(place: Place, seed: int) -> AsyncIterator[tuple[Scene, RedisLedger, "asyncio.Task[int]"]]:
+async def started(
+    place: Place, seed: int, overrides: Sequence[str] = ()
+) -> AsyncIterator[tuple[Scene, RedisLedger, "asyncio.Task[int]"]]:
     """Start a run; yields it, a ledger, and the task that returns the exit code of `tether up`."""
-    scene = Scene(place, seed)
+    scene = Scene(place, seed, overrides)
     ledger = await scene.start()
     try:
         async with asyncio.TaskGroup() as tasks:

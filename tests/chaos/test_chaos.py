@@ -11,9 +11,18 @@ from tests.integration.command import environment
 from tests.integration.loop import ROOT
 
 
-def chaos(seed: int, minutes: float) -> None:
+def chaos(seed: int, minutes: float, *words: str) -> None:
     """Run a seed and check its last line."""
-    program = [sys.executable, "-m", "tests.chaos.run", "--seed", str(seed), "--minutes", str(minutes)]
+    program = [
+        sys.executable,
+        "-m",
+        "tests.chaos.run",
+        "--seed",
+        str(seed),
+        "--minutes",
+        str(minutes),
+        *words,
+    ]
     finished = subprocess.run(
         program, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False
     )
@@ -27,7 +36,7 @@ def chaos(seed: int, minutes: float) -> None:
 
 @pytest.mark.timeout(1800)
 def test_a_run_keeps_its_promises_under_half_a_minute_of_faults() -> None:
-    chaos(1, 0.5)
+    chaos(1, 0.5, "--scripted")
 
 
 @pytest.mark.slow
