@@ -1,6 +1,6 @@
 """Fuzzes every decoder in turn, each in a process of its own, in bounded memory.
 
-    python -m tests.fuzz.run --seconds N [--target T]
+    python -m tests.fuzz.run --seconds N [--target T] [--runs N]
 
 Prints one line of JSON: seconds, and for each target its executions and crashes. An input that crashes a
 target is kept under OUT/TARGET/ and its traceback is shown; exit code 1 if there is one. OUT/TARGET/corpus
@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -59,13 +60,15 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("runs/fuzz"))
     parser.add_argument("--seed", type=int, default=0, help="0 draws one")
+    parser.add_argument("--runs", type=int, default=-1, help="inputs of a target at most; -1: no limit")
     arguments = parser.parse_args()
     names = arguments.target or list(TARGETS)
     began = time.monotonic()
     tallies = {}
     for i, name in enumerate(names):
         left = arguments.seconds - (time.monotonic() - began)
-        tallies[name] = fuzz(name, arguments.out / name, max(1.0, left / (len(names) - i)), arguments.seed)
+        seconds = max(1.0, left / (len(names) - i))
+        tallies[name] = fuzz(name, arguments.out / name, seconds, arguments.runs, arguments.seed)
     crashes = sum(tally.crashes for tally in tallies.values())
     executions = sum(tally.executions for tally in tallies.values())
     totals = {"seconds": round(time.monotonic() - began, 1), "executions": executions, "crashes": crashes}
@@ -76,8 +79,8 @@ def main() -> None:
     sys.exit(bool(crashes))
 
 
-def fuzz(name: str, place: Path, seconds: float, seed: int) -> Tally:
-    """Fuzz one target in a child process until its time is up or it has crashed."""
+def fuzz(name: str, place: Path, seconds: float, runs: int, seed: int) -> Tally:
+    """Fuzz one target in a child process until its time or its runs are up, or it has crashed."""
     target = TARGETS[name]
     corpus = place / "corpus"
     corpus.mkdir(parents=True, exist_ok=True)
@@ -90,7 +93,13 @@ def fuzz(name: str, place: Path, seconds: float, seed: int) -> Tally:
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as scratch:
         pid = os.fork()
         if not pid:
-            _child(target, place, Path(scratch), log, seconds, seed)
+            _child(
+                target,
+                place,
+                Path(scratch),
+                log,
+                (f"-max_total_time={max(1, int(seconds))}", f"-runs={runs}", f"-seed={seed}"),
+            )
         _, status = os.waitpid(pid, 0)
     text = log.read_bytes()
     tally = Tally(executions=max(map(int, DONE.findall(text)), default=0), crashes=int(status != 0))
@@ -101,8 +110,8 @@ def fuzz(name: str, place: Path, seconds: float, seed: int) -> Tally:
     return tally
 
 
-def _child(target: Target, place: Path, scratch: Path, log: Path, seconds: float, seed: int) -> None:
-    """Fuzz in this process. Never returns: libFuzzer ends the process."""
+def _child(target: Target, place: Path, scratch: Path, log: Path, limits: Sequence[str]) -> None:
+    """Fuzz in this process within libFuzzer's `limits`. Never returns: libFuzzer ends the process."""
     die_with_parent(signal.SIGKILL)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(output, 1)
@@ -110,7 +119,7 @@ def _child(target: Target, place: Path, scratch: Path, log: Path, seconds: float
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     words = [f"-dict={place / 'words'}"] if (place / "words").stat().st_size else []
     options = [
-        "fuzz", f"-seed={seed}", f"-max_total_time={max(1, int(seconds))}", f"-timeout={HANG_S}",
+        "fuzz", *limits, f"-timeout={HANG_S}",
         f"-rss_limit_mb={MEMORY_MB}",
         f"-malloc_limit_mb={MEMORY_MB}", f"-max_len={MAX_BYTES}", f"-artifact_prefix={place}/",
         "-print_final_stats=1", *words,

@@ -21,19 +21,12 @@ def test_seeds_are_read_or_refused(name: str, tmp_path: Path) -> None:
         TARGETS[name].check(seed[: len(seed) // 2], tmp_path)
 
 
-@pytest.mark.parametrize("seconds", [20, pytest.param(60, marks=pytest.mark.slow)])
-def test_fuzzing_finds_nothing(tmp_path: Path, seconds: int) -> None:
+@pytest.mark.parametrize(("seconds", "runs"), [(20, 400), pytest.param(60, -1, marks=pytest.mark.slow)])
+def test_fuzzing_finds_nothing(tmp_path: Path, seconds: int, runs: int) -> None:
     command = [
-        sys.executable,
-        "-m",
-        "tests.fuzz.run",
-        "--seconds",
-        str(seconds),
-        "--seed",
-        "1",
-        "--out",
-        str(tmp_path),
-    ]
+        sys.executable, "-m", "tests.fuzz.run", "--seconds", str(seconds), "--runs", str(runs), "--seed", "1",
+        "--out", str(tmp_path),
+    ]  # fmt: skip
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800, check=False)
     assert ended.returncode == 0, ended.stderr
     totals = json.loads(ended.stdout)

@@ -24,7 +24,7 @@ LAYOUTS = [
 def test_two_ranks_make_all_steps(tmp_path: Path, layout: str) -> None:
     overrides = (
         f"parallel.{layout}=2",
-        "engine.name=hf",
+        "engine.name=scripted",
         "eval.at_end=false",
         "trainer.checkpoint_every=2",
         "services.restarts=0",

@@ -8,7 +8,7 @@ from services.ledger.event_log.archiver import FILE
 from services.ledger.event_log.events import CommitEvent
 from services.ledger.event_log.reader import read_events
 from services.settings.load import run_settings
-from tests.integration.command import audit, tether, tether_up
+from tests.integration.command import audit, tether_here, tether_up
 from tests.integration.loop import ROOT
 
 CONFIG = str(ROOT / "deploy/configs/stragglers.toml")
@@ -32,7 +32,7 @@ def test_a_run_goes_on_with_other_settings_and_refuses_another_model(tmp_path: P
 
     assert f"run stragglers in {run_dir}: 2 steps, E=1, B=8, mask\n" in up(2)
     before = sorted((path, path.read_bytes()) for path in run_dir.rglob("*") if path.is_file())
-    refused = tether("up", *words(run_dir, 4, "bound.max_staleness=3", "model.scratch.seed=1"))
+    refused = tether_here("up", *words(run_dir, 4, "bound.max_staleness=3", "model.scratch.seed=1"))
     assert refused.returncode == 2
     assert "setting model.scratch.seed is 0 in the run and 1 now, and cannot change" in refused.stderr
     assert sorted((path, path.read_bytes()) for path in run_dir.rglob("*") if path.is_file()) == before

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from services.observability.steps import read_steps
-from tests.integration.command import audit, processes_of, tether
+from tests.integration.command import audit, processes_of, tether, tether_here
 from tests.integration.loop import ROOT
 from trainer.config import ScratchConfig
 from trainer.random_model import build_scratch
@@ -52,7 +52,7 @@ def test_a_run_of_skipped_steps_is_halted_and_names_the_cause(tmp_path: Path) ->
     assert "SKIPPED, no weight changed: the gradient's norm is nan" in up.stdout
     assert [step["skipped"] != "" for step in read_steps(run_dir / "metrics.jsonl")] == [True, True]
     assert "step.skipped step=0" in (run_dir / "logs/trainer.log").read_text()
-    status = json.loads(tether("status", str(run_dir), "--json").stdout)
+    status = json.loads(tether_here("status", run_dir, "--json").stdout)
     assert status["run_state"].startswith("halted: 2 steps in a row were skipped")
     assert (status["skipped_steps"], status["skipped_groups"], status["version"]) == (2, 8, 2)
     assert audit(run_dir)["violations"] == []

@@ -16,7 +16,7 @@ import pytest
 from services.observability.steps import read_steps
 from services.tracking.state import read_state
 from tests.contracts.tracker_suite import read_tensorboard
-from tests.integration.command import environment, processes_of, tether, until
+from tests.integration.command import environment, processes_of, tether_here, until
 from tests.integration.loop import ROOT
 
 GENERATES = re.compile(r"rollout\.0 +generates \d+ groups?")
@@ -104,9 +104,9 @@ def test_terminal_shows_a_run_and_stops_it_at_once_at_the_second_ctrl_c(tmp_path
     rewards = dict(read_tensorboard(run_dir / "tracking/tensorboard", "")["train/reward_mean"])
     assert set(rewards) >= set(range(1, sent + 1))
     assert all(rewards[step["version"]] == pytest.approx(step["reward_mean"]) for step in steps[:sent])
-    status = tether("status", str(run_dir))
+    status = tether_here("status", run_dir)
     assert (status.returncode, status.stderr) == (0, "")
     assert status.stdout.startswith(f"run terminaltest was stopped at version {len(steps)} of 30, ")
-    samples = tether("samples", str(run_dir), "--step", "0", "--limit", "1")
+    samples = tether_here("samples", run_dir, "--step", 0, "--limit", 1)
     assert (samples.returncode, samples.stderr) == (0, "")
     assert "step 0\n  prompt | " in samples.stdout
