@@ -6,9 +6,7 @@ An exception that nothing needs any more is a violation itself.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-SHORT_MODULES: dict[str, str] = {
-    "rollout.engines.vllm.eager_core": "the engine process imports it before vLLM",
-}
+SHORT_MODULES: dict[str, str] = {}
 """Modules under 40 lines that stay although one other imports them."""
 
 DUPLICATE_CLASSES = {

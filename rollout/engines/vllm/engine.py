@@ -26,7 +26,6 @@ from rollout.engines.vllm.launch import (
     check_model,
     engine_arguments,
     sampling_parameters,
-    set_environment,
 )
 from rollout.engines.vllm.lora import first_adapter
 
@@ -68,7 +67,7 @@ class VllmEngine(MultiProcessEngine):
         self._paused = False
 
     async def start(self) -> None:
-        set_environment(self._config)
+        self._vllm.prepare(self._config)
         ready = False
         try:
             async with asyncio.timeout(self._config.start_timeout_s):

@@ -3,7 +3,7 @@
 import asyncio
 import multiprocessing
 import os
-from collections.abc import Awaitable, Iterable, Iterator
+from collections.abc import Awaitable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +18,13 @@ from rollout.engines.base import EngineConfig, Sampling
 from rollout.engines.multi_process.parent_watch import OWNER
 from rollout.engines.multi_process.rank_rpc import CALL_TIMEOUT_S, RankRpcClient, socket_path
 from rollout.engines.requests import check_adapters, check_fits, read_config
+from rollout.engines.vllm.core_server import (
+    forked_from_server,
+    server_pid,
+    start_server,
+    stop_server,
+    without_compiler,
+)
 from rollout.engines.vllm.lora import lora_arguments
 
 T = TypeVar("T")
@@ -66,9 +73,15 @@ class VllmProcesses:
                 self.llm = launching.result()
             raise
 
+    def prepare(self, config: EngineConfig) -> None:
+        """Set the environment, and let the server begin to import vLLM where the engine is forked from it."""
+        set_environment(config)
+        if runs_eagerly(config.enforce_eager) and config.tensor_parallel_size == 1:
+            start_server(self)
+
     def add_pids(self, pids: Iterable[int]) -> None:
-        """Note processes of vLLM, which `stop` waits for; this process itself is left out."""
-        self._pids |= set(pids) - {os.getpid()}
+        """Note processes of vLLM, which `stop` waits for; this one and the server are left out."""
+        self._pids |= set(pids) - {os.getpid(), server_pid()}
 
     async def connect(self, directory: Path, ranks: int) -> None:
         """Connect to the ranks' sockets in `directory`."""
@@ -89,6 +102,7 @@ class VllmProcesses:
         self._ranks.close()
         llm, self.llm = self.llm, None
         if llm is None:
+            await asyncio.to_thread(stop_server, self)
             return False
         with suppress(Exception):  # an engine process that is dead has ended its requests already
             await llm.abort(list(running))
@@ -96,6 +110,7 @@ class VllmProcesses:
         async with asyncio.TaskGroup() as group:
             group.create_task(asyncio.to_thread(llm.shutdown), name="vllm-shutdown")
             group.create_task(asyncio.to_thread(end_processes, self._pids, EXIT_GRACE_S), name="vllm-end")
+        await asyncio.to_thread(stop_server, self)
         for path in self._files:
             path.unlink(missing_ok=True)
         end_context(llm)
@@ -195,18 +210,14 @@ def runs_eagerly(eager: bool) -> bool:
 @contextmanager
 def eager_environment(eager: bool) -> Iterator[None]:
     """Keep an eager engine on a CPU from compiling its sampler, for half a minute, while processes start."""
-    name = "TORCHDYNAMO_DISABLE"
-    before = os.environ.get(name)
-    if runs_eagerly(eager):
-        from rollout.engines.vllm import eager_core
-
-        os.environ[name] = "1"
-        eager_core.use_here()
-    try:
+    if not runs_eagerly(eager):
         yield
-    finally:
-        if before is None:
-            os.environ.pop(name, None)
+        return
+    from rollout.engines.vllm import eager_core
+
+    with without_compiler():
+        eager_core.use_here()
+        yield
 
 
 def engine_arguments(
@@ -307,9 +318,15 @@ def launch(arguments: dict[str, Any]) -> Any:
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
-            return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+            with forked_from_server(_is_served(arguments)):
+                return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     except Exception as error:  # vLLM raises many types; all of them mean that it did not start
         raise EngineError(f"vLLM cannot serve {arguments['model']}: {error}") from error
+
+
+def _is_served(arguments: Mapping[str, Any]) -> bool:
+    """Return whether the engine process is forked from the server."""
+    return runs_eagerly(arguments["enforce_eager"]) and arguments["tensor_parallel_size"] == 1
 
 
 def sampling_parameters(sampling: Sampling) -> Any:

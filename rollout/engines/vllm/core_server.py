@@ -1,0 +1,83 @@
+"""Runs a server that imports vLLM while this process does, and from which the engine process is forked.
+
+Neither then waits for the other's ten seconds of imports. The server computes nothing and has no thread, so a
+fork of it is safe. It is for eager engines of one rank on a CPU: nothing is compiled, no device is opened.
+"""
+
+import multiprocessing
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import forkserver
+from typing import Any
+
+PRELOADED = (
+    "rollout.engines.vllm.eager_core",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.worker.cpu_model_runner",
+)
+"""What the server imports. Not our worker module: it belongs into the engine process alone."""
+SWITCH = "TORCHDYNAMO_DISABLE"
+"""Environment variable that keeps torch from compiling."""
+
+_users: set[object] = set()
+
+
+@contextmanager
+def without_compiler() -> Iterator[None]:
+    """Tell torch in processes that start meanwhile not to compile."""
+    before = os.environ.get(SWITCH)
+    os.environ[SWITCH] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(SWITCH, None)
+        else:
+            os.environ[SWITCH] = before
+
+
+def start_server(user: object) -> None:
+    """Start the server, unless it runs, and keep it for `user`; returns at once."""
+    _users.add(user)
+    with without_compiler():
+        multiprocessing.set_forkserver_preload(list(PRELOADED))
+        forkserver.ensure_running()
+
+
+def stop_server(user: object) -> None:
+    """End the server once nobody uses it; until then it reports the ends of the processes that it forked.
+
+    Blocks for seconds if it is still importing.
+    """
+    if user not in _users:
+        return
+    _users.discard(user)
+    if not _users:
+        _server()._stop()
+
+
+def server_pid() -> int | None:
+    """Return the server's process id, None if there is none."""
+    pid: int | None = _server()._forkserver_pid
+    return pid
+
+
+@contextmanager
+def forked_from_server(is_used: bool) -> Iterator[None]:
+    """Have vLLM fork engine processes from the server, rather than start them anew, if it `is_used`."""
+    from vllm.v1.engine import utils
+
+    before = utils.get_mp_context
+    if is_used:
+        utils.get_mp_context = lambda: multiprocessing.get_context("forkserver")
+    try:
+        yield
+    finally:
+        utils.get_mp_context = before
+
+
+def _server() -> Any:
+    module: Any = forkserver
+    return module._forkserver

@@ -1,0 +1,27 @@
+"""Tests the life of the server that engine processes are forked from; contract tests fork from it."""
+
+import os
+
+import psutil
+import pytest
+
+from rollout.engines.vllm import core_server
+from rollout.engines.vllm.core_server import SWITCH, server_pid, start_server, stop_server
+
+
+def test_server_lives_until_its_last_user_stops_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_server, "PRELOADED", ())
+    one, other = object(), object()
+    start_server(one)
+    pid = server_pid()
+    start_server(other)
+    assert pid is not None
+    assert server_pid() == pid
+    assert psutil.Process(pid).environ()[SWITCH] == "1"
+    assert SWITCH not in os.environ
+    for _ in range(2):
+        stop_server(one)
+        assert psutil.pid_exists(pid)
+    stop_server(other)
+    assert not psutil.pid_exists(pid)
+    assert server_pid() is None
