@@ -3,14 +3,13 @@
 import asyncio
 import contextlib
 import io
-import itertools
 import json
 import logging
 import os
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,9 +17,6 @@ from typing import Any, TypeVar
 from services import cli
 from services.ledger.embedded_server import read_endpoint
 from services.ledger.redis.ledger import RedisLedger
-from services.prepare import make_run
-from services.settings.load import load_settings
-from services.settings.sections import Settings
 from tests.integration.loop import ROOT
 
 T = TypeVar("T")
@@ -71,11 +67,7 @@ def tether_here(*arguments: object, **variables: str) -> subprocess.CompletedPro
 
 @contextmanager
 def tether_up(*arguments: str, output: Path, **variables: str) -> Iterator["subprocess.Popen[bytes]"]:
-    """`tether up` in the background; ended by its pid if the block fails.
-
-    The random model is made here, in a process that has imported torch already.
-    """
-    make_run(settings_of(arguments, variables))
+    """`tether up` in the background; ended by its pid if the block fails."""
     with output.open("wb") as out:
         process = subprocess.Popen(
             [sys.executable, "-m", "services.cli", "up", *arguments],
@@ -94,15 +86,6 @@ def tether_up(*arguments: str, output: Path, **variables: str) -> Iterator["subp
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait(10)
-
-
-def settings_of(arguments: Sequence[str], variables: Mapping[str, str]) -> Settings:
-    """The settings that `tether up` reads of these arguments."""
-    config, *words = arguments
-    values = list(itertools.pairwise(words))
-    overrides = [value for name, value in values if name == "--set"]
-    overrides += [f'run.dir="{value}"' for name, value in values if name == "--run-dir"]
-    return load_settings(config, overrides, environ=environment(**variables))
 
 
 def until(ready: Callable[[], T | None], *, seconds: float, what: str) -> T:

@@ -16,8 +16,6 @@ from services.ledger.interface import LedgerStatus
 from services.ledger.redis.ledger import RedisLedger
 from services.ledger.verify.verifier import verify
 from services.observability.steps import read_steps
-from services.prepare import make_run
-from services.settings.load import load_settings
 from tests.integration.command import environment, processes_of
 from tests.integration.loop import ROOT
 
@@ -106,7 +104,6 @@ async def test_services_alone_make_a_run(tmp_path: Path) -> None:
         "TETHER_RUN_DIR": str(run_dir), "TETHER_STEPS": str(STEPS), "TETHER_MAX_STALENESS": "2",
         "TETHER_ENGINE__SECONDS_PER_TOKEN": "0.02",
     }  # fmt: skip
-    make_run(load_settings(environ=variables))  # in this process, which has imported torch
     async with machine(tmp_path, **variables) as (here, ledger):
         assert f"run alone is ready in {run_dir}: {STEPS} steps" in await here.run("prepare")
         assert "is ready" in await here.run("prepare")  # harmless to repeat

@@ -6,8 +6,9 @@ fork of it is safe. It is for eager engines of one rank on a CPU: nothing is com
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver
 from typing import Any
 
@@ -47,14 +48,14 @@ def start_server(user: object) -> None:
 
 
 def stop_server(user: object) -> None:
-    """End the server once nobody uses it; until then it reports the ends of the processes that it forked.
-
-    Blocks for seconds if it is still importing.
-    """
+    """End the server once nobody uses it; until then it reports the ends of the processes that it forked."""
     if user not in _users:
         return
     _users.discard(user)
-    if not _users:
+    pid = server_pid()
+    if not _users and pid is not None:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)  # it may be importing still
         _server()._stop()
 
 

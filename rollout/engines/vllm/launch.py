@@ -102,7 +102,7 @@ class VllmProcesses:
         self._ranks.close()
         llm, self.llm = self.llm, None
         if llm is None:
-            await asyncio.to_thread(stop_server, self)
+            stop_server(self)
             return False
         with suppress(Exception):  # an engine process that is dead has ended its requests already
             await llm.abort(list(running))
@@ -110,7 +110,7 @@ class VllmProcesses:
         async with asyncio.TaskGroup() as group:
             group.create_task(asyncio.to_thread(llm.shutdown), name="vllm-shutdown")
             group.create_task(asyncio.to_thread(end_processes, self._pids, EXIT_GRACE_S), name="vllm-end")
-        await asyncio.to_thread(stop_server, self)
+        stop_server(self)
         for path in self._files:
             path.unlink(missing_ok=True)
         end_context(llm)
