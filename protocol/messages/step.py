@@ -132,3 +132,7 @@ class StepReport(Message, tag="step_report", frozen=True, kw_only=True):
     """Share of padding in what the forward passes computed, 0 to 1."""
     imbalance: float | None = None
     """By which share the dearest data-parallel replica's part costs more than the mean of all."""
+    memory_peak_gb: float | None = None
+    """Largest memory that a rank of the trainer had allocated on its GPU during the step, GiB."""
+    memory_expected_gb: float | None = None
+    """The peak that was expected of the rank that takes the most, GiB."""

@@ -150,6 +150,20 @@ def _transport(settings: Settings, gpus: list[str]) -> str:
     return "nccl" if is_remote or _is_apart(settings) else "ipc"
 
 
+def _trainer_memory_fraction(settings: Settings, gpus: list[str]) -> float:
+    beside_engines = (
+        _trainer_on_gpu(settings, gpus)
+        and _engine_on_gpu(settings, gpus)
+        and not _is_apart(settings)
+        and not settings.colocated.enabled
+    )
+    if not beside_engines:
+        return 1.0
+    engines = max(1, len(gpus) // settings.engine.tensor_parallel_size)
+    on_one_gpu = -(-settings.services.rollout_workers // engines)
+    return max(0.01, round(1.0 - on_one_gpu * settings.engine.memory_fraction, 2))
+
+
 AUTOMATIC: Mapping[str, Callable[[Settings, list[str]], Any]] = {
     "services.trainer_gpus": _trainer_gpus,
     "services.rollout_gpus": _rollout_gpus,
@@ -157,6 +171,8 @@ AUTOMATIC: Mapping[str, Callable[[Settings, list[str]], Any]] = {
     "engine.enforce_eager": _enforce_eager,
     "engine.memory_fraction": _memory_fraction,
     "trainer.dtype": _trainer_dtype,
+    "trainer.memory_fraction": _trainer_memory_fraction,
+    "trainer.micro_batch_tokens": lambda settings, gpus: 0,  # by the trainer, when it has its device
     "weights.transport": _transport,
 }
 """Setting -> what chooses it from the settings and the GPUs, in this order: later ones read earlier ones."""

@@ -72,6 +72,7 @@ class StepReporter:
         lengths = [tokens for group in step.dropped_lengths for tokens in group]
         mismatch = excess_mismatch(step.taken.step, step.stats, self._process.settings.trainer)
         measured = {**fields_of(step.plan.stats), **fields_of(step.stats)}
+        warnings = measured.pop("warnings") + ((mismatch,) if mismatch else ())
         return StepReport(
             step=step.taken.step,
             version=step.taken.step + 1,
@@ -89,7 +90,7 @@ class StepReporter:
             time=time.time(),
             engine_busy=busy,
             batch_digest=step.plan.digest,
-            warnings=(mismatch,) if mismatch else (),
+            warnings=warnings,
             **measured,
         )
 
