@@ -13,12 +13,13 @@ from tests.trainer.megatron.models import OPTIMIZER, save_model
 from trainer.config import OptimizerConfig, ParallelConfig
 from trainer.megatron import cpu, parallel
 from trainer.megatron.architecture import read_architecture
-from trainer.megatron.checkpoint import restore_part, save_part
+from trainer.megatron.checkpoint import copy_part, restore_part
 from trainer.megatron.memory import host_optimizer
 from trainer.megatron.memory.host_optimizer import HostOptimizer
 from trainer.megatron.model import build_model, transformer_config
 from trainer.megatron.optimizer import Optimizer, wrap_model
 from trainer.megatron.parallel import Position
+from trainer.storage.host_state import HostCopies
 
 STEPS = 3
 SMALL = 5000
@@ -105,7 +106,8 @@ def test_host_optimizer_continues_from_a_checkpoint_of_either(
 ) -> None:
     saved = Trained(first, model_dir, position, torch.bfloat16)
     saved.step(0)
-    save_part(tmp_path, dict(saved.model.module.named_parameters()), saved.optimizer, position, {})
+    weights = dict(saved.model.module.named_parameters())
+    copy_part(HostCopies(), weights, saved.optimizer, position, {}).write(tmp_path)
     saved.step(1)
     restored = Trained(HostOptimizer, model_dir, position, torch.bfloat16)
     restore_part(tmp_path, dict(restored.model.module.named_parameters()), restored.optimizer, position, {})
