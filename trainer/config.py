@@ -11,6 +11,10 @@ TRAINER_DTYPES = ("bfloat16", "float32")
 DEVICES = ("auto", "cpu", "cuda")
 MISMATCH_ACTIONS = ("warn", "stop")
 """What `trainer.mismatch_action` can be."""
+RECOMPUTE_GRANULARITIES = ("", "selective", "full")
+RECOMPUTE_METHODS = ("uniform", "block")
+RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp")
+"""What `trainer.recompute_modules` can name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,12 @@ class OptimizerConfig:
     """Added to the denominator of an update."""
     clip_grad: Annotated[float, Meta(ge=0, le=1e9)] = 1.0
     """Largest L2 norm of the gradient of all parameters. 0 is off."""
+    grad_reduce_in_fp32: bool = True
+    """megatron, bfloat16: add up gradients of micro-batches and ranks in float32. false: in the parameters'
+    type, which takes half the memory and rounds more."""
+    cpu_offload: bool = False
+    """megatron: keep masters and moments in host memory, 12 bytes a parameter, and step them there.
+    Gradients and new parameters are transferred while other parts step. Wants `trainer.threads`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +78,16 @@ class TrainerConfig:
     A longer sample is a pass of its own. 0, or auto: what suits the device and its memory."""
     micro_batch_size: Annotated[int, Meta(ge=1, le=10**6)] = 4096
     """Samples in one forward pass, at most."""
+    recompute_granularity: str = ""
+    """megatron: what of the activations the backward pass computes again instead of keeping it: nothing
+    (empty), selective (`recompute_modules` of each layer) or full (whole layers)."""
+    recompute_method: str = "uniform"
+    """full: uniform (layers in pieces of `recompute_num_layers`, of each of which only the input is kept) or
+    block (the first `recompute_num_layers` of each pipeline stage, one by one; the others keep all)."""
+    recompute_num_layers: Annotated[int, Meta(ge=1, le=10**4)] = 1
+    """full: layers; see `recompute_method`."""
+    recompute_modules: tuple[str, ...] = ("layernorm", "mlp")
+    """selective: core_attn, layernorm, mlp. core_attn saves little: no kernel used here keeps scores."""
     threads: Annotated[int, Meta(ge=1, le=4096)] = 1
     """CPU threads of each rank. auto: the cores that the engines leave, divided between the ranks."""
     checkpoint_every: Annotated[int, Meta(ge=1, le=10**9)] = 20
@@ -95,8 +115,9 @@ class TrainerConfig:
     """What happens above `mismatch_limit`: warn (terminal, log, page), or stop (the run halts with the
     cause)."""
     memory_gb: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
-    """colocated runs: GPU memory that training takes on each rank at its peak, GiB, for the check before the
-    start. 0: computed from the model's size, without activations."""
+    """GPU memory that training may take on each rank, GiB. `micro_batch_tokens` = auto is chosen for it, and
+    the check before a colocated start counts with it. 0: what the device has free, but for the engines' share,
+    and for that check the expected peak."""
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     """Seed of the trainer's random numbers."""
     step_s: Annotated[float, Meta(ge=0, le=1e6)] = 0.0

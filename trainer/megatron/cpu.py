@@ -57,6 +57,9 @@ def install() -> None:
 
     megatron_random._CUDA_RNG_STATE_TRACKER = _NoRandomStates()
     megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
+    # Recomputing restores the CUDA random state of the first pass.
+    megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.empty(0)
+    megatron_random._set_cuda_rng_state = lambda *args, **kwargs: None
 
 
 @contextmanager

@@ -20,10 +20,15 @@ from trainer.megatron.cpu import cuda_type_names
 from trainer.megatron.parallel import Position
 
 
-def wrap_model(model: GPTModel, config: TransformerConfig, position: Position) -> Any:
-    """Put the model into megatron's data-parallel wrapper, which sums gradients in float32."""
+def wrap_model(
+    model: GPTModel, config: TransformerConfig, position: Position, *, grad_reduce_in_fp32: bool = True
+) -> Any:
+    """Put the model into megatron's data-parallel wrapper, which adds up gradients.
+
+    It does so in float32, or in the parameters' type.
+    """
     settings = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=is_distributed(position)
+        grad_reduce_in_fp32=grad_reduce_in_fp32, use_distributed_optimizer=is_distributed(position)
     )
     wrapped = DistributedDataParallel(config, settings, model)
     config.finalize_model_grads_func = _finalize_gradients

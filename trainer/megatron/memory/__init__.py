@@ -1,0 +1,1 @@
+"""Holds what decides how much memory a rank takes: recompute, the optimizer's place, budgets."""

@@ -1,0 +1,262 @@
+"""Steps AdamW on masters and moments in host memory, of which the device never holds a copy.
+
+Slices of parameters form chunks. While the host steps one chunk, the gradients of the next come from the
+device and the new parameters of the one before go to it, so only what is slowest is waited for. Results are
+those of the optimizer on the device; so are the checkpoints, and a run may change from one to the other.
+
+megatron's own HybridDeviceOptimizer needs CUDA, and with bfloat16 its precision-aware distributed optimizer.
+"""
+
+import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
+
+# isort: split
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
+
+from protocol.errors import SettingsError
+from trainer.config import OptimizerConfig
+from trainer.megatron.optimizer import Optimizer, is_distributed
+from trainer.megatron.parallel import Position
+
+CHUNK_ELEMENTS = 1 << 26
+"""Elements that are transferred and stepped together: 256 MiB of float32. A larger parameter is a chunk."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slice:
+    """What this rank steps of a parameter: all of it, or its share with the distributed optimizer."""
+
+    parameter: torch.nn.Parameter
+    start: int
+    stop: int
+    """In the flat parameter."""
+    master: torch.Tensor
+    """float32 on the host; shaped as the parameter if it is all of it, else [stop - start]."""
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The slice of the parameter, on the device."""
+        return self.parameter.data.view(-1)[self.start : self.stop]
+
+    @property
+    def gradient(self) -> torch.Tensor:
+        """The slice of its gradient, on the device, in the type that gradients are added up in."""
+        return self.parameter.main_grad.view(-1)[self.start : self.stop]  # type: ignore[attr-defined]
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+class HostOptimizer(Optimizer):
+    """AdamW with clipping, in host memory; the interface is that of `Optimizer`."""
+
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        model: Any,
+        position: Position,
+        dtype: torch.dtype,
+        *,
+        apart: bool = False,
+    ) -> None:
+        """Build on the wrapped model, whose weights must be loaded; arguments as those of `Optimizer`.
+
+        Raises:
+            SettingsError: masters are to be where an engine reads them.
+        """
+        if apart:
+            raise SettingsError(
+                "setting optimizer.cpu_offload: with weights.transport 'shared' the engine reads the masters "
+                "on the device; turn one of them off"
+            )
+        self.config, self.steps, self.masters = config, 0, {}
+        self._model, self._distributed = model, is_distributed(position)
+        self._parameters, self._fills = {}, True
+        decayed, others = _slices(model, distributed=self._distributed)
+        self._slices = [*decayed, *others]
+        self._adam = torch.optim.AdamW(
+            [
+                {"params": [part.master for part in decayed], "weight_decay": config.weight_decay},
+                {"params": [part.master for part in others], "weight_decay": 0.0},
+            ],
+            lr=config.lr,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_eps,
+            fused=True,
+        )
+        self._transfers = Transfers(self._slices, position.device, dtype)
+
+    @property
+    def torch_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [self._adam]
+
+    @torch.no_grad()
+    def step(self) -> tuple[float, str]:
+        for group in self._adam.param_groups:
+            group["lr"] = self.learning_rate()
+        norm = self._norm()
+        if not math.isfinite(norm):
+            return norm, f"overflow: gradient norm {norm}"
+        factor = min(1.0, self.config.clip_grad / (norm + 1e-6)) if self.config.clip_grad > 0 else 1.0
+        for chunk, gradients in self._transfers.chunks(factor):
+            for part, gradient in zip(chunk, gradients, strict=True):
+                part.master.grad = gradient.view_as(part.master)
+            self._adam.step()  # of what has a gradient
+            for part in chunk:
+                part.master.grad = None
+        if self._distributed:
+            self._model.start_param_sync()
+        self.steps += 1
+        return norm, ""
+
+    def zero_grad(self, model: Any) -> None:
+        model.zero_grad_buffer()
+
+    def _norm(self) -> float:
+        """Return the L2 norm of the whole model's gradient, computed in float32."""
+        norms = [
+            torch.linalg.vector_norm(part.gradient, dtype=torch.float32)
+            for part in self._slices
+            if param_is_not_shared(part.parameter) and param_is_not_tensor_parallel_duplicate(part.parameter)
+        ]
+        device = self._transfers.device
+        total = torch.stack(norms).norm() if norms else torch.zeros((), device=device)
+        square = total.square()
+        group = mpu.get_model_parallel_group()
+        if self._distributed:
+            group = mpu.get_intra_distributed_optimizer_instance_group()
+        dist.all_reduce(square, group=group)
+        return math.sqrt(float(square))
+
+
+class Transfers:
+    """Copies gradients from the device and parameters to it, beside the host's work on what lies between."""
+
+    def __init__(self, slices: list[Slice], device: torch.device, dtype: torch.dtype) -> None:
+        """Allocate, page-locked where the device is a GPU, room for two chunks in either direction."""
+        self.device = device
+        self._cuda = device.type == "cuda"
+        self._chunks = list(_chunks(slices))
+        room = max((sum(part.size for part in chunk) for chunk in self._chunks), default=0)
+        kind = slices[0].gradient.dtype if slices else dtype
+        places = min(2, len(self._chunks))
+
+        def rows(dtype: torch.dtype) -> list[torch.Tensor]:
+            return [torch.empty(room, dtype=dtype, pin_memory=self._cuda) for _ in range(places)]
+
+        self._arriving, self._leaving = rows(kind), rows(dtype)
+        self._down, self._up = (torch.cuda.Stream(device) if self._cuda else None for _ in range(2))
+        self._arrived: list[Any] = [None, None]
+        self._left: list[Any] = [None, None]
+
+    def chunks(self, factor: float) -> Iterator[tuple[list[Slice], list[torch.Tensor]]]:
+        """Yield each chunk with its gradients, float32 on the host; afterwards its masters are sent back.
+
+        Kernels that are launched when the iterator has ended see the new parameters.
+
+        Args:
+            factor: what gradients are multiplied with, at most 1.
+        """
+        if factor < 1.0 and self._arriving and self._arriving[0].dtype is torch.float32:
+            torch._foreach_mul_([part.gradient for chunk in self._chunks for part in chunk], factor)
+            factor = 1.0
+        if self._cuda:
+            self._down.wait_stream(torch.cuda.current_stream())  # type: ignore[union-attr]
+            self._up.wait_stream(torch.cuda.current_stream())  # type: ignore[union-attr]
+        for number in range(len(self._chunks)):
+            if number == 0:
+                self._fetch(0)
+            if number + 1 < len(self._chunks):
+                self._fetch(number + 1)
+            _wait(self._arrived[number % 2])
+            chunk = self._chunks[number]
+            sizes = [part.size for part in chunk]
+            rows = self._arriving[number % 2][: sum(sizes)].float()
+            yield chunk, list((rows.mul_(factor) if factor < 1.0 else rows).split(sizes))
+            self._send(number)
+        if self._cuda:
+            torch.cuda.current_stream().wait_stream(self._up)  # type: ignore[arg-type]
+
+    def _fetch(self, number: int) -> None:
+        """Copy a chunk's gradients to the host. Their room is free: its chunk before was stepped."""
+        with self._on(self._down):
+            for part, row in self._rows(number, self._arriving):
+                row.copy_(part.gradient, non_blocking=self._cuda)
+        self._arrived[number % 2] = self._event(self._down)
+
+    def _send(self, number: int) -> None:
+        """Copy a chunk's masters to the parameters."""
+        _wait(self._left[number % 2])  # the room is in use until the chunk before has left
+        for part, row in self._rows(number, self._leaving):
+            row.copy_(part.master.view(-1))
+        with self._on(self._up):
+            for part, row in self._rows(number, self._leaving):
+                part.values.copy_(row, non_blocking=self._cuda)
+        self._left[number % 2] = self._event(self._up)
+
+    def _rows(self, number: int, rooms: list[torch.Tensor]) -> Iterator[tuple[Slice, torch.Tensor]]:
+        chunk = self._chunks[number]
+        sizes = [part.size for part in chunk]
+        return zip(chunk, rooms[number % 2][: sum(sizes)].split(sizes), strict=True)
+
+    def _on(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+        return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+    def _event(self, stream: torch.cuda.Stream | None) -> Any:
+        return None if stream is None else stream.record_event()
+
+
+def _wait(event: Any) -> None:
+    if event is not None:
+        event.synchronize()
+
+
+def _chunks(slices: list[Slice]) -> Iterator[list[Slice]]:
+    chunk: list[Slice] = []
+    for part in slices:
+        if chunk and sum(other.size for other in chunk) + part.size > CHUNK_ELEMENTS:
+            yield chunk
+            chunk = []
+        chunk.append(part)
+    if chunk:
+        yield chunk
+
+
+def _slices(model: Any, *, distributed: bool) -> tuple[list[Slice], list[Slice]]:
+    """Return this rank's slices with weight decay and those without, ordered as in megatron's optimizer."""
+    found = _shares(model) if distributed else _wholes(model)
+    decayed, others = [], []
+    for part in found:  # megatron's rule: neither norms nor biases decay
+        (others if part.parameter.ndim == 1 else decayed).append(part)
+    return decayed, others
+
+
+def _wholes(model: Any) -> Iterator[Slice]:
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            master = parameter.detach().cpu().to(torch.float32, copy=True)
+            yield Slice(parameter, 0, parameter.numel(), master)
+
+
+def _shares(model: Any) -> Iterator[Slice]:
+    """Yield what this rank has of each parameter: an equal range of each of megatron's buckets."""
+    for buffer in model.buffers:
+        group = buffer.data_parallel_group
+        for bucket in buffer.buckets:
+            share = bucket.grad_data.numel() // group.size()
+            first = bucket.offset + group.rank() * share
+            for parameter, (begin, end, _) in buffer.param_index_map.items():
+                start, stop = max(begin, first) - begin, min(end, first + share) - begin
+                if start < stop:
+                    values = parameter.detach().view(-1)[start:stop]
+                    yield Slice(parameter, start, stop, values.cpu().to(torch.float32, copy=True))

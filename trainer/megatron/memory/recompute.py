@@ -1,0 +1,54 @@
+"""Sets which activations the backward pass computes again, by megatron's own means and names."""
+
+import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
+
+# isort: split
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from protocol.errors import SettingsError
+from trainer.config import TrainerConfig
+
+
+def set_recompute(config: TransformerConfig, trainer: TrainerConfig) -> None:
+    """Set megatron's fields before a model is built with `config`; does nothing if nothing is recomputed.
+
+    They are set after megatron has made the configuration: it warns of `core_attn` whatever attention is
+    used.
+
+    Raises:
+        SettingsError: the layers of a stage do not divide into equal pieces.
+    """
+    if not trainer.recompute_granularity:
+        return
+    layers = config.num_layers // config.pipeline_model_parallel_size
+    config.recompute_granularity = trainer.recompute_granularity
+    if trainer.recompute_granularity == "selective":
+        config.recompute_modules = list(trainer.recompute_modules)
+        return
+    pieces = trainer.recompute_num_layers
+    if trainer.recompute_method == "uniform" and layers % pieces:
+        raise SettingsError(
+            f"setting trainer.recompute_num_layers: {pieces} does not divide the {layers} layers of a "
+            "pipeline stage; choose a divisor, or trainer.recompute_method 'block'"
+        )
+    config.recompute_method, config.recompute_num_layers = trainer.recompute_method, pieces
+
+
+def keep_input_gradient(model: GPTModel, trainer: TrainerConfig) -> None:
+    """Have the first layer's input require a gradient, also where the embedding is frozen.
+
+    What is recomputed gets a gradient only if its input requires one; without it the adapters of the first
+    layer would silently not be trained.
+    """
+    if trainer.recompute_granularity and model.pre_process:
+        model.embedding.register_forward_hook(_require_gradient)
+
+
+def _require_gradient(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    if torch.is_grad_enabled() and not output.requires_grad:
+        output.requires_grad_(True)
+    return output
