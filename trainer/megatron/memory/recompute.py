@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from protocol.errors import SettingsError
@@ -27,6 +28,8 @@ def set_recompute(config: TransformerConfig, trainer: TrainerConfig) -> None:
     layers = config.num_layers // config.pipeline_model_parallel_size
     config.recompute_granularity = trainer.recompute_granularity
     if trainer.recompute_granularity == "selective":
+        # megatron 0.16 takes every default but None for fp8, which needs TransformerEngine
+        CheckpointWithoutOutput.__init__.__defaults__ = (None,)
         config.recompute_modules = list(trainer.recompute_modules)
         return
     pieces = trainer.recompute_num_layers

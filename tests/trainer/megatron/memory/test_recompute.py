@@ -1,0 +1,89 @@
+"""Tests that what the backward pass computes again changes neither loss nor gradient."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from protocol.errors import SettingsError
+from tests.trainer.megatron.models import save_model
+from trainer.config import ParallelConfig, TrainerConfig
+from trainer.megatron import cpu, parallel
+from trainer.megatron.architecture import read_architecture
+from trainer.megatron.memory.recompute import keep_input_gradient, set_recompute
+from trainer.megatron.model import build_model, transformer_config
+from trainer.megatron.parallel import Position
+
+SETTINGS: dict[str, dict[str, object]] = {
+    "full-uniform": {"recompute_granularity": "full", "recompute_num_layers": 2},
+    "full-block": {"recompute_granularity": "full", "recompute_method": "block"},
+    "selective": {"recompute_granularity": "selective"},
+    "core_attn": {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)},
+    "all": {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "layernorm", "mlp")},
+}
+
+
+@pytest.fixture(scope="module")
+def position() -> Iterator[Position]:
+    cpu.install()
+    yield parallel.initialize(ParallelConfig(), "cpu", 0)
+    parallel.finalize()
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model("qwen3-tied", tmp_path_factory.mktemp("model"))
+
+
+class Pass:
+    """Loss, gradients and kept bytes of one forward and backward pass of a model with random weights."""
+
+    def __init__(self, model_dir: Path, position: Position, *, frozen: bool = False, **trainer: object) -> None:
+        architecture = read_architecture(model_dir)
+        settings = TrainerConfig(**trainer)  # type: ignore[arg-type]
+        config = transformer_config(architecture, position, torch.float32)
+        set_recompute(config, settings)
+        model = build_model(architecture, config, position)
+        keep_input_gradient(model, settings)
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+        if frozen:
+            model.embedding.requires_grad_(False)
+        tokens = torch.randint(0, 90, (3, 16), generator=generator)
+        kept: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = model(tokens, None, None).float().logsumexp(-1).sum()
+        self.kept = sum(kept.values())
+        loss.backward()
+        self.loss = loss.item()
+        self.gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("frozen", [False, True], ids=["all", "embedding-frozen"])
+def test_recomputing_gives_the_same_gradients_and_keeps_less(
+    model_dir: Path, position: Position, name: str, frozen: bool
+) -> None:
+    plain = Pass(model_dir, position, frozen=frozen)
+    again = Pass(model_dir, position, frozen=frozen, **SETTINGS[name])
+    modules = TrainerConfig(**SETTINGS[name]).recompute_modules  # type: ignore[arg-type]
+    assert again.loss == plain.loss
+    for parameter, gradient in plain.gradients.items():
+        if gradient is not None:  # where the order of sums is the same, bits are
+            torch.testing.assert_close(
+                again.gradients[parameter], gradient, atol=5e-7 if "layernorm" in modules else 0, rtol=0
+            )
+    assert again.kept < plain.kept or name == "core_attn"
+
+
+def test_layers_that_do_not_divide_are_refused(model_dir: Path, position: Position) -> None:
+    with pytest.raises(SettingsError, match=r"recompute_num_layers: 3 does not divide the 2 layers"):
+        Pass(model_dir, position, recompute_granularity="full", recompute_num_layers=3)
