@@ -115,9 +115,12 @@ class TrainerConfig:
     """What happens above `mismatch_limit`: warn (terminal, log, page), or stop (the run halts with the
     cause)."""
     memory_gb: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
-    """GPU memory that training may take on each rank, GiB. `micro_batch_tokens` = auto is chosen for it, and
-    the check before a colocated start counts with it. 0: what the device has free, but for the engines' share,
-    and for that check the expected peak."""
+    """GPU memory that training takes on each rank at its peak, GiB: `micro_batch_tokens` = auto is chosen for
+    it, and the check before a colocated start counts with it. 0: by `memory_fraction` and the expected
+    peak."""
+    memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Share of a GPU's memory that training may take. auto: what `engine.memory_fraction` leaves where
+    engines are on the same GPU, else all of it."""
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     """Seed of the trainer's random numbers."""
     step_s: Annotated[float, Meta(ge=0, le=1e6)] = 0.0

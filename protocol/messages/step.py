@@ -145,3 +145,7 @@ class StepReport(Message, tag="step_report", frozen=True, kw_only=True):
     mfu: float | None = None
     """FLOPs that the model needs for the batch by those that the devices could have made in `train_s`, 0 to
     1; None on a CPU or an unknown GPU, and where the backend does not count."""
+    memory_peak_gb: float | None = None
+    """Largest memory that a rank of the trainer had allocated on its GPU during the step, GiB."""
+    memory_expected_gb: float | None = None
+    """The peak that was expected of the rank that takes the most, GiB."""

@@ -208,6 +208,20 @@ def _transport(settings: Settings, machine: Machine) -> str:
     return "nccl" if is_remote or _is_apart(settings) else "ipc"
 
 
+def _trainer_memory_fraction(settings: Settings, machine: Machine) -> float:
+    beside_engines = (
+        _trainer_on_gpu(settings, machine)
+        and _engine_on_gpu(settings, machine)
+        and not _is_apart(settings)
+        and not settings.colocated.enabled
+    )
+    if not beside_engines:
+        return 1.0
+    engines = max(1, len(machine.gpus) // settings.engine.tensor_parallel_size)
+    on_one_gpu = -(-settings.services.rollout_workers // engines)
+    return max(0.01, round(1.0 - on_one_gpu * settings.engine.memory_fraction, 2))
+
+
 AUTOMATIC: Mapping[str, Callable[[Settings, Machine], Any]] = {
     "services.trainer_gpus": _trainer_gpus,
     "services.rollout_gpus": _rollout_gpus,
@@ -217,7 +231,8 @@ AUTOMATIC: Mapping[str, Callable[[Settings, Machine], Any]] = {
     "engine.threads": _engine_threads,
     "trainer.dtype": _trainer_dtype,
     "trainer.threads": _trainer_threads,
-    "trainer.micro_batch_tokens": lambda settings, machine: 0,  # the backend chooses
+    "trainer.memory_fraction": _trainer_memory_fraction,
+    "trainer.micro_batch_tokens": lambda settings, machine: 0,  # by the trainer, on its device
     "weights.transport": _transport,
 }
 """Setting -> what chooses it, from the settings and the machine.

@@ -17,7 +17,17 @@ from services.settings.placement import check_gpus, gpu_list
 from services.settings.sections import Settings
 from services.settings.tracking import check_kinds
 from trainer.algorithms.registry import ALGORITHMS
-from trainer.config import DEVICES, MISMATCH_ACTIONS, TRAINER_DTYPES, TrainerConfig, WeightConfig
+from trainer.config import (
+    DEVICES,
+    MISMATCH_ACTIONS,
+    RECOMPUTE_GRANULARITIES,
+    RECOMPUTE_METHODS,
+    RECOMPUTE_MODULES,
+    TRAINER_DTYPES,
+    OptimizerConfig,
+    TrainerConfig,
+    WeightConfig,
+)
 from trainer.registry import BACKENDS
 from trainer.weights.registry import TRANSPORTS
 
@@ -28,6 +38,8 @@ CHOICES: Mapping[str, Collection[str]] = {
     "trainer.device": DEVICES,
     "trainer.dtype": TRAINER_DTYPES,
     "trainer.mismatch_action": MISMATCH_ACTIONS,
+    "trainer.recompute_granularity": RECOMPUTE_GRANULARITIES,
+    "trainer.recompute_method": RECOMPUTE_METHODS,
     "algorithm.name": ALGORITHMS,
     "weights.transport": TRANSPORTS,
 }
@@ -58,6 +70,7 @@ def settings_errors(settings: Settings) -> Iterator[SettingsError]:
         lambda: check_shared(settings),
         lambda: check_evaluation(settings),
         lambda: _check_mismatch(settings.trainer),
+        lambda: _check_memory(settings.trainer, settings.optimizer),
         lambda: _check_alternatives(settings),
         lambda: _check_model(settings),
         lambda: check_kinds(settings.tracking),
@@ -83,6 +96,23 @@ def _check_mismatch(trainer: TrainerConfig) -> None:
             f"{trainer.mismatch_limit:g} and trainer.mismatch_share {trainer.mismatch_share:g}; "
             "both have to be above 0"
         )
+
+
+def _check_memory(trainer: TrainerConfig, optimizer: OptimizerConfig) -> None:
+    """Check the recomputed modules, and that what only megatron does is not asked of another backend."""
+    for module in trainer.recompute_modules:
+        checked_name(module, RECOMPUTE_MODULES, "setting trainer.recompute_modules:")
+    asked = {
+        "trainer.recompute_granularity": trainer.recompute_granularity,
+        "optimizer.cpu_offload": "true" if optimizer.cpu_offload else "",
+        "optimizer.grad_reduce_in_fp32": "" if optimizer.grad_reduce_in_fp32 else "false",
+    }
+    for setting, value in asked.items():
+        if value and trainer.backend != "megatron":
+            raise SettingsError(
+                f"setting {setting}: {value} is for trainer.backend 'megatron', and it is "
+                f"{trainer.backend!r}; leave it out, or change the backend"
+            )
 
 
 def _check_alternatives(settings: Settings) -> None:
@@ -179,6 +209,10 @@ def _problems_of_shared(settings: Settings) -> tuple[tuple[bool, str], ...]:
         ),
         (bool(services.pool), "services.pool names rollout workers; there can be one, on [engine]"),
         (settings.lora.rank > 0, f"lora.rank is {settings.lora.rank}; adapters are not shared"),
+        (
+            settings.optimizer.cpu_offload,
+            "optimizer.cpu_offload is true; the engine reads the masters on the device",
+        ),
         (
             settings.colocated.enabled,
             "colocated.enabled is true; processes that share tensors do not take turns",

@@ -75,6 +75,7 @@ class StepReporter:
         mismatch = excess_mismatch(step.taken.step, step.stats, self._process.settings.trainer)
         measured = {**fields_of(step.plan.stats), **fields_of(step.stats), **fields_of(times)}
         tokens = step.plan.stats.step_tokens
+        warnings = measured.pop("warnings") + ((mismatch,) if mismatch else ())
         return StepReport(
             step=step.taken.step,
             version=step.taken.step + 1,
@@ -91,7 +92,7 @@ class StepReporter:
             time=time.time(),
             engine_busy=busy,
             batch_digest=step.plan.digest,
-            warnings=(mismatch,) if mismatch else (),
+            warnings=warnings,
             **measured,
         )
 

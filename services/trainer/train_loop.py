@@ -25,7 +25,7 @@ from services.trainer.model_runner import ModelRunner
 from services.trainer.open_run import OpenRun
 from services.trainer.snapshots import Snapshots
 from services.trainer.step_clock import StepClock
-from services.trainer.step_report import StepReporter, TrainedStep
+from services.trainer.step_report import StepReporter, TrainedStep, excess_mismatch
 from trainer.storage.spool import MissingRecord
 
 log = logging.getLogger("tether.trainer")
@@ -143,8 +143,10 @@ class TrainLoop:
                 with self._process.working(f"saves version {report.version}"):
                     await self._checkpointer.checkpoint(status, manifest.digest)
         self._reporter.record(report)
-        if report.warnings and self._process.settings.trainer.mismatch_action == "stop":
-            await self._halt(report.warnings[0])
+        trainer = self._process.settings.trainer
+        mismatch = excess_mismatch(report.step, step.stats, trainer)
+        if mismatch and trainer.mismatch_action == "stop":
+            await self._halt(mismatch)
         if cause := self._skips.cause_after(report.skipped):
             await self._halt(cause)
         return status

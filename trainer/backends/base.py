@@ -59,6 +59,12 @@ class StepStats:
     """By which share the dearest replica's part of the batch costs more than the mean of all."""
     padding_share: float | None = None
     """Share of padding in what the forward passes computed, over all replicas."""
+    memory_peak_gb: float | None = None
+    """Largest memory that a rank had allocated on its GPU during the step, GiB."""
+    memory_expected_gb: float | None = None
+    """What was expected of it, with the budget in force."""
+    warnings: tuple[str, ...] = ()
+    """What may be wrong with the step, a sentence each."""
 
 
 class Backend(ABC):

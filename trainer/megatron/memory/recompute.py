@@ -55,3 +55,9 @@ def _require_gradient(module: torch.nn.Module, inputs: Any, output: torch.Tensor
     if torch.is_grad_enabled() and not output.requires_grad:
         output.requires_grad_(True)
     return output
+
+
+def forget_passes(model: GPTModel) -> None:
+    """Drop what the layers of a model remember of a pass that did not end."""
+    for layer in model.decoder.layers:
+        layer.input_layernorm_checkpoint = layer.pre_mlp_norm_checkpoint = None

@@ -39,7 +39,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Pass:
     """Loss, gradients and kept bytes of one forward and backward pass of a model with random weights."""
 
-    def __init__(self, model_dir: Path, position: Position, *, frozen: bool = False, **trainer: object) -> None:
+    def __init__(
+        self, model_dir: Path, position: Position, *, frozen: bool = False, **trainer: object
+    ) -> None:
         architecture = read_architecture(model_dir)
         settings = TrainerConfig(**trainer)  # type: ignore[arg-type]
         config = transformer_config(architecture, position, torch.float32)

@@ -1,0 +1,163 @@
+"""Tests the expected memory against parameters of a built model and sizes worked out by hand."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from protocol.weights.lora import LoraConfig
+from tests.trainer.megatron.models import MODELS, save_model
+from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
+from trainer.megatron import cpu, parallel
+from trainer.megatron.architecture import Architecture, Rope, read_architecture
+from trainer.megatron.memory.expected import (
+    GIB,
+    Workload,
+    bytes_of_layer,
+    expected_memory,
+    memory_of_stage,
+    parameters_of_stage,
+)
+from trainer.megatron.model import DTYPES, build_model, transformer_config
+from trainer.megatron.parallel import Position
+
+QWEN_7B = Architecture(
+    model_type="qwen2",
+    name="Qwen2ForCausalLM",
+    layers=28,
+    hidden=3584,
+    intermediate=18944,
+    heads=28,
+    kv_heads=4,
+    head_dim=128,
+    vocabulary=152064,
+    tied=False,
+    norm_eps=1e-6,
+    max_positions=32768,
+    rope=Rope(1e6),
+)
+PARAMETERS_7B = 7_615_616_512
+
+
+def workload(**changes: object) -> Workload:
+    values: dict[str, object] = {
+        "architecture": QWEN_7B,
+        "parallel": ParallelConfig(),
+        "trainer": TrainerConfig(dtype="bfloat16"),
+        "optimizer": OptimizerConfig(),
+    }
+    return Workload(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def recomputing(granularity: str, **trainer: object) -> Workload:
+    settings = TrainerConfig(dtype="bfloat16", recompute_granularity=granularity, **trainer)  # type: ignore[arg-type]
+    return workload(trainer=settings)
+
+
+@pytest.fixture(scope="module")
+def position() -> Iterator[Position]:
+    cpu.install()
+    yield parallel.initialize(ParallelConfig(), "cpu", 0)
+    parallel.finalize()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_are_those_of_the_model_that_is_built(
+    name: str, position: Position, tmp_path: Path
+) -> None:
+    architecture = read_architecture(save_model(name, tmp_path))
+    model = build_model(architecture, transformer_config(architecture, position, DTYPES["float32"]), position)
+    expected = parameters_of_stage(workload(architecture=architecture), 0)
+    assert expected == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_parameters_of_ranks_add_up_but_for_norms_and_padding() -> None:
+    assert parameters_of_stage(workload(), 0) == PARAMETERS_7B
+    parts = workload(parallel=ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2))
+    norms = 2 * 28 * 2 * 3584 + 2 * 3584  # on either tensor rank
+    total = 2 * (parameters_of_stage(parts, 0) + parameters_of_stage(parts, 1))
+    assert total == PARAMETERS_7B + norms // 2
+
+
+def test_state_is_2_4_and_12_bytes_a_parameter_in_bfloat16() -> None:
+    found = expected_memory(workload(), 1024)
+    assert (found.parameters, found.gradients, found.optimizer) == tuple(
+        item * PARAMETERS_7B for item in (2, 4, 12)
+    )
+
+
+def test_optimizer_in_host_memory_takes_nothing_on_the_device() -> None:
+    found = expected_memory(workload(optimizer=OptimizerConfig(cpu_offload=True)), 1024)
+    assert (found.optimizer, found.update) == (0, 0)
+
+
+def test_gradients_in_bfloat16_take_half_but_become_float32_for_the_update() -> None:
+    found = expected_memory(workload(optimizer=OptimizerConfig(grad_reduce_in_fp32=False)), 1024)
+    assert (found.gradients, found.update) == (2 * PARAMETERS_7B, 4 * PARAMETERS_7B)
+
+
+def test_data_parallel_ranks_share_the_optimizer_if_it_is_distributed() -> None:
+    shared = expected_memory(workload(parallel=ParallelConfig(data_parallel_size=4)), 1024)
+    assert shared.optimizer == 3 * PARAMETERS_7B
+    each = ParallelConfig(data_parallel_size=4, use_distributed_optimizer=False)
+    assert expected_memory(workload(parallel=each), 1024).optimizer == 12 * PARAMETERS_7B
+
+
+def test_adapters_alone_have_gradients_and_state() -> None:
+    rank = 16
+    found = expected_memory(workload(adapters=LoraConfig(rank=rank)), 1024)
+    q, k, h, f = 28 * 128, 4 * 128, 3584, 18944
+    adapters = 28 * rank * ((h + q) + 2 * (h + k) + (q + h) + 2 * (h + f) + (f + h))
+    assert (found.gradients, found.optimizer) == (4 * adapters, 12 * adapters)
+    assert found.parameters == 2 * (PARAMETERS_7B + adapters)
+
+
+def test_a_layer_keeps_what_its_rows_say() -> None:
+    tokens, h, q, k, f = 1000, 3584, 28 * 128, 4 * 128, 18944
+    by_hand = 2 * (4 * h + (q + 2 * k) + q + k + q + 4 * f) + 4 * 28
+    assert bytes_of_layer(workload(), tokens) == tokens * by_hand
+    without = 2 * (2 * h + 4 * f)
+    assert bytes_of_layer(workload(), tokens, without=("layernorm", "mlp")) == tokens * (by_hand - without)
+
+
+def test_recompute_keeps_less_the_more_it_computes() -> None:
+    kept = [expected_memory(recomputing(name), 8192).activations for name in ("", "selective", "full")]
+    assert kept == sorted(kept, reverse=True)
+    assert kept[0] > 4 * kept[1] > 8 * kept[2]
+    one = expected_memory(recomputing("full", recompute_method="block", recompute_num_layers=1), 8192)
+    assert kept[0] > one.activations > kept[0] * 26 / 28
+
+
+def test_sequence_parallelism_divides_the_residual_stream_too() -> None:
+    tensor, sequence = (
+        workload(parallel=ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=divided))
+        for divided in (False, True)
+    )
+    whole = bytes_of_layer(workload(), 1024)
+    assert bytes_of_layer(sequence, 1024) == whole / 2
+    assert bytes_of_layer(tensor, 1024) == whole / 2 + 1024 * 2 * 4 * 3584 / 2
+
+
+def test_the_first_stages_hold_more_micro_batches_and_only_the_last_has_the_head() -> None:
+    work = workload(parallel=ParallelConfig(pipeline_model_parallel_size=4))
+    first, last = memory_of_stage(work, 1024, 0), memory_of_stage(work, 1024, 3)
+    assert (first.activations, first.head) == (4 * last.activations, 0)
+    assert expected_memory(work, 1024).peak == max(first.peak, last.peak)
+
+
+def test_the_peak_grows_with_the_budget_and_is_described_in_gib() -> None:
+    peaks = [expected_memory(workload(), tokens).peak for tokens in (1024, 2048, 4096)]
+    assert peaks == sorted(peaks)
+    text = str(expected_memory(workload(), 1024))
+    assert text.startswith(f"{peaks[0] / GIB:.1f} GiB (parameters 14.19, gradients 28.37, optimizer 85.11")
+
+
+def test_a_reference_model_is_a_second_copy_of_the_parameters() -> None:
+    assert expected_memory(workload(reference=True), 1024).parameters == 4 * PARAMETERS_7B
+
+
+def test_masters_apart_take_four_bytes_in_float32() -> None:
+    single = workload(trainer=TrainerConfig(dtype="float32"))
+    assert expected_memory(single, 1024).optimizer == 8 * PARAMETERS_7B
+    assert expected_memory(replace(single, shared=True), 1024).optimizer == 12 * PARAMETERS_7B

@@ -1,0 +1,82 @@
+"""Chooses the tokens of a micro-batch for the memory that there is, and names settings where nothing fits."""
+
+from collections.abc import Iterator
+
+from protocol.errors import SettingsError
+from trainer.megatron.memory.expected import GIB, ExpectedMemory, Workload, expected_memory
+
+TOKENS_STEP = 1024
+"""A chosen budget is a multiple of it."""
+TOKENS_MOST = 32768
+TOKENS_ON_CPU = 8192
+USED_SHARE = 0.9
+"""Share of the free memory that the expected peak may take: the rest is for fragments and errors of it."""
+RECOMPUTES = ("", "selective", "full")
+"""What can be recomputed, the cheapest first."""
+
+
+def choose_tokens(work: Workload, room: float) -> int:
+    """Return the largest budget whose expected peak fits, in tokens of a micro-batch.
+
+    Args:
+        work: the run.
+        room: bytes that a rank may take.
+
+    Raises:
+        SettingsError: not even the smallest one fits; names settings that would.
+    """
+    tokens = largest_budget(work, room)
+    if not tokens:
+        raise SettingsError(refusal(work, room))
+    return tokens
+
+
+def largest_budget(work: Workload, room: float) -> int:
+    """Return the largest budget whose expected peak fits; 0 if none does."""
+    budgets = range(TOKENS_MOST, 0, -TOKENS_STEP)
+    return next((tokens for tokens in budgets if expected_memory(work, tokens).peak <= room), 0)
+
+
+def refusal(work: Workload, room: float) -> str:
+    """Return one sentence: what the smallest budget takes, what there is, and which settings would fit."""
+    least = expected_memory(work, TOKENS_STEP)
+    return (
+        f"the trainer does not fit on its device: a step of {TOKENS_STEP} tokens a micro-batch is expected "
+        f"to take {least}, and {room / GIB:.1f} GiB may be used; {_remedy(work, room)}"
+    )
+
+
+def _remedy(work: Workload, room: float) -> str:
+    found = list(alternatives(work, room))
+    if not found:
+        return (
+            "no setting of one rank would fit: spread it over more GPUs ([parallel]), or train adapters "
+            "(lora.rank)"
+        )
+    best = max(found, key=lambda entry: entry[1])
+    named = [found[0]] if best == found[0] else [found[0], best]
+    parts = (
+        f"with {settings}, up to {tokens} tokens ({memory.peak / GIB:.1f} GiB)"
+        for settings, tokens, memory in named
+    )
+    return f"it would fit {', or '.join(parts)}"
+
+
+def alternatives(work: Workload, room: float) -> Iterator[tuple[str, int, ExpectedMemory]]:
+    """Yield settings that fit, the cheapest first, each with its largest budget and what that takes."""
+    offloads = (False, True) if not (work.optimizer.cpu_offload or work.shared) else (None,)
+    first = RECOMPUTES.index(work.trainer.recompute_granularity)
+    for offload in offloads:
+        for recompute in RECOMPUTES[first:]:
+            changed = work.changed(recompute=recompute, cpu_offload=offload)
+            if changed != work and (tokens := largest_budget(changed, room)):
+                yield _named(work, changed), tokens, expected_memory(changed, tokens)
+
+
+def _named(work: Workload, changed: Workload) -> str:
+    names = []
+    if changed.trainer != work.trainer:
+        names.append(f'trainer.recompute_granularity = "{changed.trainer.recompute_granularity}"')
+    if changed.optimizer != work.optimizer:
+        names.append("optimizer.cpu_offload = true")
+    return " and ".join(names)

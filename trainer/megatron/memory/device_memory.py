@@ -1,0 +1,94 @@
+"""Plans the tokens of a micro-batch for the ranks' devices, and measures what a step took of them."""
+
+import logging
+
+import torch
+import torch.distributed as dist
+
+from protocol.errors import SettingsError
+from trainer.config import TrainerConfig
+from trainer.megatron.memory.budget import (
+    TOKENS_ON_CPU,
+    TOKENS_STEP,
+    USED_SHARE,
+    choose_tokens,
+    refusal,
+)
+from trainer.megatron.memory.expected import GIB, Workload, expected_memory
+from trainer.megatron.parallel import Position
+
+log = logging.getLogger("tether.trainer")
+
+
+class DeviceMemory:
+    """What is planned and measured of one rank's device; on a CPU nothing is measured."""
+
+    def __init__(self, work: Workload, position: Position) -> None:
+        """Plan before anything is allocated. A collective: the rank with the least memory decides for all.
+
+        Raises:
+            SettingsError: a step does not fit; names settings that would.
+        """
+        self._work, self._device = work, position.device
+        self._measured = position.device.type == "cuda"
+        self.tokens = work.trainer.micro_batch_tokens or TOKENS_ON_CPU
+        """Tokens of a micro-batch, until a step runs out of memory."""
+        if self._measured:
+            self.tokens = planned_tokens(work, _room_of_ranks(work.trainer, position.device))
+            if position.rank_of(position.tp, position.pp, position.dp) == 0:
+                log.info("memory.expected tokens=%d peak=%s", self.tokens, expected_memory(work, self.tokens))
+
+    def begin_step(self) -> None:
+        """Measure from here on."""
+        if self._measured:
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def peaks(self, tokens: int) -> tuple[float | None, float | None]:
+        """Return the largest memory that a rank had allocated since `begin_step`, and the expected one, GiB.
+
+        None on a CPU. A collective.
+
+        Args:
+            tokens: the budget that was in force.
+        """
+        if not self._measured:
+            return None, None
+        peak = torch.tensor(torch.cuda.max_memory_allocated(self._device) / GIB, device=self._device)
+        dist.all_reduce(peak, dist.ReduceOp.MAX)
+        return float(peak), expected_memory(self._work, tokens).peak / GIB
+
+
+def planned_tokens(work: Workload, room: float) -> int:
+    """Return the budget of a micro-batch: the one that is set, or the largest one that fits.
+
+    Args:
+        work: the run.
+        room: bytes that a rank may take.
+
+    Raises:
+        SettingsError: not even the smallest budget fits; names settings that would.
+    """
+    tokens = work.trainer.micro_batch_tokens
+    if not tokens:
+        return choose_tokens(work, room)
+    whole = room / USED_SHARE
+    if expected_memory(work, min(tokens, TOKENS_STEP)).peak > whole:
+        raise SettingsError(refusal(work, whole))
+    if (expected := expected_memory(work, tokens)).peak > whole:
+        log.warning(
+            "memory.tight tokens=%d expected=%s free_gb=%.1f: out of memory, a step would be repeated with "
+            "a smaller trainer.micro_batch_tokens",
+            tokens,
+            expected,
+            whole / GIB,
+        )
+    return tokens
+
+
+def _room_of_ranks(trainer: TrainerConfig, device: torch.device) -> float:
+    """Return the bytes that every rank may take of its device. A collective."""
+    free, total = torch.cuda.mem_get_info(device)
+    room = trainer.memory_gb * GIB or USED_SHARE * min(free, trainer.memory_fraction * total)
+    least = torch.tensor(room, dtype=torch.float64, device=device)
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    return float(least)

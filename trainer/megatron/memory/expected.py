@@ -1,0 +1,244 @@
+"""Computes from the settings what a rank will have on its device at the peak of a step. No torch here.
+
+Shapes: H hidden size, F of the MLP, D of a head, A query heads, K key heads, V vocabulary; P tensor ranks.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil
+
+from protocol.weights.lora import NO_ADAPTERS, LoraConfig
+from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
+from trainer.megatron.architecture import Architecture
+from trainer.megatron.convert.rules import padded_vocabulary
+
+GIB = 1 << 30
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+LIBRARIES = 64 << 20
+"""Workspaces that cuBLAS takes from torch's allocator."""
+SLICE_BYTES = 4 * 64 << 20
+"""Pieces of logits in float32 that the head works on, see `layers/vocab_parallel.py`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """A tensor that each layer keeps of its forward pass for the backward pass."""
+
+    name: str
+    elements: Callable[[Architecture], int]
+    """Elements of a token, over all tensor ranks."""
+    module: str = ""
+    """The entry of `recompute_modules` with which it is not kept; empty: it always is."""
+    split: str = "tensor"
+    """tensor: each tensor rank has its part; sequence: only with sequence parallelism."""
+    item_bytes: int = 0
+    """0: those of `trainer.dtype`."""
+
+
+ACTIVATIONS = (
+    Activation("input of the attention's norm, the residual stream", lambda a: a.hidden, split="sequence"),
+    Activation("input of the projection to q, k, v", lambda a: a.hidden, "layernorm", "sequence"),
+    Activation("q, k, v together, of which v stays a view", lambda a: _heads(a) * a.head_dim),
+    Activation("q of its own, as a norm's input", lambda a: a.qk_norm * a.heads * a.head_dim),
+    Activation("q with rotation", lambda a: a.heads * a.head_dim),
+    Activation("k with rotation", lambda a: a.kv_heads * a.head_dim),
+    Activation("log-sum-exp of the scores", lambda a: a.heads, "core_attn", item_bytes=4),
+    Activation("attention's output, input of its projection", lambda a: a.heads * a.head_dim),
+    Activation("input of the MLP's norm, the residual stream", lambda a: a.hidden, split="sequence"),
+    Activation("input of the MLP", lambda a: a.hidden, "layernorm", "sequence"),
+    Activation("gate and up", lambda a: 2 * a.intermediate, "mlp"),
+    Activation("silu of gate", lambda a: a.intermediate, "mlp"),
+    Activation("product, input of the projection down", lambda a: a.intermediate, "mlp"),
+)
+"""What a layer keeps, in the order in which it is made."""
+MLP_GRADIENTS = 4
+"""Tensors of F a token that live together in the backward pass of an MLP: of gate, up, silu and product."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What the memory of a rank depends on."""
+
+    architecture: Architecture
+    parallel: ParallelConfig
+    trainer: TrainerConfig
+    optimizer: OptimizerConfig
+    adapters: LoraConfig = NO_ADAPTERS
+    reference: bool = False
+    """Whether a reference model is kept."""
+    shared: bool = False
+    """Whether an engine computes with the parameters, so that masters are apart in every dtype."""
+
+    @property
+    def item(self) -> int:
+        return ITEM_BYTES[self.trainer.dtype]
+
+    def changed(self, *, recompute: str | None = None, cpu_offload: bool | None = None) -> "Workload":
+        """Return the workload with another `recompute_granularity` or `optimizer.cpu_offload`."""
+        trainer, optimizer = self.trainer, self.optimizer
+        if recompute is not None:
+            trainer = dataclasses.replace(trainer, recompute_granularity=recompute)
+        if cpu_offload is not None:
+            optimizer = dataclasses.replace(optimizer, cpu_offload=cpu_offload)
+        return dataclasses.replace(self, trainer=trainer, optimizer=optimizer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpectedMemory:
+    """Bytes on the device of one rank, by what they are for."""
+
+    parameters: int
+    """With those of the reference model."""
+    gradients: int
+    optimizer: int
+    """Masters and moments."""
+    activations: int
+    """What forward passes keep."""
+    head: int
+    """Logits and their gradient."""
+    workspace: int
+    """What the backward pass of a layer takes for a moment."""
+    update: int
+    """What the optimizer takes for a moment, when the activations are gone."""
+
+    @property
+    def peak(self) -> int:
+        """The largest sum at one moment of a step."""
+        passes = self.activations + max(self.head, self.workspace)
+        return self.parameters + self.gradients + self.optimizer + LIBRARIES + max(passes, self.update)
+
+    def __str__(self) -> str:
+        kinds = ("parameters", "gradients", "optimizer", "activations", "head", "workspace")
+        parts = ", ".join(f"{kind} {getattr(self, kind) / GIB:.2f}" for kind in kinds)
+        return f"{self.peak / GIB:.1f} GiB ({parts})"
+
+
+def expected_memory(work: Workload, tokens: int) -> ExpectedMemory:
+    """Return the memory of the rank that takes the most.
+
+    Args:
+        work: the run.
+        tokens: of a micro-batch.
+    """
+    stages = range(work.parallel.pipeline_model_parallel_size)
+    return max((memory_of_stage(work, tokens, stage) for stage in stages), key=lambda found: found.peak)
+
+
+def memory_of_stage(work: Workload, tokens: int, stage: int) -> ExpectedMemory:
+    """Return the memory of a rank of a pipeline stage."""
+    item, pp = work.item, work.parallel.pipeline_model_parallel_size
+    parameters = parameters_of_stage(work, stage)
+    trained = _adapter_parameters(work) if work.adapters.rank else parameters
+    held = parameters + (trained if work.adapters.rank else 0) + (parameters if work.reference else 0)
+    gradient_item = 4 if work.optimizer.grad_reduce_in_fp32 else item
+    distributed = work.parallel.use_distributed_optimizer
+    share = ceil(trained / work.parallel.data_parallel_size) if distributed else trained
+    on_device = not work.optimizer.cpu_offload
+    masters = 4 if item < 4 or work.shared else 0
+    table = _output_table(work)
+    last = stage == pp - 1
+    tied_gradient = table * item if last and work.architecture.tied and not work.adapters.rank else 0
+    return ExpectedMemory(
+        parameters=held * item,
+        gradients=trained * gradient_item,
+        optimizer=share * (8 + masters) if on_device else 0,
+        activations=_kept(work, tokens) * (pp - stage),  # micro-batches under way in 1F1B
+        head=_head(work, tokens, table) if last else 0,
+        workspace=_of_layer_backward(work, tokens) + tied_gradient,
+        update=share * 4 if on_device and gradient_item < 4 else 0,
+    )
+
+
+def parameters_of_stage(work: Workload, stage: int) -> int:
+    """Return the number of parameters of a rank of a pipeline stage."""
+    a, tp = work.architecture, work.parallel.tensor_model_parallel_size
+    pp = work.parallel.pipeline_model_parallel_size
+    attention = a.hidden * a.head_dim * (_heads(a) + a.heads) + (_heads(a) * a.head_dim if a.qkv_bias else 0)
+    split = attention + 3 * a.hidden * a.intermediate
+    norms = 2 * a.hidden + (2 * a.head_dim if a.qk_norm else 0)
+    layers = a.layers // pp * (split // tp + norms)
+    tables = (stage == 0) + (stage == pp - 1)
+    if pp == 1 and a.tied:
+        tables = 1
+    return layers + tables * _output_table(work) + (a.hidden if stage == pp - 1 else 0)
+
+
+def bytes_of_layer(work: Workload, tokens: int, *, without: tuple[str, ...] = ()) -> int:
+    """Return the bytes that a layer keeps of a micro-batch; `without` are modules that are recomputed."""
+    return sum(
+        ceil(tokens * row.elements(work.architecture) * (row.item_bytes or work.item) / _pieces(work, row))
+        for row in ACTIVATIONS
+        if not row.module or row.module not in without
+    )
+
+
+def _kept(work: Workload, tokens: int) -> int:
+    """Return the bytes that layers keep of a micro-batch, and what recomputing one piece of them takes."""
+    trainer, a = work.trainer, work.architecture
+    layers = a.layers // work.parallel.pipeline_model_parallel_size
+    whole, stream = bytes_of_layer(work, tokens), _stream(work, tokens)
+    angles = 2 * tokens * a.head_dim * work.item
+    ends = 2 * stream + angles  # the last norm's input and output
+    if trainer.recompute_granularity == "full":
+        pieces = trainer.recompute_num_layers
+        if trainer.recompute_method == "uniform":
+            return ends + ceil(layers / pieces) * stream + min(pieces, layers) * whole
+        pieces = min(pieces, layers)
+        return ends + pieces * stream + max((layers - pieces) * whole, whole)
+    if trainer.recompute_granularity == "selective":
+        kept = bytes_of_layer(work, tokens, without=trainer.recompute_modules)
+        return ends + layers * kept + (whole - kept)
+    return ends + layers * whole
+
+
+def _of_layer_backward(work: Workload, tokens: int) -> int:
+    """Return the bytes that the backward pass of an MLP takes: gradients of activations and of a weight."""
+    a, tp = work.architecture, work.parallel.tensor_model_parallel_size
+    passing = ceil(tokens * MLP_GRADIENTS * a.intermediate * work.item / tp) + 2 * _stream(work, tokens)
+    weight = 0 if work.adapters.rank else 2 * a.intermediate * a.hidden * work.item // tp
+    return passing + weight
+
+
+def _head(work: Workload, tokens: int, table: int) -> int:
+    """Return the bytes of the head: logits, their gradient, and the gradients of weight and hidden states."""
+    a, tp = work.architecture, work.parallel.tensor_model_parallel_size
+    logits = tokens * padded_vocabulary(a.vocabulary, tp) // tp * work.item
+    weight = 0 if work.adapters.rank else table * work.item
+    return 2 * logits + min(SLICE_BYTES, 4 * logits) + weight + 2 * tokens * a.hidden * work.item
+
+
+def _output_table(work: Workload) -> int:
+    tp = work.parallel.tensor_model_parallel_size
+    return padded_vocabulary(work.architecture.vocabulary, tp) // tp * work.architecture.hidden
+
+
+def _adapter_parameters(work: Workload) -> int:
+    """Return the parameters of this rank's adapters: A and B of each target of its layers."""
+    a, adapters = work.architecture, work.adapters
+    q, k = a.heads * a.head_dim, a.kv_heads * a.head_dim
+    sizes = {
+        "q_proj": a.hidden + q,
+        "k_proj": a.hidden + k,
+        "v_proj": a.hidden + k,
+        "o_proj": q + a.hidden,
+        "gate_proj": a.hidden + a.intermediate,
+        "up_proj": a.hidden + a.intermediate,
+        "down_proj": a.intermediate + a.hidden,
+    }
+    chosen = sum(size for name, size in sizes.items() if name in adapters.target_modules)
+    return a.layers // work.parallel.pipeline_model_parallel_size * adapters.rank * chosen
+
+
+def _heads(a: Architecture) -> int:
+    return a.heads + 2 * a.kv_heads
+
+
+def _pieces(work: Workload, row: Activation) -> int:
+    divided = row.split == "tensor" or work.parallel.sequence_parallel
+    return work.parallel.tensor_model_parallel_size if divided else 1
+
+
+def _stream(work: Workload, tokens: int) -> int:
+    """Return the bytes of the residual stream of a micro-batch."""
+    return ceil(tokens * work.architecture.hidden * work.item / _pieces(work, ACTIVATIONS[0]))

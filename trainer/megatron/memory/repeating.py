@@ -1,0 +1,166 @@
+"""Repeats the passes of a step that ran out of memory, with half the tokens a micro-batch.
+
+Gradients are zero at the beginning of each attempt, so the result is that of a step which began with the
+smaller budget. Ranks agree before gradients are added up: a rank that ran out of memory tells the others,
+which have made their passes and drop them. With tensor or pipeline parallelism ranks wait for each other
+within a pass, so no rank can leave it: there the process ends with an error, and torchrun ends the others.
+"""
+
+import gc
+import logging
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from protocol.errors import SettingsError
+from trainer.megatron.parallel import Position
+
+log = logging.getLogger("tether.trainer")
+T = TypeVar("T")
+REMEDY = (
+    'set trainer.recompute_granularity to "selective" or "full", turn optimizer.cpu_offload on, generate '
+    "shorter samples, or spread the trainer over more GPUs ([parallel])"
+)
+
+
+class Sizes(NamedTuple):
+    """How a budget divides a replica's samples."""
+
+    tokens: int
+    """Of the largest micro-batch."""
+    samples: int
+    """Of the micro-batch that has the most."""
+
+
+class Outcome(IntEnum):
+    """How the passes of a rank ended; the largest of all ranks counts."""
+
+    DONE = 0
+    REPEAT = 1
+    SMALLEST = 2
+    """It ran out of memory, and no pass has more than one sample."""
+
+
+class _DroppedPasses(Exception):
+    """Leaves the passes of a rank because another one ran out of memory."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome)
+        self.outcome = outcome
+
+
+class RepeatedPasses:
+    """The budget of tokens that is in force, and how it shrinks."""
+
+    def __init__(self, position: Position, tokens: int, reset: Callable[[], None]) -> None:
+        """Begin with a budget.
+
+        Args:
+            position: this rank's place in the layout.
+            tokens: of a micro-batch.
+            reset: zeroes the gradients and drops what passes left behind.
+        """
+        parallel = position.config
+        self.tokens = tokens
+        self._device = position.device
+        self._reset = reset
+        self._replicas = parallel.data_parallel_size
+        self._is_whole = parallel.tensor_model_parallel_size == parallel.pipeline_model_parallel_size == 1
+        self._agrees = False
+        """Whether the ranks have yet to agree in this attempt."""
+
+    def agree_before(self, config: Any) -> None:
+        """Have ranks agree, in every step, before the function of megatron's `config` adds up gradients."""
+        add_up = config.finalize_model_grads_func
+
+        def agree_and_add_up(*args: Any, **options: Any) -> None:
+            if self._agrees and (outcome := self._agreed(Outcome.DONE, self.tokens)) is not Outcome.DONE:
+                raise _DroppedPasses(outcome)
+            add_up(*args, **options)
+
+        config.finalize_model_grads_func = agree_and_add_up
+
+    def step(self, passes: Callable[[int], T], sizes: Callable[[int], Sizes]) -> tuple[T, str]:
+        """Make the passes of a step, which end by adding up gradients over the replicas.
+
+        Args:
+            passes: makes them with a budget of tokens.
+            sizes: returns how a budget divides the samples.
+
+        Returns:
+            What `passes` returned, and a sentence if they had to be repeated.
+
+        Raises:
+            SettingsError: out of memory, and the passes cannot be repeated with smaller micro-batches.
+        """
+        return self._repeat(passes, sizes, together=self._replicas > 1)
+
+    def alone(self, passes: Callable[[int], T], sizes: Callable[[int], Sizes]) -> T:
+        """Make passes without gradients, in which replicas do not wait for each other; else as `step`."""
+        return self._repeat(passes, sizes, together=False)[0]
+
+    def _repeat(
+        self, passes: Callable[[int], T], sizes: Callable[[int], Sizes], *, together: bool
+    ) -> tuple[T, str]:
+        first, cause = self.tokens, ""
+        while True:
+            self._agrees = together and self._is_whole
+            found: Outcome | None = None
+            try:
+                return passes(self.tokens), _warning(first, self.tokens, cause)
+            except torch.OutOfMemoryError as error:
+                cause = str(error).partition(". ")[0]
+            except _DroppedPasses as dropped:
+                cause, found = "another rank ran out of memory", dropped.outcome
+            # here the error is gone, and with it all that its frames held
+            before = self.tokens
+            self._clear()
+            outcome = self._shrunk(cause, sizes, together=together) if found is None else found
+            if outcome is Outcome.SMALLEST:
+                raise SettingsError(
+                    f"the trainer ran out of memory with one sample a micro-batch ({cause}): {REMEDY}"
+                )
+            log.warning("memory.out tokens=%d next=%d cause=%s", before, self.tokens, cause)
+
+    def _clear(self) -> None:
+        self._reset()
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _shrunk(self, cause: str, sizes: Callable[[int], Sizes], *, together: bool) -> Outcome:
+        """Halve the budget after this rank ran out of memory."""
+        if not self._is_whole or (together and not self._agrees):
+            raise SettingsError(
+                f"the trainer ran out of memory with {self.tokens} tokens a micro-batch ({cause}), where the "
+                "other ranks wait for this one, so the step cannot be repeated: lower "
+                f"trainer.micro_batch_tokens; or {REMEDY}"
+            )
+        largest, samples = sizes(self.tokens)
+        outcome = Outcome.REPEAT if samples > 1 else Outcome.SMALLEST
+        tokens = max(1, min(self.tokens, largest) // 2)
+        if together:
+            return self._agreed(outcome, tokens)
+        self.tokens = tokens
+        return outcome
+
+    def _agreed(self, outcome: Outcome, tokens: int) -> Outcome:
+        """Return the worst outcome of all replicas, and take over the smallest budget. A collective."""
+        self._agrees = False
+        state = torch.tensor([int(outcome), -tokens], device=self._device)
+        dist.all_reduce(state, dist.ReduceOp.MAX)
+        worst, smallest = state.tolist()
+        self.tokens = -smallest
+        return Outcome(worst)
+
+
+def _warning(first: int, tokens: int, cause: str) -> str:
+    if tokens == first:
+        return ""
+    return (
+        f"out of memory with {first} tokens a micro-batch ({cause}); the step was repeated with {tokens}, "
+        "which stay in force: lower trainer.micro_batch_tokens or trainer.memory_fraction"
+    )
