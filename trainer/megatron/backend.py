@@ -28,7 +28,12 @@ from trainer.megatron.checkpoint import copy_part, layout, restore_part
 from trainer.megatron.convert.checkpoint import load_checkpoint
 from trainer.megatron.forward import Runner
 from trainer.megatron.layers import lora
-from trainer.megatron.model import DTYPES, build_model, mark_split, transformer_config
+from trainer.megatron.memory.device_memory import DeviceMemory
+from trainer.megatron.memory.expected import Workload
+from trainer.megatron.memory.host_optimizer import HostOptimizer
+from trainer.megatron.memory.recompute import forget_passes, keep_input_gradient, set_recompute
+from trainer.megatron.memory.repeating import RepeatedPasses
+from trainer.megatron.model import DTYPES, PackedModel, build_model, mark_split, transformer_config
 from trainer.megatron.optimizer import Optimizer, wrap_model
 from trainer.megatron.reshard import TensorPlan, export_plan, plan_of, stage_rules
 from trainer.megatron.sharing import buffers_of, parts_of
@@ -76,20 +81,29 @@ class MegatronBackend(Backend):
         self.replicas = self._position.replicas()
         self._closed = False
         try:
+            self._memory = DeviceMemory(
+                Workload(
+                    architecture=self._model_spec,
+                    parallel=parallel,
+                    trainer=trainer,
+                    optimizer=optimizer,
+                    adapters=adapters,
+                    reference=algorithm.config.kl_coef > 0,
+                    shared=shared,
+                ),
+                self._position,
+            )
             self._config = transformer_config(self._model_spec, self._position, DTYPES[trainer.dtype])
+            set_recompute(self._config, trainer)
             model = build_model(self._model_spec, self._config, self._position)
+            keep_input_gradient(model, trainer)
             self._parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
             self._load(model_dir)
             self._trained, self._published = self._parameters, self._plan
             if adapters.rank:
                 self._add_adapters(model, adapters)
             self._buffers = buffers_of(model)
-            self._model = wrap_model(model, self._config, self._position)
-            self._runner = self._make_runner(self._model)
-            self._optimizer = Optimizer(
-                optimizer, self._model, self._position, DTYPES[trainer.dtype], apart=shared
-            )
-            self._masters = self._optimizer.masters
+            self._wrap(model, optimizer, shared=shared)
         except BaseException:
             self.close()
             raise
@@ -100,13 +114,24 @@ class MegatronBackend(Backend):
 
     def train_step(self, batch: Batch) -> StepStats:
         measures = StepMeasures.of_batch(batch, self.algorithm.config)
+        self._memory.begin_step()
         self._optimizer.zero_grad(self._model)
-        vector, micro_batches, padding_share = self._runner.train(batch, self.algorithm, measures)
+        (vector, micro_batches, padding_share), warning = self._passes.step(
+            self._runner, batch, lambda: self._runner.train(batch, self.algorithm, measures)
+        )
         norm, skipped = (
             self._optimizer.step() if measures.tokens else (0.0, "no token of the batch is within the bound")
         )
         stats = measures.stats(vector, grad_norm=norm, skipped=skipped)
-        return dataclasses.replace(stats, micro_batches=micro_batches, padding_share=padding_share)
+        peak, expected = self._memory.peaks(self._passes.tokens)
+        return dataclasses.replace(
+            stats,
+            micro_batches=micro_batches,
+            padding_share=padding_share,
+            memory_peak_gb=peak,
+            memory_expected_gb=expected,
+            warnings=(warning,) if warning else (),
+        )
 
     @property
     def device_name(self) -> str:
@@ -119,12 +144,15 @@ class MegatronBackend(Backend):
         return float(layers) + spec.head_flops(trained, frozen=frozen)
 
     def logprobs(self, batch: Batch) -> torch.Tensor:
-        return self._runner.logprobs(batch)
+        return self._logprobs(self._runner, batch)
 
     def reference_logprobs(self, batch: Batch) -> torch.Tensor:
         if self._reference is None:
             raise RuntimeError("reference_logprobs before keep_reference: there is no reference model")
-        return self._reference.logprobs(batch)
+        return self._logprobs(self._reference, batch)
+
+    def _logprobs(self, runner: Runner, batch: Batch) -> torch.Tensor:
+        return self._passes.alone(runner, batch, lambda: runner.logprobs(batch))
 
     def keep_reference(self) -> None:
         """Keep a copy of the current weights as the reference model.
@@ -236,6 +264,24 @@ class MegatronBackend(Backend):
 
     def _layout(self) -> dict[str, object]:
         return layout(self._model_spec, self._position, self._trainer.dtype, self.lora)
+
+    def _wrap(self, model: PackedModel, config: OptimizerConfig, *, shared: bool) -> None:
+        """Make what steps the model: gradients, passes and optimizer."""
+        position, dtype = self._position, DTYPES[self._trainer.dtype]
+        self._model = wrap_model(
+            model, self._config, position, grad_reduce_in_fp32=config.grad_reduce_in_fp32
+        )
+        self._runner = self._make_runner(self._model)
+        kind = HostOptimizer if config.cpu_offload else Optimizer
+        self._optimizer = kind(config, self._model, position, dtype, apart=shared)
+        self._masters = self._optimizer.masters
+
+        def reset() -> None:
+            self._optimizer.zero_grad(self._model)
+            forget_passes(model)
+
+        self._passes = RepeatedPasses(position, self._memory.tokens, reset)
+        self._passes.agree_before(self._config)
 
     def _add_adapters(self, model: GPTModel, adapters: LoraConfig) -> None:
         """Train adapters in place of the model."""

@@ -66,7 +66,7 @@ class Runner:
             The vector of `measures` for the whole step, the forward passes of the busiest replica, and the
             share of padding in all of them; equal on every rank.
         """
-        packing = self._packing(batch)
+        packing = self.packing(batch)
         finish = partial(_loss, algorithm, measures)
         outputs = self._run(batch, packing, finish, forward_only=False)
         position = self.position
@@ -87,7 +87,7 @@ class Runner:
 
         float32 [t] on the CPU, on every rank of the replica.
         """
-        outputs = self._run(batch, self._packing(batch), _collect, forward_only=True)
+        outputs = self._run(batch, self.packing(batch), _collect, forward_only=True)
         result = torch.zeros(len(batch.tokens), dtype=torch.float32, device=self.position.device)
         for place, values in outputs:
             result[place] = values
@@ -95,7 +95,8 @@ class Runner:
             dist.all_reduce(result, group=mpu.get_pipeline_model_parallel_group())
         return result.cpu()
 
-    def _packing(self, batch: Batch) -> Packing:
+    def packing(self, batch: Batch) -> Packing:
+        """Return how a part is divided into micro-batches."""
         return Packing.of(batch.lengths, self.position, self.micro_batch_tokens, self.micro_batch_size)
 
     def _run(self, batch: Batch, packing: Packing, finish: Any, *, forward_only: bool) -> list[Any]:

@@ -15,9 +15,6 @@ from trainer.megatron.layers.attention import by_segments, kernel_for
 from trainer.megatron.layers.sequences import PackedSequences, packed_sequences, to_device
 from trainer.megatron.parallel import Position
 
-AUTO_TOKENS = {"cpu": 8192, "cuda": 16384}
-"""Type of device -> tokens of a micro-batch where the setting is 0."""
-
 PASSES_OF_A_STAGE = 4
 """With a pipeline, micro-batches for each stage, at least: stages wait for (stages - 1) of so many passes."""
 
@@ -66,13 +63,11 @@ class Packing:
         Args:
             lengths: int64 [n].
             position: a rank's place in the layout.
-            micro_batch_tokens: tokens of a micro-batch, at most, unless one sample has more; 0:
-                `AUTO_TOKENS`.
+            micro_batch_tokens: tokens of a micro-batch, at most, unless one sample has more.
             micro_batch_size: samples of a micro-batch, at most.
         """
-        budget = micro_batch_tokens or AUTO_TOKENS[position.device.type]
         inputs = (lengths - 1).tolist()
-        stages = position.config.pipeline_model_parallel_size
+        budget, stages = micro_batch_tokens, position.config.pipeline_model_parallel_size
         if stages > 1:
             budget = min(budget, -(-sum(inputs) // (PASSES_OF_A_STAGE * stages)))
         packed = pack(inputs, budget, micro_batch_size) or [[]]

@@ -73,7 +73,7 @@ def check(part: Batch, micro: MicroBatch, samples: tuple[int, ...], place: Posit
 
 def test_positions_begin_anew_in_every_sample() -> None:
     batch, place = make_batch("qwen2", 0), position()
-    (micro,) = micro_batches(batch, Packing.of(batch.lengths, place, 0, 100), place, trained=True)
+    (micro,) = micro_batches(batch, Packing.of(batch.lengths, place, 8192, 100), place, trained=True)
     positions = torch.cat([torch.arange(end - start) for start, end in pairwise(micro.sequences.offsets)])
     torch.testing.assert_close(micro.sequences.cos[:, 0, 0], positions.float().cos())
 
@@ -99,7 +99,7 @@ def test_a_pipeline_has_enough_micro_batches_to_fill_its_stages() -> None:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_replica_without_samples_takes_part_with_padding(tp: int) -> None:
     batch, place = make_batch("qwen2", 0).select(torch.tensor([], dtype=torch.int64)), position(tp)
-    packing = Packing.of(batch.lengths, place, 0, 100)
+    packing = Packing.of(batch.lengths, place, 8192, 100)
     (micro,) = micro_batches(batch, packing, place, trained=True)
     assert (packing.padding, tuple(micro.inputs.shape), micro.wanted, len(micro.rows)) == (tp, (1, tp), 0, 1)
     assert micro.trained is not None

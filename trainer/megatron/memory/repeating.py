@@ -10,12 +10,15 @@ import gc
 import logging
 from collections.abc import Callable
 from enum import IntEnum
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from protocol.errors import SettingsError
+from trainer.batch import Batch
+from trainer.megatron.forward import Runner
+from trainer.megatron.micro_batches import Packing
 from trainer.megatron.parallel import Position
 
 log = logging.getLogger("tether.trainer")
@@ -24,15 +27,6 @@ REMEDY = (
     'set trainer.recompute_granularity to "selective" or "full", turn optimizer.cpu_offload on, generate '
     "shorter samples, or spread the trainer over more GPUs ([parallel])"
 )
-
-
-class Sizes(NamedTuple):
-    """How a budget divides a replica's samples."""
-
-    tokens: int
-    """Of the largest micro-batch."""
-    samples: int
-    """Of the micro-batch that has the most."""
 
 
 class Outcome(IntEnum):
@@ -83,12 +77,13 @@ class RepeatedPasses:
 
         config.finalize_model_grads_func = agree_and_add_up
 
-    def step(self, passes: Callable[[int], T], sizes: Callable[[int], Sizes]) -> tuple[T, str]:
+    def step(self, runner: Runner, batch: Batch, passes: Callable[[], T]) -> tuple[T, str]:
         """Make the passes of a step, which end by adding up gradients over the replicas.
 
         Args:
-            passes: makes them with a budget of tokens.
-            sizes: returns how a budget divides the samples.
+            runner: makes them with the budget that it is given here.
+            batch: the part of this rank's replica.
+            passes: makes them.
 
         Returns:
             What `passes` returned, and a sentence if they had to be repeated.
@@ -96,21 +91,22 @@ class RepeatedPasses:
         Raises:
             SettingsError: out of memory, and the passes cannot be repeated with smaller micro-batches.
         """
-        return self._repeat(passes, sizes, together=self._replicas > 1)
+        return self._repeat(runner, batch, passes, together=self._replicas > 1)
 
-    def alone(self, passes: Callable[[int], T], sizes: Callable[[int], Sizes]) -> T:
+    def alone(self, runner: Runner, batch: Batch, passes: Callable[[], T]) -> T:
         """Make passes without gradients, in which replicas do not wait for each other; else as `step`."""
-        return self._repeat(passes, sizes, together=False)[0]
+        return self._repeat(runner, batch, passes, together=False)[0]
 
     def _repeat(
-        self, passes: Callable[[int], T], sizes: Callable[[int], Sizes], *, together: bool
+        self, runner: Runner, batch: Batch, passes: Callable[[], T], *, together: bool
     ) -> tuple[T, str]:
         first, cause = self.tokens, ""
         while True:
             self._agrees = together and self._is_whole
+            runner.micro_batch_tokens = self.tokens
             found: Outcome | None = None
             try:
-                return passes(self.tokens), _warning(first, self.tokens, cause)
+                return passes(), _warning(first, self.tokens, cause)
             except torch.OutOfMemoryError as error:
                 cause = str(error).partition(". ")[0]
             except _DroppedPasses as dropped:
@@ -118,7 +114,7 @@ class RepeatedPasses:
             # here the error is gone, and with it all that its frames held
             before = self.tokens
             self._clear()
-            outcome = self._shrunk(cause, sizes, together=together) if found is None else found
+            outcome = self._shrunk(cause, runner.packing(batch), together) if found is None else found
             if outcome is Outcome.SMALLEST:
                 raise SettingsError(
                     f"the trainer ran out of memory with one sample a micro-batch ({cause}): {REMEDY}"
@@ -131,7 +127,7 @@ class RepeatedPasses:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _shrunk(self, cause: str, sizes: Callable[[int], Sizes], *, together: bool) -> Outcome:
+    def _shrunk(self, cause: str, packing: Packing, together: bool) -> Outcome:
         """Halve the budget after this rank ran out of memory."""
         if not self._is_whole or (together and not self._agrees):
             raise SettingsError(
@@ -139,9 +135,9 @@ class RepeatedPasses:
                 "other ranks wait for this one, so the step cannot be repeated: lower "
                 f"trainer.micro_batch_tokens; or {REMEDY}"
             )
-        largest, samples = sizes(self.tokens)
-        outcome = Outcome.REPEAT if samples > 1 else Outcome.SMALLEST
-        tokens = max(1, min(self.tokens, largest) // 2)
+        divisible = any(len(samples) > 1 for samples in packing.samples)
+        outcome = Outcome.REPEAT if divisible else Outcome.SMALLEST
+        tokens = max(1, min(self.tokens, max(packing.sizes)) // 2)
         if together:
             return self._agreed(outcome, tokens)
         self.tokens = tokens

@@ -11,6 +11,7 @@ from tests.trainer.megatron.models import save_model
 from trainer.config import ParallelConfig, TrainerConfig
 from trainer.megatron import cpu, parallel
 from trainer.megatron.architecture import read_architecture
+from trainer.megatron.layers.sequences import packed_sequences
 from trainer.megatron.memory.recompute import keep_input_gradient, set_recompute
 from trainer.megatron.model import build_model, transformer_config
 from trainer.megatron.parallel import Position
@@ -54,7 +55,9 @@ class Pass:
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
         if frozen:
             model.embedding.requires_grad_(False)
-        tokens = torch.randint(0, 90, (3, 16), generator=generator)
+        lengths = [16, 16, 12]
+        tokens = torch.randint(0, 90, (1, sum(lengths)), generator=generator)
+        sequences = packed_sequences(lengths, model.rotary_pos_emb.inv_freq, torch.float32, segmented=True)
         kept: dict[int, int] = {}
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -62,7 +65,8 @@ class Pass:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            loss = model(tokens, None, None).float().logsumexp(-1).sum()
+            hidden = model(tokens, None, None, packed_seq_params=sequences)
+            loss = (hidden @ model.output_weight.t()).logsumexp(-1).sum()
         self.kept = sum(kept.values())
         loss.backward()
         self.loss = loss.item()
