@@ -54,6 +54,7 @@ def check_budget(
     algorithm: AlgorithmConfig,
     weights: WeightConfig,
     adapters: bool = False,
+    expected_gb: float | None = None,
 ) -> GpuMemory:
     """Compare both turns with the memory of a device.
 
@@ -62,6 +63,7 @@ def check_budget(
         parameters: number of parameters of the model, not of one rank.
         workers: engines that sleep on each device.
         adapters: only adapters are trained and published; they are small enough to be left out.
+        expected_gb: expected peak of a rank of the trainer, with activations; None: by the model's size.
 
     Raises:
         SettingsError: a turn does not fit; names the settings and the numbers.
@@ -78,9 +80,16 @@ def check_budget(
         engines=workers * engine_gb,
         staging=workers * staging_gb,
         published=IPC_VERSIONS * version_gb if weights.transport == "ipc" else 0.0,
-        trainer=trainer.memory_gb or _state_gb(parameters, trainer, algorithm, adapters=adapters) / ranks,
+        trainer=trainer.memory_gb
+        or expected_gb
+        or _state_gb(parameters, trainer, algorithm, adapters=adapters) / ranks,
     )
-    _check_fits(memory, total_gb, workers, engine, trainer, weights)
+    source = "by the model's size; activations come on top, set trainer.memory_gb"
+    if trainer.memory_gb:
+        source = "trainer.memory_gb"
+    elif expected_gb:
+        source = "the expected peak of a step"
+    _check_fits(memory, total_gb, workers, engine, source, weights)
     return memory
 
 
@@ -89,24 +98,22 @@ def _check_fits(
     total_gb: float,
     workers: int,
     engine: EngineConfig,
-    trainer: TrainerConfig,
+    trainer_source: str,
     weights: WeightConfig,
 ) -> None:
     published = f"{memory.published:.1f} published (weights.transport {weights.transport})"
     if memory.engines_turn > total_gb:
-        source = "engine.memory_fraction" if engine.name in SIZED_BY_FRACTION else "the model"
+        engine_source = "engine.memory_fraction" if engine.name in SIZED_BY_FRACTION else "the model"
         raise SettingsError(
             f"the engines' turn does not fit on a GPU of {total_gb:.1f} GiB: {memory.engines:.1f} for "
-            f"{workers} engine(s) ({source}), {memory.staging:.1f} staging (engine.staging_mb), {published}, "
-            f"{CONTEXT_GB:.1f} the trainer's context: lower engine.memory_fraction"
+            f"{workers} engine(s) ({engine_source}), {memory.staging:.1f} staging (engine.staging_mb), "
+            f"{published}, {CONTEXT_GB:.1f} the trainer's context: lower engine.memory_fraction"
         )
     if memory.trainers_turn(workers) > total_gb:
-        estimate = "by the model's size; activations come on top, set trainer.memory_gb"
-        source = "trainer.memory_gb" if trainer.memory_gb else estimate
         raise SettingsError(
             f"the trainer's turn does not fit on a GPU of {total_gb:.1f} GiB: {memory.trainer:.1f} for "
-            f"training ({source}), {published}, {workers * CONTEXT_GB:.1f} the context of {workers} sleeping "
-            "engine(s): lower trainer.memory_gb, or spread the trainer over more GPUs ([parallel])"
+            f"training ({trainer_source}), {published}, {workers * CONTEXT_GB:.1f} the context of {workers} "
+            "sleeping engine(s): lower trainer.memory_gb, or spread the trainer over more GPUs ([parallel])"
         )
 
 

@@ -25,6 +25,8 @@ from services.ledger.redis.ledger import RedisLedger
 from services.ledger_recovery.reconcile import reconcile
 from services.observability.progress import Progress, plot_run
 from services.observability.score_failures import report_failures_loop
+from services.preflight.memory import describe_memory
+from services.preflight.model import read_model
 from services.prepare import prepare
 from services.run_files.event_tail import EventTail
 from services.run_files.halts import explain_halt
@@ -90,7 +92,8 @@ async def _run_prepared(asked: Settings, settings: Settings, spec: RunSpec, prog
             lines = await start_or_resume(ledger, settings, spec)
             record_pins(asked, settings)
             await ledger.guard()
-            for line in (*lines, ledger.durability):
+            facts = describe_memory(settings, read_model(settings))
+            for line in (*lines, ledger.durability, *facts):
                 progress.note(line)
             try:
                 outcome = await _supervise(settings, url, ledger, server, progress, spec.prompts)

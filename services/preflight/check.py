@@ -11,6 +11,7 @@ from rollout.prompts.registry import make_source
 from services.preflight.data import first_prompts, rendering_problems, stream_problems, verifier_problems
 from services.preflight.endpoints import local_problems
 from services.preflight.lengths import length_problems
+from services.preflight.memory import describe_memory
 from services.preflight.model import ModelFacts, model_problems, read_model
 from services.preflight.problem import Problem
 from services.preflight.sampling import distribution_problems, group_problems
@@ -99,6 +100,7 @@ def describe_run(settings: Settings, model: ModelFacts, source: PromptSource) ->
         f"weights by {settings.weights.transport}",
         f"reward   {services.rewards} worker(s): "
         + (", ".join(verifier.name for verifier in settings.reward.verifiers) or "the environment's"),
+        *describe_memory(settings, model),
     ]
 
 

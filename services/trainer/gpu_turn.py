@@ -16,6 +16,8 @@ from services.bus.broadcast import Broadcaster
 from services.gpu_sharing.device_lock import DeviceLock, given_device
 from services.gpu_sharing.memory_budget import GIB, check_budget
 from services.gpu_sharing.turn import TURN, Turn, holders
+from services.preflight.memory import expected_gb
+from services.preflight.model import read_model
 from services.runtime.process import Process
 from services.settings.hub import fetch_model
 from services.settings.sections import Settings
@@ -145,4 +147,5 @@ def check_memory(settings: Settings) -> None:
         algorithm=settings.algorithm,
         weights=settings.weights,
         adapters=bool(settings.lora.rank),
+        expected_gb=expected_gb(settings, read_model(settings)),
     )

@@ -25,6 +25,7 @@ CPU = {
     "engine.threads": 1,
     "trainer.dtype": "float32",
     "trainer.threads": 1,
+    "trainer.memory_fraction": 1.0,
     "trainer.micro_batch_tokens": 0,
     "weights.transport": "shm",
 }
@@ -34,6 +35,7 @@ SHARED_GPU = {
     "engine.enforce_eager": False,
     "engine.memory_fraction": 0.4,
     "trainer.dtype": "bfloat16",
+    "trainer.memory_fraction": 0.6,
     "weights.transport": "ipc",
 }
 APART = {
@@ -41,6 +43,7 @@ APART = {
     "services.trainer_gpus": "0",
     "services.rollout_gpus": "1,2,3",
     "engine.memory_fraction": 0.85,
+    "trainer.memory_fraction": 1.0,
     "weights.transport": "nccl",
 }
 
@@ -64,9 +67,11 @@ def given(name: str, overrides: tuple[str, ...]) -> bool:
         (["0"], ("engine.name=scripted", "trainer.backend=scripted"), CPU),
         (["0"], ("engine.name=hf", "trainer.backend=reference"), {**CPU, "engine.memory_fraction": 0.4}),
         (["0"], ("trainer.device=cpu",), {**SHARED_GPU, "engine.memory_fraction": 0.85,
-                                          "trainer.dtype": "float32", "weights.transport": "shm"}),
+                                          "trainer.dtype": "float32", "trainer.memory_fraction": 1.0,
+                                          "weights.transport": "shm"}),
         (["0"], ("engine.name=megatron",), {**SHARED_GPU, "engine.enforce_eager": True}),
-        (["0"], ("colocated.enabled=true",), {**SHARED_GPU, "engine.memory_fraction": 0.5}),
+        (["0"], ("colocated.enabled=true",), {**SHARED_GPU, "engine.memory_fraction": 0.5,
+                                               "trainer.memory_fraction": 1.0}),
         (["0"], ("services.rollouts=2",), {**SHARED_GPU, "engine.memory_fraction": 0.2}),
         (["0"], ("engine.dtype=float32",),
          {**SHARED_GPU, "engine.dtype": "float32", "trainer.dtype": "float32"}),

@@ -17,8 +17,8 @@ GIB = 1 << 30
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 LIBRARIES = 64 << 20
 """Workspaces that cuBLAS takes from torch's allocator."""
-SLICE_BYTES = 4 * 64 << 20
-"""Pieces of logits in float32 that the head works on, see `layers/vocab_parallel.py`."""
+HEAD_CHUNK_BYTES = 1 << 30
+"""Size of a chunk of logits, and of those that are kept whole; as in `layers/head.py`, which needs torch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +48,11 @@ ACTIVATIONS = (
     Activation("input of the MLP's norm, the residual stream", lambda a: a.hidden, split="sequence"),
     Activation("input of the MLP", lambda a: a.hidden, "layernorm", "sequence"),
     Activation("gate and up", lambda a: 2 * a.intermediate, "mlp"),
-    Activation("silu of gate", lambda a: a.intermediate, "mlp"),
     Activation("product, input of the projection down", lambda a: a.intermediate, "mlp"),
 )
 """What a layer keeps, in the order in which it is made."""
-MLP_GRADIENTS = 4
-"""Tensors of F a token that live together in the backward pass of an MLP: of gate, up, silu and product."""
+MLP_GRADIENTS = 3
+"""Gradients of F a token that live together in the backward pass of an MLP: of gate, up and product."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,11 +200,15 @@ def _of_layer_backward(work: Workload, tokens: int) -> int:
 
 
 def _head(work: Workload, tokens: int, table: int) -> int:
-    """Return the bytes of the head: logits, their gradient, and the gradients of weight and hidden states."""
+    """Return the bytes of the head if every token is trained: logits, gradients of what made them."""
     a, tp = work.architecture, work.parallel.tensor_model_parallel_size
     logits = tokens * padded_vocabulary(a.vocabulary, tp) // tp * work.item
+    if logits > HEAD_CHUNK_BYTES:  # the next chunk is computed while the one before is still there
+        logits = 2 * HEAD_CHUNK_BYTES
     weight = 0 if work.adapters.rank else table * work.item
-    return 2 * logits + min(SLICE_BYTES, 4 * logits) + weight + 2 * tokens * a.hidden * work.item
+    if weight and work.item < 4 and not work.optimizer.grad_reduce_in_fp32:
+        weight += 4 * table  # it is added up in float32 first
+    return logits + weight + 2 * tokens * a.hidden * work.item
 
 
 def _output_table(work: Workload) -> int:

@@ -11,8 +11,10 @@ from tests.trainer.megatron.models import MODELS, save_model
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.megatron import cpu, parallel
 from trainer.megatron.architecture import Architecture, Rope, read_architecture
+from trainer.megatron.layers import head
 from trainer.megatron.memory.expected import (
     GIB,
+    HEAD_CHUNK_BYTES,
     Workload,
     bytes_of_layer,
     expected_memory,
@@ -115,16 +117,16 @@ def test_adapters_alone_have_gradients_and_state() -> None:
 
 def test_a_layer_keeps_what_its_rows_say() -> None:
     tokens, h, q, k, f = 1000, 3584, 28 * 128, 4 * 128, 18944
-    by_hand = 2 * (4 * h + (q + 2 * k) + q + k + q + 4 * f) + 4 * 28
+    by_hand = 2 * (4 * h + (q + 2 * k) + q + k + q + 3 * f) + 4 * 28
     assert bytes_of_layer(workload(), tokens) == tokens * by_hand
-    without = 2 * (2 * h + 4 * f)
+    without = 2 * (2 * h + 3 * f)
     assert bytes_of_layer(workload(), tokens, without=("layernorm", "mlp")) == tokens * (by_hand - without)
 
 
 def test_recompute_keeps_less_the_more_it_computes() -> None:
     kept = [expected_memory(recomputing(name), 8192).activations for name in ("", "selective", "full")]
     assert kept == sorted(kept, reverse=True)
-    assert kept[0] > 4 * kept[1] > 8 * kept[2]
+    assert kept[0] > 3 * kept[1] > 6 * kept[2]
     one = expected_memory(recomputing("full", recompute_method="block", recompute_num_layers=1), 8192)
     assert kept[0] > one.activations > kept[0] * 26 / 28
 
@@ -161,3 +163,11 @@ def test_masters_apart_take_four_bytes_in_float32() -> None:
     single = workload(trainer=TrainerConfig(dtype="float32"))
     assert expected_memory(single, 1024).optimizer == 8 * PARAMETERS_7B
     assert expected_memory(replace(single, shared=True), 1024).optimizer == 12 * PARAMETERS_7B
+
+
+def test_the_heads_chunks_are_those_that_it_computes_with() -> None:
+    assert head.CHUNK_BYTES["cuda"] == head.KEPT_BYTES == HEAD_CHUNK_BYTES
+    of_states, table = 2 * 3584 * 2, 152064 * 3584 * 2
+    few, many = (expected_memory(workload(), tokens).head for tokens in (1024, 32768))
+    assert few == 1024 * (152064 * 2 + of_states) + table
+    assert many == 2 * HEAD_CHUNK_BYTES + 32768 * of_states + table
