@@ -28,9 +28,9 @@ from trainer.megatron.checkpoint import copy_part, layout, restore_part
 from trainer.megatron.convert.checkpoint import load_checkpoint
 from trainer.megatron.forward import Runner
 from trainer.megatron.layers import lora
-from trainer.megatron.memory.device_memory import DeviceMemory
 from trainer.megatron.memory.expected import Workload
 from trainer.megatron.memory.host_optimizer import HostOptimizer
+from trainer.megatron.memory.memory_plan import MemoryPlan
 from trainer.megatron.memory.recompute import forget_passes, keep_input_gradient, set_recompute
 from trainer.megatron.memory.repeating import RepeatedPasses
 from trainer.megatron.model import DTYPES, PackedModel, build_model, mark_split, transformer_config
@@ -81,18 +81,7 @@ class MegatronBackend(Backend):
         self.replicas = self._position.replicas()
         self._closed = False
         try:
-            self._memory = DeviceMemory(
-                Workload(
-                    architecture=self._model_spec,
-                    parallel=parallel,
-                    trainer=trainer,
-                    optimizer=optimizer,
-                    adapters=adapters,
-                    reference=algorithm.config.kl_coef > 0,
-                    shared=shared,
-                ),
-                self._position,
-            )
+            self._memory = self._plan_memory(optimizer, adapters, shared=shared)
             self._config = transformer_config(self._model_spec, self._position, DTYPES[trainer.dtype])
             set_recompute(self._config, trainer)
             model = build_model(self._model_spec, self._config, self._position)
@@ -264,6 +253,18 @@ class MegatronBackend(Backend):
 
     def _layout(self) -> dict[str, object]:
         return layout(self._model_spec, self._position, self._trainer.dtype, self.lora)
+
+    def _plan_memory(self, config: OptimizerConfig, adapters: LoraConfig, *, shared: bool) -> MemoryPlan:
+        work = Workload(
+            architecture=self._model_spec,
+            parallel=self._position.config,
+            trainer=self._trainer,
+            optimizer=config,
+            adapters=adapters,
+            reference=self.algorithm.config.kl_coef > 0,
+            shared=shared,
+        )
+        return MemoryPlan(work, self._position)
 
     def _wrap(self, model: PackedModel, config: OptimizerConfig, *, shared: bool) -> None:
         """Make what steps the model: gradients, passes and optimizer."""

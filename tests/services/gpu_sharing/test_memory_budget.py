@@ -19,6 +19,7 @@ def shares(
     ranks: int = 1,
     transport: str = "shm",
     adapters: bool = False,
+    expected_gb: float | None = None,
 ) -> GpuMemory:
     return check_budget(
         total_gb=total_gb,
@@ -30,6 +31,7 @@ def shares(
         algorithm=AlgorithmConfig(),
         weights=WeightConfig(transport=transport),
         adapters=adapters,
+        expected_gb=expected_gb,
     )
 
 
@@ -81,3 +83,11 @@ def test_what_does_not_fit_is_refused_with_settings_and_numbers(
 
 def test_ranks_share_the_trainers_state() -> None:
     assert shares(80, engine={"memory_fraction": 0.5}, ranks=2).trainer == 63
+
+
+def test_the_expected_peak_stands_for_the_state_unless_memory_is_given() -> None:
+    engine: dict[str, object] = {"memory_fraction": 0.5}
+    assert shares(140, engine=engine, expected_gb=100).trainer == 100
+    assert shares(140, engine=engine, expected_gb=100, trainer={"memory_gb": 40}).trainer == 40
+    with pytest.raises(SettingsError, match=r"139\.0 for training \(the expected peak of a step\)"):
+        shares(140, engine=engine, expected_gb=139)

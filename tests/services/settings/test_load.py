@@ -236,6 +236,7 @@ def test_a_number_outside_its_range_is_named_with_value_and_range() -> None:
         ("algorithm.name", "use one of dr_grpo, grpo"),
         ("weights.transport", "use one of "),
         ("trainer.mismatch_action", "use one of stop, warn"),
+        ("trainer.recompute_method", "use one of block, uniform"),
     ],
 )
 def test_a_name_that_does_not_exist_is_answered_with_those_that_do(dotted: str, hint: str) -> None:
@@ -305,3 +306,24 @@ def test_the_readme_names_every_section_and_no_other() -> None:
     assert sections - others <= named
     assert named <= sections | {"model.scratch", "services.pool", "prompts.mixture", "eval.sets"}
     assert {dotted.split(".")[0] for dotted in SHORT_NAMES.values()} >= others
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (('trainer.recompute_modules=["moe"]',), ("trainer.recompute_modules", "core_attn, layernorm, mlp")),
+        (
+            ("trainer.backend=reference", "optimizer.cpu_offload=true"),
+            ("optimizer.cpu_offload", "'megatron'"),
+        ),
+        (
+            ("trainer.backend=scripted", "trainer.recompute_granularity=full"),
+            ("trainer.recompute_granularity: full is for trainer.backend 'megatron'",),
+        ),
+    ],
+)
+def test_memory_is_saved_by_settings_of_megatron_alone(
+    overrides: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    said = refusal(None, *overrides)
+    assert [word for word in words if word not in said] == []

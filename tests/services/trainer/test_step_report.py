@@ -110,3 +110,5 @@ def test_mismatch_over_the_limit_is_a_warning(error: float | None, limit: float,
 def test_report_carries_its_warning() -> None:
     assert report(reporter(), token_mult_prob_error=1.3).warnings[0].startswith("step 0: engine and trainer")
     assert report(reporter(), token_mult_prob_error=1.001).warnings == ()
+    both = report(reporter(), token_mult_prob_error=1.3, warnings=("out of memory",)).warnings
+    assert (both[0], len(both)) == ("out of memory", 2)

@@ -99,7 +99,7 @@ class ExpectedMemory:
     workspace: int
     """What the backward pass of a layer takes for a moment."""
     update: int
-    """What the optimizer takes for a moment, when the activations are gone."""
+    """What the optimizer takes for a moment, after the passes."""
 
     @property
     def peak(self) -> int:

@@ -32,7 +32,7 @@ CHUNK_ELEMENTS = 1 << 26
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Slice:
+class MasterSlice:
     """What this rank steps of a parameter: all of it, or its share with the distributed optimizer."""
 
     parameter: torch.nn.Parameter
@@ -142,7 +142,7 @@ class HostOptimizer(Optimizer):
 class Transfers:
     """Copies gradients from the device and parameters to it, beside the host's work on what lies between."""
 
-    def __init__(self, slices: list[Slice], device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, slices: list[MasterSlice], device: torch.device, dtype: torch.dtype) -> None:
         """Allocate, page-locked where the device is a GPU, room for two chunks in either direction."""
         self.device = device
         self._cuda = device.type == "cuda"
@@ -159,7 +159,7 @@ class Transfers:
         self._arrived: list[Any] = [None, None]
         self._left: list[Any] = [None, None]
 
-    def chunks(self, factor: float) -> Iterator[tuple[list[Slice], list[torch.Tensor]]]:
+    def chunks(self, factor: float) -> Iterator[tuple[list[MasterSlice], list[torch.Tensor]]]:
         """Yield each chunk with its gradients, float32 on the host; afterwards its masters are sent back.
 
         Kernels that are launched when the iterator has ended see the new parameters.
@@ -204,7 +204,7 @@ class Transfers:
                 part.values.copy_(row, non_blocking=self._cuda)
         self._left[number % 2] = self._event(self._up)
 
-    def _rows(self, number: int, rooms: list[torch.Tensor]) -> Iterator[tuple[Slice, torch.Tensor]]:
+    def _rows(self, number: int, rooms: list[torch.Tensor]) -> Iterator[tuple[MasterSlice, torch.Tensor]]:
         chunk = self._chunks[number]
         sizes = [part.size for part in chunk]
         return zip(chunk, rooms[number % 2][: sum(sizes)].split(sizes), strict=True)
@@ -221,8 +221,8 @@ def _wait(event: Any) -> None:
         event.synchronize()
 
 
-def _chunks(slices: list[Slice]) -> Iterator[list[Slice]]:
-    chunk: list[Slice] = []
+def _chunks(slices: list[MasterSlice]) -> Iterator[list[MasterSlice]]:
+    chunk: list[MasterSlice] = []
     for part in slices:
         if chunk and sum(other.size for other in chunk) + part.size > CHUNK_ELEMENTS:
             yield chunk
@@ -232,7 +232,7 @@ def _chunks(slices: list[Slice]) -> Iterator[list[Slice]]:
         yield chunk
 
 
-def _slices(model: Any, *, distributed: bool) -> tuple[list[Slice], list[Slice]]:
+def _slices(model: Any, *, distributed: bool) -> tuple[list[MasterSlice], list[MasterSlice]]:
     """Return this rank's slices with weight decay and those without, ordered as in megatron's optimizer."""
     found = _shares(model) if distributed else _wholes(model)
     decayed, others = [], []
@@ -241,14 +241,14 @@ def _slices(model: Any, *, distributed: bool) -> tuple[list[Slice], list[Slice]]
     return decayed, others
 
 
-def _wholes(model: Any) -> Iterator[Slice]:
+def _wholes(model: Any) -> Iterator[MasterSlice]:
     for parameter in model.parameters():
         if parameter.requires_grad:
             master = parameter.detach().cpu().to(torch.float32, copy=True)
-            yield Slice(parameter, 0, parameter.numel(), master)
+            yield MasterSlice(parameter, 0, parameter.numel(), master)
 
 
-def _shares(model: Any) -> Iterator[Slice]:
+def _shares(model: Any) -> Iterator[MasterSlice]:
     """Yield what this rank has of each parameter: an equal range of each of megatron's buckets."""
     for buffer in model.buffers:
         group = buffer.data_parallel_group
@@ -259,4 +259,4 @@ def _shares(model: Any) -> Iterator[Slice]:
                 start, stop = max(begin, first) - begin, min(end, first + share) - begin
                 if start < stop:
                     values = parameter.detach().view(-1)[start:stop]
-                    yield Slice(parameter, start, stop, values.cpu().to(torch.float32, copy=True))
+                    yield MasterSlice(parameter, start, stop, values.cpu().to(torch.float32, copy=True))

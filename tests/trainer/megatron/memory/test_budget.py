@@ -12,8 +12,8 @@ from trainer.megatron.memory.budget import (
     choose_tokens,
     largest_budget,
 )
-from trainer.megatron.memory.device_memory import planned_tokens
 from trainer.megatron.memory.expected import GIB, Workload, expected_memory
+from trainer.megatron.memory.memory_plan import planned_tokens
 
 HOST = workload(optimizer=OptimizerConfig(cpu_offload=True))
 

@@ -20,7 +20,7 @@ from trainer.megatron.parallel import Position
 log = logging.getLogger("tether.trainer")
 
 
-class DeviceMemory:
+class MemoryPlan:
     """What is planned and measured of one rank's device; on a CPU nothing is measured."""
 
     def __init__(self, work: Workload, position: Position) -> None:
