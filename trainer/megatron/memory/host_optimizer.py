@@ -235,7 +235,8 @@ def _chunks(slices: list[MasterSlice]) -> Iterator[list[MasterSlice]]:
 def _slices(model: Any, *, distributed: bool) -> tuple[list[MasterSlice], list[MasterSlice]]:
     """Return this rank's slices with weight decay and those without, ordered as in megatron's optimizer."""
     found = _shares(model) if distributed else _wholes(model)
-    decayed, others = [], []
+    decayed: list[MasterSlice] = []
+    others: list[MasterSlice] = []
     for part in found:  # megatron's rule: neither norms nor biases decay
         (others if part.parameter.ndim == 1 else decayed).append(part)
     return decayed, others
