@@ -232,7 +232,7 @@ AUTOMATIC: Mapping[str, Callable[[Settings, Machine], Any]] = {
     "trainer.dtype": _trainer_dtype,
     "trainer.threads": _trainer_threads,
     "trainer.memory_fraction": _trainer_memory_fraction,
-    "trainer.micro_batch_tokens": lambda settings, machine: 0,  # by the trainer, when it has its device
+    "trainer.micro_batch_tokens": lambda settings, machine: 0,  # by the trainer, on its device
     "weights.transport": _transport,
 }
 """Setting -> what chooses it, from the settings and the machine.
