@@ -46,6 +46,7 @@ class Pass:
         architecture = read_architecture(model_dir)
         settings = TrainerConfig(**trainer)  # type: ignore[arg-type]
         config = transformer_config(architecture, position, torch.float32)
+        config.gradient_accumulation_fusion = False  # there is no wrapper with buffers for gradients
         set_recompute(config, settings)
         model = build_model(architecture, config, position)
         keep_input_gradient(model, settings)
