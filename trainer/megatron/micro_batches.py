@@ -67,7 +67,7 @@ class Packing:
             micro_batch_size: samples of a micro-batch, at most.
         """
         inputs = (lengths - 1).tolist()
-        budget, stages = micro_batch_tokens, position.config.pipeline_model_parallel_size
+        stages = position.config.pipeline_model_parallel_size
         if stages > 1:
             enough = -(-sum(inputs) // (PASSES_OF_A_STAGE * stages))
             micro_batch_tokens = min(micro_batch_tokens, enough)
