@@ -29,7 +29,6 @@ from trainer.megatron.micro_batches import MicroBatch, Packing
 from trainer.megatron.model import PackedModel
 from trainer.megatron.parallel import Position
 
-
 FORWARD_TIMES = {"cpu": 1, "cuda": 2}
 """Type of device -> how many times the tokens of a step's micro-batch a pass without gradients takes: it keeps
 no activations, and a GPU is faster with more tokens."""
