@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from protocol.errors import TetherError
+from tests.trainer.megatron.launch import launch
 from trainer.backends.state_writer import StateWriter
 from trainer.storage.host_state import HostState
 
@@ -37,3 +38,11 @@ def test_failure_is_raised_once_and_names_the_file(writer: StateWriter, tmp_path
     writer.begin(STATE, tmp_path)
     writer.finish()
     assert (tmp_path / "part").is_file()
+
+
+@pytest.mark.slow
+def test_failure_of_one_rank_is_raised_by_all(tmp_path: Path) -> None:
+    launch(2, "tests.trainer.backends.writing_rank", str(tmp_path), logs=tmp_path / "logs")
+    assert "rank 1 could not write its part" in (tmp_path / "rank0.txt").read_text()
+    assert "absent/part1" in (tmp_path / "rank1.txt").read_text()
+    assert (tmp_path / "part0").is_file()
