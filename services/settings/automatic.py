@@ -22,7 +22,7 @@ ON_GPUS = ("megatron", "sglang", "vllm")
 ALONE, SHARED, COLOCATED = 0.85, 0.4, 0.5
 """Share of a GPU for engines: without the trainer, beside it, and in their turn."""
 
-BESIDE_GPU = 8
+BESIDE_GPU = 16
 """CPU threads of a trainer's rank on a GPU, at most: they only copy, and step optimizer state on the host."""
 
 

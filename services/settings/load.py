@@ -74,7 +74,7 @@ def compose_settings(
     return choose_automatic(settings, automatic, this_machine(environ))
 
 
-def _with_fixed_choices(settings: Settings, automatic: Sequence[str]) -> tuple[Settings, Sequence[str]]:
+def _with_fixed_choices(settings: Settings, automatic: list[str]) -> tuple[Settings, list[str]]:
     """Keep what an earlier start of the run chose and no resume may change, on another machine too.
 
     Returns:

@@ -101,7 +101,7 @@ def test_automatic_settings_by_gpus(
         (Machine(cores=16), ("services.rollouts=3", "eval.every=5"), (4, 3), ("float32", "float32")),
         (Machine(cores=16), ("engine.name=scripted",), (16, 1), ("float32", "float32")),
         (Machine(cores=16, bfloat16=True), ("trainer.backend=scripted",), (1, 16), ("float32", "float32")),
-        (Machine(["0"], cores=16), (), (8, 1), ("bfloat16", "bfloat16")),
+        (Machine(["0"], cores=64), (), (16, 1), ("bfloat16", "bfloat16")),
     ],
 )  # fmt: skip
 def test_automatic_threads_and_dtypes_by_processor(
