@@ -36,7 +36,7 @@ CHECKPOINT_STEPS = 20
 STEPS = 200
 REFERENCE_CALLS = 40_000
 CONNECTIONS = 16
-"""Of the reference; the ledger's client uses two."""
+"""Connections of the reference; the ledger's client uses two."""
 EPOCH, ENGINE = "epoch-1", "engine.bench"
 TRIVIAL = """
 local name = KEYS[1]
