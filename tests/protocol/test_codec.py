@@ -1,6 +1,7 @@
 """Frames: golden files, an independent reader, and noise that raises our own errors and nothing else."""
 
 import typing
+from concurrent.futures import ThreadPoolExecutor
 
 import msgpack
 import msgspec
@@ -39,6 +40,20 @@ def test_plain_msgpack_reads_the_frame(kind: str) -> None:
     assert frame["payload"]["kind"] == kind
     fields = {field.encode_name for field in msgspec.structs.fields(type(SAMPLES[kind]))}
     assert set(frame["payload"]) - {"kind"} == fields
+
+
+def test_threads_that_encode_at_once_get_the_frames_of_their_own_messages() -> None:
+    kinds = sorted(SAMPLES)
+    with ThreadPoolExecutor(4) as pool:
+        frames = list(pool.map(frame_of, kinds * 50))
+    assert frames == [frame_of(kind) for kind in kinds] * 50
+
+
+def test_buffer_for_payloads_is_given_up_after_a_large_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "SCRATCH_BYTES", 100)
+    frames = [encode(Hello(sender="s" * size, role="r"), run="demo", id="m") for size in (10, 1000, 10)]
+    assert len(codec._thread.scratch) <= 100
+    assert [len(decode(frame)[1].sender) for frame in frames] == [10, 1000, 10]  # type: ignore[union-attr]
 
 
 def test_older_payload_without_new_fields_is_read() -> None:

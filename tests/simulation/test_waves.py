@@ -20,4 +20,4 @@ def test_trained_tokens_are_within_the_bound_under_every_admission(policy: Polic
 def test_no_admission_is_faster_than_rule_f_alone_under_wait() -> None:
     settings = [Setting(Bound(1, 4, Policy.WAIT), 15.0, admission=name, steps=STEPS) for name in ADMISSIONS]
     rates = {setting.admission: row(setting, 1)["steps_per_h"] for setting in settings}
-    assert rates["greedy"] == max(rates.values())
+    assert rates["greedy"] == pytest.approx(max(rates.values()))
