@@ -30,8 +30,9 @@ from trainer.megatron.model import PackedModel
 from trainer.megatron.parallel import Position
 
 FORWARD_TIMES = {"cpu": 1, "cuda": 2}
-"""Type of device -> how many times the tokens of a step's micro-batch a pass without gradients takes: it keeps
-no activations, and a GPU is faster with more tokens."""
+"""Type of device -> how many times the tokens of a step's micro-batch a pass without gradients takes.
+
+It keeps no activations, and a GPU is faster with more tokens."""
 
 
 class Runner:
