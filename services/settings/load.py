@@ -66,7 +66,7 @@ def compose_settings(
                 "set TETHER_REDIS_URL, or ledger.password_file"
             )
         _assign(values, dotted.strip(), parse(text.strip(), dotted.strip(), Settings), f"--set {dotted}")
-    automatic: Sequence[str] = split_automatic(values)
+    automatic = split_automatic(values)
     settings = _typed(values)
     if any(range_errors(settings, "")):  # what is chosen is computed with numbers in their ranges
         return settings
