@@ -66,11 +66,11 @@ class HostCopies:
             return tensor.clone(memory_format=torch.contiguous_format)
         memory = self._kept.get(name)
         if memory is None or len(memory) != tensor.nbytes:
-            memory = self._kept[name] = _page_locked(tensor.nbytes)
+            memory = self._kept[name] = page_locked(tensor.nbytes)
         return memory.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
 
 
-def _page_locked(nbytes: int) -> torch.Tensor:
+def page_locked(nbytes: int) -> torch.Tensor:
     """Allocate memory that a GPU copies to on its own; torch's allocator would round the size up to 2^n."""
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)

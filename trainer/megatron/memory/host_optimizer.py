@@ -26,6 +26,7 @@ from protocol.errors import SettingsError
 from trainer.config import OptimizerConfig
 from trainer.megatron.optimizer import Optimizer, is_distributed
 from trainer.megatron.parallel import Position
+from trainer.storage.host_state import page_locked
 
 CHUNK_ELEMENTS = 1 << 26
 """Elements that are transferred and stepped together: 256 MiB of float32. A larger parameter is a chunk."""
@@ -152,7 +153,9 @@ class Transfers:
         places = min(2, len(self._chunks))
 
         def rows(dtype: torch.dtype) -> list[torch.Tensor]:
-            return [torch.empty(room, dtype=dtype, pin_memory=self._cuda) for _ in range(places)]
+            if not self._cuda:
+                return [torch.empty(room, dtype=dtype) for _ in range(places)]
+            return [page_locked(room * dtype.itemsize).view(dtype) for _ in range(places)]
 
         self._arriving, self._leaving = rows(kind), rows(dtype)
         self._down, self._up = (torch.cuda.Stream(device) if self._cuda else None for _ in range(2))

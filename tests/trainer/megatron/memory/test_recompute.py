@@ -14,6 +14,7 @@ from trainer.megatron.architecture import read_architecture
 from trainer.megatron.layers.sequences import packed_sequences
 from trainer.megatron.memory.recompute import keep_input_gradient, set_recompute
 from trainer.megatron.model import build_model, transformer_config
+from trainer.megatron.optimizer import wrap_model
 from trainer.megatron.parallel import Position
 
 SETTINGS: dict[str, dict[str, object]] = {
@@ -56,6 +57,8 @@ class Pass:
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
         if frozen:
             model.embedding.requires_grad_(False)
+        wrapped = wrap_model(model, config, position)  # whose buffers have the gradients
+        wrapped.zero_grad_buffer()
         lengths = [16, 16, 12]
         tokens = torch.randint(0, 90, (1, sum(lengths)), generator=generator)
         sequences = packed_sequences(lengths, model.rotary_pos_emb.inv_freq, torch.float32, segmented=True)
@@ -66,12 +69,16 @@ class Pass:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            hidden = model(tokens, None, None, packed_seq_params=sequences)
+            hidden = wrapped(tokens, None, None, packed_seq_params=sequences)
             loss = (hidden @ model.output_weight.t()).logsumexp(-1).sum()
         self.kept = sum(kept.values())
         loss.backward()
         self.loss = loss.item()
-        self.gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        self.gradients = {
+            name: parameter.main_grad.clone()
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -84,10 +91,9 @@ def test_recomputing_gives_the_same_gradients_and_keeps_less(
     modules = TrainerConfig(**SETTINGS[name]).recompute_modules  # type: ignore[arg-type]
     assert again.loss == plain.loss
     for parameter, gradient in plain.gradients.items():
-        if gradient is not None:  # where the order of sums is the same, bits are
-            torch.testing.assert_close(
-                again.gradients[parameter], gradient, atol=5e-7 if "layernorm" in modules else 0, rtol=0
-            )
+        # a norm that is computed again rounds differently; nothing else does
+        tolerance = 5e-7 if "layernorm" in modules else 0
+        torch.testing.assert_close(again.gradients[parameter], gradient, atol=tolerance, rtol=0)
     assert again.kept < plain.kept or name == "core_attn"
 
 
