@@ -105,7 +105,7 @@ class MegatronBackend(Backend):
         measures = StepMeasures.of_batch(batch, self.algorithm.config)
         self._memory.begin_step()
         self._optimizer.zero_grad(self._model)
-        (vector, micro_batches, padding_share), warning = self._passes.step(
+        (vector, micro_batches, padding_share), warnings = self._passes.step(
             self._runner, batch, lambda: self._runner.train(batch, self.algorithm, measures)
         )
         norm, skipped = (
@@ -119,7 +119,7 @@ class MegatronBackend(Backend):
             padding_share=padding_share,
             memory_peak_gb=peak,
             memory_expected_gb=expected,
-            warnings=(warning,) if warning else (),
+            warnings=warnings,
         )
 
     @property

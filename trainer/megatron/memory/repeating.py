@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from protocol.errors import SettingsError
 from trainer.batch import Batch
-from trainer.megatron.forward import Runner
+from trainer.megatron.forward import FORWARD_TIMES, Runner
 from trainer.megatron.micro_batches import Packing
 from trainer.megatron.parallel import Position
 
@@ -63,6 +63,8 @@ class RepeatedPasses:
         self._reset = reset
         self._replicas = parallel.data_parallel_size
         self._is_whole = parallel.tensor_model_parallel_size == parallel.pipeline_model_parallel_size == 1
+        self._warnings: list[str] = []
+        """Of passes since the last step."""
         self._agrees = False
         """Whether the ranks have yet to agree in this attempt."""
 
@@ -77,7 +79,7 @@ class RepeatedPasses:
 
         config.finalize_model_grads_func = agree_and_add_up
 
-    def step(self, runner: Runner, batch: Batch, passes: Callable[[], T]) -> tuple[T, str]:
+    def step(self, runner: Runner, batch: Batch, passes: Callable[[], T]) -> tuple[T, tuple[str, ...]]:
         """Make the passes of a step, which end by adding up gradients over the replicas.
 
         Args:
@@ -86,35 +88,45 @@ class RepeatedPasses:
             passes: makes them.
 
         Returns:
-            What `passes` returned, and a sentence if they had to be repeated.
+            What `passes` returned, and a sentence if they, or other passes since the last step, had to be
+            repeated.
 
         Raises:
             SettingsError: out of memory, and the passes cannot be repeated with smaller micro-batches.
         """
-        return self._repeat(runner, batch, passes, together=self._replicas > 1)
+        result = self._repeat(runner, batch, passes, together=self._replicas > 1)
+        warnings, self._warnings = self._warnings, []
+        return result, tuple(warnings)
 
     def alone(self, runner: Runner, batch: Batch, passes: Callable[[], T]) -> T:
         """Make passes without gradients, in which replicas do not wait for each other; else as `step`."""
-        return self._repeat(runner, batch, passes, together=False)[0]
+        times = FORWARD_TIMES[self._device.type]
+        return self._repeat(runner, batch, passes, together=False, times=times)
 
     def _repeat(
-        self, runner: Runner, batch: Batch, passes: Callable[[], T], *, together: bool
-    ) -> tuple[T, str]:
+        self, runner: Runner, batch: Batch, passes: Callable[[], T], *, together: bool, times: int = 1
+    ) -> T:
         first, cause = self.tokens, ""
         while True:
             self._agrees = together and self._is_whole
             runner.micro_batch_tokens = self.tokens
             found: Outcome | None = None
             try:
-                return passes(), _warning(first, self.tokens, cause)
+                result = passes()
             except torch.OutOfMemoryError as error:
                 cause = str(error).partition(". ")[0]
             except _DroppedPasses as dropped:
                 cause, found = "another rank ran out of memory", dropped.outcome
+            else:
+                if cause:
+                    self._warnings.append(_warning(first, self.tokens, cause))
+                return result
             # here the error is gone, and with it all that its frames held
             before = self.tokens
             self._clear()
-            outcome = self._shrunk(cause, runner.packing(batch), together) if found is None else found
+            outcome = found
+            if outcome is None:
+                outcome = self._shrunk(cause, runner.packing(batch, times=times), together, times)
             if outcome is Outcome.SMALLEST:
                 raise SettingsError(
                     f"the trainer ran out of memory with one sample a micro-batch ({cause}): {REMEDY}"
@@ -127,8 +139,8 @@ class RepeatedPasses:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _shrunk(self, cause: str, packing: Packing, together: bool) -> Outcome:
-        """Halve the budget after this rank ran out of memory."""
+    def _shrunk(self, cause: str, packing: Packing, together: bool, times: int) -> Outcome:
+        """Halve the budget, of which the micro-batches were so many `times`, on the rank that was short."""
         if not self._is_whole or (together and not self._agrees):
             raise SettingsError(
                 f"the trainer ran out of memory with {self.tokens} tokens a micro-batch ({cause}), where the "
@@ -136,8 +148,8 @@ class RepeatedPasses:
                 f"trainer.micro_batch_tokens; or {REMEDY}"
             )
         divisible = any(len(samples) > 1 for samples in packing.samples)
-        outcome = Outcome.REPEAT if divisible else Outcome.SMALLEST
-        tokens = max(1, min(self.tokens, max(packing.sizes)) // 2)
+        tokens = max(1, min(self.tokens, max(packing.sizes) // times) // 2)
+        outcome = Outcome.REPEAT if divisible and tokens < self.tokens else Outcome.SMALLEST
         if together:
             return self._agreed(outcome, tokens)
         self.tokens = tokens
@@ -154,9 +166,7 @@ class RepeatedPasses:
 
 
 def _warning(first: int, tokens: int, cause: str) -> str:
-    if tokens == first:
-        return ""
     return (
-        f"out of memory with {first} tokens a micro-batch ({cause}); the step was repeated with {tokens}, "
+        f"out of memory with {first} tokens a micro-batch ({cause}); the passes were repeated with {tokens}, "
         "which stay in force: lower trainer.micro_batch_tokens or trainer.memory_fraction"
     )

@@ -84,6 +84,9 @@ def test_log_probabilities_are_computed_in_smaller_passes(
     limit_forward(backend, LIMIT)
     torch.testing.assert_close(backend.logprobs(batch), expected, atol=1e-6, rtol=0)
     assert backend._passes.tokens <= LIMIT
+    assert [warning.split(" (")[0] for warning in backend.train_step(batch).warnings] == [
+        f"out of memory with {BUDGET} tokens a micro-batch"
+    ]
 
 
 def test_one_sample_that_is_too_long_is_an_error_that_names_settings_and_changes_nothing(
