@@ -64,7 +64,7 @@ class RepeatedPasses:
         self._replicas = parallel.data_parallel_size
         self._is_whole = parallel.tensor_model_parallel_size == parallel.pipeline_model_parallel_size == 1
         self._warnings: list[str] = []
-        """Of passes since the last step."""
+        """Sentences about passes since the last step."""
         self._agrees = False
         """Whether the ranks have yet to agree in this attempt."""
 
