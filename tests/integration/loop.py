@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import transformers  # noqa: F401 (two services in threads of one process must not import it at once)
+
 from protocol.topics import Role
 from services import evaluation, ingest, reward, rollout, trainer
 from services.ledger.embedded_server import EmbeddedServer
