@@ -29,11 +29,6 @@ from trainer.megatron.micro_batches import MicroBatch, Packing
 from trainer.megatron.model import PackedModel
 from trainer.megatron.parallel import Position
 
-FORWARD_TIMES = {"cpu": 1, "cuda": 2}
-"""Type of device -> how many times the tokens of a step's micro-batch a pass without gradients takes.
-
-It keeps no activations, and a GPU is faster with more tokens."""
-
 
 class Runner:
     """Runs a model over batches: with gradients for a step, without for log-probabilities."""
@@ -92,8 +87,7 @@ class Runner:
 
         float32 [t] on the CPU, on every rank of the replica.
         """
-        packing = self.packing(batch, times=FORWARD_TIMES[self.position.device.type])
-        outputs = self._run(batch, packing, _collect, forward_only=True)
+        outputs = self._run(batch, self.packing(batch), _collect, forward_only=True)
         result = torch.zeros(len(batch.tokens), dtype=torch.float32, device=self.position.device)
         for place, values in outputs:
             result[place] = values
@@ -101,10 +95,9 @@ class Runner:
             dist.all_reduce(result, group=mpu.get_pipeline_model_parallel_group())
         return result.cpu()
 
-    def packing(self, batch: Batch, *, times: int = 1) -> Packing:
-        """Return how a part is divided into micro-batches of so many times the tokens of a step's."""
-        tokens = times * self.micro_batch_tokens
-        return Packing.of(batch.lengths, self.position, tokens, self.micro_batch_size)
+    def packing(self, batch: Batch) -> Packing:
+        """Return how a part is divided into micro-batches."""
+        return Packing.of(batch.lengths, self.position, self.micro_batch_tokens, self.micro_batch_size)
 
     def _run(self, batch: Batch, packing: Packing, finish: Any, *, forward_only: bool) -> list[Any]:
         micro_batches = packing.micro_batches(

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from protocol.errors import SettingsError
 from trainer.batch import Batch
-from trainer.megatron.forward import FORWARD_TIMES, Runner
+from trainer.megatron.forward import Runner
 from trainer.megatron.micro_batches import Packing
 from trainer.megatron.parallel import Position
 
@@ -100,12 +100,9 @@ class RepeatedPasses:
 
     def alone(self, runner: Runner, batch: Batch, passes: Callable[[], T]) -> T:
         """Make passes without gradients, in which replicas do not wait for each other; else as `step`."""
-        times = FORWARD_TIMES[self._device.type]
-        return self._repeat(runner, batch, passes, together=False, times=times)
+        return self._repeat(runner, batch, passes, together=False)
 
-    def _repeat(
-        self, runner: Runner, batch: Batch, passes: Callable[[], T], *, together: bool, times: int = 1
-    ) -> T:
+    def _repeat(self, runner: Runner, batch: Batch, passes: Callable[[], T], *, together: bool) -> T:
         first, cause = self.tokens, ""
         while True:
             self._agrees = together and self._is_whole
@@ -126,7 +123,7 @@ class RepeatedPasses:
             self._clear()
             outcome = found
             if outcome is None:
-                outcome = self._shrunk(cause, runner.packing(batch, times=times), together, times)
+                outcome = self._shrunk(cause, runner.packing(batch), together)
             if outcome is Outcome.SMALLEST:
                 raise SettingsError(
                     f"the trainer ran out of memory with one sample a micro-batch ({cause}): {REMEDY}"
@@ -139,8 +136,8 @@ class RepeatedPasses:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _shrunk(self, cause: str, packing: Packing, together: bool, times: int) -> Outcome:
-        """Halve the budget, of which the micro-batches were so many `times`, on the rank that was short."""
+    def _shrunk(self, cause: str, packing: Packing, together: bool) -> Outcome:
+        """Halve the budget on the rank that was short."""
         if not self._is_whole or (together and not self._agrees):
             raise SettingsError(
                 f"the trainer ran out of memory with {self.tokens} tokens a micro-batch ({cause}), where the "
@@ -148,7 +145,7 @@ class RepeatedPasses:
                 f"trainer.micro_batch_tokens; or {REMEDY}"
             )
         divisible = any(len(samples) > 1 for samples in packing.samples)
-        tokens = max(1, min(self.tokens, max(packing.sizes) // times) // 2)
+        tokens = max(1, min(self.tokens, max(packing.sizes)) // 2)
         outcome = Outcome.REPEAT if divisible and tokens < self.tokens else Outcome.SMALLEST
         if together:
             return self._agreed(outcome, tokens)
