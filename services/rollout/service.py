@@ -22,6 +22,7 @@ from services.bus.sender import Sender
 from services.gpu_sharing.device_lock import DeviceLock
 from services.preflight.problem import refuse
 from services.preflight.sampling import distribution_problems
+from services.rollout.engine_occupancy import occupancy_loop
 from services.rollout.gpu_turn import EngineGpuTurn
 from services.rollout.group_runner import GroupRunner
 from services.rollout.weight_updater import WeightUpdater
@@ -70,7 +71,7 @@ async def serve(process: Process) -> None:
                 on_applied=runner.nudge,
                 on_turn=turn.notify if turn else None,
             )
-            await _run(runner, updater, turn)
+            await _run(process, engine, runner, updater, turn)
     finally:
         await engine.close()
         if device is not None:
@@ -86,18 +87,21 @@ async def _start(process: Process, engine: Engine) -> None:
     await process.ready("engine")
 
 
-async def _run(runner: GroupRunner, updater: WeightUpdater, turn: EngineGpuTurn | None) -> None:
+async def _run(
+    process: Process, engine: Engine, runner: GroupRunner, updater: WeightUpdater, turn: EngineGpuTurn | None
+) -> None:
     """Keep the engine's weights current while groups are generated, until the runner has drained."""
     async with asyncio.TaskGroup() as tasks:
-        updates = [
+        beside = [
+            tasks.create_task(occupancy_loop(process, engine), name="engine.occupancy"),
             tasks.create_task(updater.listen_loop(), name="weights.listen"),
             tasks.create_task(updater.poll_loop(), name="weights.poll"),
             tasks.create_task(updater.apply_loop(), name="weights.apply"),
         ]
         if turn is not None:
-            updates.append(tasks.create_task(turn.turns_loop(updater, runner.meter), name="turns"))
+            beside.append(tasks.create_task(turn.turns_loop(updater, runner.meter), name="turns"))
         await runner.run()
-        for task in updates:
+        for task in beside:
             task.cancel()
 
 
