@@ -55,12 +55,8 @@ async def collect_status(ledger: Ledger, run_dir: Path | None = None) -> dict[st
             for peer in sorted(peers, key=lambda peer: str(peer.info.get("name", peer.role)))
         ],
         "engines": [
-            {
-                "engine": engine,
-                "epoch": epoch,
-                "version": version,
-                **{name: alive[engine].get(name) for name in OCCUPANCY},
-            }
+            {"engine": engine, "epoch": epoch, "version": version}
+            | {name: alive[engine].get(name) for name in OCCUPANCY}
             for engine, (epoch, version) in sorted(status.engines.items())
             if engine in alive
         ],

@@ -10,8 +10,9 @@ import dataclasses
 import time
 
 from protocol.device.shared_layout import DESCRIBED, TRANSPORT, description_file
+from protocol.errors import EngineError
 from protocol.topics import ROLLOUTS, WEIGHTS, Role
-from rollout.engines.base import Engine, EngineConfig
+from rollout.engines.base import Engine, EngineConfig, Occupancy
 from rollout.engines.multi_process.engine import MultiProcessEngine
 from rollout.engines.registry import STARTED_TO_SLEEP, make_engine
 from rollout.environments.registry import make_environment
@@ -22,7 +23,6 @@ from services.bus.sender import Sender
 from services.gpu_sharing.device_lock import DeviceLock
 from services.preflight.problem import refuse
 from services.preflight.sampling import distribution_problems
-from services.rollout.engine_occupancy import occupancy_loop
 from services.rollout.gpu_turn import EngineGpuTurn
 from services.rollout.group_runner import GroupRunner
 from services.rollout.weight_updater import WeightUpdater
@@ -103,6 +103,28 @@ async def _run(
         await runner.run()
         for task in beside:
             task.cancel()
+
+
+async def occupancy_loop(process: Process, engine: Engine) -> None:
+    """Bring the engine's occupancy into the registry's info once per heartbeat, until cancelled."""
+    interval_s = process.settings.ledger.ttl_s / 3
+    while True:
+        found = await read_occupancy(engine, interval_s)
+        use = None if found.kv_use is None else round(found.kv_use, 4)
+        process.info.update(running=found.running, kv_use=use)
+        await asyncio.sleep(interval_s)
+
+
+async def read_occupancy(engine: Engine, limit_s: float) -> Occupancy:
+    """Return the engine's occupancy, or that it is not known if the engine does not say within `limit_s`.
+
+    That an engine died is reported by what generates with it.
+    """
+    try:
+        async with asyncio.timeout(limit_s):
+            return await engine.occupancy()
+    except (TimeoutError, EngineError):
+        return Occupancy()
 
 
 def _listener(process: Process) -> Listener:

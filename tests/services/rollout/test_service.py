@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rollout.engines.base import EngineConfig, Occupancy
 from rollout.engines.scripted import ScriptedEngine
-from services.rollout.engine_occupancy import read_occupancy
+from services.rollout.service import read_occupancy
 
 
 class Silent(ScriptedEngine):
