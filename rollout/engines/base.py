@@ -151,6 +151,16 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True)
+class Occupancy:
+    """How full an engine is; None: it does not know."""
+
+    running: int | None = None
+    """Requests in the decoded batch, paused ones included; not those that wait for a place in it."""
+    kv_use: float | None = None
+    """Share of the KV cache that running requests hold, 0 to 1; a prefix that they share counts once."""
+
+
+@dataclass(frozen=True, slots=True)
 class Capabilities:
     """Abilities of an engine beyond the contract's core; what it lacks raises `Unsupported`."""
 
@@ -263,6 +273,17 @@ class Engine(ABC):
                 one stays asleep.
         """
         raise Unsupported(f"{type(self).__name__} cannot sleep, so there is nothing to wake")
+
+    async def occupancy(self) -> Occupancy:
+        """Return how full the engine is, as of its last decode step. Cheap: for a few calls per second.
+
+        May wait for the decode step that runs; the caller bounds that, and may cancel it.
+
+        Raises:
+            EngineError: if the engine is dead, poisoned, closed or not started.
+        """
+        await self.check()
+        return Occupancy()
 
     @abstractmethod
     async def check(self) -> None:

@@ -16,7 +16,7 @@ import xxhash
 
 from protocol.errors import EngineError, WeightError
 from protocol.messages import WeightManifest
-from rollout.engines.base import Capabilities, Completion, Engine, EngineConfig, Request, Served
+from rollout.engines.base import Capabilities, Completion, Engine, EngineConfig, Occupancy, Request, Served
 from rollout.engines.requests import check_request, read_config, spans_of
 from rollout.staging.in_process import InProcessStaging
 from rollout.staging.staging import ExpectedTensor, Staging
@@ -123,6 +123,10 @@ class ScriptedEngine(Engine):
     async def live_digest(self) -> int:
         """Return the digest of the version that was committed last."""
         return self._served.digest
+
+    async def occupancy(self) -> Occupancy:
+        await self.check()
+        return Occupancy(running=self._config.max_running - self._slots)
 
     async def check(self) -> None:
         if self._closed:

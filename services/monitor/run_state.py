@@ -9,8 +9,8 @@ from services.observability.status import collect_status
 from services.run_files.sentences import short_name
 from services.settings.sections import Settings
 
-ENGINE_FIELDS = ("groups", "running", "kv_use", "pause_ms")
-"""What rollout workers may say of their engine in the registry; shown if it is there."""
+ENGINE_FIELDS = ("groups", "pause_ms")
+"""What rollout workers may say of their engine, beside what `collect_status` returns; shown if there."""
 
 
 class LiveState:

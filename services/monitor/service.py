@@ -7,6 +7,7 @@ nothing.
 import asyncio
 import logging
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -59,12 +60,18 @@ async def serve(process: Process) -> None:
 
 
 class RunGauges(Collector):
-    """Shows the run as Prometheus metrics: `tether_run_*`, and the newest step's numbers as `tether_step`.
+    """Shows the run as Prometheus metrics.
 
+    They are `tether_run_*`, `tether_engine_*` of each engine, and the newest step's numbers as `tether_step`.
     What is not known, or was not measured in that step, has no sample.
     """
 
     NAMES = ("version", "steps", "issued", "trained", "dropped", "active", "wasted_tokens")
+
+    ENGINE = MappingProxyType(
+        {"running": "Requests in the engine's batch", "kv_use": "Share of the engine's KV cache in use"}
+    )
+    """Number of an engine -> what it is."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         """Register the metrics; they have no samples until the first `set`."""
@@ -82,6 +89,14 @@ class RunGauges(Collector):
             family = GaugeMetricFamily(f"tether_run_{name}", f"{name} of the run, from the ledger")
             if isinstance(value := self._state.get(name), (int, float)):
                 family.add_metric([], value)
+            yield family
+        for name, meaning in self.ENGINE.items():
+            family = GaugeMetricFamily(f"tether_engine_{name}", meaning, labels=["engine"])
+            # a worker that was started again has the name of the one before it, which may be listed still
+            values = {engine["name"]: engine.get(name) for engine in self._state.get("engines", ())}
+            for engine, value in values.items():
+                if value is not None:
+                    family.add_metric([engine], value)
             yield family
         steps = GaugeMetricFamily("tether_step", "Numbers of the newest step, by field", labels=["field"])
         for field, number in numbers_of(self._step):

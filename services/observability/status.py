@@ -8,6 +8,9 @@ from services.ledger.interface import Ledger, LedgerStatus
 from services.observability.skipped_steps import count_skipped, warnings_of
 from services.observability.steps import read_steps
 
+OCCUPANCY = ("running", "kv_use")
+"""How full an engine is, as its worker says: requests, and share of the KV cache; null: not known."""
+
 
 async def collect_status(ledger: Ledger, run_dir: Path | None = None) -> dict[str, Any]:
     """Return counters, groups by state, processes and engines of a run, as JSON types.
@@ -19,7 +22,7 @@ async def collect_status(ledger: Ledger, run_dir: Path | None = None) -> dict[st
     """
     status = await ledger.status()
     peers = await ledger.peers()
-    alive = {peer.incarnation for peer in peers}
+    alive = {peer.incarnation: peer.info for peer in peers}
     skipped = count_skipped(await asyncio.to_thread(read_steps, run_dir / "metrics.jsonl") if run_dir else ())
     return {
         "run_state": run_state(status),
@@ -53,6 +56,7 @@ async def collect_status(ledger: Ledger, run_dir: Path | None = None) -> dict[st
         ],
         "engines": [
             {"engine": engine, "epoch": epoch, "version": version}
+            | {name: alive[engine].get(name) for name in OCCUPANCY}
             for engine, (epoch, version) in sorted(status.engines.items())
             if engine in alive
         ],
@@ -85,6 +89,13 @@ def _counts(counts: dict[str, int]) -> str:
     return ", ".join(f"{name} {count}" for name, count in counts.items())
 
 
+def _occupancy(engine: dict[str, Any]) -> str:
+    running, use = (engine[name] for name in OCCUPANCY)
+    return (f", {running} running" if running is not None else "") + (
+        f", KV cache {use:.0%}" if use is not None else ""
+    )
+
+
 def render_status(status: dict[str, Any]) -> str:
     """Return the result of `collect_status` as text."""
     bound = status["bound"]
@@ -104,7 +115,7 @@ def render_status(status: dict[str, Any]) -> str:
     if status["dropped_by_reason"]:
         lines.append(f"dropped: {_counts(status['dropped_by_reason'])}")
     lines += [
-        f"engine {item['engine']}: version {item['version']} of epoch {item['epoch']}"
+        f"engine {item['engine']}: version {item['version']} of epoch {item['epoch']}{_occupancy(item)}"
         for item in status["engines"]
     ]
     for item in status["processes"]:

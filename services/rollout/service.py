@@ -10,8 +10,9 @@ import dataclasses
 import time
 
 from protocol.device.shared_layout import DESCRIBED, TRANSPORT, description_file
+from protocol.errors import EngineError
 from protocol.topics import ROLLOUTS, WEIGHTS, Role
-from rollout.engines.base import Engine, EngineConfig
+from rollout.engines.base import Engine, EngineConfig, Occupancy
 from rollout.engines.multi_process.engine import MultiProcessEngine
 from rollout.engines.registry import STARTED_TO_SLEEP, make_engine
 from rollout.environments.registry import make_environment
@@ -70,7 +71,7 @@ async def serve(process: Process) -> None:
                 on_applied=runner.nudge,
                 on_turn=turn.notify if turn else None,
             )
-            await _run(runner, updater, turn)
+            await _run(process, engine, runner, updater, turn)
     finally:
         await engine.close()
         if device is not None:
@@ -86,19 +87,44 @@ async def _start(process: Process, engine: Engine) -> None:
     await process.ready("engine")
 
 
-async def _run(runner: GroupRunner, updater: WeightUpdater, turn: EngineGpuTurn | None) -> None:
+async def _run(
+    process: Process, engine: Engine, runner: GroupRunner, updater: WeightUpdater, turn: EngineGpuTurn | None
+) -> None:
     """Keep the engine's weights current while groups are generated, until the runner has drained."""
     async with asyncio.TaskGroup() as tasks:
-        updates = [
+        beside = [
+            tasks.create_task(occupancy_loop(process, engine), name="engine.occupancy"),
             tasks.create_task(updater.listen_loop(), name="weights.listen"),
             tasks.create_task(updater.poll_loop(), name="weights.poll"),
             tasks.create_task(updater.apply_loop(), name="weights.apply"),
         ]
         if turn is not None:
-            updates.append(tasks.create_task(turn.turns_loop(updater, runner.meter), name="turns"))
+            beside.append(tasks.create_task(turn.turns_loop(updater, runner.meter), name="turns"))
         await runner.run()
-        for task in updates:
+        for task in beside:
             task.cancel()
+
+
+async def occupancy_loop(process: Process, engine: Engine) -> None:
+    """Bring the engine's occupancy into the registry's info once per heartbeat, until cancelled."""
+    interval_s = process.settings.ledger.ttl_s / 3
+    while True:
+        found = await read_occupancy(engine, interval_s)
+        use = None if found.kv_use is None else round(found.kv_use, 4)
+        process.info.update(running=found.running, kv_use=use)
+        await asyncio.sleep(interval_s)
+
+
+async def read_occupancy(engine: Engine, limit_s: float) -> Occupancy:
+    """Return the engine's occupancy, or that it is not known if the engine does not say within `limit_s`.
+
+    That an engine died is reported by what generates with it.
+    """
+    try:
+        async with asyncio.timeout(limit_s):
+            return await engine.occupancy()
+    except (TimeoutError, EngineError):
+        return Occupancy()
 
 
 def _listener(process: Process) -> Listener:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from protocol.errors import EngineError, Unsupported, WeightError
-from rollout.engines.base import Completion, KvPolicy, Request, Sampling, Served
+from rollout.engines.base import Completion, KvPolicy, Occupancy, Request, Sampling, Served
 from rollout.engines.sampling import sampled_distribution
 from tests.contracts.engine_bench import FAULTS, LONG, MAX_MODEL_LEN, PROMPTS, Bench, ask, together
 from tests.contracts.engine_models import VOCAB, logits_of
@@ -236,6 +236,17 @@ class EngineContract:
                 await bench.engine.stage(second)
         assert task.done()
         await bench.engine.commit(first)
+
+    async def test_occupancy_counts_running_requests(self, bench: Bench) -> None:
+        await bench.serve("A")
+        async with bench.long(*PROMPTS):
+            busy = await bench.engine.occupancy()
+        assert busy.running is None or busy.running >= len(PROMPTS)
+        assert busy.kv_use is None or 0 < busy.kv_use <= 1
+        async with asyncio.timeout(30):
+            while (idle := await bench.engine.occupancy()).running:  # what ended leaves with the next step
+                await bench.pilot("after")
+        assert idle == Occupancy(busy.running and 0, busy.kv_use and 0.0)
 
     async def test_adopt_renames_the_live_version(self, bench: Bench) -> None:
         manifest = await bench.serve("A")

@@ -19,7 +19,7 @@ import torch
 
 from protocol.errors import EngineError, PoisonedError
 from protocol.messages import WeightManifest
-from rollout.engines.base import Completion, Engine, EngineConfig, KvPolicy, Request, Served
+from rollout.engines.base import Completion, Engine, EngineConfig, KvPolicy, Occupancy, Request, Served
 from rollout.engines.in_process.running_request import Decoder, RunningRequest
 from rollout.engines.requests import check_request, read_config, spans_of
 from rollout.engines.weight_state import WeightState
@@ -148,6 +148,11 @@ class InProcessEngine(Engine):
         self._weights.wake()
         self._staging.wake()
 
+    async def occupancy(self) -> Occupancy:
+        await self.check()
+        running = 0 if self._weights.released else min(len(self._rows), self._config.max_running)
+        return Occupancy(running, self._kv_use(running))
+
     async def check(self) -> None:
         if self._weights.poisoned:
             raise EngineError(f"engine {self._name} is poisoned: {self._weights.poisoned}")
@@ -180,6 +185,10 @@ class InProcessEngine(Engine):
 
     def _unload(self) -> None:
         """Release what `_load` took, if anything; called after the thread has ended, once or more often."""
+
+    def _kv_use(self, running: int) -> float | None:
+        """Return the share of the KV cache that so many requests hold; None if it has no fixed size."""
+        return None
 
     def _end(self, numbers: set[int]) -> None:
         with self._wake:

@@ -96,6 +96,9 @@ class MegatronEngine(InProcessEngine):
             lambda: {name: part.reshape(model.shapes[name]) for name, part in parts.items()},
         )
 
+    def _kv_use(self, running: int) -> float | None:
+        return running / self._config.max_running  # a slot each, as many as there are
+
     def _unload(self) -> None:
         if self._shared_memory is not None and self._shared is not None:
             self._shared.unlink(missing_ok=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from protocol.errors import EngineError, Unsupported, WeightError
 from protocol.messages import WeightManifest
-from rollout.engines.base import Completion, Engine, EngineConfig, Served
+from rollout.engines.base import Completion, Engine, EngineConfig, Occupancy, Served
 from rollout.engines.multi_process.rank_rpc import CALL_TIMEOUT_S
 from rollout.engines.weight_state import WeightState
 from rollout.staging.ranks import AllRanksStaging, Call
@@ -138,6 +138,12 @@ class MultiProcessEngine(Engine):
             raise EngineError(f"engine {self._name} is poisoned: {self._weights.poisoned}")
         if self._closed:
             raise EngineError(f"engine {self._name} is closed")
+
+    async def occupancy(self) -> Occupancy:
+        await self.check()
+        if self._weights.released:  # running requests were put back, and the cache is empty
+            return Occupancy(0, 0.0)
+        return Occupancy(*(await self._call("occupancy"))[0])
 
     async def live_digest(self) -> int:
         """Return the digest of the live parameters, read between two steps.

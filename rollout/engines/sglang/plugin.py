@@ -245,6 +245,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "wake": SchedulerRank.wake,
     "rename": SchedulerRank.rename,
     "live_digest": lambda rank: rank.staging.live_digest(),
+    "occupancy": lambda rank: occupancy_of(rank.scheduler),
     "abort": lambda rank, names: abort_requests(rank.scheduler, names),
     "pause": SchedulerRank.pause,
     "resume": SchedulerRank.resume,
@@ -310,6 +311,20 @@ def _is_available(target: str) -> bool:
         found = pkgutil.resolve_name(target)
         return target not in HOOKS or hasattr(found, "__wrapped__")
     return False
+
+
+def occupancy_of(scheduler: Any) -> tuple[int, float | None]:
+    """Return how many requests run, and the share of the KV cache that they hold; call it between two steps.
+
+    The share is None if this SGLang does not say.
+    """
+    # prefilled requests join the running batch at the beginning of the next step
+    batches = [batch for batch in (scheduler.running_batch, scheduler.last_batch) if batch is not None]
+    running = {request.rid for batch in batches for request in batch.reqs if not request.finished()}
+    if not hasattr(scheduler, "pool_stats_observer"):
+        return len(running), None
+    _, use = scheduler.pool_stats_observer.get_pool_stats().get_kv_token_stats()
+    return len(running), min(max(float(use), 0.0), 1.0)
 
 
 def abort_requests(scheduler: Any, names: Sequence[str]) -> None:

@@ -25,6 +25,7 @@ from rollout.engines.multi_process.parent_watch import exit_with_parent
 from rollout.engines.multi_process.rank_rpc import Call, RankRpcServer, socket_path
 from rollout.engines.multi_process.token_versions import TokenVersions
 from rollout.engines.vllm.lora import trace_adapter
+from rollout.engines.vllm.scheduled_requests import ScheduledRequests
 from rollout.staging.loader_trace import record, trace
 from rollout.staging.rank import RankStaging
 from rollout.staging.shared_weights import SharedPlan, describe, share_parameters
@@ -33,7 +34,8 @@ from rollout.staging.shared_weights import SharedPlan, describe, share_parameter
 class WorkerExtension:
     """Mixin of vLLM's worker class, beside its `model_runner` and `vllm_config`.
 
-    It holds this rank's staging (`_tether`) and the record of token versions (`_tether_marks`).
+    It holds this rank's staging (`_tether`), the record of token versions (`_tether_marks`) and what the
+    scheduler's last step ran (`_tether_scheduled`).
     """
 
     def tether_install(
@@ -65,7 +67,8 @@ class WorkerExtension:
             else:
                 self._tether = _staging(self, sizes, architecture, adapter, staging_mb)
             self._tether_marks = TokenVersions(-1)
-            _record_steps(self.model_runner, self._tether_marks)  # type: ignore[attr-defined]
+            self._tether_scheduled = ScheduledRequests()
+            _record_steps(self.model_runner, self._tether_marks, self._tether_scheduled)  # type: ignore[attr-defined]
             path = socket_path(Path(directory), self.rank)  # type: ignore[attr-defined]
             self._tether_server = RankRpcServer(path, self._tether_called)
         except (
@@ -108,6 +111,11 @@ class WorkerExtension:
     def tether_marks(self, request_id: str) -> list[tuple[int, int]]:
         """Return the marks (first token, version) of a request."""
         return self._tether_marks.of(request_id)
+
+    def tether_occupancy(self) -> tuple[int, float | None]:
+        """Return how many requests run, and the share of the KV cache that they hold."""
+        blocks = self.model_runner.kv_cache_config.num_blocks  # type: ignore[attr-defined]
+        return self._tether_scheduled.running, self._tether_scheduled.kv_use(blocks)
 
     def tether_sleep(self, level: int) -> dict[str, Any]:
         """Release the memory of the staging copy and vLLM's own; return {"error"}.
@@ -181,7 +189,7 @@ def _shared_staging(
     return staging
 
 
-def _record_steps(runner: Any, marks: TokenVersions) -> None:
+def _record_steps(runner: Any, marks: TokenVersions, requests: ScheduledRequests) -> None:
     from vllm.v1.core.sched.output import CachedRequestData
 
     if "num_output_tokens" not in CachedRequestData.__dataclass_fields__:
@@ -196,6 +204,7 @@ def _record_steps(runner: Any, marks: TokenVersions) -> None:
         scheduled = [(_key(new.req_id), _resumed_tokens(new)) for new in scheduler_output.scheduled_new_reqs]
         scheduled += zip(map(_key, cached.req_ids), cached.num_output_tokens, strict=True)
         marks.step(scheduled, map(_key, scheduler_output.finished_req_ids))
+        requests.step(scheduler_output)
         return execute(scheduler_output, *args, **kwargs)
 
     runner.execute_model = execute_model

@@ -43,3 +43,17 @@ def test_what_was_not_measured_has_no_sample() -> None:
     assert (shown("entropy"), shown("loss"), shown("dropped_for_stale")) == (0.5, None, 2)
     gauges.set({"version": 4}, {"entropy": None, "loss": 0.1})
     assert (shown("entropy"), shown("loss"), shown("dropped_for_stale")) == (None, 0.1, None)
+
+
+def test_each_engine_has_its_own_samples() -> None:
+    registry = CollectorRegistry()
+    engines = [
+        {"engine": "rollout.0.a", "name": "rollout.0", "running": 3, "kv_use": 0.5},
+        {"engine": "rollout.1.b", "name": "rollout.1", "running": 0, "kv_use": None},
+    ]
+    RunGauges(registry).set({"engines": engines}, {})
+    assert [
+        registry.get_sample_value(f"tether_engine_{name}", {"engine": engine["name"]})
+        for engine in engines
+        for name in RunGauges.ENGINE
+    ] == [3, 0.5, 0, None]

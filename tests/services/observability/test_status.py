@@ -40,6 +40,8 @@ async def driver() -> Driver:
         "host": "h",
         "http": 8,
         "waits": {"lease: bound": 3.4, "group 7": 0.2},
+        "running": 12,
+        "kv_use": 0.456,
     }
     await driver.ledger.register(Peer("rollout", "eng", info), 60_000)
     return driver
@@ -69,7 +71,16 @@ async def test_the_status_lists_live_processes_and_their_engines(driver: Driver)
     assert [(item["service"], item["name"], item["pid"], item["host"]) for item in status["processes"]] == [
         ("rollout", "rollout.0", 12, "h")
     ]
-    assert status["engines"] == [{"engine": "eng", "epoch": "e1", "version": 0}]
+    assert status["engines"] == [
+        {"engine": "eng", "epoch": "e1", "version": 0, "running": 12, "kv_use": 0.456}
+    ]
+
+
+async def test_an_engine_that_does_not_know_how_full_it_is_shows_nothing_of_it(driver: Driver) -> None:
+    await driver.ledger.register(Peer("rollout", "eng", {"name": "rollout.0", "running": None}), 60_000)
+    status = await collect_status(driver.ledger)
+    assert [(engine["running"], engine["kv_use"]) for engine in status["engines"]] == [(None, None)]
+    assert "engine eng: version 0 of epoch e1\n" in render_status(status)
 
 
 async def test_a_run_that_was_never_made_has_no_status() -> None:
@@ -84,7 +95,7 @@ async def test_the_text_names_what_waits_and_hides_short_waits(driver: Driver) -
     assert "issued 3, trained 0, dropped 0, active 3" in text
     assert "rollout.0    pid 12 on h, waits for lease: bound 3 s" in text
     assert "group 7" not in text
-    assert "engine eng: version 0 of epoch e1" in text
+    assert "engine eng: version 0 of epoch e1, 12 running, KV cache 46%" in text
 
 
 async def test_the_text_names_drops_and_what_is_pending(driver: Driver) -> None:
