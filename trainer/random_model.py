@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from protocol.choices import checked_name
@@ -36,6 +35,8 @@ def build_scratch(config: ScratchConfig, out_dir: Path) -> Path:
     Raises:
         SettingsError: the configuration makes no model, or `out_dir` was made from another one.
     """
+    from safetensors.numpy import save_file  # whoever prepares a run imports this module
+
     check_scratch(config, out_dir)
     if out_dir.exists():
         return out_dir

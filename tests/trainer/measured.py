@@ -81,8 +81,12 @@ def expected(
 
 
 def flat(stats: StepStats) -> dict[str, Any]:
-    """What was measured, without nulls; the mismatch of lag 1 as `mismatch.1.error_mean` and so on."""
+    """What was measured, without nulls; the mismatch of lag 1 as `mismatch.1.error_mean` and so on.
+
+    There must be no warnings.
+    """
     fields = msgspec.to_builtins(stats)
+    assert list(fields.pop("warnings")) == []
     by_lag = fields.pop("mismatch")
     result = {name: value for name, value in fields.items() if value is not None}
     return result | {
