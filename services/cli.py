@@ -108,6 +108,25 @@ def check(
         raise typer.Exit(2)
 
 
+@app.command("check-model")
+def check_model(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="model directory with config.json and safetensors")
+    ],
+    tp: Annotated[int, typer.Option("--tp", min=1, metavar="N", help="tensor ranks")] = 1,
+    pp: Annotated[int, typer.Option("--pp", min=1, metavar="N", help="pipeline stages")] = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Load a model on the CPU, compare logits and export with Hugging Face's; exit code 1 if they differ."""
+    from services.tools.check_model import check_model as compare
+    from services.tools.check_model import render_checked_model
+
+    found = compare(directory, tp, pp)
+    _show(found.as_dict(), as_json, lambda _: render_checked_model(found))
+    if not found.works:
+        raise typer.Exit(1)
+
+
 @app.command()
 def status(run_dir: RunDir, as_json: AsJson = False) -> None:
     """Show processes, engines and groups of a run; of one that is over: how it ended, from its files."""

@@ -56,7 +56,7 @@ def read_model(settings: Settings) -> ModelFacts:
         raise SettingsError(f"{path}: {error}") from None
     if not isinstance(found, dict):
         raise SettingsError(f"{path} is not a JSON object")
-    return ModelFacts(place, found, _count_in(place), is_made=True)
+    return ModelFacts(place, found, count_parameters(place), is_made=True)
 
 
 def model_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
@@ -171,8 +171,12 @@ def _count_of(config: Mapping[str, Any]) -> int:
     return int(config["num_hidden_layers"] * layer + tables * config["vocab_size"] * hidden)
 
 
-def _count_in(directory: Path) -> int | None:
-    """Return the number of parameters in the headers of a directory's safetensors; None without any."""
+def count_parameters(directory: Path) -> int | None:
+    """Return the number of parameters in the headers of a directory's safetensors; None without any.
+
+    Raises:
+        SettingsError: a file cannot be read.
+    """
     from safetensors import SafetensorError, safe_open
 
     total, files = 0, sorted(directory.glob("*.safetensors"))

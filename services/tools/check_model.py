@@ -1,0 +1,303 @@
+"""Runs `tether check-model`: says whether a model works, by comparing it with Hugging Face's.
+
+Under torchrun (`python -m services.tools.check_model DIR TP PP SAMPLES THREADS`) every rank of the layout
+makes its part.
+"""
+
+import dataclasses
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil  # type: ignore[import-untyped]
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from protocol.errors import SettingsError, TetherError
+from protocol.host.parent_death import die_with_parent
+from services.preflight.model import count_parameters
+from services.runtime.errors import configure_logging
+from trainer.backends.launch import torchrun
+from trainer.batch import Batch
+from trainer.config import ParallelConfig
+from trainer.megatron.architecture import Architecture, architecture_of
+from trainer.megatron.convert.checkpoint import SafetensorsReader, check_names
+from trainer.megatron.reshard import export_plan
+from trainer.model_check.differences import TOLERANCE
+from trainer.model_check.expected import batch_of, hf_logprobs, random_samples
+
+BYTES_PER_PARAMETER = 8
+"""Host memory: first Hugging Face's weights (4), then the trainer's weights and gradient buffers."""
+BYTES_PER_RANK = 1 << 29
+"""Host memory of a process besides, where there are several."""
+RANKS_S = 3600
+"""How long the ranks may take."""
+GIB = 1 << 30
+
+
+class ModelVerdict(StrEnum):
+    """Answer in a word."""
+
+    WORKS = "OK"
+    UNSUPPORTED = "NOT SUPPORTED"
+    DAMAGED = "NOT A WHOLE CHECKPOINT"  # it is not what its config.json says
+    DIFFERENT = "DIFFERENT"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedModel:
+    """Answer of `tether check-model`."""
+
+    verdict: ModelVerdict
+    problem: str
+    """The first one, in a sentence; empty if the model works."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What was read, and what was compared before the problem was found."""
+
+    @property
+    def works(self) -> bool:
+        return self.verdict is ModelVerdict.WORKS
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it for JSON."""
+        verdict = {"works": self.works, "verdict": str(self.verdict), "problem": self.problem}
+        return {**verdict, **self.facts}
+
+
+def check_model(model_dir: Path, tp: int = 1, pp: int = 1) -> CheckedModel:
+    """Check a model directory: read it, load it in a layout on the CPU, compare logits and exported bits.
+
+    Args:
+        model_dir: directory with config.json and safetensors.
+        tp: tensor ranks.
+        pp: pipeline stages.
+
+    Raises:
+        SettingsError: there is no model, it cannot be split so, a library is missing, or the memory does
+            not suffice.
+        TetherError: a rank failed.
+    """
+    facts: dict[str, Any] = {"model": str(model_dir)}
+    path = model_dir / "config.json"
+    config = _read_config(path)
+    try:
+        architecture = architecture_of(config, path)
+    except SettingsError as error:
+        return CheckedModel(ModelVerdict.UNSUPPORTED, str(error), facts)
+    except (KeyError, TypeError, ValueError) as error:
+        return CheckedModel(ModelVerdict.UNSUPPORTED, f"{path} lacks what a model needs: {error!r}", facts)
+    facts |= {"config": _stated(architecture), "tp": tp, "pp": pp}
+    _check_layout(architecture, tp, pp)
+    try:
+        parameters = count_parameters(model_dir) or 0
+        with SafetensorsReader(model_dir) as reader:
+            check_names(reader, architecture, 1, 1)
+    except (SettingsError, SafetensorError, OSError) as error:
+        return CheckedModel(ModelVerdict.DAMAGED, str(error), facts)
+    facts |= {"parameters": parameters, "needed_gb": check_memory(model_dir, parameters, tp * pp)}
+    if find_spec("megatron") is None:
+        raise SettingsError("megatron-core is not installed: pip install 'tether-rl[megatron]'")
+    facts |= _compare(model_dir, architecture, tp, pp)
+    for part in ("tensors", "logprobs"):
+        if problem := facts[part]["difference"]:
+            return CheckedModel(ModelVerdict.DIFFERENT, problem, facts)
+    return CheckedModel(ModelVerdict.WORKS, "", facts)
+
+
+def check_memory(model_dir: Path, parameters: int, ranks: int) -> float:
+    """Return the host memory that the check needs, GiB.
+
+    Raises:
+        SettingsError: less is available.
+    """
+    needed = BYTES_PER_PARAMETER * parameters + (BYTES_PER_RANK * ranks if ranks > 1 else 0)
+    available = psutil.virtual_memory().available
+    if needed > available:
+        raise SettingsError(
+            f"{model_dir}: checking its {parameters:,} parameters takes about {needed / GIB:.1f} GiB of host "
+            f"memory, and {available / GIB:.1f} GiB are available: check it on a larger machine"
+        )
+    return needed / GIB
+
+
+def render_checked_model(found: CheckedModel) -> str:
+    """Return the answer as text: the verdict, then what was read and compared."""
+    facts = found.facts
+    lines = [f"{found.verdict}: {found.problem}" if found.problem else str(found.verdict)]
+    if "config" not in facts:
+        return "\n".join((*lines, f"model    {facts['model']}"))
+    config = dict(facts["config"])
+    count = f", {facts['parameters']:,} parameters" if "parameters" in facts else ""
+    lines += [
+        f"model    {facts['model']}: {config.pop('model_type')} ({config.pop('name')}){count}",
+        f"config   {_in_words(config)}",
+    ]
+    if "logprobs" not in facts:
+        return "\n".join(lines)
+    lines.append(
+        f"layout   tensor {facts['tp']} x pipeline {facts['pp']}: {facts['tp'] * facts['pp']} rank(s) "
+        f"on the CPU, gloo, in float32; about {facts['needed_gb']:.1f} GiB"
+    )
+    for label, part, in_words in (
+        ("logits", "logprobs", _logprobs_in_words),
+        ("export", "tensors", _tensors_in_words),
+    ):
+        difference = facts[part]["difference"]
+        place = "" if difference == found.problem else f": {difference}"
+        lines.append(f"{label}   {f'different{place}' if difference else in_words(facts)}")
+    return "\n".join(lines)
+
+
+def _logprobs_in_words(facts: Mapping[str, Any]) -> str:
+    found = facts["logprobs"]
+    return (
+        f"{found['compared']} log-probabilities of {facts['samples']} packed random samples (at most "
+        f"{facts['longest']} tokens) equal Hugging Face's in float32 within {TOLERANCE:g} x max(1, size); "
+        f"largest difference {found['largest']:.1e}"
+    )
+
+
+def _tensors_in_words(facts: Mapping[str, Any]) -> str:
+    found = facts["tensors"]
+    ignored = f"; not needed, not compared: {', '.join(found['ignored'])}" if found["ignored"] else ""
+    return (
+        f"{found['compared']} tensors equal the checkpoint's bit for bit, after the cast of loading from "
+        f"{' and '.join(found['dtypes'])} to float32{ignored}"
+    )
+
+
+def _stated(configuration: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass that are not the default, by name."""
+    return {
+        item.name: _stated(value) if dataclasses.is_dataclass(value) else value
+        for item in dataclasses.fields(configuration)
+        if (value := getattr(configuration, item.name)) != item.default
+    }
+
+
+def _in_words(values: Mapping[str, Any]) -> str:
+    """Return the fields of a configuration that say something."""
+    parts = []
+    for name, value in values.items():
+        if isinstance(value, dict):
+            parts.append(f"{name} ({_in_words(value)})")
+        elif value is True:
+            parts.append(name)
+        elif value not in (None, False, "", ()):
+            parts.append(f"{name} {value}")
+    return ", ".join(parts)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise SettingsError(
+            f"cannot read {path}: {error}: give the directory of a Hugging Face checkpoint"
+        ) from None
+    if not isinstance(config, dict):
+        raise SettingsError(f"{path} is not a JSON object: give the directory of a Hugging Face checkpoint")
+    return config
+
+
+def _check_layout(architecture: Architecture, tp: int, pp: int) -> None:
+    if architecture.heads % tp:
+        raise SettingsError(
+            f"--tp {tp} does not divide the model's {architecture.heads} attention heads: choose a divisor"
+        )
+    export_plan(architecture, tp, pp)
+
+
+def _compare(model_dir: Path, architecture: Architecture, tp: int, pp: int) -> dict[str, Any]:
+    """Return what the comparisons found, as `RankFindings` and the samples."""
+    batch = random_samples(architecture.vocabulary, architecture.max_positions)
+    about = {"samples": len(batch.lengths), "longest": int(batch.lengths.max())}
+    threads = max(1, torch.get_num_threads() // (tp * pp))
+    with _without_gpus():
+        expected = hf_logprobs(model_dir, batch)
+        gc.collect()  # Hugging Face's model, before ours is loaded
+        if tp * pp > 1:
+            return about | _under_torchrun(model_dir, tp, pp, batch, expected, threads)
+        return about | _on_this_rank(model_dir, tp, pp, batch, expected, threads)
+
+
+@contextmanager
+def _without_gpus() -> Iterator[None]:
+    """Hide GPUs from this process and from ranks: megatron-core uses them where there are any."""
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["CUDA_VISIBLE_DEVICES"]
+        else:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
+
+
+def _on_this_rank(
+    model_dir: Path, tp: int, pp: int, batch: Batch, expected: torch.Tensor, threads: int
+) -> dict[str, Any]:
+    """Return what rank 0 found; empty on the others."""
+    from trainer.model_check.rank import check_on_rank  # imports megatron-core
+
+    parallel = ParallelConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+    found = check_on_rank(model_dir, parallel, threads, batch, expected)
+    facts: dict[str, Any] = msgspec.to_builtins(found) if found else {}
+    return facts
+
+
+def _under_torchrun(
+    model_dir: Path, tp: int, pp: int, batch: Batch, expected: torch.Tensor, threads: int
+) -> dict[str, Any]:
+    """Run the ranks as processes; returns what rank 0 printed."""
+    with tempfile.TemporaryDirectory(prefix="tether-check-model-") as work:
+        samples = Path(work) / "samples.safetensors"
+        save_file({"tokens": batch.tokens, "lengths": batch.lengths, "expected": expected}, samples)
+        arguments = (str(model_dir.absolute()), str(tp), str(pp), str(samples), str(threads))
+        command = torchrun(tp * pp, "services.tools.check_model", *arguments)
+        try:
+            done = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                text=True,
+                check=False,
+                timeout=RANKS_S,
+            )
+        except subprocess.TimeoutExpired:
+            raise TetherError(f"the ranks have not finished within {RANKS_S} s") from None
+    if done.returncode:
+        raise TetherError(f"the ranks failed with exit code {done.returncode}; see their output above")
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]  # libraries may print, too
+    facts: dict[str, Any] = json.loads(lines[-1])
+    return facts
+
+
+def main() -> None:
+    """Be one rank under torchrun: rank 0 prints its findings as JSON."""
+    die_with_parent(signal.SIGKILL)
+    configure_logging(f"check-model.{os.environ['RANK']}")
+    model_dir, tp, pp, samples, threads = sys.argv[1:]
+    tensors = load_file(samples)
+    batch = batch_of(tensors["tokens"], tensors["lengths"])
+    facts = _on_this_rank(Path(model_dir), int(tp), int(pp), batch, tensors["expected"], int(threads))
+    if facts:
+        print(json.dumps(facts), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Tests `tether check-model`: models that work, are damaged, or are not supported, and bad requests."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from protocol.errors import SettingsError
+from services.cli import app
+from services.tools.check_model import ModelVerdict, check_memory, check_model, render_checked_model
+from tests.trainer.megatron.models import make_model, save_model
+
+
+def change_tensors(model_dir: Path, **changes: torch.Tensor) -> None:
+    path = model_dir / "model.safetensors"
+    save_file({**load_file(path), **changes}, path)
+
+
+def test_check_model_ends_with_0_where_a_model_works(tmp_path: Path) -> None:
+    make_model("qwen2-tied").bfloat16().save_pretrained(tmp_path / "model")
+    table = load_file(tmp_path / "model/model.safetensors")["model.embed_tokens.weight"]
+    change_tensors(tmp_path / "model", **{"lm_head.weight": table.clone()})
+    answer = CliRunner().invoke(app, ["check-model", str(tmp_path / "model")])
+    assert answer.exit_code == 0, answer.output
+    verdict, model, config, layout, logits, export = answer.stdout.splitlines()
+    assert verdict == "OK"
+    assert "qwen2 (Qwen2ForCausalLM)" in model
+    assert config.startswith("config   layers 2, hidden 64, ")
+    assert config.endswith("tied, norm_eps 1e-06, max_positions 128, rope (theta 10000.0)")
+    assert "tensor 1 x pipeline 1: 1 rank(s)" in layout
+    assert "8 packed random samples (at most 128 tokens) equal Hugging Face's in float32" in logits
+    assert "26 tensors equal the checkpoint's bit for bit" in export
+    assert "from bfloat16 to float32; not needed, not compared: lm_head.weight" in export
+
+
+def test_check_model_ends_with_1_where_log_probabilities_differ(tmp_path: Path) -> None:
+    """transformers uses an output layer that is not the embedding, also if config.json says that it is."""
+    model_dir = save_model("qwen2-tied", tmp_path)
+    change_tensors(model_dir, **{"lm_head.weight": torch.zeros(96, 64)})
+    answer = CliRunner().invoke(app, ["check-model", str(model_dir)])
+    assert answer.exit_code == 1
+    assert answer.stdout.startswith("DIFFERENT: sample 0, token 1: after [")
+    assert f"by Hugging Face {-math.log(96):.6f}" in answer.stdout
+    assert "\nlogits   different\nexport   26 tensors equal" in answer.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+def test_check_model_compares_on_the_ranks_of_a_layout(tmp_path: Path, tp: int, pp: int) -> None:
+    found = check_model(save_model("qwen3-tied", tmp_path), tp, pp)
+    assert (found.verdict, found.problem) == (ModelVerdict.WORKS, "")
+    assert found.facts["tensors"]["compared"] == 24
+    assert f"tensor {tp} x pipeline {pp}: 2 rank(s)" in render_checked_model(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "problem"),
+    [
+        (
+            "model.norm.weight",
+            (3,),
+            "model.norm.weight has shape (3,), but by config.json it should be (64,)",
+        ),
+        ("model.layers.0.self_attn.sinks", (4,), "no rule of qwen2 maps model.layers.0.self_attn.sinks"),
+    ],
+)
+def test_check_model_names_the_tensor_that_config_json_does_not_expect(
+    tmp_path: Path, name: str, shape: tuple[int, ...], problem: str
+) -> None:
+    model_dir = save_model("qwen2", tmp_path)
+    change_tensors(model_dir, **{name: torch.zeros(shape)})
+    answer = CliRunner().invoke(app, ["check-model", str(model_dir), "--json"])
+    facts = json.loads(answer.stdout)
+    assert (answer.exit_code, facts["works"], facts["verdict"]) == (1, False, "NOT A WHOLE CHECKPOINT")
+    assert problem in facts["problem"]
+
+
+def test_check_model_names_a_file_that_is_cut_off(tmp_path: Path) -> None:
+    model_dir = save_model("qwen2", tmp_path)
+    path = model_dir / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+    assert check_model(model_dir).verdict is ModelVerdict.DAMAGED
+
+
+def test_check_model_gives_the_reason_for_which_a_model_is_not_supported(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    answer = CliRunner().invoke(app, ["check-model", str(tmp_path)])
+    assert answer.exit_code == 1
+    assert answer.stdout.startswith("NOT SUPPORTED: ")
+    assert "model_type 'mamba' is not supported; supported are" in answer.stdout
+
+
+def test_check_model_refuses_what_it_cannot_answer(tmp_path: Path) -> None:
+    model_dir = save_model("qwen2", tmp_path)
+    with pytest.raises(SettingsError, match="give the directory of a Hugging Face checkpoint"):
+        check_model(tmp_path / "nothing")
+    with pytest.raises(SettingsError, match="--tp 3 does not divide the model's 4 attention heads"):
+        check_model(model_dir, tp=3)
+    with pytest.raises(SettingsError, match="does not divide the model's 2 layers"):
+        check_model(model_dir, pp=3)
+
+
+def test_check_memory_refuses_a_model_that_does_not_fit(tmp_path: Path) -> None:
+    assert check_memory(tmp_path, 1 << 20, 1) == 8 / 1024
+    with pytest.raises(SettingsError, match=r"1,000,000,000,000 parameters takes about 7450\.6 GiB"):
+        check_memory(tmp_path, 10**12, 1)

@@ -1,0 +1,1 @@
+"""Checks whether the backend `megatron` computes with a checkpoint as Hugging Face's model does."""

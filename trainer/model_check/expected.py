@@ -1,0 +1,81 @@
+"""Draws random samples, and takes from Hugging Face's model what a rank has to compute for them.
+
+Shapes: t tokens of all samples.
+"""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from protocol.errors import SettingsError
+from trainer.batch import Batch, StepTotals
+
+SAMPLES = 8
+LONGEST = 128
+"""Tokens of the longest sample, where the model has so many positions."""
+SHORTEST = 2
+"""The first token of a sample is given, so there is one to predict."""
+
+
+def random_samples(vocabulary: int, positions: int, seed: int = 0) -> Batch:
+    """Return samples of random tokens and unequal lengths, of which every token but the first is sampled.
+
+    Args:
+        vocabulary: tokens to draw from.
+        positions: those of the model; the longest sample has at most so many tokens.
+        seed: of the random numbers.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    longest = max(SHORTEST, min(LONGEST, positions))
+    lengths = torch.randint(SHORTEST, longest + 1, (SAMPLES,), generator=generator)
+    lengths[0] = longest
+    return batch_of(torch.randint(0, vocabulary, (int(lengths.sum()),), generator=generator), lengths)
+
+
+def batch_of(tokens: torch.Tensor, lengths: torch.Tensor) -> Batch:
+    """Return tokens (integers [t]) of samples of these lengths (int64 [n]) as a batch without a loss."""
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    size, samples = len(tokens), len(lengths)
+    sampled = torch.ones(size, dtype=torch.bool)
+    sampled[offsets[:-1]] = False
+    return Batch(
+        step=0,
+        totals=StepTotals(samples=samples, trained_tokens=0, lag_max=0, fresh=False),
+        offsets=offsets,
+        tokens=tokens.int(),
+        loss_mask=torch.zeros(size, dtype=torch.bool),
+        sampled_mask=sampled,
+        behaviour_logprobs=torch.zeros(size),
+        versions=sampled.int() - 1,
+        advantages=torch.zeros(size),
+        group_index=torch.arange(samples),
+        rewards=torch.zeros(samples),
+        weights=torch.zeros(samples),
+        measured=torch.zeros(samples, dtype=torch.bool),
+    )
+
+
+@torch.no_grad()
+def hf_logprobs(model_dir: Path, batch: Batch) -> torch.Tensor:
+    """Return the log-probabilities of the sampled tokens by transformers in float32, 0 elsewhere, [t].
+
+    Each sample is a pass of its own, without padding, and with the attention that is written out.
+
+    Raises:
+        SettingsError: transformers cannot load the model.
+    """
+    transformers_logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            model_dir, dtype=torch.float32, local_files_only=True, attn_implementation="eager"
+        ).eval()
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"{model_dir}: transformers cannot load it: {error}") from error
+    found = []
+    for tokens in batch.tokens.long().split(batch.lengths.tolist()):
+        logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1].float()
+        picked = torch.log_softmax(logits, -1).gather(-1, tokens[1:, None])[:, 0]
+        found += [picked.new_zeros(1), picked]
+    return torch.cat(found)

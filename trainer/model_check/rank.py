@@ -1,0 +1,71 @@
+"""Makes one rank's part of a check: loads the model, computes log-probabilities, exports."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from trainer.algorithms.registry import make_algorithm
+from trainer.batch import Batch
+from trainer.config import AlgorithmConfig, OptimizerConfig, ParallelConfig, TrainerConfig
+from trainer.megatron.architecture import read_architecture
+from trainer.megatron.backend import MegatronBackend
+from trainer.megatron.convert.checkpoint import SafetensorsReader
+from trainer.megatron.convert.families import ignorable
+from trainer.model_check.differences import (
+    LogprobFindings,
+    TensorFindings,
+    compare_logprobs,
+    compare_tensors,
+)
+
+MICRO_BATCH_TOKENS = 256
+"""So several samples are in a micro-batch, and there are several micro-batches."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankFindings:
+    """What the comparisons gave, on rank 0."""
+
+    logprobs: LogprobFindings
+    tensors: TensorFindings
+
+
+def check_on_rank(
+    model_dir: Path, parallel: ParallelConfig, threads: int, batch: Batch, expected: torch.Tensor
+) -> RankFindings | None:
+    """Load the model as the trainer does, in float32 on the CPU, and compare. A collective.
+
+    Args:
+        model_dir: the checkpoint.
+        parallel: layout of the ranks; one replica.
+        threads: CPU threads of this rank.
+        batch: samples; equal on every rank.
+        expected: their log-probabilities, float32 [t].
+
+    Returns:
+        On rank 0 what was found, None on the others.
+
+    Raises:
+        SettingsError: the model is not supported, or does not fit the layout.
+    """
+    backend = MegatronBackend(
+        model_dir,
+        parallel=parallel,
+        optimizer=OptimizerConfig(),
+        trainer=TrainerConfig(device="cpu", threads=threads, micro_batch_tokens=MICRO_BATCH_TOKENS),
+        algorithm=make_algorithm(AlgorithmConfig()),
+    )
+    try:
+        found = backend.logprobs(batch)
+        if dist.get_rank():
+            for _ in backend.export():
+                raise RuntimeError("only rank 0 gets tensors from an export")
+            return None
+        architecture = read_architecture(model_dir)
+        with SafetensorsReader(model_dir) as reader:
+            tensors = compare_tensors(backend.export(), reader, lambda name: ignorable(architecture, name))
+        return RankFindings(compare_logprobs(batch, found, expected), tensors)
+    finally:
+        backend.close()
