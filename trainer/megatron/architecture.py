@@ -10,13 +10,35 @@ from typing import Any
 
 from protocol.errors import SettingsError
 
-SUPPORTED = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How the models of one model_type differ from Llama."""
+
+    name: str
+    """The architecture that exports name."""
+    qkv_bias: bool = False
+    """Whether the projections to queries, keys and values have biases."""
+    qk_norm: str = ""
+    """Norm of queries and keys before rotation: `head`, over each head; `projection`, over all of them."""
+    post_norms: bool = False
+    """Whether norms follow attention and MLP, instead of preceding them."""
+    fused: bool = False
+    """Whether the checkpoint holds q, k, v as one tensor, and gate and up as one."""
+    windowed: bool = False
+    """Whether `sliding_window` holds for all layers, without a switch of its own."""
+
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM"),
+    "mistral": Family("MistralForCausalLM", windowed=True),
+    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True),
+    "qwen3": Family("Qwen3ForCausalLM", qk_norm="head"),
 }
+"""model_type -> family. docs/models.md says how to add one."""
+SUPPORTED = {model_type: family.name for model_type, family in FAMILIES.items()}
 """model_type -> the architecture that exports name."""
+ROPE_TYPES = ("default", "linear", "llama3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,21 +71,28 @@ class Architecture:
     norm_eps: float
     max_positions: int
     rope: Rope
+    window: int = 0
+    """Tokens that each one attends to, itself and those before it; 0: all."""
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.model_type]
 
     @property
     def qkv_bias(self) -> bool:
-        return self.model_type == "qwen2"
+        return self.family.qkv_bias
 
     @property
-    def qk_norm(self) -> bool:
-        return self.model_type == "qwen3"
+    def qk_norm(self) -> str:
+        """`head`, `projection` or empty, see `Family`."""
+        return self.family.qk_norm
 
     def layer_flops(self, tokens: Any, *, frozen: bool = False) -> Any:
         """Return the floating-point operations of all layers, forward and backward, on one sequence.
 
         Six for each weight and token, four if the weights are `frozen` and take no gradient. Causal
-        attention: half of the square, in two products, forward and twice that backward. The output layer is
-        left out, see `head_flops`.
+        attention: half of the square, or what a sliding window leaves of it, in two products, forward and
+        twice that backward. The output layer is left out, see `head_flops`.
 
         Args:
             tokens: of the sequence; a number, or an array of them.
@@ -71,7 +100,9 @@ class Architecture:
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         weights = self.hidden * (2 * queries + 2 * keys + 3 * self.intermediate)
         passes = 4 if frozen else 6
-        return self.layers * (passes * weights * tokens + 6 * queries * tokens * tokens)
+        least = (tokens + self.window - abs(tokens - self.window)) // 2  # of numbers and arrays alike
+        reach = least if self.window else tokens
+        return self.layers * (passes * weights * tokens + 6 * queries * reach * (2 * tokens - reach))
 
     def head_flops(self, trained: int, *, frozen: bool = False) -> int:
         """Return those of the output layer, which only trained tokens pass through."""
@@ -108,6 +139,7 @@ def architecture_of(config: dict[str, Any], path: Path) -> Architecture:
         )
     _refuse_unsupported(path, config)
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    positions = int(config.get("max_position_embeddings") or 4096)
     return Architecture(
         model_type=model_type,
         name=(config.get("architectures") or [SUPPORTED[model_type]])[0],
@@ -120,22 +152,22 @@ def architecture_of(config: dict[str, Any], path: Path) -> Architecture:
         vocabulary=int(config["vocab_size"]),
         tied=bool(config.get("tie_word_embeddings", False)),
         norm_eps=float(config["rms_norm_eps"]),
-        max_positions=int(config.get("max_position_embeddings") or 4096),
+        max_positions=positions,
         rope=_rope(path, config),
+        window=_window(config, positions),
     )
 
 
 def _refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
-    windowed = config.get("sliding_window") is not None and config.get(
-        "use_sliding_window", config["model_type"] == "mistral"
-    )
+    some_layers = not FAMILIES[config["model_type"]].windowed and config.get("use_sliding_window")
+    window = config.get("sliding_window") if some_layers else None
     positions = config.get("max_position_embeddings") or 0
     unsupported = {
         "hidden_act": config.get("hidden_act", "silu") != "silu",
         "attention_bias": bool(config.get("attention_bias")),
         "mlp_bias": bool(config.get("mlp_bias")),
         "attention_dropout": bool(config.get("attention_dropout")),
-        "sliding_window": windowed and config["sliding_window"] < positions,
+        "sliding_window": window is not None and window < positions,
         "partial_rotary_factor": config.get("partial_rotary_factor", 1.0) != 1.0,
         "quantization_config": config.get("quantization_config") is not None,
     }
@@ -144,6 +176,11 @@ def _refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
             raise SettingsError(
                 f"{path}: {field} = {config[field]!r} is not supported by the megatron backend"
             )
+
+
+def _window(config: dict[str, Any], positions: int) -> int:
+    window = config.get("sliding_window") if FAMILIES[config["model_type"]].windowed else None
+    return int(window) if window is not None and window < positions else 0
 
 
 def _rope(path: Path, config: dict[str, Any]) -> Rope:

@@ -96,7 +96,8 @@ def transformer_config(
             activation_func=F.silu,
             add_bias_linear=False,
             add_qkv_bias=architecture.qkv_bias,
-            qk_layernorm=architecture.qk_norm,
+            qk_layernorm=bool(architecture.qk_norm),
+            window_size=(architecture.window - 1, 0) if architecture.window else None,
             hidden_dropout=0.0,
             attention_dropout=0.0,
             tensor_model_parallel_size=parallel.tensor_model_parallel_size,
@@ -139,7 +140,7 @@ def build_model(
     """
     stages = architecture.layers // config.pipeline_model_parallel_size
     block = TransformerBlockSubmodules(
-        layer_specs=[_layer_spec(architecture.qk_norm, attention, core_attention)] * stages,
+        layer_specs=[_layer_spec(bool(architecture.qk_norm), attention, core_attention)] * stages,
         layer_norm=RMSNorm,
     )
     model = PackedModel(

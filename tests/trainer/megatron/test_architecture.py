@@ -1,5 +1,6 @@
 """Tests that config.json is read as transformers reads it; what is not supported is refused by name."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -42,13 +43,16 @@ def test_an_unsupported_field_is_named(tmp_path: Path, field: str, value: object
         read_architecture(write_config(tmp_path, **{field: value}))
 
 
-def test_a_sliding_window_shorter_than_the_context_is_refused(tmp_path: Path) -> None:
+def test_a_sliding_window_holds_for_all_layers_or_is_refused(tmp_path: Path) -> None:
+    for window, expected in ((8, 8), (None, 0), (128, 0)):
+        path = write_config(tmp_path, model_type="mistral", sliding_window=window)
+        assert read_architecture(path).window == expected
     with pytest.raises(SettingsError, match="sliding_window = 8"):
-        read_architecture(write_config(tmp_path, model_type="mistral", sliding_window=8))
-    assert (
-        read_architecture(write_config(tmp_path, model_type="mistral", sliding_window=None)).model_type
-        == "mistral"
-    )
+        read_architecture(
+            write_config(tmp_path, model_type="qwen2", sliding_window=8, use_sliding_window=True)
+        )
+    unused = write_config(tmp_path, model_type="qwen2", sliding_window=8, use_sliding_window=False)
+    assert read_architecture(unused).window == 0
 
 
 def test_an_unsupported_rope_is_refused(tmp_path: Path) -> None:
@@ -103,3 +107,13 @@ def test_flops_are_those_of_the_matrices_and_of_causal_attention(tmp_path: Path)
     assert spec.layer_flops(10, frozen=True) == 4 * found * 10 + attention
     head = spec.hidden * spec.vocabulary
     assert (spec.head_flops(3), spec.head_flops(3, frozen=True)) == (18 * head, 12 * head)
+
+
+def test_flops_of_a_window_are_those_of_the_pairs_in_it(tmp_path: Path) -> None:
+    whole = read_architecture(write_config(tmp_path))
+    window = dataclasses.replace(whole, window=4)
+    lengths = torch.tensor([3, 4, 10]).double()
+    saved = (whole.layer_flops(lengths) - window.layer_flops(lengths)).tolist()
+    pair = 12 * whole.layers * whole.heads * whole.head_dim
+    assert saved == [0, 0, pair * 6**2 / 2]
+    assert whole.layer_flops(10) - window.layer_flops(10) == saved[-1]

@@ -40,7 +40,7 @@ ACTIVATIONS = (
     Activation("input of the attention's norm, the residual stream", lambda a: a.hidden, split="sequence"),
     Activation("input of the projection to q, k, v", lambda a: a.hidden, "layernorm", "sequence"),
     Activation("q, k, v together, of which v stays a view", lambda a: _heads(a) * a.head_dim),
-    Activation("q of its own, as a norm's input", lambda a: a.qk_norm * a.heads * a.head_dim),
+    Activation("q of its own, as a norm's input", lambda a: bool(a.qk_norm) * a.heads * a.head_dim),
     Activation("q with rotation", lambda a: a.heads * a.head_dim),
     Activation("k with rotation", lambda a: a.kv_heads * a.head_dim),
     Activation("log-sum-exp of the scores", lambda a: a.heads, "core_attn", item_bytes=4),
