@@ -32,6 +32,7 @@ class Family:
 FAMILIES = {
     "llama": Family("LlamaForCausalLM"),
     "mistral": Family("MistralForCausalLM", windowed=True),
+    "phi3": Family("Phi3ForCausalLM", fused=True, windowed=True),
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True),
     "qwen3": Family("Qwen3ForCausalLM", qk_norm="head"),
 }
@@ -168,6 +169,8 @@ def _refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
         "mlp_bias": bool(config.get("mlp_bias")),
         "attention_dropout": bool(config.get("attention_dropout")),
         "sliding_window": window is not None and window < positions,
+        "resid_pdrop": bool(config.get("resid_pdrop")),
+        "embd_pdrop": bool(config.get("embd_pdrop")),
         "partial_rotary_factor": config.get("partial_rotary_factor", 1.0) != 1.0,
         "quantization_config": config.get("quantization_config") is not None,
     }
@@ -189,12 +192,19 @@ def _rope(path: Path, config: dict[str, Any]) -> Rope:
     values: dict[str, Any] = config.get(field) or {}
     theta = float(values.get("rope_theta", config.get("rope_theta", 10000.0)))
     kind = values.get("rope_type", values.get("type", "default"))
+    if config["model_type"] == "phi3" and kind in ("su", "yarn"):
+        kind = "longrope"  # by the names that its first checkpoints give it
+    if kind not in ROPE_TYPES:
+        raise SettingsError(
+            f"{path}: {field} of type {kind!r} is not supported; supported are {', '.join(ROPE_TYPES)}"
+        )
+    if values.get("partial_rotary_factor", 1.0) != 1.0:
+        raise SettingsError(
+            f"{path}: {field} with partial_rotary_factor = {values['partial_rotary_factor']!r} is not "
+            "supported by the megatron backend"
+        )
     if kind == "default":
         return Rope(theta)
-    if kind not in ("linear", "llama3"):
-        raise SettingsError(
-            f"{path}: {field} of type {kind!r} is not supported; supported are default, linear and llama3"
-        )
     known = ("factor", "low_freq_factor", "high_freq_factor")
     scaling = {key: float(values[key]) for key in known if key in values}
     original = int(values.get("original_max_position_embeddings", 8192))

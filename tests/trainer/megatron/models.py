@@ -49,6 +49,7 @@ MODELS = {
 """Trained in every layout."""
 MORE_MODELS = {
     "mistral": ("Mistral", {"vocab_size": 96, "sliding_window": 5}),
+    "phi3": ("Phi3", {"vocab_size": 131, "tie_word_embeddings": False, "pad_token_id": None}),
 }
 """Trained in few layouts: these differ from the others in what every layout treats alike."""
 ALL_MODELS = MODELS | MORE_MODELS

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from protocol.errors import SettingsError
 from tests.trainer.megatron.models import make_model, save_model
-from trainer.megatron.architecture import Architecture, Rope, read_architecture
+from trainer.megatron.architecture import FAMILIES, Architecture, Rope, read_architecture
 from trainer.megatron.convert.checkpoint import SafetensorsReader, check_names, check_parameters
 from trainer.megatron.convert.rules import Direct, Rule
 from trainer.megatron.reshard import export_plan, stage_rules
@@ -27,7 +27,7 @@ def architectures(draw: st.DrawFn) -> Architecture:
     kv_heads = draw(st.sampled_from([1, 2, 4]))
     heads = max(4, kv_heads * draw(st.integers(1, 3)) // 4 * 4)
     return Architecture(
-        model_type=draw(st.sampled_from(["llama", "mistral", "qwen2", "qwen3"])),
+        model_type=draw(st.sampled_from(sorted(FAMILIES))),
         name="Any",
         layers=draw(st.sampled_from([2, 4])),
         hidden=draw(st.integers(1, 9)),
@@ -155,6 +155,13 @@ def test_a_wrong_shape_is_refused(model_dir: Path) -> None:
     with pytest.raises(
         SettingsError, match=r"model\.norm\.weight has shape \(3,\), but by config\.json it should be \(64,\)"
     ):
+        check(model_dir)
+
+
+def test_a_dtype_that_needs_scales_is_refused(model_dir: Path) -> None:
+    quantized = torch.zeros(64).to(torch.float8_e4m3fn)
+    change_tensors(model_dir, **{"model.norm.weight": quantized})
+    with pytest.raises(SettingsError, match=r"model\.norm\.weight has dtype F8_E4M3: supported are F64"):
         check(model_dir)
 
 

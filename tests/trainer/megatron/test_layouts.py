@@ -226,16 +226,16 @@ def layer_by_hand(
     if "linear_qkv" in kind:
         fused = torch.cat(parts)
         groups, queries = config.num_key_value_heads, config.num_attention_heads // config.num_key_value_heads
-        split = fused.view(groups, queries + 2, config.head_dim, *fused.shape[1:]).split([queries, 1, 1], 1)
-        return {
-            f"self_attn.{x}_proj.{suffix}": part.reshape(-1, *fused.shape[1:])
-            for x, part in zip("qkv", split, strict=True)
-        }
+        pieces = fused.view(groups, queries + 2, config.head_dim, *fused.shape[1:]).split([queries, 1, 1], 1)
+        split = [part.reshape(-1, *fused.shape[1:]) for part in pieces]
+        if config.model_type == "phi3":
+            return {"self_attn.qkv_proj.weight": torch.cat(split)}
+        return {f"self_attn.{x}_proj.{suffix}": part for x, part in zip("qkv", split, strict=True)}
     if "linear_fc1" in kind:
-        halves = zip(*(part.chunk(2) for part in parts), strict=True)
-        return {
-            f"mlp.{x}_proj.weight": torch.cat(half) for x, half in zip(("gate", "up"), halves, strict=True)
-        }
+        gate, up = (torch.cat(half) for half in zip(*(part.chunk(2) for part in parts), strict=True))
+        if config.model_type == "phi3":
+            return {"mlp.gate_up_proj.weight": torch.cat([gate, up])}
+        return {"mlp.gate_proj.weight": gate, "mlp.up_proj.weight": up}
     columns = {
         "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
         "mlp.linear_fc2.weight": "mlp.down_proj.weight",

@@ -6,7 +6,8 @@ so a rule cannot disagree with its inverse.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from protocol.errors import SettingsError
 
@@ -143,6 +144,28 @@ class GatedMLP(Rule):
             Segment(name, rank * part, rank, half * part, part)
             for half, name in enumerate(self.names)
             for rank in range(tp)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stacked(Rule):
+    """The tensors of another rule as one tensor of the checkpoint, in which their rows follow each other."""
+
+    name: str
+    rule: Rule
+    """Its own names count nowhere else."""
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        first, *others = self.rule.shapes.values()
+        return {self.name: (first[0] + sum(shape[0] for shape in others), *first[1:])}
+
+    def segments(self, tp: int) -> tuple[Segment, ...]:
+        sizes = [shape[0] for shape in self.rule.shapes.values()]
+        starts = dict(zip(self.rule.shapes, accumulate([0, *sizes[:-1]]), strict=True))
+        return tuple(
+            replace(segment, name=self.name, start=starts[segment.name] + segment.start)
+            for segment in self.rule.segments(tp)
         )
 
 
