@@ -4,6 +4,7 @@ No torch here: checks before the start of a run read it, too.
 """
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ class Family:
 FAMILIES = {
     "llama": Family("LlamaForCausalLM"),
     "mistral": Family("MistralForCausalLM", windowed=True),
+    "olmo2": Family("Olmo2ForCausalLM", qk_norm="projection", post_norms=True),
     "phi3": Family("Phi3ForCausalLM", fused=True, windowed=True),
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True),
     "qwen3": Family("Qwen3ForCausalLM", qk_norm="head"),
@@ -39,12 +41,12 @@ FAMILIES = {
 """model_type -> family. docs/models.md says how to add one."""
 SUPPORTED = {model_type: family.name for model_type, family in FAMILIES.items()}
 """model_type -> the architecture that exports name."""
-ROPE_TYPES = ("default", "linear", "llama3")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary embedding. `factor` and the fields after it belong to the types linear and llama3."""
+    """Rotary embedding. `factor` belongs to all types but default, the fields after it to some."""
 
     theta: float
     type: str = "default"
@@ -52,6 +54,12 @@ class Rope:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    """yarn: whether the stretch of frequencies that are interpolated begins and ends at whole ones."""
+    attention_factor: float = 1.0
+    """yarn: factor of rotated queries and keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +162,7 @@ def architecture_of(config: dict[str, Any], path: Path) -> Architecture:
         tied=bool(config.get("tie_word_embeddings", False)),
         norm_eps=float(config["rms_norm_eps"]),
         max_positions=positions,
-        rope=_rope(path, config),
+        rope=_rope(path, config, positions),
         window=_window(config, positions),
     )
 
@@ -186,7 +194,7 @@ def _window(config: dict[str, Any], positions: int) -> int:
     return int(window) if window is not None and window < positions else 0
 
 
-def _rope(path: Path, config: dict[str, Any]) -> Rope:
+def _rope(path: Path, config: dict[str, Any], positions: int) -> Rope:
     """Read `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` of older checkpoints."""
     field = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     values: dict[str, Any] = config.get(field) or {}
@@ -205,7 +213,32 @@ def _rope(path: Path, config: dict[str, Any]) -> Rope:
         )
     if kind == "default":
         return Rope(theta)
-    known = ("factor", "low_freq_factor", "high_freq_factor")
-    scaling = {key: float(values[key]) for key in known if key in values}
-    original = int(values.get("original_max_position_embeddings", 8192))
-    return Rope(theta, kind, **scaling, original_max_position_embeddings=original)
+    # In the order of transformers: some families have the number beside the table.
+    original = config.get("original_max_position_embeddings") or values.get(
+        "original_max_position_embeddings", positions
+    )
+    known = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
+    numbers = {key: float(values[key]) for key in known if values.get(key)}
+    factor = values.get("factor")
+    factor = positions / original if factor is None else float(factor)
+    return Rope(
+        theta,
+        kind,
+        factor,
+        **numbers,
+        original_max_position_embeddings=int(original),
+        truncate=bool(values.get("truncate", True)),
+        attention_factor=_attention_factor(values, factor) if kind == "yarn" else 1.0,
+    )
+
+
+def _attention_factor(values: dict[str, Any], factor: float) -> float:
+    """Return yarn's factor of queries and keys: as given, or from the growth of the context."""
+    if values.get("attention_factor") is not None:
+        return float(values["attention_factor"])
+
+    def grown(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    ours, whole = values.get("mscale"), values.get("mscale_all_dim")
+    return grown(ours) / grown(whole) if ours and whole else grown(1.0)

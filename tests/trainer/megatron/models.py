@@ -32,6 +32,12 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 MODELS = {
     "qwen2": ("Qwen2", {"vocab_size": 131, "tie_word_embeddings": False}),
     "qwen2-tied": ("Qwen2", {"vocab_size": 96, "tie_word_embeddings": True, "num_key_value_heads": 1}),
@@ -49,6 +55,11 @@ MODELS = {
 """Trained in every layout."""
 MORE_MODELS = {
     "mistral": ("Mistral", {"vocab_size": 96, "sliding_window": 5}),
+    "olmo2": ("Olmo2", {"vocab_size": 96, "tie_word_embeddings": False, "pad_token_id": None}),
+    "qwen3-yarn": (
+        "Qwen3",
+        {"vocab_size": 96, "tie_word_embeddings": False, "rope_parameters": YARN_ROPE},
+    ),
     "phi3": ("Phi3", {"vocab_size": 131, "tie_word_embeddings": False, "pad_token_id": None}),
 }
 """Trained in few layouts: these differ from the others in what every layout treats alike."""

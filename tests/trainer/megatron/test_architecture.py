@@ -10,7 +10,7 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from protocol.errors import SettingsError
-from tests.trainer.megatron.models import LLAMA3_ROPE, make_model
+from tests.trainer.megatron.models import LLAMA3_ROPE, YARN_ROPE, make_model
 from trainer.megatron.architecture import read_architecture
 from trainer.megatron.layers.rotary import inverse_frequencies
 
@@ -83,6 +83,10 @@ def test_a_missing_config_is_refused(tmp_path: Path) -> None:
         {"rope_type": "default", "rope_theta": 5e5},
         {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
         LLAMA3_ROPE,
+        YARN_ROPE,
+        {**YARN_ROPE, "original_max_position_embeddings": 4096, "truncate": False, "beta_fast": 16.0},
+        {**YARN_ROPE, "attention_factor": 1.5, "original_max_position_embeddings": 4096},
+        {**YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 0.5},
     ],
 )
 @pytest.mark.parametrize("old_style", [False, True])
@@ -96,13 +100,14 @@ def test_rope_frequencies_equal_those_of_transformers(
         )
     else:
         path = write_config(tmp_path, rope_parameters=rope)
-    frequencies = inverse_frequencies(read_architecture(path).rope, 32)
+    found = read_architecture(path).rope
     config = transformers.LlamaConfig(**{**make_model("llama").config.to_dict(), "rope_parameters": rope})
     if rope["rope_type"] == "default":
-        expected = 1.0 / rope["rope_theta"] ** (torch.arange(0, 32, 2).float() / 32)
+        expected, factor = 1.0 / rope["rope_theta"] ** (torch.arange(0, 32, 2).float() / 32), 1.0
     else:
-        expected, _ = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
-    torch.testing.assert_close(frequencies, expected, atol=0, rtol=1e-6)
+        expected, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
+    torch.testing.assert_close(inverse_frequencies(found, 32), expected, atol=0, rtol=1e-6)
+    assert found.attention_factor == pytest.approx(factor)
 
 
 def test_flops_are_those_of_the_matrices_and_of_causal_attention(tmp_path: Path) -> None:

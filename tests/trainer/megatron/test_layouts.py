@@ -242,9 +242,13 @@ def layer_by_hand(
     }
     if kind in columns:
         return {columns[kind]: torch.cat(parts, 1)}
+    if config.model_type == "olmo2" and "self_attention" in kind:
+        return {f"self_attn.{kind[len('self_attention.')]}_norm.weight": torch.cat(parts)}
     names = {
         "input_layernorm.weight": "input_layernorm.weight",
         "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+        "post_attention_layernorm.weight": "post_attention_layernorm.weight",
+        "post_mlp_layernorm.weight": "post_feedforward_layernorm.weight",
         "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
         "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
     }

@@ -26,12 +26,13 @@ def layer_rules(architecture: Architecture, layer: int, local_layer: int) -> lis
             parameter=f"{here}{parameter}.weight", name=f"{there}{name}.weight", shape=(architecture.hidden,)
         )
 
-    return [
-        norm("input_layernorm", "input_layernorm"),
-        *_attention_rules(architecture, here + "self_attention.", there + "self_attn."),
-        norm("pre_mlp_layernorm", "post_attention_layernorm"),
-        *_mlp_rules(architecture, here + "mlp.", there + "mlp."),
-    ]
+    attention = _attention_rules(architecture, here + "self_attention.", there + "self_attn.")
+    mlp = _mlp_rules(architecture, here + "mlp.", there + "mlp.")
+    if architecture.family.post_norms:
+        after_attention = norm("post_attention_layernorm", "post_attention_layernorm")
+        return [*attention, after_attention, *mlp, norm("post_mlp_layernorm", "post_feedforward_layernorm")]
+    before_mlp = norm("pre_mlp_layernorm", "post_attention_layernorm")
+    return [norm("input_layernorm", "input_layernorm"), *attention, before_mlp, *mlp]
 
 
 def _attention_rules(architecture: Architecture, here: str, there: str) -> list[Rule]:
@@ -51,15 +52,13 @@ def _attention_rules(architecture: Architecture, here: str, there: str) -> list[
     rules = [qkv("weight", (hidden,))]
     if architecture.qkv_bias:
         rules.append(qkv("bias", ()))
-    if architecture.qk_norm:
-        rules += [
-            Direct(
-                parameter=f"{here}{kind}_layernorm.weight",
-                name=f"{there}{kind}_norm.weight",
-                shape=(head_dim,),
-            )
-            for kind in "qk"
-        ]
+    for kind, heads in (("q", architecture.heads), ("k", architecture.kv_heads)):
+        parameter, name = f"{here}{kind}_layernorm.weight", f"{there}{kind}_norm.weight"
+        if architecture.qk_norm == "head":
+            rules.append(Direct(parameter=parameter, name=name, shape=(head_dim,)))
+        elif architecture.qk_norm == "projection":
+            size = (heads * head_dim,)
+            rules.append(Split(parameter=parameter, name=name, shape=size, unit=head_dim))
     out = (hidden, architecture.heads * head_dim)
     rules.append(Split(parameter=here + "linear_proj.weight", name=there + "o_proj.weight", shape=out, dim=1))
     return rules

@@ -79,13 +79,16 @@ class Split(Rule):
 
     name: str
     shape: tuple[int, ...]
+    unit: int = 1
+    """Rows that stay on one rank, such as those of a head."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {self.name: self.shape}
 
     def segments(self, tp: int) -> tuple[Segment, ...]:
-        part = _share(self.name, self.shape[self.dim], tp)
+        units = self.shape[self.dim] // self.unit
+        part = self.unit * _share(self.name, units, tp, "rows" if self.unit == 1 else "heads")
         return tuple(Segment(self.name, rank * part, rank, 0, part) for rank in range(tp))
 
 
@@ -193,10 +196,10 @@ def padded_vocabulary(vocabulary: int, tp: int) -> int:
     return -(-vocabulary // tp) * tp
 
 
-def _share(name: str, size: int, tp: int) -> int:
+def _share(name: str, size: int, tp: int, kind: str = "rows") -> int:
     if size % tp:
         raise SettingsError(
-            f"tensor_model_parallel_size = {tp} does not divide the {size} rows of {name}: choose a divisor"
+            f"tensor_model_parallel_size = {tp} does not divide the {size} {kind} of {name}: choose a divisor"
         )
     return size // tp
 
