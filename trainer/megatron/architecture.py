@@ -28,11 +28,13 @@ class Family:
     """Whether the checkpoint holds q, k, v as one tensor, and gate and up as one."""
     windowed: bool = False
     """Whether `sliding_window` holds for all layers, without a switch of its own."""
+    default_window: int | None = None
+    """The `sliding_window` of transformers where config.json does not name it."""
 
 
 FAMILIES = {
     "llama": Family("LlamaForCausalLM"),
-    "mistral": Family("MistralForCausalLM", windowed=True),
+    "mistral": Family("MistralForCausalLM", windowed=True, default_window=4096),
     "olmo2": Family("Olmo2ForCausalLM", qk_norm="projection", post_norms=True),
     "phi3": Family("Phi3ForCausalLM", fused=True, windowed=True),
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True),
@@ -190,7 +192,8 @@ def _refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
 
 
 def _window(config: dict[str, Any], positions: int) -> int:
-    window = config.get("sliding_window") if FAMILIES[config["model_type"]].windowed else None
+    family = FAMILIES[config["model_type"]]
+    window = config.get("sliding_window", family.default_window) if family.windowed else None
     return int(window) if window is not None and window < positions else 0
 
 

@@ -47,6 +47,8 @@ def test_a_sliding_window_holds_for_all_layers_or_is_refused(tmp_path: Path) -> 
     for window, expected in ((8, 8), (None, 0), (128, 0)):
         path = write_config(tmp_path, model_type="mistral", sliding_window=window)
         assert read_architecture(path).window == expected
+    unnamed = write_config(tmp_path, model_type="mistral", max_position_embeddings=8192)
+    assert read_architecture(unnamed).window == transformers.MistralConfig().sliding_window
     with pytest.raises(SettingsError, match="sliding_window = 8"):
         read_architecture(
             write_config(tmp_path, model_type="qwen2", sliding_window=8, use_sliding_window=True)
