@@ -102,6 +102,14 @@ def _megatron_problems(setting: str, settings: Settings, model: ModelFacts) -> I
             tp,
         )
         return
+    if setting == "trainer.backend" and settings.weights.transport == "shared" and architecture.family.fused:
+        yield Problem(
+            f"it needs tensors that are parts of the trainer's; {architecture.model_type} has q, k and v one "
+            "after the other, and there they alternate",
+            "use shm",
+            "weights.transport",
+            "shared",
+        )
     try:
         export_plan(architecture, tp, pp)
     except SettingsError as error:

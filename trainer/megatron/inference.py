@@ -28,6 +28,8 @@ from trainer.config import ParallelConfig
 from trainer.megatron import cpu, parallel
 from trainer.megatron.architecture import Architecture, read_architecture
 from trainer.megatron.convert.checkpoint import load_checkpoint
+from trainer.megatron.layers.attention import window_of
+from trainer.megatron.layers.segmented import window_mask
 from trainer.megatron.model import DTYPES, build_model, transformer_config
 from trainer.megatron.reshard import export_plan
 from trainer.megatron.sharing import buffers_of, parts_of
@@ -111,6 +113,7 @@ class CausalAttention(MegatronModule):
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **unused: Any) -> None:
         super().__init__(config=config)
         self.softmax_scale = softmax_scale
+        self.window = window_of(config)
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **unused: Any
@@ -127,8 +130,9 @@ class CausalAttention(MegatronModule):
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         if attention_mask is None:
             grouped = q.size(1) != k.size(1)
+            mask = window_mask(q.size(2), self.window, q.device)
             out = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=grouped
+                q, k, v, mask, is_causal=mask is None, scale=self.softmax_scale, enable_gqa=grouped
             )
             return out.permute(2, 0, 1, 3).flatten(2)
         # The query heads of a group attend like tokens of a sequence, so that no key is copied for each of
@@ -250,7 +254,10 @@ class SlotModel:
         self.cache.enable_decode_mode()
         self.cache.positions, self.cache.width = positions[None], max(lengths) + 1
         self._rows.index = None
-        mask = torch.arange(self.cache.width, device=self._device) <= positions[:, None]
+        places = torch.arange(self.cache.width, device=self._device)
+        mask = places <= positions[:, None]
+        if self.architecture.window:
+            mask &= places > positions[:, None] - self.architecture.window
         return self._logits(torch.tensor(tokens, device=self._device)[:, None], mask[:, None, None])[:, 0]
 
     def move(self, source: int, target: int) -> None:

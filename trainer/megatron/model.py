@@ -6,7 +6,9 @@ Shapes: T tokens of a micro-batch, H hidden size, P tensor ranks; megatron's act
 import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
 
 # isort: split
+import math
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +33,7 @@ from trainer.megatron.architecture import Architecture
 from trainer.megatron.convert.rules import Direct, Rule, padded_vocabulary
 from trainer.megatron.layers import weight_gradients
 from trainer.megatron.layers.attention import PackedAttention
-from trainer.megatron.layers.dense import RMSNorm, SwigluMLP
+from trainer.megatron.layers.dense import ProjectionNorm, RMSNorm, SwigluMLP
 from trainer.megatron.layers.rotary import inverse_frequencies
 from trainer.megatron.parallel import Position
 
@@ -72,6 +74,18 @@ class PackedModel(GPTModel):
         return logits
 
 
+class PostNormLayer(TransformerLayer):
+    """A layer that norms what attention and MLP put out, before it is added to the residual stream."""
+
+    def __init__(self, config: TransformerConfig, **others: Any) -> None:
+        super().__init__(config=config, **others)
+        size, eps = config.hidden_size, config.layernorm_epsilon
+        self.post_attention_layernorm = RMSNorm(config, size, eps)
+        self.post_mlp_layernorm = RMSNorm(config, size, eps)
+        self.self_attn_bda = partial(_residual, norm=self.post_attention_layernorm)
+        self.mlp_bda = partial(_residual, norm=self.post_mlp_layernorm)
+
+
 def transformer_config(
     architecture: Architecture, position: Position, dtype: torch.dtype
 ) -> TransformerConfig:
@@ -96,7 +110,10 @@ def transformer_config(
             activation_func=F.silu,
             add_bias_linear=False,
             add_qkv_bias=architecture.qkv_bias,
-            qk_layernorm=architecture.qk_norm,
+            # With it megatron adds up the norms' gradients over tensor ranks, as if all had the same weights.
+            qk_layernorm=architecture.qk_norm == "head",
+            softmax_scale=_scale(architecture),
+            window_size=(architecture.window - 1, 0) if architecture.window else None,
             hidden_dropout=0.0,
             attention_dropout=0.0,
             tensor_model_parallel_size=parallel.tensor_model_parallel_size,
@@ -139,7 +156,7 @@ def build_model(
     """
     stages = architecture.layers // config.pipeline_model_parallel_size
     block = TransformerBlockSubmodules(
-        layer_specs=[_layer_spec(architecture.qk_norm, attention, core_attention)] * stages,
+        layer_specs=[_layer_spec(architecture, attention, core_attention)] * stages,
         layer_norm=RMSNorm,
     )
     model = PackedModel(
@@ -174,37 +191,56 @@ def mark_split(parameters: Mapping[str, torch.Tensor], rules: Iterable[Rule]) ->
             set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=rule.dim, stride=1)
 
 
-def _layer_spec(qk_norm: bool, attention: type[Any], core_attention: type[Any]) -> ModuleSpec:
-    head_norm = RMSNorm if qk_norm else IdentityOp
+def _scale(architecture: Architecture) -> float | None:
+    """Return the scale of the scores; None: 1 / sqrt(D).
+
+    A factor of rotated queries and of keys is its square in their products.
+    """
+    factor = architecture.rope.attention_factor
+    return None if factor == 1.0 else factor**2 / math.sqrt(architecture.head_dim)
+
+
+def _layer_spec(architecture: Architecture, attention: type[Any], core_attention: type[Any]) -> ModuleSpec:
+    post_norms = architecture.family.post_norms
     projections = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
         core_attention=core_attention,
         linear_proj=RowParallelLinear,
-        q_layernorm=head_norm,
-        k_layernorm=head_norm,
+        q_layernorm=_head_norm(architecture.qk_norm, architecture.heads),
+        k_layernorm=_head_norm(architecture.qk_norm, architecture.kv_heads),
     )
     return ModuleSpec(
-        module=TransformerLayer,
+        module=PostNormLayer if post_norms else TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
+            input_layernorm=IdentityOp if post_norms else RMSNorm,
             self_attention=ModuleSpec(
                 module=attention, params={"attn_mask_type": AttnMaskType.causal}, submodules=projections
             ),
             self_attn_bda=_residual,
-            pre_mlp_layernorm=RMSNorm,
+            pre_mlp_layernorm=IdentityOp if post_norms else RMSNorm,
             mlp=SwigluMLP,
             mlp_bda=_residual,
         ),
     )
 
 
-def _residual(training: bool, fused: bool) -> Any:
-    """Return megatron's bias-dropout-add without the dropout, which the models here never have."""
+def _head_norm(kind: str, heads: int) -> Any:
+    if kind == "projection":
+        return ModuleSpec(module=ProjectionNorm, params={"heads": heads})
+    return RMSNorm if kind == "head" else IdentityOp
+
+
+def _residual(training: bool, fused: bool, norm: RMSNorm | None = None) -> Any:
+    """Return megatron's bias-dropout-add without the dropout, which the models here never have.
+
+    With a `norm`, what is added to the residual stream goes through it.
+    """
 
     def add(
         output_and_bias: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, probability: float
     ) -> torch.Tensor:
         output, bias = output_and_bias
-        return residual + (output if bias is None else output + bias)
+        added = output if bias is None else output + bias
+        return residual + (added if norm is None else norm(added))
 
     return add

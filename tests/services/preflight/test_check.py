@@ -121,6 +121,11 @@ def test_check_run_names_the_problem_and_the_remedy(
     [
         ({}, [], None),
         ({"model_type": "gpt2"}, [], "model_type 'gpt2' is not supported"),
+        (
+            {"model_type": "phi3"},
+            ["weights.transport=shared", "engine.name=megatron"],
+            "setting weights.transport = 'shared': it needs tensors that are parts of the trainer's",
+        ),
         ({"attention_bias": True}, [], "attention_bias = True is not supported"),
         ({"rms_norm_eps": None}, [], "lacks what a model needs: KeyError('rms_norm_eps')"),
         ({"vocab_size": 1}, [], "stop token 1 is outside the model's vocabulary of 1 tokens"),

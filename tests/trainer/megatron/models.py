@@ -32,6 +32,12 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 MODELS = {
     "qwen2": ("Qwen2", {"vocab_size": 131, "tie_word_embeddings": False}),
     "qwen2-tied": ("Qwen2", {"vocab_size": 96, "tie_word_embeddings": True, "num_key_value_heads": 1}),
@@ -46,6 +52,18 @@ MODELS = {
         },
     ),
 }
+"""Trained in every layout."""
+MORE_MODELS = {
+    "mistral": ("Mistral", {"vocab_size": 96, "sliding_window": 5}),
+    "olmo2": ("Olmo2", {"vocab_size": 96, "tie_word_embeddings": False, "pad_token_id": None}),
+    "qwen3-yarn": (
+        "Qwen3",
+        {"vocab_size": 96, "tie_word_embeddings": False, "rope_parameters": YARN_ROPE},
+    ),
+    "phi3": ("Phi3", {"vocab_size": 131, "tie_word_embeddings": False, "pad_token_id": None}),
+}
+"""Trained in few layouts: these differ from the others in what every layout treats alike."""
+ALL_MODELS = MODELS | MORE_MODELS
 SHARDED = "llama"
 """Saved in several files, with an index."""
 OPTIMIZER = OptimizerConfig(lr=1e-3, lr_warmup_steps=2, weight_decay=0.1, adam_eps=1e-5, clip_grad=0.5)
@@ -53,7 +71,7 @@ OPTIMIZER = OptimizerConfig(lr=1e-3, lr_warmup_steps=2, weight_decay=0.1, adam_e
 
 def make_model(name: str, **overrides: object) -> PreTrainedModel:
     """A model without a trivial tensor: norms and biases differ from 1 and 0."""
-    family, fields = MODELS[name]
+    family, fields = ALL_MODELS[name]
     config = getattr(transformers, f"{family}Config")(**{**BASE, **fields, **overrides})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
@@ -82,7 +100,7 @@ def make_batch(
 ) -> Batch:
     """Responses of unequal length; some sampled tokens are over the bound, one sample trains no token at
     all."""
-    vocabulary = int(MODELS[name][1]["vocab_size"])
+    vocabulary = int(ALL_MODELS[name][1]["vocab_size"])
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(prompt + 1, length + 1, (samples,), generator=generator)
     lengths[0] = length

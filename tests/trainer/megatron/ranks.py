@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from protocol.errors import SettingsError
 from tests.trainer.measured import flat
 from tests.trainer.megatron.launch import DEADLINE_S
-from tests.trainer.megatron.models import MODELS, OPTIMIZER, make_batch, step_batch
+from tests.trainer.megatron.models import MODELS, MORE_MODELS, OPTIMIZER, make_batch, step_batch
 from trainer.algorithms.grpo import Grpo
 from trainer.backends.base import Backend
 from trainer.backends.hf_export import write_hf
@@ -34,6 +34,7 @@ LAYOUTS = {
     "tp2-pp2": ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2),
     "tp2-dp2": ParallelConfig(tensor_model_parallel_size=2, data_parallel_size=2),
 }
+WITH_MORE_MODELS = ("single", "tp2-sequence")
 STEPS = 3
 FRESH = "qwen2"
 """Model whose checkpoint is restored into a new backend; others restore into the one that continued."""
@@ -77,10 +78,15 @@ def drain(backend: Backend) -> dict[str, torch.Tensor]:
     return dict(backend.export())
 
 
+def models_of(layout: str) -> list[str]:
+    """Names of the models that are trained in a layout."""
+    return [*MODELS, *(MORE_MODELS if layout in WITH_MORE_MODELS else ())]
+
+
 def run(layout: str, models: Path, out: Path) -> None:
     """All models of `models` under one layout."""
     torch.set_num_threads(1)
-    for name in MODELS:
+    for name in models_of(layout):
         target = out / name
         target.mkdir(parents=True, exist_ok=True)
         _train_and_restore(name, layout, models / name, target)

@@ -1,5 +1,6 @@
 """Tests that config.json is read as transformers reads it; what is not supported is refused by name."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from protocol.errors import SettingsError
-from tests.trainer.megatron.models import LLAMA3_ROPE, make_model
+from tests.trainer.megatron.models import LLAMA3_ROPE, YARN_ROPE, make_model
 from trainer.megatron.architecture import read_architecture
 from trainer.megatron.layers.rotary import inverse_frequencies
 
@@ -22,7 +23,7 @@ def write_config(directory: Path, **changes: object) -> Path:
 
 def test_an_unsupported_family_is_refused_with_the_supported_ones(tmp_path: Path) -> None:
     with pytest.raises(
-        SettingsError, match="'gpt2' is not supported; supported are llama, mistral, qwen2, qwen3"
+        SettingsError, match=r"'gpt2' is not supported; supported are llama, mistral, .*qwen2, qwen3"
     ):
         read_architecture(write_config(tmp_path, model_type="gpt2"))
 
@@ -42,20 +43,35 @@ def test_an_unsupported_field_is_named(tmp_path: Path, field: str, value: object
         read_architecture(write_config(tmp_path, **{field: value}))
 
 
-def test_a_sliding_window_shorter_than_the_context_is_refused(tmp_path: Path) -> None:
+def test_a_sliding_window_holds_for_all_layers_or_is_refused(tmp_path: Path) -> None:
+    for window, expected in ((8, 8), (None, 0), (128, 0)):
+        path = write_config(tmp_path, model_type="mistral", sliding_window=window)
+        assert read_architecture(path).window == expected
+    unnamed = write_config(tmp_path, model_type="mistral", max_position_embeddings=8192)
+    assert read_architecture(unnamed).window == transformers.MistralConfig().sliding_window
     with pytest.raises(SettingsError, match="sliding_window = 8"):
-        read_architecture(write_config(tmp_path, model_type="mistral", sliding_window=8))
-    assert (
-        read_architecture(write_config(tmp_path, model_type="mistral", sliding_window=None)).model_type
-        == "mistral"
-    )
-
-
-def test_an_unsupported_rope_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="rope_parameters of type 'yarn'"):
         read_architecture(
-            write_config(tmp_path, rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0})
+            write_config(tmp_path, model_type="qwen2", sliding_window=8, use_sliding_window=True)
         )
+    unused = write_config(tmp_path, model_type="qwen2", sliding_window=8, use_sliding_window=False)
+    assert read_architecture(unused).window == 0
+
+
+@pytest.mark.parametrize(
+    ("model_type", "rope", "named"),
+    [
+        ("llama", {"rope_type": "dynamic", "factor": 2.0}, "rope_parameters of type 'dynamic'"),
+        ("phi3", {"rope_type": "longrope"}, "rope_parameters of type 'longrope'"),
+        ("phi3", {"type": "su"}, "rope_parameters of type 'longrope'"),
+        ("llama", {"partial_rotary_factor": 0.75}, "partial_rotary_factor = 0.75"),
+    ],
+)
+def test_an_unsupported_rope_is_refused(
+    tmp_path: Path, model_type: str, rope: dict[str, object], named: str
+) -> None:
+    path = write_config(tmp_path, model_type=model_type, rope_parameters={"rope_theta": 1e4, **rope})
+    with pytest.raises(SettingsError, match=named):
+        read_architecture(path)
 
 
 def test_a_missing_config_is_refused(tmp_path: Path) -> None:
@@ -69,6 +85,10 @@ def test_a_missing_config_is_refused(tmp_path: Path) -> None:
         {"rope_type": "default", "rope_theta": 5e5},
         {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
         LLAMA3_ROPE,
+        YARN_ROPE,
+        {**YARN_ROPE, "original_max_position_embeddings": 4096, "truncate": False, "beta_fast": 16.0},
+        {**YARN_ROPE, "attention_factor": 1.5, "original_max_position_embeddings": 4096},
+        {**YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 0.5},
     ],
 )
 @pytest.mark.parametrize("old_style", [False, True])
@@ -82,13 +102,14 @@ def test_rope_frequencies_equal_those_of_transformers(
         )
     else:
         path = write_config(tmp_path, rope_parameters=rope)
-    frequencies = inverse_frequencies(read_architecture(path).rope, 32)
+    found = read_architecture(path).rope
     config = transformers.LlamaConfig(**{**make_model("llama").config.to_dict(), "rope_parameters": rope})
     if rope["rope_type"] == "default":
-        expected = 1.0 / rope["rope_theta"] ** (torch.arange(0, 32, 2).float() / 32)
+        expected, factor = 1.0 / rope["rope_theta"] ** (torch.arange(0, 32, 2).float() / 32), 1.0
     else:
-        expected, _ = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
-    torch.testing.assert_close(frequencies, expected, atol=0, rtol=1e-6)
+        expected, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
+    torch.testing.assert_close(inverse_frequencies(found, 32), expected, atol=0, rtol=1e-6)
+    assert found.attention_factor == pytest.approx(factor)
 
 
 def test_flops_are_those_of_the_matrices_and_of_causal_attention(tmp_path: Path) -> None:
@@ -103,3 +124,13 @@ def test_flops_are_those_of_the_matrices_and_of_causal_attention(tmp_path: Path)
     assert spec.layer_flops(10, frozen=True) == 4 * found * 10 + attention
     head = spec.hidden * spec.vocabulary
     assert (spec.head_flops(3), spec.head_flops(3, frozen=True)) == (18 * head, 12 * head)
+
+
+def test_flops_of_a_window_are_those_of_the_pairs_in_it(tmp_path: Path) -> None:
+    whole = read_architecture(write_config(tmp_path))
+    window = dataclasses.replace(whole, window=4)
+    lengths = torch.tensor([3, 4, 10]).double()
+    saved = (whole.layer_flops(lengths) - window.layer_flops(lengths)).tolist()
+    pair = 12 * whole.layers * whole.heads * whole.head_dim
+    assert saved == [0, 0, pair * 6**2 / 2]
+    assert whole.layer_flops(10) - window.layer_flops(10) == saved[-1]

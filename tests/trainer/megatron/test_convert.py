@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from protocol.errors import SettingsError
+from protocol.weights.lora import LoraConfig
 from tests.trainer.megatron.models import make_model, save_model
-from trainer.megatron.architecture import Architecture, Rope, read_architecture
+from trainer.megatron.architecture import FAMILIES, Architecture, Rope, read_architecture
 from trainer.megatron.convert.checkpoint import SafetensorsReader, check_names, check_parameters
 from trainer.megatron.convert.rules import Direct, Rule
+from trainer.megatron.layers.lora import lora_rules
 from trainer.megatron.reshard import export_plan, stage_rules
 
 TENSOR_SIZES = (1, 2, 4)
@@ -24,10 +26,11 @@ PIPELINE_SIZES = (1, 2)
 def architectures(draw: st.DrawFn) -> Architecture:
     """Small models of every family that split over up to 4 tensor and 2 pipeline ranks; also fewer kv heads
     than tensor ranks."""
-    kv_heads = draw(st.sampled_from([1, 2, 4]))
+    model_type = draw(st.sampled_from(sorted(FAMILIES)))
+    kv_heads = 4 if FAMILIES[model_type].qk_norm == "projection" else draw(st.sampled_from([1, 2, 4]))
     heads = max(4, kv_heads * draw(st.integers(1, 3)) // 4 * 4)
     return Architecture(
-        model_type=draw(st.sampled_from(["llama", "mistral", "qwen2", "qwen3"])),
+        model_type=model_type,
         name="Any",
         layers=draw(st.sampled_from([2, 4])),
         hidden=draw(st.integers(1, 9)),
@@ -122,6 +125,19 @@ def test_a_layout_that_does_not_divide_is_refused_with_what_to_change(tmp_path: 
         export_plan(architecture, 5, 1)
 
 
+def test_a_norm_over_all_heads_needs_whole_heads_on_each_rank(tmp_path: Path) -> None:
+    architecture = read_architecture(save_model("olmo2", tmp_path))
+    with pytest.raises(SettingsError, match=r"= 4 does not divide the 2 heads of .*k_norm"):
+        export_plan(architecture, 4, 1)
+
+
+def test_a_fused_tensor_cannot_have_an_adapter(tmp_path: Path) -> None:
+    rules = stage_rules(read_architecture(save_model("phi3", tmp_path)), 1, 0)
+    for name in ("qkv_proj", "gate_up_proj"):
+        with pytest.raises(SettingsError, match=f"{name}.weight cannot have an adapter"):
+            lora_rules(rules, LoraConfig(rank=2, target_modules=(name,)))
+
+
 @pytest.fixture
 def model_dir(tmp_path: Path) -> Path:
     return save_model("qwen2-tied", tmp_path)
@@ -155,6 +171,13 @@ def test_a_wrong_shape_is_refused(model_dir: Path) -> None:
     with pytest.raises(
         SettingsError, match=r"model\.norm\.weight has shape \(3,\), but by config\.json it should be \(64,\)"
     ):
+        check(model_dir)
+
+
+def test_a_dtype_that_needs_scales_is_refused(model_dir: Path) -> None:
+    quantized = torch.zeros(64).to(torch.float8_e4m3fn)
+    change_tensors(model_dir, **{"model.norm.weight": quantized})
+    with pytest.raises(SettingsError, match=r"model\.norm\.weight has dtype F8_E4M3: supported are F64"):
         check(model_dir)
 
 

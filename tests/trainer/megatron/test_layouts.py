@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from tests.trainer.megatron.launch import launch
 from tests.trainer.megatron.models import (
-    MODELS,
+    ALL_MODELS,
     PlainTrainer,
     make_batch,
     make_model,
@@ -18,17 +18,26 @@ from tests.trainer.megatron.models import (
     save_model,
     step_batch,
 )
-from tests.trainer.megatron.ranks import ALGORITHM, LAYOUTS, STEPS, run
+from tests.trainer.megatron.ranks import ALGORITHM, LAYOUTS, STEPS, models_of, run
 
 pytestmark = pytest.mark.xdist_group("layouts")  # what the module sets up once, not one for each process
 
-FOUR_RANKS = [
-    pytest.param(layout, marks=pytest.mark.slow) for layout in LAYOUTS if LAYOUTS[layout].world_size > 2
-]
+
+def marks_of(layout: str) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.slow] if LAYOUTS[layout].world_size > 2 else []
+
+
 EACH_LAYOUT = pytest.mark.parametrize(
-    "layout", [*(layout for layout in LAYOUTS if LAYOUTS[layout].world_size <= 2), *FOUR_RANKS]
+    "layout", [pytest.param(layout, marks=marks_of(layout)) for layout in LAYOUTS]
 )
-EACH_MODEL = pytest.mark.parametrize("model", MODELS)
+EACH_LAYOUT_AND_MODEL = pytest.mark.parametrize(
+    ("layout", "model"),
+    [
+        pytest.param(layout, model, marks=marks_of(layout))
+        for layout in LAYOUTS
+        for model in models_of(layout)
+    ],
+)
 
 
 class Runs:
@@ -37,7 +46,7 @@ class Runs:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.models = root / "models"
-        for name in MODELS:
+        for name in ALL_MODELS:
             save_model(name, self.models)
         self._started: set[str] = set()
         self._plain: dict[str, tuple[list[dict[str, float]], dict[str, torch.Tensor]]] = {}
@@ -79,8 +88,7 @@ def same_bits(left: Path, right: Path) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-@EACH_LAYOUT
-@EACH_MODEL
+@EACH_LAYOUT_AND_MODEL
 def test_export_before_training_is_the_source(runs: Runs, layout: str, model: str) -> None:
     exported = load_file(runs(layout) / model / "before.safetensors")
     source = dict(make_model(model).named_parameters())
@@ -88,8 +96,7 @@ def test_export_before_training_is_the_source(runs: Runs, layout: str, model: st
     assert [name for name in source if not torch.equal(exported[name], source[name])] == []
 
 
-@EACH_LAYOUT
-@EACH_MODEL
+@EACH_LAYOUT_AND_MODEL
 def test_logprobs_equal_hugging_face(runs: Runs, layout: str, model: str) -> None:
     of_ranks = load_file(runs(layout) / model / "logprobs.safetensors")["first"]
     logprobs = of_ranks.amin(0)  # 0 on the ranks of other replicas
@@ -103,8 +110,7 @@ def test_logprobs_equal_hugging_face(runs: Runs, layout: str, model: str) -> Non
     torch.testing.assert_close(logprobs, expected * batch.sampled_mask, atol=2e-6, rtol=0)
 
 
-@EACH_LAYOUT
-@EACH_MODEL
+@EACH_LAYOUT_AND_MODEL
 def test_training_equals_plain_torch(runs: Runs, layout: str, model: str) -> None:
     directory = runs(layout) / model
     expected_stats, expected = runs.plain(model)
@@ -118,15 +124,13 @@ def test_training_equals_plain_torch(runs: Runs, layout: str, model: str) -> Non
     assert worst < 1e-5
 
 
-@EACH_LAYOUT
-@EACH_MODEL
+@EACH_LAYOUT_AND_MODEL
 def test_continuing_from_a_checkpoint_is_bit_identical(runs: Runs, layout: str, model: str) -> None:
     directory = runs(layout) / model
     assert same_bits(directory / "after.safetensors", directory / "restored.safetensors")
 
 
-@EACH_LAYOUT
-@EACH_MODEL
+@EACH_LAYOUT_AND_MODEL
 def test_export_is_what_the_ranks_hold(runs: Runs, layout: str, model: str) -> None:
     directory = runs(layout) / model
     exported = load_file(directory / "after.safetensors")
@@ -136,8 +140,7 @@ def test_export_is_what_the_ranks_hold(runs: Runs, layout: str, model: str) -> N
     assert held.keys() == exported.keys()
 
 
-@EACH_LAYOUT
-@EACH_MODEL
+@EACH_LAYOUT_AND_MODEL
 def test_reference_stays_while_the_model_moves(runs: Runs, layout: str, model: str) -> None:
     directory = runs(layout) / model
     kept = load_file(directory / "reference.safetensors")
@@ -145,8 +148,7 @@ def test_reference_stays_while_the_model_moves(runs: Runs, layout: str, model: s
     assert not torch.equal(kept["now"], kept["first"])
 
 
-@EACH_LAYOUT
-@EACH_MODEL
+@EACH_LAYOUT_AND_MODEL
 def test_saved_checkpoint_loads_in_transformers(runs: Runs, layout: str, model: str) -> None:
     directory = runs(layout) / model
     loaded = transformers.AutoModelForCausalLM.from_pretrained(directory / "hf")
@@ -224,25 +226,29 @@ def layer_by_hand(
     if "linear_qkv" in kind:
         fused = torch.cat(parts)
         groups, queries = config.num_key_value_heads, config.num_attention_heads // config.num_key_value_heads
-        split = fused.view(groups, queries + 2, config.head_dim, *fused.shape[1:]).split([queries, 1, 1], 1)
-        return {
-            f"self_attn.{x}_proj.{suffix}": part.reshape(-1, *fused.shape[1:])
-            for x, part in zip("qkv", split, strict=True)
-        }
+        pieces = fused.view(groups, queries + 2, config.head_dim, *fused.shape[1:]).split([queries, 1, 1], 1)
+        split = [part.reshape(-1, *fused.shape[1:]) for part in pieces]
+        if config.model_type == "phi3":
+            return {"self_attn.qkv_proj.weight": torch.cat(split)}
+        return {f"self_attn.{x}_proj.{suffix}": part for x, part in zip("qkv", split, strict=True)}
     if "linear_fc1" in kind:
-        halves = zip(*(part.chunk(2) for part in parts), strict=True)
-        return {
-            f"mlp.{x}_proj.weight": torch.cat(half) for x, half in zip(("gate", "up"), halves, strict=True)
-        }
+        gate, up = (torch.cat(half) for half in zip(*(part.chunk(2) for part in parts), strict=True))
+        if config.model_type == "phi3":
+            return {"mlp.gate_up_proj.weight": torch.cat([gate, up])}
+        return {"mlp.gate_proj.weight": gate, "mlp.up_proj.weight": up}
     columns = {
         "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
         "mlp.linear_fc2.weight": "mlp.down_proj.weight",
     }
     if kind in columns:
         return {columns[kind]: torch.cat(parts, 1)}
+    if config.model_type == "olmo2" and "self_attention" in kind:
+        return {f"self_attn.{kind[len('self_attention.')]}_norm.weight": torch.cat(parts)}
     names = {
         "input_layernorm.weight": "input_layernorm.weight",
         "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+        "post_attention_layernorm.weight": "post_attention_layernorm.weight",
+        "post_mlp_layernorm.weight": "post_feedforward_layernorm.weight",
         "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
         "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
     }

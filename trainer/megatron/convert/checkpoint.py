@@ -15,6 +15,8 @@ from trainer.megatron.convert.families import ignorable
 from trainer.megatron.convert.rules import Rule
 from trainer.megatron.reshard import export_plan, stage_rules
 
+DTYPES = ("F64", "F32", "F16", "BF16")
+"""What weights may be stored in: others are quantized, and need scales."""
 INDEX = "model.safetensors.index.json"
 
 
@@ -49,6 +51,10 @@ class SafetensorsReader:
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of the whole tensor."""
         return tuple(self._file(self._files[name]).get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """Return the dtype by its name in the file."""
+        return str(self._file(self._files[name]).get_slice(name).get_dtype())
 
     def rows(self, name: str, dim: int, start: int, length: int) -> torch.Tensor:
         """Return `length` rows (dim 0) or columns (dim 1) of a tensor, in the checkpoint's dtype."""
@@ -110,7 +116,7 @@ def load_checkpoint(
 
 
 def check_names(reader: SafetensorsReader, architecture: Architecture, tp: int, pp: int) -> None:
-    """Check that rules map every tensor of the checkpoint, and that each mapped one is there in its shape.
+    """Check that rules map every tensor of the checkpoint, and that each mapped one is there as it should be.
 
     Raises:
         SettingsError: some do not, or are not; names them.
@@ -129,6 +135,11 @@ def check_names(reader: SafetensorsReader, architecture: Architecture, tp: int, 
             raise SettingsError(
                 f"{reader.model_dir}: {name} has shape {reader.shape(name)}, but by config.json it should be "
                 f"{shape}"
+            )
+        if reader.dtype(name) not in DTYPES:
+            raise SettingsError(
+                f"{reader.model_dir}: {name} has dtype {reader.dtype(name)}: supported are "
+                f"{', '.join(DTYPES)}"
             )
 
 

@@ -3,7 +3,7 @@
 import re
 
 from trainer.megatron.architecture import Architecture
-from trainer.megatron.convert.rules import Direct, FusedQKV, GatedMLP, Rule, Split, Vocabulary
+from trainer.megatron.convert.rules import Direct, FusedQKV, GatedMLP, Rule, Split, Stacked, Vocabulary
 
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
@@ -20,51 +20,67 @@ def embedding_rules(architecture: Architecture) -> list[Rule]:
 def layer_rules(architecture: Architecture, layer: int, local_layer: int) -> list[Rule]:
     """Return the rules of layer `layer` of the model, which is number `local_layer` of its stage."""
     here, there = f"decoder.layers.{local_layer}.", f"model.layers.{layer}."
-    attention = there + "self_attn."
+
+    def norm(parameter: str, name: str) -> Rule:
+        return Direct(
+            parameter=f"{here}{parameter}.weight", name=f"{there}{name}.weight", shape=(architecture.hidden,)
+        )
+
+    attention = _attention_rules(architecture, here + "self_attention.", there + "self_attn.")
+    mlp = _mlp_rules(architecture, here + "mlp.", there + "mlp.")
+    if architecture.family.post_norms:
+        after_attention = norm("post_attention_layernorm", "post_attention_layernorm")
+        return [*attention, after_attention, *mlp, norm("post_mlp_layernorm", "post_feedforward_layernorm")]
+    before_mlp = norm("pre_mlp_layernorm", "post_attention_layernorm")
+    return [norm("input_layernorm", "input_layernorm"), *attention, before_mlp, *mlp]
+
+
+def _attention_rules(architecture: Architecture, here: str, there: str) -> list[Rule]:
     hidden, head_dim = architecture.hidden, architecture.head_dim
 
     def qkv(kind: str, columns: tuple[int, ...]) -> Rule:
-        return FusedQKV(
-            parameter=f"{here}self_attention.linear_qkv.{kind}",
-            names=(f"{attention}q_proj.{kind}", f"{attention}k_proj.{kind}", f"{attention}v_proj.{kind}"),
+        apart = FusedQKV(
+            parameter=f"{here}linear_qkv.{kind}",
+            names=(f"{there}q_proj.{kind}", f"{there}k_proj.{kind}", f"{there}v_proj.{kind}"),
             groups=architecture.kv_heads,
             queries=architecture.heads // architecture.kv_heads,
             head_dim=head_dim,
             columns=columns,
         )
+        return _stacked(f"{there}qkv_proj.{kind}", apart) if architecture.family.fused else apart
 
-    def norm(parameter: str, name: str, size: int) -> Rule:
-        return Direct(parameter=here + parameter, name=there + name, shape=(size,))
-
-    rules = [norm("input_layernorm.weight", "input_layernorm.weight", hidden), qkv("weight", (hidden,))]
+    rules = [qkv("weight", (hidden,))]
     if architecture.qkv_bias:
         rules.append(qkv("bias", ()))
-    if architecture.qk_norm:
-        rules.append(norm("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", head_dim))
-        rules.append(norm("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", head_dim))
-    mlp = there + "mlp."
-    wide = (architecture.intermediate, hidden)
-    rules += [
-        Split(
-            parameter=here + "self_attention.linear_proj.weight",
-            name=attention + "o_proj.weight",
-            shape=(hidden, architecture.heads * head_dim),
-            dim=1,
-        ),
-        norm("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", hidden),
-        GatedMLP(
-            parameter=here + "mlp.linear_fc1.weight",
-            names=(mlp + "gate_proj.weight", mlp + "up_proj.weight"),
-            shape=wide,
-        ),
-        Split(
-            parameter=here + "mlp.linear_fc2.weight",
-            name=mlp + "down_proj.weight",
-            shape=(wide[1], wide[0]),
-            dim=1,
-        ),
-    ]
+    for kind, heads in (("q", architecture.heads), ("k", architecture.kv_heads)):
+        parameter, name = f"{here}{kind}_layernorm.weight", f"{there}{kind}_norm.weight"
+        if architecture.qk_norm == "head":
+            rules.append(Direct(parameter=parameter, name=name, shape=(head_dim,)))
+        elif architecture.qk_norm == "projection":
+            size = (heads * head_dim,)
+            rules.append(Split(parameter=parameter, name=name, shape=size, unit=head_dim))
+    out = (hidden, architecture.heads * head_dim)
+    rules.append(Split(parameter=here + "linear_proj.weight", name=there + "o_proj.weight", shape=out, dim=1))
     return rules
+
+
+def _mlp_rules(architecture: Architecture, here: str, there: str) -> list[Rule]:
+    hidden, wide = architecture.hidden, architecture.intermediate
+    gate_up: Rule = GatedMLP(
+        parameter=here + "linear_fc1.weight",
+        names=(there + "gate_proj.weight", there + "up_proj.weight"),
+        shape=(wide, hidden),
+    )
+    if architecture.family.fused:
+        gate_up = _stacked(there + "gate_up_proj.weight", gate_up)
+    down = Split(
+        parameter=here + "linear_fc2.weight", name=there + "down_proj.weight", shape=(hidden, wide), dim=1
+    )
+    return [gate_up, down]
+
+
+def _stacked(name: str, rule: Rule) -> Rule:
+    return Stacked(parameter=rule.parameter, name=name, rule=rule)
 
 
 def output_rules(architecture: Architecture, *, with_embedding: bool) -> list[Rule]:

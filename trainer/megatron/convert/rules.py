@@ -6,7 +6,8 @@ so a rule cannot disagree with its inverse.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from protocol.errors import SettingsError
 
@@ -78,13 +79,16 @@ class Split(Rule):
 
     name: str
     shape: tuple[int, ...]
+    unit: int = 1
+    """Rows that stay on one rank, such as those of a head."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {self.name: self.shape}
 
     def segments(self, tp: int) -> tuple[Segment, ...]:
-        part = _share(self.name, self.shape[self.dim], tp)
+        units = self.shape[self.dim] // self.unit
+        part = self.unit * _share(self.name, units, tp, "rows" if self.unit == 1 else "heads")
         return tuple(Segment(self.name, rank * part, rank, 0, part) for rank in range(tp))
 
 
@@ -147,6 +151,28 @@ class GatedMLP(Rule):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stacked(Rule):
+    """The tensors of another rule as one tensor of the checkpoint, in which their rows follow each other."""
+
+    name: str
+    rule: Rule
+    """Its own names count nowhere else."""
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        first, *others = self.rule.shapes.values()
+        return {self.name: (first[0] + sum(shape[0] for shape in others), *first[1:])}
+
+    def segments(self, tp: int) -> tuple[Segment, ...]:
+        sizes = [shape[0] for shape in self.rule.shapes.values()]
+        starts = dict(zip(self.rule.shapes, accumulate([0, *sizes[:-1]]), strict=True))
+        return tuple(
+            replace(segment, name=self.name, start=starts[segment.name] + segment.start)
+            for segment in self.rule.segments(tp)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary(Rule):
     """Embedding or output rows, padded with zeros at the end to a multiple of the tensor ranks."""
 
@@ -170,10 +196,10 @@ def padded_vocabulary(vocabulary: int, tp: int) -> int:
     return -(-vocabulary // tp) * tp
 
 
-def _share(name: str, size: int, tp: int) -> int:
+def _share(name: str, size: int, tp: int, kind: str = "rows") -> int:
     if size % tp:
         raise SettingsError(
-            f"tensor_model_parallel_size = {tp} does not divide the {size} rows of {name}: choose a divisor"
+            f"tensor_model_parallel_size = {tp} does not divide the {size} {kind} of {name}: choose a divisor"
         )
     return size // tp
 

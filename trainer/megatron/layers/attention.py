@@ -1,7 +1,7 @@
 """Chooses how attention over packed sequences is computed, and makes it the core of megatron's layers.
 
-A sliding window, a softcap or sinks would become fields of the layer that every kernel takes or refuses; no
-supported model has them.
+A softcap or sinks would become fields of the layer that every kernel takes or refuses, as the sliding window
+is; no supported model has them.
 
 Shapes: T tokens, D head size; heads are those of this tensor rank.
 """
@@ -23,16 +23,24 @@ from trainer.megatron.layers.rotary import rotate
 from trainer.megatron.layers.segmented import segmented_attention
 from trainer.megatron.layers.sequences import PackedSequences
 
-Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, PackedSequences, float | None], torch.Tensor]
-"""(q [T, heads, D], k [T, kv heads, D], v like k, sequences, scale of the scores) -> [T, heads, D]; causal
-within each sequence. Scale None: 1 / sqrt(D)."""
+Kernel = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, PackedSequences, float | None, int], torch.Tensor
+]
+"""(q [T, heads, D], k [T, kv heads, D], v like k, sequences, scale of the scores, window) -> [T, heads, D];
+causal within each sequence. Scale None: 1 / sqrt(D). Window: tokens that each one attends to, itself
+included; 0: all before it."""
 
 
 def by_segments(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: PackedSequences, scale: float | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sequences: PackedSequences,
+    scale: float | None,
+    window: int,
 ) -> torch.Tensor:
     """Compute it with torch's attention, a segment at a time: anywhere, and what the others must equal."""
-    return segmented_attention(q, k, v, sequences.segments, scale)
+    return segmented_attention(q, k, v, sequences.segments, scale, window)
 
 
 FUSED: dict[str, Kernel] = {
@@ -53,12 +61,18 @@ def kernel_for(device_type: str, dtype: torch.dtype) -> Kernel:
     return by_segments
 
 
+def window_of(config: TransformerConfig) -> int:
+    """Return the sliding window of a model, 0 for none; megatron counts it without the query's own token."""
+    return config.window_size[0] + 1 if config.window_size else 0
+
+
 class PackedAttention(MegatronModule):
     """Attention of a training layer; it also rotates queries and keys, so that recomputing it keeps less."""
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **unused: Any) -> None:
         super().__init__(config=config)
         self.softmax_scale = softmax_scale
+        self.window = window_of(config)
 
     def forward(
         self,
@@ -73,4 +87,4 @@ class PackedAttention(MegatronModule):
         """Map queries [T, heads, D], keys and values [T, kv heads, D] to [T, heads, D]."""
         kernel = kernel_for(query.device.type, query.dtype)
         query, key = rotate(query, key, packed_seq_params.cos, packed_seq_params.sin)
-        return kernel(query, key, value, packed_seq_params, self.softmax_scale)
+        return kernel(query, key, value, packed_seq_params, self.softmax_scale, self.window)

@@ -1,4 +1,4 @@
-"""Defines what a layer computes token by token: the norm and the gated activation."""
+"""Defines what a layer computes token by token: the norms and the gated activation."""
 
 import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
 
@@ -9,7 +9,12 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
 from megatron.core.fusions.fused_bias_swiglu import SwiGLUFunction
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -47,6 +52,33 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.weight, self.eps)
+
+
+class ProjectionNorm(torch.nn.Module):
+    """Root mean square norm over all heads of a projection, of which each tensor rank has its part.
+
+    Neither its weight nor its gradient is the same on two ranks, unlike those of other norms.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, heads: int, eps: float = 1e-6, **unused: Any
+    ) -> None:
+        """Take the size of a head as `hidden_size`, and the number of heads over all ranks."""
+        super().__init__()
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        here = heads * hidden_size // config.tensor_model_parallel_size
+        self.weight = torch.nn.Parameter(torch.ones(here, dtype=config.params_dtype, device=device))
+        self.size = heads * hidden_size
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [..., heads of this rank, D] to the same shape."""
+        flat = x.flatten(-2)
+        squares = torch.linalg.vector_norm(flat, dim=-1, keepdim=True, dtype=torch.float32).square()
+        # Every rank's output depends on the sum, so its gradient is a sum over the ranks, too.
+        whole = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(squares))
+        normed = flat * torch.rsqrt(whole / self.size + self.eps)
+        return (self.weight * normed).to(x.dtype).view_as(x)
 
 
 class SwigluMLP(MLP):

@@ -2,7 +2,8 @@
 
 flash-attn and TransformerEngine are used where they are installed; this project's own tests run neither.
 
-Shapes: q [T, heads, D]; k and v [T, kv heads, D]; all return [T, heads, D].
+Shapes: q [T, heads, D]; k and v [T, kv heads, D]; all return [T, heads, D]. The kernels count a window's
+tokens without the query's own, and take -1 for all.
 """
 
 import functools
@@ -15,23 +16,42 @@ from trainer.megatron.layers.sequences import PackedSequences
 
 
 def flash_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: PackedSequences, scale: float | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sequences: PackedSequences,
+    scale: float | None,
+    window: int,
 ) -> torch.Tensor:
     """Compute it with flash-attn."""
     from flash_attn import flash_attn_varlen_func
 
     offsets, longest = sequences.offsets, sequences.longest
     out: torch.Tensor = flash_attn_varlen_func(
-        q, k, v, offsets, offsets, longest, longest, softmax_scale=scale, causal=True
+        q,
+        k,
+        v,
+        offsets,
+        offsets,
+        longest,
+        longest,
+        softmax_scale=scale,
+        causal=True,
+        window_size=(window - 1, 0),
     )
     return out
 
 
 def transformer_engine_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: PackedSequences, scale: float | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sequences: PackedSequences,
+    scale: float | None,
+    window: int,
 ) -> torch.Tensor:
     """Compute it with TransformerEngine."""
-    out: torch.Tensor = _transformer_engine(q.size(1), k.size(1), q.size(2), scale)(
+    out: torch.Tensor = _transformer_engine(q.size(1), k.size(1), q.size(2), scale, window)(
         q,
         k,
         v,
@@ -44,7 +64,12 @@ def transformer_engine_attention(
 
 
 def varlen_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: PackedSequences, scale: float | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sequences: PackedSequences,
+    scale: float | None,
+    window: int,
 ) -> torch.Tensor:
     """Compute it with torch's own kernel; older ones take grouped heads as they are."""
     from torch.nn.attention.varlen import varlen_attn
@@ -53,7 +78,7 @@ def varlen_attention(
     if q.size(1) != k.size(1) and _varlen_asks_for_groups():
         options["enable_gqa"] = True
     offsets, longest = sequences.offsets, sequences.longest
-    found = varlen_attn(q, k, v, offsets, offsets, longest, longest, window_size=(-1, 0), **options)
+    found = varlen_attn(q, k, v, offsets, offsets, longest, longest, window_size=(window - 1, 0), **options)
     return cast(torch.Tensor, found)  # a tuple only if more is asked for
 
 
@@ -65,7 +90,7 @@ def _varlen_asks_for_groups() -> bool:
 
 
 @functools.cache
-def _transformer_engine(heads: int, kv_heads: int, head_dim: int, scale: float | None) -> Any:
+def _transformer_engine(heads: int, kv_heads: int, head_dim: int, scale: float | None, window: int) -> Any:
     from transformer_engine.pytorch import DotProductAttention
 
     return DotProductAttention(
@@ -75,4 +100,5 @@ def _transformer_engine(heads: int, kv_heads: int, head_dim: int, scale: float |
         attn_mask_type="padding_causal",
         qkv_format="thd",
         softmax_scale=scale,
+        window_size=(window - 1, 0),
     )

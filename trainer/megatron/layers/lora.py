@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel import (
 from protocol.errors import SettingsError
 from protocol.weights.lora import AdapterTarget, LoraConfig, adapter_targets
 from trainer.lora import initial_adapter
-from trainer.megatron.convert.rules import Direct, FusedQKV, Rule, Split
+from trainer.megatron.convert.rules import Direct, FusedQKV, Rule, Split, Stacked
 from trainer.megatron.model import mark_split
 from trainer.megatron.parallel import Position
 
@@ -74,7 +74,7 @@ def _pair(rule: Rule, target: AdapterTarget, config: LoraConfig) -> tuple[Rule, 
         return Split(parameter=f"{here}.a", name=target.a, shape=a, dim=1), Direct(
             parameter=f"{here}.b", name=target.b, shape=b
         )
-    if rule.dim != 0 or isinstance(rule, Direct) or "layers" not in rule.parameter:
+    if rule.dim != 0 or isinstance(rule, Direct | Stacked) or "layers" not in rule.parameter:
         raise SettingsError(
             f"setting lora.target_modules: {target.weight} cannot have an adapter in the megatron backend"
         )

@@ -15,16 +15,38 @@ from trainer.megatron.architecture import Rope
 def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
     """Return the rotary frequencies, float32 [D / 2].
 
-    llama3: long wavelengths are stretched by `factor`, short ones kept, those between interpolated.
+    llama3 and yarn: long wavelengths are stretched by `factor`, short ones kept, those between interpolated.
     """
     frequencies = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
     if rope.type == "linear":
         return frequencies / rope.factor
+    if rope.type == "yarn":
+        keep = _kept_by_yarn(rope, head_dim)
+        return (1 - keep) * frequencies / rope.factor + keep * frequencies
     if rope.type != "llama3":
         return frequencies
     turns = rope.original_max_position_embeddings * frequencies / (2 * math.pi)
     keep = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0.0, 1.0)
     return (1 - keep) * frequencies / rope.factor + keep * frequencies
+
+
+def _kept_by_yarn(rope: Rope, head_dim: int) -> torch.Tensor:
+    """Return the share of each frequency that stays (Peng et al. 2023, arXiv 2309.00071), float32 [D / 2].
+
+    It falls from 1 to 0 between the dimensions that turn `beta_fast` and `beta_slow` times in the original
+    context.
+    """
+
+    def dimension(turns: float) -> float:
+        wavelength = rope.original_max_position_embeddings / turns
+        return head_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = high - low or 0.001
+    return 1 - ((torch.arange(head_dim // 2) - low) / width).clamp(0.0, 1.0)
 
 
 def rotation(

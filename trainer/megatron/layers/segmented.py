@@ -48,6 +48,7 @@ def segmented_attention(
     v: torch.Tensor,
     segments: Sequence[AttentionSegment],
     scale: float | None,
+    window: int = 0,
 ) -> torch.Tensor:
     """Return causal attention within each sequence, [T, heads, D].
 
@@ -57,12 +58,25 @@ def segmented_attention(
         v: shaped as `k`.
         segments: of the T tokens.
         scale: of the scores; None: 1 / sqrt(D).
+        window: tokens that each one attends to, itself included; 0: all before it.
     """
-    return torch.cat([_attend(q, k, v, segment, scale) for segment in segments])
+    return torch.cat([_attend(q, k, v, segment, scale, window) for segment in segments])
+
+
+def window_mask(tokens: int, window: int, device: torch.device) -> torch.Tensor | None:
+    """Return bool [tokens, tokens], true where a query attends to a key; None if causality says it all."""
+    if not 0 < window < tokens:
+        return None
+    return torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril().triu(1 - window)
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segment: AttentionSegment, scale: float | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    segment: AttentionSegment,
+    scale: float | None,
+    window: int,
 ) -> torch.Tensor:
     def spread(x: torch.Tensor) -> torch.Tensor:
         x = x.narrow(0, segment.first, segment.tokens)
@@ -71,8 +85,9 @@ def _attend(
         return x.unflatten(0, (segment.sequences, segment.longest)).transpose(1, 2)
 
     grouped = q.size(1) != k.size(1)
+    mask = window_mask(segment.longest, window, q.device)
     out = F.scaled_dot_product_attention(
-        spread(q), spread(k), spread(v), is_causal=True, scale=scale, enable_gqa=grouped
+        spread(q), spread(k), spread(v), mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
     )
     out = out.transpose(1, 2).flatten(0, 1)
     return out if segment.places is None else out.index_select(0, segment.places)

@@ -40,7 +40,13 @@ ACTIVATIONS = (
     Activation("input of the attention's norm, the residual stream", lambda a: a.hidden, split="sequence"),
     Activation("input of the projection to q, k, v", lambda a: a.hidden, "layernorm", "sequence"),
     Activation("q, k, v together, of which v stays a view", lambda a: _heads(a) * a.head_dim),
-    Activation("q of its own, as a norm's input", lambda a: a.qk_norm * a.heads * a.head_dim),
+    Activation("q of its own, as a norm's input", lambda a: bool(a.qk_norm) * a.heads * a.head_dim),
+    Activation("k of its own, likewise", lambda a: _over_heads(a) * a.kv_heads * a.head_dim),
+    Activation(
+        "q and k normed, before the norm's weight",
+        lambda a: _over_heads(a) * (a.heads + a.kv_heads) * a.head_dim,
+        item_bytes=4,
+    ),
     Activation("q with rotation", lambda a: a.heads * a.head_dim),
     Activation("k with rotation", lambda a: a.kv_heads * a.head_dim),
     Activation("log-sum-exp of the scores", lambda a: a.heads, "core_attn", item_bytes=4),
@@ -50,7 +56,8 @@ ACTIVATIONS = (
     Activation("gate and up", lambda a: 2 * a.intermediate, "mlp"),
     Activation("product, input of the projection down", lambda a: a.intermediate, "mlp"),
 )
-"""What a layer keeps, in the order in which it is made."""
+"""What a layer keeps, in the order in which it is made. With norms after attention and MLP it is as much:
+inputs of these instead of outputs of those before."""
 MLP_GRADIENTS = 3
 """Gradients of F a token that live together in the backward pass of an MLP: of gate, up and product."""
 
@@ -155,7 +162,8 @@ def parameters_of_stage(work: Workload, stage: int) -> int:
     pp = work.parallel.pipeline_model_parallel_size
     attention = a.hidden * a.head_dim * (_heads(a) + a.heads) + (_heads(a) * a.head_dim if a.qkv_bias else 0)
     split = attention + 3 * a.hidden * a.intermediate
-    norms = 2 * a.hidden + (2 * a.head_dim if a.qk_norm else 0)
+    heads = {"": 0, "head": 2, "projection": (a.heads + a.kv_heads) // tp}[a.qk_norm]
+    norms = 2 * a.hidden + heads * a.head_dim
     layers = a.layers // pp * (split // tp + norms)
     tables = (stage == 0) + (stage == pp - 1)
     if pp == 1 and a.tied:
@@ -165,6 +173,8 @@ def parameters_of_stage(work: Workload, stage: int) -> int:
 
 def bytes_of_layer(work: Workload, tokens: int, *, without: tuple[str, ...] = ()) -> int:
     """Return the bytes that a layer keeps of a micro-batch; `without` are modules that are recomputed."""
+    if work.architecture.family.post_norms:  # these are not computed again
+        without = tuple(name for name in without if name != "layernorm")
     return sum(
         ceil(tokens * row.elements(work.architecture) * (row.item_bytes or work.item) / _pieces(work, row))
         for row in ACTIVATIONS
@@ -235,6 +245,10 @@ def _adapter_parameters(work: Workload) -> int:
 
 def _heads(a: Architecture) -> int:
     return a.heads + 2 * a.kv_heads
+
+
+def _over_heads(a: Architecture) -> bool:
+    return a.qk_norm == "projection"
 
 
 def _pieces(work: Workload, row: Activation) -> int:

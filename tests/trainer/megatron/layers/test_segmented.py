@@ -45,6 +45,23 @@ def test_values_and_gradients_equal_each_sequence_alone(
         torch.testing.assert_close(gradient, other, atol=2e-6, rtol=0)
 
 
+@pytest.mark.parametrize("window", [1, 5, 90])
+def test_a_window_leaves_each_token_itself_and_the_nearest_before_it(window: int) -> None:
+    lengths = [90, 71, 12, 11, 9, 4, 1]
+    inputs = qkv(sum(lengths), 4, 2)
+    found = segmented_attention(*inputs, segments_of(lengths, CPU), None, window)
+    q, k, v = (x.detach() for x in inputs)
+    first = 0
+    for length in lengths:
+        for token in range(first, first + length):
+            seen = slice(max(first, token - window + 1), token + 1)
+            keys, values = (x[seen].repeat_interleave(2, 1) for x in (k, v))
+            shares = torch.softmax(torch.einsum("hd,khd->hk", q[token], keys) / 8**0.5, -1)
+            expected = torch.einsum("hk,khd->hd", shares, values)
+            torch.testing.assert_close(found[token], expected, atol=1e-6, rtol=0)
+        first += length
+
+
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=60))
 def test_every_token_has_one_place_and_little_is_padded(lengths: list[int]) -> None:

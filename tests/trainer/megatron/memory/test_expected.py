@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from protocol.weights.lora import LoraConfig
-from tests.trainer.megatron.models import MODELS, save_model
+from tests.trainer.megatron.models import ALL_MODELS, save_model
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.megatron import cpu, parallel
 from trainer.megatron.architecture import Architecture, Rope, read_architecture
@@ -64,7 +64,7 @@ def position() -> Iterator[Position]:
     parallel.finalize()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ALL_MODELS)
 def test_parameters_are_those_of_the_model_that_is_built(
     name: str, position: Position, tmp_path: Path
 ) -> None:
