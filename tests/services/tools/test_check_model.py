@@ -1,7 +1,6 @@
 """Tests `tether check-model`: models that work, are damaged, or are not supported, and bad requests."""
 
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -37,15 +36,12 @@ def test_check_model_ends_with_0_where_a_model_works(tmp_path: Path) -> None:
     assert "from bfloat16 to float32; not needed, not compared: lm_head.weight" in export
 
 
-def test_check_model_ends_with_1_where_log_probabilities_differ(tmp_path: Path) -> None:
-    """transformers uses an output layer that is not the embedding, also if config.json says that it is."""
+def test_check_model_ends_with_1_where_a_tied_output_layer_is_not_the_embedding(tmp_path: Path) -> None:
     model_dir = save_model("qwen2-tied", tmp_path)
     change_tensors(model_dir, **{"lm_head.weight": torch.zeros(96, 64)})
     answer = CliRunner().invoke(app, ["check-model", str(model_dir)])
     assert answer.exit_code == 1
-    assert answer.stdout.startswith("DIFFERENT: sample 0, token 1: after [")
-    assert f"by Hugging Face {-math.log(96):.6f}" in answer.stdout
-    assert "\nlogits   different\nexport   26 tensors equal" in answer.stdout
+    assert "lm_head.weight is not model.embed_tokens.weight, though config.json says tie" in answer.stdout
 
 
 @pytest.mark.slow

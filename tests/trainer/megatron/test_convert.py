@@ -14,6 +14,7 @@ from protocol.weights.lora import LoraConfig
 from tests.trainer.megatron.models import make_model, save_model
 from trainer.megatron.architecture import FAMILIES, Architecture, Rope, read_architecture
 from trainer.megatron.convert.checkpoint import SafetensorsReader, check_names, check_parameters
+from trainer.megatron.convert.families import EMBEDDING
 from trainer.megatron.convert.rules import Direct, Rule
 from trainer.megatron.layers.lora import lora_rules
 from trainer.megatron.reshard import export_plan, stage_rules
@@ -182,8 +183,15 @@ def test_a_dtype_that_needs_scales_is_refused(model_dir: Path) -> None:
 
 
 def test_a_tied_output_layer_that_is_saved_once_more_is_no_error(model_dir: Path) -> None:
-    change_tensors(model_dir, **{"lm_head.weight": torch.zeros(96, 64)})
+    embedding = load_file(model_dir / "model.safetensors")[EMBEDDING]
+    change_tensors(model_dir, **{"lm_head.weight": embedding.clone()})
     check(model_dir)
+
+
+def test_a_tied_output_layer_that_is_not_the_embedding_is_refused(model_dir: Path) -> None:
+    change_tensors(model_dir, **{"lm_head.weight": torch.zeros(96, 64)})
+    with pytest.raises(SettingsError, match="lm_head.weight is not model.embed_tokens.weight"):
+        check(model_dir)
 
 
 def test_a_missing_shard_is_refused(tmp_path: Path) -> None:

@@ -11,13 +11,15 @@ from safetensors import safe_open
 
 from protocol.errors import SettingsError
 from trainer.megatron.architecture import Architecture
-from trainer.megatron.convert.families import ignorable
+from trainer.megatron.convert.families import EMBEDDING, OUTPUT, ignorable
 from trainer.megatron.convert.rules import Rule
 from trainer.megatron.reshard import export_plan, stage_rules
 
 DTYPES = ("F64", "F32", "F16", "BF16")
 """What weights may be stored in: others are quantized, and need scales."""
 INDEX = "model.safetensors.index.json"
+ROWS = 8192
+"""Rows that are compared at a time."""
 
 
 class SafetensorsReader:
@@ -141,6 +143,21 @@ def check_names(reader: SafetensorsReader, architecture: Architecture, tp: int, 
                 f"{reader.model_dir}: {name} has dtype {reader.dtype(name)}: supported are "
                 f"{', '.join(DTYPES)}"
             )
+    if architecture.tied and OUTPUT in reader.names:
+        _check_tied(reader)
+
+
+def _check_tied(reader: SafetensorsReader) -> None:
+    """Check that an output layer which is saved although config.json ties it is the embedding."""
+    shape = reader.shape(EMBEDDING)
+    equal = reader.shape(OUTPUT) == shape and all(
+        torch.equal(reader.rows(OUTPUT, 0, first, ROWS), reader.rows(EMBEDDING, 0, first, ROWS))
+        for first in range(0, shape[0], ROWS)
+    )
+    if not equal:
+        raise SettingsError(
+            f"{reader.model_dir}: {OUTPUT} is not {EMBEDDING}, though config.json says tie_word_embeddings"
+        )
 
 
 def check_parameters(rules: list[Rule], parameters: Mapping[str, torch.Tensor], tp: int) -> None:
