@@ -190,7 +190,7 @@ def test_a_tied_output_layer_that_is_saved_once_more_is_no_error(model_dir: Path
 
 def test_a_tied_output_layer_that_is_not_the_embedding_is_refused(model_dir: Path) -> None:
     change_tensors(model_dir, **{"lm_head.weight": torch.zeros(96, 64)})
-    with pytest.raises(SettingsError, match="lm_head.weight is not model.embed_tokens.weight"):
+    with pytest.raises(SettingsError, match=r"lm_head\.weight is not model\.embed_tokens\.weight"):
         check(model_dir)
 
 
