@@ -34,7 +34,7 @@ LAYOUTS = {
     "tp2-pp2": ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2),
     "tp2-dp2": ParallelConfig(tensor_model_parallel_size=2, data_parallel_size=2),
 }
-WITH_MORE_MODELS = ("single", "tp2-sequence")
+MORE_MODELS_OF = {"single": tuple(MORE_MODELS), "tp2-sequence": ("mistral", "olmo2", "phi3")}
 STEPS = 3
 FRESH = "qwen2"
 """Model whose checkpoint is restored into a new backend; others restore into the one that continued."""
@@ -80,7 +80,7 @@ def drain(backend: Backend) -> dict[str, torch.Tensor]:
 
 def models_of(layout: str) -> list[str]:
     """Names of the models that are trained in a layout."""
-    return [*MODELS, *(MORE_MODELS if layout in WITH_MORE_MODELS else ())]
+    return [*MODELS, *MORE_MODELS_OF.get(layout, ())]
 
 
 def run(layout: str, models: Path, out: Path) -> None:
