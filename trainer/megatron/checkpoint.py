@@ -12,7 +12,7 @@ distributed optimizer refuses torch's AdamW on reload.
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from protocol.errors import SettingsError
 from protocol.weights.lora import LoraConfig
-from trainer.megatron.architecture import Architecture
+from trainer.megatron.architecture import Architecture, Rope
 from trainer.megatron.optimizer import Optimizer, is_distributed
 from trainer.megatron.parallel import Position
 from trainer.storage.host_state import HostCopies, HostState
@@ -120,6 +120,9 @@ def _check_layout(directory: Path, description: dict[str, Any]) -> None:
         raise SettingsError(
             f"cannot read {path}: {error}: not a checkpoint of the megatron backend"
         ) from error
+    if isinstance(saved.get("model"), dict):
+        saved["model"] = _with_defaults(saved["model"], Architecture)
+        saved["model"]["rope"] = _with_defaults(saved["model"].get("rope") or {}, Rope)
     current = json.loads(json.dumps(description))
     different = {key: (saved.get(key), value) for key, value in current.items() if saved.get(key) != value}
     if "model" in different:
@@ -136,6 +139,11 @@ def _check_layout(directory: Path, description: dict[str, Any]) -> None:
             f"{directory}: the checkpoint has another layout: {text}. Restore with the layout that it was "
             "saved in"
         )
+
+
+def _with_defaults(saved: dict[str, Any], kind: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass, with the default of those that an older release did not know."""
+    return {field.name: field.default for field in fields(kind) if field.default is not MISSING} | saved
 
 
 def _optimizer_tensors(optimizer: Optimizer) -> dict[str, torch.Tensor]:
