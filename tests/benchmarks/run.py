@@ -12,22 +12,21 @@ import json
 import os
 import platform
 import signal
-import subprocess
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import zmq
 
+from protocol.host.processors import processor_name
 from services.ledger.embedded_server import find_server
 from tests.benchmarks import bus, ledger, loop, weights
 from tests.benchmarks.table import Figure, render
+from tests.benchmarks.versions import ROOT, output_of, versions_of
 
-ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
     "pyzmq",
     "msgspec",
@@ -54,40 +53,14 @@ QUIET = 1.0
 """Load average over which the figures are not to be trusted."""
 
 
-def _output(*command: str) -> str:
-    try:
-        return subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, timeout=20, check=True
-        ).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""
-
-
 def _versions() -> dict[str, str]:
     found = {
-        "python": platform.python_version(),
+        **versions_of(PACKAGES),
         "libzmq": zmq.zmq_version(),
-        "ledger server": _output(find_server(), "--version"),
+        "ledger server": output_of(find_server(), "--version"),
+        "redis-benchmark": output_of("redis-benchmark", "--version"),
     }
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    found["redis-benchmark"] = _output("redis-benchmark", "--version")
-    found["commit"] = _output("git", "describe", "--always", "--dirty", "--abbrev=12")
     return {name: text for name, text in found.items() if text}
-
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
-        platform.processor(),
-    )
 
 
 def _arguments() -> argparse.Namespace:
@@ -126,7 +99,11 @@ def main() -> None:
     facts: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "quick": arguments.quick,
-        "cpu": {"model": _cpu_model(), "cores": os.cpu_count(), "usable": len(os.sched_getaffinity(0))},
+        "cpu": {
+            "model": processor_name() or platform.processor(),
+            "cores": os.cpu_count(),
+            "usable": len(os.sched_getaffinity(0)),
+        },
         "system": platform.platform(),
         "load_average": [round(number, 2) for number in load],
         "versions": _versions(),

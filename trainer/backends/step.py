@@ -13,7 +13,6 @@ from protocol.errors import ProtocolError, TetherError
 from protocol.messages import ScoredRollout
 from trainer.algorithms.base import Algorithm
 from trainer.backends.base import Backend, StepStats
-from trainer.backends.part_exchange import receive_part, send_part
 from trainer.backends.rank_commands import (
     ExitCommand,
     ExportCommand,
@@ -31,6 +30,7 @@ from trainer.backends.rank_commands import (
     is_distributed,
     next_command,
 )
+from trainer.backends.scatter_batch import receive_part, send_part
 from trainer.backends.state_writer import StateWriter
 from trainer.batch import Batch
 from trainer.data.packing import balance

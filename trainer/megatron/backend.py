@@ -31,8 +31,8 @@ from trainer.megatron.layers import lora
 from trainer.megatron.memory.expected import Workload
 from trainer.megatron.memory.host_optimizer import HostOptimizer
 from trainer.megatron.memory.memory_plan import MemoryPlan
+from trainer.megatron.memory.oom_retry import OomRetry
 from trainer.megatron.memory.recompute import forget_passes, keep_input_gradient, set_recompute
-from trainer.megatron.memory.repeating import RepeatedPasses
 from trainer.megatron.model import DTYPES, PackedModel, build_model, mark_split, transformer_config
 from trainer.megatron.optimizer import Optimizer, wrap_model
 from trainer.megatron.reshard import TensorPlan, export_plan, plan_of, stage_rules
@@ -281,7 +281,7 @@ class MegatronBackend(Backend):
             self._optimizer.zero_grad(self._model)
             forget_passes(model)
 
-        self._passes = RepeatedPasses(position, self._memory.tokens, reset)
+        self._passes = OomRetry(position, self._memory.tokens, reset)
         self._passes.agree_before(self._config)
 
     def _add_adapters(self, model: GPTModel, adapters: LoraConfig) -> None:

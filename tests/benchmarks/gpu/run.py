@@ -21,7 +21,6 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ import torch
 from tests.benchmarks.gpu.partner import ROOT, SAME
 from tests.benchmarks.gpu.shapes import SIZES
 from tests.benchmarks.gpu.table import phases, render
+from tests.benchmarks.versions import versions_of
 
 WAYS = ("nccl", "vllm-nccl", "per-tensor", "ipc", "ipc@same", "vllm-ipc@same", "flip", "shm")
 """In the order in which they are wanted if the time does not suffice for all."""
@@ -214,21 +214,12 @@ def run_session(
 
 def facts_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """What was run, where and with what."""
-    versions = {"python": platform.python_version()}
-    for name in PACKAGES:
-        with suppress(PackageNotFoundError):
-            versions[name] = version(name)
-    with suppress(OSError, subprocess.SubprocessError):
-        command = ("git", "describe", "--always", "--dirty", "--abbrev=12")
-        versions["commit"] = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, timeout=20, check=True
-        ).stdout.strip()
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": sys.argv,
         "model": arguments.model,
         "system": platform.platform(),
-        "versions": versions,
+        "versions": versions_of(PACKAGES),
     }
 
 

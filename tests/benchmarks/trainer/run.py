@@ -13,14 +13,11 @@ import json
 import math
 import os
 import platform
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from protocol.host.processors import has_bfloat16, processor_name, usable_cores
 from tests.benchmarks.trainer.hugging_face import HuggingFaceStep
 from tests.benchmarks.trainer.samples import LongTail, batch_of, filled_up, padded_tokens, sorted_and_padded
+from tests.benchmarks.versions import ROOT, versions_of
 from trainer.algorithms.registry import make_algorithm
 from trainer.backends.base import Backend
 from trainer.batch import Batch
@@ -37,7 +35,6 @@ from trainer.config import AlgorithmConfig, OptimizerConfig, ParallelConfig, Tra
 from trainer.data.packing import balance, pack
 from trainer.registry import make_backend
 
-ROOT = Path(__file__).parents[3]
 LEARNING_RATE = 1e-6
 TOGETHER = 8
 """Samples of a padded micro-batch, which are neighbours in the batch."""
@@ -227,13 +224,6 @@ def figures_of(
 def facts_of(job: Job, batch: Batch, *, dtype: str, threads: int) -> dict[str, Any]:
     """Return what was measured, where and with what."""
     lengths = batch.lengths.tolist()
-    versions = {"python": platform.python_version()}
-    versions |= {name: version(name) for name in ("torch", "transformers", "megatron-core")}
-    with suppress(OSError, subprocess.SubprocessError):
-        command = ("git", "describe", "--always", "--dirty", "--abbrev=12")
-        versions["commit"] = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, timeout=20, check=True
-        ).stdout.strip()
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "processor": processor_name() or platform.machine(),
@@ -241,7 +231,7 @@ def facts_of(job: Job, batch: Batch, *, dtype: str, threads: int) -> dict[str, A
         "threads": threads,
         "dtype": dtype,
         "load_average": [round(number, 2) for number in os.getloadavg()],
-        "versions": versions,
+        "versions": versions_of(("torch", "transformers", "megatron-core")),
         "model": dict(job.shape),
         "tokens": {
             "samples": len(lengths),

@@ -1,6 +1,5 @@
 """Tests that the optimizer in host memory gives the bits of the one on the device, and its checkpoints."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,7 @@ import torch
 
 from protocol.errors import SettingsError
 from tests.trainer.megatron.models import OPTIMIZER, save_model
-from trainer.config import OptimizerConfig, ParallelConfig
-from trainer.megatron import cpu, parallel
+from trainer.config import OptimizerConfig
 from trainer.megatron.architecture import read_architecture
 from trainer.megatron.checkpoint import copy_part, restore_part
 from trainer.megatron.memory import host_optimizer
@@ -24,13 +22,6 @@ from trainer.storage.host_state import HostCopies
 STEPS = 3
 SMALL = 5000
 """Elements of a chunk, so that the model below has several."""
-
-
-@pytest.fixture(scope="module")
-def position() -> Iterator[Position]:
-    cpu.install()
-    yield parallel.initialize(ParallelConfig(), "cpu", 0)
-    parallel.finalize()
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Tests that what the backward pass computes again changes neither loss nor gradient."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,8 +7,7 @@ import torch
 
 from protocol.errors import SettingsError
 from tests.trainer.megatron.models import save_model
-from trainer.config import ParallelConfig, TrainerConfig
-from trainer.megatron import cpu, parallel
+from trainer.config import TrainerConfig
 from trainer.megatron.architecture import read_architecture
 from trainer.megatron.layers.sequences import packed_sequences
 from trainer.megatron.memory.recompute import keep_input_gradient, set_recompute
@@ -24,13 +22,6 @@ SETTINGS: dict[str, dict[str, object]] = {
     "core_attn": {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)},
     "all": {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "layernorm", "mlp")},
 }
-
-
-@pytest.fixture(scope="module")
-def position() -> Iterator[Position]:
-    cpu.install()
-    yield parallel.initialize(ParallelConfig(), "cpu", 0)
-    parallel.finalize()
 
 
 @pytest.fixture(scope="module")

@@ -46,7 +46,7 @@ class _DroppedPasses(Exception):
         self.outcome = outcome
 
 
-class RepeatedPasses:
+class OomRetry:
     """The budget of tokens that is in force, and how it shrinks."""
 
     def __init__(self, position: Position, tokens: int, reset: Callable[[], None]) -> None:
