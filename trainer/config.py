@@ -27,6 +27,19 @@ class ParallelConfig:
     """Groups of ranks that have the layers one after the other."""
     data_parallel_size: Annotated[int, Meta(ge=1, le=4096)] = 1
     """Copies of the model, each with its part of the batch."""
+    virtual_pipeline_model_parallel_size: Annotated[int, Meta(ge=1, le=4096)] = 1
+    """Parts of the model that each pipeline stage has, interleaved with those of the others."""
+    num_layers_in_first_pipeline_stage: Annotated[int, Meta(ge=0, le=10**4)] = 0
+    """Layers of the first stage, which also has the embedding. 0: as many as the stages between."""
+    num_layers_in_last_pipeline_stage: Annotated[int, Meta(ge=0, le=10**4)] = 0
+    """Layers of the last stage, which also has the output layer. 0: as many as the stages between."""
+    context_parallel_size: Annotated[int, Meta(ge=1, le=4096)] = 1
+    """Ranks that share the tokens of a micro-batch."""
+    expert_model_parallel_size: Annotated[int, Meta(ge=1, le=4096)] = 1
+    """Ranks that share the experts of a layer. They are ranks of the sizes above and below: no more are
+    needed."""
+    expert_tensor_parallel_size: Annotated[int, Meta(ge=1, le=4096)] = 1
+    """Ranks that share the matrices of an expert."""
     sequence_parallel: bool = False
     """Divide norms and dropout along the sequence between tensor-parallel ranks."""
     use_distributed_optimizer: bool = True
@@ -34,7 +47,12 @@ class ParallelConfig:
 
     @property
     def world_size(self) -> int:
-        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.data_parallel_size
+        return (
+            self.tensor_model_parallel_size
+            * self.context_parallel_size
+            * self.pipeline_model_parallel_size
+            * self.data_parallel_size
+        )
 
 
 @dataclass(frozen=True, slots=True)

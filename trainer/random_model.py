@@ -18,7 +18,7 @@ from protocol.choices import checked_name
 from protocol.errors import SettingsError
 from protocol.host.atomic_file import directory_written_aside
 from trainer.config import ScratchConfig
-from trainer.megatron.architecture import SUPPORTED
+from trainer.megatron.architecture.families import SUPPORTED
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 SPECIALS = ("<pad>", "<eos>")

@@ -7,7 +7,7 @@ from protocol.device.shared_layout import TRANSPORT
 from services.preflight.model import ModelFacts
 from services.settings.automatic import visible_gpus
 from services.settings.sections import Settings
-from trainer.megatron.architecture import architecture_of
+from trainer.megatron.architecture.reading import architecture_of
 from trainer.megatron.memory.budget import TOKENS_MOST, TOKENS_STEP
 from trainer.megatron.memory.expected import GIB, Workload, expected_memory
 

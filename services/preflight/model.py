@@ -14,7 +14,10 @@ from rollout.engines.requests import check_adapters, check_fits
 from services.preflight.problem import Problem
 from services.settings.hub import fetch_model
 from services.settings.sections import Settings
-from trainer.megatron.architecture import SUPPORTED, architecture_of
+from trainer.config import ParallelConfig
+from trainer.megatron.architecture.families import SUPPORTED
+from trainer.megatron.architecture.reading import architecture_of
+from trainer.megatron.layout import Layout
 from trainer.megatron.reshard import export_plan
 from trainer.random_model import check_scratch, config_of
 
@@ -84,8 +87,8 @@ def _trainer_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem
 
 
 def _megatron_problems(setting: str, settings: Settings, model: ModelFacts) -> Iterator[Problem]:
-    tp = settings.parallel.tensor_model_parallel_size if setting == "trainer.backend" else 1
-    pp = settings.parallel.pipeline_model_parallel_size if setting == "trainer.backend" else 1
+    parallel = settings.parallel if setting == "trainer.backend" else ParallelConfig()
+    tp = parallel.tensor_model_parallel_size
     try:
         architecture = architecture_of(dict(model.config), model.place / "config.json")
     except SettingsError as error:
@@ -111,7 +114,7 @@ def _megatron_problems(setting: str, settings: Settings, model: ModelFacts) -> I
             "shared",
         )
     try:
-        export_plan(architecture, tp, pp)
+        export_plan(architecture, Layout.of(parallel, architecture.layers))
     except SettingsError as error:
         yield Problem(f"section [parallel]: {error}")
 

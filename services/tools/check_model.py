@@ -33,8 +33,10 @@ from services.runtime.errors import configure_logging
 from trainer.backends.launch import torchrun
 from trainer.batch import Batch
 from trainer.config import ParallelConfig
-from trainer.megatron.architecture import Architecture, architecture_of
+from trainer.megatron.architecture.numbers import Architecture
+from trainer.megatron.architecture.reading import architecture_of
 from trainer.megatron.convert.checkpoint import SafetensorsReader, check_names
+from trainer.megatron.layout import Layout
 from trainer.megatron.reshard import export_plan
 from trainer.model_check.differences import TOLERANCE
 from trainer.model_check.expected import batch_of, hf_logprobs, random_samples
@@ -104,7 +106,7 @@ def check_model(model_dir: Path, tp: int = 1, pp: int = 1) -> CheckedModel:
     try:
         parameters = count_parameters(model_dir) or 0
         with SafetensorsReader(model_dir) as reader:
-            check_names(reader, architecture, 1, 1)
+            check_names(reader, architecture, Layout.of(ParallelConfig(), architecture.layers))
     except (SettingsError, SafetensorError, OSError) as error:
         return CheckedModel(ModelVerdict.DAMAGED, str(error), facts)
     facts |= {"parameters": parameters, "needed_gb": check_memory(model_dir, parameters, tp * pp)}
@@ -218,7 +220,8 @@ def _check_layout(architecture: Architecture, tp: int, pp: int) -> None:
         raise SettingsError(
             f"--tp {tp} does not divide the model's {architecture.heads} attention heads: choose a divisor"
         )
-    export_plan(architecture, tp, pp)
+    parallel = ParallelConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+    export_plan(architecture, Layout.of(parallel, architecture.layers))
 
 
 def _compare(model_dir: Path, architecture: Architecture, tp: int, pp: int) -> dict[str, Any]:

@@ -23,11 +23,12 @@ from trainer.batch import Batch
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.lora import merged
 from trainer.megatron import cpu, parallel
-from trainer.megatron.architecture import read_architecture
+from trainer.megatron.architecture.reading import read_architecture
 from trainer.megatron.checkpoint import copy_part, layout, restore_part
 from trainer.megatron.convert.checkpoint import load_checkpoint
 from trainer.megatron.forward import Runner
 from trainer.megatron.layers import lora
+from trainer.megatron.layout import Layout
 from trainer.megatron.memory.expected import Workload
 from trainer.megatron.memory.host_optimizer import HostOptimizer
 from trainer.megatron.memory.memory_plan import MemoryPlan
@@ -35,9 +36,19 @@ from trainer.megatron.memory.oom_retry import OomRetry
 from trainer.megatron.memory.recompute import forget_passes, keep_input_gradient, set_recompute
 from trainer.megatron.model import DTYPES, PackedModel, build_model, mark_split, transformer_config
 from trainer.megatron.optimizer import Optimizer, wrap_model
-from trainer.megatron.reshard import TensorPlan, export_plan, plan_of, stage_rules
+from trainer.megatron.reshard import Piece, TensorPlan, export_plan, plan_of, stage_rules, stretch
 from trainer.megatron.sharing import buffers_of, parts_of
 from trainer.storage.host_state import HostCopies, HostState
+
+UNSUPPORTED = (
+    "virtual_pipeline_model_parallel_size",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+"""Settings of the layout that are refused."""
 
 
 class MegatronBackend(Backend):
@@ -74,9 +85,8 @@ class MegatronBackend(Backend):
         self.algorithm, self._trainer = algorithm, trainer
         self._model_spec = read_architecture(model_dir)
         self.architecture = self._model_spec.name
-        self._plan = export_plan(
-            self._model_spec, parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-        )
+        self._places = Layout.of(parallel, self._model_spec.layers)
+        self._plan = export_plan(self._model_spec, self._places)
         self._position = _initialize(parallel, trainer)
         self.replicas = self._position.replicas()
         self._closed = False
@@ -194,9 +204,9 @@ class MegatronBackend(Backend):
         """Yield whole tensors on rank 0; send this rank's part of each on the others."""
         position = self._position
         for plan in plans:
-            if position.rank_of(position.tp, position.pp, position.dp) == 0:
+            if position.rank == 0:
                 yield plan.name, self._receive(plan)
-            elif position.pp == plan.stage and position.dp == 0:
+            else:
                 self._send(plan)
 
     def copy_state(self) -> HostState:
@@ -286,52 +296,39 @@ class MegatronBackend(Backend):
 
     def _add_adapters(self, model: GPTModel, adapters: LoraConfig) -> None:
         """Train adapters in place of the model."""
-        parallel = self._position.config
-        pp = parallel.pipeline_model_parallel_size
-        stages = [stage_rules(self._model_spec, pp, stage) for stage in range(pp)]
+        layout = self._places
+        stages = [stage_rules(self._model_spec, layout, stage) for stage in range(layout.pp)]
         self.lora = adapters
         self.targets = adapter_targets({plan.name: plan.shape for plan in self._plan}, adapters)
         self._published = plan_of(
-            [lora.lora_rules(rules, adapters) for rules in stages], parallel.tensor_model_parallel_size
+            ((stage, lora.lora_rules(rules, adapters)) for stage, rules in enumerate(stages)), layout
         )
         self._trained = lora.attach(
             model, stages[self._position.pp], adapters, self._position, self._trainer.seed
         )
 
     def _load(self, model_dir: Path) -> None:
-        config, position = self._position.config, self._position
-        mark_split(
-            self._parameters, stage_rules(self._model_spec, config.pipeline_model_parallel_size, position.pp)
-        )
-        load_checkpoint(
-            model_dir,
-            self._model_spec,
-            self._parameters,
-            tp=config.tensor_model_parallel_size,
-            tp_rank=position.tp,
-            pp=config.pipeline_model_parallel_size,
-            pp_rank=position.pp,
-        )
+        place = self._position.place
+        mark_split(self._parameters, stage_rules(self._model_spec, self._places, place.pp))
+        load_checkpoint(model_dir, self._model_spec, self._parameters, self._places, place)
 
     def _receive(self, plan: TensorPlan) -> torch.Tensor:
         """Assemble a tensor on rank 0: copy its own pieces, receive those of another rank in one message."""
         tensor = torch.empty(plan.shape, dtype=DTYPES[self._trainer.dtype], device=self._position.device)
-        for tp in sorted({piece.tp for piece in plan.pieces}):
-            pieces = [piece for piece in plan.pieces if piece.tp == tp]
-            if (tp, plan.stage) == (0, 0):
-                local = self._held(plan)
-                for piece in pieces:
-                    rows = local.narrow(plan.dim, piece.local_start, piece.length)
-                    tensor.narrow(plan.dim, piece.start, piece.length).copy_(rows)
-                continue
-            shape = list(plan.shape)
-            shape[plan.dim] = sum(piece.length for piece in pieces)
-            message = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
-            dist.recv(message, self._position.rank_of(tp, plan.stage))
-            for piece, rows in zip(
-                pieces, message.split([piece.length for piece in pieces], plan.dim), strict=True
-            ):
-                tensor.narrow(plan.dim, piece.start, piece.length).copy_(rows)
+        for number in sorted({piece.rank for piece in plan.pieces}):
+            pieces = [piece for piece in plan.pieces if piece.rank == number]
+            holder = self._places.holder_of(plan.stage, number)
+            if holder == 0:
+                rows = self._rows(plan, pieces)
+            else:
+                lengths = [piece.length for piece in pieces]
+                shape = [*plan.shape] if pieces[0].source is None else [*plan.shape[1:]]
+                shape[plan.dim] = sum(lengths)
+                message = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+                dist.recv(message, holder)
+                rows = list(message.split(lengths, plan.dim))
+            for piece, part in zip(pieces, rows, strict=True):
+                stretch(tensor, plan.dim, piece.start, piece.length, piece.source).copy_(part)
         return tensor
 
     def _held(self, plan: TensorPlan) -> torch.Tensor:
@@ -341,12 +338,16 @@ class MegatronBackend(Backend):
             else self._parameters[plan.parameter]
         )
 
+    def _rows(self, plan: TensorPlan, pieces: list[Piece]) -> list[torch.Tensor]:
+        held = self._held(plan)
+        return [stretch(held, plan.dim, piece.local_start, piece.length, piece.of) for piece in pieces]
+
     def _send(self, plan: TensorPlan) -> None:
-        local = self._held(plan)
-        pieces = [piece for piece in plan.pieces if piece.tp == self._position.tp]
-        if pieces:
-            rows = [local.narrow(plan.dim, piece.local_start, piece.length) for piece in pieces]
-            dist.send(torch.cat(rows, plan.dim).contiguous(), 0)
+        place = self._position.place
+        number = self._places.number_of(place, expert=plan.expert)
+        pieces = [piece for piece in plan.pieces if piece.rank == number]
+        if pieces and self._position.rank == self._places.holder_of(plan.stage, number):
+            dist.send(torch.cat(self._rows(plan, pieces), plan.dim).contiguous(), 0)
 
 
 def _check(parallel: ParallelConfig, trainer: TrainerConfig, *, shared: bool) -> None:
@@ -355,6 +356,11 @@ def _check(parallel: ParallelConfig, trainer: TrainerConfig, *, shared: bool) ->
             f"[parallel] asks for {parallel.world_size} ranks: with weights.transport 'shared' "
             "the trainer is one"
         )
+    for field in UNSUPPORTED:
+        if (value := getattr(parallel, field)) != getattr(ParallelConfig(), field):
+            raise SettingsError(
+                f"setting parallel.{field} = {value} is not supported by the megatron backend"
+            )
     if trainer.dtype not in DTYPES:
         raise SettingsError(f"[trainer] dtype is {trainer.dtype!r}: use {' or '.join(DTYPES)}")
 

@@ -21,7 +21,8 @@ from safetensors.torch import load_file
 
 from protocol.errors import SettingsError
 from protocol.weights.lora import LoraConfig
-from trainer.megatron.architecture import Architecture, Rope
+from trainer.megatron.architecture.numbers import Architecture
+from trainer.megatron.architecture.rope import Rope
 from trainer.megatron.optimizer import Optimizer, is_distributed
 from trainer.megatron.parallel import Position
 from trainer.storage.host_state import HostCopies, HostState
@@ -74,7 +75,7 @@ def copy_part(
     tensors: dict[str, dict[str, torch.Tensor]] = {file: {} for file in files}
     for (file, name), copy in zip(named, copied.values(), strict=True):
         tensors[file][name] = copy
-    is_first = position.rank_of(position.tp, position.pp, position.dp) == 0
+    is_first = position.rank == 0
     return HostState(tensors, texts={LAYOUT: json.dumps(description, indent=1)} if is_first else {})
 
 

@@ -23,7 +23,7 @@ from trainer.algorithms.base import Algorithm
 from trainer.backends.step_measures import StepMeasures
 from trainer.backends.token_loss import micro_batch_loss
 from trainer.batch import Batch
-from trainer.megatron.architecture import Architecture
+from trainer.megatron.architecture.numbers import Architecture
 from trainer.megatron.layers.head import linear_logprobs
 from trainer.megatron.micro_batches import MicroBatch, Packing
 from trainer.megatron.model import PackedModel

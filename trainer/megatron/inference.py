@@ -26,12 +26,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from protocol.errors import SettingsError
 from trainer.config import ParallelConfig
 from trainer.megatron import cpu, parallel
-from trainer.megatron.architecture import Architecture, read_architecture
+from trainer.megatron.architecture.numbers import Architecture
+from trainer.megatron.architecture.reading import read_architecture
 from trainer.megatron.convert.checkpoint import load_checkpoint
-from trainer.megatron.layers.attention import window_of
-from trainer.megatron.layers.segmented import window_mask
+from trainer.megatron.layers.attention.segmented import window_mask
+from trainer.megatron.layers.attention.terms import AttentionTerms
+from trainer.megatron.layout import Layout, Place
 from trainer.megatron.model import DTYPES, build_model, transformer_config
-from trainer.megatron.reshard import export_plan
+from trainer.megatron.reshard import export_plan, stretch
 from trainer.megatron.sharing import buffers_of, parts_of
 
 INITIAL_DEVIATION = 0.02
@@ -110,10 +112,9 @@ class CausalAttention(MegatronModule):
     Sequences are padded on the right, so causality alone excludes padding, without a mask.
     """
 
-    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **unused: Any) -> None:
+    def __init__(self, config: TransformerConfig, terms: AttentionTerms, **unused: Any) -> None:
         super().__init__(config=config)
-        self.softmax_scale = softmax_scale
-        self.window = window_of(config)
+        self.terms = terms
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **unused: Any
@@ -130,16 +131,16 @@ class CausalAttention(MegatronModule):
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         if attention_mask is None:
             grouped = q.size(1) != k.size(1)
-            mask = window_mask(q.size(2), self.window, q.device)
+            mask = window_mask(q.size(2), self.terms.window, q.device)
             out = F.scaled_dot_product_attention(
-                q, k, v, mask, is_causal=mask is None, scale=self.softmax_scale, enable_gqa=grouped
+                q, k, v, mask, is_causal=mask is None, scale=self.terms.scale, enable_gqa=grouped
             )
             return out.permute(2, 0, 1, 3).flatten(2)
         # The query heads of a group attend like tokens of a sequence, so that no key is copied for each of
         # them.
         of_group = q.reshape(*k.shape[:2], -1, q.size(3))
         return F.scaled_dot_product_attention(
-            of_group, k, v, attn_mask=attention_mask, scale=self.softmax_scale
+            of_group, k, v, attn_mask=attention_mask, scale=self.terms.scale
         ).flatten(1)[None]
 
 
@@ -187,7 +188,8 @@ class SlotModel:
             raise SettingsError(f"dtype is {dtype!r}: use {' or '.join(DTYPES)}")
         self.architecture = read_architecture(model_dir)
         self.slots = _slots(self.architecture, DTYPES[dtype].itemsize, length, slots, buffer_bytes)
-        self._plan = {plan.name: plan for plan in export_plan(self.architecture, 1, 1)}
+        layout = Layout.of(ParallelConfig(), self.architecture.layers)
+        self._plan = {plan.name: plan for plan in export_plan(self.architecture, layout)}
         self.shapes = {name: plan.shape for name, plan in self._plan.items()}
         """Checkpoint name -> shape."""
         cpu.install()
@@ -197,9 +199,7 @@ class SlotModel:
             self.module = _build(self.architecture, position, DTYPES[dtype])
             self.parameters: dict[str, torch.Tensor] = dict(self.module.named_parameters())
             if any(model_dir.glob("*.safetensors")):
-                load_checkpoint(
-                    model_dir, self.architecture, self.parameters, tp=1, tp_rank=0, pp=1, pp_rank=0
-                )
+                load_checkpoint(model_dir, self.architecture, self.parameters, layout, Place())
             else:
                 for parameter in self.parameters.values():
                     parameter.normal_(0, INITIAL_DEVIATION)
@@ -217,8 +217,9 @@ class SlotModel:
         for name, tensor in tensors:
             plan = self._plan[name]
             for piece in plan.pieces:
-                rows = self.parameters[plan.parameter].narrow(plan.dim, piece.local_start, piece.length)
-                rows.copy_(tensor.narrow(plan.dim, piece.start, piece.length))
+                held = self.parameters[plan.parameter]
+                rows = stretch(held, plan.dim, piece.local_start, piece.length, piece.of)
+                rows.copy_(stretch(tensor, plan.dim, piece.start, piece.length, piece.source))
 
     def parts(self) -> dict[str, torch.Tensor]:
         """Return checkpoint name -> the view of a parameter that is the tensor, see `matches_layout`."""

@@ -11,8 +11,8 @@ import torch
 
 from trainer.batch import Batch, TrainedTokens, trained_tokens
 from trainer.data.packing import pack
-from trainer.megatron.layers.attention import by_segments, kernel_for
-from trainer.megatron.layers.sequences import PackedSequences, packed_sequences, to_device
+from trainer.megatron.layers.attention.core import by_segments, kernel_for
+from trainer.megatron.layers.attention.sequences import PackedSequences, packed_sequences, to_device
 from trainer.megatron.parallel import Position
 
 PASSES_OF_A_STAGE = 4

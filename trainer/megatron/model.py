@@ -6,35 +6,27 @@ Shapes: T tokens of a micro-batch, H hidden size, P tensor ranks; megatron's act
 import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
 
 # isort: split
-import math
 from collections.abc import Iterable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    set_tensor_model_parallel_attributes,
-)
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from protocol.errors import SettingsError
-from trainer.megatron.architecture import Architecture
+from trainer.megatron.architecture.numbers import Architecture
 from trainer.megatron.convert.rules import Direct, Rule, padded_vocabulary
 from trainer.megatron.layers import weight_gradients
-from trainer.megatron.layers.attention import PackedAttention
-from trainer.megatron.layers.dense import ProjectionNorm, RMSNorm, SwigluMLP
-from trainer.megatron.layers.rotary import inverse_frequencies
+from trainer.megatron.layers.attention.core import PackedAttention
+from trainer.megatron.layers.attention.rotary import inverse_frequencies
+from trainer.megatron.layers.dense import RMSNorm
+from trainer.megatron.layers.spec import layer_spec
+from trainer.megatron.layout import Layout
 from trainer.megatron.parallel import Position
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -74,18 +66,6 @@ class PackedModel(GPTModel):
         return logits
 
 
-class PostNormLayer(TransformerLayer):
-    """A layer that norms what attention and MLP put out, before it is added to the residual stream."""
-
-    def __init__(self, config: TransformerConfig, **others: Any) -> None:
-        super().__init__(config=config, **others)
-        size, eps = config.hidden_size, config.layernorm_epsilon
-        self.post_attention_layernorm = RMSNorm(config, size, eps)
-        self.post_mlp_layernorm = RMSNorm(config, size, eps)
-        self.self_attn_bda = partial(_residual, norm=self.post_attention_layernorm)
-        self.mlp_bda = partial(_residual, norm=self.post_mlp_layernorm)
-
-
 def transformer_config(
     architecture: Architecture, position: Position, dtype: torch.dtype
 ) -> TransformerConfig:
@@ -112,8 +92,6 @@ def transformer_config(
             add_qkv_bias=architecture.qkv_bias,
             # With it megatron adds up the norms' gradients over tensor ranks, as if all had the same weights.
             qk_layernorm=architecture.qk_norm == "head",
-            softmax_scale=_scale(architecture),
-            window_size=(architecture.window - 1, 0) if architecture.window else None,
             hidden_dropout=0.0,
             attention_dropout=0.0,
             tensor_model_parallel_size=parallel.tensor_model_parallel_size,
@@ -154,9 +132,9 @@ def build_model(
         attention: class of the layers' self-attention; generation has one of its own, and also of
         core_attention: what computes the attention itself.
     """
-    stages = architecture.layers // config.pipeline_model_parallel_size
+    layers = Layout.of(position.config, architecture.layers).stages[position.pp][0]
     block = TransformerBlockSubmodules(
-        layer_specs=[_layer_spec(architecture, attention, core_attention)] * stages,
+        layer_specs=[layer_spec(architecture, layer, attention, core_attention) for layer in layers],
         layer_norm=RMSNorm,
     )
     model = PackedModel(
@@ -189,58 +167,3 @@ def mark_split(parameters: Mapping[str, torch.Tensor], rules: Iterable[Rule]) ->
         parameter = parameters[rule.parameter]
         if not isinstance(rule, Direct) and not hasattr(parameter, "tensor_model_parallel"):
             set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=rule.dim, stride=1)
-
-
-def _scale(architecture: Architecture) -> float | None:
-    """Return the scale of the scores; None: 1 / sqrt(D).
-
-    A factor of rotated queries and of keys is its square in their products.
-    """
-    factor = architecture.rope.attention_factor
-    return None if factor == 1.0 else factor**2 / math.sqrt(architecture.head_dim)
-
-
-def _layer_spec(architecture: Architecture, attention: type[Any], core_attention: type[Any]) -> ModuleSpec:
-    post_norms = architecture.family.post_norms
-    projections = SelfAttentionSubmodules(
-        linear_qkv=ColumnParallelLinear,
-        core_attention=core_attention,
-        linear_proj=RowParallelLinear,
-        q_layernorm=_head_norm(architecture.qk_norm, architecture.heads),
-        k_layernorm=_head_norm(architecture.qk_norm, architecture.kv_heads),
-    )
-    return ModuleSpec(
-        module=PostNormLayer if post_norms else TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=IdentityOp if post_norms else RMSNorm,
-            self_attention=ModuleSpec(
-                module=attention, params={"attn_mask_type": AttnMaskType.causal}, submodules=projections
-            ),
-            self_attn_bda=_residual,
-            pre_mlp_layernorm=IdentityOp if post_norms else RMSNorm,
-            mlp=SwigluMLP,
-            mlp_bda=_residual,
-        ),
-    )
-
-
-def _head_norm(kind: str, heads: int) -> Any:
-    if kind == "projection":
-        return ModuleSpec(module=ProjectionNorm, params={"heads": heads})
-    return RMSNorm if kind == "head" else IdentityOp
-
-
-def _residual(training: bool, fused: bool, norm: RMSNorm | None = None) -> Any:
-    """Return megatron's bias-dropout-add without the dropout, which the models here never have.
-
-    With a `norm`, what is added to the residual stream goes through it.
-    """
-
-    def add(
-        output_and_bias: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, probability: float
-    ) -> torch.Tensor:
-        output, bias = output_and_bias
-        added = output if bias is None else output + bias
-        return residual + (added if norm is None else norm(added))
-
-    return add

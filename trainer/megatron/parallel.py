@@ -16,6 +16,7 @@ from megatron.core import tensor_parallel
 
 from protocol.errors import SettingsError
 from trainer.config import ParallelConfig
+from trainer.megatron.layout import Layout, Place
 
 TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for the others in a collective."""
@@ -28,16 +29,31 @@ _owns_torch = False
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Place of this process in the layout. Ranks count from 0; `tp` varies fastest, then `dp`, then `pp`."""
+    """Place of this process in the layout."""
 
     config: ParallelConfig
     device: torch.device
-    tp: int
-    """Tensor rank."""
-    pp: int
-    """Pipeline stage."""
-    dp: int
-    """Data-parallel rank."""
+    place: Place
+
+    @property
+    def tp(self) -> int:
+        """Tensor rank."""
+        return self.place.tp
+
+    @property
+    def pp(self) -> int:
+        """Pipeline stage."""
+        return self.place.pp
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel rank."""
+        return self.place.dp
+
+    @property
+    def rank(self) -> int:
+        """Global rank."""
+        return self._sizes.rank_of(self.tp, self.pp, self.dp, self.place.cp)
 
     @property
     def first_stage(self) -> bool:
@@ -52,21 +68,21 @@ class Position:
         """Whether sequences are split over the tensor ranks: never with one of them."""
         return self.config.sequence_parallel and self.config.tensor_model_parallel_size > 1
 
-    def rank_of(self, tp: int, pp: int, dp: int = 0) -> int:
-        """Return the global rank at a place."""
-        config = self.config
-        return tp + config.tensor_model_parallel_size * (dp + config.data_parallel_size * pp)
+    @property
+    def _sizes(self) -> Layout:
+        return sizes_of(self.config)
 
     def replicas(self) -> list[list[int]]:
         """Return the global ranks of every data-parallel replica, ascending."""
-        config = self.config
+        sizes = self._sizes
         return [
             [
-                self.rank_of(tp, pp, dp)
-                for pp in range(config.pipeline_model_parallel_size)
-                for tp in range(config.tensor_model_parallel_size)
+                sizes.rank_of(tp, pp, dp, cp)
+                for pp in range(sizes.pp)
+                for cp in range(sizes.cp)
+                for tp in range(sizes.tp)
             ]
-            for dp in range(config.data_parallel_size)
+            for dp in range(sizes.dp)
         ]
 
 
@@ -107,13 +123,33 @@ def initialize(config: ParallelConfig, device: str, seed: int) -> Position:
             if place.type == "cuda":
                 tensor_parallel.model_parallel_cuda_manual_seed(seed)
         _users += 1
-    return Position(
-        config,
-        place,
+    position = Position(config, place, sizes_of(config).place_of(dist.get_rank()))
+    _check_order(position)
+    return position
+
+
+def sizes_of(config: ParallelConfig) -> Layout:
+    """Return the layout's sizes, before the layers of a model are known."""
+    stages = tuple((range(0),) for _ in range(config.pipeline_model_parallel_size))
+    return Layout(
+        config.tensor_model_parallel_size,
+        config.context_parallel_size,
+        config.data_parallel_size,
+        config.expert_model_parallel_size,
+        config.expert_tensor_parallel_size,
+        stages,
+    )
+
+
+def _check_order(position: Position) -> None:
+    """Check that megatron numbers ranks as `Layout` does."""
+    theirs = (
         mpu.get_tensor_model_parallel_rank(),
         mpu.get_pipeline_model_parallel_rank(),
         mpu.get_data_parallel_rank(),
     )
+    if theirs != (position.tp, position.pp, position.dp):
+        raise RuntimeError(f"megatron-core puts rank {position.rank} at {theirs}, not at {position.place}")
 
 
 def finalize() -> None:

@@ -12,12 +12,17 @@ from safetensors.torch import load_file, save_file
 from protocol.errors import SettingsError
 from protocol.weights.lora import LoraConfig
 from tests.trainer.megatron.models import make_model, save_model
-from trainer.megatron.architecture import FAMILIES, Architecture, Rope, read_architecture
+from trainer.config import ParallelConfig
+from trainer.megatron.architecture.families import FAMILIES
+from trainer.megatron.architecture.numbers import Architecture
+from trainer.megatron.architecture.reading import read_architecture
+from trainer.megatron.architecture.rope import Rope
 from trainer.megatron.convert.checkpoint import SafetensorsReader, check_names, check_parameters
 from trainer.megatron.convert.families import EMBEDDING
 from trainer.megatron.convert.rules import Direct, Rule
 from trainer.megatron.layers.lora import lora_rules
-from trainer.megatron.reshard import export_plan, stage_rules
+from trainer.megatron.layout import Grid, Layout
+from trainer.megatron.reshard import export_plan, stage_rules, stretch
 
 TENSOR_SIZES = (1, 2, 4)
 PIPELINE_SIZES = (1, 2)
@@ -50,39 +55,52 @@ def architectures(draw: st.DrawFn) -> Architecture:
 def numbered(architecture: Architecture) -> dict[str, torch.Tensor]:
     """Tensors of which no two elements are equal."""
     result, count = {}, 1
-    for plan in export_plan(architecture, 1, 1):
+    for plan in export_plan(architecture, layout_of(architecture)):
         size = torch.Size(plan.shape).numel()
         result[plan.name] = torch.arange(count, count + size, dtype=torch.float64).view(plan.shape)
         count += size
     return result
 
 
-def fill(rule: Rule, source: dict[str, torch.Tensor], tp: int, rank: int) -> torch.Tensor:
-    local = torch.zeros(rule.local_shape(tp), dtype=torch.float64)
-    for s in rule.segments(tp):
+def layout_of(architecture: Architecture, tp: int = 1, pp: int = 1) -> Layout:
+    sizes = ParallelConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+    return Layout.of(sizes, architecture.layers)
+
+
+def fill(rule: Rule, source: dict[str, torch.Tensor], layout: Layout, rank: int) -> torch.Tensor:
+    grid = layout.grid(expert=rule.expert)
+    local = torch.zeros(rule.local_shape(grid), dtype=torch.float64)
+    for s in rule.segments(grid):
         if s.rank == rank:
-            local.narrow(rule.dim, s.local_start, s.length).copy_(
-                source[s.name].narrow(rule.dim, s.start, s.length)
-            )
+            rows = stretch(source[s.name], rule.dim, s.start, s.length, s.source)
+            stretch(local, rule.dim, s.local_start, s.length, s.of).copy_(rows)
     return local
+
+
+def whole_rules(architecture: Architecture) -> list[Rule]:
+    return stage_rules(architecture, layout_of(architecture), 0)
+
+
+def ranks_of(layout: Layout, rule: Rule) -> range:
+    grid = layout.grid(expert=rule.expert)
+    return range(grid.tp * grid.ep)
 
 
 @given(architectures(), st.sampled_from(TENSOR_SIZES), st.sampled_from(PIPELINE_SIZES))
 def test_what_is_loaded_is_exported(architecture: Architecture, tp: int, pp: int) -> None:
-    source = numbered(architecture)
+    source, layout = numbered(architecture), layout_of(architecture, tp, pp)
     held = {
-        (stage, rank, rule.parameter): fill(rule, source, tp, rank)
+        (stage, rank, rule.parameter): fill(rule, source, layout, rank)
         for stage in range(pp)
-        for rule in stage_rules(architecture, pp, stage)
-        for rank in range(tp)
+        for rule in stage_rules(architecture, layout, stage)
+        for rank in ranks_of(layout, rule)
     }
-    for plan in export_plan(architecture, tp, pp):
+    for plan in export_plan(architecture, layout):
         tensor = torch.full(plan.shape, -1.0, dtype=torch.float64)
         for piece in plan.pieces:
-            rows = held[plan.stage, piece.tp, plan.parameter].narrow(
-                plan.dim, piece.local_start, piece.length
-            )
-            target = tensor.narrow(plan.dim, piece.start, piece.length)
+            parameter = held[plan.stage, piece.rank, plan.parameter]
+            rows = stretch(parameter, plan.dim, piece.local_start, piece.length, piece.of)
+            target = stretch(tensor, plan.dim, piece.start, piece.length, piece.source)
             assert (target == -1).all(), "covered twice"
             target.copy_(rows)
         assert torch.equal(tensor, source[plan.name]), plan.name
@@ -92,10 +110,10 @@ def test_what_is_loaded_is_exported(architecture: Architecture, tp: int, pp: int
 def test_every_row_of_a_parameter_has_one_source_or_is_padding(
     architecture: Architecture, tp: int, pp: int
 ) -> None:
-    source = numbered(architecture)
+    source, layout = numbered(architecture), layout_of(architecture, tp, pp)
     for stage in range(pp):
-        for rule in stage_rules(architecture, pp, stage):
-            parts = [fill(rule, source, tp, rank) for rank in range(tp)]
+        for rule in stage_rules(architecture, layout, stage):
+            parts = [fill(rule, source, layout, rank) for rank in ranks_of(layout, rule)]
             if isinstance(rule, Direct):
                 assert all(torch.equal(part, parts[0]) for part in parts)
                 parts = parts[:1]
@@ -109,7 +127,7 @@ def test_every_row_of_a_parameter_has_one_source_or_is_padding(
 @given(architectures())
 def test_the_order_of_the_export_does_not_depend_on_the_layout(architecture: Architecture) -> None:
     orders = {
-        tuple(plan.name for plan in export_plan(architecture, tp, pp))
+        tuple(plan.name for plan in export_plan(architecture, layout_of(architecture, tp, pp)))
         for tp in TENSOR_SIZES
         for pp in PIPELINE_SIZES
     }
@@ -121,19 +139,19 @@ def test_a_layout_that_does_not_divide_is_refused_with_what_to_change(tmp_path: 
     with pytest.raises(
         SettingsError, match="pipeline_model_parallel_size = 3 does not divide the model's 2 layers"
     ):
-        export_plan(architecture, 1, 3)
+        layout_of(architecture, pp=3)
     with pytest.raises(SettingsError, match="tensor_model_parallel_size = 5 does not divide"):
-        export_plan(architecture, 5, 1)
+        export_plan(architecture, layout_of(architecture, tp=5))
 
 
 def test_a_norm_over_all_heads_needs_whole_heads_on_each_rank(tmp_path: Path) -> None:
     architecture = read_architecture(save_model("olmo2", tmp_path))
     with pytest.raises(SettingsError, match=r"= 4 does not divide the 2 heads of .*k_norm"):
-        export_plan(architecture, 4, 1)
+        export_plan(architecture, layout_of(architecture, tp=4))
 
 
 def test_a_fused_tensor_cannot_have_an_adapter(tmp_path: Path) -> None:
-    rules = stage_rules(read_architecture(save_model("phi3", tmp_path)), 1, 0)
+    rules = whole_rules(read_architecture(save_model("phi3", tmp_path)))
     for name in ("qkv_proj", "gate_up_proj"):
         with pytest.raises(SettingsError, match=f"{name}.weight cannot have an adapter"):
             lora_rules(rules, LoraConfig(rank=2, target_modules=(name,)))
@@ -152,7 +170,7 @@ def change_tensors(model_dir: Path, **changes: torch.Tensor | None) -> None:
 
 def check(model_dir: Path) -> None:
     with SafetensorsReader(model_dir) as reader:
-        check_names(reader, read_architecture(model_dir), 1, 1)
+        check_names(reader, (found := read_architecture(model_dir)), layout_of(found))
 
 
 def test_an_unmapped_name_is_refused(model_dir: Path) -> None:
@@ -212,12 +230,12 @@ def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
 
 def test_parameters_and_rules_must_match_one_to_one(model_dir: Path) -> None:
     architecture = read_architecture(model_dir)
-    rules = stage_rules(architecture, 1, 0)
-    parameters = {rule.parameter: torch.zeros(rule.local_shape(1)) for rule in rules}
-    check_parameters(rules, parameters, 1)
+    rules = whole_rules(architecture)
+    parameters = {rule.parameter: torch.zeros(rule.local_shape(Grid())) for rule in rules}
+    check_parameters(rules, parameters, Layout())
     with pytest.raises(SettingsError, match=r"more than one rule maps decoder\.final_layernorm\.weight"):
         check_parameters([*rules, rules[-1]], parameters, 1)
     with pytest.raises(SettingsError, match=r"differ in decoder\.extra"):
-        check_parameters(rules, {**parameters, "decoder.extra": torch.zeros(1)}, 1)
+        check_parameters(rules, {**parameters, "decoder.extra": torch.zeros(1)}, Layout())
     with pytest.raises(SettingsError, match="its rule says"):
-        check_parameters(rules, {**parameters, rules[-1].parameter: torch.zeros(1)}, 1)
+        check_parameters(rules, {**parameters, rules[-1].parameter: torch.zeros(1)}, Layout())

@@ -11,6 +11,7 @@ from tests.trainer.megatron.models import make_batch
 from trainer.batch import Batch
 from trainer.config import ParallelConfig
 from trainer.data.packing import balance
+from trainer.megatron.layout import Place
 from trainer.megatron.micro_batches import MicroBatch, Packing
 from trainer.megatron.parallel import Position
 
@@ -19,7 +20,7 @@ FREQUENCIES = torch.ones(4)
 
 def position(tp: int = 1, dp: int = 1, pp: int = 1) -> Position:
     config = ParallelConfig(tp, pp, dp, sequence_parallel=tp > 1)
-    return Position(config, torch.device("cpu"), 0, 0, 0)
+    return Position(config, torch.device("cpu"), Place())
 
 
 def micro_batches(batch: Batch, packing: Packing, place: Position, *, trained: bool) -> list[MicroBatch]:

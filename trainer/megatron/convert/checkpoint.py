@@ -10,10 +10,11 @@ import torch
 from safetensors import safe_open
 
 from protocol.errors import SettingsError
-from trainer.megatron.architecture import Architecture
+from trainer.megatron.architecture.numbers import Architecture
 from trainer.megatron.convert.families import EMBEDDING, OUTPUT, ignorable
-from trainer.megatron.convert.rules import Rule
-from trainer.megatron.reshard import export_plan, stage_rules
+from trainer.megatron.convert.rules import Rule, Segment
+from trainer.megatron.layout import Layout, Place
+from trainer.megatron.reshard import export_plan, stage_rules, stretch
 
 DTYPES = ("F64", "F32", "F16", "BF16")
 """What weights may be stored in: others are quantized, and need scales."""
@@ -58,10 +59,17 @@ class SafetensorsReader:
         """Return the dtype by its name in the file."""
         return str(self._file(self._files[name]).get_slice(name).get_dtype())
 
-    def rows(self, name: str, dim: int, start: int, length: int) -> torch.Tensor:
-        """Return `length` rows (dim 0) or columns (dim 1) of a tensor, in the checkpoint's dtype."""
+    def rows(self, name: str, dim: int, start: int, length: int, matrix: int | None = None) -> torch.Tensor:
+        """Return `length` rows (dim 0) or columns (dim 1), in the checkpoint's dtype.
+
+        They are of a tensor, or of one matrix of a tensor that is a stack of them.
+        """
         part = self._file(self._files[name]).get_slice(name)
-        result: torch.Tensor = part[start : start + length] if dim == 0 else part[:, start : start + length]
+        cut = slice(start, start + length)
+        if matrix is None:
+            result: torch.Tensor = part[cut] if dim == 0 else part[:, cut]
+        else:
+            result = part[matrix, cut] if dim == 0 else part[matrix, :, cut]
         return result
 
     def _file(self, name: str) -> Any:
@@ -84,11 +92,8 @@ def load_checkpoint(
     model_dir: Path,
     architecture: Architecture,
     parameters: Mapping[str, torch.Tensor],
-    *,
-    tp: int,
-    tp_rank: int,
-    pp: int,
-    pp_rank: int,
+    layout: Layout,
+    place: Place,
 ) -> None:
     """Fill this rank's parameters.
 
@@ -96,34 +101,37 @@ def load_checkpoint(
         model_dir: the checkpoint.
         architecture: that of its config.json.
         parameters: the model's, by megatron name; written in place, in their own dtype.
-        tp: tensor ranks.
-        tp_rank: this rank among them.
-        pp: pipeline stages.
-        pp_rank: this rank's stage.
+        layout: that of all ranks.
+        place: this rank's.
 
     Raises:
         SettingsError: the checkpoint has a tensor that no rule maps, lacks one, or has one of another shape.
     """
-    rules = stage_rules(architecture, pp, pp_rank)
-    check_parameters(rules, parameters, tp)
+    rules = stage_rules(architecture, layout, place.pp)
+    check_parameters(rules, parameters, layout)
     with SafetensorsReader(model_dir) as reader:
-        check_names(reader, architecture, tp, pp)
+        check_names(reader, architecture, layout)
         with torch.no_grad():
             for rule in rules:
                 parameter = parameters[rule.parameter].detach().zero_()
-                for segment in rule.segments(tp):
-                    if segment.rank == tp_rank:
-                        rows = reader.rows(segment.name, rule.dim, segment.start, segment.length)
-                        parameter.narrow(rule.dim, segment.local_start, segment.length).copy_(rows)
+                number = layout.number_of(place, expert=rule.expert)
+                for segment in rule.segments(layout.grid(expert=rule.expert)):
+                    if segment.rank == number:
+                        _read_segment(reader, parameter, rule.dim, segment)
 
 
-def check_names(reader: SafetensorsReader, architecture: Architecture, tp: int, pp: int) -> None:
+def _read_segment(reader: SafetensorsReader, parameter: torch.Tensor, dim: int, segment: Segment) -> None:
+    rows = reader.rows(segment.name, dim, segment.start, segment.length, segment.source)
+    stretch(parameter, dim, segment.local_start, segment.length, segment.of).copy_(rows)
+
+
+def check_names(reader: SafetensorsReader, architecture: Architecture, layout: Layout) -> None:
     """Check that rules map every tensor of the checkpoint, and that each mapped one is there as it should be.
 
     Raises:
         SettingsError: some do not, or are not; names them.
     """
-    shapes = {plan.name: plan.shape for plan in export_plan(architecture, tp, pp)}
+    shapes = {plan.name: plan.shape for plan in export_plan(architecture, layout)}
     unmapped = sorted(name for name in reader.names - set(shapes) if not ignorable(architecture, name))
     if unmapped:
         raise SettingsError(
@@ -160,7 +168,7 @@ def _check_tied(reader: SafetensorsReader) -> None:
         )
 
 
-def check_parameters(rules: list[Rule], parameters: Mapping[str, torch.Tensor], tp: int) -> None:
+def check_parameters(rules: list[Rule], parameters: Mapping[str, torch.Tensor], layout: Layout) -> None:
     """Check that each parameter has exactly one rule of its shape.
 
     Raises:
@@ -175,8 +183,9 @@ def check_parameters(rules: list[Rule], parameters: Mapping[str, torch.Tensor], 
         raise SettingsError(f"rules and model differ in {_some(unmatched)}")
     for rule in rules:
         shape = tuple(parameters[rule.parameter].shape)
-        if shape != rule.local_shape(tp):
-            raise SettingsError(f"{rule.parameter} has shape {shape}, its rule says {rule.local_shape(tp)}")
+        wanted = rule.local_shape(layout.grid(expert=rule.expert))
+        if shape != wanted:
+            raise SettingsError(f"{rule.parameter} has shape {shape}, its rule says {wanted}")
 
 
 def _some(names: list[str]) -> str:

@@ -2,7 +2,7 @@
 
 import re
 
-from trainer.megatron.architecture import Architecture
+from trainer.megatron.architecture.numbers import Architecture
 from trainer.megatron.convert.rules import Direct, FusedQKV, GatedMLP, Rule, Split, Stacked, Vocabulary
 
 EMBEDDING = "model.embed_tokens.weight"

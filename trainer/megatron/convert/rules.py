@@ -10,13 +10,15 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from protocol.errors import SettingsError
+from trainer.megatron.layout import Grid
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Rows of a Hugging Face tensor that are rows of one tensor rank's parameter, along `Rule.dim`.
+    """Rows of a Hugging Face tensor that are rows of one rank's parameter, along `Rule.dim`.
 
-    `length` rows of tensor `name` from `start` are at `local_start` of the parameter of tensor rank `rank`.
+    `length` rows of tensor `name` from `start` are at `local_start` of the parameter of the rank with number
+    `rank` in the rule's grid.
     """
 
     name: str
@@ -24,6 +26,10 @@ class Segment:
     rank: int
     local_start: int
     length: int
+    of: int | None = None
+    """Matrix of a parameter that is a stack of them, in which the rows count; None if it is no stack."""
+    source: int | None = None
+    """Matrix of a Hugging Face tensor that is a stack of them, likewise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +43,8 @@ class Rule(ABC):
     """Dimension along which segments count."""
     owner: bool = True
     """False for a second copy of tensors that another rule exports."""
+    expert: bool = False
+    """Whether it is split over the ranks of experts, `Layout.grid(expert=True)`."""
 
     @property
     @abstractmethod
@@ -44,17 +52,17 @@ class Rule(ABC):
         """Hugging Face names and shapes, in the order of the export."""
 
     @abstractmethod
-    def segments(self, tp: int) -> tuple[Segment, ...]:
-        """Return the segments of all `tp` tensor ranks; replicated rows appear once for each rank.
+    def segments(self, grid: Grid) -> tuple[Segment, ...]:
+        """Return the segments of all ranks of a grid; replicated rows appear once for each rank.
 
         Raises:
             SettingsError: the tensors cannot be split over so many ranks.
         """
 
-    def local_shape(self, tp: int) -> tuple[int, ...]:
-        """Return the shape of the parameter on each of `tp` tensor ranks."""
+    def local_shape(self, grid: Grid) -> tuple[int, ...]:
+        """Return the shape of the parameter on each rank of a grid."""
         shape = list(next(iter(self.shapes.values())))
-        shape[self.dim] = max(s.local_start + s.length for s in self.segments(tp))
+        shape[self.dim] = max(s.local_start + s.length for s in self.segments(grid))
         return tuple(shape)
 
 
@@ -69,8 +77,8 @@ class Direct(Rule):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {self.name: self.shape}
 
-    def segments(self, tp: int) -> tuple[Segment, ...]:
-        return tuple(Segment(self.name, 0, rank, 0, self.shape[self.dim]) for rank in range(tp))
+    def segments(self, grid: Grid) -> tuple[Segment, ...]:
+        return tuple(Segment(self.name, 0, rank, 0, self.shape[self.dim]) for rank in range(grid.tp))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,10 +94,10 @@ class Split(Rule):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {self.name: self.shape}
 
-    def segments(self, tp: int) -> tuple[Segment, ...]:
+    def segments(self, grid: Grid) -> tuple[Segment, ...]:
         units = self.shape[self.dim] // self.unit
-        part = self.unit * _share(self.name, units, tp, "rows" if self.unit == 1 else "heads")
-        return tuple(Segment(self.name, rank * part, rank, 0, part) for rank in range(tp))
+        part = self.unit * _share(self.name, units, grid.tp, "rows" if self.unit == 1 else "heads")
+        return tuple(Segment(self.name, rank * part, rank, 0, part) for rank in range(grid.tp))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,8 +125,8 @@ class FusedQKV(Rule):
             for name, n in zip(self.names, heads, strict=True)
         }
 
-    def segments(self, tp: int) -> tuple[Segment, ...]:
-        part = _share(self.parameter, self.groups * (self.queries + 2) * self.head_dim, tp)
+    def segments(self, grid: Grid) -> tuple[Segment, ...]:
+        part = _share(self.parameter, self.groups * (self.queries + 2) * self.head_dim, grid.tp)
         result: list[Segment] = []
         offset = 0
         for group in range(self.groups):
@@ -141,12 +149,12 @@ class GatedMLP(Rule):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: self.shape for name in self.names}
 
-    def segments(self, tp: int) -> tuple[Segment, ...]:
-        part = _share(self.parameter, self.shape[0], tp)
+    def segments(self, grid: Grid) -> tuple[Segment, ...]:
+        part = _share(self.parameter, self.shape[0], grid.tp)
         return tuple(
             Segment(name, rank * part, rank, half * part, part)
             for half, name in enumerate(self.names)
-            for rank in range(tp)
+            for rank in range(grid.tp)
         )
 
 
@@ -163,12 +171,12 @@ class Stacked(Rule):
         first, *others = self.rule.shapes.values()
         return {self.name: (first[0] + sum(shape[0] for shape in others), *first[1:])}
 
-    def segments(self, tp: int) -> tuple[Segment, ...]:
+    def segments(self, grid: Grid) -> tuple[Segment, ...]:
         sizes = [shape[0] for shape in self.rule.shapes.values()]
         starts = dict(zip(self.rule.shapes, accumulate([0, *sizes[:-1]]), strict=True))
         return tuple(
             replace(segment, name=self.name, start=starts[segment.name] + segment.start)
-            for segment in self.rule.segments(tp)
+            for segment in self.rule.segments(grid)
         )
 
 
@@ -183,12 +191,12 @@ class Vocabulary(Rule):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {self.name: self.shape}
 
-    def segments(self, tp: int) -> tuple[Segment, ...]:
-        part = padded_vocabulary(self.shape[0], tp) // tp
+    def segments(self, grid: Grid) -> tuple[Segment, ...]:
+        part = padded_vocabulary(self.shape[0], grid.tp) // grid.tp
         return tuple(_cut(self.name, 0, 0, self.shape[0], part))
 
-    def local_shape(self, tp: int) -> tuple[int, ...]:
-        return (padded_vocabulary(self.shape[0], tp) // tp, self.shape[1])
+    def local_shape(self, grid: Grid) -> tuple[int, ...]:
+        return (padded_vocabulary(self.shape[0], grid.tp) // grid.tp, self.shape[1])
 
 
 def padded_vocabulary(vocabulary: int, tp: int) -> int:

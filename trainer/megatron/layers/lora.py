@@ -24,6 +24,7 @@ from protocol.errors import SettingsError
 from protocol.weights.lora import AdapterTarget, LoraConfig, adapter_targets
 from trainer.lora import initial_adapter
 from trainer.megatron.convert.rules import Direct, FusedQKV, Rule, Split, Stacked
+from trainer.megatron.layout import Grid
 from trainer.megatron.model import mark_split
 from trainer.megatron.parallel import Position
 
@@ -101,7 +102,7 @@ def attach(
     Raises:
         SettingsError: the adapters cannot be split over the tensor ranks.
     """
-    tp = position.config.tensor_model_parallel_size
+    grid = Grid(position.config.tensor_model_parallel_size)
     heads = {rule.parameter: rule for rule in rules if isinstance(rule, FusedQKV)}
     model.requires_grad_(False)
     found = lora_rules(rules, config)
@@ -118,7 +119,7 @@ def attach(
             layer.register_forward_hook(_HOOKS[type(layer).__name__])
         like = layer.weight
         layer.lora[key] = pair = LowRank(
-            *(_share(first, rule, tp, position.tp).to(like.device, like.dtype) for rule in (a, b))
+            *(_share(first, rule, grid, position.tp).to(like.device, like.dtype) for rule in (a, b))
         )
         # With sequence parallelism each rank has only its tokens of a row-parallel layer's output: the mark
         # makes megatron add up the gradients.
@@ -143,8 +144,8 @@ def _empty(rule: FusedQKV | None, config: LoraConfig, position: Position) -> Ada
     return adapters
 
 
-def _share(first: Mapping[str, torch.Tensor], rule: Rule, tp: int, rank: int) -> torch.Tensor:
-    (segment,) = (segment for segment in rule.segments(tp) if segment.rank == rank)
+def _share(first: Mapping[str, torch.Tensor], rule: Rule, grid: Grid, rank: int) -> torch.Tensor:
+    (segment,) = (segment for segment in rule.segments(grid) if segment.rank == rank)
     return first[segment.name].narrow(rule.dim, segment.start, segment.length).contiguous()
 
 

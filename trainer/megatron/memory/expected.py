@@ -10,8 +10,9 @@ from math import ceil
 
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
-from trainer.megatron.architecture import Architecture
+from trainer.megatron.architecture.numbers import Architecture
 from trainer.megatron.convert.rules import padded_vocabulary
+from trainer.megatron.layout import Layout
 
 GIB = 1 << 30
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -77,6 +78,14 @@ class Workload:
     """Whether an engine computes with the parameters, so that masters are apart in every dtype."""
 
     @property
+    def layout(self) -> Layout:
+        return Layout.of(self.parallel, self.architecture.layers)
+
+    def layers_of(self, stage: int) -> int:
+        """Return how many layers a stage has."""
+        return sum(map(len, self.layout.stages[stage]))
+
+    @property
     def item(self) -> int:
         return ITEM_BYTES[self.trainer.dtype]
 
@@ -133,9 +142,9 @@ def expected_memory(work: Workload, tokens: int) -> ExpectedMemory:
 
 def memory_of_stage(work: Workload, tokens: int, stage: int) -> ExpectedMemory:
     """Return the memory of a rank of a pipeline stage."""
-    item, pp = work.item, work.parallel.pipeline_model_parallel_size
+    item, pp = work.item, work.layout.pp
     parameters = parameters_of_stage(work, stage)
-    trained = _adapter_parameters(work) if work.adapters.rank else parameters
+    trained = _adapter_parameters(work, stage) if work.adapters.rank else parameters
     held = parameters + (trained if work.adapters.rank else 0) + (parameters if work.reference else 0)
     gradient_item = 4 if work.optimizer.grad_reduce_in_fp32 else item
     distributed = work.parallel.use_distributed_optimizer
@@ -149,7 +158,7 @@ def memory_of_stage(work: Workload, tokens: int, stage: int) -> ExpectedMemory:
         parameters=held * item,
         gradients=trained * gradient_item,
         optimizer=share * (8 + masters) if on_device else 0,
-        activations=_kept(work, tokens) * (pp - stage),  # micro-batches under way in 1F1B
+        activations=_kept(work, tokens, stage) * (pp - stage),  # micro-batches under way in 1F1B
         head=_head(work, tokens, table) if last else 0,
         workspace=_of_layer_backward(work, tokens) + tied_gradient,
         update=share * 4 if on_device and gradient_item < 4 else 0,
@@ -159,12 +168,12 @@ def memory_of_stage(work: Workload, tokens: int, stage: int) -> ExpectedMemory:
 def parameters_of_stage(work: Workload, stage: int) -> int:
     """Return the number of parameters of a rank of a pipeline stage."""
     a, tp = work.architecture, work.parallel.tensor_model_parallel_size
-    pp = work.parallel.pipeline_model_parallel_size
+    pp = work.layout.pp
     attention = a.hidden * a.head_dim * (_heads(a) + a.heads) + (_heads(a) * a.head_dim if a.qkv_bias else 0)
     split = attention + 3 * a.hidden * a.intermediate
     heads = {"": 0, "head": 2, "projection": (a.heads + a.kv_heads) // tp}[a.qk_norm]
     norms = 2 * a.hidden + heads * a.head_dim
-    layers = a.layers // pp * (split // tp + norms)
+    layers = work.layers_of(stage) * (split // tp + norms)
     tables = (stage == 0) + (stage == pp - 1)
     if pp == 1 and a.tied:
         tables = 1
@@ -182,10 +191,10 @@ def bytes_of_layer(work: Workload, tokens: int, *, without: tuple[str, ...] = ()
     )
 
 
-def _kept(work: Workload, tokens: int) -> int:
+def _kept(work: Workload, tokens: int, stage: int) -> int:
     """Return the bytes that layers keep of a micro-batch, and what recomputing one piece of them takes."""
     trainer, a = work.trainer, work.architecture
-    layers = a.layers // work.parallel.pipeline_model_parallel_size
+    layers = work.layers_of(stage)
     whole, stream = bytes_of_layer(work, tokens), _stream(work, tokens)
     angles = 2 * tokens * a.head_dim * work.item
     ends = 2 * stream + angles  # the last norm's input and output
@@ -226,7 +235,7 @@ def _output_table(work: Workload) -> int:
     return padded_vocabulary(work.architecture.vocabulary, tp) // tp * work.architecture.hidden
 
 
-def _adapter_parameters(work: Workload) -> int:
+def _adapter_parameters(work: Workload, stage: int) -> int:
     """Return the parameters of this rank's adapters: A and B of each target of its layers."""
     a, adapters = work.architecture, work.adapters
     q, k = a.heads * a.head_dim, a.kv_heads * a.head_dim
@@ -240,7 +249,7 @@ def _adapter_parameters(work: Workload) -> int:
         "down_proj": a.intermediate + a.hidden,
     }
     chosen = sum(size for name, size in sizes.items() if name in adapters.target_modules)
-    return a.layers // work.parallel.pipeline_model_parallel_size * adapters.rank * chosen
+    return work.layers_of(stage) * adapters.rank * chosen
 
 
 def _heads(a: Architecture) -> int:

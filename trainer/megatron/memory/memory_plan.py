@@ -35,7 +35,7 @@ class MemoryPlan:
         """Tokens of a micro-batch, until a step runs out of memory."""
         if self._measured:
             self.tokens = planned_tokens(work, _room_of_ranks(work.trainer, position.device))
-            if position.rank_of(position.tp, position.pp, position.dp) == 0:
+            if position.rank == 0:
                 log.info("memory.expected tokens=%d peak=%s", self.tokens, expected_memory(work, self.tokens))
 
     def begin_step(self) -> None:

@@ -10,7 +10,9 @@ from protocol.weights.lora import LoraConfig
 from tests.trainer.megatron.models import ALL_MODELS, save_model
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.megatron import cpu, parallel
-from trainer.megatron.architecture import Architecture, Rope, read_architecture
+from trainer.megatron.architecture.numbers import Architecture
+from trainer.megatron.architecture.reading import read_architecture
+from trainer.megatron.architecture.rope import Rope
 from trainer.megatron.layers import head
 from trainer.megatron.memory.expected import (
     GIB,

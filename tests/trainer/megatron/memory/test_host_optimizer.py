@@ -10,7 +10,7 @@ import torch
 from protocol.errors import SettingsError
 from tests.trainer.megatron.models import OPTIMIZER, save_model
 from trainer.config import OptimizerConfig
-from trainer.megatron.architecture import read_architecture
+from trainer.megatron.architecture.reading import read_architecture
 from trainer.megatron.checkpoint import copy_part, restore_part
 from trainer.megatron.memory import host_optimizer
 from trainer.megatron.memory.host_optimizer import HostOptimizer

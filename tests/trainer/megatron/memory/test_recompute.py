@@ -8,8 +8,8 @@ import torch
 from protocol.errors import SettingsError
 from tests.trainer.megatron.models import save_model
 from trainer.config import TrainerConfig
-from trainer.megatron.architecture import read_architecture
-from trainer.megatron.layers.sequences import packed_sequences
+from trainer.megatron.architecture.reading import read_architecture
+from trainer.megatron.layers.attention.sequences import packed_sequences
 from trainer.megatron.memory.recompute import keep_input_gradient, set_recompute
 from trainer.megatron.model import build_model, transformer_config
 from trainer.megatron.optimizer import wrap_model

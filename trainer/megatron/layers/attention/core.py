@@ -1,8 +1,5 @@
 """Chooses how attention over packed sequences is computed, and makes it the core of megatron's layers.
 
-A softcap or sinks would become fields of the layer that every kernel takes or refuses, as the sliding window
-is; no supported model has them.
-
 Shapes: T tokens, D head size; heads are those of this tensor rank.
 """
 
@@ -18,17 +15,15 @@ import torch
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from trainer.megatron.layers import fused_attention
-from trainer.megatron.layers.rotary import rotate
-from trainer.megatron.layers.segmented import segmented_attention
-from trainer.megatron.layers.sequences import PackedSequences
+from trainer.megatron.layers.attention import fused
+from trainer.megatron.layers.attention.rotary import rotate
+from trainer.megatron.layers.attention.segmented import segmented_attention
+from trainer.megatron.layers.attention.sequences import PackedSequences
+from trainer.megatron.layers.attention.terms import AttentionTerms
 
-Kernel = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, PackedSequences, float | None, int], torch.Tensor
-]
-"""(q [T, heads, D], k [T, kv heads, D], v like k, sequences, scale of the scores, window) -> [T, heads, D];
-causal within each sequence. Scale None: 1 / sqrt(D). Window: tokens that each one attends to, itself
-included; 0: all before it."""
+Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, PackedSequences, AttentionTerms], torch.Tensor]
+"""(q [T, heads, D], k [T, kv heads, D], v like k, sequences, terms) -> [T, heads, D]; causal within each
+sequence."""
 
 
 def by_segments(
@@ -36,17 +31,16 @@ def by_segments(
     k: torch.Tensor,
     v: torch.Tensor,
     sequences: PackedSequences,
-    scale: float | None,
-    window: int,
+    terms: AttentionTerms,
 ) -> torch.Tensor:
     """Compute it with torch's attention, a segment at a time: anywhere, and what the others must equal."""
-    return segmented_attention(q, k, v, sequences.segments, scale, window)
+    return segmented_attention(q, k, v, sequences.segments, terms.scale, terms.window)
 
 
 FUSED: dict[str, Kernel] = {
-    "flash_attn": fused_attention.flash_attention,
-    "transformer_engine": fused_attention.transformer_engine_attention,
-    "torch.nn.attention.varlen": fused_attention.varlen_attention,
+    "flash_attn": fused.flash_attention,
+    "transformer_engine": fused.transformer_engine_attention,
+    "torch.nn.attention.varlen": fused.varlen_attention,
 }
 """Module -> the kernel that needs it, the preferred one first."""
 
@@ -61,18 +55,12 @@ def kernel_for(device_type: str, dtype: torch.dtype) -> Kernel:
     return by_segments
 
 
-def window_of(config: TransformerConfig) -> int:
-    """Return the sliding window of a model, 0 for none; megatron counts it without the query's own token."""
-    return config.window_size[0] + 1 if config.window_size else 0
-
-
 class PackedAttention(MegatronModule):
     """Attention of a training layer; it also rotates queries and keys, so that recomputing it keeps less."""
 
-    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **unused: Any) -> None:
+    def __init__(self, config: TransformerConfig, terms: AttentionTerms, **unused: Any) -> None:
         super().__init__(config=config)
-        self.softmax_scale = softmax_scale
-        self.window = window_of(config)
+        self.terms = terms
 
     def forward(
         self,
@@ -87,4 +75,4 @@ class PackedAttention(MegatronModule):
         """Map queries [T, heads, D], keys and values [T, kv heads, D] to [T, heads, D]."""
         kernel = kernel_for(query.device.type, query.dtype)
         query, key = rotate(query, key, packed_seq_params.cos, packed_seq_params.sin)
-        return kernel(query, key, value, packed_seq_params, self.softmax_scale, self.window)
+        return kernel(query, key, value, packed_seq_params, self.terms)

@@ -4,8 +4,9 @@ import pytest
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from trainer.megatron.layers.attention import FUSED, PackedAttention, by_segments, kernel_for
-from trainer.megatron.layers.sequences import packed_sequences
+from trainer.megatron.layers.attention.core import FUSED, PackedAttention, by_segments, kernel_for
+from trainer.megatron.layers.attention.sequences import packed_sequences
+from trainer.megatron.layers.attention.terms import AttentionTerms
 
 FREQUENCIES = 1.0 / 100.0 ** (torch.arange(4) / 4)
 
@@ -22,7 +23,9 @@ def test_16_bits_on_cuda_use_a_fused_kernel() -> None:
 
 
 def test_a_sequence_is_computed_as_if_it_were_alone() -> None:
-    core = PackedAttention(TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4))
+    core = PackedAttention(
+        TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4), AttentionTerms()
+    )
     lengths = [9, 3, 20, 1]
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(sum(lengths), heads, 8, generator=generator) for heads in (4, 2, 2))

@@ -12,7 +12,8 @@ from typing import Any, cast
 
 import torch
 
-from trainer.megatron.layers.sequences import PackedSequences
+from trainer.megatron.layers.attention.sequences import PackedSequences
+from trainer.megatron.layers.attention.terms import AttentionTerms
 
 
 def flash_attention(
@@ -20,8 +21,7 @@ def flash_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     sequences: PackedSequences,
-    scale: float | None,
-    window: int,
+    terms: AttentionTerms,
 ) -> torch.Tensor:
     """Compute it with flash-attn."""
     from flash_attn import flash_attn_varlen_func
@@ -35,9 +35,9 @@ def flash_attention(
         offsets,
         longest,
         longest,
-        softmax_scale=scale,
+        softmax_scale=terms.scale,
         causal=True,
-        window_size=(window - 1, 0),
+        window_size=(terms.window - 1, 0),
     )
     return out
 
@@ -47,11 +47,10 @@ def transformer_engine_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     sequences: PackedSequences,
-    scale: float | None,
-    window: int,
+    terms: AttentionTerms,
 ) -> torch.Tensor:
     """Compute it with TransformerEngine."""
-    out: torch.Tensor = _transformer_engine(q.size(1), k.size(1), q.size(2), scale, window)(
+    out: torch.Tensor = _transformer_engine(q.size(1), k.size(1), q.size(2), terms)(
         q,
         k,
         v,
@@ -68,17 +67,16 @@ def varlen_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     sequences: PackedSequences,
-    scale: float | None,
-    window: int,
+    terms: AttentionTerms,
 ) -> torch.Tensor:
     """Compute it with torch's own kernel; older ones take grouped heads as they are."""
     from torch.nn.attention.varlen import varlen_attn
 
-    options: dict[str, Any] = {} if scale is None else {"scale": scale}
+    options: dict[str, Any] = {} if terms.scale is None else {"scale": terms.scale}
     if q.size(1) != k.size(1) and _varlen_asks_for_groups():
         options["enable_gqa"] = True
-    offsets, longest = sequences.offsets, sequences.longest
-    found = varlen_attn(q, k, v, offsets, offsets, longest, longest, window_size=(window - 1, 0), **options)
+    offsets, longest, window = sequences.offsets, sequences.longest, (terms.window - 1, 0)
+    found = varlen_attn(q, k, v, offsets, offsets, longest, longest, window_size=window, **options)
     return cast(torch.Tensor, found)  # a tuple only if more is asked for
 
 
@@ -90,7 +88,7 @@ def _varlen_asks_for_groups() -> bool:
 
 
 @functools.cache
-def _transformer_engine(heads: int, kv_heads: int, head_dim: int, scale: float | None, window: int) -> Any:
+def _transformer_engine(heads: int, kv_heads: int, head_dim: int, terms: AttentionTerms) -> Any:
     from transformer_engine.pytorch import DotProductAttention
 
     return DotProductAttention(
@@ -99,6 +97,6 @@ def _transformer_engine(heads: int, kv_heads: int, head_dim: int, scale: float |
         num_gqa_groups=kv_heads,
         attn_mask_type="padding_causal",
         qkv_format="thd",
-        softmax_scale=scale,
-        window_size=(window - 1, 0),
+        softmax_scale=terms.scale,
+        window_size=(terms.window - 1, 0),
     )

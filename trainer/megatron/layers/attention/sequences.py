@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer.megatron.layers.rotary import rotation
-from trainer.megatron.layers.segmented import AttentionSegment, segments_of
+from trainer.megatron.layers.attention.rotary import rotation
+from trainer.megatron.layers.attention.segmented import AttentionSegment, segments_of
 
 
 @dataclass(frozen=True, slots=True)

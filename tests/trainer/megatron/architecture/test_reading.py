@@ -11,8 +11,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from protocol.errors import SettingsError
 from tests.trainer.megatron.models import LLAMA3_ROPE, YARN_ROPE, make_model
-from trainer.megatron.architecture import read_architecture
-from trainer.megatron.layers.rotary import inverse_frequencies
+from trainer.megatron.architecture.reading import read_architecture
+from trainer.megatron.layers.attention.rotary import inverse_frequencies
 
 
 def write_config(directory: Path, **changes: object) -> Path:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from trainer.megatron.architecture import Rope
+from trainer.megatron.architecture.rope import Rope
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:

@@ -1,0 +1,36 @@
+"""Lists the supported families of models, and how each differs from Llama."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How the models of one model_type differ from Llama."""
+
+    name: str
+    """The architecture that exports name."""
+    qkv_bias: bool = False
+    """Whether the projections to queries, keys and values have biases."""
+    qk_norm: str = ""
+    """Norm of queries and keys before rotation: `head`, over each head; `projection`, over all of them."""
+    post_norms: bool = False
+    """Whether norms follow attention and MLP, instead of preceding them."""
+    fused: bool = False
+    """Whether the checkpoint holds q, k, v as one tensor, and gate and up as one."""
+    windowed: bool = False
+    """Whether `sliding_window` holds for all layers, without a switch of its own."""
+    default_window: int | None = None
+    """The `sliding_window` of transformers where config.json does not name it."""
+
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM"),
+    "mistral": Family("MistralForCausalLM", windowed=True, default_window=4096),
+    "olmo2": Family("Olmo2ForCausalLM", qk_norm="projection", post_norms=True),
+    "phi3": Family("Phi3ForCausalLM", fused=True, windowed=True),
+    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True),
+    "qwen3": Family("Qwen3ForCausalLM", qk_norm="head"),
+}
+"""model_type -> family. docs/models.md says how to add one."""
+SUPPORTED = {model_type: family.name for model_type, family in FAMILIES.items()}
+"""model_type -> the architecture that exports name."""

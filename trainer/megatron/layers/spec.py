@@ -1,0 +1,106 @@
+"""Chooses the modules of each layer of a model, by its number in the whole model."""
+
+import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
+
+# isort: split
+import math
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from trainer.megatron.architecture.numbers import Architecture
+from trainer.megatron.layers.attention.terms import AttentionTerms
+from trainer.megatron.layers.dense import ProjectionNorm, RMSNorm, SwigluMLP
+
+
+class PostNormLayer(TransformerLayer):
+    """A layer that norms what attention and MLP put out, before it is added to the residual stream."""
+
+    def __init__(self, config: TransformerConfig, **others: Any) -> None:
+        super().__init__(config=config, **others)
+        size, eps = config.hidden_size, config.layernorm_epsilon
+        self.post_attention_layernorm = RMSNorm(config, size, eps)
+        self.post_mlp_layernorm = RMSNorm(config, size, eps)
+        self.self_attn_bda = partial(_residual, norm=self.post_attention_layernorm)
+        self.mlp_bda = partial(_residual, norm=self.post_mlp_layernorm)
+
+
+def layer_spec(
+    architecture: Architecture, layer: int, attention: type[Any], core_attention: type[Any]
+) -> ModuleSpec:
+    """Return the modules of a layer.
+
+    Args:
+        architecture: the whole model's.
+        layer: its number in the whole model, from 0.
+        attention: class of self-attention.
+        core_attention: class of what computes the attention itself; it takes `terms`.
+    """
+    post_norms = architecture.family.post_norms
+    return ModuleSpec(
+        module=PostNormLayer if post_norms else TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=IdentityOp if post_norms else RMSNorm,
+            self_attention=_attention(architecture, layer, attention, core_attention),
+            self_attn_bda=_residual,
+            pre_mlp_layernorm=IdentityOp if post_norms else RMSNorm,
+            mlp=_mlp(architecture, layer),
+            mlp_bda=_residual,
+        ),
+    )
+
+
+def attention_terms(architecture: Architecture, layer: int) -> AttentionTerms:
+    """Return what the attention of a layer computes."""
+    factor = architecture.rope.attention_factor
+    # A factor of rotated queries and of keys is its square in their products.
+    scale = None if factor == 1.0 else factor**2 / math.sqrt(architecture.head_dim)
+    return AttentionTerms(scale, architecture.window)
+
+
+def _attention(architecture: Architecture, layer: int, attention: Any, core_attention: Any) -> ModuleSpec:
+    terms = attention_terms(architecture, layer)
+    projections = SelfAttentionSubmodules(
+        linear_qkv=ColumnParallelLinear,
+        core_attention=ModuleSpec(module=core_attention, params={"terms": terms}),
+        linear_proj=RowParallelLinear,
+        q_layernorm=_head_norm(architecture.qk_norm, architecture.heads),
+        k_layernorm=_head_norm(architecture.qk_norm, architecture.kv_heads),
+    )
+    return ModuleSpec(
+        module=attention, params={"attn_mask_type": AttnMaskType.causal}, submodules=projections
+    )
+
+
+def _mlp(architecture: Architecture, layer: int) -> Any:
+    return SwigluMLP
+
+
+def _head_norm(kind: str, heads: int) -> Any:
+    if kind == "projection":
+        return ModuleSpec(module=ProjectionNorm, params={"heads": heads})
+    return RMSNorm if kind == "head" else IdentityOp
+
+
+def _residual(training: bool, fused: bool, norm: RMSNorm | None = None) -> Any:
+    """Return megatron's bias-dropout-add without the dropout, which the models here never have.
+
+    With a `norm`, what is added to the residual stream goes through it.
+    """
+
+    def add(
+        output_and_bias: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, probability: float
+    ) -> torch.Tensor:
+        output, bias = output_and_bias
+        added = output if bias is None else output + bias
+        return residual + (added if norm is None else norm(added))
+
+    return add
