@@ -149,3 +149,6 @@ class StepReport(Message, tag="step_report", frozen=True, kw_only=True):
     """Largest memory that a rank of the trainer had allocated on its GPU during the step, GiB."""
     memory_expected_gb: float | None = None
     """The peak that was expected of the rank that takes the most, GiB."""
+    importance_rejected: float | None = None
+    """Share of trained tokens that `algorithm.rejection_level` left without a policy gradient, 0 to 1;
+    measured where it is set."""
