@@ -119,6 +119,9 @@ class TrainerConfig:
     """full: layers; see `recompute_method`."""
     recompute_modules: tuple[str, ...] = ("layernorm", "mlp")
     """selective: core_attn, layernorm, mlp. core_attn saves little: no kernel used here keeps scores."""
+    routing_replay: bool = False
+    """megatron, mixtures of experts: use the experts that the engine chose for each token, instead of those
+    that the trainer's router would choose; its weights of them are the trainer's. Engines: hf."""
     threads: Annotated[int, Meta(ge=1, le=4096)] = 1
     """CPU threads of each rank. auto: the cores that the engines leave, divided between the ranks."""
     checkpoint_every: Annotated[int, Meta(ge=1, le=10**9)] = 20
