@@ -19,6 +19,8 @@ class Experts:
     """Width of an expert."""
     shared_intermediate: int = 0
     """Width of the MLP that every token passes through beside its experts; 0: there is none."""
+    shared_gate: bool = False
+    """Whether a sigmoid of its own weighs that MLP for each token."""
     dense_layers: tuple[int, ...] = ()
     """Layers with an ordinary MLP instead, ascending, from 0."""
     scoring: str = "softmax"
@@ -74,6 +76,7 @@ def experts_of(path: Path, config: dict[str, Any], names: ExpertNames) -> Expert
         chosen,
         intermediate=int(config.get("moe_intermediate_size") or config["intermediate_size"]),
         shared_intermediate=int(config.get("shared_expert_intermediate_size") or 0) if names.shared else 0,
+        shared_gate=bool(names.shared_gate),
         dense_layers=tuple(layer for layer in layers if layer in dense or (layer + 1) % step),
         normalized=bool(config.get("norm_topk_prob", names.normalized)),
     )
