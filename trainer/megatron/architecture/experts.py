@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import SettingsError
+from trainer.config import ParallelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,8 @@ class Experts:
     """What makes scores of the router's logits: softmax over the experts, or sigmoid."""
     normalized: bool = False
     """Whether the scores of a token's experts are divided by their sum."""
+    bias: bool = False
+    """Whether experts are chosen by the sum of score and a bias, which counts nowhere else."""
     scale: float = 1.0
     """Factor of what experts put out."""
 
@@ -36,6 +39,25 @@ class Experts:
 
 
 NO_EXPERTS = Experts()
+
+
+def check_ranks(experts: Experts, parallel: ParallelConfig) -> None:
+    """Check what a layout asks of experts, beyond what the conversion's rules do.
+
+    Raises:
+        SettingsError: there are no experts to divide, or tensor ranks have the same tokens.
+    """
+    for field in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
+        if (size := getattr(parallel, field)) > 1 and not experts.count:
+            raise SettingsError(
+                f"setting parallel.{field}: {size}, but the model has no experts: set it to 1"
+            )
+    tp = parallel.tensor_model_parallel_size
+    if experts.count and tp > 1 and not parallel.sequence_parallel:
+        raise SettingsError(
+            f"setting parallel.sequence_parallel: false, but a model with experts on {tp} tensor ranks needs "
+            "it: set it to true"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ class Architecture:
     window: int = 0
     """Tokens that each one attends to, itself and those before it; 0: all."""
     experts: Experts = NO_EXPERTS
-    """Of the layers that have any instead of an MLP."""
+    """Numbers of the layers that have any instead of an MLP."""
 
     @property
     def family(self) -> Family:

@@ -17,8 +17,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from trainer.megatron.architecture.experts import Experts
 from trainer.megatron.layers.dense import SwigluMLP, swiglu
-from trainer.megatron.layers.experts.dispatch import Exchange, Order
-from trainer.megatron.layers.experts.router import Router
+from trainer.megatron.layers.experts.dispatch import Exchange, ExpertOrder
+from trainer.megatron.layers.experts.router import ExpertRouter
 from trainer.megatron.layers.experts.tokens import RoutedTokens
 
 
@@ -56,7 +56,7 @@ class ExpertLayer(TransformerLayer):
         return super().forward(*args, packed_seq_params=packed_seq_params, **others)
 
 
-class ExpertStack(torch.nn.Module):
+class LocalExperts(torch.nn.Module):
     """This rank's experts, a stack for each projection: `fc1` [L, 2 F', H], gate first; `fc2` [L, H, F']."""
 
     def __init__(self, config: TransformerConfig, experts: Experts) -> None:
@@ -96,14 +96,14 @@ class SharedGate(torch.nn.Module):
 
 
 class ExpertMLP(torch.nn.Module):
-    """Router, experts, and the way between them, beside an MLP for all tokens if the model has one.
+    """ExpertRouter, experts, and the way between them, beside an MLP for all tokens if the model has one.
 
     Every token is computed, however many choose an expert.
     """
 
     def __init__(self, config: TransformerConfig, experts: Experts, layer: int) -> None:
         super().__init__()
-        self.router = Router(config, experts, layer)
+        self.router = ExpertRouter(config, experts, layer)
         self.experts = self.make_experts(config, experts)
         width = experts.shared_intermediate
         self.shared = SwigluMLP(config, width) if width else None
@@ -113,7 +113,7 @@ class ExpertMLP(torch.nn.Module):
 
     def make_experts(self, config: TransformerConfig, experts: Experts) -> torch.nn.Module:
         """Return this rank's experts; called as (rows sorted by expert, rows of each expert)."""
-        return ExpertStack(config, experts)
+        return LocalExperts(config, experts)
 
     def forward(
         self, hidden_states: torch.Tensor, padding_mask: RoutedTokens | None = None
@@ -126,7 +126,7 @@ class ExpertMLP(torch.nn.Module):
         """
         x = hidden_states.flatten(0, 1)
         routing = self.router(x, padding_mask)
-        order = Order(routing.experts, self.router.experts.count)
+        order = ExpertOrder(routing.experts, self.router.experts.count)
         outputs = order.by_token(self._outputs(order.rows_of(x), order.counts))
         weights = routing.weights[:, None].to(outputs.dtype)
         total = torch.bmm(weights, outputs).view_as(hidden_states)

@@ -29,7 +29,7 @@ class Routing:
     """float32 [T, k]: factor of what each of them puts out."""
 
 
-class Router(torch.nn.Module):
+class ExpertRouter(torch.nn.Module):
     """The router of one layer, the same on every rank.
 
     Scores are computed in float32 of logits in the parameters' dtype, as Hugging Face and vLLM do. In
@@ -54,6 +54,8 @@ class Router(torch.nn.Module):
         shape = (experts.count, config.hidden_size)
         self.weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        bias = torch.zeros(experts.count, dtype=torch.float32, device=device)
+        self.bias = torch.nn.Parameter(bias, requires_grad=False) if experts.bias else None
         self.forget()
 
     def forget(self) -> None:
@@ -72,7 +74,7 @@ class Router(torch.nn.Module):
         if tokens is not None and tokens.experts is not None:
             chosen = tokens.experts[self.layer]
         else:
-            chosen = choose(scores, self.experts)
+            chosen = choose(scores, self.experts, self.bias)
         weights = weights_of(scores, chosen, self.experts)
         # Where layers are recomputed only the second pass has gradients, so it alone counts.
         if tokens is not None and torch.is_grad_enabled():
@@ -107,9 +109,10 @@ def scores_of(logits: torch.Tensor, experts: Experts) -> torch.Tensor:
     return torch.softmax(logits, -1) if experts.scoring == "softmax" else torch.sigmoid(logits)
 
 
-def choose(scores: torch.Tensor, experts: Experts) -> torch.Tensor:
-    """Return the experts of each token, int64 [T, k], by scores [T, E]."""
-    return torch.topk(scores.detach(), experts.per_token, -1).indices
+def choose(scores: torch.Tensor, experts: Experts, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the experts of each token, int64 [T, k], by scores [T, E], to which a bias [E] is added."""
+    found = scores.detach() if bias is None else scores.detach() + bias
+    return torch.topk(found, experts.per_token, -1).indices
 
 
 def weights_of(scores: torch.Tensor, chosen: torch.Tensor, experts: Experts) -> torch.Tensor:
