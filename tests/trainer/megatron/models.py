@@ -1,7 +1,6 @@
 """Makes tiny checkpoints and batches, and trains them in plain torch for comparison."""
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -224,19 +223,20 @@ class PlainTrainer:
         betas = (OPTIMIZER.adam_beta1, OPTIMIZER.adam_beta2)
         self.optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=betas, eps=OPTIMIZER.adam_eps)
         self.steps = 0
-        self.chosen: dict[str, list[torch.Tensor]] = {}
-        """Name of a router -> experts of every token but the last of each sample, which is no input."""
+        self.chosen: dict[Any, list[torch.Tensor]] = {}
+        """Router -> experts of every token but the last of each sample, which is no input."""
         for name, module in self.model.named_modules():
             if name.endswith(".gate"):
-                module.register_forward_hook(partial(self._count, name))
+                module.register_forward_hook(self._count)
 
-    def _count(self, name: str, module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        self.chosen.setdefault(name, []).append(output[2][:-1].flatten())
+    def _count(self, router: torch.nn.Module, inputs: Any, output: Any) -> None:
+        self.chosen.setdefault(router, []).append(output[2][:-1].flatten())
 
     def loads(self) -> dict[str, float]:
         """How the tokens of the passes were spread over experts."""
-        experts = getattr(self.model.config, "num_local_experts", 0)
-        counts = [torch.cat(found).bincount(minlength=experts) for found in self.chosen.values()]
+        counts = [
+            torch.cat(found).bincount(minlength=gate.num_experts) for gate, found in self.chosen.items()
+        ]
         self.chosen.clear()
         shares = [(count / count.double().mean()).tolist() for count in counts]
         if not shares:

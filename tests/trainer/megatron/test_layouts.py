@@ -251,7 +251,7 @@ def experts_by_hand(
             halves = zip(*(matrix.chunk(2) for matrix in matrices), strict=True)
             for part, half in zip((gate, up), halves, strict=True):
                 result[f"{here}{part}.weight"] = torch.cat(half)
-    assert number == config.num_local_experts
+    assert number == (getattr(config, "num_local_experts", 0) or config.num_experts)
     return result
 
 
