@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from trainer.megatron.architecture.experts import ExpertNames
+
 
 @dataclass(frozen=True, slots=True)
 class Family:
@@ -21,15 +23,28 @@ class Family:
     """Whether `sliding_window` holds for all layers, without a switch of its own."""
     default_window: int | None = None
     """The `sliding_window` of transformers where config.json does not name it."""
+    experts: ExpertNames | None = None
+    """What the parts of layers with experts are called; None: no layer has any."""
 
 
 FAMILIES = {
     "llama": Family("LlamaForCausalLM"),
     "mistral": Family("MistralForCausalLM", windowed=True, default_window=4096),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        windowed=True,
+        experts=ExpertNames("block_sparse_moe", "w1", "w3", "w2", normalized=True),
+    ),
     "olmo2": Family("Olmo2ForCausalLM", qk_norm="projection", post_norms=True),
     "phi3": Family("Phi3ForCausalLM", fused=True, windowed=True),
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM",
+        qkv_bias=True,
+        experts=ExpertNames(shared="shared_expert", shared_gate="shared_expert_gate"),
+    ),
     "qwen3": Family("Qwen3ForCausalLM", qk_norm="head"),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", qk_norm="head", experts=ExpertNames()),
 }
 """model_type -> family. docs/models.md says how to add one."""
 SUPPORTED = {model_type: family.name for model_type, family in FAMILIES.items()}

@@ -3,13 +3,14 @@
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.megatron.architecture.experts import NO_EXPERTS, Experts
 from trainer.megatron.architecture.families import FAMILIES, Family
 from trainer.megatron.architecture.rope import Rope
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """The numbers that define a dense decoder. Sizes are those of the whole model."""
+    """The numbers that define a decoder. Sizes are those of the whole model."""
 
     model_type: str
     name: str
@@ -27,6 +28,8 @@ class Architecture:
     rope: Rope
     window: int = 0
     """Tokens that each one attends to, itself and those before it; 0: all."""
+    experts: Experts = NO_EXPERTS
+    """Numbers of the layers that have any instead of an MLP."""
 
     @property
     def family(self) -> Family:
@@ -44,19 +47,30 @@ class Architecture:
     def layer_flops(self, tokens: Any, *, frozen: bool = False) -> Any:
         """Return the floating-point operations of all layers, forward and backward, on one sequence.
 
-        Six for each weight and token, four if the weights are `frozen` and take no gradient. Causal
-        attention: half of the square, or what a sliding window leaves of it, in two products, forward and
-        twice that backward. The output layer is left out, see `head_flops`.
+        Six for each weight and token that passes through it, four if the weights are `frozen` and take no
+        gradient. Causal attention: half of the square, or what a sliding window leaves of it, in two
+        products, forward and twice that backward. The output layer is left out, see `head_flops`.
 
         Args:
             tokens: of the sequence; a number, or an array of them.
         """
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        weights = self.hidden * (2 * queries + 2 * keys + 3 * self.intermediate)
+        weights = self.layers * self.hidden * (2 * queries + 2 * keys) + sum(
+            self.mlp_weights(layer) for layer in range(self.layers)
+        )
         passes = 4 if frozen else 6
         least = (tokens + self.window - abs(tokens - self.window)) // 2  # of numbers and arrays alike
         reach = least if self.window else tokens
-        return self.layers * (passes * weights * tokens + 6 * queries * reach * (2 * tokens - reach))
+        attention = self.layers * 6 * queries * reach * (2 * tokens - reach)
+        return passes * weights * tokens + attention
+
+    def mlp_weights(self, layer: int) -> int:
+        """Return the weights of a layer's MLP that a token passes through, with those of its router."""
+        experts = self.experts
+        if not experts.is_sparse(layer):
+            return 3 * self.hidden * self.intermediate
+        wide = experts.per_token * experts.intermediate + experts.shared_intermediate
+        return self.hidden * (3 * wide + experts.count)
 
     def head_flops(self, trained: int, *, frozen: bool = False) -> int:
         """Return those of the output layer, which only trained tokens pass through."""

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import SettingsError
+from trainer.megatron.architecture.experts import NO_EXPERTS, experts_of
 from trainer.megatron.architecture.families import FAMILIES, SUPPORTED
 from trainer.megatron.architecture.numbers import Architecture
 from trainer.megatron.architecture.rope import rope_of
@@ -41,6 +42,7 @@ def architecture_of(config: dict[str, Any], path: Path) -> Architecture:
     _refuse_unsupported(path, config)
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     positions = int(config.get("max_position_embeddings") or 4096)
+    names = FAMILIES[model_type].experts
     return Architecture(
         model_type=model_type,
         name=(config.get("architectures") or [SUPPORTED[model_type]])[0],
@@ -56,6 +58,7 @@ def architecture_of(config: dict[str, Any], path: Path) -> Architecture:
         max_positions=positions,
         rope=rope_of(path, config, positions),
         window=_window(config, positions),
+        experts=experts_of(path, config, names) if names else NO_EXPERTS,
     )
 
 
@@ -66,6 +69,7 @@ def _refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
     unsupported = {
         "hidden_act": config.get("hidden_act", "silu") != "silu",
         "attention_bias": bool(config.get("attention_bias")),
+        "qkv_bias": config["model_type"] == "qwen2_moe" and not config.get("qkv_bias", True),
         "mlp_bias": bool(config.get("mlp_bias")),
         "attention_dropout": bool(config.get("attention_dropout")),
         "sliding_window": window is not None and window < positions,

@@ -3,6 +3,7 @@
 import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
 
 # isort: split
+import copy
 from typing import Any
 
 import torch
@@ -84,7 +85,11 @@ class ProjectionNorm(torch.nn.Module):
 class SwigluMLP(MLP):
     """megatron's MLP, without the choices that models here do not have: no bias, silu, gated."""
 
-    def __init__(self, config: TransformerConfig, **unused: Any) -> None:
+    def __init__(self, config: TransformerConfig, width: int = 0, **unused: Any) -> None:
+        """Build it, as wide as `config` says or else `width`."""
+        if width:
+            config = copy.copy(config)
+            config.ffn_hidden_size = width
         linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
         super().__init__(
             config,
