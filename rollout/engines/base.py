@@ -57,7 +57,7 @@ class EngineConfig:
     enable_sleep_mode: bool = False
     """vllm (on a GPU) and sglang: make the engine able to sleep. Set by colocated runs."""
     enable_return_routed_experts: bool = False
-    """hf, vllm: record which experts a mixture of experts chose. Set by `trainer.routing_replay`."""
+    """hf, megatron: record which experts a mixture of experts chose. Set by `trainer.routing_replay`."""
     staging_mb: Annotated[int, Meta(ge=0, le=10**9)] = 0
     """Memory for the staging copy of the weights on each rank, MiB. 0: as much as the parameters take."""
     threads: Annotated[int, Meta(ge=1, le=4096)] = 1

@@ -31,6 +31,7 @@ from trainer.megatron.architecture.reading import read_architecture
 from trainer.megatron.convert.checkpoint import load_checkpoint
 from trainer.megatron.layers.attention.segmented import window_mask
 from trainer.megatron.layers.attention.terms import AttentionTerms
+from trainer.megatron.layers.experts.recorder import ExpertRecorder
 from trainer.megatron.layout import Layout, Place
 from trainer.megatron.model import DTYPES, build_model, transformer_config
 from trainer.megatron.reshard import export_plan, stretch
@@ -168,7 +169,14 @@ class SlotModel:
     """The whole model on one rank, alone or beside other users of megatron-core. Not thread-safe."""
 
     def __init__(
-        self, model_dir: Path, *, dtype: str, slots: int, length: int, buffer_bytes: int = 0
+        self,
+        model_dir: Path,
+        *,
+        dtype: str,
+        slots: int,
+        length: int,
+        buffer_bytes: int = 0,
+        records_experts: bool = False,
     ) -> None:
         """Load a checkpoint; a directory without one gives random weights.
 
@@ -179,6 +187,7 @@ class SlotModel:
             length: tokens of the longest sequence.
             buffer_bytes: limit of the KV cache: fewer slots are made if it is too small for all; 0 is no
                 limit.
+            records_experts: whether `experts_of_pass` tells which experts were chosen.
 
         Raises:
             SettingsError: the model is not supported, or the buffer holds no sequence.
@@ -197,6 +206,7 @@ class SlotModel:
         self._closed = False
         try:
             self.module = _build(self.architecture, position, DTYPES[dtype])
+            self._recorder = ExpertRecorder(self.module) if records_experts else None
             self.parameters: dict[str, torch.Tensor] = dict(self.module.named_parameters())
             if any(model_dir.glob("*.safetensors")):
                 load_checkpoint(model_dir, self.architecture, self.parameters, layout, Place())
@@ -260,6 +270,14 @@ class SlotModel:
         if self.architecture.window:
             mask &= places > positions[:, None] - self.architecture.window
         return self._logits(torch.tensor(tokens, device=self._device)[:, None], mask[:, None, None])[:, 0]
+
+    def experts_of_pass(self, sequences: int) -> torch.Tensor | None:
+        """Return the experts of the last pass, int64 [S, N, layers with experts, k] on the host.
+
+        S tokens of each of N `sequences`, 1 of each slot in use if it was not a prefill. None if they are not
+        recorded.
+        """
+        return None if self._recorder is None else self._recorder.take().unflatten(0, (-1, sequences))
 
     def move(self, source: int, target: int) -> None:
         """Copy slot `source` to slot `target`."""

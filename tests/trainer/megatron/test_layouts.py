@@ -13,14 +13,17 @@ from tests.trainer.megatron.models import (
     ALL_MODELS,
     EXPERTS,
     PlainTrainer,
+    forced_logprobs,
     make_batch,
     make_model,
     plain_logprobs,
+    plain_loss,
+    routed_batch,
     save_model,
     step_batch,
     tensors_of,
 )
-from tests.trainer.megatron.ranks import ALGORITHM, LAYOUTS, STEPS, models_of, one_of, run
+from tests.trainer.megatron.ranks import ALGORITHM, EXPERT_LAYOUTS, LAYOUTS, STEPS, models_of, one_of, run
 from trainer.config import ParallelConfig
 
 pytestmark = pytest.mark.xdist_group("layouts")  # what the module sets up once, not one for each process
@@ -296,3 +299,19 @@ def layer_by_hand(
     names["mlp.shared_gate.weight"] = "mlp.shared_expert_gate.weight"
     assert all(torch.equal(part, parts[0]) for part in parts)
     return {names[kind]: parts[0]}
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(layout, marks=marks_of(layout)) for layout in ("single", *EXPERT_LAYOUTS)]
+)
+def test_recorded_experts_are_chosen_again(runs: Runs, layout: str) -> None:
+    replayed, batch = load_file(runs(layout) / "replayed.safetensors"), routed_batch("qwen3-moe")
+    logprobs, entropy, model = forced_logprobs("qwen3-moe", batch)
+    found = replayed["logprobs"].amin(0)
+    torch.testing.assert_close(found, logprobs.detach() * batch.sampled_mask, atol=2e-6, rtol=0)
+    plain_loss(ALGORITHM, batch, logprobs, entropy).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    torch.testing.assert_close(replayed["grad_norm"], norm, atol=0, rtol=1e-5)
+    with torch.no_grad():
+        own, _ = plain_logprobs(make_model("qwen3-moe"), batch)
+    assert (own * batch.sampled_mask - found).abs().max() > 0.01
