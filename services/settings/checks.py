@@ -226,7 +226,7 @@ def _check_routing_replay(settings: Settings) -> None:
             )
     if trainer.routing_replay and trainer.backend != "megatron":
         raise SettingsError(
-            f"setting trainer.routing_replay: backend {trainer.backend!r} cannot route as told; use megatron"
+            f"setting trainer.routing_replay: backend {trainer.backend!r} cannot replay routing; use megatron"
         )
 
 

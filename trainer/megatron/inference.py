@@ -31,7 +31,7 @@ from trainer.megatron.architecture.reading import read_architecture
 from trainer.megatron.convert.checkpoint import load_checkpoint
 from trainer.megatron.layers.attention.segmented import window_mask
 from trainer.megatron.layers.attention.terms import AttentionTerms
-from trainer.megatron.layers.experts.recorder import ExpertRecorder
+from trainer.megatron.layers.experts.replay import RouterRecorder
 from trainer.megatron.layout import Layout, Place
 from trainer.megatron.model import DTYPES, build_model, transformer_config
 from trainer.megatron.reshard import export_plan, stretch
@@ -206,13 +206,9 @@ class SlotModel:
         self._closed = False
         try:
             self.module = _build(self.architecture, position, DTYPES[dtype])
-            self._recorder = ExpertRecorder(self.module) if records_experts else None
+            self._recorder = RouterRecorder(self.module) if records_experts else None
             self.parameters: dict[str, torch.Tensor] = dict(self.module.named_parameters())
-            if any(model_dir.glob("*.safetensors")):
-                load_checkpoint(model_dir, self.architecture, self.parameters, layout, Place())
-            else:
-                for parameter in self.parameters.values():
-                    parameter.normal_(0, INITIAL_DEVIATION)
+            self._fill(model_dir, layout)
             self.cache = SlotCache(
                 self.slots, length, self.architecture, next(iter(self.parameters.values()))
             )
@@ -221,6 +217,13 @@ class SlotModel:
             raise
         self._rows = OutputRows(self.module)
         self._device = position.device
+
+    def _fill(self, model_dir: Path, layout: Layout) -> None:
+        if any(model_dir.glob("*.safetensors")):
+            load_checkpoint(model_dir, self.architecture, self.parameters, layout, Place())
+            return
+        for parameter in self.parameters.values():
+            parameter.normal_(0, INITIAL_DEVIATION)
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy whole checkpoint tensors into the parameters, by the plan of the trainer's export."""
