@@ -16,7 +16,7 @@ from services.settings.hub import fetch_model
 from services.settings.sections import Settings
 from trainer.config import ParallelConfig
 from trainer.megatron.architecture.experts import check_ranks
-from trainer.megatron.architecture.families import SUPPORTED
+from trainer.megatron.architecture.families import FAMILIES, SUPPORTED
 from trainer.megatron.architecture.reading import architecture_of
 from trainer.megatron.layout import Layout
 from trainer.megatron.reshard import export_plan
@@ -133,9 +133,21 @@ def _engine_problems(settings: Settings, engine: EngineConfig, model: ModelFacts
     if engine.name == "megatron":
         yield from _megatron_problems("engine.name", settings, model)
     if engine.name == "hf":
+        yield from _stacked_experts(settings, model)
         yield from _unknown_to_transformers("engine.name", "hf", model)
     if engine.name == "vllm":
         yield from _unknown_to_vllm(model)
+
+
+def _stacked_experts(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
+    kind = model.config.get("model_type")
+    if settings.trainer.backend == "megatron" and kind in FAMILIES and FAMILIES[kind].experts:
+        yield Problem(
+            f"transformers joins the experts of a {kind} model, and the trainer publishes them one by one",
+            "use vllm or megatron",
+            "engine.name",
+            "hf",
+        )
 
 
 def _engines(settings: Settings) -> list[EngineConfig]:
