@@ -16,7 +16,7 @@ from services.settings.hub import fetch_model
 from services.settings.sections import Settings
 from trainer.config import ParallelConfig
 from trainer.megatron.architecture.experts import check_ranks
-from trainer.megatron.architecture.families import SUPPORTED
+from trainer.megatron.architecture.families import FAMILIES, SUPPORTED
 from trainer.megatron.architecture.reading import architecture_of
 from trainer.megatron.layout import Layout
 from trainer.megatron.reshard import export_plan
@@ -133,9 +133,21 @@ def _engine_problems(settings: Settings, engine: EngineConfig, model: ModelFacts
     if engine.name == "megatron":
         yield from _megatron_problems("engine.name", settings, model)
     if engine.name == "hf":
+        yield from _stacked_experts(settings, model)
         yield from _unknown_to_transformers("engine.name", "hf", model)
     if engine.name == "vllm":
         yield from _unknown_to_vllm(model)
+
+
+def _stacked_experts(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
+    kind = model.config.get("model_type")
+    if settings.trainer.backend == "megatron" and kind in FAMILIES and FAMILIES[kind].experts:
+        yield Problem(
+            f"transformers joins the experts of a {kind} model, and the trainer publishes them one by one",
+            "use vllm or megatron",
+            "engine.name",
+            "hf",
+        )
 
 
 def _engines(settings: Settings) -> list[EngineConfig]:
@@ -176,10 +188,13 @@ def _unknown_to_vllm(model: ModelFacts) -> Iterator[Problem]:
 
 
 def _count_of(config: Mapping[str, Any]) -> int:
-    """Return the number of parameters of a dense decoder, but for biases and norms."""
+    """Return the number of parameters of a model that will be made, but for biases and norms."""
     hidden, head_dim = config["hidden_size"], config["head_dim"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    layer = hidden * (head_dim * 2 * (heads + kv_heads) + 3 * config["intermediate_size"])
+    experts = config.get("num_experts", 0)
+    wide = 3 * config["intermediate_size"]
+    mlp = experts * (3 * config["moe_intermediate_size"] + 1) if experts else wide
+    layer = hidden * (head_dim * 2 * (heads + kv_heads) + mlp)
     tables = 1 if config["tie_word_embeddings"] else 2
     return int(config["num_hidden_layers"] * layer + tables * config["vocab_size"] * hidden)
 

@@ -88,6 +88,8 @@ MORE_MODELS = {
 }
 """Trained in few layouts: these differ from the others in what every layout treats alike."""
 ALL_MODELS = MODELS | MORE_MODELS
+BALANCE = {"qwen3-moe": {"moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.01}}
+"""Model -> settings of the trainer that balance its experts; others have none."""
 EXPERTS = {
     "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
     "qwen2_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
@@ -257,12 +259,21 @@ class PlainTrainer:
         self.steps = 0
         self.chosen: dict[Any, list[torch.Tensor]] = {}
         """Router -> experts of every token but the last of each sample, which is no input."""
+        self.extra: list[torch.Tensor] = []
+        """Losses of routers, of each sample."""
+        self.balance = BALANCE.get(name)
         for name, module in self.model.named_modules():
             if name.endswith(".gate"):
                 module.register_forward_hook(self._count)
 
     def _count(self, router: torch.nn.Module, inputs: Any, output: Any) -> None:
-        self.chosen.setdefault(router, []).append(output[2][:-1].flatten())
+        logits, chosen = output[0][:-1].float(), output[2][:-1]
+        self.chosen.setdefault(router, []).append(chosen.flatten())
+        if self.balance is not None:
+            shares = chosen.flatten().bincount(minlength=router.num_experts) / chosen.numel()
+            even = router.num_experts * (shares * logits.softmax(-1).mean(0)).sum()
+            self.extra.append(self.balance["moe_aux_loss_coeff"] * even)
+            self.extra.append(self.balance["moe_z_loss_coeff"] * logits.logsumexp(-1).square().mean())
 
     def loads(self) -> dict[str, float]:
         """How the tokens of the passes were spread over experts."""
@@ -279,7 +290,8 @@ class PlainTrainer:
         logprobs, entropy = plain_logprobs(self.model, batch)
         loss = plain_loss(self.algorithm, batch, logprobs, entropy)
         self.optimizer.zero_grad()
-        loss.backward()
+        (loss + sum(self.extra) / len(batch.lengths)).backward()
+        self.extra.clear()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), OPTIMIZER.clip_grad)
         self.steps += 1
         for group in self.optimizer.param_groups:

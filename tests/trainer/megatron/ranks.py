@@ -13,7 +13,15 @@ from safetensors.torch import save_file
 from protocol.errors import SettingsError
 from tests.trainer.measured import flat
 from tests.trainer.megatron.launch import DEADLINE_S
-from tests.trainer.megatron.models import MODELS, MORE_MODELS, OPTIMIZER, make_batch, routed_batch, step_batch
+from tests.trainer.megatron.models import (
+    BALANCE,
+    MODELS,
+    MORE_MODELS,
+    OPTIMIZER,
+    make_batch,
+    routed_batch,
+    step_batch,
+)
 from trainer.algorithms.grpo import Grpo
 from trainer.backends.base import Backend
 from trainer.backends.hf_export import write_hf
@@ -78,6 +86,7 @@ def make_backend(
         dtype=dtype,
         device="cpu",
         routing_replay=routing_replay,
+        **BALANCE.get(model_dir.name, {}),
     )
     return MegatronBackend(
         model_dir, parallel=LAYOUTS[layout], optimizer=OPTIMIZER, trainer=trainer, algorithm=ALGORITHM

@@ -32,7 +32,8 @@ class Activation:
     module: str = ""
     """The entry of `recompute_modules` with which it is not kept; empty: it always is."""
     split: str = "tensor"
-    """tensor: each tensor rank has its part; sequence: only with sequence parallelism."""
+    """tensor: each tensor rank has its part; sequence: only with sequence parallelism; rows: likewise, and
+    each rank that shares an expert has all rows of it."""
     item_bytes: int = 0
     """0: those of `trainer.dtype`."""
 
@@ -59,6 +60,16 @@ ACTIVATIONS = (
 )
 """What a layer keeps, in the order in which it is made. With norms after attention and MLP it is as much:
 inputs of these instead of outputs of those before."""
+EXPERT_ACTIVATIONS = (
+    *(row for row in ACTIVATIONS if row.module != "mlp"),
+    Activation("logits and scores of the router", lambda a: 2 * a.experts.count, "mlp", "sequence", 4),
+    Activation("rows of experts", lambda a: a.experts.per_token * a.hidden, "mlp", "rows"),
+    Activation("gate and up", lambda a: 2 * a.experts.per_token * a.experts.intermediate, "mlp", "sequence"),
+    Activation("product", lambda a: a.experts.per_token * a.experts.intermediate, "mlp", "sequence"),
+    Activation("outputs of experts", lambda a: a.experts.per_token * a.hidden, "mlp", "sequence"),
+    Activation("those of the MLP for all tokens", lambda a: 3 * a.experts.shared_intermediate, "mlp"),
+)
+"""What a layer with experts keeps, if all ranks get as many rows."""
 MLP_GRADIENTS = 3
 """Gradients of F a token that live together in the backward pass of an MLP: of gate, up and product."""
 
@@ -84,6 +95,11 @@ class Workload:
     def layers_of(self, stage: int) -> int:
         """Return how many layers a stage has."""
         return sum(map(len, self.layout.stages[stage]))
+
+    def sparse_layers_of(self, stage: int) -> int:
+        """Return how many of them have experts."""
+        numbers = (layer for chunk in self.layout.stages[stage] for layer in chunk)
+        return sum(map(self.architecture.experts.is_sparse, numbers))
 
     @property
     def item(self) -> int:
@@ -147,8 +163,7 @@ def memory_of_stage(work: Workload, tokens: int, stage: int) -> ExpectedMemory:
     trained = _adapter_parameters(work, stage) if work.adapters.rank else parameters
     held = parameters + (trained if work.adapters.rank else 0) + (parameters if work.reference else 0)
     gradient_item = 4 if work.optimizer.grad_reduce_in_fp32 else item
-    distributed = work.parallel.use_distributed_optimizer
-    share = ceil(trained / work.parallel.data_parallel_size) if distributed else trained
+    share = _stepped(work, stage, trained) if work.parallel.use_distributed_optimizer else trained
     on_device = not work.optimizer.cpu_offload
     masters = 4 if item < 4 or work.shared else 0
     table = _output_table(work)
@@ -165,29 +180,66 @@ def memory_of_stage(work: Workload, tokens: int, stage: int) -> ExpectedMemory:
     )
 
 
+def _stepped(work: Workload, stage: int, trained: int) -> int:
+    """Return how many of its trained parameters a rank steps, where ranks with the same ones share them."""
+    experts = 0 if work.adapters.rank else expert_parameters_of_stage(work, stage)
+    layout = work.layout
+    copies = layout.stage_ranks // (layout.ep * layout.etp)
+    return ceil((trained - experts) / layout.dp) + ceil(experts / copies)
+
+
+def expert_parameters_of_stage(work: Workload, stage: int) -> int:
+    """Return those of a rank's parameters that are experts'."""
+    a, layout = work.architecture, work.layout
+    of_layer = 3 * a.hidden * a.experts.intermediate * a.experts.count // (layout.ep * layout.etp)
+    return work.sparse_layers_of(stage) * of_layer
+
+
 def parameters_of_stage(work: Workload, stage: int) -> int:
     """Return the number of parameters of a rank of a pipeline stage."""
     a, tp = work.architecture, work.parallel.tensor_model_parallel_size
     pp = work.layout.pp
     attention = a.hidden * a.head_dim * (_heads(a) + a.heads) + (_heads(a) * a.head_dim if a.qkv_bias else 0)
-    split = attention + 3 * a.hidden * a.intermediate
+    sparse = work.sparse_layers_of(stage)
+    dense = work.layers_of(stage) - sparse
+    mlps = 3 * a.hidden * (dense * a.intermediate + sparse * a.experts.shared_intermediate)
+    routers = sparse * a.hidden * (a.experts.count + a.experts.shared_gate)
     heads = {"": 0, "head": 2, "projection": (a.heads + a.kv_heads) // tp}[a.qk_norm]
     norms = 2 * a.hidden + heads * a.head_dim
-    layers = work.layers_of(stage) * (split // tp + norms)
+    layers = work.layers_of(stage) * (attention // tp + norms) + mlps // tp + routers
+    layers += expert_parameters_of_stage(work, stage)
     tables = (stage == 0) + (stage == pp - 1)
     if pp == 1 and a.tied:
         tables = 1
     return layers + tables * _output_table(work) + (a.hidden if stage == pp - 1 else 0)
 
 
-def bytes_of_layer(work: Workload, tokens: int, *, without: tuple[str, ...] = ()) -> int:
-    """Return the bytes that a layer keeps of a micro-batch; `without` are modules that are recomputed."""
+def bytes_of_layer(
+    work: Workload, tokens: int, *, sparse: bool = False, without: tuple[str, ...] = ()
+) -> int:
+    """Return the bytes that a layer keeps of a micro-batch.
+
+    Args:
+        work: the run.
+        tokens: of the micro-batch.
+        sparse: whether the layer has experts.
+        without: modules that are recomputed.
+    """
     if work.architecture.family.post_norms:  # these are not computed again
         without = tuple(name for name in without if name != "layernorm")
     return sum(
         ceil(tokens * row.elements(work.architecture) * (row.item_bytes or work.item) / _pieces(work, row))
-        for row in ACTIVATIONS
+        for row in (EXPERT_ACTIVATIONS if sparse else ACTIVATIONS)
         if not row.module or row.module not in without
+    )
+
+
+def _bytes_of_layers(work: Workload, tokens: int, stage: int, *, without: tuple[str, ...] = ()) -> int:
+    """Return the bytes that all layers of a stage keep."""
+    sparse = work.sparse_layers_of(stage)
+    kinds = ((False, work.layers_of(stage) - sparse), (True, sparse))
+    return sum(
+        count * bytes_of_layer(work, tokens, sparse=kind, without=without) for kind, count in kinds if count
     )
 
 
@@ -195,7 +247,12 @@ def _kept(work: Workload, tokens: int, stage: int) -> int:
     """Return the bytes that layers keep of a micro-batch, and what recomputing one piece of them takes."""
     trainer, a = work.trainer, work.architecture
     layers = work.layers_of(stage)
-    whole, stream = bytes_of_layer(work, tokens), _stream(work, tokens)
+    sparse, stream = work.sparse_layers_of(stage), _stream(work, tokens)
+    whole = max(
+        bytes_of_layer(work, tokens, sparse=kind)
+        for kind, count in ((False, layers - sparse), (True, sparse))
+        if count
+    )
     angles = 2 * tokens * a.head_dim * work.item
     ends = 2 * stream + angles  # the last norm's input and output
     if trainer.recompute_granularity == "full":
@@ -205,17 +262,24 @@ def _kept(work: Workload, tokens: int, stage: int) -> int:
         pieces = min(pieces, layers)
         return ends + pieces * stream + max((layers - pieces) * whole, whole)
     if trainer.recompute_granularity == "selective":
-        kept = bytes_of_layer(work, tokens, without=trainer.recompute_modules)
-        return ends + layers * kept + (whole - kept)
-    return ends + layers * whole
+        kept = _bytes_of_layers(work, tokens, stage, without=trainer.recompute_modules)
+        least = bytes_of_layer(work, tokens, sparse=sparse > 0, without=trainer.recompute_modules)
+        return ends + kept + (whole - least)
+    return ends + _bytes_of_layers(work, tokens, stage)
 
 
 def _of_layer_backward(work: Workload, tokens: int) -> int:
     """Return the bytes that the backward pass of an MLP takes: gradients of activations and of a weight."""
     a, tp = work.architecture, work.parallel.tensor_model_parallel_size
-    passing = ceil(tokens * MLP_GRADIENTS * a.intermediate * work.item / tp) + 2 * _stream(work, tokens)
-    weight = 0 if work.adapters.rank else 2 * a.intermediate * a.hidden * work.item // tp
-    return passing + weight
+    width, experts, layout = a.intermediate / tp, a.experts, work.layout
+    weight = 2 * a.intermediate * a.hidden // tp
+    if experts.count:  # rows of experts pass, too, and the gradients of a rank's experts are a stack
+        own = experts.per_token / _pieces(work, ACTIVATIONS[0])
+        rows = own * (MLP_GRADIENTS * experts.intermediate + 2 * a.hidden * layout.etp) / MLP_GRADIENTS
+        width = max(width, rows)
+        weight = max(weight, 2 * experts.intermediate * a.hidden * experts.count // (layout.ep * layout.etp))
+    passing = ceil(tokens * MLP_GRADIENTS * width * work.item) + 2 * _stream(work, tokens)
+    return passing + (0 if work.adapters.rank else weight * work.item)
 
 
 def _head(work: Workload, tokens: int, table: int) -> int:
@@ -260,9 +324,10 @@ def _over_heads(a: Architecture) -> bool:
     return a.qk_norm == "projection"
 
 
-def _pieces(work: Workload, row: Activation) -> int:
+def _pieces(work: Workload, row: Activation) -> float:
     divided = row.split == "tensor" or work.parallel.sequence_parallel
-    return work.parallel.tensor_model_parallel_size if divided else 1
+    pieces = work.parallel.tensor_model_parallel_size if divided else 1
+    return pieces / work.parallel.expert_tensor_parallel_size if row.split == "rows" else pieces
 
 
 def _stream(work: Workload, tokens: int) -> int:
