@@ -38,6 +38,16 @@ YARN_ROPE = {
     "factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+LATENT = {
+    "vocab_size": 96,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
 MODELS = {
     "qwen2": ("Qwen2", {"vocab_size": 131, "tie_word_embeddings": False}),
     "qwen2-tied": ("Qwen2", {"vocab_size": 96, "tie_word_embeddings": True, "num_key_value_heads": 1}),
@@ -61,6 +71,15 @@ MORE_MODELS = {
         {"vocab_size": 96, "tie_word_embeddings": False, "rope_parameters": YARN_ROPE},
     ),
     "phi3": ("Phi3", {"vocab_size": 131, "tie_word_embeddings": False, "pad_token_id": None}),
+    "deepseek-v3-dense": (
+        "DeepseekV3",
+        {
+            **LATENT,
+            "first_k_dense_replace": 2,
+            "rope_parameters": {**YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 0.707},
+        },
+    ),
+    "deepseek-v2-dense": ("DeepseekV2", {**LATENT, "first_k_dense_replace": 2, "q_lora_rank": None}),
 }
 """Trained in few layouts: these differ from the others in what every layout treats alike."""
 ALL_MODELS = MODELS | MORE_MODELS

@@ -34,7 +34,10 @@ LAYOUTS = {
     "tp2-pp2": ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2),
     "tp2-dp2": ParallelConfig(tensor_model_parallel_size=2, data_parallel_size=2),
 }
-MORE_MODELS_OF = {"single": tuple(MORE_MODELS), "tp2-sequence": ("mistral", "olmo2", "phi3")}
+MORE_MODELS_OF = {
+    "single": tuple(MORE_MODELS),
+    "tp2-sequence": ("mistral", "olmo2", "phi3", "deepseek-v3-dense", "deepseek-v2-dense"),
+}
 STEPS = 3
 FRESH = "qwen2"
 """Model whose checkpoint is restored into a new backend; others restore into the one that continued."""

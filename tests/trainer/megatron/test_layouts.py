@@ -219,6 +219,20 @@ def gather_by_hand(directory: Path, layout: str, model: str) -> dict[str, torch.
     return result
 
 
+def latent_by_hand(name: str, parts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    split = {"linear_q_proj": "q_proj", "linear_q_up_proj": "q_b_proj", "linear_kv_up_proj": "kv_b_proj"}
+    if name in split:
+        return {f"self_attn.{split[name]}.weight": torch.cat(parts)}
+    assert all(torch.equal(part, parts[0]) for part in parts)
+    names = {
+        "linear_q_down_proj": "q_a_proj",
+        "q_layernorm": "q_a_layernorm",
+        "linear_kv_down_proj": "kv_a_proj_with_mqa",
+        "kv_layernorm": "kv_a_layernorm",
+    }
+    return {f"self_attn.{names[name]}.weight": parts[0]}
+
+
 def layer_by_hand(
     kind: str, parts: list[torch.Tensor], config: transformers.PretrainedConfig
 ) -> dict[str, torch.Tensor]:
@@ -242,6 +256,8 @@ def layer_by_hand(
     }
     if kind in columns:
         return {columns[kind]: torch.cat(parts, 1)}
+    if config.model_type.startswith("deepseek") and "self_attention" in kind:
+        return latent_by_hand(kind.split(".")[1], parts)
     if config.model_type == "olmo2" and "self_attention" in kind:
         return {f"self_attn.{kind[len('self_attention.')]}_norm.weight": torch.cat(parts)}
     names = {

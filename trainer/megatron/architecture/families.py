@@ -21,9 +21,13 @@ class Family:
     """Whether `sliding_window` holds for all layers, without a switch of its own."""
     default_window: int | None = None
     """The `sliding_window` of transformers where config.json does not name it."""
+    latent: bool = False
+    """Whether attention is latent (MLA): queries, keys and values are made of vectors of low rank."""
 
 
 FAMILIES = {
+    "deepseek_v2": Family("DeepseekV2ForCausalLM", latent=True),
+    "deepseek_v3": Family("DeepseekV3ForCausalLM", latent=True),
     "llama": Family("LlamaForCausalLM"),
     "mistral": Family("MistralForCausalLM", windowed=True, default_window=4096),
     "olmo2": Family("Olmo2ForCausalLM", qk_norm="projection", post_norms=True),

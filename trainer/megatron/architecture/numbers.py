@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.megatron.architecture.families import FAMILIES, Family
+from trainer.megatron.architecture.latent import Latent
 from trainer.megatron.architecture.rope import Rope
 
 
@@ -27,6 +28,8 @@ class Architecture:
     rope: Rope
     window: int = 0
     """Tokens that each one attends to, itself and those before it; 0: all."""
+    latent: Latent | None = None
+    """Sizes of latent attention; None: it is not latent."""
 
     @property
     def family(self) -> Family:
@@ -41,6 +44,32 @@ class Architecture:
         """`head`, `projection` or empty, see `Family`."""
         return self.family.qk_norm
 
+    @property
+    def value_dim(self) -> int:
+        """Dimensions of a head's value; `head_dim` are those of its query and key."""
+        return self.latent.value if self.latent else self.head_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of a head that are rotated."""
+        return self.latent.rope if self.latent else self.head_dim
+
+    @property
+    def attention_split(self) -> int:
+        """Elements of a layer's attention matrices that tensor ranks split."""
+        queries, values = self.heads * self.head_dim, self.heads * self.value_dim
+        if (low := self.latent) is None:
+            return self.hidden * (2 * queries + 2 * self.kv_heads * self.head_dim)
+        expanded = low.kv_rank * self.heads * (low.nope + low.value)
+        return (low.query_rank or self.hidden) * queries + expanded + values * self.hidden
+
+    @property
+    def attention_replicated(self) -> int:
+        """Elements of those that every tensor rank has whole."""
+        if (low := self.latent) is None:
+            return 0
+        return self.hidden * (low.query_rank + low.kv_rank + low.rope)
+
     def layer_flops(self, tokens: Any, *, frozen: bool = False) -> Any:
         """Return the floating-point operations of all layers, forward and backward, on one sequence.
 
@@ -51,12 +80,12 @@ class Architecture:
         Args:
             tokens: of the sequence; a number, or an array of them.
         """
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        weights = self.hidden * (2 * queries + 2 * keys + 3 * self.intermediate)
+        weights = self.attention_split + self.attention_replicated + 3 * self.hidden * self.intermediate
+        products = self.heads * (self.head_dim + self.value_dim)
         passes = 4 if frozen else 6
         least = (tokens + self.window - abs(tokens - self.window)) // 2  # of numbers and arrays alike
         reach = least if self.window else tokens
-        return self.layers * (passes * weights * tokens + 6 * queries * reach * (2 * tokens - reach))
+        return self.layers * (passes * weights * tokens + 3 * products * reach * (2 * tokens - reach))
 
     def head_flops(self, trained: int, *, frozen: bool = False) -> int:
         """Return those of the output layer, which only trained tokens pass through."""

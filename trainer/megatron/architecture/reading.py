@@ -6,6 +6,7 @@ from typing import Any
 
 from protocol.errors import SettingsError
 from trainer.megatron.architecture.families import FAMILIES, SUPPORTED
+from trainer.megatron.architecture.latent import latent_of
 from trainer.megatron.architecture.numbers import Architecture
 from trainer.megatron.architecture.rope import rope_of
 
@@ -40,6 +41,7 @@ def architecture_of(config: dict[str, Any], path: Path) -> Architecture:
         )
     _refuse_unsupported(path, config)
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    latent = latent_of(path, config) if FAMILIES[model_type].latent else None
     positions = int(config.get("max_position_embeddings") or 4096)
     return Architecture(
         model_type=model_type,
@@ -48,14 +50,15 @@ def architecture_of(config: dict[str, Any], path: Path) -> Architecture:
         hidden=hidden,
         intermediate=int(config["intermediate_size"]),
         heads=heads,
-        kv_heads=int(config.get("num_key_value_heads") or heads),
-        head_dim=int(config.get("head_dim") or hidden // heads),
+        kv_heads=heads if latent else int(config.get("num_key_value_heads") or heads),
+        head_dim=latent.head_dim if latent else int(config.get("head_dim") or hidden // heads),
         vocabulary=int(config["vocab_size"]),
         tied=bool(config.get("tie_word_embeddings", False)),
         norm_eps=float(config["rms_norm_eps"]),
         max_positions=positions,
         rope=rope_of(path, config, positions),
         window=_window(config, positions),
+        latent=latent,
     )
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import SettingsError
+from trainer.megatron.architecture.families import FAMILIES
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -26,6 +27,8 @@ class Rope:
     """yarn: whether the stretch of frequencies that are interpolated begins and ends at whole ones."""
     attention_factor: float = 1.0
     """yarn: factor of rotated queries and keys."""
+    score_factor: float = 1.0
+    """yarn of latent attention: factor of the scores, beside that."""
 
 
 def rope_of(path: Path, config: dict[str, Any], positions: int) -> Rope:
@@ -63,6 +66,7 @@ def rope_of(path: Path, config: dict[str, Any], positions: int) -> Rope:
         original_max_position_embeddings=int(original),
         truncate=bool(values.get("truncate", True)),
         attention_factor=_attention_factor(values, factor) if kind == "yarn" else 1.0,
+        score_factor=_score_factor(values, factor) if FAMILIES[config["model_type"]].latent else 1.0,
     )
 
 
@@ -70,9 +74,14 @@ def _attention_factor(values: dict[str, Any], factor: float) -> float:
     """Return yarn's factor of queries and keys: as given, or from the growth of the context."""
     if values.get("attention_factor") is not None:
         return float(values["attention_factor"])
-
-    def grown(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
     ours, whole = values.get("mscale"), values.get("mscale_all_dim")
-    return grown(ours) / grown(whole) if ours and whole else grown(1.0)
+    return _grown(factor, ours) / _grown(factor, whole) if ours and whole else _grown(factor, 1.0)
+
+
+def _score_factor(values: dict[str, Any], factor: float) -> float:
+    whole = values.get("mscale_all_dim")
+    return _grown(factor, whole) ** 2 if whole else 1.0
+
+
+def _grown(factor: float, weight: float) -> float:
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

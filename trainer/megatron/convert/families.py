@@ -3,6 +3,7 @@
 import re
 
 from trainer.megatron.architecture.numbers import Architecture
+from trainer.megatron.convert.latent import latent_rules
 from trainer.megatron.convert.rules import Direct, FusedQKV, GatedMLP, Rule, Split, Stacked, Vocabulary
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -37,6 +38,8 @@ def layer_rules(architecture: Architecture, layer: int, local_layer: int) -> lis
 
 def _attention_rules(architecture: Architecture, here: str, there: str) -> list[Rule]:
     hidden, head_dim = architecture.hidden, architecture.head_dim
+    if architecture.latent:
+        return latent_rules(architecture.latent, hidden, architecture.heads, here, there)
 
     def qkv(kind: str, columns: tuple[int, ...]) -> Rule:
         apart = FusedQKV(

@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from trainer.megatron.architecture.numbers import Architecture
+from trainer.megatron.layers.attention.latent import LatentAttention
 from trainer.megatron.layers.attention.terms import AttentionTerms
 from trainer.megatron.layers.dense import ProjectionNorm, RMSNorm, SwigluMLP
 
@@ -60,14 +61,22 @@ def layer_spec(
 
 def attention_terms(architecture: Architecture, layer: int) -> AttentionTerms:
     """Return what the attention of a layer computes."""
-    factor = architecture.rope.attention_factor
-    # A factor of rotated queries and of keys is its square in their products.
-    scale = None if factor == 1.0 else factor**2 / math.sqrt(architecture.head_dim)
+    rope = architecture.rope
+    # A factor of rotated queries and of keys is its square in their products, if all of them is rotated.
+    factor = rope.score_factor if architecture.latent else rope.attention_factor**2
+    scale = None if factor == 1.0 else factor / math.sqrt(architecture.head_dim)
     return AttentionTerms(scale, architecture.window)
 
 
 def _attention(architecture: Architecture, layer: int, attention: Any, core_attention: Any) -> ModuleSpec:
     terms = attention_terms(architecture, layer)
+    if architecture.latent:
+        params = {
+            "latent": architecture.latent,
+            "terms": terms,
+            "rotary_factor": architecture.rope.attention_factor,
+        }
+        return ModuleSpec(module=LatentAttention, params=params)
     projections = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
         core_attention=ModuleSpec(module=core_attention, params={"terms": terms}),

@@ -1,6 +1,7 @@
 """Computes from the settings what a rank will have on its device at the peak of a step. No torch here.
 
 Shapes: H hidden size, F of the MLP, D of a head, A query heads, K key heads, V vocabulary; P tensor ranks.
+Latent attention keeps keys of low rank and for all heads, and values in their own size and as wide as keys.
 """
 
 import dataclasses
@@ -40,7 +41,8 @@ class Activation:
 ACTIVATIONS = (
     Activation("input of the attention's norm, the residual stream", lambda a: a.hidden, split="sequence"),
     Activation("input of the projection to q, k, v", lambda a: a.hidden, "layernorm", "sequence"),
-    Activation("q, k, v together, of which v stays a view", lambda a: _heads(a) * a.head_dim),
+    Activation("what makes q, k, v, before and after its norms", lambda a: _low_ranks(a), split="sequence"),
+    Activation("q, k, v together, of which v stays a view", lambda a: _projected(a)),
     Activation("q of its own, as a norm's input", lambda a: bool(a.qk_norm) * a.heads * a.head_dim),
     Activation("k of its own, likewise", lambda a: _over_heads(a) * a.kv_heads * a.head_dim),
     Activation(
@@ -50,8 +52,9 @@ ACTIVATIONS = (
     ),
     Activation("q with rotation", lambda a: a.heads * a.head_dim),
     Activation("k with rotation", lambda a: a.kv_heads * a.head_dim),
+    Activation("v as wide as k, and attention's output", lambda a: _widened(a)),
     Activation("log-sum-exp of the scores", lambda a: a.heads, "core_attn", item_bytes=4),
-    Activation("attention's output, input of its projection", lambda a: a.heads * a.head_dim),
+    Activation("attention's output, input of its projection", lambda a: a.heads * a.value_dim),
     Activation("input of the MLP's norm, the residual stream", lambda a: a.hidden, split="sequence"),
     Activation("input of the MLP", lambda a: a.hidden, "layernorm", "sequence"),
     Activation("gate and up", lambda a: 2 * a.intermediate, "mlp"),
@@ -169,11 +172,11 @@ def parameters_of_stage(work: Workload, stage: int) -> int:
     """Return the number of parameters of a rank of a pipeline stage."""
     a, tp = work.architecture, work.parallel.tensor_model_parallel_size
     pp = work.layout.pp
-    attention = a.hidden * a.head_dim * (_heads(a) + a.heads) + (_heads(a) * a.head_dim if a.qkv_bias else 0)
-    split = attention + 3 * a.hidden * a.intermediate
+    split = a.attention_split + (_heads(a) * a.head_dim if a.qkv_bias else 0) + 3 * a.hidden * a.intermediate
     heads = {"": 0, "head": 2, "projection": (a.heads + a.kv_heads) // tp}[a.qk_norm]
-    norms = 2 * a.hidden + heads * a.head_dim
-    layers = work.layers_of(stage) * (split // tp + norms)
+    low_ranks = a.latent.query_rank + a.latent.kv_rank if a.latent else 0
+    norms = 2 * a.hidden + heads * a.head_dim + low_ranks
+    layers = work.layers_of(stage) * (split // tp + a.attention_replicated + norms)
     tables = (stage == 0) + (stage == pp - 1)
     if pp == 1 and a.tied:
         tables = 1
@@ -196,7 +199,7 @@ def _kept(work: Workload, tokens: int, stage: int) -> int:
     trainer, a = work.trainer, work.architecture
     layers = work.layers_of(stage)
     whole, stream = bytes_of_layer(work, tokens), _stream(work, tokens)
-    angles = 2 * tokens * a.head_dim * work.item
+    angles = 2 * tokens * a.rotary_dim * work.item
     ends = 2 * stream + angles  # the last norm's input and output
     if trainer.recompute_granularity == "full":
         pieces = trainer.recompute_num_layers
@@ -254,6 +257,19 @@ def _adapter_parameters(work: Workload, stage: int) -> int:
 
 def _heads(a: Architecture) -> int:
     return a.heads + 2 * a.kv_heads
+
+
+def _projected(a: Architecture) -> int:
+    """Return the elements of what the projections put out, in so far as a part of it is kept as it is."""
+    return a.heads * (a.latent.nope + a.latent.value) if a.latent else _heads(a) * a.head_dim
+
+
+def _low_ranks(a: Architecture) -> int:
+    return 2 * (a.latent.query_rank + a.latent.kv_rank) + a.latent.rope if a.latent else 0
+
+
+def _widened(a: Architecture) -> int:
+    return 2 * a.heads * a.head_dim if a.latent else 0
 
 
 def _over_heads(a: Architecture) -> bool:

@@ -1,6 +1,7 @@
 """Chooses how attention over packed sequences is computed, and makes it the core of megatron's layers.
 
-Shapes: T tokens, D head size; heads are those of this tensor rank.
+Shapes: T tokens, D size of a head's query and key, V of its value, mostly the same; heads are those of this
+tensor rank.
 """
 
 import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
@@ -12,6 +13,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -23,7 +25,7 @@ from trainer.megatron.layers.attention.terms import AttentionTerms
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, PackedSequences, AttentionTerms], torch.Tensor]
 """(q [T, heads, D], k [T, kv heads, D], v like k, sequences, terms) -> [T, heads, D]; causal within each
-sequence."""
+sequence. `by_segments` also takes v [T, kv heads, V], and gives [T, heads, V]."""
 
 
 def by_segments(
@@ -72,7 +74,20 @@ class PackedAttention(MegatronModule):
         packed_seq_params: PackedSequences,
         **unused: Any,
     ) -> torch.Tensor:
-        """Map queries [T, heads, D], keys and values [T, kv heads, D] to [T, heads, D]."""
+        """Map queries [T, heads, D], keys [T, kv heads, D] and values [T, kv heads, V] to [T, heads, V].
+
+        Fused kernels know one size of a head: for them values are padded with zeros.
+        """
         kernel = kernel_for(query.device.type, query.dtype)
-        query, key = rotate(query, key, packed_seq_params.cos, packed_seq_params.sin)
-        return kernel(query, key, value, packed_seq_params, self.terms)
+        query, key = self.rotated(query, key, packed_seq_params)
+        narrower = 0 if kernel is by_segments else query.size(-1) - value.size(-1)
+        if not narrower:
+            return kernel(query, key, value, packed_seq_params, self.terms)
+        padded = F.pad(value, (0, narrower))
+        return kernel(query, key, padded, packed_seq_params, self.terms)[..., : value.size(-1)]
+
+    def rotated(
+        self, query: torch.Tensor, key: torch.Tensor, sequences: PackedSequences
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return queries and keys rotated for their positions."""
+        return rotate(query, key, sequences.cos, sequences.sin)
