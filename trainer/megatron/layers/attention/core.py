@@ -21,11 +21,13 @@ from trainer.megatron.layers.attention import fused
 from trainer.megatron.layers.attention.rotary import rotate
 from trainer.megatron.layers.attention.segmented import segmented_attention
 from trainer.megatron.layers.attention.sequences import PackedSequences
+from trainer.megatron.layers.attention.sinks import varlen_attention_with_sinks
 from trainer.megatron.layers.attention.terms import AttentionTerms
 
-Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, PackedSequences, AttentionTerms], torch.Tensor]
+Kernel = Callable[..., torch.Tensor]
 """(q [T, heads, D], k [T, kv heads, D], v like k, sequences, terms) -> [T, heads, D]; causal within each
-sequence. `by_segments` also takes v [T, kv heads, V], and gives [T, heads, V]."""
+sequence. `by_segments` also takes v [T, kv heads, V], and gives [T, heads, V]. Kernels of `WITH_SINKS` take
+sinks [heads] after the terms."""
 
 
 def by_segments(
@@ -34,9 +36,10 @@ def by_segments(
     v: torch.Tensor,
     sequences: PackedSequences,
     terms: AttentionTerms,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute it with torch's attention, a segment at a time: anywhere, and what the others must equal."""
-    return segmented_attention(q, k, v, sequences.segments, terms.scale, terms.window)
+    return segmented_attention(q, k, v, sequences.segments, terms.scale, terms.window, sinks)
 
 
 FUSED: dict[str, Kernel] = {
@@ -45,13 +48,15 @@ FUSED: dict[str, Kernel] = {
     "torch.nn.attention.varlen": fused.varlen_attention,
 }
 """Module -> the kernel that needs it, the preferred one first."""
+WITH_SINKS: dict[str, Kernel] = {"torch.nn.attention.varlen": varlen_attention_with_sinks}
+"""The same for layers with sinks."""
 
 
 @functools.cache
-def kernel_for(device_type: str, dtype: torch.dtype) -> Kernel:
+def kernel_for(device_type: str, dtype: torch.dtype, *, sinks: bool = False) -> Kernel:
     """Return the first fused kernel whose module is there, on CUDA in 16 bits; else `by_segments`."""
     if device_type == "cuda" and dtype in (torch.bfloat16, torch.float16):
-        for module, kernel in FUSED.items():
+        for module, kernel in (WITH_SINKS if sinks else FUSED).items():
             if find_spec(module.partition(".")[0]) is not None and find_spec(module) is not None:
                 return kernel
     return by_segments
@@ -63,6 +68,10 @@ class PackedAttention(MegatronModule):
     def __init__(self, config: TransformerConfig, terms: AttentionTerms, **unused: Any) -> None:
         super().__init__(config=config)
         self.terms = terms
+        if terms.sinks:
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            device = None if config.use_cpu_initialization else torch.cuda.current_device()
+            self.sinks = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype, device=device))
 
     def forward(
         self,
@@ -78,13 +87,14 @@ class PackedAttention(MegatronModule):
 
         Fused kernels know one size of a head: for them values are padded with zeros.
         """
-        kernel = kernel_for(query.device.type, query.dtype)
+        kernel = kernel_for(query.device.type, query.dtype, sinks=self.terms.sinks)
+        sinks = (self.sinks,) if self.terms.sinks else ()
         query, key = self.rotated(query, key, packed_seq_params)
         narrower = 0 if kernel is by_segments else query.size(-1) - value.size(-1)
         if not narrower:
-            return kernel(query, key, value, packed_seq_params, self.terms)
+            return kernel(query, key, value, packed_seq_params, self.terms, *sinks)
         padded = F.pad(value, (0, narrower))
-        return kernel(query, key, padded, packed_seq_params, self.terms)[..., : value.size(-1)]
+        return kernel(query, key, padded, packed_seq_params, self.terms, *sinks)[..., : value.size(-1)]
 
     def rotated(
         self, query: torch.Tensor, key: torch.Tensor, sequences: PackedSequences

@@ -49,6 +49,7 @@ def segmented_attention(
     segments: Sequence[AttentionSegment],
     scale: float | None,
     window: int = 0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return causal attention within each sequence, [T, heads, D].
 
@@ -59,15 +60,19 @@ def segmented_attention(
         segments: of the T tokens.
         scale: of the scores; None: 1 / sqrt(D).
         window: tokens that each one attends to, itself included; 0: all before it.
+        sinks: [heads], scores to which attention goes that no token gets.
     """
-    return torch.cat([_attend(q, k, v, segment, scale, window) for segment in segments])
+    return torch.cat([_attend(q, k, v, segment, scale, window, sinks) for segment in segments])
 
 
 def window_mask(tokens: int, window: int, device: torch.device) -> torch.Tensor | None:
     """Return bool [tokens, tokens], true where a query attends to a key; None if causality says it all."""
-    if not 0 < window < tokens:
-        return None
-    return torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril().triu(1 - window)
+    return _mask(tokens, window, device) if 0 < window < tokens else None
+
+
+def _mask(tokens: int, window: int, device: torch.device) -> torch.Tensor:
+    seen = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()
+    return seen.triu(1 - window) if window else seen
 
 
 def _attend(
@@ -77,6 +82,7 @@ def _attend(
     segment: AttentionSegment,
     scale: float | None,
     window: int,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     def spread(x: torch.Tensor) -> torch.Tensor:
         x = x.narrow(0, segment.first, segment.tokens)
@@ -85,12 +91,24 @@ def _attend(
         return x.unflatten(0, (segment.sequences, segment.longest)).transpose(1, 2)
 
     grouped = q.size(1) != k.size(1)
+    queries, keys, values = spread(q), spread(k), spread(v)
     mask = window_mask(segment.longest, window, q.device)
+    if sinks is not None:
+        # A sink is a key whose score is given, and whose value is zero.
+        keys, values = F.pad(keys, (0, 0, 0, 1)), F.pad(values, (0, 0, 0, 1))
+        mask = _with_sinks(_mask(segment.longest, window, q.device), sinks.to(q.dtype))
     out = F.scaled_dot_product_attention(
-        spread(q), spread(k), spread(v), mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+        queries, keys, values, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
     )
     out = out.transpose(1, 2).flatten(0, 1)
     return out if segment.places is None else out.index_select(0, segment.places)
+
+
+def _with_sinks(mask: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Return what is added to the scores of n queries, [heads, n, n + 1]: the sinks are the last column."""
+    tokens = torch.zeros(mask.shape, dtype=sinks.dtype, device=mask.device).masked_fill(~mask, -torch.inf)
+    column = sinks[:, None, None].expand(-1, len(mask), 1)
+    return torch.cat([tokens.expand(len(sinks), -1, -1), column], dim=-1)
 
 
 def _runs(lengths: Sequence[int]) -> Iterator[list[int]]:

@@ -11,3 +11,5 @@ class AttentionTerms:
     """Factor of the scores; None: 1 / sqrt(D), D being the size of a head."""
     window: int = 0
     """Tokens that each one attends to, itself included; 0: all before it."""
+    sinks: bool = False
+    """Whether each head has a learnt score to which attention goes that no token gets."""
