@@ -181,12 +181,13 @@ class SlotModel:
                 limit.
 
         Raises:
-            SettingsError: the model is not supported, or the buffer holds no sequence.
+            SettingsError: the model is not supported, or its attention is not, or the buffer holds no
+                sequence.
             RuntimeError: there is no room for the parameters or the cache.
         """
         if dtype not in DTYPES:
             raise SettingsError(f"dtype is {dtype!r}: use {' or '.join(DTYPES)}")
-        self.architecture = read_architecture(model_dir)
+        self.architecture = _generating(model_dir)
         self.slots = _slots(self.architecture, DTYPES[dtype].itemsize, length, slots, buffer_bytes)
         layout = Layout.of(ParallelConfig(), self.architecture.layers)
         self._plan = {plan.name: plan for plan in export_plan(self.architecture, layout)}
@@ -277,6 +278,18 @@ class SlotModel:
             tokens, None, mask, inference_context=self.cache, runtime_gather_output=True
         )
         return found
+
+
+def _generating(model_dir: Path) -> Architecture:
+    """Read a model's architecture, unless the cache or the attention here lacks something of it."""
+    architecture = read_architecture(model_dir)
+    missing = "latent attention" if architecture.latent else "attention sinks" * architecture.family.sinks
+    if missing:
+        raise SettingsError(
+            f"{model_dir}: the engine megatron has no {missing}, which {architecture.model_type} needs: use "
+            "engine.name 'vllm', 'sglang' or 'hf'"
+        )
+    return architecture
 
 
 def _build(architecture: Architecture, position: parallel.Position, dtype: torch.dtype) -> GPTModel:

@@ -83,6 +83,8 @@ MORE_MODELS = {
 }
 """Trained in few layouts: these differ from the others in what every layout treats alike."""
 ALL_MODELS = MODELS | MORE_MODELS
+NOT_GENERATED = ("deepseek-v3-dense", "deepseek-v2-dense")
+"""Models that the engine `megatron` refuses."""
 SHARDED = "llama"
 """Saved in several files, with an index."""
 OPTIMIZER = OptimizerConfig(lr=1e-3, lr_warmup_steps=2, weight_decay=0.1, adam_eps=1e-5, clip_grad=0.5)

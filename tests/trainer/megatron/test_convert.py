@@ -14,6 +14,7 @@ from protocol.weights.lora import LoraConfig
 from tests.trainer.megatron.models import make_model, save_model
 from trainer.config import ParallelConfig
 from trainer.megatron.architecture.families import FAMILIES
+from trainer.megatron.architecture.latent import Latent
 from trainer.megatron.architecture.numbers import Architecture
 from trainer.megatron.architecture.reading import read_architecture
 from trainer.megatron.architecture.rope import Rope
@@ -26,6 +27,12 @@ from trainer.megatron.reshard import export_plan, stage_rules, stretch
 
 TENSOR_SIZES = (1, 2, 4)
 PIPELINE_SIZES = (1, 2)
+
+
+def latents() -> st.SearchStrategy[Latent]:
+    """Sizes of latent attention, with and without queries of low rank."""
+    size = st.integers(1, 5)
+    return st.builds(Latent, size, size, size, size, st.integers(0, 4))
 
 
 @st.composite
@@ -49,6 +56,7 @@ def architectures(draw: st.DrawFn) -> Architecture:
         norm_eps=1e-6,
         max_positions=64,
         rope=Rope(10000.0),
+        latent=draw(latents()) if FAMILIES[model_type].latent else None,
     )
 
 
@@ -177,6 +185,17 @@ def test_an_unmapped_name_is_refused(model_dir: Path) -> None:
     change_tensors(model_dir, **{"model.layers.0.self_attn.sinks": torch.zeros(4)})
     with pytest.raises(SettingsError, match=r"no rule of qwen2 maps model\.layers\.0\.self_attn\.sinks"):
         check(model_dir)
+
+
+def test_layers_that_predict_further_tokens_are_no_error_where_the_family_has_them(tmp_path: Path) -> None:
+    extra = {"model.layers.2.eh_proj.weight": torch.zeros(4, 8)}
+    model_dir = save_model("deepseek-v3-dense", tmp_path)
+    change_tensors(model_dir, **extra)
+    check(model_dir)
+    other = save_model("qwen3-yarn", tmp_path)
+    change_tensors(other, **extra)
+    with pytest.raises(SettingsError, match=r"no rule of qwen3 maps model\.layers\.2\.eh_proj"):
+        check(other)
 
 
 def test_a_missing_name_is_refused(model_dir: Path) -> None:

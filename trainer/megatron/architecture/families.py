@@ -23,11 +23,15 @@ class Family:
     """The `sliding_window` of transformers where config.json does not name it."""
     latent: bool = False
     """Whether attention is latent (MLA): queries, keys and values are made of vectors of low rank."""
+    sinks: bool = False
+    """Whether each head has a learnt score to which attention goes that no token gets."""
+    extra_layers: bool = False
+    """Whether checkpoints may hold layers after the last one, which predict further tokens (MTP)."""
 
 
 FAMILIES = {
     "deepseek_v2": Family("DeepseekV2ForCausalLM", latent=True),
-    "deepseek_v3": Family("DeepseekV3ForCausalLM", latent=True),
+    "deepseek_v3": Family("DeepseekV3ForCausalLM", latent=True, extra_layers=True),
     "llama": Family("LlamaForCausalLM"),
     "mistral": Family("MistralForCausalLM", windowed=True, default_window=4096),
     "olmo2": Family("Olmo2ForCausalLM", qk_norm="projection", post_norms=True),

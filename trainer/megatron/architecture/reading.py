@@ -39,6 +39,7 @@ def architecture_of(config: dict[str, Any], path: Path) -> Architecture:
             f"{path}: model_type {model_type!r} is not supported; supported are "
             f"{', '.join(sorted(SUPPORTED))}"
         )
+    _refuse_quantized(path, config)
     _refuse_unsupported(path, config)
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     latent = latent_of(path, config) if FAMILIES[model_type].latent else None
@@ -62,6 +63,17 @@ def architecture_of(config: dict[str, Any], path: Path) -> Architecture:
     )
 
 
+def _refuse_quantized(path: Path, config: dict[str, Any]) -> None:
+    quantized = config.get("quantization_config")
+    if quantized is not None:
+        method = quantized.get("quant_method", quantized) if isinstance(quantized, dict) else quantized
+        raise SettingsError(
+            f"{path}: quantization_config is not supported by the megatron backend: the weights are stored "
+            f"as {method!r}; use a copy of the checkpoint in bfloat16, which transformers writes after "
+            "loading with dequantize=True where it can undo the method"
+        )
+
+
 def _refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
     some_layers = not FAMILIES[config["model_type"]].windowed and config.get("use_sliding_window")
     window = config.get("sliding_window") if some_layers else None
@@ -75,7 +87,6 @@ def _refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
         "resid_pdrop": bool(config.get("resid_pdrop")),
         "embd_pdrop": bool(config.get("embd_pdrop")),
         "partial_rotary_factor": config.get("partial_rotary_factor", 1.0) != 1.0,
-        "quantization_config": config.get("quantization_config") is not None,
     }
     for field, present in unsupported.items():
         if present:

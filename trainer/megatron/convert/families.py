@@ -9,6 +9,7 @@ from trainer.megatron.convert.rules import Direct, FusedQKV, GatedMLP, Rule, Spl
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
 
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _NOT_WEIGHTS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 
@@ -110,6 +111,10 @@ def output_rules(architecture: Architecture, *, with_embedding: bool) -> list[Ru
 def ignorable(architecture: Architecture, name: str) -> bool:
     """Return whether a checkpoint may hold a name that the model does not need.
 
-    Such are a tied output layer that is saved twice, and rotary buffers.
+    Such are a tied output layer that is saved twice, rotary buffers, and layers that predict further tokens.
     """
-    return (architecture.tied and name == OUTPUT) or _NOT_WEIGHTS.fullmatch(name) is not None
+    if architecture.tied and name == OUTPUT:
+        return True
+    layer = _LAYER.match(name)
+    extra = layer is not None and int(layer[1]) >= architecture.layers
+    return (architecture.family.extra_layers and extra) or _NOT_WEIGHTS.fullmatch(name) is not None

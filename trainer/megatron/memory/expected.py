@@ -251,6 +251,10 @@ def _adapter_parameters(work: Workload, stage: int) -> int:
         "up_proj": a.hidden + a.intermediate,
         "down_proj": a.intermediate + a.hidden,
     }
+    if low := a.latent:
+        sizes["o_proj"] = a.heads * low.value + a.hidden
+        sizes["q_b_proj"] = low.query_rank + q
+        sizes["kv_b_proj"] = low.kv_rank + a.heads * (low.nope + low.value)
     chosen = sum(size for name, size in sizes.items() if name in adapters.target_modules)
     return work.layers_of(stage) * adapters.rank * chosen
 

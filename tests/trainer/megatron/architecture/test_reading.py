@@ -11,8 +11,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from protocol.errors import SettingsError
 from tests.trainer.megatron.models import LLAMA3_ROPE, YARN_ROPE, make_model
+from trainer.megatron.architecture.latent import Latent
 from trainer.megatron.architecture.reading import read_architecture
 from trainer.megatron.layers.attention.rotary import inverse_frequencies
+from trainer.megatron.layers.spec import attention_terms
 
 
 def write_config(directory: Path, **changes: object) -> Path:
@@ -23,7 +25,7 @@ def write_config(directory: Path, **changes: object) -> Path:
 
 def test_an_unsupported_family_is_refused_with_the_supported_ones(tmp_path: Path) -> None:
     with pytest.raises(
-        SettingsError, match=r"'gpt2' is not supported; supported are llama, mistral, .*qwen2, qwen3"
+        SettingsError, match=r"'gpt2' is not supported; supported are .*llama, mistral, .*qwen2, qwen3"
     ):
         read_architecture(write_config(tmp_path, model_type="gpt2"))
 
@@ -72,6 +74,35 @@ def test_an_unsupported_rope_is_refused(
     path = write_config(tmp_path, model_type=model_type, rope_parameters={"rope_theta": 1e4, **rope})
     with pytest.raises(SettingsError, match=named):
         read_architecture(path)
+
+
+@pytest.mark.parametrize("quantized", [{"quant_method": "mxfp4"}, {"quant_method": "fp8", "bits": 8}])
+def test_a_quantized_checkpoint_is_refused_with_what_to_use(tmp_path: Path, quantized: object) -> None:
+    with pytest.raises(SettingsError, match=r"stored as '(mxfp4|fp8)'; use a copy .* in bfloat16"):
+        read_architecture(write_config(tmp_path, quantization_config=quantized))
+
+
+@pytest.mark.parametrize("rank", [None, 24])
+def test_latent_attention_has_its_sizes_and_scale(tmp_path: Path, rank: int | None) -> None:
+    model = make_model("deepseek-v3-dense", q_lora_rank=rank)
+    model.config.save_pretrained(tmp_path)
+    found = read_architecture(tmp_path)
+    assert found.latent == Latent(16, nope=16, rope=8, value=12, query_rank=rank or 0)
+    assert (found.head_dim, found.value_dim, found.rotary_dim, found.kv_heads) == (24, 12, 8, 4)
+    attention = model.model.layers[0].self_attn
+    assert attention_terms(found, 0).scale == pytest.approx(attention.scaling)
+    assert found.rope.attention_factor == pytest.approx(model.model.rotary_emb.attention_scaling)
+    names = [name for name, _ in model.named_parameters() if ".layers." in name]
+    matrices = sum(p.numel() for name, p in model.named_parameters() if name in names and p.ndim == 2)
+    products = 3 * found.layers * 4 * (24 + 12) * 10**2
+    assert found.layer_flops(10) == 6 * matrices * 10 + products
+
+
+def test_latent_attention_with_fewer_key_value_heads_is_refused(tmp_path: Path) -> None:
+    config = make_model("deepseek-v3-dense").config.to_dict()
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_key_value_heads": 2}))
+    with pytest.raises(SettingsError, match="num_key_value_heads = 2 is not supported with latent"):
+        read_architecture(tmp_path)
 
 
 def test_a_missing_config_is_refused(tmp_path: Path) -> None:
