@@ -45,8 +45,6 @@ UNSUPPORTED = (
     "num_layers_in_first_pipeline_stage",
     "num_layers_in_last_pipeline_stage",
     "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
 )
 """Settings of the layout that are refused."""
 

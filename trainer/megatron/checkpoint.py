@@ -5,6 +5,9 @@ Files of a directory:
     model-tp0-pp0.safetensors          trained parameters by megatron name; by the first data-parallel rank
     optimizer-tp0-pp0-dp0.safetensors  moments, steps, masters, random states; by each data-parallel rank if
                                        the optimizer is distributed, else by the first
+    model-rank0.safetensors, optimizer-rank0.safetensors
+                                       instead of these by every rank, if the model has experts, of which
+                                       data-parallel ranks may have different ones
 
 The state is read from and written into torch's optimizer itself: megatron's own checkpoint path of the
 distributed optimizer refuses torch's AdamW on reload.
@@ -12,7 +15,7 @@ distributed optimizer refuses torch's AdamW on reload.
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, asdict, fields
+from dataclasses import MISSING, asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from safetensors.torch import load_file
 
 from protocol.errors import SettingsError
 from protocol.weights.lora import LoraConfig
+from trainer.megatron.architecture.experts import Experts
 from trainer.megatron.architecture.numbers import Architecture
 from trainer.megatron.architecture.rope import Rope
 from trainer.megatron.optimizer import Optimizer, is_distributed
@@ -43,6 +47,8 @@ def layout(architecture: Architecture, position: Position, dtype: str, lora: Lor
         "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
         "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
         "data_parallel_size": parallel.data_parallel_size,
+        "expert_model_parallel_size": parallel.expert_model_parallel_size,
+        "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
         "distributed_optimizer": is_distributed(position),
         "dtype": dtype,
         "lora": asdict(lora) if lora.rank else None,
@@ -66,10 +72,12 @@ def copy_part(
         description: what `layout` returns.
     """
     files: dict[str, Iterable[tuple[str, torch.Tensor]]] = {}
-    if position.dp == 0:
-        files[_model_file(position)] = parameters.items()
-    if position.dp == 0 or is_distributed(position):
-        files[_optimizer_file(position)] = _optimizer_tensors(optimizer).items()
+    by_rank = _is_by_rank(description)
+    model_file, optimizer_file = _files(position, by_rank=by_rank)
+    if position.dp == 0 or by_rank:
+        files[model_file] = parameters.items()
+    if position.dp == 0 or by_rank or is_distributed(position):
+        files[optimizer_file] = _optimizer_tensors(optimizer).items()
     named = {(file, name): tensor for file, tensors in files.items() for name, tensor in tensors}
     copied = copies.copy_all((f"{file} {name}", tensor) for (file, name), tensor in named.items())
     tensors: dict[str, dict[str, torch.Tensor]] = {file: {} for file in files}
@@ -92,7 +100,7 @@ def restore_part(
         SettingsError: the checkpoint is of another layout or model, or incomplete; nothing changed.
     """
     _check_layout(directory, description)
-    files = directory / _model_file(position), directory / _optimizer_file(position)
+    files = [directory / name for name in _files(position, by_rank=_is_by_rank(description))]
     for path in files:
         if not path.exists():
             raise SettingsError(f"the checkpoint lacks {path}: it is incomplete")
@@ -121,9 +129,12 @@ def _check_layout(directory: Path, description: dict[str, Any]) -> None:
         raise SettingsError(
             f"cannot read {path}: {error}: not a checkpoint of the megatron backend"
         ) from error
+    saved = {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": 1} | saved
     if isinstance(saved.get("model"), dict):
         saved["model"] = _with_defaults(saved["model"], Architecture)
-        saved["model"]["rope"] = _with_defaults(saved["model"].get("rope") or {}, Rope)
+        for name, kind in (("rope", Rope), ("experts", Experts)):
+            saved["model"][name] = _with_defaults(saved["model"].get(name) or {}, kind)
+        saved["model"] = json.loads(json.dumps(saved["model"]))  # defaults may be tuples
     current = json.loads(json.dumps(description))
     different = {key: (saved.get(key), value) for key, value in current.items() if saved.get(key) != value}
     if "model" in different:
@@ -144,7 +155,11 @@ def _check_layout(directory: Path, description: dict[str, Any]) -> None:
 
 def _with_defaults(saved: dict[str, Any], kind: Any) -> dict[str, Any]:
     """Return the fields of a dataclass, with the default of those that an older release did not know."""
-    return {field.name: field.default for field in fields(kind) if field.default is not MISSING} | saved
+    defaults = {field.name: field.default for field in fields(kind) if field.default is not MISSING}
+    return {
+        name: asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+        for name, value in defaults.items()
+    } | saved
 
 
 def _optimizer_tensors(optimizer: Optimizer) -> dict[str, torch.Tensor]:
@@ -192,10 +207,16 @@ def _members(inner: torch.optim.Optimizer, prefix: str) -> list[tuple[str, dict[
     ]
 
 
-def _model_file(position: Position) -> str:
-    return f"model-tp{position.tp}-pp{position.pp}.safetensors"
+def _is_by_rank(description: Mapping[str, Any]) -> bool:
+    return bool(description.get("model", {}).get("experts", {}).get("count"))
 
 
-def _optimizer_file(position: Position) -> str:
+def _files(position: Position, *, by_rank: bool) -> tuple[str, str]:
+    """Return the names of a rank's files of parameters and of optimizer state."""
+    if by_rank:
+        return f"model-rank{position.rank}.safetensors", f"optimizer-rank{position.rank}.safetensors"
     dp = position.dp if is_distributed(position) else 0
-    return f"optimizer-tp{position.tp}-pp{position.pp}-dp{dp}.safetensors"
+    return (
+        f"model-tp{position.tp}-pp{position.pp}.safetensors",
+        f"optimizer-tp{position.tp}-pp{position.pp}-dp{dp}.safetensors",
+    )

@@ -6,6 +6,7 @@ Shapes: T tokens of a micro-batch that are inputs, k of which predict a token th
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -13,7 +14,10 @@ from trainer.batch import Batch, TrainedTokens, trained_tokens
 from trainer.data.packing import pack
 from trainer.megatron.layers.attention.core import by_segments, kernel_for
 from trainer.megatron.layers.attention.sequences import PackedSequences, packed_sequences, to_device
+from trainer.megatron.layers.experts.tokens import RoutedTokens, routed_tokens
 from trainer.megatron.parallel import Position
+
+T = TypeVar("T", TrainedTokens, RoutedTokens)
 
 PASSES_OF_A_STAGE = 4
 """With a pipeline, micro-batches for each stage, at least: stages wait for (stages - 1) of so many passes."""
@@ -72,13 +76,19 @@ class Packing:
             enough = -(-sum(inputs) // (PASSES_OF_A_STAGE * stages))
             micro_batch_tokens = min(micro_batch_tokens, enough)
         packed = pack(inputs, micro_batch_tokens, micro_batch_size) or [[]]
-        divisor = position.config.tensor_model_parallel_size if position.sequence_parallel else 1
+        divisor = _divisor(position)
         real = [sum(inputs[sample] for sample in samples) for samples in packed]
         sizes = [max(-(-size // divisor), 1) * divisor for size in real]
         return cls(tuple(map(tuple, packed)), tuple(sizes), sum(sizes) - sum(real))
 
     def __len__(self) -> int:
         return len(self.samples)
+
+    def filled(self, passes: int, position: Position) -> "Packing":
+        """Return it with empty micro-batches at the end, `passes` in all."""
+        more = passes - len(self)
+        size = _divisor(position)
+        return Packing(self.samples + ((),) * more, self.sizes + (size,) * more, self.padding + size * more)
 
     @property
     def tokens(self) -> int:
@@ -93,6 +103,7 @@ class Packing:
         dtype: torch.dtype,
         *,
         trained: bool,
+        experts: bool = False,
     ) -> Iterator[MicroBatch]:
         """Make them in order, each when it is asked for.
 
@@ -102,6 +113,7 @@ class Packing:
             frequencies: rotary frequencies, float32 [D / 2], on the device.
             dtype: that of queries and keys.
             trained: whether the tokens asked for are the trained ones, for a loss, or all that were sampled.
+            experts: whether layers have experts, whose routers have to know what is padding.
         """
         segmented = kernel_for(position.device.type, dtype) is by_segments
         for samples, size in zip(self.samples, self.sizes, strict=True):
@@ -112,6 +124,9 @@ class Packing:
             sequences = packed_sequences(
                 [*lengths, padding] if padding else lengths, frequencies, dtype, segmented=segmented
             )
+            if experts:
+                routed = _routed(lengths, padding, batch.totals.samples, position)
+                sequences = dataclasses.replace(sequences, routed=routed)
             yield _micro_batch(batch, chosen, part, size, sequences, position.device, trained=trained)
 
 
@@ -149,10 +164,22 @@ def _micro_batch(
     )
 
 
-def _on(tokens: TrainedTokens, device: torch.device) -> TrainedTokens:
+def _divisor(position: Position) -> int:
+    """Return what the tokens of a micro-batch are a multiple of."""
+    return position.config.tensor_model_parallel_size if position.sequence_parallel else 1
+
+
+def _routed(lengths: list[int], padding: int, samples: int, position: Position) -> RoutedTokens:
+    """Describe the tokens that this rank has in sequence-parallel regions."""
+    part = position.tp if position.sequence_parallel else 0
+    return _on(routed_tokens(lengths, padding, samples, part=part, parts=_divisor(position)), position.device)
+
+
+def _on(tokens: T, device: torch.device) -> T:
     arrays = {
         field.name: to_device(value, device)
-        for field in dataclasses.fields(tokens)
+        for field in dataclasses.fields(tokens)  # type: ignore[arg-type]
         if isinstance(value := getattr(tokens, field.name), torch.Tensor)
     }
-    return dataclasses.replace(tokens, **arrays)  # type: ignore[arg-type]
+    moved: T = dataclasses.replace(tokens, **arrays)  # type: ignore[type-var]
+    return moved

@@ -19,6 +19,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from protocol.errors import SettingsError
+from trainer.config import ParallelConfig
+from trainer.megatron.architecture.experts import Experts
 from trainer.megatron.architecture.numbers import Architecture
 from trainer.megatron.convert.rules import Direct, Rule, padded_vocabulary
 from trainer.megatron.layers import weight_gradients
@@ -74,7 +76,12 @@ def transformer_config(
     Raises:
         SettingsError: megatron refuses the combination of model and layout.
     """
-    parallel = position.config
+    parallel, experts = position.config, architecture.experts
+    if experts.count and parallel.tensor_model_parallel_size > 1 and not position.sequence_parallel:
+        raise SettingsError(
+            f"setting parallel.sequence_parallel = false: {architecture.model_type} has experts, and with "
+            f"tensor_model_parallel_size = {parallel.tensor_model_parallel_size} they need it: set it to true"
+        )
     weight_gradients.install()
     try:
         return TransformerConfig(
@@ -102,6 +109,7 @@ def transformer_config(
             # Micro-batches differ in length; the dispatcher, of experts, is one that megatron allows then.
             variable_seq_lengths=parallel.pipeline_model_parallel_size > 1,
             moe_token_dispatcher_type="alltoall",
+            **_of_experts(experts, parallel),
             bf16=dtype is torch.bfloat16,
             # Weights come from a checkpoint: a random initialization would be wasted.
             perform_initialization=False,
@@ -113,6 +121,21 @@ def transformer_config(
         )
     except (ValueError, AssertionError) as error:
         raise SettingsError(f"megatron-core refuses this model in this layout: {error}") from error
+
+
+def _of_experts(experts: Experts, parallel: ParallelConfig) -> dict[str, Any]:
+    """Return what megatron itself has to know of experts: that there are any."""
+    if not experts.count:
+        return {}
+    return {
+        "num_moe_experts": experts.count,
+        "moe_ffn_hidden_size": experts.intermediate,
+        "moe_router_topk": experts.per_token,
+        "moe_router_pre_softmax": True,
+        "moe_router_dtype": "fp32",
+        "expert_model_parallel_size": parallel.expert_model_parallel_size,
+        "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
+    }
 
 
 def build_model(

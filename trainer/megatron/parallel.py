@@ -113,13 +113,19 @@ def initialize(config: ParallelConfig, device: str, seed: int) -> Position:
             f"data {sizes[2]}), but {world} are running: start the trainer with torchrun --nproc-per-node "
             f"{config.world_size}, or change the sizes"
         )
+    experts = (config.expert_model_parallel_size, config.expert_tensor_parallel_size)
     with _initializing:
         if not dist.is_initialized():
             _owns_torch = _initialize_torch(place, world)
         if mpu.model_parallel_is_initialized():
-            _check_layout(sizes[:2])
+            _check_layout((*sizes[:2], *experts))
         else:
-            mpu.initialize_model_parallel(*sizes[:2], create_gloo_process_groups=False)
+            mpu.initialize_model_parallel(
+                *sizes[:2],
+                expert_model_parallel_size=experts[0],
+                expert_tensor_parallel_size=experts[1],
+                create_gloo_process_groups=False,
+            )
             if place.type == "cuda":
                 tensor_parallel.model_parallel_cuda_manual_seed(seed)
         _users += 1
@@ -147,8 +153,11 @@ def _check_order(position: Position) -> None:
         mpu.get_tensor_model_parallel_rank(),
         mpu.get_pipeline_model_parallel_rank(),
         mpu.get_data_parallel_rank(),
+        mpu.get_expert_model_parallel_rank(),
+        mpu.get_expert_tensor_parallel_rank(),
     )
-    if theirs != (position.tp, position.pp, position.dp):
+    place = position.place
+    if theirs != (place.tp, place.pp, place.dp, place.ep, place.etp):
         raise RuntimeError(f"megatron-core puts rank {position.rank} at {theirs}, not at {position.place}")
 
 
@@ -165,13 +174,18 @@ def finalize() -> None:
             _owns_torch = False
 
 
-def _check_layout(sizes: tuple[int, int]) -> None:
+def _check_layout(sizes: tuple[int, ...]) -> None:
     """Check that megatron's groups, which another backend of this process made, have these sizes."""
-    current = (mpu.get_tensor_model_parallel_world_size(), mpu.get_pipeline_model_parallel_world_size())
+    current = (
+        mpu.get_tensor_model_parallel_world_size(),
+        mpu.get_pipeline_model_parallel_world_size(),
+        mpu.get_expert_model_parallel_world_size(),
+        mpu.get_expert_tensor_parallel_world_size(),
+    )
     if current != sizes:
         raise SettingsError(
-            f"this process already has a layout (tensor, pipeline) = {current}, not {sizes}: "
-            "close that backend first"
+            f"this process already has a layout (tensor, pipeline, expert, expert tensor) = {current}, "
+            f"not {sizes}: close that backend first"
         )
 
 

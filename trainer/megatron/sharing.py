@@ -7,7 +7,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 
 from protocol.errors import SettingsError
-from trainer.megatron.reshard import TensorPlan
+from trainer.megatron.reshard import TensorPlan, stretch
 
 FREQUENCIES = "rotary_pos_emb.inv_freq"
 
@@ -31,7 +31,8 @@ def buffers_of(model: GPTModel) -> dict[str, torch.Tensor]:
 def _part(plan: TensorPlan, parameter: torch.Tensor) -> torch.Tensor:
     first, *others = plan.pieces
     if not others:
-        return parameter.narrow(plan.dim, first.local_start, first.length)
+        part: torch.Tensor = stretch(parameter, plan.dim, first.local_start, first.length, first.of)
+        return part
     distances = {after.local_start - before.local_start for before, after in pairwise(plan.pieces)}
     if plan.dim or len(distances) > 1 or {piece.length for piece in others} != {first.length}:
         raise SettingsError(

@@ -70,6 +70,19 @@ MORE_MODELS = {
         "Qwen3",
         {"vocab_size": 96, "tie_word_embeddings": False, "rope_parameters": YARN_ROPE},
     ),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {
+            "vocab_size": 96,
+            "num_hidden_layers": 4,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "mixtral": ("Mixtral", {"vocab_size": 96, "num_local_experts": 4, "pad_token_id": None}),
     "phi3": ("Phi3", {"vocab_size": 131, "tie_word_embeddings": False, "pad_token_id": None}),
     "deepseek-v3-dense": (
         "DeepseekV3",
@@ -85,6 +98,11 @@ MORE_MODELS = {
 ALL_MODELS = MODELS | MORE_MODELS
 NOT_GENERATED = ("deepseek-v3-dense", "deepseek-v2-dense")
 """Models that the engine `megatron` refuses."""
+EXPERTS = {
+    "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
+    "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
+}
+"""What checkpoints call the parts of experts: the block, gate, up and down."""
 SHARDED = "llama"
 """Saved in several files, with an index."""
 OPTIMIZER = OptimizerConfig(lr=1e-3, lr_warmup_steps=2, weight_decay=0.1, adam_eps=1e-5, clip_grad=0.5)
@@ -101,6 +119,23 @@ def make_model(name: str, **overrides: object) -> PreTrainedModel:
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     return model
+
+
+def tensors_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The parameters as a checkpoint has them: transformers stacks experts, and joins gate and up."""
+    block, *parts = EXPERTS.get(model.config.model_type, ("",))
+    result = {}
+    for name, tensor in model.named_parameters():
+        layer, _, kind = name.partition("mlp.experts.")
+        if not kind:
+            renamed = name.replace("mlp.", f"{block}.") if block else name
+            result[renamed] = tensor
+        for number, matrix in enumerate(tensor if kind else ()):
+            halves = matrix.chunk(2) if kind == "gate_up_proj" else (matrix,)
+            names = parts[:2] if kind == "gate_up_proj" else parts[2:]
+            for part, half in zip(names, halves, strict=True):
+                result[f"{layer}{block}.experts.{number}.{part}.weight"] = half
+    return result
 
 
 def save_model(name: str, directory: Path) -> Path:
@@ -216,7 +251,4 @@ class PlainTrainer:
         }
 
     def weights(self) -> dict[str, torch.Tensor]:
-        names = {name for name, _ in self.model.named_parameters()}
-        return {
-            name: tensor.detach().clone() for name, tensor in self.model.state_dict().items() if name in names
-        }
+        return {name: tensor.detach().clone() for name, tensor in tensors_of(self.model).items()}

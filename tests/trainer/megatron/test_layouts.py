@@ -11,14 +11,17 @@ from safetensors.torch import load_file
 from tests.trainer.megatron.launch import launch
 from tests.trainer.megatron.models import (
     ALL_MODELS,
+    EXPERTS,
     PlainTrainer,
     make_batch,
     make_model,
     plain_logprobs,
     save_model,
     step_batch,
+    tensors_of,
 )
-from tests.trainer.megatron.ranks import ALGORITHM, LAYOUTS, STEPS, models_of, run
+from tests.trainer.megatron.ranks import ALGORITHM, LAYOUTS, STEPS, models_of, one_of, run
+from trainer.config import ParallelConfig
 
 pytestmark = pytest.mark.xdist_group("layouts")  # what the module sets up once, not one for each process
 
@@ -91,7 +94,7 @@ def same_bits(left: Path, right: Path) -> bool:
 @EACH_LAYOUT_AND_MODEL
 def test_export_before_training_is_the_source(runs: Runs, layout: str, model: str) -> None:
     exported = load_file(runs(layout) / model / "before.safetensors")
-    source = dict(make_model(model).named_parameters())
+    source = tensors_of(make_model(model))
     assert exported.keys() == source.keys()
     assert [name for name in source if not torch.equal(exported[name], source[name])] == []
 
@@ -152,7 +155,7 @@ def test_reference_stays_while_the_model_moves(runs: Runs, layout: str, model: s
 def test_saved_checkpoint_loads_in_transformers(runs: Runs, layout: str, model: str) -> None:
     directory = runs(layout) / model
     loaded = transformers.AutoModelForCausalLM.from_pretrained(directory / "hf")
-    weights = dict(loaded.named_parameters())
+    weights = tensors_of(loaded)
     exported = load_file(directory / "after.safetensors")
     assert weights.keys() == exported.keys()
     assert all(torch.equal(weights[name], exported[name]) for name in weights)
@@ -162,9 +165,9 @@ def test_saved_checkpoint_loads_in_transformers(runs: Runs, layout: str, model: 
 def test_bfloat16_trains_on_float32_masters(runs: Runs, layout: str) -> None:
     directory = runs(layout) / "bfloat16"
     before, after = load_file(directory / "before.safetensors"), load_file(directory / "after.safetensors")
-    source = dict(make_model("qwen3-tied").named_parameters())
+    source = tensors_of(make_model(one_of(layout)))
     assert all(torch.equal(before[name], source[name].bfloat16()) for name in source)
-    _, expected = runs.plain("qwen3-tied")
+    _, expected = runs.plain(one_of(layout))
     for name, tensor in after.items():
         assert tensor.dtype is torch.bfloat16
         torch.testing.assert_close(tensor.float(), expected[name], atol=5e-3, rtol=1e-2)
@@ -178,13 +181,14 @@ def test_bfloat16_trains_on_float32_masters(runs: Runs, layout: str) -> None:
     )
 
 
-@pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2"])
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2", "etp2"])
 def test_checkpoint_of_another_layout_is_refused(runs: Runs, layout: str) -> None:
     refused = json.loads((runs(layout) / "refused.json").read_text())
     field = {
         "tp2": "tensor_model_parallel_size",
         "pp2": "pipeline_model_parallel_size",
         "dp2": "data_parallel_size",
+        "etp2": "expert_tensor_parallel_size",
     }[layout]
     assert f"{field} is 1 in the checkpoint and 2 in the run" in refused["message"]
     assert refused["unchanged"]
@@ -196,19 +200,19 @@ def gather_by_hand(directory: Path, layout: str, model: str) -> dict[str, torch.
     parallel = LAYOUTS[layout]
     result = {}
     for stage in range(parallel.pipeline_model_parallel_size):
-        files = [
-            load_file(directory / f"model-tp{tp}-pp{stage}.safetensors")
-            for tp in range(parallel.tensor_model_parallel_size)
-        ]
+        files = files_of_stage(directory, parallel, stage)
         first = stage * config.num_hidden_layers // parallel.pipeline_model_parallel_size
         for name in files[0]:
-            parts = [file[name] for file in files]
+            if ".experts." in name:
+                parts = [file[name] for file in files]
+            else:
+                parts = [file[name] for file in files[: parallel.tensor_model_parallel_size]]
             if name.startswith("decoder.layers."):
                 local, kind = name.removeprefix("decoder.layers.").split(".", 1)
                 layer = f"model.layers.{int(local) + first}."
-                result.update(
-                    {layer + key: value for key, value in layer_by_hand(kind, parts, config).items()}
-                )
+                by_hand = experts_by_hand if ".experts." in name else layer_by_hand
+                found = by_hand(kind, parts, config, parallel)
+                result.update({layer + key: value for key, value in found.items()})
             elif name == "decoder.final_layernorm.weight":
                 result["model.norm.weight"] = parts[0]
             else:
@@ -233,8 +237,40 @@ def latent_by_hand(name: str, parts: list[torch.Tensor]) -> dict[str, torch.Tens
     return {f"self_attn.{names[name]}.weight": parts[0]}
 
 
+def files_of_stage(directory: Path, parallel: ParallelConfig, stage: int) -> list[dict[str, torch.Tensor]]:
+    """The parameters of the ranks of a stage; without experts, of its first replica."""
+    if not (directory / "model-rank0.safetensors").exists():
+        sizes = range(parallel.tensor_model_parallel_size)
+        return [load_file(directory / f"model-tp{tp}-pp{stage}.safetensors") for tp in sizes]
+    ranks = parallel.world_size // parallel.pipeline_model_parallel_size
+    numbers = range(stage * ranks, (stage + 1) * ranks)
+    return [load_file(directory / f"model-rank{rank}.safetensors") for rank in numbers]
+
+
+def experts_by_hand(
+    kind: str, parts: list[torch.Tensor], config: transformers.PretrainedConfig, parallel: ParallelConfig
+) -> dict[str, torch.Tensor]:
+    block, gate, up, down = EXPERTS[config.model_type]
+    etp, ep = parallel.expert_tensor_parallel_size, parallel.expert_model_parallel_size
+    for first in range(0, len(parts), ep * etp):
+        assert all(torch.equal(a, b) for a, b in zip(parts[first:], parts[: ep * etp], strict=False))
+    result, number = {}, 0
+    for first in range(0, ep * etp, etp):
+        for matrices in zip(*parts[first : first + etp], strict=True):
+            here = f"{block}.experts.{number}."
+            number += 1
+            if kind.endswith("fc2"):
+                result[f"{here}{down}.weight"] = torch.cat(matrices, 1)
+                continue
+            halves = zip(*(matrix.chunk(2) for matrix in matrices), strict=True)
+            for part, half in zip((gate, up), halves, strict=True):
+                result[f"{here}{part}.weight"] = torch.cat(half)
+    assert number == config.num_local_experts
+    return result
+
+
 def layer_by_hand(
-    kind: str, parts: list[torch.Tensor], config: transformers.PretrainedConfig
+    kind: str, parts: list[torch.Tensor], config: transformers.PretrainedConfig, parallel: ParallelConfig
 ) -> dict[str, torch.Tensor]:
     suffix = kind.rsplit(".", 1)[1]
     if "linear_qkv" in kind:
@@ -268,5 +304,7 @@ def layer_by_hand(
         "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
         "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
     }
+    if kind == "mlp.router.weight":
+        names[kind] = f"{EXPERTS[config.model_type][0]}.gate.weight"
     assert all(torch.equal(part, parts[0]) for part in parts)
     return {names[kind]: parts[0]}

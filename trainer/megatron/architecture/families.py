@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from trainer.megatron.architecture.experts import ExpertNames
+
 
 @dataclass(frozen=True, slots=True)
 class Family:
@@ -27,6 +29,8 @@ class Family:
     """Whether each head has a learnt score to which attention goes that no token gets."""
     extra_layers: bool = False
     """Whether checkpoints may hold layers after the last one, which predict further tokens (MTP)."""
+    experts: ExpertNames | None = None
+    """What the parts of layers with experts are called; None: no layer has any."""
 
 
 FAMILIES = {
@@ -34,10 +38,16 @@ FAMILIES = {
     "deepseek_v3": Family("DeepseekV3ForCausalLM", latent=True, extra_layers=True),
     "llama": Family("LlamaForCausalLM"),
     "mistral": Family("MistralForCausalLM", windowed=True, default_window=4096),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        windowed=True,
+        experts=ExpertNames("block_sparse_moe", "w1", "w3", "w2", normalized=True),
+    ),
     "olmo2": Family("Olmo2ForCausalLM", qk_norm="projection", post_norms=True),
     "phi3": Family("Phi3ForCausalLM", fused=True, windowed=True),
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True),
     "qwen3": Family("Qwen3ForCausalLM", qk_norm="head"),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", qk_norm="head", experts=ExpertNames()),
 }
 """model_type -> family. docs/models.md says how to add one."""
 SUPPORTED = {model_type: family.name for model_type, family in FAMILIES.items()}

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.megatron.architecture.experts import NO_EXPERTS, Experts
 from trainer.megatron.architecture.families import FAMILIES, Family
 from trainer.megatron.architecture.latent import Latent
 from trainer.megatron.architecture.rope import Rope
@@ -10,7 +11,7 @@ from trainer.megatron.architecture.rope import Rope
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """The numbers that define a dense decoder. Sizes are those of the whole model."""
+    """The numbers that define a decoder. Sizes are those of the whole model."""
 
     model_type: str
     name: str
@@ -30,6 +31,8 @@ class Architecture:
     """Tokens that each one attends to, itself and those before it; 0: all."""
     latent: Latent | None = None
     """Sizes of latent attention; None: it is not latent."""
+    experts: Experts = NO_EXPERTS
+    """Of the layers that have any instead of an MLP."""
 
     @property
     def family(self) -> Family:
@@ -73,19 +76,30 @@ class Architecture:
     def layer_flops(self, tokens: Any, *, frozen: bool = False) -> Any:
         """Return the floating-point operations of all layers, forward and backward, on one sequence.
 
-        Six for each weight and token, four if the weights are `frozen` and take no gradient. Causal
-        attention: half of the square, or what a sliding window leaves of it, in two products, forward and
-        twice that backward. The output layer is left out, see `head_flops`.
+        Six for each weight and token that passes through it, four if the weights are `frozen` and take no
+        gradient. Causal attention: half of the square, or what a sliding window leaves of it, in two
+        products, forward and twice that backward. The output layer is left out, see `head_flops`.
 
         Args:
             tokens: of the sequence; a number, or an array of them.
         """
-        weights = self.attention_split + self.attention_replicated + 3 * self.hidden * self.intermediate
+        weights = self.layers * (self.attention_split + self.attention_replicated) + sum(
+            self.mlp_weights(layer) for layer in range(self.layers)
+        )
         products = self.heads * (self.head_dim + self.value_dim)
         passes = 4 if frozen else 6
         least = (tokens + self.window - abs(tokens - self.window)) // 2  # of numbers and arrays alike
         reach = least if self.window else tokens
-        return self.layers * (passes * weights * tokens + 3 * products * reach * (2 * tokens - reach))
+        attention = self.layers * 3 * products * reach * (2 * tokens - reach)
+        return passes * weights * tokens + attention
+
+    def mlp_weights(self, layer: int) -> int:
+        """Return the weights of a layer's MLP that a token passes through, with those of its router."""
+        experts = self.experts
+        if not experts.is_sparse(layer):
+            return 3 * self.hidden * self.intermediate
+        wide = experts.per_token * experts.intermediate + experts.shared_intermediate
+        return self.hidden * (3 * wide + experts.count)
 
     def head_flops(self, trained: int, *, frozen: bool = False) -> int:
         """Return those of the output layer, which only trained tokens pass through."""

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import SettingsError
+from trainer.megatron.architecture.experts import NO_EXPERTS, experts_of
 from trainer.megatron.architecture.families import FAMILIES, SUPPORTED
 from trainer.megatron.architecture.latent import latent_of
 from trainer.megatron.architecture.numbers import Architecture
@@ -44,6 +45,7 @@ def architecture_of(config: dict[str, Any], path: Path) -> Architecture:
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     latent = latent_of(path, config) if FAMILIES[model_type].latent else None
     positions = int(config.get("max_position_embeddings") or 4096)
+    names = FAMILIES[model_type].experts
     return Architecture(
         model_type=model_type,
         name=(config.get("architectures") or [SUPPORTED[model_type]])[0],
@@ -60,6 +62,7 @@ def architecture_of(config: dict[str, Any], path: Path) -> Architecture:
         rope=rope_of(path, config, positions),
         window=_window(config, positions),
         latent=latent,
+        experts=experts_of(path, config, names) if names else NO_EXPERTS,
     )
 
 

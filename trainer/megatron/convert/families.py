@@ -4,7 +4,16 @@ import re
 
 from trainer.megatron.architecture.numbers import Architecture
 from trainer.megatron.convert.latent import latent_rules
-from trainer.megatron.convert.rules import Direct, FusedQKV, GatedMLP, Rule, Split, Stacked, Vocabulary
+from trainer.megatron.convert.rules import (
+    Direct,
+    ExpertStack,
+    FusedQKV,
+    GatedMLP,
+    Rule,
+    Split,
+    Stacked,
+    Vocabulary,
+)
 
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
@@ -29,7 +38,10 @@ def layer_rules(architecture: Architecture, layer: int, local_layer: int) -> lis
         )
 
     attention = _attention_rules(architecture, here + "self_attention.", there + "self_attn.")
-    mlp = _mlp_rules(architecture, here + "mlp.", there + "mlp.")
+    if architecture.experts.is_sparse(layer):
+        mlp = _expert_rules(architecture, here + "mlp.", there)
+    else:
+        mlp = _mlp_rules(architecture, here + "mlp.", there + "mlp.", architecture.intermediate)
     if architecture.family.post_norms:
         after_attention = norm("post_attention_layernorm", "post_attention_layernorm")
         return [*attention, after_attention, *mlp, norm("post_mlp_layernorm", "post_feedforward_layernorm")]
@@ -68,8 +80,8 @@ def _attention_rules(architecture: Architecture, here: str, there: str) -> list[
     return rules
 
 
-def _mlp_rules(architecture: Architecture, here: str, there: str) -> list[Rule]:
-    hidden, wide = architecture.hidden, architecture.intermediate
+def _mlp_rules(architecture: Architecture, here: str, there: str, wide: int) -> list[Rule]:
+    hidden = architecture.hidden
     gate_up: Rule = GatedMLP(
         parameter=here + "linear_fc1.weight",
         names=(there + "gate_proj.weight", there + "up_proj.weight"),
@@ -81,6 +93,49 @@ def _mlp_rules(architecture: Architecture, here: str, there: str) -> list[Rule]:
         parameter=here + "linear_fc2.weight", name=there + "down_proj.weight", shape=(hidden, wide), dim=1
     )
     return [gate_up, down]
+
+
+def _expert_rules(architecture: Architecture, here: str, there: str) -> list[Rule]:
+    """Return the rules of router, experts, and the MLP that all tokens pass through."""
+    hidden, wide, names = architecture.hidden, architecture.experts.intermediate, architecture.family.experts
+    if names is None:
+        raise ValueError(f"family {architecture.model_type} has no names of experts")
+    there += f"{names.block}."
+    experts = [f"{there}experts.{number}" for number in range(architecture.experts.count)]
+    fc1, fc2 = f"{here}experts.fc1", f"{here}experts.fc2"
+    rules: list[Rule] = [
+        Direct(
+            parameter=f"{here}router.weight",
+            name=f"{there}gate.weight",
+            shape=(len(experts), hidden),
+        ),
+        ExpertStack(
+            parameter=fc1,
+            rules=tuple(
+                GatedMLP(
+                    parameter=fc1,
+                    names=(f"{expert}.{names.gate}.weight", f"{expert}.{names.up}.weight"),
+                    shape=(wide, hidden),
+                )
+                for expert in experts
+            ),
+        ),
+        ExpertStack(
+            parameter=fc2,
+            dim=1,
+            rules=tuple(
+                Split(parameter=fc2, name=f"{expert}.{names.down}.weight", shape=(hidden, wide), dim=1)
+                for expert in experts
+            ),
+        ),
+    ]
+    if architecture.experts.shared_intermediate:
+        shared = architecture.experts.shared_intermediate
+        rules += _mlp_rules(architecture, f"{here}shared.", f"{there}{names.shared}.", shared)
+    if names.shared_gate:
+        gate = f"{there}{names.shared_gate}.weight"
+        rules.append(Direct(parameter=f"{here}shared_gate.weight", name=gate, shape=(1, hidden)))
+    return rules
 
 
 def _stacked(name: str, rule: Rule) -> Rule:

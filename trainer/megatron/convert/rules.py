@@ -96,7 +96,7 @@ class Split(Rule):
 
     def segments(self, grid: Grid) -> tuple[Segment, ...]:
         units = self.shape[self.dim] // self.unit
-        part = self.unit * _share(self.name, units, grid.tp, "rows" if self.unit == 1 else "heads")
+        part = self.unit * _share(self.name, units, grid, "rows" if self.unit == 1 else "heads")
         return tuple(Segment(self.name, rank * part, rank, 0, part) for rank in range(grid.tp))
 
 
@@ -126,7 +126,7 @@ class FusedQKV(Rule):
         }
 
     def segments(self, grid: Grid) -> tuple[Segment, ...]:
-        part = _share(self.parameter, self.groups * (self.queries + 2) * self.head_dim, grid.tp)
+        part = _share(self.parameter, self.groups * (self.queries + 2) * self.head_dim, grid)
         result: list[Segment] = []
         offset = 0
         for group in range(self.groups):
@@ -150,7 +150,7 @@ class GatedMLP(Rule):
         return {name: self.shape for name in self.names}
 
     def segments(self, grid: Grid) -> tuple[Segment, ...]:
-        part = _share(self.parameter, self.shape[0], grid.tp)
+        part = _share(self.parameter, self.shape[0], grid)
         return tuple(
             Segment(name, rank * part, rank, half * part, part)
             for half, name in enumerate(self.names)
@@ -181,6 +181,41 @@ class Stacked(Rule):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertStack(Rule):
+    """The tensors of all experts of a layer, in a parameter that stacks those of a rank's experts.
+
+    Its first dimension counts experts, so `dim` counts within the matrix of one.
+    """
+
+    rules: tuple[Rule, ...]
+    """Of each expert, in order, as if it were the only one; all of the same kind and shapes."""
+    expert: bool = True
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: shape for rule in self.rules for name, shape in rule.shapes.items()}
+
+    def segments(self, grid: Grid) -> tuple[Segment, ...]:
+        here = self._experts_of_rank(grid)
+        return tuple(
+            replace(segment, rank=segment.rank + grid.tp * (number // here), of=number % here)
+            for number, rule in enumerate(self.rules)
+            for segment in rule.segments(grid)
+        )
+
+    def local_shape(self, grid: Grid) -> tuple[int, ...]:
+        return (self._experts_of_rank(grid), *self.rules[0].local_shape(grid))
+
+    def _experts_of_rank(self, grid: Grid) -> int:
+        if len(self.rules) % grid.ep:
+            raise SettingsError(
+                f"expert_model_parallel_size = {grid.ep} does not divide the {len(self.rules)} experts of "
+                f"{self.parameter}: choose a divisor"
+            )
+        return len(self.rules) // grid.ep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary(Rule):
     """Embedding or output rows, padded with zeros at the end to a multiple of the tensor ranks."""
 
@@ -204,12 +239,12 @@ def padded_vocabulary(vocabulary: int, tp: int) -> int:
     return -(-vocabulary // tp) * tp
 
 
-def _share(name: str, size: int, tp: int, kind: str = "rows") -> int:
-    if size % tp:
+def _share(name: str, size: int, grid: Grid, kind: str = "rows") -> int:
+    if size % grid.tp:
         raise SettingsError(
-            f"tensor_model_parallel_size = {tp} does not divide the {size} {kind} of {name}: choose a divisor"
+            f"{grid.setting} = {grid.tp} does not divide the {size} {kind} of {name}: choose a divisor"
         )
-    return size // tp
+    return size // grid.tp
 
 
 def _cut(name: str, start: int, offset: int, length: int, part: int) -> list[Segment]:

@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel import (
 from protocol.errors import SettingsError
 from protocol.weights.lora import AdapterTarget, LoraConfig, adapter_targets
 from trainer.lora import initial_adapter
-from trainer.megatron.convert.rules import Direct, FusedQKV, Rule, Split, Stacked
+from trainer.megatron.convert.rules import Direct, ExpertStack, FusedQKV, Rule, Split, Stacked
 from trainer.megatron.layout import Grid
 from trainer.megatron.model import mark_split
 from trainer.megatron.parallel import Position
@@ -69,6 +69,11 @@ def lora_rules(rules: Iterable[Rule], config: LoraConfig) -> list[Rule]:
 
 def _pair(rule: Rule, target: AdapterTarget, config: LoraConfig) -> tuple[Rule, Rule]:
     """Return the rules of A and B of one weight."""
+    if isinstance(rule, ExpertStack):
+        raise SettingsError(
+            f"setting lora.target_modules: {target.weight} is an expert's, and experts cannot have adapters "
+            "in the megatron backend: name projections of attention only"
+        )
     here = f"{rule.parameter.removesuffix('.weight')}.lora.{target.module.rpartition('.')[2]}"
     a, b = (config.rank, target.shape[1]), (target.shape[0], config.rank)
     if isinstance(rule, Split) and rule.dim == 1:

@@ -20,6 +20,7 @@ from trainer.megatron.architecture.numbers import Architecture
 from trainer.megatron.layers.attention.latent import LatentAttention
 from trainer.megatron.layers.attention.terms import AttentionTerms
 from trainer.megatron.layers.dense import ProjectionNorm, RMSNorm, SwigluMLP
+from trainer.megatron.layers.experts.layer import ExpertLayer
 
 
 class PostNormLayer(TransformerLayer):
@@ -46,8 +47,12 @@ def layer_spec(
         core_attention: class of what computes the attention itself; it takes `terms`.
     """
     post_norms = architecture.family.post_norms
+    experts = architecture.experts
+    kind: dict[str, Any] = {"module": PostNormLayer if post_norms else TransformerLayer}
+    if experts.is_sparse(layer):
+        kind = {"module": ExpertLayer, "params": {"experts": experts, "layer": layer}}
     return ModuleSpec(
-        module=PostNormLayer if post_norms else TransformerLayer,
+        **kind,
         submodules=TransformerLayerSubmodules(
             input_layernorm=IdentityOp if post_norms else RMSNorm,
             self_attention=_attention(architecture, layer, attention, core_attention),
@@ -90,7 +95,7 @@ def _attention(architecture: Architecture, layer: int, attention: Any, core_atte
 
 
 def _mlp(architecture: Architecture, layer: int) -> Any:
-    return SwigluMLP
+    return IdentityOp if architecture.experts.is_sparse(layer) else SwigluMLP
 
 
 def _head_norm(kind: str, heads: int) -> Any:

@@ -10,6 +10,7 @@ import torch
 
 from trainer.megatron.layers.attention.rotary import rotation
 from trainer.megatron.layers.attention.segmented import AttentionSegment, segments_of
+from trainer.megatron.layers.experts.tokens import RoutedTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,8 @@ class PackedSequences:
     """Shaped as `cos`."""
     segments: tuple[AttentionSegment, ...] = ()
     """For attention by segments; empty if another implementation is used."""
+    routed: RoutedTokens | None = None
+    """What routers have to know of the tokens; None where no layer has experts."""
     qkv_format: str = "thd"
     """megatron's name of the packed format: it drops the dimension of the batch before attention."""
 

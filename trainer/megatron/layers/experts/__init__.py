@@ -1,0 +1,1 @@
+"""Computes layers whose MLP is a choice of experts for each token."""
