@@ -312,7 +312,8 @@ class MegatronBackend(Backend):
 
     def _receive(self, plan: TensorPlan) -> torch.Tensor:
         """Assemble a tensor on rank 0: copy its own pieces, receive those of another rank in one message."""
-        tensor = torch.empty(plan.shape, dtype=DTYPES[self._trainer.dtype], device=self._position.device)
+        dtype = torch.float32 if plan.exact else DTYPES[self._trainer.dtype]
+        tensor = torch.empty(plan.shape, dtype=dtype, device=self._position.device)
         for number in sorted({piece.rank for piece in plan.pieces}):
             pieces = [piece for piece in plan.pieces if piece.rank == number]
             holder = self._places.holder_of(plan.stage, number)

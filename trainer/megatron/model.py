@@ -175,8 +175,6 @@ def build_model(
     # Ours: megatron's scaling is llama3's with two of its four numbers fixed.
     frequencies = inverse_frequencies(architecture.rope, architecture.rotary_dim)
     model.rotary_pos_emb.inv_freq = frequencies.to(position.device)
-    if config.params_dtype is torch.bfloat16:
-        model = model.bfloat16()
     return model.to(position.device)
 
 

@@ -48,6 +48,13 @@ LATENT = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
 }
+SHARED_EXPERTS = {
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+}
 MODELS = {
     "qwen2": ("Qwen2", {"vocab_size": 131, "tie_word_embeddings": False}),
     "qwen2-tied": ("Qwen2", {"vocab_size": 96, "tie_word_embeddings": True, "num_key_value_heads": 1}),
@@ -93,12 +100,36 @@ MORE_MODELS = {
         },
     ),
     "deepseek-v2-dense": ("DeepseekV2", {**LATENT, "first_k_dense_replace": 2, "q_lora_rank": None}),
+    "deepseek-v3": (
+        "DeepseekV3",
+        {
+            **LATENT,
+            **SHARED_EXPERTS,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+            "norm_topk_prob": True,
+        },
+    ),
+    "deepseek-v2": (
+        "DeepseekV2",
+        {
+            **LATENT,
+            **SHARED_EXPERTS,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 4.0,
+        },
+    ),
 }
 """Trained in few layouts: these differ from the others in what every layout treats alike."""
 ALL_MODELS = MODELS | MORE_MODELS
-NOT_GENERATED = ("deepseek-v3-dense", "deepseek-v2-dense")
+NOT_GENERATED = ("deepseek-v3-dense", "deepseek-v2-dense", "deepseek-v3", "deepseek-v2")
 """Models that the engine `megatron` refuses."""
 EXPERTS = {
+    "deepseek_v2": ("mlp", "gate_proj", "up_proj", "down_proj"),
+    "deepseek_v3": ("mlp", "gate_proj", "up_proj", "down_proj"),
     "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
     "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
 }
@@ -116,15 +147,20 @@ def make_model(name: str, **overrides: object) -> PreTrainedModel:
         torch.manual_seed(1)
         model = getattr(transformers, f"{family}ForCausalLM")(config).float()
         with torch.no_grad():
-            for parameter in model.parameters():
+            for parameter in [*model.parameters(), *buffers_of(model).values()]:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     return model
 
 
+def buffers_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The buffers that a checkpoint holds."""
+    return {name: tensor for name, tensor in model.named_buffers() if name in model.state_dict()}
+
+
 def tensors_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The parameters as a checkpoint has them: transformers stacks experts, and joins gate and up."""
+    """What a checkpoint has: transformers stacks experts, and joins gate and up."""
     block, *parts = EXPERTS.get(model.config.model_type, ("",))
-    result = {}
+    result = buffers_of(model)
     for name, tensor in model.named_parameters():
         layer, _, kind = name.partition("mlp.experts.")
         if not kind:

@@ -33,9 +33,28 @@ class Family:
     """What the parts of layers with experts are called; None: no layer has any."""
 
 
+BIASED_SIGMOID = ExpertNames(
+    shared="shared_experts",
+    normalized=True,
+    defaults={"scoring": "sigmoid", "choice_bias": True, "best_of_group": 2, "precise": True},
+    fixed={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+)
+"""Experts of DeepSeek-V3 and its like."""
 FAMILIES = {
-    "deepseek_v2": Family("DeepseekV2ForCausalLM", latent=True),
-    "deepseek_v3": Family("DeepseekV3ForCausalLM", latent=True, extra_layers=True),
+    "deepseek_v2": Family(
+        "DeepseekV2ForCausalLM",
+        latent=True,
+        experts=ExpertNames(
+            shared="shared_experts",
+            defaults={"precise": True},
+            fixed={
+                "scoring_func": ("softmax",),
+                "topk_method": ("greedy", "group_limited_greedy"),
+                "norm_topk_prob": (False,),  # transformers ignores it
+            },
+        ),
+    ),
+    "deepseek_v3": Family("DeepseekV3ForCausalLM", latent=True, extra_layers=True, experts=BIASED_SIGMOID),
     "llama": Family("LlamaForCausalLM"),
     "mistral": Family("MistralForCausalLM", windowed=True, default_window=4096),
     "mixtral": Family(

@@ -3,6 +3,7 @@
 import re
 
 from trainer.megatron.architecture.numbers import Architecture
+from trainer.megatron.convert.experts import router_rules, stacked_rules
 from trainer.megatron.convert.latent import latent_rules
 from trainer.megatron.convert.rules import (
     Direct,
@@ -101,14 +102,12 @@ def _expert_rules(architecture: Architecture, here: str, there: str) -> list[Rul
     if names is None:
         raise ValueError(f"family {architecture.model_type} has no names of experts")
     there += f"{names.block}."
+    rules = router_rules(architecture.experts, hidden, f"{here}router.", f"{there}{names.router}.")
+    if names.stacked:
+        return rules + stacked_rules(architecture.experts, hidden, f"{here}experts.", f"{there}experts.")
     experts = [f"{there}experts.{number}" for number in range(architecture.experts.count)]
     fc1, fc2 = f"{here}experts.fc1", f"{here}experts.fc2"
-    rules: list[Rule] = [
-        Direct(
-            parameter=f"{here}router.weight",
-            name=f"{there}gate.weight",
-            shape=(len(experts), hidden),
-        ),
+    rules += [
         ExpertStack(
             parameter=fc1,
             rules=tuple(

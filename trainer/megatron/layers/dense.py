@@ -84,12 +84,13 @@ class ProjectionNorm(torch.nn.Module):
 class SwigluMLP(MLP):
     """megatron's MLP, without the choices that models here do not have: no bias, silu, gated."""
 
-    def __init__(self, config: TransformerConfig, **unused: Any) -> None:
+    def __init__(self, config: TransformerConfig, wide: int = 0, **unused: Any) -> None:
+        """Take the width of another MLP than the layers' as `wide`."""
         linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
         super().__init__(
             config,
             linear,
-            ffn_hidden_size=config.ffn_hidden_size,
+            ffn_hidden_size=wide or config.ffn_hidden_size,
             tp_group=mpu.get_tensor_model_parallel_group(),
         )
 

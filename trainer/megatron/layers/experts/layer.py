@@ -10,15 +10,16 @@ import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from trainer.megatron.architecture.experts import Experts
-from trainer.megatron.layers.dense import swiglu
+from trainer.megatron.layers.dense import SwigluMLP, swiglu
+from trainer.megatron.layers.experts.clamped import ClampedStack
 from trainer.megatron.layers.experts.dispatch import Exchange, Order
 from trainer.megatron.layers.experts.router import Router
+from trainer.megatron.layers.experts.stacks import linear, stack
 from trainer.megatron.layers.experts.tokens import RoutedTokens
 
 
@@ -77,7 +78,7 @@ class ExpertStack(torch.nn.Module):
         Returns:
             [R, H]: this rank's summand, if others share its experts.
         """
-        return _linear(swiglu(_linear(rows, self.fc1, counts)), self.fc2, counts)
+        return linear(swiglu(linear(rows, self.fc1, counts)), self.fc2, counts)
 
 
 class ExpertMLP(torch.nn.Module):
@@ -86,7 +87,9 @@ class ExpertMLP(torch.nn.Module):
     def __init__(self, config: TransformerConfig, experts: Experts, layer: int) -> None:
         super().__init__()
         self.router = Router(config, experts, layer)
-        self.experts = ExpertStack(config, experts)
+        self.experts = (ClampedStack if experts.swiglu_limit else ExpertStack)(config, experts)
+        if experts.shared_intermediate:
+            self.shared = SwigluMLP(config, wide=experts.shared_intermediate)
         self.size = mpu.get_expert_model_parallel_world_size()
         self.copies = mpu.get_expert_tensor_parallel_world_size()
 
@@ -104,7 +107,10 @@ class ExpertMLP(torch.nn.Module):
         order = Order(routing.experts, self.router.experts.count)
         outputs = order.by_token(self._outputs(order.rows_of(x), order.counts))
         weights = routing.weights[:, None].to(outputs.dtype)
-        return torch.bmm(weights, outputs).view_as(hidden_states), None
+        found = torch.bmm(weights, outputs).view_as(hidden_states)
+        if self.router.experts.shared_intermediate:
+            found = found + self.shared(hidden_states)[0]
+        return found, None
 
     def _outputs(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         if self.size * self.copies == 1:
@@ -113,24 +119,3 @@ class ExpertMLP(torch.nn.Module):
         group = mpu.get_expert_tensor_and_model_parallel_group()
         exchange = Exchange(counts, self.size, self.copies, group)
         return exchange.give_back(self.experts(exchange.send(rows), exchange.counts))
-
-
-def stack(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
-    """Return an uninitialized parameter of experts.
-
-    The mark makes megatron add up its gradients over the ranks with the same experts, and step it apart.
-    """
-    device = None if config.use_cpu_initialization else torch.cuda.current_device()
-    parameter = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
-    parameter.allreduce = False  # type: ignore[attr-defined]
-    return parameter
-
-
-def _linear(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Multiply the rows [R, n] of each expert with its matrix of [L, m, n]; returns [R, m]."""
-    if rows.is_cuda and rows.dtype is torch.bfloat16:
-        ends = counts.to(rows.device, non_blocking=True).cumsum(0).int()
-        product: torch.Tensor = torch._grouped_mm(rows, weights.transpose(1, 2), offs=ends)
-        return product
-    parts = rows.split(counts.tolist())
-    return torch.cat([F.linear(part, weight) for part, weight in zip(parts, weights.unbind(), strict=True)])

@@ -54,6 +54,13 @@ class Router(torch.nn.Module):
         shape = (experts.count, config.hidden_size)
         self.weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        if experts.biases:
+            self.bias = torch.nn.Parameter(torch.empty(shape[:1], dtype=config.params_dtype, device=device))
+            self.bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        if experts.choice_bias:
+            # A parameter, so that it is loaded, saved and published as the others; it is not stepped.
+            bias = torch.empty(experts.count, dtype=torch.float32, device=device)
+            self.choice_bias = torch.nn.Parameter(bias, requires_grad=False)
         self.forget()
 
     def forget(self) -> None:
@@ -67,17 +74,24 @@ class Router(torch.nn.Module):
             x: inputs of the layer's experts.
             tokens: describes them; None: nothing is counted or balanced.
         """
-        logits = F.linear(x, self.weight).float()
+        logits = self._logits(x)
         scores = scores_of(logits, self.experts)
         if tokens is not None and tokens.experts is not None:
             chosen = tokens.experts[self.layer]
         else:
-            chosen = choose(scores, self.experts)
+            chosen = choose(scores, self.experts, self.choice_bias if self.experts.choice_bias else None)
         weights = weights_of(scores, chosen, self.experts)
         # Where layers are recomputed only the second pass has gradients, so it alone counts.
         if tokens is not None and torch.is_grad_enabled():
             weights = self._balanced(weights, logits, scores, chosen, tokens)
         return Routing(chosen, weights)
+
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+        """Return float32 [T, E]."""
+        weight, bias = self.weight, self.bias if self.experts.biases else None
+        if self.experts.precise:
+            x, weight, bias = x.float(), weight.float(), None if bias is None else bias.float()
+        return F.linear(x, weight, bias).float()
 
     def _balanced(
         self,
@@ -107,9 +121,22 @@ def scores_of(logits: torch.Tensor, experts: Experts) -> torch.Tensor:
     return torch.softmax(logits, -1) if experts.scoring == "softmax" else torch.sigmoid(logits)
 
 
-def choose(scores: torch.Tensor, experts: Experts) -> torch.Tensor:
-    """Return the experts of each token, int64 [T, k], by scores [T, E]."""
-    return torch.topk(scores.detach(), experts.per_token, -1).indices
+def choose(scores: torch.Tensor, experts: Experts, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the experts of each token, int64 [T, k], by scores [T, E] and what is added to them, [E].
+
+    Where experts are in groups, only those of a token's best groups are chosen from (DeepSeek-V2 and V3,
+    arXiv 2405.04434 and 2412.19437).
+    """
+    scores = scores.detach()
+    if bias is not None:
+        scores = scores + bias
+    if experts.groups > 1:
+        grouped = scores.unflatten(-1, (experts.groups, -1))
+        of_groups = grouped.topk(experts.best_of_group, -1).values.sum(-1)
+        best = of_groups.topk(experts.groups_per_token, -1).indices
+        left_out = torch.ones_like(of_groups, dtype=torch.bool).scatter_(-1, best, False)
+        scores = grouped.masked_fill(left_out[..., None], -torch.inf).flatten(-2)
+    return torch.topk(scores, experts.per_token, -1).indices
 
 
 def weights_of(scores: torch.Tensor, chosen: torch.Tensor, experts: Experts) -> torch.Tensor:
