@@ -149,3 +149,8 @@ class StepReport(Message, tag="step_report", frozen=True, kw_only=True):
     """Largest memory that a rank of the trainer had allocated on its GPU during the step, GiB."""
     memory_expected_gb: float | None = None
     """The peak that was expected of the rank that takes the most, GiB."""
+    expert_load_max: float | None = None
+    """Tokens that the busiest expert of any layer got, by those that it would get if all got as many; None
+    where the model has no experts, or the backend does not count."""
+    expert_load_min: float | None = None
+    """Tokens of the expert with the fewest, likewise."""

@@ -15,6 +15,7 @@ from services.preflight.problem import Problem
 from services.settings.hub import fetch_model
 from services.settings.sections import Settings
 from trainer.config import ParallelConfig
+from trainer.megatron.architecture.experts import check_ranks
 from trainer.megatron.architecture.families import SUPPORTED
 from trainer.megatron.architecture.reading import architecture_of
 from trainer.megatron.layout import Layout
@@ -114,6 +115,7 @@ def _megatron_problems(setting: str, settings: Settings, model: ModelFacts) -> I
             "shared",
         )
     try:
+        check_ranks(architecture.experts, parallel)
         export_plan(architecture, Layout.of(parallel, architecture.layers))
     except SettingsError as error:
         yield Problem(f"section [parallel]: {error}")

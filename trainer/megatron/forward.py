@@ -24,8 +24,8 @@ from trainer.backends.step_measures import StepMeasures
 from trainer.backends.token_loss import micro_batch_loss
 from trainer.batch import Batch
 from trainer.megatron.architecture.numbers import Architecture
-from trainer.megatron.layers.experts.balance import loads_by_layer
-from trainer.megatron.layers.experts.router import Router
+from trainer.megatron.layers.experts.balance import loads_by_layer, updated_bias
+from trainer.megatron.layers.experts.router import ExpertRouter
 from trainer.megatron.layers.head import linear_logprobs
 from trainer.megatron.micro_batches import MicroBatch, Packing
 from trainer.megatron.model import PackedModel
@@ -58,7 +58,7 @@ class Runner:
         self.micro_batch_tokens = micro_batch_tokens
         self.micro_batch_size = micro_batch_size
         self._inner: PackedModel = model if isinstance(model, PackedModel) else model.module
-        self.routers = [module for module in self._inner.modules() if isinstance(module, Router)]
+        self.routers = [module for module in self._inner.modules() if isinstance(module, ExpertRouter)]
         self.loads = torch.zeros(0, 0)
         """Tokens that each expert got in the last step: float64 [layers, experts], equal on every rank."""
 
@@ -104,6 +104,13 @@ class Runner:
         if self.position.config.pipeline_model_parallel_size > 1:
             dist.all_reduce(result, group=mpu.get_pipeline_model_parallel_group())
         return result.cpu()
+
+    @torch.no_grad()
+    def update_biases(self, rate: float) -> None:
+        """Move the biases of routers' choices after a step, by the loads of its passes; 0 leaves them."""
+        for router in self.routers if rate else ():
+            if router.bias is not None:
+                router.bias.copy_(updated_bias(router.bias, self.loads[router.layer].to(router.bias), rate))
 
     def packing(self, batch: Batch) -> Packing:
         """Return how a part is divided into micro-batches."""

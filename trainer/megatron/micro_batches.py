@@ -181,5 +181,5 @@ def _on(tokens: T, device: torch.device) -> T:
         for field in dataclasses.fields(tokens)  # type: ignore[arg-type]
         if isinstance(value := getattr(tokens, field.name), torch.Tensor)
     }
-    moved: T = dataclasses.replace(tokens, **arrays)  # type: ignore[type-var]
+    moved: T = dataclasses.replace(tokens, **arrays)  # type: ignore[type-var, arg-type]
     return moved

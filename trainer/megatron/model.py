@@ -77,11 +77,6 @@ def transformer_config(
         SettingsError: megatron refuses the combination of model and layout.
     """
     parallel, experts = position.config, architecture.experts
-    if experts.count and parallel.tensor_model_parallel_size > 1 and not position.sequence_parallel:
-        raise SettingsError(
-            f"setting parallel.sequence_parallel = false: {architecture.model_type} has experts, and with "
-            f"tensor_model_parallel_size = {parallel.tensor_model_parallel_size} they need it: set it to true"
-        )
     weight_gradients.install()
     try:
         return TransformerConfig(

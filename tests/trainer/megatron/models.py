@@ -89,6 +89,16 @@ MORE_MODELS = {
             "mlp_only_layers": [1],
         },
     ),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        {
+            "vocab_size": 96,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+        },
+    ),
     "mixtral": ("Mixtral", {"vocab_size": 96, "num_local_experts": 4, "pad_token_id": None}),
     "phi3": ("Phi3", {"vocab_size": 131, "tie_word_embeddings": False, "pad_token_id": None}),
     "deepseek-v3-dense": (
@@ -131,6 +141,7 @@ EXPERTS = {
     "deepseek_v2": ("mlp", "gate_proj", "up_proj", "down_proj"),
     "deepseek_v3": ("mlp", "gate_proj", "up_proj", "down_proj"),
     "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
+    "qwen2_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
     "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
 }
 """What checkpoints call the parts of experts: the block, gate, up and down."""

@@ -63,12 +63,12 @@ LAYOUTS |= EXPERT_LAYOUTS
 MORE_MODELS_OF = {
     "single": tuple(MORE_MODELS),
     "tp2": ("deepseek-v3-dense",),
-    "tp2-sequence": ("mistral", "olmo2", "phi3", "mixtral", "deepseek-v3-dense", "deepseek-v2-dense"),
+    "tp2-sequence": ("mistral", "olmo2", "phi3", "qwen2-moe", "deepseek-v3-dense", "deepseek-v2-dense"),
 }
 STEPS = 3
 FRESH = ("qwen2", "qwen3-moe")
 """Models whose checkpoint is restored into a new backend; others restore into the one that continued."""
-EXPERTS = ("qwen3-moe", "mixtral")
+EXPERTS = ("qwen3-moe", "mixtral", "qwen2-moe")
 """Models with experts."""
 ALGORITHM = Grpo(AlgorithmConfig(entropy_coef=0.02, kl_coef=0.0))
 
@@ -112,7 +112,9 @@ def drain(backend: Backend) -> dict[str, torch.Tensor]:
 
 def models_of(layout: str) -> list[str]:
     """Names of the models that are trained in a layout."""
-    return list(EXPERTS) if layout in EXPERT_LAYOUTS else [*MODELS, *MORE_MODELS_OF.get(layout, ())]
+    if layout in EXPERT_LAYOUTS:
+        return [*EXPERTS] if LAYOUTS[layout].world_size > 2 else [*EXPERTS[:2]]
+    return [*MODELS, *MORE_MODELS_OF.get(layout, ())]
 
 
 def one_of(layout: str) -> str:

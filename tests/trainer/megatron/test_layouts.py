@@ -281,6 +281,9 @@ def layer_by_hand(
         if config.model_type == "phi3":
             return {"self_attn.qkv_proj.weight": torch.cat(split)}
         return {f"self_attn.{x}_proj.{suffix}": part for x, part in zip("qkv", split, strict=True)}
+    if "shared.linear" in kind:
+        plain = layer_by_hand(kind.replace("shared.", ""), parts, config, parallel)
+        return {name.replace("mlp.", "mlp.shared_expert."): tensor for name, tensor in plain.items()}
     if "linear_fc1" in kind:
         gate, up = (torch.cat(half) for half in zip(*(part.chunk(2) for part in parts), strict=True))
         if config.model_type == "phi3":
@@ -306,5 +309,6 @@ def layer_by_hand(
     }
     if kind == "mlp.router.weight":
         names[kind] = f"{EXPERTS[config.model_type][0]}.gate.weight"
+    names["mlp.shared_gate.weight"] = "mlp.shared_expert_gate.weight"
     assert all(torch.equal(part, parts[0]) for part in parts)
     return {names[kind]: parts[0]}

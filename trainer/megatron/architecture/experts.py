@@ -1,11 +1,13 @@
 """Reads the numbers of layers with experts."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import MappingProxyType
 from pathlib import Path
 from typing import Any
 
 from protocol.errors import SettingsError
+from trainer.config import ParallelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +22,16 @@ class Experts:
     """Width of an expert."""
     shared_intermediate: int = 0
     """Width of the MLP that every token passes through beside its experts; 0: there is none."""
+    shared_gate: bool = False
+    """Whether a sigmoid of its own weighs that MLP for each token."""
     dense_layers: tuple[int, ...] = ()
     """Layers with an ordinary MLP instead, ascending, from 0."""
     scoring: str = "softmax"
     """What makes scores of the router's logits: softmax over the experts, or sigmoid."""
     normalized: bool = False
     """Whether the scores of a token's experts are divided by their sum."""
+    bias: bool = False
+    """Whether experts are chosen by the sum of score and a bias, which counts nowhere else."""
     scale: float = 1.0
     """Factor of what experts put out."""
     groups: int = 1
@@ -33,12 +39,10 @@ class Experts:
     groups_per_token: int = 1
     best_of_group: int = 1
     """How many of the best scores of a group add up to its own."""
-    choice_bias: bool = False
-    """Whether experts have numbers, without gradients, that are added to their scores for the choice only."""
     precise: bool = False
     """Whether logits are computed in float32 whatever the dtype of the weights."""
     biases: bool = False
-    """Whether router and experts have biases."""
+    """Whether the router's logits and the experts have biases, which are parameters as others."""
     swiglu_limit: float = 0.0
     """Bound of gate and up projection, whose columns alternate where it is not 0; 0: there is none."""
     swiglu_alpha: float = 1.0
@@ -50,8 +54,28 @@ class Experts:
 
 
 NO_EXPERTS = Experts()
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Fields of config.json that hold the number of experts."""
+
+
+def check_ranks(experts: Experts, parallel: ParallelConfig) -> None:
+    """Check what a layout asks of experts, beyond what the conversion's rules do.
+
+    Raises:
+        SettingsError: there are no experts to divide, or tensor ranks have the same tokens.
+    """
+    for field in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
+        if (size := getattr(parallel, field)) > 1 and not experts.count:
+            raise SettingsError(
+                f"setting parallel.{field}: {size}, but the model has no experts: set it to 1"
+            )
+    tp = parallel.tensor_model_parallel_size
+    if experts.count and tp > 1 and not parallel.sequence_parallel:
+        raise SettingsError(
+            f"setting parallel.sequence_parallel: false, but a model with experts on {tp} tensor ranks needs "
+            "it: set it to true"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +95,9 @@ class ExpertNames:
     """`norm_topk_prob` of transformers where config.json does not name it."""
     stacked: bool = False
     """Whether the checkpoint has a tensor for all experts, in which matrices are transposed."""
-    defaults: Mapping[str, object] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = NOTHING
     """Values of `Experts` that config.json does not name."""
-    fixed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    fixed: Mapping[str, tuple[object, ...]] = NOTHING
     """Fields of config.json and what they may be, that of transformers first where the field is not named."""
 
 
@@ -114,6 +138,7 @@ def experts_of(path: Path, config: dict[str, Any], names: ExpertNames) -> Expert
         chosen,
         intermediate=wide,
         shared_intermediate=int(shared) if names.shared else 0,
+        shared_gate=bool(names.shared_gate),
         dense_layers=tuple(
             layer for layer in layers if layer < first or layer in dense or (layer + 1) % step
         ),

@@ -36,7 +36,7 @@ class Family:
 BIASED_SIGMOID = ExpertNames(
     shared="shared_experts",
     normalized=True,
-    defaults={"scoring": "sigmoid", "choice_bias": True, "best_of_group": 2, "precise": True},
+    defaults={"scoring": "sigmoid", "bias": True, "best_of_group": 2, "precise": True},
     fixed={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
 )
 """Experts of DeepSeek-V3 and its like."""
@@ -65,6 +65,11 @@ FAMILIES = {
     "olmo2": Family("Olmo2ForCausalLM", qk_norm="projection", post_norms=True),
     "phi3": Family("Phi3ForCausalLM", fused=True, windowed=True),
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM",
+        qkv_bias=True,
+        experts=ExpertNames(shared="shared_expert", shared_gate="shared_expert_gate"),
+    ),
     "qwen3": Family("Qwen3ForCausalLM", qk_norm="head"),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", qk_norm="head", experts=ExpertNames()),
 }

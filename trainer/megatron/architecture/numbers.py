@@ -32,7 +32,7 @@ class Architecture:
     latent: Latent | None = None
     """Sizes of latent attention; None: it is not latent."""
     experts: Experts = NO_EXPERTS
-    """Of the layers that have any instead of an MLP."""
+    """Numbers of the layers that have any instead of an MLP."""
 
     @property
     def family(self) -> Family:

@@ -84,6 +84,7 @@ def _refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
     unsupported = {
         "hidden_act": config.get("hidden_act", "silu") != "silu",
         "attention_bias": bool(config.get("attention_bias")),
+        "qkv_bias": config["model_type"] == "qwen2_moe" and not config.get("qkv_bias", True),
         "mlp_bias": bool(config.get("mlp_bias")),
         "attention_dropout": bool(config.get("attention_dropout")),
         "sliding_window": window is not None and window < positions,

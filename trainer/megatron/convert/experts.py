@@ -16,10 +16,10 @@ def router_rules(experts: Experts, hidden: int, here: str, there: str) -> list[R
     count = (experts.count,)
     rules: list[Rule] = [Direct(parameter=f"{here}weight", name=f"{there}weight", shape=(*count, hidden))]
     if experts.biases:
-        rules.append(Direct(parameter=f"{here}bias", name=f"{there}bias", shape=count))
-    if experts.choice_bias:
+        rules.append(Direct(parameter=f"{here}logit_bias", name=f"{there}bias", shape=count))
+    if experts.bias:
         name = f"{there}e_score_correction_bias"
-        rules.append(Direct(parameter=f"{here}choice_bias", name=name, shape=count, exact=True))
+        rules.append(Direct(parameter=f"{here}bias", name=name, shape=count, exact=True))
     return rules
 
 

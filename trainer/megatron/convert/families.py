@@ -131,7 +131,7 @@ def _expert_rules(architecture: Architecture, here: str, there: str) -> list[Rul
     if architecture.experts.shared_intermediate:
         shared = architecture.experts.shared_intermediate
         rules += _mlp_rules(architecture, f"{here}shared.", f"{there}{names.shared}.", shared)
-    if names.shared_gate:
+    if architecture.experts.shared_gate:
         gate = f"{there}{names.shared_gate}.weight"
         rules.append(Direct(parameter=f"{here}shared_gate.weight", name=gate, shape=(1, hidden)))
     return rules

@@ -190,7 +190,7 @@ class ExpertStack(Rule):
     """
 
     rules: tuple[Rule, ...]
-    """Of each expert, in order, as if it were the only one; all of the same kind and shapes."""
+    """Rules of the experts in order, each as if there were no others; all of the same kind and shapes."""
     expert: bool = True
 
     @property

@@ -3,6 +3,7 @@
 import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
 
 # isort: split
+import copy
 from typing import Any
 
 import torch
@@ -84,13 +85,16 @@ class ProjectionNorm(torch.nn.Module):
 class SwigluMLP(MLP):
     """megatron's MLP, without the choices that models here do not have: no bias, silu, gated."""
 
-    def __init__(self, config: TransformerConfig, wide: int = 0, **unused: Any) -> None:
-        """Take the width of another MLP than the layers' as `wide`."""
+    def __init__(self, config: TransformerConfig, width: int = 0, **unused: Any) -> None:
+        """Build it, as wide as `config` says or else `width`."""
+        if width:
+            config = copy.copy(config)
+            config.ffn_hidden_size = width
         linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
         super().__init__(
             config,
             linear,
-            ffn_hidden_size=wide or config.ffn_hidden_size,
+            ffn_hidden_size=config.ffn_hidden_size,
             tp_group=mpu.get_tensor_model_parallel_group(),
         )
 

@@ -4,11 +4,31 @@ Shapes: T tokens of this rank, S samples of the micro-batch, E experts of the la
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from protocol.errors import SettingsError
+from trainer.config import TrainerConfig
+from trainer.megatron.architecture.experts import Experts
 from trainer.megatron.layers.experts.tokens import RoutedTokens
+
+
+def set_balance(config: Any, experts: Experts, trainer: TrainerConfig) -> None:
+    """Set the coefficients in megatron's `config`, from which routers take them.
+
+    Raises:
+        SettingsError: the model has nothing that could be balanced so.
+    """
+    if trainer.moe_router_bias_update_rate and not experts.bias:
+        raise SettingsError(
+            f"setting trainer.moe_router_bias_update_rate: {trainer.moe_router_bias_update_rate:g} is for "
+            "models whose routers have biases that checkpoints hold, and this one's have none: set it to 0, "
+            "or use trainer.moe_aux_loss_coeff"
+        )
+    config.moe_aux_loss_coeff = trainer.moe_aux_loss_coeff
+    config.moe_z_loss_coeff = trainer.moe_z_loss_coeff
 
 
 def tokens_by_sample(chosen: torch.Tensor, experts: int, tokens: RoutedTokens) -> torch.Tensor:

@@ -24,7 +24,7 @@ def clamped_swiglu(x: torch.Tensor, limit: float, alpha: float) -> torch.Tensor:
     return (up + 1) * gate * torch.sigmoid(alpha * gate)
 
 
-class ClampedStack(torch.nn.Module):
+class ClampedExperts(torch.nn.Module):
     """This rank's experts, as the checkpoint has them: `fc1` [L, H, 2 F'], `fc2` [L, F', H], and biases.
 
     `fc1_bias` is [L, 2 F']. Ranks that share experts add up what they put out, so each has its part of
@@ -45,7 +45,7 @@ class ClampedStack(torch.nn.Module):
         self._around = (before, hidden - before - hidden // ranks)
 
     def forward(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Compute each expert's rows; arguments and result as those of `ExpertStack`."""
+        """Compute each expert's rows; arguments and result as those of `LocalExperts`."""
         inner = linear(rows, self.fc1.transpose(1, 2), counts) + _of_rows(self.fc1_bias, counts, rows)
         inner = clamped_swiglu(inner, self.experts.swiglu_limit, self.experts.swiglu_alpha)
         bias = F.pad(self.fc2_bias, self._around)

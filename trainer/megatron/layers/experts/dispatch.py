@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel import all_to_all
 from trainer.megatron.layers.attention.sequences import to_device
 
 
-class Order:
+class ExpertOrder:
     """The order of rows by expert, within an expert by token."""
 
     def __init__(self, chosen: torch.Tensor, experts: int) -> None:

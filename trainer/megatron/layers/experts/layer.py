@@ -10,15 +10,16 @@ import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from trainer.megatron.architecture.experts import Experts
 from trainer.megatron.layers.dense import SwigluMLP, swiglu
-from trainer.megatron.layers.experts.clamped import ClampedStack
-from trainer.megatron.layers.experts.dispatch import Exchange, Order
-from trainer.megatron.layers.experts.router import Router
+from trainer.megatron.layers.experts.clamped import ClampedExperts
+from trainer.megatron.layers.experts.dispatch import Exchange, ExpertOrder
+from trainer.megatron.layers.experts.router import ExpertRouter
 from trainer.megatron.layers.experts.stacks import linear, stack
 from trainer.megatron.layers.experts.tokens import RoutedTokens
 
@@ -57,7 +58,7 @@ class ExpertLayer(TransformerLayer):
         return super().forward(*args, packed_seq_params=packed_seq_params, **others)
 
 
-class ExpertStack(torch.nn.Module):
+class LocalExperts(torch.nn.Module):
     """This rank's experts, a stack for each projection: `fc1` [L, 2 F', H], gate first; `fc2` [L, H, F']."""
 
     def __init__(self, config: TransformerConfig, experts: Experts) -> None:
@@ -81,17 +82,40 @@ class ExpertStack(torch.nn.Module):
         return linear(swiglu(linear(rows, self.fc1, counts)), self.fc2, counts)
 
 
+class SharedGate(torch.nn.Module):
+    """What the MLP that every token passes through counts for each of them: a sigmoid of one product."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        shape = (1, config.hidden_size)
+        self.weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [S, B, H] to [S, B, 1]."""
+        return torch.sigmoid(F.linear(x, self.weight))
+
+
 class ExpertMLP(torch.nn.Module):
-    """Router, experts, and the way between them. Every token is computed, however many choose an expert."""
+    """ExpertRouter, experts, and the way between them, beside an MLP for all tokens if the model has one.
+
+    Every token is computed, however many choose an expert.
+    """
 
     def __init__(self, config: TransformerConfig, experts: Experts, layer: int) -> None:
         super().__init__()
-        self.router = Router(config, experts, layer)
-        self.experts = (ClampedStack if experts.swiglu_limit else ExpertStack)(config, experts)
-        if experts.shared_intermediate:
-            self.shared = SwigluMLP(config, wide=experts.shared_intermediate)
+        self.router = ExpertRouter(config, experts, layer)
+        self.experts = self.make_experts(config, experts)
+        width = experts.shared_intermediate
+        self.shared = SwigluMLP(config, width) if width else None
+        self.shared_gate = SharedGate(config) if experts.shared_gate else None
         self.size = mpu.get_expert_model_parallel_world_size()
         self.copies = mpu.get_expert_tensor_parallel_world_size()
+
+    def make_experts(self, config: TransformerConfig, experts: Experts) -> torch.nn.Module:
+        """Return this rank's experts; called as (rows sorted by expert, rows of each expert)."""
+        return (ClampedExperts if experts.swiglu_limit else LocalExperts)(config, experts)
 
     def forward(
         self, hidden_states: torch.Tensor, padding_mask: RoutedTokens | None = None
@@ -104,13 +128,15 @@ class ExpertMLP(torch.nn.Module):
         """
         x = hidden_states.flatten(0, 1)
         routing = self.router(x, padding_mask)
-        order = Order(routing.experts, self.router.experts.count)
+        order = ExpertOrder(routing.experts, self.router.experts.count)
         outputs = order.by_token(self._outputs(order.rows_of(x), order.counts))
         weights = routing.weights[:, None].to(outputs.dtype)
-        found = torch.bmm(weights, outputs).view_as(hidden_states)
-        if self.router.experts.shared_intermediate:
-            found = found + self.shared(hidden_states)[0]
-        return found, None
+        total = torch.bmm(weights, outputs).view_as(hidden_states)
+        return total if self.shared is None else total + self._shared(hidden_states, self.shared), None
+
+    def _shared(self, x: torch.Tensor, mlp: SwigluMLP) -> torch.Tensor:
+        output: torch.Tensor = mlp(x)[0]
+        return output if self.shared_gate is None else self.shared_gate(x) * output
 
     def _outputs(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         if self.size * self.copies == 1:

@@ -29,7 +29,7 @@ class Routing:
     """float32 [T, k]: factor of what each of them puts out."""
 
 
-class Router(torch.nn.Module):
+class ExpertRouter(torch.nn.Module):
     """The router of one layer, the same on every rank.
 
     Scores are computed in float32 of logits in the parameters' dtype, as Hugging Face and vLLM do. In
@@ -54,13 +54,13 @@ class Router(torch.nn.Module):
         shape = (experts.count, config.hidden_size)
         self.weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        bias = torch.zeros(experts.count, dtype=torch.float32, device=device)
+        self.bias = torch.nn.Parameter(bias, requires_grad=False) if experts.bias else None
+        self.logit_bias = None
         if experts.biases:
-            self.bias = torch.nn.Parameter(torch.empty(shape[:1], dtype=config.params_dtype, device=device))
-            self.bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        if experts.choice_bias:
-            # A parameter, so that it is loaded, saved and published as the others; it is not stepped.
-            bias = torch.empty(experts.count, dtype=torch.float32, device=device)
-            self.choice_bias = torch.nn.Parameter(bias, requires_grad=False)
+            bias = torch.empty(experts.count, dtype=config.params_dtype, device=device)
+            self.logit_bias = torch.nn.Parameter(bias)
+            self.logit_bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.forget()
 
     def forget(self) -> None:
@@ -79,7 +79,7 @@ class Router(torch.nn.Module):
         if tokens is not None and tokens.experts is not None:
             chosen = tokens.experts[self.layer]
         else:
-            chosen = choose(scores, self.experts, self.choice_bias if self.experts.choice_bias else None)
+            chosen = choose(scores, self.experts, self.bias)
         weights = weights_of(scores, chosen, self.experts)
         # Where layers are recomputed only the second pass has gradients, so it alone counts.
         if tokens is not None and torch.is_grad_enabled():
@@ -88,7 +88,7 @@ class Router(torch.nn.Module):
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         """Return float32 [T, E]."""
-        weight, bias = self.weight, self.bias if self.experts.biases else None
+        weight, bias = self.weight, self.logit_bias
         if self.experts.precise:
             x, weight, bias = x.float(), weight.float(), None if bias is None else bias.float()
         return F.linear(x, weight, bias).float()
