@@ -202,7 +202,8 @@ def _pass(backend: MegatronBackend, batch: Batch, *, samples: int) -> dict[str, 
     measures = StepMeasures.of_batch(batch, ALGORITHM.config)
     vector, micro_batches, _ = backend._runner.train(batch, ALGORITHM, measures)
     assert micro_batches >= len(batch.lengths) // samples
-    gradients = {name: parameter.main_grad.clone() for name, parameter in backend._parameters.items()}
+    stepped = {name: p for name, p in backend._parameters.items() if p.requires_grad}
+    gradients = {name: parameter.main_grad.clone() for name, parameter in stepped.items()}
     return {"measures": vector, "logprobs": backend.logprobs(batch), **gradients}
 
 

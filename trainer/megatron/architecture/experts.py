@@ -1,8 +1,8 @@
 """Reads the numbers of layers with experts."""
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,6 @@ class Experts:
 
 
 NO_EXPERTS = Experts()
-NOTHING: Mapping[str, Any] = MappingProxyType({})
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Fields of config.json that hold the number of experts."""
 
@@ -95,9 +94,9 @@ class ExpertNames:
     """`norm_topk_prob` of transformers where config.json does not name it."""
     stacked: bool = False
     """Whether the checkpoint has a tensor for all experts, in which matrices are transposed."""
-    defaults: Mapping[str, Any] = NOTHING
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Values of `Experts` that config.json does not name."""
-    fixed: Mapping[str, tuple[object, ...]] = NOTHING
+    fixed: Mapping[str, tuple[object, ...]] = dataclasses.field(default_factory=dict)
     """Fields of config.json and what they may be, that of transformers first where the field is not named."""
 
 
