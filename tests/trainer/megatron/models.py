@@ -1,6 +1,7 @@
 """Makes tiny checkpoints and batches, and trains them in plain torch for comparison."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -280,6 +281,24 @@ class PlainTrainer:
         betas = (OPTIMIZER.adam_beta1, OPTIMIZER.adam_beta2)
         self.optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=betas, eps=OPTIMIZER.adam_eps)
         self.steps = 0
+        self.chosen: dict[str, list[torch.Tensor]] = {}
+        """Name of a router -> experts of every token but the last of each sample, which is no input."""
+        for name, module in self.model.named_modules():
+            if name.endswith(".gate"):
+                module.register_forward_hook(partial(self._count, name))
+
+    def _count(self, name: str, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        self.chosen.setdefault(name, []).append(output[2][:-1].flatten())
+
+    def loads(self) -> dict[str, float]:
+        """How the tokens of the passes were spread over experts."""
+        experts = getattr(self.model.config, "num_local_experts", 0)
+        counts = [torch.cat(found).bincount(minlength=experts) for found in self.chosen.values()]
+        self.chosen.clear()
+        shares = [(count / count.double().mean()).tolist() for count in counts]
+        if not shares:
+            return {}
+        return {"expert_load_max": max(map(max, shares)), "expert_load_min": min(map(min, shares))}
 
     def step(self, batch: Batch) -> dict[str, float]:
         logprobs, entropy = plain_logprobs(self.model, batch)
@@ -295,6 +314,7 @@ class PlainTrainer:
             "loss": loss.item(),
             "grad_norm": norm.item(),
             **expected(batch, logprobs, entropy, clip=self.algorithm.config.clip_low),
+            **self.loads(),
         }
 
     def weights(self) -> dict[str, torch.Tensor]:
