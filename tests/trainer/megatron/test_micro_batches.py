@@ -11,11 +11,13 @@ from tests.trainer.megatron.models import make_batch
 from trainer.batch import Batch
 from trainer.config import ParallelConfig
 from trainer.data.packing import balance
+from trainer.megatron.layers.attention.rotary import Rotary
+from trainer.megatron.layers.attention.terms import PLAIN
 from trainer.megatron.layout import Place
 from trainer.megatron.micro_batches import MicroBatch, Packing
 from trainer.megatron.parallel import Position
 
-FREQUENCIES = torch.ones(4)
+ROTARY = Rotary(torch.ones(4))
 
 
 def position(tp: int = 1, dp: int = 1, pp: int = 1) -> Position:
@@ -24,7 +26,7 @@ def position(tp: int = 1, dp: int = 1, pp: int = 1) -> Position:
 
 
 def micro_batches(batch: Batch, packing: Packing, place: Position, *, trained: bool) -> list[MicroBatch]:
-    return list(packing.micro_batches(batch, place, FREQUENCIES, torch.float32, trained=trained))
+    return list(packing.micro_batches(batch, place, [ROTARY], torch.float32, [PLAIN], trained=trained))
 
 
 @settings(deadline=None, max_examples=30)

@@ -5,6 +5,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trainer.megatron.layers.attention.core import FUSED, PackedAttention, by_segments, kernel_for
+from trainer.megatron.layers.attention.rotary import Rotary
 from trainer.megatron.layers.attention.sequences import packed_sequences
 from trainer.megatron.layers.attention.terms import AttentionTerms
 
@@ -38,4 +39,4 @@ def test_a_sequence_is_computed_as_if_it_were_alone() -> None:
 
 
 def describe(lengths: list[int]) -> object:
-    return packed_sequences(lengths, FREQUENCIES, torch.float32, segmented=True)
+    return packed_sequences(lengths, [Rotary(FREQUENCIES)], torch.float32, segmented=True)
