@@ -42,6 +42,7 @@ LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
     "partial_rotary_factor": 0.75,
+    "attention_factor": 1.2,
     "short_factor": [1.0, 1.1, 1.2, 1.5, 2.0, 2.5],
     "long_factor": [1.5, 2.0, 3.0, 4.0, 6.0, 8.0],
 }
@@ -78,7 +79,7 @@ MORE_MODELS = {
     "phi3-longrope": (
         "Phi3",
         {
-            "vocab_size": 96,
+            "vocab_size": 131,
             "pad_token_id": None,
             "head_dim": 16,
             "original_max_position_embeddings": 9,
@@ -88,7 +89,7 @@ MORE_MODELS = {
     "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}),
     "gemma3": (
         "Gemma3Text",
-        {**GEMMA, "layer_types": ALTERNATING[::-1], "rope_parameters": GEMMA3_ROPE},
+        {**GEMMA, "vocab_size": 131, "layer_types": ALTERNATING[::-1], "rope_parameters": GEMMA3_ROPE},
     ),
     "glm": ("Glm", GLM),
     "glm4": ("Glm4", GLM),
