@@ -60,10 +60,13 @@ EXPERT_LAYOUTS = {
 }
 """Only models with experts are trained in them."""
 LAYOUTS |= EXPERT_LAYOUTS
+LATENT = ("deepseek-v3-dense", "deepseek-v2-dense", "deepseek-v3", "deepseek-v2")
+WINDOWS = ("gemma2", "gemma3", "glm4", "starcoder2", "qwen3-windows")
 MORE_MODELS_OF = {
     "single": tuple(MORE_MODELS),
     "tp2": ("deepseek-v3-dense",),
-    "tp2-sequence": ("mistral", "olmo2", "phi3", "qwen2-moe", "deepseek-v3-dense", "deepseek-v2-dense"),
+    "tp2-sequence": ("mistral", "olmo2", "phi3", "qwen2-moe", *WINDOWS, *LATENT),
+    "pp2": ("gemma2",),
 }
 STEPS = 3
 FRESH = ("qwen2", "qwen3-moe")

@@ -41,6 +41,7 @@ def architectures(draw: st.DrawFn) -> Architecture:
     than tensor ranks."""
     model_type = draw(st.sampled_from(sorted(FAMILIES)))
     kv_heads = 4 if FAMILIES[model_type].qk_norm == "projection" else draw(st.sampled_from([1, 2, 4]))
+    switches = [names for names in FAMILIES[model_type].biases.values() if draw(st.booleans())]
     heads = max(4, kv_heads * draw(st.integers(1, 3)) // 4 * 4)
     return Architecture(
         model_type=model_type,
@@ -57,6 +58,7 @@ def architectures(draw: st.DrawFn) -> Architecture:
         max_positions=64,
         rope=Rope(10000.0),
         latent=draw(latents()) if FAMILIES[model_type].latent else None,
+        biases=tuple(name for names in switches for name in names),
     )
 
 

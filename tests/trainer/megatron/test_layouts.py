@@ -213,8 +213,8 @@ def gather_by_hand(directory: Path, layout: str, model: str) -> dict[str, torch.
                 by_hand = experts_by_hand if ".experts." in name else layer_by_hand
                 found = by_hand(kind, parts, config, parallel)
                 result.update({layer + key: value for key, value in found.items()})
-            elif name == "decoder.final_layernorm.weight":
-                result["model.norm.weight"] = parts[0]
+            elif name.startswith("decoder.final_layernorm."):
+                result["model.norm." + name.rpartition(".")[2]] = parts[0]
             else:
                 tied = config.tie_word_embeddings or name.startswith("embedding")
                 result["model.embed_tokens.weight" if tied else "lm_head.weight"] = torch.cat(parts)[
@@ -283,32 +283,42 @@ def layer_by_hand(
         return {f"self_attn.{x}_proj.{suffix}": part for x, part in zip("qkv", split, strict=True)}
     if "shared.linear" in kind:
         plain = layer_by_hand(kind.replace("shared.", ""), parts, config, parallel)
-        return {name.replace("mlp.", "mlp.shared_expert."): tensor for name, tensor in plain.items()}
+        block = "shared_expert" if config.model_type == "qwen2_moe" else "shared_experts"
+        return {name.replace("mlp.", f"mlp.{block}."): tensor for name, tensor in plain.items()}
+    if "linear_fc1" in kind and config.model_type == "starcoder2":
+        return {f"mlp.c_fc.{suffix}": torch.cat(parts)}
     if "linear_fc1" in kind:
         gate, up = (torch.cat(half) for half in zip(*(part.chunk(2) for part in parts), strict=True))
-        if config.model_type == "phi3":
+        if config.model_type in ("phi3", "glm", "glm4"):
             return {"mlp.gate_up_proj.weight": torch.cat([gate, up])}
-        return {"mlp.gate_proj.weight": gate, "mlp.up_proj.weight": up}
-    columns = {
-        "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
-        "mlp.linear_fc2.weight": "mlp.down_proj.weight",
-    }
-    if kind in columns:
-        return {columns[kind]: torch.cat(parts, 1)}
+        return {f"mlp.gate_proj.{suffix}": gate, f"mlp.up_proj.{suffix}": up}
+    down = "mlp.c_proj" if config.model_type == "starcoder2" else "mlp.down_proj"
+    columns = {"self_attention.linear_proj": "self_attn.o_proj", "mlp.linear_fc2": down}
+    layer = kind.rpartition(".")[0]
+    if layer in columns:
+        whole = torch.cat(parts, 1) if suffix == "weight" else parts[0]
+        return {f"{columns[layer]}.{suffix}": whole}
     if config.model_type.startswith("deepseek") and "self_attention" in kind:
         return latent_by_hand(kind.split(".")[1], parts)
     if config.model_type == "olmo2" and "self_attention" in kind:
         return {f"self_attn.{kind[len('self_attention.')]}_norm.weight": torch.cat(parts)}
     names = {
-        "input_layernorm.weight": "input_layernorm.weight",
-        "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
-        "post_attention_layernorm.weight": "post_attention_layernorm.weight",
-        "post_mlp_layernorm.weight": "post_feedforward_layernorm.weight",
-        "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
-        "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+        "input_layernorm": "input_layernorm",
+        "pre_mlp_layernorm": "post_attention_layernorm",
+        "post_attention_layernorm": "post_attention_layernorm",
+        "post_mlp_layernorm": "post_feedforward_layernorm",
+        "self_attention.q_layernorm": "self_attn.q_norm",
+        "self_attention.k_layernorm": "self_attn.k_norm",
     }
-    if kind == "mlp.router.weight":
-        names[kind] = f"{EXPERTS[config.model_type][0]}.gate.weight"
-    names["mlp.shared_gate.weight"] = "mlp.shared_expert_gate.weight"
+    if layer == "mlp.router":
+        router = {"bias": "gate.e_score_correction_bias"}.get(suffix, f"gate.{suffix}")
+        assert all(torch.equal(part, parts[0]) for part in parts)
+        return {f"{EXPERTS[config.model_type][0]}.{router}": parts[0]}
+    names["mlp.shared_gate"] = "mlp.shared_expert_gate"
+    if config.model_type.startswith("gemma"):
+        names["pre_mlp_layernorm"] = "pre_feedforward_layernorm"
+    if config.model_type == "glm4":
+        names["post_attention_layernorm"] = "post_self_attn_layernorm"
+        names["post_mlp_layernorm"] = "post_mlp_layernorm"
     assert all(torch.equal(part, parts[0]) for part in parts)
-    return {names[kind]: parts[0]}
+    return {f"{names[layer]}.{suffix}": parts[0]}

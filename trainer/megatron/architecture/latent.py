@@ -25,8 +25,6 @@ class Latent:
     """Dimensions of a head's value."""
     query_rank: int = 0
     """Of queries; 0: they are made of the hidden state directly."""
-    interleaved: bool = True
-    """Whether dimension 2 i is rotated together with 2 i + 1, instead of i with i + rope / 2."""
 
     @property
     def head_dim(self) -> int:
@@ -52,5 +50,4 @@ def latent_of(path: Path, config: dict[str, Any]) -> Latent:
         rope=int(config["qk_rope_head_dim"]),
         value=int(config["v_head_dim"]),
         query_rank=int(config.get("q_lora_rank") or 0),
-        interleaved=bool(config.get("rope_interleave", True)),
     )

@@ -179,6 +179,8 @@ def _in_order(adapters: Adapters, deltas: Mapping[str, torch.Tensor], output: to
     if "gate_proj" in deltas or "up_proj" in deltas:
         half = output.new_zeros(*lead, output.shape[-1] // 2)
         return torch.cat([deltas.get("gate_proj", half), deltas.get("up_proj", half)], dim=-1)
+    if not hasattr(adapters, "groups"):  # a projection that is fused with no other
+        return next(iter(deltas.values()))
     groups, head_dim = adapters.groups, adapters.head_dim
     queries = output.shape[-1] // (groups * head_dim) - 2
     parts = [

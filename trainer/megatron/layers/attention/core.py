@@ -18,16 +18,14 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trainer.megatron.layers.attention import fused
-from trainer.megatron.layers.attention.rotary import rotate
 from trainer.megatron.layers.attention.segmented import segmented_attention
 from trainer.megatron.layers.attention.sequences import PackedSequences
-from trainer.megatron.layers.attention.sinks import varlen_attention_with_sinks
-from trainer.megatron.layers.attention.terms import AttentionTerms
+from trainer.megatron.layers.attention.terms import PLAIN, AttentionTerms
 
 Kernel = Callable[..., torch.Tensor]
 """(q [T, heads, D], k [T, kv heads, D], v like k, sequences, terms) -> [T, heads, D]; causal within each
-sequence. `by_segments` also takes v [T, kv heads, V], and gives [T, heads, V]. Kernels of `WITH_SINKS` take
-sinks [heads] after the terms."""
+sequence. `by_segments` also takes v [T, kv heads, V], and gives [T, heads, V]. Kernels with the term `sinks`
+take these, [heads], as the last argument."""
 
 
 def by_segments(
@@ -39,7 +37,7 @@ def by_segments(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute it with torch's attention, a segment at a time: anywhere, and what the others must equal."""
-    return segmented_attention(q, k, v, sequences.segments, terms.scale, terms.window, sinks)
+    return segmented_attention(q, k, v, sequences.segments, terms.scale, terms.window, terms.softcap, sinks)
 
 
 FUSED: dict[str, Kernel] = {
@@ -48,16 +46,20 @@ FUSED: dict[str, Kernel] = {
     "torch.nn.attention.varlen": fused.varlen_attention,
 }
 """Module -> the kernel that needs it, the preferred one first."""
-WITH_SINKS: dict[str, Kernel] = {"torch.nn.attention.varlen": varlen_attention_with_sinks}
-"""The same for layers with sinks."""
+OPTIONAL: dict[str, frozenset[str]] = {
+    "flash_attn": frozenset({"softcap"}),
+    "torch.nn.attention.varlen": frozenset({"sinks"}),
+}
+"""Module -> terms that its kernel computes, of those that not every kernel does."""
 
 
 @functools.cache
-def kernel_for(device_type: str, dtype: torch.dtype, *, sinks: bool = False) -> Kernel:
-    """Return the first fused kernel whose module is there, on CUDA in 16 bits; else `by_segments`."""
+def kernel_for(device_type: str, dtype: torch.dtype, terms: AttentionTerms = PLAIN) -> Kernel:
+    """Return the first fused kernel that is there and has the terms, on CUDA in 16 bits, or `by_segments`."""
     if device_type == "cuda" and dtype in (torch.bfloat16, torch.float16):
-        for module, kernel in (WITH_SINKS if sinks else FUSED).items():
-            if find_spec(module.partition(".")[0]) is not None and find_spec(module) is not None:
+        for module, kernel in FUSED.items():
+            computed = terms.optional <= OPTIONAL.get(module, frozenset())
+            if computed and find_spec(module.partition(".")[0]) is not None and find_spec(module) is not None:
                 return kernel
     return by_segments
 
@@ -87,7 +89,7 @@ class PackedAttention(MegatronModule):
 
         Fused kernels know one size of a head: for them values are padded with zeros.
         """
-        kernel = kernel_for(query.device.type, query.dtype, sinks=self.terms.sinks)
+        kernel = kernel_for(query.device.type, query.dtype, self.terms)
         sinks = (self.sinks,) if self.terms.sinks else ()
         query, key = self.rotated(query, key, packed_seq_params)
         narrower = 0 if kernel is by_segments else query.size(-1) - value.size(-1)
@@ -100,4 +102,4 @@ class PackedAttention(MegatronModule):
         self, query: torch.Tensor, key: torch.Tensor, sequences: PackedSequences
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return queries and keys rotated for their positions."""
-        return rotate(query, key, sequences.cos, sequences.sin)
+        return sequences.angles[self.terms.rope].rotate(query, key)

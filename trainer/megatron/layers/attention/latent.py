@@ -28,7 +28,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trainer.megatron.architecture.latent import Latent
 from trainer.megatron.layers.attention.core import PackedAttention
-from trainer.megatron.layers.attention.rotary import rotate
 from trainer.megatron.layers.attention.sequences import PackedSequences
 from trainer.megatron.layers.attention.terms import AttentionTerms
 from trainer.megatron.layers.dense import RMSNorm
@@ -142,9 +141,7 @@ class LatentCore(PackedAttention):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         sizes = [self.latent.nope, self.latent.rope]
         (kept_q, q), (kept_k, k) = query.split(sizes, dim=-1), key.split(sizes, dim=-1)
-        if self.latent.interleaved:
-            q, k = _halves(q), _halves(k)
-        q, k = rotate(q, k, sequences.cos, sequences.sin)
+        q, k = sequences.angles[self.terms.rope].rotate(q, k)
         if self.rotary_factor != 1.0:
             q, k = q * self.rotary_factor, k * self.rotary_factor
         return torch.cat([kept_q, q], dim=-1), torch.cat([kept_k, k], dim=-1)
@@ -163,14 +160,6 @@ class ReplicatedLinear(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight)
-
-
-def _halves(x: torch.Tensor) -> torch.Tensor:
-    """Bring dimensions that are rotated together, which follow each other, half of them apart.
-
-    The order is the same for queries and keys, so their products stay.
-    """
-    return torch.cat([x[..., ::2], x[..., 1::2]], dim=-1)
 
 
 def _by_heads(config: TransformerConfig, inputs: int, outputs: int) -> ColumnParallelLinear:

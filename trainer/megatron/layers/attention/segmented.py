@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from trainer.megatron.layers.attention.softcapped import softcapped_attention
+
 SIMILAR = 0.75
 """The shortest sequence of a segment has at least this share of the longest one's tokens, or"""
 CLOSE = 8
@@ -49,6 +51,7 @@ def segmented_attention(
     segments: Sequence[AttentionSegment],
     scale: float | None,
     window: int = 0,
+    softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return causal attention within each sequence, [T, heads, D].
@@ -60,9 +63,10 @@ def segmented_attention(
         segments: of the T tokens.
         scale: of the scores; None: 1 / sqrt(D).
         window: tokens that each one attends to, itself included; 0: all before it.
+        softcap: bound of the scores; 0: none.
         sinks: [heads], scores to which attention goes that no token gets.
     """
-    return torch.cat([_attend(q, k, v, segment, scale, window, sinks) for segment in segments])
+    return torch.cat([_attend(q, k, v, segment, scale, window, softcap, sinks) for segment in segments])
 
 
 def window_mask(tokens: int, window: int, device: torch.device) -> torch.Tensor | None:
@@ -75,6 +79,39 @@ def _mask(tokens: int, window: int, device: torch.device) -> torch.Tensor:
     return seen.triu(1 - window) if window else seen
 
 
+def causal_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float | None,
+    window: int,
+    softcap: float,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return causal attention of sequences of one length, [n, heads, length, D]; see `segmented_attention`.
+
+    Args:
+        q: [n, heads, length, D].
+        k: [n, kv heads, length, D].
+        v: shaped as `k`.
+        scale: of the scores.
+        window: of each token.
+        softcap: of the scores.
+        sinks: of the heads; none where scores have a bound.
+    """
+    if softcap:
+        return softcapped_attention(q, k, v, scale=scale, window=window, softcap=softcap)
+    mask = window_mask(q.size(2), window, q.device)
+    if sinks is not None:
+        # A sink is a key whose score is given, and whose value is zero.
+        k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+        mask = _with_sinks(_mask(q.size(2), window, q.device), sinks.to(q.dtype))
+    grouped = q.size(1) != k.size(1)
+    return F.scaled_dot_product_attention(
+        q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+    )
+
+
 def _attend(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -82,6 +119,7 @@ def _attend(
     segment: AttentionSegment,
     scale: float | None,
     window: int,
+    softcap: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     def spread(x: torch.Tensor) -> torch.Tensor:
@@ -90,16 +128,7 @@ def _attend(
             x = x.index_select(0, segment.padded)
         return x.unflatten(0, (segment.sequences, segment.longest)).transpose(1, 2)
 
-    grouped = q.size(1) != k.size(1)
-    queries, keys, values = spread(q), spread(k), spread(v)
-    mask = window_mask(segment.longest, window, q.device)
-    if sinks is not None:
-        # A sink is a key whose score is given, and whose value is zero.
-        keys, values = F.pad(keys, (0, 0, 0, 1)), F.pad(values, (0, 0, 0, 1))
-        mask = _with_sinks(_mask(segment.longest, window, q.device), sinks.to(q.dtype))
-    out = F.scaled_dot_product_attention(
-        queries, keys, values, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
-    )
+    out = causal_attention(spread(q), spread(k), spread(v), scale, window, softcap, sinks)
     out = out.transpose(1, 2).flatten(0, 1)
     return out if segment.places is None else out.index_select(0, segment.places)
 
