@@ -247,10 +247,11 @@ def tensors_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     result = buffers_of(model)
     for name, tensor in model.named_parameters():
         layer, _, kind = name.partition("mlp.experts.")
-        if not kind:
+        if not kind or not block:
             renamed = name.replace("mlp.", f"{block}.") if block else name
             result[renamed] = tensor
-        for number, matrix in enumerate(tensor if kind else ()):
+            continue
+        for number, matrix in enumerate(tensor):
             halves = matrix.chunk(2) if kind == "gate_up_proj" else (matrix,)
             names = parts[:2] if kind == "gate_up_proj" else parts[2:]
             for part, half in zip(names, halves, strict=True):

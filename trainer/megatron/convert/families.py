@@ -90,6 +90,9 @@ def _attention_rules(architecture: Architecture, here: str, there: str) -> list[
             rules.append(Split(parameter=parameter, name=name, shape=size, unit=head_dim))
     out = (hidden, architecture.heads * head_dim)
     rules.append(Split(parameter=here + "linear_proj.weight", name=there + "o_proj.weight", shape=out, dim=1))
+    if architecture.family.sinks:
+        heads = (architecture.heads,)
+        rules.append(Split(parameter=here + "core_attention.sinks", name=there + "sinks", shape=heads))
     if "output" in architecture.biases:
         rules.append(Direct(parameter=here + "linear_proj.bias", name=there + "o_proj.bias", shape=(hidden,)))
     return rules
