@@ -60,18 +60,18 @@ EXPERT_LAYOUTS = {
 }
 """Only models with experts are trained in them."""
 LAYOUTS |= EXPERT_LAYOUTS
-LATENT = ("deepseek-v3-dense", "deepseek-v2-dense", "deepseek-v3", "deepseek-v2")
+LATENT = ("deepseek-v3-dense", "deepseek-v2-dense", "deepseek-v3")
 WINDOWS = ("gemma2", "gemma3", "glm4", "starcoder2", "qwen3-windows")
 MORE_MODELS_OF = {
     "single": tuple(MORE_MODELS),
     "tp2": ("deepseek-v3-dense",),
-    "tp2-sequence": ("mistral", "olmo2", "phi3", "qwen2-moe", *WINDOWS, *LATENT),
+    "tp2-sequence": ("mistral", "olmo2", "phi3", "qwen2-moe", "glm4-moe", "gpt-oss", *WINDOWS, *LATENT),
     "pp2": ("gemma2",),
 }
 STEPS = 3
 FRESH = ("qwen2", "qwen3-moe")
 """Models whose checkpoint is restored into a new backend; others restore into the one that continued."""
-EXPERTS = ("qwen3-moe", "mixtral", "qwen2-moe")
+EXPERTS = ("qwen3-moe", "mixtral", "qwen2-moe", "deepseek-v3", "gpt-oss")
 """Models with experts."""
 ALGORITHM = Grpo(AlgorithmConfig(entropy_coef=0.02, kl_coef=0.0))
 
