@@ -20,7 +20,9 @@ from protocol.host.atomic_file import directory_written_aside
 from trainer.config import ScratchConfig
 from trainer.megatron.architecture.families import SUPPORTED
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+OF_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+"""Fields that only architectures with experts have."""
 SPECIALS = ("<pad>", "<eos>")
 PAD, EOS = range(2)
 RECIPE = "scratch.json"
@@ -78,9 +80,11 @@ def check_scratch(config: ScratchConfig, out_dir: Path) -> None:
 
 def config_of(config: ScratchConfig) -> dict[str, Any]:
     """Return what config.json of the model holds."""
-    shape = dataclasses.asdict(config)
+    shape = _fields(config)
     for name in ("architecture", "vocabulary", "seed", "rope_theta"):
         del shape[name]
+    if config.architecture == "qwen3_moe":
+        shape |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
     return {
         **shape,
         "architectures": [SUPPORTED.get(config.architecture, "")],
@@ -98,8 +102,17 @@ def config_of(config: ScratchConfig) -> dict[str, Any]:
     }
 
 
+def _fields(config: ScratchConfig) -> dict[str, Any]:
+    """Return the fields that its architecture has."""
+    values = dataclasses.asdict(config)
+    if config.architecture != "qwen3_moe":
+        for name in OF_EXPERTS:
+            del values[name]
+    return values
+
+
 def _recipe(config: ScratchConfig) -> str:
-    return json.dumps(dataclasses.asdict(config), indent=1, sort_keys=True)
+    return json.dumps(_fields(config), indent=1, sort_keys=True)
 
 
 def _check_config(config: ScratchConfig) -> None:
@@ -110,6 +123,11 @@ def _check_config(config: ScratchConfig) -> None:
     if strange:
         raise SettingsError(
             f"model.scratch.vocabulary has {strange}: only printable ASCII and the newline can be tokens"
+        )
+    if config.num_experts_per_tok > config.num_experts:
+        raise SettingsError(
+            f"model.scratch.num_experts_per_tok {config.num_experts_per_tok} is more than num_experts "
+            f"{config.num_experts}"
         )
     if config.num_attention_heads % config.num_key_value_heads:
         raise SettingsError(
@@ -144,15 +162,24 @@ def _shapes(config: ScratchConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield f"{here}self_attn.{kind}_proj.weight", (size, hidden)
             if config.architecture == "qwen2":
                 yield f"{here}self_attn.{kind}_proj.bias", (size,)
-            if config.architecture == "qwen3" and kind != "v":
+            if config.architecture.startswith("qwen3") and kind != "v":
                 yield f"{here}self_attn.{kind}_norm.weight", (head,)
         yield f"{here}self_attn.o_proj.weight", (hidden, columns["q"])
-        yield f"{here}mlp.gate_proj.weight", (wide, hidden)
-        yield f"{here}mlp.up_proj.weight", (wide, hidden)
-        yield f"{here}mlp.down_proj.weight", (hidden, wide)
+        if config.architecture == "qwen3_moe":
+            yield f"{here}mlp.gate.weight", (config.num_experts, hidden)
+            for expert in range(config.num_experts):
+                yield from _mlp(f"{here}mlp.experts.{expert}.", hidden, config.moe_intermediate_size)
+        else:
+            yield from _mlp(f"{here}mlp.", hidden, wide)
         yield f"{here}input_layernorm.weight", (hidden,)
         yield f"{here}post_attention_layernorm.weight", (hidden,)
     yield "model.norm.weight", (hidden,)
+
+
+def _mlp(here: str, hidden: int, wide: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield f"{here}gate_proj.weight", (wide, hidden)
+    yield f"{here}up_proj.weight", (wide, hidden)
+    yield f"{here}down_proj.weight", (hidden, wide)
 
 
 def _tokenizer(config: ScratchConfig) -> Tokenizer:

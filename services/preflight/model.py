@@ -197,10 +197,13 @@ def _unknown_to_vllm(model: ModelFacts) -> Iterator[Problem]:
 
 
 def _count_of(config: Mapping[str, Any]) -> int:
-    """Return the number of parameters of a dense decoder, but for biases and norms."""
+    """Return the number of parameters of a model that will be made, but for biases and norms."""
     hidden, head_dim = config["hidden_size"], config["head_dim"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    layer = hidden * (head_dim * 2 * (heads + kv_heads) + 3 * config["intermediate_size"])
+    experts = config.get("num_experts", 0)
+    wide = 3 * config["intermediate_size"]
+    mlp = experts * (3 * config["moe_intermediate_size"] + 1) if experts else wide
+    layer = hidden * (head_dim * 2 * (heads + kv_heads) + mlp)
     tables = 1 if config["tie_word_embeddings"] else 2
     return int(config["num_hidden_layers"] * layer + tables * config["vocab_size"] * hidden)
 

@@ -1,7 +1,6 @@
 """Makes tiny checkpoints and batches, and trains them in plain torch for comparison."""
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +208,8 @@ MORE_MODELS = {
 ALL_MODELS = MODELS | MORE_MODELS
 NOT_GENERATED = ("deepseek-v3-dense", "deepseek-v2-dense", "deepseek-v3", "deepseek-v2", "gpt-oss")
 """Models that the engine `megatron` refuses."""
+BALANCE = {"qwen3-moe": {"moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.01}}
+"""Model -> settings of the trainer that balance its experts; others have none."""
 EXPERTS = {
     "deepseek_v2": ("mlp", "gate_proj", "up_proj", "down_proj"),
     "deepseek_v3": ("mlp", "gate_proj", "up_proj", "down_proj"),
@@ -354,19 +355,29 @@ class PlainTrainer:
         betas = (OPTIMIZER.adam_beta1, OPTIMIZER.adam_beta2)
         self.optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=betas, eps=OPTIMIZER.adam_eps)
         self.steps = 0
-        self.chosen: dict[str, list[torch.Tensor]] = {}
-        """Name of a router -> experts of every token but the last of each sample, which is no input."""
+        self.chosen: dict[Any, list[torch.Tensor]] = {}
+        """Router -> experts of every token but the last of each sample, which is no input."""
+        self.extra: list[torch.Tensor] = []
+        """Losses of routers, of each sample."""
+        self.balance = BALANCE.get(name)
         for name, module in self.model.named_modules():
             if name.endswith(".gate"):
-                module.register_forward_hook(partial(self._count, name))
+                module.register_forward_hook(self._count)
 
-    def _count(self, name: str, module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        self.chosen.setdefault(name, []).append(output[2][:-1].flatten())
+    def _count(self, router: torch.nn.Module, inputs: Any, output: Any) -> None:
+        logits, chosen = output[0][:-1].float(), output[2][:-1]
+        self.chosen.setdefault(router, []).append(chosen.flatten())
+        if self.balance is not None:
+            shares = chosen.flatten().bincount(minlength=router.num_experts) / chosen.numel()
+            even = router.num_experts * (shares * logits.softmax(-1).mean(0)).sum()
+            self.extra.append(self.balance["moe_aux_loss_coeff"] * even)
+            self.extra.append(self.balance["moe_z_loss_coeff"] * logits.logsumexp(-1).square().mean())
 
     def loads(self) -> dict[str, float]:
         """How the tokens of the passes were spread over experts."""
-        experts = getattr(self.model.config, "num_local_experts", 0)
-        counts = [torch.cat(found).bincount(minlength=experts) for found in self.chosen.values()]
+        counts = [
+            torch.cat(found).bincount(minlength=gate.num_experts) for gate, found in self.chosen.items()
+        ]
         self.chosen.clear()
         shares = [(count / count.double().mean()).tolist() for count in counts]
         if not shares:
@@ -377,7 +388,8 @@ class PlainTrainer:
         logprobs, entropy = plain_logprobs(self.model, batch)
         loss = plain_loss(self.algorithm, batch, logprobs, entropy)
         self.optimizer.zero_grad()
-        loss.backward()
+        (loss + sum(self.extra) / len(batch.lengths)).backward()
+        self.extra.clear()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), OPTIMIZER.clip_grad)
         self.steps += 1
         for group in self.optimizer.param_groups:

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from protocol.errors import SettingsError
 from tests.trainer.measured import flat
 from tests.trainer.megatron.launch import DEADLINE_S
-from tests.trainer.megatron.models import MODELS, MORE_MODELS, OPTIMIZER, make_batch, step_batch
+from tests.trainer.megatron.models import BALANCE, MODELS, MORE_MODELS, OPTIMIZER, make_batch, step_batch
 from trainer.algorithms.grpo import Grpo
 from trainer.backends.base import Backend
 from trainer.backends.hf_export import write_hf
@@ -77,7 +77,13 @@ ALGORITHM = Grpo(AlgorithmConfig(entropy_coef=0.02, kl_coef=0.0))
 
 
 def make_backend(model_dir: Path, layout: str, dtype: str = "float32") -> MegatronBackend:
-    trainer = TrainerConfig(micro_batch_tokens=40, micro_batch_size=7, dtype=dtype, device="cpu")
+    trainer = TrainerConfig(
+        micro_batch_tokens=40,
+        micro_batch_size=7,
+        dtype=dtype,
+        device="cpu",
+        **BALANCE.get(model_dir.name, {}),
+    )
     return MegatronBackend(
         model_dir, parallel=LAYOUTS[layout], optimizer=OPTIMIZER, trainer=trainer, algorithm=ALGORITHM
     )

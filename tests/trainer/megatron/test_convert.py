@@ -13,6 +13,7 @@ from protocol.errors import SettingsError
 from protocol.weights.lora import LoraConfig
 from tests.trainer.megatron.models import make_model, save_model
 from trainer.config import ParallelConfig
+from trainer.megatron.architecture.experts import NO_EXPERTS, ExpertNames, Experts, check_ranks
 from trainer.megatron.architecture.families import FAMILIES
 from trainer.megatron.architecture.latent import Latent
 from trainer.megatron.architecture.numbers import Architecture
@@ -27,6 +28,8 @@ from trainer.megatron.reshard import export_plan, stage_rules, stretch
 
 TENSOR_SIZES = (1, 2, 4)
 PIPELINE_SIZES = (1, 2)
+EXPERT_SIZES = ((1, 1), (2, 1), (1, 2), (4, 1), (2, 2))
+"""Ranks with different experts, and ranks that share each."""
 
 
 def latents() -> st.SearchStrategy[Latent]:
@@ -59,6 +62,23 @@ def architectures(draw: st.DrawFn) -> Architecture:
         rope=Rope(10000.0),
         latent=draw(latents()) if FAMILIES[model_type].latent else None,
         biases=tuple(name for names in switches for name in names),
+        experts=draw(experts(FAMILIES[model_type].experts)),
+    )
+
+
+@st.composite
+def experts(draw: st.DrawFn, names: ExpertNames | None) -> Experts:
+    """Experts that split over up to 4 ranks, 2 of which may share each; in some layers, or in none."""
+    if names is None:
+        return NO_EXPERTS
+    return Experts(
+        count=4 * draw(st.integers(1, 2)),
+        per_token=2,
+        intermediate=4 * draw(st.integers(1, 2)),
+        shared_intermediate=4 if names.shared else 0,
+        shared_gate=bool(names.shared_gate),
+        dense_layers=draw(st.sampled_from([(), (0,), (1,), (0, 1)])),
+        **names.defaults,
     )
 
 
@@ -72,8 +92,14 @@ def numbered(architecture: Architecture) -> dict[str, torch.Tensor]:
     return result
 
 
-def layout_of(architecture: Architecture, tp: int = 1, pp: int = 1) -> Layout:
-    sizes = ParallelConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+def layout_of(architecture: Architecture, tp: int = 1, pp: int = 1, ep: int = 1, etp: int = 1) -> Layout:
+    sizes = ParallelConfig(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        data_parallel_size=ep * etp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+    )
     return Layout.of(sizes, architecture.layers)
 
 
@@ -96,9 +122,16 @@ def ranks_of(layout: Layout, rule: Rule) -> range:
     return range(grid.tp * grid.ep)
 
 
-@given(architectures(), st.sampled_from(TENSOR_SIZES), st.sampled_from(PIPELINE_SIZES))
-def test_what_is_loaded_is_exported(architecture: Architecture, tp: int, pp: int) -> None:
-    source, layout = numbered(architecture), layout_of(architecture, tp, pp)
+@given(
+    architectures(),
+    st.sampled_from(TENSOR_SIZES),
+    st.sampled_from(PIPELINE_SIZES),
+    st.sampled_from(EXPERT_SIZES),
+)
+def test_what_is_loaded_is_exported(
+    architecture: Architecture, tp: int, pp: int, sizes: tuple[int, int]
+) -> None:
+    source, layout = numbered(architecture), layout_of(architecture, tp, pp, *sizes)
     held = {
         (stage, rank, rule.parameter): fill(rule, source, layout, rank)
         for stage in range(pp)
@@ -116,11 +149,16 @@ def test_what_is_loaded_is_exported(architecture: Architecture, tp: int, pp: int
         assert torch.equal(tensor, source[plan.name]), plan.name
 
 
-@given(architectures(), st.sampled_from(TENSOR_SIZES), st.sampled_from(PIPELINE_SIZES))
+@given(
+    architectures(),
+    st.sampled_from(TENSOR_SIZES),
+    st.sampled_from(PIPELINE_SIZES),
+    st.sampled_from(EXPERT_SIZES),
+)
 def test_every_row_of_a_parameter_has_one_source_or_is_padding(
-    architecture: Architecture, tp: int, pp: int
+    architecture: Architecture, tp: int, pp: int, sizes: tuple[int, int]
 ) -> None:
-    source, layout = numbered(architecture), layout_of(architecture, tp, pp)
+    source, layout = numbered(architecture), layout_of(architecture, tp, pp, *sizes)
     for stage in range(pp):
         for rule in stage_rules(architecture, layout, stage):
             parts = [fill(rule, source, layout, rank) for rank in ranks_of(layout, rule)]
@@ -152,6 +190,33 @@ def test_a_layout_that_does_not_divide_is_refused_with_what_to_change(tmp_path: 
         layout_of(architecture, pp=3)
     with pytest.raises(SettingsError, match="tensor_model_parallel_size = 5 does not divide"):
         export_plan(architecture, layout_of(architecture, tp=5))
+
+
+def test_experts_that_cannot_be_divided_are_refused_with_what_to_change(tmp_path: Path) -> None:
+    architecture = read_architecture(save_model("mixtral", tmp_path))
+    with pytest.raises(SettingsError, match=r"expert_model_parallel_size = 3 does not divide the 4 experts"):
+        export_plan(architecture, layout_of(architecture, ep=3))
+    with pytest.raises(SettingsError, match=r"expert_tensor_parallel_size = 5 does not divide the 96 rows"):
+        export_plan(architecture, layout_of(architecture, etp=5))
+    sizes = ParallelConfig(data_parallel_size=3, expert_model_parallel_size=2)
+    with pytest.raises(SettingsError, match=r"= 2 times .* = 1 does not divide the 3 ranks"):
+        Layout.of(sizes, architecture.layers)
+
+
+def test_ranks_that_cannot_have_experts_are_refused() -> None:
+    sizes = ParallelConfig(data_parallel_size=2, expert_model_parallel_size=2)
+    with pytest.raises(SettingsError, match=r"expert_model_parallel_size: 2, but the model has no experts"):
+        check_ranks(NO_EXPERTS, sizes)
+    check_ranks(Experts(count=4), sizes)
+    with pytest.raises(SettingsError, match=r"sequence_parallel: false, .* on 2 tensor ranks needs it"):
+        check_ranks(Experts(count=4), ParallelConfig(tensor_model_parallel_size=2))
+
+
+def test_an_expert_cannot_have_an_adapter(tmp_path: Path) -> None:
+    rules = whole_rules(read_architecture(save_model("qwen3-moe", tmp_path)))
+    assert len(lora_rules(rules, LoraConfig(rank=2, target_modules=("q_proj", "o_proj")))) == 4 * 4
+    with pytest.raises(SettingsError, match=r"experts\.0\.up_proj\.weight is an expert's, .* attention only"):
+        lora_rules(rules, LoraConfig(rank=2, target_modules=("up_proj",)))
 
 
 def test_a_norm_over_all_heads_needs_whole_heads_on_each_rank(tmp_path: Path) -> None:

@@ -34,7 +34,8 @@ class Activation:
     module: str = ""
     """The entry of `recompute_modules` with which it is not kept; empty: it always is."""
     split: str = "tensor"
-    """tensor: each tensor rank has its part; sequence: only with sequence parallelism."""
+    """tensor: each tensor rank has its part; sequence: only with sequence parallelism; rows: likewise, and
+    each rank that shares an expert has all rows of it."""
     item_bytes: int = 0
     """0: those of `trainer.dtype`."""
 
@@ -82,6 +83,16 @@ ACTIVATIONS = (
 )
 """What a layer keeps, first in the order in which it is made. With norms after attention and MLP instead of
 before it is as much: inputs of these instead of outputs of those."""
+EXPERT_ACTIVATIONS = (
+    *(row for row in ACTIVATIONS if row.module != "mlp"),
+    Activation("logits and scores of the router", lambda a: 2 * a.experts.count, "mlp", "sequence", 4),
+    Activation("rows of experts", lambda a: a.experts.per_token * a.hidden, "mlp", "rows"),
+    Activation("gate and up", lambda a: 2 * a.experts.per_token * a.experts.intermediate, "mlp", "sequence"),
+    Activation("product", lambda a: a.experts.per_token * a.experts.intermediate, "mlp", "sequence"),
+    Activation("outputs of experts", lambda a: a.experts.per_token * a.hidden, "mlp", "sequence"),
+    Activation("those of the MLP for all tokens", lambda a: 3 * a.experts.shared_intermediate, "mlp"),
+)
+"""What a layer with experts keeps, if all ranks get as many rows."""
 SCORES_BYTES = 3 << 28
 """Scores, their gradient and what is between, at a time, where they have a bound; as in
 `layers/attention/softcapped.py`, which needs torch."""
@@ -108,6 +119,11 @@ class Workload:
     def layers_of(self, stage: int) -> int:
         """Return how many layers a stage has."""
         return sum(map(len, self.layout.stages[stage]))
+
+    def sparse_layers_of(self, stage: int) -> int:
+        """Return how many of them have experts."""
+        numbers = (layer for chunk in self.layout.stages[stage] for layer in chunk)
+        return sum(map(self.architecture.experts.is_sparse, numbers))
 
     @property
     def item(self) -> int:
@@ -171,8 +187,7 @@ def memory_of_stage(work: Workload, tokens: int, stage: int) -> ExpectedMemory:
     trained = _adapter_parameters(work, stage) if work.adapters.rank else parameters
     held = parameters + (trained if work.adapters.rank else 0) + (parameters if work.reference else 0)
     gradient_item = 4 if work.optimizer.grad_reduce_in_fp32 else item
-    distributed = work.parallel.use_distributed_optimizer
-    share = ceil(trained / work.parallel.data_parallel_size) if distributed else trained
+    share = _stepped(work, stage, trained) if work.parallel.use_distributed_optimizer else trained
     on_device = not work.optimizer.cpu_offload
     masters = 4 if item < 4 or work.shared else 0
     table = _output_table(work)
@@ -189,23 +204,59 @@ def memory_of_stage(work: Workload, tokens: int, stage: int) -> ExpectedMemory:
     )
 
 
+def _stepped(work: Workload, stage: int, trained: int) -> int:
+    """Return how many of its trained parameters a rank steps, where ranks with the same ones share them."""
+    experts = 0 if work.adapters.rank else expert_parameters_of_stage(work, stage)
+    layout = work.layout
+    copies = layout.stage_ranks // (layout.ep * layout.etp)
+    return ceil((trained - experts) / layout.dp) + ceil(experts / copies)
+
+
+def expert_parameters_of_stage(work: Workload, stage: int) -> int:
+    """Return those of a rank's parameters that are experts'."""
+    return _sizes(work, stage)[0]
+
+
 def parameters_of_stage(work: Workload, stage: int) -> int:
     """Return the number of parameters of a rank of a pipeline stage."""
+    return sum(_sizes(work, stage))
+
+
+def _sizes(work: Workload, stage: int) -> tuple[int, int]:
+    """Return how many parameters of a rank are experts', and how many are not."""
     layout = work.layout
-    return sum(
-        prod(rule.local_shape(layout.grid(expert=rule.expert)))
-        for rule in stage_rules(work.architecture, layout, stage)
-    )
+    found = [0, 0]
+    for rule in stage_rules(work.architecture, layout, stage):
+        found[not rule.expert] += prod(rule.local_shape(layout.grid(expert=rule.expert)))
+    return found[0], found[1]
 
 
-def bytes_of_layer(work: Workload, tokens: int, *, without: tuple[str, ...] = ()) -> int:
-    """Return the bytes that a layer keeps of a micro-batch; `without` are modules that are recomputed."""
+def bytes_of_layer(
+    work: Workload, tokens: int, *, sparse: bool = False, without: tuple[str, ...] = ()
+) -> int:
+    """Return the bytes that a layer keeps of a micro-batch.
+
+    Args:
+        work: the run.
+        tokens: of the micro-batch.
+        sparse: whether the layer has experts.
+        without: modules that are recomputed.
+    """
     if not work.architecture.family.pre_norms:  # those after are not computed again
         without = tuple(name for name in without if name != "layernorm")
     return sum(
         ceil(tokens * row.elements(work.architecture) * (row.item_bytes or work.item) / _pieces(work, row))
-        for row in ACTIVATIONS
+        for row in (EXPERT_ACTIVATIONS if sparse else ACTIVATIONS)
         if not row.module or row.module not in without
+    )
+
+
+def _bytes_of_layers(work: Workload, tokens: int, stage: int, *, without: tuple[str, ...] = ()) -> int:
+    """Return the bytes that all layers of a stage keep."""
+    sparse = work.sparse_layers_of(stage)
+    kinds = ((False, work.layers_of(stage) - sparse), (True, sparse))
+    return sum(
+        count * bytes_of_layer(work, tokens, sparse=kind, without=without) for kind, count in kinds if count
     )
 
 
@@ -213,7 +264,12 @@ def _kept(work: Workload, tokens: int, stage: int) -> int:
     """Return the bytes that layers keep of a micro-batch, and what recomputing one piece of them takes."""
     trainer, a = work.trainer, work.architecture
     layers = work.layers_of(stage)
-    whole, stream = bytes_of_layer(work, tokens), _stream(work, tokens)
+    sparse, stream = work.sparse_layers_of(stage), _stream(work, tokens)
+    whole = max(
+        bytes_of_layer(work, tokens, sparse=kind)
+        for kind, count in ((False, layers - sparse), (True, sparse))
+        if count
+    )
     angles = 2 * len(a.ropes) * tokens * a.positioned_dim * work.item
     ends = 2 * stream + angles  # the last norm's input and output
     if trainer.recompute_granularity == "full":
@@ -223,9 +279,10 @@ def _kept(work: Workload, tokens: int, stage: int) -> int:
         pieces = min(pieces, layers)
         return ends + pieces * stream + max((layers - pieces) * whole, whole)
     if trainer.recompute_granularity == "selective":
-        kept = bytes_of_layer(work, tokens, without=trainer.recompute_modules)
-        return ends + layers * kept + (whole - kept)
-    return ends + layers * whole
+        kept = _bytes_of_layers(work, tokens, stage, without=trainer.recompute_modules)
+        least = bytes_of_layer(work, tokens, sparse=sparse > 0, without=trainer.recompute_modules)
+        return ends + kept + (whole - least)
+    return ends + _bytes_of_layers(work, tokens, stage)
 
 
 def _of_layer_backward(work: Workload, tokens: int) -> int:
@@ -234,9 +291,17 @@ def _of_layer_backward(work: Workload, tokens: int) -> int:
     Those of activations are of the product and of what it is made of. Bounded scores can take more.
     """
     a, tp = work.architecture, work.parallel.tensor_model_parallel_size
-    passing = ceil(tokens * (_wide(a) + 1) * a.intermediate * work.item / tp) + 2 * _stream(work, tokens)
-    weight = 0 if work.adapters.rank else _wide(a) * a.intermediate * a.hidden * work.item // tp
-    return max(passing + weight, SCORES_BYTES if a.score_softcap else 0)
+    gradients, width = _wide(a) + 1, a.intermediate / tp
+    experts, layout = a.experts, work.layout
+    weight = _wide(a) * a.intermediate * a.hidden // tp
+    if experts.count:  # rows of experts pass, too, and the gradients of a rank's experts are a stack
+        own = experts.per_token / _pieces(work, ACTIVATIONS[0])
+        rows = own * (gradients * experts.intermediate + 2 * a.hidden * layout.etp) / gradients
+        width = max(width, rows)
+        weight = max(weight, 2 * experts.intermediate * a.hidden * experts.count // (layout.ep * layout.etp))
+    passing = ceil(tokens * gradients * width * work.item) + 2 * _stream(work, tokens)
+    weights = 0 if work.adapters.rank else weight * work.item
+    return max(passing + weights, SCORES_BYTES if a.score_softcap else 0)
 
 
 def _head(work: Workload, tokens: int, table: int) -> int:
@@ -314,9 +379,10 @@ def _over_heads(a: Architecture) -> bool:
     return a.qk_norm == "projection"
 
 
-def _pieces(work: Workload, row: Activation) -> int:
+def _pieces(work: Workload, row: Activation) -> float:
     divided = row.split == "tensor" or work.parallel.sequence_parallel
-    return work.parallel.tensor_model_parallel_size if divided else 1
+    pieces = work.parallel.tensor_model_parallel_size if divided else 1
+    return pieces / work.parallel.expert_tensor_parallel_size if row.split == "rows" else pieces
 
 
 def _stream(work: Workload, tokens: int) -> int:

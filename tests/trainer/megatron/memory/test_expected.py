@@ -20,6 +20,7 @@ from trainer.megatron.memory.expected import (
     Workload,
     bytes_of_layer,
     expected_memory,
+    expert_parameters_of_stage,
     memory_of_stage,
     parameters_of_stage,
 )
@@ -82,6 +83,29 @@ def test_parameters_of_ranks_add_up_but_for_norms_and_padding() -> None:
     norms = 2 * 28 * 2 * 3584 + 2 * 3584  # on either tensor rank
     total = 2 * (parameters_of_stage(parts, 0) + parameters_of_stage(parts, 1))
     assert total == PARAMETERS_7B + norms // 2
+
+
+def test_parameters_of_ranks_with_experts_add_up_but_for_what_all_have(tmp_path: Path) -> None:
+    architecture = read_architecture(save_model("qwen2-moe", tmp_path))
+    alone = workload(architecture=architecture)
+    layout = ParallelConfig(data_parallel_size=4, expert_model_parallel_size=2)
+    parts = workload(architecture=architecture, parallel=layout)
+    experts = 2 * 4 * 3 * 64 * 24
+    assert expert_parameters_of_stage(alone, 0) == experts
+    assert parameters_of_stage(parts, 0) == parameters_of_stage(alone, 0) - experts // 2
+    shared = replace(layout, expert_tensor_parallel_size=2)
+    assert expert_parameters_of_stage(replace(parts, parallel=shared), 0) == experts // 4
+    stepped = (parameters_of_stage(alone, 0) - experts) // 4 + experts // 2 // 2
+    assert expected_memory(parts, 1024).optimizer == 12 * stepped
+
+
+def test_a_layer_with_experts_keeps_rows_of_each_of_them(tmp_path: Path) -> None:
+    architecture = read_architecture(save_model("mixtral", tmp_path))
+    work = workload(architecture=architecture)
+    dense, sparse = (bytes_of_layer(work, 10, sparse=kind) for kind in (False, True))
+    assert sparse - dense == 10 * (2 * 4 * 4 + 2 * (2 * 64 * 2 + 2 * 3 * 96 - 3 * 96))
+    layers = expected_memory(work, 10).activations - 10 * 2 * (2 * 64 + 2 * 32)
+    assert layers == 2 * sparse
 
 
 def test_state_is_2_4_and_12_bytes_a_parameter_in_bfloat16() -> None:

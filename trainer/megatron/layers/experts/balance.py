@@ -98,14 +98,15 @@ def extremes(loads: torch.Tensor) -> tuple[float | None, float | None]:
     """Return the largest and the smallest load of an expert in any layer, relative to an even one.
 
     Args:
-        loads: [layers with experts, E]: tokens that each expert got.
+        loads: [layers, E]: tokens that each expert got, 0 in layers without experts.
 
     Returns:
         (None, None) if there are none.
     """
-    if not loads.numel() or not bool(loads.any()):
+    sparse = loads[loads.any(-1)].double()
+    if not len(sparse):
         return None, None
-    relative = loads.double() / loads.double().mean(-1, keepdim=True)
+    relative = sparse / sparse.mean(-1, keepdim=True)
     return float(relative.max()), float(relative.min())
 
 

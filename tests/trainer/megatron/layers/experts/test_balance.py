@@ -1,0 +1,62 @@
+"""Tests the losses that spread tokens over experts against numbers worked out by hand."""
+
+import pytest
+import torch
+
+from protocol.errors import SettingsError
+from trainer.config import TrainerConfig
+from trainer.megatron.architecture.experts import Experts
+from trainer.megatron.layers.experts.balance import (
+    auxiliary_loss,
+    extremes,
+    loads_by_layer,
+    set_balance,
+    tokens_by_sample,
+    updated_bias,
+    z_loss,
+)
+from trainer.megatron.layers.experts.tokens import routed_tokens
+
+CHOSEN = torch.tensor([[0, 1], [0, 2], [1, 0], [2, 2]])
+"""Two samples of two tokens and one, and one token of padding."""
+TOKENS = routed_tokens([2, 1], padding=1, samples=4)
+SCORES = torch.tensor([[0.5, 0.25, 0.25], [0.75, 0.125, 0.125], [0.25, 0.5, 0.25], [0.0, 0.0, 1.0]])
+
+
+def test_tokens_by_sample_leaves_padding_out() -> None:
+    assert tokens_by_sample(CHOSEN, 3, TOKENS).tolist() == [[2, 1, 1], [1, 1, 0]]
+
+
+def test_the_auxiliary_loss_is_the_mean_over_the_samples_of_the_step() -> None:
+    counts = tokens_by_sample(CHOSEN, 3, TOKENS)
+    first = 3 * (2 / 4 * 0.625 + 1 / 4 * 0.1875 + 1 / 4 * 0.1875)
+    second = 3 * (1 / 2 * 0.25 + 1 / 2 * 0.5)
+    found = auxiliary_loss(SCORES, counts, TOKENS, 2, None)
+    assert float(found) == pytest.approx((first + second) / 4)
+
+
+def test_the_losses_of_parts_add_up_to_that_of_the_whole() -> None:
+    logits = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    halves = [routed_tokens([2, 1], padding=1, samples=4, part=part, parts=2) for part in range(2)]
+    parts = [z_loss(logits[2 * part : 2 * part + 2], half) for part, half in enumerate(halves)]
+    by_hand = logits.logsumexp(-1).square() * torch.tensor([1 / 8, 1 / 8, 1 / 4, 0])
+    assert float(sum(parts)) == pytest.approx(float(by_hand.sum()))
+    assert [half.samples.tolist() for half in halves] == [[0, 0], [1, 2]]
+
+
+def test_biases_move_towards_an_even_spread() -> None:
+    bias = updated_bias(torch.tensor([0.0, 0.5, 0.0]), torch.tensor([3.0, 1.0, 2.0]), 0.25)
+    assert bias.tolist() == [-0.25, 0.75, 0.0]
+
+
+def test_extremes_are_relative_to_an_even_spread_and_of_layers_with_experts() -> None:
+    loads = loads_by_layer([(1, torch.tensor([1.0, 3.0])), (2, torch.tensor([2.0, 2.0]))], 3, 2)
+    assert extremes(loads) == (1.5, 0.5)
+    assert extremes(loads[:1]) == extremes(loads_by_layer([], 2, 0)) == (None, None)
+
+
+def test_biases_that_a_checkpoint_does_not_hold_are_refused() -> None:
+    with pytest.raises(
+        SettingsError, match=r"moe_router_bias_update_rate: 0\.001 is for models whose routers"
+    ):
+        set_balance(None, Experts(count=4), TrainerConfig(moe_router_bias_update_rate=1e-3))

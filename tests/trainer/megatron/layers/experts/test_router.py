@@ -1,0 +1,33 @@
+"""Tests how experts are chosen and weighed."""
+
+import pytest
+import torch
+
+from trainer.megatron.architecture.experts import Experts
+from trainer.megatron.layers.experts.router import choose, scores_of, weights_of
+
+LOGITS = torch.tensor([[0.0, 1.0, 2.0, 3.0]])
+
+
+def test_softmax_comes_before_the_choice() -> None:
+    experts = Experts(count=4, per_token=2)
+    scores = scores_of(LOGITS, experts)
+    chosen = choose(scores, experts)
+    assert chosen.tolist() == [[3, 2]]
+    assert weights_of(scores, chosen, experts).tolist() == [scores[0, [3, 2]].tolist()]
+
+
+def test_normalized_weights_add_up_to_the_scale() -> None:
+    experts = Experts(count=4, per_token=2, normalized=True, scale=2.5)
+    scores = scores_of(LOGITS, experts)
+    weights = weights_of(scores, choose(scores, experts), experts)
+    assert float(weights.sum()) == pytest.approx(2.5)
+    assert float(weights[0, 0] / weights[0, 1]) == pytest.approx(float(torch.tensor(1.0).exp()))
+
+
+def test_a_bias_changes_the_choice_alone() -> None:
+    experts = Experts(count=4, per_token=1, scoring="sigmoid")
+    scores = scores_of(LOGITS, experts)
+    chosen = choose(scores, experts, torch.tensor([2.0, 0.0, 0.0, 0.0]))
+    assert chosen.tolist() == [[0]]
+    assert weights_of(scores, chosen, experts).tolist() == [[0.5]]
