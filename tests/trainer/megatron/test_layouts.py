@@ -12,7 +12,6 @@ from tests.trainer.megatron.by_hand import gather_by_hand
 from tests.trainer.megatron.launch import launch
 from tests.trainer.megatron.models import (
     ALL_MODELS,
-    PlainTrainer,
     make_batch,
     make_model,
     plain_logprobs,
@@ -20,6 +19,7 @@ from tests.trainer.megatron.models import (
     step_batch,
     tensors_of,
 )
+from tests.trainer.megatron.plain import PlainTrainer
 from tests.trainer.megatron.ranks import ALGORITHM, LAYOUTS, STEPS, models_of, one_of, run
 
 pytestmark = pytest.mark.xdist_group("layouts")  # what the module sets up once, not one for each process

@@ -5,6 +5,7 @@ Latent attention keeps keys of low rank and for all heads, and values in their o
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil, prod
@@ -214,19 +215,19 @@ def _stepped(work: Workload, stage: int, trained: int) -> int:
 
 def expert_parameters_of_stage(work: Workload, stage: int) -> int:
     """Return those of a rank's parameters that are experts'."""
-    return _sizes(work, stage)[0]
+    return _sizes(work.architecture, work.layout, stage)[0]
 
 
 def parameters_of_stage(work: Workload, stage: int) -> int:
     """Return the number of parameters of a rank of a pipeline stage."""
-    return sum(_sizes(work, stage))
+    return sum(_sizes(work.architecture, work.layout, stage))
 
 
-def _sizes(work: Workload, stage: int) -> tuple[int, int]:
+@functools.cache
+def _sizes(architecture: Architecture, layout: Layout, stage: int) -> tuple[int, int]:
     """Return how many parameters of a rank are experts', and how many are not."""
-    layout = work.layout
     found = [0, 0]
-    for rule in stage_rules(work.architecture, layout, stage):
+    for rule in stage_rules(architecture, layout, stage):
         found[not rule.expert] += prod(rule.local_shape(layout.grid(expert=rule.expert)))
     return found[0], found[1]
 
