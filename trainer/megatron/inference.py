@@ -55,7 +55,7 @@ class SlotCache(StaticInferenceContext):
         self.positions = torch.empty(0)
         """int64: positions of this pass's tokens, [S, 1] in a prefill, [1, B] when every slot gets one."""
         self.angles: tuple[Angles, ...] = ()
-        """Of these positions, for each rotary embedding; [S, 1, 1, R] or [1, B, 1, R]."""
+        """Angles of these positions, for each rotary embedding; [S, 1, 1, R] or [1, B, 1, R]."""
         self.first = 0
         """The first slot of a prefill."""
         self.width = 0

@@ -10,7 +10,7 @@ from trainer.megatron.model import PackedModel
 from trainer.megatron.reshard import TensorPlan, stretch
 
 FREQUENCIES = "rotary_pos_emb.inv_freq"
-"""Of the first rotary embedding; the others have their number behind it."""
+"""Name of the first rotary embedding's; the others have their number behind it."""
 
 
 def parts_of(plans: Iterable[TensorPlan], parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

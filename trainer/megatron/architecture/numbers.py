@@ -31,7 +31,7 @@ class Architecture:
     window: int = 0
     """Tokens that each one attends to, itself and those before it; 0: all."""
     windows: tuple[int, ...] = ()
-    """The same for each layer, where they differ; then `window` is 0."""
+    """`window` of each layer, where they differ; then that is 0."""
     local_rope: Rope | None = None
     """Rotary embedding of the layers with a window; None: that of the others."""
     biases: tuple[str, ...] = ()
@@ -41,7 +41,7 @@ class Architecture:
     score_softcap: float = 0.0
     """Bound c of attention's scores s, which become c tanh(s / c); 0: none."""
     logit_softcap: float = 0.0
-    """The same for the logits."""
+    """Bound of the logits, likewise."""
     embedding_scale: float = 1.0
     """Factor of the embeddings."""
     without_qk_norm: bool = False

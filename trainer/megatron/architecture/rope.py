@@ -38,7 +38,7 @@ class Rope:
     short_factor: tuple[float, ...] = ()
     """longrope: divisors of the frequencies in sequences of at most the original context."""
     long_factor: tuple[float, ...] = ()
-    """The same in longer ones."""
+    """longrope: these divisors in longer ones."""
 
     def dimensions(self, head_dim: int) -> int:
         """Return how many dimensions of a head are rotated."""
@@ -97,7 +97,7 @@ def rope_of(path: Path, config: dict[str, Any], positions: int, head_dim: int) -
         "original_max_position_embeddings", positions
     )
     known = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
-    numbers = {key: float(values[key]) for key in known if values.get(key)}
+    shape |= {key: float(values[key]) for key in known if values.get(key)}
     factor = values.get("factor")
     factor = positions / original if factor is None else float(factor)
     if kind == "longrope":
@@ -106,7 +106,6 @@ def rope_of(path: Path, config: dict[str, Any], positions: int, head_dim: int) -
         theta,
         kind,
         factor,
-        **numbers,
         original_max_position_embeddings=int(original),
         truncate=bool(values.get("truncate", True)),
         attention_factor=_attention_factor(kind, values, factor, int(original)),

@@ -158,13 +158,13 @@ class SwigluMLP(MLP):
 
 
 class GegluMLP(SwigluMLP):
-    """The same, gated by a gelu."""
+    """An MLP that is gated by a gelu."""
 
     activation = staticmethod(geglu)
 
 
 class GeluMLP(SwigluMLP):
-    """The same with a gelu and no gate."""
+    """An MLP with a gelu and no gate."""
 
     activation = staticmethod(gelu)
 

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
@@ -121,7 +123,9 @@ def attach(
         layer: Any = model.get_submodule(name)
         if not hasattr(layer, "lora"):
             layer.lora = _empty(heads.get(f"{name}.weight"), config, position)
-            layer.register_forward_hook(_HOOKS[type(layer).__name__])
+            layer.register_forward_hook(
+                next(hook for kind, hook in _HOOKS.items() if isinstance(layer, kind))
+            )
         like = layer.weight
         layer.lora[key] = pair = LowRank(
             *(_share(first, rule, grid, position.tp).to(like.device, like.dtype) for rule in (a, b))
@@ -204,4 +208,4 @@ def _row_hook(layer: Any, inputs: tuple[torch.Tensor, ...], output: Any) -> Any:
     return output[0] + adapters.scaling * F.linear(inner, pair.b), *output[1:]
 
 
-_HOOKS = {"ColumnParallelLinear": _column_hook, "RowParallelLinear": _row_hook}
+_HOOKS = {ColumnParallelLinear: _column_hook, RowParallelLinear: _row_hook}

@@ -42,7 +42,7 @@ class Rotary:
     """longrope: those of sequences longer than `original`."""
     original: int = 0
     factor: float = 1.0
-    """Of what is rotated; 1 where it is part of the scale of the scores."""
+    """Factor of what is rotated; 1 where it is part of the scale of the scores."""
     interleaved: bool = False
     """Whether dimension 2 i is paired with 2 i + 1; else i with i + R / 2."""
 

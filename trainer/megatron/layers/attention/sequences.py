@@ -25,7 +25,7 @@ class PackedSequences:
     offsets: torch.Tensor
     """int32 [S + 1], on the device: where each sequence begins, and T."""
     angles: tuple[Angles, ...]
-    """Of each rotary embedding of the model."""
+    """Angles of the tokens, for each rotary embedding of the model."""
     segments: tuple[AttentionSegment, ...] = ()
     """For attention by segments; empty if another implementation is used."""
     routed: RoutedTokens | None = None

@@ -16,7 +16,7 @@ def qkv(tokens: int) -> list[torch.Tensor]:
 
 
 def written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
-    """Of one sequence."""
+    """Compute it for one sequence."""
     k, v = (x.repeat_interleave(2, 1) for x in (k, v))
     scores = CAP * torch.tanh(0.3 * torch.einsum("qhd,khd->hqk", q, k) / CAP)
     place = torch.arange(len(q))
