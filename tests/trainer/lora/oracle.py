@@ -16,7 +16,11 @@ LORA = LoraConfig(rank=4, alpha=6.0)
 ALGORITHM = Grpo(AlgorithmConfig(entropy_coef=0.02))
 STEPS = 3
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-TARGETS = {"starcoder2": (*ATTENTION, "c_fc", "c_proj"), "glm4": (*ATTENTION, "down_proj")}
+TARGETS = {
+    "starcoder2": (*ATTENTION, "c_fc", "c_proj"),
+    "glm4": (*ATTENTION, "down_proj"),
+    "deepseek-v3-dense": ("q_b_proj", "kv_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+}
 """Model -> its linear layers that can have an adapter, where their names are not Llama's."""
 
 

@@ -56,6 +56,8 @@ class Experts:
 NO_EXPERTS = Experts()
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Fields of config.json that hold the number of experts."""
+SWIGLU = ("swiglu_limit", "swiglu_alpha")
+"""Fields of config.json that families with these numbers may name."""
 
 
 def check_ranks(experts: Experts, parallel: ParallelConfig) -> None:
@@ -106,45 +108,51 @@ def experts_of(path: Path, config: dict[str, Any], names: ExpertNames) -> Expert
     Raises:
         SettingsError: tokens cannot choose so many experts, or the router is to be disturbed at random.
     """
+    layers = int(config["num_hidden_layers"])
+    dense = _dense_layers(config, layers)
+    if len(dense) == layers:
+        return NO_EXPERTS
     count = next((int(config[name]) for name in COUNTS if config.get(name)), 0)
-    chosen = int(config["num_experts_per_tok"])
-    for name, allowed in names.fixed.items():
-        if config.get(name) is not None and config[name] not in allowed:
-            raise SettingsError(
-                f"{path}: {name} = {config[name]!r} is not supported in {config['model_type']}: it must be "
-                f"{' or '.join(map(repr, allowed))}"
-            )
+    chosen = int(config.get("num_experts_per_tok") or 0)
     if not 1 <= chosen <= count:
         raise SettingsError(f"{path}: num_experts_per_tok = {chosen} of {count} experts cannot be chosen")
-    if config.get("router_jitter_noise"):
-        raise SettingsError(
-            f"{path}: router_jitter_noise = {config['router_jitter_noise']!r} is not supported by the "
-            "megatron backend"
-        )
-    step, dense = int(config.get("decoder_sparse_step") or 1), config.get("mlp_only_layers") or ()
-    first = int(config.get("first_k_dense_replace") or 0)
-    layers = range(int(config["num_hidden_layers"]))
+    _refuse_other_routers(path, config, names)
     wide = int(config.get("moe_intermediate_size") or config["intermediate_size"])
     shared = config.get("shared_expert_intermediate_size") or wide * (config.get("n_shared_experts") or 0)
     values: dict[str, Any] = {**names.defaults, **_groups(path, config, count, names)}
-    values |= {
-        name: float(config[name])
-        for name in ("swiglu_limit", "swiglu_alpha")
-        if name in values.keys() & config
-    }
+    values |= {name: float(config[name]) for name in SWIGLU if name in values and name in config}
     return Experts(
         count,
         chosen,
         intermediate=wide,
         shared_intermediate=int(shared) if names.shared else 0,
         shared_gate=bool(names.shared_gate),
-        dense_layers=tuple(
-            layer for layer in layers if layer < first or layer in dense or (layer + 1) % step
-        ),
+        dense_layers=dense,
         normalized=bool(config.get("norm_topk_prob", names.normalized)),
         scale=float(config.get("routed_scaling_factor") or 1.0),
         **values,
     )
+
+
+def _dense_layers(config: dict[str, Any], layers: int) -> tuple[int, ...]:
+    """Return the layers without experts."""
+    first, step = int(config.get("first_k_dense_replace") or 0), int(config.get("decoder_sparse_step") or 1)
+    dense = config.get("mlp_only_layers") or ()
+    return tuple(layer for layer in range(layers) if layer < first or layer in dense or (layer + 1) % step)
+
+
+def _refuse_other_routers(path: Path, config: dict[str, Any], names: ExpertNames) -> None:
+    for name, allowed in names.fixed.items():
+        if config.get(name) is not None and config[name] not in allowed:
+            raise SettingsError(
+                f"{path}: {name} = {config[name]!r} is not supported in {config['model_type']}: it must be "
+                f"{' or '.join(map(repr, allowed))}"
+            )
+    if config.get("router_jitter_noise"):
+        raise SettingsError(
+            f"{path}: router_jitter_noise = {config['router_jitter_noise']!r} is not supported by the "
+            "megatron backend"
+        )
 
 
 def _groups(path: Path, config: dict[str, Any], count: int, names: ExpertNames) -> dict[str, int]:
