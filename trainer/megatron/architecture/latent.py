@@ -16,7 +16,7 @@ class Latent:
     """
 
     kv_rank: int
-    """Of keys and values."""
+    """Rank of keys and values."""
     nope: int
     """Dimensions of a head's query and key without a position."""
     rope: int
@@ -24,7 +24,7 @@ class Latent:
     value: int
     """Dimensions of a head's value."""
     query_rank: int = 0
-    """Of queries; 0: they are made of the hidden state directly."""
+    """Rank of queries; 0: they are made of the hidden state directly."""
 
     @property
     def head_dim(self) -> int:

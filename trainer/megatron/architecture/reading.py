@@ -58,7 +58,6 @@ def architecture_of(config: dict[str, Any], path: Path) -> Architecture:
     positions = int(config.get("max_position_embeddings") or 4096)
     rope, local_rope = ropes_of(path, config, positions, head_dim)
     windows = windows_of(path, config, layers, positions)
-    alike = len(set(windows)) <= 1
     return Architecture(
         model_type=model_type,
         name=(config.get("architectures") or [SUPPORTED[model_type]])[0],
@@ -73,8 +72,7 @@ def architecture_of(config: dict[str, Any], path: Path) -> Architecture:
         norm_eps=float(config[family.eps_field]),
         max_positions=positions,
         rope=rope,
-        window=windows[0] if alike and windows else 0,
-        windows=() if alike else windows,
+        **_windows(windows),
         local_rope=local_rope,
         biases=biases,
         score_scale=float(config.get("query_pre_attn_scalar") or 0) ** -0.5 if _scales(family) else 0.0,
@@ -85,6 +83,12 @@ def architecture_of(config: dict[str, Any], path: Path) -> Architecture:
         latent=latent,
         experts=experts_of(path, config, family.experts) if family.experts else NO_EXPERTS,
     )
+
+
+def _windows(windows: tuple[int, ...]) -> dict[str, Any]:
+    """Return the windows of layers as one number where they are alike."""
+    alike = len(set(windows)) <= 1
+    return {"window": windows[0] if alike and windows else 0, "windows": () if alike else windows}
 
 
 def _biases(family: Family, config: dict[str, Any]) -> tuple[str, ...]:

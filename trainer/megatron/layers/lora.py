@@ -175,11 +175,8 @@ def _column(x: torch.Tensor, pair: Any) -> torch.Tensor:
 
 
 def _in_order(adapters: Adapters, deltas: Mapping[str, torch.Tensor], output: torch.Tensor) -> torch.Tensor:
-    """Arrange the deltas as rows of a layer that holds several tensors; zeros where there is no adapter."""
+    """Arrange the deltas as the fused layer's rows; zeros where there is no adapter."""
     lead = output.shape[:-1]
-    first = next(iter(deltas.values()))
-    if first.shape == output.shape:  # the layer holds one tensor
-        return first
     if "gate_proj" in deltas or "up_proj" in deltas:
         half = output.new_zeros(*lead, output.shape[-1] // 2)
         return torch.cat([deltas.get("gate_proj", half), deltas.get("up_proj", half)], dim=-1)

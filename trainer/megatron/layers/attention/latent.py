@@ -33,7 +33,7 @@ from trainer.megatron.layers.attention.terms import AttentionTerms
 from trainer.megatron.layers.dense import RMSNorm
 
 EPS = 1e-6
-"""Of the norms of low rank: transformers has it fixed, whatever `rms_norm_eps` says."""
+"""Epsilon of the norms of low rank: transformers has it fixed, whatever `rms_norm_eps` says."""
 
 
 class LatentAttention(MegatronModule):
