@@ -126,6 +126,8 @@ class TrainedTokens:
     """int64: index into the batch's tokens."""
     sample: torch.Tensor
     """int64: index of the sample within the batch."""
+    samples: int
+    """Samples of the batch."""
     behaviour_logprobs: torch.Tensor
     advantages: torch.Tensor
     weights: torch.Tensor
@@ -138,6 +140,14 @@ class TrainedTokens:
     reference_logprobs: torch.Tensor | None
     decoupled: bool = False
     """Whether the proximal policy is that of the training pass; see `Batch`."""
+    join: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """Adds up an array over the ranks that have other tokens of the same samples, with its gradient; None:
+    there are none."""
+
+    def over_samples(self, values: torch.Tensor) -> torch.Tensor:
+        """Return, for each token, the sum of `values` [k] over the trained tokens of its sample, [k]."""
+        sums = values.new_zeros(self.samples).index_add(0, self.sample, values)
+        return (sums if self.join is None else self.join(sums))[self.sample]
 
 
 def trained_tokens(batch: Batch) -> TrainedTokens:
@@ -147,6 +157,7 @@ def trained_tokens(batch: Batch) -> TrainedTokens:
     return TrainedTokens(
         place=place,
         sample=sample,
+        samples=len(batch.group_index),
         behaviour_logprobs=batch.behaviour_logprobs[place],
         advantages=batch.advantages[place],
         weights=batch.weights[sample],

@@ -8,6 +8,10 @@ from msgspec import Meta
 from protocol.paths import FilePath
 
 TRAINER_DTYPES = ("bfloat16", "float32")
+IMPORTANCE_LEVELS = ("token", "sequence")
+REJECTION_LEVELS = ("", "token", "sequence", "geometric")
+LR_DECAY_STYLES = ("constant", "linear", "cosine", "WSD")
+KL_ESTIMATORS = ("k1", "k2", "k3")
 DEVICES = ("auto", "cpu", "cuda")
 MISMATCH_ACTIONS = ("warn", "stop")
 """What `trainer.mismatch_action` can be."""
@@ -63,6 +67,15 @@ class OptimizerConfig:
     """Learning rate after the warm-up."""
     lr_warmup_steps: Annotated[int, Meta(ge=0, le=10**9)] = 0
     """Steps in which the learning rate rises linearly from 0. Skipped steps do not count. 0 is off."""
+    lr_decay_style: str = "constant"
+    """How the learning rate goes from `lr` to `min_lr` after the warm-up: constant (it stays), linear,
+    cosine, or WSD (it stays, and falls linearly in the last `lr_wsd_decay_steps`)."""
+    lr_decay_steps: Annotated[int, Meta(ge=0, le=10**9)] = 0
+    """Step at which it has reached `min_lr`, warm-up included. Needed unless it is constant."""
+    lr_wsd_decay_steps: Annotated[int, Meta(ge=0, le=10**9)] = 0
+    """WSD: steps in which it falls."""
+    min_lr: Annotated[float, Meta(ge=0, le=1e3)] = 0.0
+    """Learning rate at the end, unless it is constant."""
     weight_decay: Annotated[float, Meta(ge=0, le=1e3)] = 0.0
     """Decoupled weight decay."""
     adam_beta1: Annotated[float, Meta(ge=0, lt=1)] = 0.9
@@ -159,7 +172,8 @@ class AlgorithmConfig:
     """Section `[algorithm]`: advantages and loss."""
 
     name: str = "grpo"
-    """The algorithm, a module in `trainer/algorithms/`: grpo or dr_grpo."""
+    """The algorithm, a module in `trainer/algorithms/`: grpo, dr_grpo, dapo, gspo, cispo, rloo,
+    reinforce_plus_plus or reinforce_plus_plus_baseline."""
     clip_low: Annotated[float, Meta(ge=0, lt=1)] = 0.2
     """PPO ratio clip: the lower edge of the ratio is 1 - clip_low."""
     clip_high: Annotated[float, Meta(ge=0, le=1e6)] = 0.2
@@ -167,13 +181,27 @@ class AlgorithmConfig:
     importance_cap: Annotated[float, Meta(ge=0, le=1e9)] = 2.0
     """Truncated importance sampling: weight min(pi_proximal / pi_behaviour, cap), with
     `trainer.recompute_logprobs`. 0 is off."""
+    importance_level: str = "token"
+    """What `importance_cap` compares: the ratio of each token (token), or the product of those of a sample
+    (sequence)."""
+    rejection_level: str = ""
+    """Masked importance sampling: what is compared with `rejection_low` and `rejection_high`, the ratio of
+    each token (token), the product of those of a sample (sequence) or their geometric mean (geometric). A
+    token outside has no policy gradient, at the other levels its whole sample. Empty: off."""
+    rejection_low: Annotated[float, Meta(ge=0, le=1)] = 0.5
+    """Smallest ratio that is trained, with `rejection_level`."""
+    rejection_high: Annotated[float, Meta(ge=1, le=1e9)] = 2.0
+    """Largest ratio that is trained, with `rejection_level`."""
     entropy_coef: Annotated[float, Meta(ge=-1e6, le=1e6)] = 0.0
     """Bonus for entropy, in nats. 0 is off."""
     kl_coef: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
-    """Weight of the KL divergence to the initial model (k3 estimator). 0 is off and costs nothing."""
+    """Weight of the KL divergence to the initial model. 0 is off and costs nothing."""
+    kl_estimator: str = "k3"
+    """Estimator of that divergence from one token: k2 (its gradient is that of the divergence), k3 (never
+    negative, lower variance) or k1 (its gradient is 0 on average: only to compare)."""
     advantage_eps: Annotated[float, Meta(ge=1e-8, le=1e6)] = 1e-4
-    """grpo: added to the standard deviation that advantages are divided by. Without it a group of equal
-    rewards would have the advantage 0 / 0."""
+    """Added to the standard deviation that advantages are divided by, where they are. Without it a group of
+    equal rewards would have the advantage 0 / 0."""
     length_normalizer: Annotated[int, Meta(ge=0, le=10**9)] = 0
     """dr_grpo: tokens that each sample's sum is divided by, usually the generation limit. 0: the longest
     sample of the batch."""

@@ -154,3 +154,6 @@ class StepReport(Message, tag="step_report", frozen=True, kw_only=True):
     where the model has no experts, or the backend does not count."""
     expert_load_min: float | None = None
     """Tokens of the expert with the fewest, likewise."""
+    importance_rejected: float | None = None
+    """Share of trained tokens that `algorithm.rejection_level` left without a policy gradient, 0 to 1;
+    measured where it is set."""

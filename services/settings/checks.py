@@ -19,10 +19,14 @@ from services.settings.tracking import check_kinds
 from trainer.algorithms.registry import ALGORITHMS
 from trainer.config import (
     DEVICES,
+    IMPORTANCE_LEVELS,
+    KL_ESTIMATORS,
+    LR_DECAY_STYLES,
     MISMATCH_ACTIONS,
     RECOMPUTE_GRANULARITIES,
     RECOMPUTE_METHODS,
     RECOMPUTE_MODULES,
+    REJECTION_LEVELS,
     TRAINER_DTYPES,
     OptimizerConfig,
     TrainerConfig,
@@ -34,6 +38,7 @@ from trainer.weights.registry import TRANSPORTS
 CHOICES: Mapping[str, Collection[str]] = {
     "engine.name": ENGINES,
     "engine.dtype": DTYPES,
+    "optimizer.lr_decay_style": LR_DECAY_STYLES,
     "trainer.backend": BACKENDS,
     "trainer.device": DEVICES,
     "trainer.dtype": TRAINER_DTYPES,
@@ -41,6 +46,9 @@ CHOICES: Mapping[str, Collection[str]] = {
     "trainer.recompute_granularity": RECOMPUTE_GRANULARITIES,
     "trainer.recompute_method": RECOMPUTE_METHODS,
     "algorithm.name": ALGORITHMS,
+    "algorithm.importance_level": IMPORTANCE_LEVELS,
+    "algorithm.kl_estimator": KL_ESTIMATORS,
+    "algorithm.rejection_level": REJECTION_LEVELS,
     "weights.transport": TRANSPORTS,
 }
 """Setting -> the names it can have."""
@@ -71,6 +79,7 @@ def settings_errors(settings: Settings) -> Iterator[SettingsError]:
         lambda: check_evaluation(settings),
         lambda: _check_mismatch(settings.trainer),
         lambda: _check_memory(settings.trainer, settings.optimizer),
+        lambda: _check_learning_rate(settings.optimizer),
         lambda: _check_alternatives(settings),
         lambda: _check_model(settings),
         lambda: check_kinds(settings.tracking),
@@ -116,6 +125,25 @@ def _check_memory(trainer: TrainerConfig, optimizer: OptimizerConfig) -> None:
                 f"setting {setting}: {value} is for trainer.backend 'megatron', and it is "
                 f"{trainer.backend!r}; leave it out, or change the backend"
             )
+
+
+def _check_learning_rate(optimizer: OptimizerConfig) -> None:
+    style, steps = optimizer.lr_decay_style, optimizer.lr_decay_steps
+    if style == "constant":
+        return
+    if steps <= optimizer.lr_warmup_steps:
+        raise SettingsError(
+            f"setting optimizer.lr_decay_steps: {steps} is not after the warm-up of "
+            f"{optimizer.lr_warmup_steps}; with lr_decay_style {style!r} it says when the learning rate has "
+            "reached min_lr"
+        )
+    if optimizer.min_lr > optimizer.lr:
+        raise SettingsError(f"setting optimizer.min_lr: {optimizer.min_lr:g} is above lr, {optimizer.lr:g}")
+    if style == "WSD" and not 0 < optimizer.lr_wsd_decay_steps <= steps - optimizer.lr_warmup_steps:
+        raise SettingsError(
+            f"setting optimizer.lr_wsd_decay_steps: {optimizer.lr_wsd_decay_steps} has to be between 1 and "
+            f"{steps - optimizer.lr_warmup_steps}, the steps from the warm-up to lr_decay_steps"
+        )
 
 
 def _check_alternatives(settings: Settings) -> None:

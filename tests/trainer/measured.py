@@ -28,6 +28,7 @@ def expected(
     *,
     clip: float = 0.2,
     cap: float = 0.0,
+    rejection: tuple[float, float] | None = None,
 ) -> dict[str, float]:
     """Statistics of a step on a batch, flat; `logprobs` and `entropy` [t] are of the weights before it."""
     mask = batch.loss_mask.numpy()
@@ -56,6 +57,10 @@ def expected(
     }
     if cap and old is not behaviour:
         result["importance_capped"] = float((np.exp(old - behaviour) > cap).mean())
+    if rejection is not None:
+        low, high = rejection
+        ratio = np.exp(old - behaviour) if old is not behaviour else weights
+        result["importance_rejected"] = float(((ratio < low) | (ratio > high)).mean())
     if batch.reference_logprobs is not None:
         q = np.exp(array(batch.reference_logprobs)[mask] - current)
         result["reference_kl_k3"] = float((q - 1 - np.log(q)).mean())

@@ -15,6 +15,8 @@ from trainer.config import AlgorithmConfig
 if TYPE_CHECKING:  # the registry, which every reader of settings imports, must not import torch
     import torch
 
+    from trainer.batch import TrainedTokens
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
@@ -25,11 +27,11 @@ class TokenLoss:
     ratio: torch.Tensor
     """Probability ratio pi / pi_old."""
     clipped: torch.Tensor
-    """1 where the clipped branch of the surrogate was taken, else 0."""
+    """1 where a clip took the token's gradient or bounded its weight, else 0."""
 
 
 class Algorithm(Protocol):
-    """A recipe. Pure: no state, no collectives."""
+    """A recipe. Pure: no state, no collectives of its own."""
 
     @property
     def config(self) -> AlgorithmConfig: ...
@@ -45,16 +47,13 @@ class Algorithm(Protocol):
         """
 
     def token_loss(
-        self,
-        logprobs: torch.Tensor,
-        behaviour_logprobs: torch.Tensor,
-        advantages: torch.Tensor,
-        *,
-        entropy: torch.Tensor | None = None,
-        proximal_logprobs: torch.Tensor | None = None,
-        reference_logprobs: torch.Tensor | None = None,
+        self, tokens: TrainedTokens, logprobs: torch.Tensor, entropy: torch.Tensor | None = None
     ) -> TokenLoss:
-        """Return the loss of each trained token. All arrays are float32 [k].
+        """Return the loss of each trained token.
 
-        Gradients flow through `logprobs` and `entropy`.
+        Args:
+            tokens: the k tokens; all trained tokens of a sample are among them, or on ranks that
+                `TrainedTokens.join` adds up over.
+            logprobs: float32 [k]; gradients flow through it.
+            entropy: float32 [k], likewise; None where it is not wanted.
         """

@@ -7,6 +7,7 @@ import torch
 
 from trainer.algorithms.surrogate import Surrogate
 from trainer.functional.advantages import group_centred
+from trainer.functional.weights import constant
 
 
 class DrGrpo(Surrogate):
@@ -23,5 +24,4 @@ class DrGrpo(Surrogate):
         0, M is the number of sampled tokens of the batch's longest sample: constant within a step, but not
         from step to step.
         """
-        budget = self.config.length_normalizer or max(int(sampled_tokens.max()), 1)
-        return torch.ones(len(sampled_tokens)) / (budget * len(sampled_tokens))
+        return constant(sampled_tokens, self.config.length_normalizer)

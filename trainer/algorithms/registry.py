@@ -8,11 +8,17 @@ from trainer.algorithms.base import Algorithm
 from trainer.config import AlgorithmConfig
 
 ALGORITHMS = {
+    "cispo": "trainer.algorithms.cispo:Cispo",
+    "dapo": "trainer.algorithms.dapo:Dapo",
     "dr_grpo": "trainer.algorithms.dr_grpo:DrGrpo",
     "grpo": "trainer.algorithms.grpo:Grpo",
+    "gspo": "trainer.algorithms.gspo:Gspo",
+    "reinforce_plus_plus": "trainer.algorithms.reinforce_plus_plus:ReinforcePlusPlus",
+    "reinforce_plus_plus_baseline": "trainer.algorithms.reinforce_plus_plus:ReinforcePlusPlusBaseline",
+    "rloo": "trainer.algorithms.rloo:Rloo",
 }
 """Algorithm -> its class, which takes an `AlgorithmConfig`."""
-GROUP_RELATIVE = frozenset({"dr_grpo", "grpo"})
+GROUP_RELATIVE = frozenset(ALGORITHMS) - {"reinforce_plus_plus"}
 """Algorithms whose advantages compare the samples of a group with each other."""
 
 

@@ -1,6 +1,6 @@
 """Implements the token loss that GRPO and its relatives share.
 
-Clipped surrogate, truncated importance sampling, entropy bonus, KL.
+Clipped surrogate, corrections for tokens of another policy, entropy bonus, KL.
 """
 
 from dataclasses import dataclass
@@ -8,8 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from trainer.algorithms.base import TokenLoss
+from trainer.batch import TrainedTokens
 from trainer.config import AlgorithmConfig
-from trainer.functional.losses import clipped_surrogate, k3_kl, probability_ratio, truncated_importance_weight
+from trainer.functional.corrections import kept_tokens, truncated_weight
+from trainer.functional.losses import clipped_surrogate, k1_kl, k2_kl, k3_kl, probability_ratio
+
+KL = {"k1": k1_kl, "k2": k2_kl, "k3": k3_kl}
+"""`algorithm.kl_estimator` -> the estimator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,35 +24,49 @@ class Surrogate:
     config: AlgorithmConfig
 
     def token_loss(
-        self,
-        logprobs: torch.Tensor,
-        behaviour_logprobs: torch.Tensor,
-        advantages: torch.Tensor,
-        *,
-        entropy: torch.Tensor | None = None,
-        proximal_logprobs: torch.Tensor | None = None,
-        reference_logprobs: torch.Tensor | None = None,
+        self, tokens: TrainedTokens, logprobs: torch.Tensor, entropy: torch.Tensor | None = None
     ) -> TokenLoss:
         """Return the loss of each token, all arrays float32 [k], not reduced.
 
-            old  = pi_proximal if it is given, else pi_behaviour
+            old  = pi_proximal if there is one, else pi_behaviour
             w    = min(pi_proximal / pi_behaviour, importance_cap)
-                   if pi_proximal is given and importance_cap > 0, else 1
-            loss = w * clipped_surrogate(pi / old, A) - entropy_coef * entropy + kl_coef * k3(pi, pi_ref)
+                   if there is a pi_proximal and importance_cap > 0, else 1
+            m    = 1 where the ratio to pi_behaviour is between rejection_low and rejection_high, else 0
+                   if there is a rejection_level, else 1
+            loss = w m policy_loss(pi / old, A) - entropy_coef * entropy + kl_coef * KL(pi, pi_ref)
 
-        With `proximal_logprobs` this is the decoupled objective of Hilton et al. 2021 (arXiv 2110.00641).
-        Terms whose coefficient is 0, or whose array is missing, are left out.
+        With a pi_proximal this is the decoupled objective of Hilton et al. 2021 (arXiv 2110.00641). Terms
+        whose coefficient is 0, or whose array is missing, are left out.
         """
-        config = self.config
-        old = behaviour_logprobs if proximal_logprobs is None else proximal_logprobs
-        ratio = probability_ratio(logprobs, old)
-        loss, clipped = clipped_surrogate(ratio, advantages, config.clip_low, config.clip_high)
-        if proximal_logprobs is not None and config.importance_cap > 0:
-            loss = loss * truncated_importance_weight(
-                proximal_logprobs, behaviour_logprobs, config.importance_cap
+        config, proximal = self.config, tokens.proximal_logprobs
+        ratio = self.ratio(tokens, logprobs, tokens.behaviour_logprobs if proximal is None else proximal)
+        loss, clipped = self.policy_loss(ratio, logprobs, tokens.advantages)
+        started = logprobs if proximal is None else proximal
+        log_ratio = (started - tokens.behaviour_logprobs).detach()
+        if proximal is not None and config.importance_cap > 0:
+            loss = loss * truncated_weight(
+                log_ratio, config.importance_level, config.importance_cap, tokens.over_samples
+            )
+        if config.rejection_level:
+            loss = loss * kept_tokens(
+                log_ratio,
+                config.rejection_level,
+                config.rejection_low,
+                config.rejection_high,
+                tokens.over_samples,
             )
         if config.entropy_coef and entropy is not None:
             loss = loss - config.entropy_coef * entropy
-        if config.kl_coef and reference_logprobs is not None:
-            loss = loss + config.kl_coef * k3_kl(logprobs, reference_logprobs)
+        if config.kl_coef and tokens.reference_logprobs is not None:
+            loss = loss + config.kl_coef * KL[config.kl_estimator](logprobs, tokens.reference_logprobs)
         return TokenLoss(loss=loss, ratio=ratio, clipped=clipped)
+
+    def ratio(self, tokens: TrainedTokens, logprobs: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+        """Return pi / old of each token, [k]."""
+        return probability_ratio(logprobs, old)
+
+    def policy_loss(
+        self, ratio: torch.Tensor, logprobs: torch.Tensor, advantages: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (loss, clipped) of each token, both [k]: PPO's clipped surrogate."""
+        return clipped_surrogate(ratio, advantages, self.config.clip_low, self.config.clip_high)

@@ -47,6 +47,7 @@ class StepStats:
     importance_mean: float | None = None
     importance_max: float | None = None
     importance_capped: float | None = None
+    importance_rejected: float | None = None
     importance_ess: float | None = None
     behaviour_clip_fraction: float | None = None
     mismatch: dict[int, Mismatch] = field(default_factory=dict)

@@ -16,6 +16,7 @@ from trainer.algorithms.base import TokenLoss
 from trainer.backends.base import StepStats
 from trainer.batch import Batch, TrainedTokens
 from trainer.config import AlgorithmConfig
+from trainer.functional.corrections import kept_tokens, level_ratio
 from trainer.functional.losses import MAX_LOG_RATIO, clipped_surrogate, k3_kl, probability_ratio
 
 TOTALS = (
@@ -26,6 +27,7 @@ TOTALS = (
     "importance",
     "importance_squared",
     "capped",
+    "rejected",
     "behaviour_clipped",
     "behaviour_kl",
     "reference_kl",
@@ -95,8 +97,11 @@ class StepMeasures:
             "behaviour_clipped": self._clipped(importance, tokens.advantages.double()),
             "behaviour_kl": k3_kl(behaviour, current),
         }
-        if self.truncates and tokens.proximal_logprobs is not None:
-            by_token["capped"] = self._capped(tokens.proximal_logprobs.double(), behaviour)
+        started = current if tokens.proximal_logprobs is None else tokens.proximal_logprobs.double()
+        if self.truncates:
+            by_token["capped"] = self._capped(started - behaviour, tokens)
+        if self.config.rejection_level:
+            by_token["rejected"] = self._rejected(started - behaviour, tokens)
         if tokens.reference_logprobs is not None:
             by_token["reference_kl"] = k3_kl(current, tokens.reference_logprobs.double())
         totals = {name: values.sum() for name, values in by_token.items()} | {"loss": loss.double()}
@@ -147,6 +152,7 @@ class StepMeasures:
             importance_mean=total["importance"] / self.tokens,
             importance_max=importance_max,
             importance_capped=total["capped"] / self.tokens if self.truncates else None,
+            importance_rejected=total["rejected"] / self.tokens if self.config.rejection_level else None,
             importance_ess=_ess(self.tokens, total["importance"], total["importance_squared"]),
             behaviour_clip_fraction=total["behaviour_clipped"] / self.tokens,
             mismatch=mismatch,
@@ -158,8 +164,20 @@ class StepMeasures:
     def _clipped(self, ratio: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
         return clipped_surrogate(ratio, advantages, self.config.clip_low, self.config.clip_high)[1]
 
-    def _capped(self, proximal: torch.Tensor, behaviour: torch.Tensor) -> torch.Tensor:
-        return (probability_ratio(proximal, behaviour) > self.config.importance_cap).double()
+    def _capped(self, log_ratio: torch.Tensor, tokens: TrainedTokens) -> torch.Tensor:
+        ratio = level_ratio(log_ratio, self.config.importance_level, tokens.over_samples)
+        return (ratio > self.config.importance_cap).double()
+
+    def _rejected(self, log_ratio: torch.Tensor, tokens: TrainedTokens) -> torch.Tensor:
+        config = self.config
+        kept = kept_tokens(
+            log_ratio,
+            config.rejection_level,
+            config.rejection_low,
+            config.rejection_high,
+            tokens.over_samples,
+        )
+        return 1 - kept
 
     def _by_lag(
         self, lags: torch.Tensor, errors: torch.Tensor, importance: torch.Tensor, chosen: torch.Tensor

@@ -27,14 +27,7 @@ def micro_batch_loss(
     """
     if tokens.decoupled and tokens.proximal_logprobs is None:
         tokens = dataclasses.replace(tokens, proximal_logprobs=logprobs.detach())
-    terms = algorithm.token_loss(
-        logprobs,
-        tokens.behaviour_logprobs,
-        tokens.advantages,
-        entropy=entropy if algorithm.config.entropy_coef else None,
-        proximal_logprobs=tokens.proximal_logprobs,
-        reference_logprobs=tokens.reference_logprobs,
-    )
+    terms = algorithm.token_loss(tokens, logprobs, entropy if algorithm.config.entropy_coef else None)
     loss = (terms.loss * tokens.weights).sum()
     # the empty sum keeps a graph to the parameters where a micro-batch trains no token
     loss = loss + 0.0 * logprobs.sum()

@@ -37,6 +37,25 @@ def group_centred(rewards: FloatN, group_index: IntN) -> FloatN:
     return _centred(rewards, group_index)[0].float()
 
 
+def leave_one_out(rewards: FloatN, group_index: IntN) -> FloatN:
+    """Return RLOO's A_i = r_i - mean of the other samples of its group, float32 [N]; 0 without others.
+
+    Kool et al. 2019; Ahmadian et al. 2024 (arXiv 2402.14740), section 3. Arguments as those of
+    `group_normalised`.
+    """
+    centred, sizes = _centred(rewards, group_index)
+    return (centred * (sizes / (sizes - 1).clamp_min(1))[group_index]).float()
+
+
+def batch_normalised(advantages: FloatN, eps: float) -> FloatN:
+    """Return (a - mean(a)) / (std(a) + eps) over all samples of the batch, float32 [N].
+
+    REINFORCE++ (Hu et al. 2025, arXiv 2501.03262), section 3. std divides by N.
+    """
+    centred = advantages.double() - advantages.double().mean()
+    return (centred / (centred.square().mean().sqrt() + eps)).float()
+
+
 def _centred(rewards: Tensor, group_index: Tensor) -> tuple[Tensor, Tensor]:
     """Return (r_i - mean of its group [N], size of each group) in float64."""
     values = rewards.double()

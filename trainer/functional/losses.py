@@ -42,13 +42,43 @@ def clipped_surrogate(
     return -torch.minimum(plain, bounded), (bounded < plain).to(ratio.dtype)
 
 
-def truncated_importance_weight(proximal_logprobs: FloatK, behaviour_logprobs: FloatK, cap: float) -> FloatK:
-    """Return the weight min(pi_proximal / pi_behaviour, cap), [k], without gradient.
+def cispo_loss(
+    ratio: FloatK, logprobs: FloatK, advantages: FloatK, clip_low: float, clip_high: float
+) -> tuple[FloatK, FloatK]:
+    """Return CISPO's loss: the importance weight is clipped, and no token loses its gradient.
 
-    Truncated importance sampling: Ionides 2008; as the correction between the decoupled PPO objective's two
-    old policies: Hilton et al. 2021 (arXiv 2110.00641), eq. 5, and AReaL (arXiv 2505.24298), eq. 5.
+        loss = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi,  sg: without gradient
+
+    MiniMax-M1 (arXiv 2506.13585), section 3.1.
+
+    Args:
+        ratio: [k], pi / pi_old.
+        logprobs: [k], log pi; gradients flow through it.
+        advantages: [k].
+
+    Returns:
+        (loss, clipped), both [k]: `clipped` is 1 where the weight was clipped.
     """
-    return probability_ratio(proximal_logprobs, behaviour_logprobs).clamp_max(cap).detach()
+    weight = ratio.detach().clamp(1.0 - clip_low, 1.0 + clip_high)
+    return -weight * advantages * logprobs, (weight != ratio.detach()).to(ratio.dtype)
+
+
+def k1_kl(logprobs: FloatK, reference_logprobs: FloatK) -> FloatK:
+    """Return k1 = log pi - log pi_ref, [k]: unbiased for KL(pi || pi_ref), of high variance.
+
+    As a loss it does nothing on average: the expectation of its gradient is 0. Schulman, "Approximating KL
+    divergence" (2020).
+    """
+    return logprobs - reference_logprobs
+
+
+def k2_kl(logprobs: FloatK, reference_logprobs: FloatK) -> FloatK:
+    """Return k2 = (log pi - log pi_ref)^2 / 2, [k].
+
+    A biased estimate of KL(pi || pi_ref) whose gradient is unbiased, for tokens drawn from pi. Schulman,
+    "Approximating KL divergence" (2020).
+    """
+    return (logprobs - reference_logprobs).square() / 2
 
 
 def k3_kl(logprobs: FloatK, reference_logprobs: FloatK) -> FloatK:

@@ -16,6 +16,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trainer.config import OptimizerConfig
+from trainer.functional.learning_rate import learning_rate
 from trainer.megatron.cpu import cuda_type_names
 from trainer.megatron.parallel import Position
 
@@ -41,7 +42,7 @@ def is_distributed(position: Position) -> bool:
 
 
 class Optimizer:
-    """AdamW with clipping; the learning rate is constant after `lr_warmup_steps` of linear growth."""
+    """AdamW with clipping."""
 
     def __init__(
         self,
@@ -127,8 +128,7 @@ class Optimizer:
 
     def learning_rate(self) -> float:
         """Return the learning rate of the next step."""
-        warmup = self.config.lr_warmup_steps
-        return self.config.lr * min(1.0, (self.steps + 1) / warmup) if warmup else self.config.lr
+        return learning_rate(self.config, self.steps)
 
     def step(self) -> tuple[float, str]:
         """Make one step on the gradients of the last backward pass.

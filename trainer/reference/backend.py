@@ -25,6 +25,7 @@ from trainer.backends.token_loss import micro_batch_loss
 from trainer.batch import Batch, trained_tokens
 from trainer.config import OptimizerConfig, TrainerConfig
 from trainer.data.packing import pack_padded
+from trainer.functional.learning_rate import learning_rate
 from trainer.functional.logprobs import token_logprobs
 from trainer.lora import merged
 from trainer.reference.attaching import check_model_buffers
@@ -218,9 +219,9 @@ class ReferenceBackend(Backend):
         return vector
 
     def _learning_rate(self) -> float:
-        """Return the learning rate of the next step; the warm-up counts steps that were not skipped."""
+        """Return the learning rate of the next step, by the steps that were not skipped."""
         made = max((int(state["step"]) for state in self._optimizer.state.values()), default=0)
-        return self._config.lr * min(1.0, (made + 1) / max(self._config.lr_warmup_steps, 1))
+        return learning_rate(self._config, made)
 
     def _step(self) -> tuple[float, str]:
         """Clip and apply the gradient; returns its norm, and why it was not applied."""

@@ -58,8 +58,8 @@ export const PANELS = [
     ],
   },
   {
-    id: "ess", section: "freshness", title: "Effective sample size", ...share, max: 1, help: "Of the importance weights, share of tokens; and the share that was capped.",
-    series: [{ name: "importance_ess", label: "effective", color: "c3" }, { name: "importance_capped", label: "capped", color: "c5" }],
+    id: "ess", section: "freshness", title: "Effective sample size", ...share, max: 1, help: "Of the importance weights, share of tokens; and the shares that were capped and rejected.",
+    series: [{ name: "importance_ess", label: "effective", color: "c3" }, { name: "importance_capped", label: "capped", color: "c5" }, { name: "importance_rejected", label: "rejected", color: "c4" }],
   },
   {
     id: "tokens", section: "speed", title: "Throughput", zero: true, help: "Trained tokens per second of wall clock; all tokens of the batch per second of training.",

@@ -197,7 +197,7 @@ async def test_newest_measurements_have_their_charts(tmp_path: Path) -> None:
     panels = {
         "behaviour_kl_k3": "kl", "reference_kl_k3": "kl", "behaviour_clip_fraction": "clip",
         "importance_mean": "ratio", "importance_max": "ratio",
-        "importance_ess": "ess", "importance_capped": "ess",
+        "importance_ess": "ess", "importance_capped": "ess", "importance_rejected": "ess",
         "mismatch_mean": "mismatch", "mismatch_max": "mismatch", "token_mult_prob_error": "mult_error",
         "lag_in_flight_mean": "lag_split", "lag_in_queue_mean": "lag_split", "dropped_length_mean": "lengths",
         "dropped_for_stale": "dropped",

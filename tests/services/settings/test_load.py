@@ -233,7 +233,7 @@ def test_a_number_outside_its_range_is_named_with_value_and_range() -> None:
         ("engine.name", "did you mean 'vllm'?"),
         ("engine.dtype", "use one of bfloat16, float16, float32"),
         ("trainer.backend", "use one of megatron, reference, scripted"),
-        ("algorithm.name", "use one of dr_grpo, grpo"),
+        ("algorithm.name", "use one of cispo, dapo, dr_grpo, grpo"),
         ("weights.transport", "use one of "),
         ("trainer.mismatch_action", "use one of stop, warn"),
         ("trainer.recompute_method", "use one of block, uniform"),
@@ -242,6 +242,18 @@ def test_a_number_outside_its_range_is_named_with_value_and_range() -> None:
 def test_a_name_that_does_not_exist_is_answered_with_those_that_do(dotted: str, hint: str) -> None:
     name = "vlmm" if dotted == "engine.name" else "zzz"
     assert f"setting {dotted}: '{name}' is not known; {hint}" in refusal(None, f"{dotted}={name}")
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (["lr_decay_style=linear"], "lr_decay_steps: 0 is not after the warm-up of 0"),
+        (["lr_decay_style=cosine", "lr_decay_steps=9", "min_lr=1.0"], "min_lr: 1 is above lr"),
+        (["lr_decay_style=WSD", "lr_decay_steps=9"], "lr_wsd_decay_steps: 0 has to be between 1 and 9"),
+    ],
+)
+def test_a_schedule_that_never_ends_is_refused(changes: list[str], problem: str) -> None:
+    assert f"setting optimizer.{problem}" in refusal(None, *(f"optimizer.{change}" for change in changes))
 
 
 @pytest.mark.parametrize("off", ["trainer.mismatch_limit=0", "trainer.mismatch_share=0"])

@@ -9,7 +9,8 @@ import torch
 from protocol.errors import SettingsError
 from tests.trainer.groups import GroupSpec, SampleSpec, batch_of, scored
 from trainer.algorithms import Algorithm, AlgorithmConfig, make_algorithm
-from trainer.batch import Batch, trained_tokens
+from trainer.algorithms.registry import ALGORITHMS
+from trainer.batch import Batch, TrainedTokens, trained_tokens
 
 
 def algorithm(name: str = "grpo", **values: float) -> Algorithm:
@@ -56,8 +57,21 @@ def row(*values: float) -> torch.Tensor:
     return torch.tensor(values)
 
 
+def one_token(behaviour: float, advantage: float, **arrays: torch.Tensor) -> TrainedTokens:
+    """One trained token, of one sample."""
+    tokens = trained_tokens(batch())
+    return dataclasses.replace(
+        tokens,
+        sample=torch.tensor([0]),
+        samples=1,
+        behaviour_logprobs=row(behaviour),
+        advantages=row(advantage),
+        **arrays,
+    )
+
+
 def test_token_loss_without_extras_is_the_clipped_surrogate_against_the_behaviour() -> None:
-    got = algorithm().token_loss(row(math.log(0.4)), row(math.log(0.2)), row(1.0))
+    got = algorithm().token_loss(one_token(math.log(0.2), 1.0), row(math.log(0.4)))
     assert (got.loss.item(), got.ratio.item(), got.clipped.item()) == (
         pytest.approx(-1.2),
         pytest.approx(2.0),
@@ -67,29 +81,29 @@ def test_token_loss_without_extras_is_the_clipped_surrogate_against_the_behaviou
 
 def test_token_loss_is_decoupled_with_proximal_logprobs() -> None:
     # ratio to the proximal policy 1.1 (not clipped), weight min(0.6 / 0.2, 2) = 2
-    arguments = (row(math.log(0.66)), row(math.log(0.2)), row(1.0))
-    got = algorithm().token_loss(*arguments, proximal_logprobs=row(math.log(0.6)))
+    tokens = one_token(math.log(0.2), 1.0, proximal_logprobs=row(math.log(0.6)))
+    arguments = (tokens, row(math.log(0.66)))
+    got = algorithm().token_loss(*arguments)
     assert got.loss.item() == pytest.approx(-2.2, rel=1e-5)
-    off = algorithm(importance_cap=0.0).token_loss(*arguments, proximal_logprobs=row(math.log(0.6)))
+    off = algorithm(importance_cap=0.0).token_loss(*arguments)
     assert off.loss.item() == pytest.approx(-1.1, rel=1e-5)
 
 
 def test_token_loss_adds_entropy_bonus_and_kl() -> None:
     made = algorithm(entropy_coef=0.1, kl_coef=0.5)
-    got = made.token_loss(
-        row(0.0), row(0.0), row(0.0), entropy=row(2.0), reference_logprobs=row(math.log(0.5))
-    )
+    tokens = one_token(0.0, 0.0, reference_logprobs=row(math.log(0.5)))
+    got = made.token_loss(tokens, row(0.0), row(2.0))
     assert got.loss.item() == pytest.approx(-0.2 + 0.5 * (0.5 + math.log(2) - 1))
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo"])
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_the_sum_does_not_depend_on_how_the_batch_is_cut(name: str) -> None:
     made, recipe = batch(name), algorithm(name)
 
     def loss(samples: list[int]) -> torch.Tensor:
         tokens = trained_tokens(made.select(torch.tensor(samples)))
         logprobs = torch.full_like(tokens.behaviour_logprobs, -0.9)
-        terms = recipe.token_loss(logprobs, tokens.behaviour_logprobs, tokens.advantages)
+        terms = recipe.token_loss(tokens, logprobs)
         return (terms.loss * tokens.weights).sum()
 
     torch.testing.assert_close(loss([0]) + loss([1]), loss([1, 0]))

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from trainer.functional.losses import clipped_surrogate, k3_kl, probability_ratio, truncated_importance_weight
+from trainer.functional.losses import cispo_loss, clipped_surrogate, k1_kl, k2_kl, k3_kl, probability_ratio
 
 
 def row(*values: float) -> torch.Tensor:
@@ -50,11 +50,20 @@ def test_clipped_surrogate_gradient_vanishes_where_clipped() -> None:
     assert clipped.tolist() == [[0.0, 1.0, 0.0, 0.0, 1.0]]
 
 
-def test_truncated_importance_weight_is_capped_and_constant() -> None:
-    proximal = row(math.log(0.9), math.log(0.3)).requires_grad_()
-    weight = truncated_importance_weight(proximal, row(math.log(0.1), math.log(0.6)), cap=2.0)
-    torch.testing.assert_close(weight, row(2.0, 0.5))
-    assert not weight.requires_grad
+def test_cispo_keeps_the_gradient_of_clipped_tokens() -> None:
+    logprobs = row(math.log(0.6), math.log(0.3)).requires_grad_()
+    ratio = probability_ratio(logprobs, row(math.log(0.3), math.log(0.3)))
+    loss, clipped = cispo_loss(ratio, logprobs, row(1.0, -2.0), 0.2, 0.5)
+    assert clipped.flatten().tolist() == [1, 0]
+    loss.sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.flatten().tolist() == pytest.approx([-1.5, 2.0])
+
+
+def test_k1_and_k2_by_hand() -> None:
+    logprobs, reference = row(math.log(0.2)), row(math.log(0.5))
+    assert k1_kl(logprobs, reference).item() == pytest.approx(math.log(0.4))
+    assert k2_kl(logprobs, reference).item() == pytest.approx(math.log(0.4) ** 2 / 2)
 
 
 def test_k3_kl_by_hand() -> None:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from trainer.algorithms.base import Algorithm
 from trainer.algorithms.grpo import Grpo
-from trainer.batch import Batch, StepTotals
+from trainer.batch import Batch, StepTotals, trained_tokens
 from trainer.config import AlgorithmConfig, OptimizerConfig
 
 BASE = {
@@ -328,11 +328,8 @@ def plain_loss(
     algorithm: Algorithm, batch: Batch, logprobs: torch.Tensor, entropy: torch.Tensor
 ) -> torch.Tensor:
     """The loss of a step, from [t] arrays."""
-    mask = batch.loss_mask
-    token = algorithm.token_loss(
-        logprobs[mask],
-        batch.behaviour_logprobs[mask],
-        batch.advantages[mask],
-        entropy=entropy[mask] if algorithm.config.entropy_coef else None,
+    mask, tokens = batch.loss_mask, trained_tokens(batch)
+    terms = algorithm.token_loss(
+        tokens, logprobs[mask], entropy[mask] if algorithm.config.entropy_coef else None
     )
-    return (token.loss * batch.weights[batch.sample_index][mask]).sum()
+    return (terms.loss * tokens.weights).sum()

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from protocol.errors import SettingsError
 from tests.trainer.groups import GroupSpec, SampleSpec, batch_of, scored
 from trainer.algorithms import AlgorithmConfig, make_algorithm
-from trainer.batch import Batch
+from trainer.batch import Batch, trained_tokens
 from trainer.config import OptimizerConfig, ScratchConfig, TrainerConfig
 from trainer.random_model import build_scratch
 from trainer.reference.backend import ReferenceBackend
@@ -105,8 +105,9 @@ def test_a_step_equals_plain_adamw_on_the_sum_of_losses(tied_dir: Path) -> None:
     recipe = make_algorithm(config)
     model = AutoModelForCausalLM.from_pretrained(tied_dir)
     logprobs, entropy = plain(model, made)
-    terms = recipe.token_loss(logprobs, made.behaviour_logprobs, made.advantages, entropy=entropy)
-    loss = (terms.loss * made.weights[made.sample_index] * made.loss_mask).sum()
+    tokens, mask = trained_tokens(made), made.loss_mask
+    terms = recipe.token_loss(tokens, logprobs[mask], entropy[mask])
+    loss = (terms.loss * tokens.weights).sum()
     loss.backward()
     loss, logprobs, entropy, ratio = loss.detach(), logprobs.detach(), entropy.detach(), terms.ratio.detach()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
@@ -117,11 +118,10 @@ def test_a_step_equals_plain_adamw_on_the_sum_of_losses(tied_dir: Path) -> None:
 
     assert stats.loss == pytest.approx(float(loss), rel=1e-4)
     assert stats.grad_norm == pytest.approx(float(norm), rel=1e-4)
-    mask = made.loss_mask
     assert stats.trained_tokens == int(mask.sum())
     assert stats.entropy == pytest.approx(float(entropy[mask].mean()), rel=1e-4)
-    assert stats.ratio_mean == pytest.approx(float(ratio[mask].mean()), rel=1e-4)
-    assert stats.clip_fraction == pytest.approx(float(terms.clipped[mask].mean()), rel=1e-4)
+    assert stats.ratio_mean == pytest.approx(float(ratio.mean()), rel=1e-4)
+    assert stats.clip_fraction == pytest.approx(float(terms.clipped.mean()), rel=1e-4)
     fresh = mask & (made.versions == made.step)
     assert stats.logprob_error_max == pytest.approx(
         float((logprobs - made.behaviour_logprobs)[fresh].abs().max()), rel=1e-4

@@ -1,5 +1,6 @@
 """Tests that what the backward pass computes again changes neither loss nor gradient."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from tests.trainer.megatron.models import save_model
 from trainer.config import TrainerConfig
 from trainer.megatron.architecture.reading import read_architecture
 from trainer.megatron.layers.attention.sequences import packed_sequences
+from trainer.megatron.layers.experts.router import ExpertRouter
+from trainer.megatron.layers.experts.tokens import routed_tokens
 from trainer.megatron.memory.recompute import keep_input_gradient, set_recompute
 from trainer.megatron.model import build_model, transformer_config
 from trainer.megatron.optimizer import wrap_model
@@ -53,6 +56,10 @@ class Pass:
         lengths = [16, 16, 12]
         tokens = torch.randint(0, 90, (1, sum(lengths)), generator=generator)
         sequences = packed_sequences(lengths, model.rotaries, torch.float32, segmented=True)
+        routers = [module for module in model.modules() if isinstance(module, ExpertRouter)]
+        if routers:
+            config.moe_aux_loss_coeff = 0.5
+            sequences = replace(sequences, routed=routed_tokens(lengths, 0, len(lengths)))
         kept: dict[int, int] = {}
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -65,6 +72,7 @@ class Pass:
         self.kept = sum(kept.values())
         loss.backward()
         self.loss = loss.item()
+        self.loads = [router.loads for router in routers]
         self.gradients = {
             name: parameter.main_grad.clone()
             for name, parameter in model.named_parameters()
@@ -86,6 +94,19 @@ def test_recomputing_gives_the_same_gradients_and_keeps_less(
         tolerance = 5e-7 if "layernorm" in modules else 0
         torch.testing.assert_close(again.gradients[parameter], gradient, atol=tolerance, rtol=0)
     assert again.kept < plain.kept or name == "core_attn"
+
+
+@pytest.mark.parametrize("name", ["full-uniform", "all"])
+def test_experts_that_are_computed_again_get_the_same_gradients_and_count_once(
+    tmp_path: Path, position: Position, name: str
+) -> None:
+    model_dir = save_model("mixtral", tmp_path)
+    plain, again = Pass(model_dir, position), Pass(model_dir, position, **SETTINGS[name])
+    for parameter, gradient in plain.gradients.items():
+        torch.testing.assert_close(again.gradients[parameter], gradient, atol=5e-6, rtol=1e-5)
+    assert [load.sum() for load in plain.loads] == [2 * 44, 2 * 44]
+    assert all(map(torch.equal, plain.loads, again.loads))
+    assert again.kept < plain.kept
 
 
 def test_layers_that_do_not_divide_are_refused(model_dir: Path, position: Position) -> None:

@@ -1,0 +1,109 @@
+"""Computes the loss of a step from the papers, a sample and a token at a time, in plain Python over float64.
+
+Nothing of the project is used but the batch; gradients are torch's.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from trainer.batch import Batch
+from trainer.config import AlgorithmConfig
+
+TOKEN_MEAN = ("dapo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def deviation(values: list[float]) -> float:
+    return math.sqrt(mean([(value - mean(values)) ** 2 for value in values]))
+
+
+def advantages(config: AlgorithmConfig, rewards: list[float], groups: list[int]) -> list[float]:
+    """Return the advantage of each sample."""
+    others = [
+        [reward for j, reward in enumerate(rewards) if groups[j] == groups[i] and j != i]
+        for i in range(len(rewards))
+    ]
+    whole = [[*rest, reward] for rest, reward in zip(others, rewards, strict=True)]
+    centred = [reward - mean(group) for reward, group in zip(rewards, whole, strict=True)]
+    eps = config.advantage_eps
+    if config.name == "dr_grpo":
+        return centred
+    if config.name == "rloo":
+        return [reward - mean(rest) if rest else 0.0 for reward, rest in zip(rewards, others, strict=True)]
+    if config.name == "reinforce_plus_plus":
+        return [(reward - mean(rewards)) / (deviation(rewards) + eps) for reward in rewards]
+    if config.name == "reinforce_plus_plus_baseline":
+        return [(value - mean(centred)) / (deviation(centred) + eps) for value in centred]
+    return [value / (deviation(group) + eps) for value, group in zip(centred, whole, strict=True)]
+
+
+def token_weight(config: AlgorithmConfig, sampled: list[int], sample: int) -> float:
+    """Return what a token's loss is multiplied by; `sampled` counts the sampled tokens of every sample."""
+    if config.name == "dr_grpo":
+        return 1 / (len(sampled) * (config.length_normalizer or max(sampled)))
+    if config.name in TOKEN_MEAN:
+        return 1 / sum(sampled)
+    return 1 / len(sampled) if config.name == "rloo" else 1 / (len(sampled) * sampled[sample])
+
+
+def policy_losses(
+    config: AlgorithmConfig, logprobs: list[torch.Tensor], old: list[torch.Tensor], advantage: float
+) -> list[torch.Tensor]:
+    """Return the loss of each trained token of a sample."""
+    ratios = [torch.exp(new - before) for new, before in zip(logprobs, old, strict=True)]
+    low, high = 1 - config.clip_low, 1 + config.clip_high
+    if config.name == "gspo":
+        ratios = [torch.stack(ratios).prod() ** (1 / len(ratios))] * len(ratios)
+    if config.name == "cispo":
+        weights = [min(max(ratio.item(), low), high) for ratio in ratios]
+        return [-weight * advantage * new for weight, new in zip(weights, logprobs, strict=True)]
+    return [-torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage) for ratio in ratios]
+
+
+def at_level(ratios: list[float], level: str) -> list[float]:
+    product = math.prod(ratios)
+    whole = {"sequence": product, "geometric": product ** (1 / len(ratios))}
+    return ratios if level == "token" else [whole[level]] * len(ratios)
+
+
+KL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "k1": lambda log_q: -log_q,
+    "k2": lambda log_q: log_q**2 / 2,
+    "k3": lambda log_q: torch.exp(log_q) - log_q - 1,
+}
+
+
+def step_loss(
+    config: AlgorithmConfig, batch: Batch, logprobs: torch.Tensor, entropy: torch.Tensor
+) -> torch.Tensor:
+    """Return the loss of the whole batch; `logprobs` and `entropy` are [t], float64."""
+    sampled = [int(mask.sum()) for mask in batch.sampled_mask.split(batch.lengths.tolist())]
+    scores = advantages(config, batch.rewards.tolist(), batch.group_index.tolist())
+    total = logprobs.new_zeros(())
+    for sample in range(len(sampled)):
+        span = range(int(batch.offsets[sample]), int(batch.offsets[sample + 1]))
+        tokens = [token for token in span if batch.loss_mask[token]]
+        if not tokens:
+            continue
+        new = [logprobs[token] for token in tokens]
+        engine = [batch.behaviour_logprobs[token].double() for token in tokens]
+        old = [value.detach() for value in new] if batch.decoupled else engine
+        losses = policy_losses(config, new, old, scores[sample])
+        gaps = [math.exp(now.item() - then.item()) for now, then in zip(new, engine, strict=True)]
+        for place, (token, loss) in enumerate(zip(tokens, losses, strict=True)):
+            if batch.decoupled and config.importance_cap:
+                loss = loss * min(at_level(gaps, config.importance_level)[place], config.importance_cap)
+            if config.rejection_level:
+                gap = at_level(gaps, config.rejection_level)[place]
+                loss = loss * (config.rejection_low <= gap <= config.rejection_high)
+            loss = loss - config.entropy_coef * entropy[token]
+            if batch.reference_logprobs is not None:
+                log_q = batch.reference_logprobs[token].double() - new[place]
+                loss = loss + config.kl_coef * KL[config.kl_estimator](log_q)
+            total = total + loss * token_weight(config, sampled, sample)
+    return total

@@ -1,0 +1,19 @@
+"""Implements CISPO (MiniMax-M1, arXiv 2506.13585, section 3.1): it clips weights, not updates."""
+
+import torch
+
+from trainer.algorithms.dapo import Dapo
+from trainer.functional.losses import cispo_loss
+
+
+class Cispo(Dapo):
+    """GRPO's advantages, the mean over all tokens, REINFORCE with a clipped weight.
+
+    The paper clips from above alone: `clip_low` near 1.
+    """
+
+    def policy_loss(
+        self, ratio: torch.Tensor, logprobs: torch.Tensor, advantages: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return -sg(clip(ratio)) A log pi of each token, and where the ratio was clipped, both [k]."""
+        return cispo_loss(ratio, logprobs, advantages, self.config.clip_low, self.config.clip_high)

@@ -1,0 +1,23 @@
+"""Implements RLOO (Ahmadian et al. 2024, arXiv 2402.14740) with the token loss of `surrogate.py`.
+
+On policy its gradient is that of REINFORCE with the other samples' mean as the baseline; off policy the
+clipped surrogate bounds it.
+"""
+
+import torch
+
+from trainer.algorithms.surrogate import Surrogate
+from trainer.functional.advantages import leave_one_out
+from trainer.functional.weights import sample_sum
+
+
+class Rloo(Surrogate):
+    """Advantages against the other samples of the group; the sum over the tokens of a sample."""
+
+    def advantages(self, rewards: torch.Tensor, group_index: torch.Tensor) -> torch.Tensor:
+        """Return r_i - mean of the other samples of its group, float32 [N]."""
+        return leave_one_out(rewards, group_index)
+
+    def sample_weights(self, sampled_tokens: torch.Tensor) -> torch.Tensor:
+        """Return 1 / N for every trained token, float32 [N]: the whole sample is one action."""
+        return sample_sum(sampled_tokens)
