@@ -244,3 +244,35 @@ def test_flops_of_a_window_are_those_of_the_pairs_in_it(tmp_path: Path) -> None:
     assert whole.layer_flops(10) - window.layer_flops(10) == saved[-1]
     alternating = dataclasses.replace(whole, windows=(0, 4))
     assert whole.layer_flops(10) - alternating.layer_flops(10) == saved[-1] / 2
+
+
+@pytest.mark.parametrize(
+    ("model", "field", "value"),
+    [
+        ("deepseek-v2", "norm_topk_prob", True),
+        ("deepseek-v2", "topk_method", "noaux_tc"),
+        ("deepseek-v3", "scoring_func", "softmax"),
+        ("deepseek-v3", "n_group", 3),
+    ],
+)
+def test_another_choice_of_experts_is_refused_by_its_field(
+    tmp_path: Path, model: str, field: str, value: object
+) -> None:
+    config = {**make_model(model).config.to_dict(), field: value}
+    with pytest.raises(SettingsError, match=f"{field} = {value!r}"):
+        architecture_of(config, tmp_path)
+
+
+def test_gpt_oss_has_the_numbers_of_its_config(tmp_path: Path) -> None:
+    config = make_model("gpt-oss").config.to_dict()
+    found = architecture_of(config, tmp_path)
+    assert (found.windows, found.biases, found.rope.truncate) == ((5, 0), ("qkv", "output"), False)
+    assert (found.experts.swiglu_limit, found.experts.swiglu_alpha) == (0.5, 1.702)
+    assert attention_terms(found, 1).sinks
+
+
+def test_glm4_moe_may_lack_norms_of_queries_and_keys(tmp_path: Path) -> None:
+    config = make_model("glm4-moe").config.to_dict()
+    found = architecture_of(config, tmp_path)
+    assert (found.qk_norm, found.rope.dimensions(found.head_dim)) == ("head", 16)
+    assert architecture_of({**config, "use_qk_norm": False}, tmp_path).qk_norm == ""
