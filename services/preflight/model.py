@@ -16,7 +16,7 @@ from services.settings.hub import fetch_model
 from services.settings.sections import Settings
 from trainer.config import ParallelConfig
 from trainer.megatron.architecture.experts import check_ranks
-from trainer.megatron.architecture.families import SUPPORTED
+from trainer.megatron.architecture.families import FAMILIES, SUPPORTED
 from trainer.megatron.architecture.numbers import Architecture
 from trainer.megatron.architecture.reading import architecture_of
 from trainer.megatron.layout import Layout
@@ -121,6 +121,13 @@ def _megatron_problems(setting: str, settings: Settings, model: ModelFacts) -> I
         )
     if setting == "trainer.backend":
         yield from _longrope_problems(settings, architecture)
+    if setting == "engine.name" and architecture.not_generated:
+        yield Problem(
+            f"it has no {architecture.not_generated}, which {architecture.model_type} needs",
+            "use vllm or sglang",
+            setting,
+            "megatron",
+        )
     try:
         check_ranks(architecture.experts, parallel)
         export_plan(architecture, Layout.of(parallel, architecture.layers))
@@ -154,9 +161,22 @@ def _engine_problems(settings: Settings, engine: EngineConfig, model: ModelFacts
     if engine.name == "megatron":
         yield from _megatron_problems("engine.name", settings, model)
     if engine.name == "hf":
+        yield from _stacked_experts(settings, model)
         yield from _unknown_to_transformers("engine.name", "hf", model)
     if engine.name == "vllm":
         yield from _unknown_to_vllm(model)
+
+
+def _stacked_experts(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
+    kind = model.config.get("model_type")
+    names = FAMILIES[kind].experts if kind in FAMILIES else None
+    if settings.trainer.backend == "megatron" and names is not None and not names.stacked:
+        yield Problem(
+            f"transformers joins the experts of a {kind} model, and the trainer publishes them one by one",
+            "use vllm or megatron",
+            "engine.name",
+            "hf",
+        )
 
 
 def _engines(settings: Settings) -> list[EngineConfig]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from safetensors.torch import load_file
 
 from services.gpu_sharing.device_lock import DeviceLock
 from services.observability.steps import read_steps
@@ -52,6 +53,23 @@ def test_two_ranks_make_all_steps(tmp_path: Path, layout: str) -> None:
         2,
         True,
     )
+    assert processes_of(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_a_model_learns_whose_experts_are_on_two_ranks(tmp_path: Path) -> None:
+    overrides = ("engine.name=megatron", "run.steps=12", "eval.at_end=false", "services.restarts=0")
+    words = [word for override in overrides for word in ("--set", override)]
+    config = str(ROOT / "deploy/configs/experts.toml")
+    result = tether("up", config, "--run-dir", str(tmp_path), *words, seconds=400)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert audit(tmp_path)["violations"] == []
+    steps = read_steps(tmp_path / "metrics.jsonl")
+    assert [step["step"] for step in steps] == list(range(12))
+    assert sum(step["reward_mean"] for step in steps[-3:]) / 3 > steps[0]["reward_mean"] + 0.1
+    assert all(1 <= step["expert_load_max"] <= 2 and 0 <= step["expert_load_min"] <= 1 for step in steps)
+    export = load_file(tmp_path / "exports/step_00000012/model.safetensors")
+    assert sum(".experts." in name for name in export) == 2 * 4 * 3
     assert processes_of(tmp_path) == []
 
 

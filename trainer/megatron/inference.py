@@ -304,11 +304,10 @@ class SlotModel:
 def _generating(model_dir: Path) -> Architecture:
     """Read a model's architecture, unless the cache or the attention here lacks something of it."""
     architecture = read_architecture(model_dir)
-    missing = "latent attention" if architecture.latent else "attention sinks" * architecture.family.sinks
-    if missing:
+    if missing := architecture.not_generated:
         raise SettingsError(
             f"{model_dir}: the engine megatron has no {missing}, which {architecture.model_type} needs: use "
-            "engine.name 'vllm', 'sglang' or 'hf'"
+            "engine.name 'vllm' or 'sglang'"
         )
     return architecture
 

@@ -65,6 +65,11 @@ class Architecture:
         return "" if self.without_qk_norm else self.family.qk_norm
 
     @property
+    def not_generated(self) -> str:
+        """What the engine `megatron` lacks for the model; empty: nothing."""
+        return "latent attention" if self.latent else "attention sinks" if self.family.sinks else ""
+
+    @property
     def value_dim(self) -> int:
         """Dimensions of a head's value; `head_dim` are those of its query and key."""
         return self.latent.value if self.latent else self.head_dim
