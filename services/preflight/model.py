@@ -107,19 +107,8 @@ def _megatron_problems(setting: str, settings: Settings, model: ModelFacts) -> I
             tp,
         )
         return
-    if (
-        setting == "trainer.backend"
-        and settings.weights.transport == "shared"
-        and architecture.family.fused_qkv
-    ):
-        yield Problem(
-            f"it needs tensors that are parts of the trainer's; {architecture.model_type} has q, k and v one "
-            "after the other, and there they alternate",
-            "use shm",
-            "weights.transport",
-            "shared",
-        )
     if setting == "trainer.backend":
+        yield from _shared_problems(settings, architecture)
         yield from _longrope_problems(settings, architecture)
     if setting == "engine.name" and architecture.not_generated:
         yield Problem(
@@ -133,6 +122,18 @@ def _megatron_problems(setting: str, settings: Settings, model: ModelFacts) -> I
         export_plan(architecture, Layout.of(parallel, architecture.layers))
     except SettingsError as error:
         yield Problem(f"section [parallel]: {error}")
+
+
+def _shared_problems(settings: Settings, architecture: Architecture) -> Iterator[Problem]:
+    kind = architecture.model_type
+    found = {
+        f"it needs tensors that are parts of the trainer's; {kind} has q, k and v one after the other, and "
+        "there they alternate": architecture.family.fused_qkv,
+        f"it publishes masters, and the biases of the routers of {kind} have none": architecture.experts.bias,
+    }
+    for problem, present in found.items():
+        if present and settings.weights.transport == "shared":
+            yield Problem(problem, "use shm", "weights.transport", "shared")
 
 
 def _longrope_problems(settings: Settings, architecture: Architecture) -> Iterator[Problem]:

@@ -24,6 +24,7 @@ from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.lora import merged
 from trainer.megatron import cpu, parallel
 from trainer.megatron.architecture.experts import check_ranks
+from trainer.megatron.architecture.numbers import Architecture
 from trainer.megatron.architecture.reading import read_architecture
 from trainer.megatron.checkpoint import copy_part, layout, restore_part
 from trainer.megatron.convert.checkpoint import load_checkpoint
@@ -83,7 +84,7 @@ class MegatronBackend(Backend):
         """
         _check(parallel, trainer, shared=shared)
         self.algorithm, self._trainer = algorithm, trainer
-        self._model_spec = read_architecture(model_dir)
+        self._model_spec = _read(model_dir, shared=shared)
         self.architecture = self._model_spec.name
         check_ranks(self._model_spec.experts, parallel)
         self._places = Layout.of(parallel, self._model_spec.layers)
@@ -371,6 +372,16 @@ def _check(parallel: ParallelConfig, trainer: TrainerConfig, *, shared: bool) ->
             )
     if trainer.dtype not in DTYPES:
         raise SettingsError(f"[trainer] dtype is {trainer.dtype!r}: use {' or '.join(DTYPES)}")
+
+
+def _read(model_dir: Path, *, shared: bool) -> Architecture:
+    architecture = read_architecture(model_dir)
+    if shared and architecture.experts.bias:
+        raise SettingsError(
+            "setting weights.transport: 'shared' publishes masters, and the biases of the routers of "
+            f"{architecture.model_type} have none: use shm"
+        )
+    return architecture
 
 
 def _initialize(config: ParallelConfig, trainer: TrainerConfig) -> parallel.Position:
