@@ -29,6 +29,7 @@ from trainer.megatron.layers.experts.balance import loads_by_layer, updated_bias
 from trainer.megatron.layers.experts.replay import check_recorded
 from trainer.megatron.layers.experts.router import ExpertRouter
 from trainer.megatron.layers.head import linear_logprobs
+from trainer.megatron.layers.spec import attention_terms
 from trainer.megatron.micro_batches import MicroBatch, Packing
 from trainer.megatron.model import PackedModel
 from trainer.megatron.parallel import Position
@@ -67,6 +68,7 @@ class Runner:
         self.routers = [module for module in self._inner.modules() if isinstance(module, ExpertRouter)]
         self.loads = torch.zeros(0, 0)
         """Tokens that each expert got in the last step: float64 [layers, experts], equal on every rank."""
+        self._terms = {attention_terms(architecture, layer) for layer in range(architecture.layers)}
 
     def train(
         self, batch: Batch, algorithm: Algorithm, measures: StepMeasures
@@ -147,8 +149,9 @@ class Runner:
         micro_batches = packing.micro_batches(
             batch,
             self.position,
-            self._inner.rotary_pos_emb.inv_freq,
+            self._inner.rotaries,
             self._inner.config.params_dtype,
+            self._terms,
             trained=not forward_only,
             experts=self.architecture.experts.count > 0,
         )
@@ -196,6 +199,7 @@ class Runner:
             micro.targets,
             vocabulary=self.architecture.vocabulary,
             temperature=temperature,
+            softcap=self.architecture.logit_softcap,
             rank=self.position.tp,
             size=self.position.config.tensor_model_parallel_size,
             group=mpu.get_tensor_model_parallel_group(),

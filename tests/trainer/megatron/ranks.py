@@ -68,11 +68,18 @@ EXPERT_LAYOUTS = {
 }
 """Only models with experts are trained in them."""
 LAYOUTS |= EXPERT_LAYOUTS
-MORE_MODELS_OF = {"single": tuple(MORE_MODELS), "tp2-sequence": ("mistral", "olmo2", "phi3", "qwen2-moe")}
+LATENT = ("deepseek-v3-dense", "deepseek-v2-dense", "deepseek-v3")
+WINDOWS = ("gemma2", "gemma3", "glm4", "starcoder2", "qwen3-windows")
+MORE_MODELS_OF = {
+    "single": tuple(MORE_MODELS),
+    "tp2": ("deepseek-v3-dense",),
+    "tp2-sequence": ("mistral", "olmo2", "phi3", "qwen2-moe", "glm4-moe", "gpt-oss", *WINDOWS, *LATENT),
+    "pp2": ("gemma2",),
+}
 STEPS = 3
 FRESH = ("qwen2", "qwen3-moe")
 """Models whose checkpoint is restored into a new backend; others restore into the one that continued."""
-EXPERTS = ("qwen3-moe", "mixtral", "qwen2-moe")
+EXPERTS = ("qwen3-moe", "mixtral", "qwen2-moe", "deepseek-v3", "gpt-oss")
 """Models with experts."""
 ALGORITHM = Grpo(AlgorithmConfig(entropy_coef=0.02, kl_coef=0.0))
 
@@ -217,7 +224,8 @@ def _pass(backend: MegatronBackend, batch: Batch, *, samples: int) -> dict[str, 
     measures = StepMeasures.of_batch(batch, ALGORITHM.config)
     vector, micro_batches, _ = backend._runner.train(batch, ALGORITHM, measures)
     assert micro_batches >= len(batch.lengths) // samples
-    gradients = {name: parameter.main_grad.clone() for name, parameter in backend._parameters.items()}
+    stepped = {name: p for name, p in backend._parameters.items() if p.requires_grad}
+    gradients = {name: parameter.main_grad.clone() for name, parameter in stepped.items()}
     return {"measures": vector, "logprobs": backend.logprobs(batch), **gradients}
 
 
