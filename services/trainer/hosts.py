@@ -26,7 +26,7 @@ from services.settings.hub import fetch_model
 from services.settings.sections import Settings
 from services.trainer.ranks import launch
 from trainer.backends.launch import torchrun_on_hosts
-from trainer.hosts.meeting import Ending, HostFacts, Meeting, Outcome
+from trainer.hosts.meeting import Consequence, Ending, HostFacts, Meeting
 from trainer.hosts.place import HostPlace
 
 log = logging.getLogger("tether.hosts")
@@ -37,7 +37,7 @@ MAY_DIFFER = frozenset({"model.path", "trainer.threads"})
 """Settings in them that a host may have of its own."""
 SEE_S = 30.0
 """How long another host looks for the marker of host 0: a network file system may show it late, seconds."""
-EXIT_CODES = {Outcome.RESTART: EXIT_FAILED, Outcome.REFUSED: EXIT_SETTINGS, Outcome.STOPPED: 0}
+EXIT_CODES = {Consequence.RESTART: EXIT_FAILED, Consequence.REFUSED: EXIT_SETTINGS, Consequence.STOPPED: 0}
 """What ended a generation -> exit code of its hosts."""
 
 
@@ -58,18 +58,18 @@ def run_on_hosts(settings: Settings, place: HostPlace) -> int:
         try:
             port = meeting.join(lambda first: check_host(settings, place, facts, first))
         except TetherError as error:
-            outcome = Outcome.REFUSED if isinstance(error, SettingsError) else Outcome.RESTART
-            meeting.leave(Ending(outcome, str(error)))
+            consequence = Consequence.REFUSED if isinstance(error, SettingsError) else Consequence.RESTART
+            meeting.leave(Ending(consequence, str(error)))
             raise
     log.info("hosts.met hosts=%d ranks=%d", place.hosts, settings.parallel.world_size)
     meeting.watch(_end_at_once)
     ranks = settings.parallel.world_size // place.hosts
     code, stopped = launch(torchrun_on_hosts(ranks, place, port, "services.trainer"))
     if stopped:
-        meeting.leave(Ending(Outcome.STOPPED, f"host {place.number} was asked to stop"))
+        meeting.leave(Ending(Consequence.STOPPED, f"host {place.number} was asked to stop"))
     elif code:
-        outcome = Outcome.REFUSED if code == EXIT_SETTINGS else Outcome.RESTART
-        meeting.leave(Ending(outcome, f"a rank of host {place.number} ({facts.name}) ended with {code}"))
+        consequence = Consequence.REFUSED if code == EXIT_SETTINGS else Consequence.RESTART
+        meeting.leave(Ending(consequence, f"a rank of host {place.number} ({facts.name}) ended with {code}"))
     else:
         meeting.leave()
     return code
@@ -167,7 +167,7 @@ def _end_at_once(ending: Ending) -> None:
 
     torchrun would wait for ranks that wait for other hosts, so it is not asked.
     """
-    code = EXIT_CODES[ending.outcome]
+    code = EXIT_CODES[ending.consequence]
     log.error("hosts.ended code=%d reason=%s", code, ending.reason)
     print(f"tether trainer: {ending.reason}; all its hosts end", file=sys.stderr, flush=True)
     for child in psutil.Process().children(recursive=True):

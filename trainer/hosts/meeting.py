@@ -18,17 +18,16 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import StrEnum
 from typing import Any
 
 import msgspec
-from torch.distributed import TCPStore
+import torch.distributed as dist
 
 from protocol.errors import SettingsError, TetherError
 from protocol.ids import new_incarnation
 from trainer.config import ClusterConfig
-from trainer.hosts.beats import Beats
 from trainer.hosts.place import HostPlace
 
 log = logging.getLogger("tether.hosts")
@@ -55,7 +54,7 @@ class HostFacts(msgspec.Struct, frozen=True):
     """Set by `Meeting`: differs in every process."""
 
 
-class Outcome(StrEnum):
+class Consequence(StrEnum):
     """What follows for every host of a generation that is over."""
 
     RESTART = "restart"
@@ -69,8 +68,31 @@ class Outcome(StrEnum):
 class Ending(msgspec.Struct, frozen=True):
     """Why a generation is over."""
 
-    outcome: Outcome
+    consequence: Consequence
     reason: str
+
+
+class Beats:
+    """The counters of other hosts, and when each of them was last seen to rise."""
+
+    def __init__(self, numbers: Iterable[int], limit_s: float, now: float) -> None:
+        """Expect a sign of life from every host of `numbers` within `limit_s` of `now`, seconds."""
+        self._limit_s = limit_s
+        self._seen = dict.fromkeys(numbers, (-1, now))
+
+    @property
+    def numbers(self) -> list[int]:
+        """Hosts that are expected to beat."""
+        return list(self._seen)
+
+    def note(self, number: int, count: int, now: float) -> None:
+        """Note a host's counter as it was at `now`."""
+        if count != self._seen[number][0]:
+            self._seen[number] = (count, now)
+
+    def silent(self, now: float) -> list[int]:
+        """Return the hosts whose counter has not risen for longer than the limit."""
+        return [number for number, (_, since) in self._seen.items() if now - since > self._limit_s]
 
 
 class Meeting:
@@ -79,8 +101,8 @@ class Meeting:
     def __init__(self, place: HostPlace, config: ClusterConfig, facts: HostFacts) -> None:
         self._place, self._config = place, config
         self._facts = msgspec.structs.replace(facts, incarnation=new_incarnation(f"host.{place.number}"))
-        self._server: TCPStore | None = None
-        self._store: TCPStore | None = None
+        self._server: dist.Store | None = None
+        self._store: dist.Store | None = None
         self._left = threading.Event()
         self._watched_at = 0.0
         self._threads: list[threading.Thread] = []
@@ -167,10 +189,10 @@ class Meeting:
                 f"on {other.name}, too, which lives; give each host a number of its own"
             )
         reason = f"host {self._place.number} of the trainer ({self._facts.name}) was started again"
-        self._set_end(Ending(Outcome.RESTART, reason))
+        self._set_end(Ending(Consequence.RESTART, reason))
         return False
 
-    def _connect(self, end: float) -> TCPStore:
+    def _connect(self, end: float) -> dist.Store:
         """Return a connection to the store; on host 0 open it first."""
         place = self._place
         if place.number == 0 and self._server is None:
@@ -212,7 +234,7 @@ class Meeting:
             try:
                 check(msgspec.json.decode(store.get("host/0"), type=HostFacts))
             except SettingsError as error:
-                self._set_end(Ending(Outcome.REFUSED, str(error)))
+                self._set_end(Ending(Consequence.REFUSED, str(error)))
                 raise
             store.set(f"ready/{place.number}", "1")
             self._wait_for(["port"], end)
@@ -228,7 +250,7 @@ class Meeting:
         assert store is not None
         while missing := [key for key in keys if not store.check([key])]:
             if ending := self._ending():
-                refused = ending.outcome is Outcome.REFUSED
+                refused = ending.consequence is Consequence.REFUSED
                 raise SettingsError(ending.reason) if refused else TetherError(ending.reason)
             came, hosts = len(keys) - len(missing), self._place.hosts
             numbers = ", ".join(key.rpartition("/")[2] for key in missing)
@@ -242,7 +264,7 @@ class Meeting:
                     else f"{self._at()}: host 0 still waited after {self._config.join_timeout_s:g} s "
                     "(cluster.join_timeout_s)"
                 )
-                self._set_end(Ending(Outcome.RESTART, reason))
+                self._set_end(Ending(Consequence.RESTART, reason))
                 raise TetherError(reason)
             if now - logged > LOG_S:
                 logged = now
@@ -272,15 +294,15 @@ class Meeting:
                     beats.note(number, store.add(f"beat/{number}", 0), time.monotonic())
                 self._watched_at = time.monotonic()
                 if silent := beats.silent(self._watched_at):
-                    return end(Ending(Outcome.RESTART, self._silence(*silent)))
+                    return end(Ending(Consequence.RESTART, self._silence(*silent)))
         except RuntimeError as error:
-            end(Ending(Outcome.RESTART, f"host 0 at {place.address}:{place.port} has ended: {error}"))
+            end(Ending(Consequence.RESTART, f"host 0 at {place.address}:{place.port} has ended: {error}"))
 
     def _guard(self, end: Callable[[Ending], None]) -> None:
         """End if the watch itself is held up: a call to a host that was cut off does not return."""
         while not self._left.wait(BEAT_S):
             if time.monotonic() - self._watched_at > self._config.peer_timeout_s:
-                return end(Ending(Outcome.RESTART, self._silence(0)))
+                return end(Ending(Consequence.RESTART, self._silence(0)))
 
     def _silence(self, *numbers: int) -> str:
         return (
@@ -298,8 +320,8 @@ class Meeting:
         assert self._store is not None
         self._store.compare_set("end", "", msgspec.json.encode(ending).decode())
 
-    def _client(self, *, is_master: bool = False) -> TCPStore:
-        return TCPStore(
+    def _client(self, *, is_master: bool = False) -> dist.Store:
+        return dist.TCPStore(  # type: ignore[attr-defined]
             self._place.address,
             self._place.port,
             is_master=is_master,

@@ -10,7 +10,7 @@ import pytest
 
 from protocol.errors import SettingsError, TetherError
 from trainer.config import ClusterConfig
-from trainer.hosts.meeting import Ending, HostFacts, Meeting, Outcome
+from trainer.hosts.meeting import Beats, Consequence, Ending, HostFacts, Meeting
 from trainer.hosts.place import HostPlace
 
 LIMIT_S = 60.0
@@ -73,7 +73,7 @@ def test_hosts_that_met_end_well_together(port: int, threads: ThreadPoolExecutor
 
 def test_the_ending_of_one_host_reaches_the_others(port: int, threads: ThreadPoolExecutor) -> None:
     endings: queue.Queue[Ending] = queue.Queue()
-    ending = Ending(Outcome.REFUSED, "a rank of host 0 ended with 2")
+    ending = Ending(Consequence.REFUSED, "a rank of host 0 ended with 2")
     with met(port, threads) as (zero, one):
         one.watch(endings.put)
         zero.leave(ending)
@@ -87,7 +87,7 @@ def test_a_host_that_is_started_again_ends_the_others(port: int, threads: Thread
         one.leave()  # as if killed
         again = threads.submit(host(1, port, join_s=1.0).join, goes)
         ending = endings.get(timeout=LIMIT_S)
-        assert ending == Ending(Outcome.RESTART, "host 1 of the trainer (name-1) was started again")
+        assert ending == Ending(Consequence.RESTART, "host 1 of the trainer (name-1) was started again")
         with pytest.raises(TetherError, match="last start has not ended there"):
             again.result(LIMIT_S)
 
@@ -98,8 +98,8 @@ def test_a_silent_host_ends_the_others(port: int, threads: ThreadPoolExecutor) -
         one.leave()  # as if killed: it beats no more, and nobody starts it again
         zero.watch(endings.put)
         ending = endings.get(timeout=LIMIT_S)
-        assert (ending.outcome, "from host 1 of the trainer for 5 s" in ending.reason) == (
-            Outcome.RESTART,
+        assert (ending.consequence, "from host 1 of the trainer for 5 s" in ending.reason) == (
+            Consequence.RESTART,
             True,
         )
 
@@ -118,7 +118,7 @@ def test_a_host_that_does_not_go_with_the_first_ends_all(port: int, threads: Thr
     for each in joining:
         with pytest.raises(SettingsError, match="host 1 has other settings"):
             each.result(LIMIT_S)
-    zero.leave(Ending(Outcome.REFUSED, ""))
+    zero.leave(Ending(Consequence.REFUSED, ""))
 
 
 def test_hosts_that_never_come_are_counted_and_named(port: int, threads: ThreadPoolExecutor) -> None:
@@ -128,9 +128,30 @@ def test_hosts_that_never_come_are_counted_and_named(port: int, threads: ThreadP
     for each in joining:
         with pytest.raises(TetherError, match=said):
             each.result(LIMIT_S)
-    zero.leave(Ending(Outcome.RESTART, ""))
+    zero.leave(Ending(Consequence.RESTART, ""))
 
 
 def test_a_first_host_that_never_comes_is_named(port: int) -> None:
     with pytest.raises(TetherError, match=r"host 0 did not answer within 1 s .*TETHER_NODE_RANK=0"):
         host(1, port, join_s=1.0).join(goes)
+
+
+def test_a_host_that_never_beats_is_silent_after_the_limit() -> None:
+    beats = Beats([1, 2], 10.0, 100.0)
+    beats.note(1, 0, 101.0)
+    assert beats.numbers == [1, 2]
+    assert beats.silent(110.0) == []
+    assert beats.silent(110.5) == [2]
+    assert beats.silent(111.5) == [1, 2]
+
+
+def test_a_counter_that_does_not_rise_is_no_sign_of_life() -> None:
+    beats = Beats([1], 10.0, 0.0)
+    for now in range(1, 9):
+        beats.note(1, now, float(now))
+    for now in range(9, 19):
+        beats.note(1, 8, float(now))
+    assert beats.silent(18.0) == []
+    assert beats.silent(18.1) == [1]
+    beats.note(1, 9, 18.1)
+    assert beats.silent(18.2) == []
