@@ -2,7 +2,7 @@
 # Keeps one service of this host running: keep_running.sh COMMAND...
 #
 # Starts it again when it has failed, after KEEP_PAUSE_S seconds (2). Ends with its exit code when it is done (0), when somebody has to
-# change a setting (2), after KEEP_FAILURES failures (20) none of which came 10 minutes after its start, or once SIGTERM or SIGINT
+# change a setting (2), after KEEP_FAILURES failures (20) none of which came an hour after its start, or once SIGTERM or SIGINT
 # has been passed on and the service has ended.
 set -u
 failures=0
@@ -27,7 +27,7 @@ while true; do
   child=
   case $code in 0 | 2) exit "$code" ;; esac
   [ -z "$stopping" ] || exit "$code"
-  [ $((SECONDS - began)) -lt 600 ] || failures=0
+  [ $((SECONDS - began)) -lt 3600 ] || failures=0
   failures=$((failures + 1))
   if [ "$failures" -gt "${KEEP_FAILURES:-20}" ]; then
     echo "keep_running.sh: $* failed $failures times, last with exit code $code" >&2

@@ -76,7 +76,11 @@ def run_on_hosts(settings: Settings, place: HostPlace) -> int:
 
 
 def host_settings(settings: Settings) -> dict[str, Any]:
-    """Return what has to be the same on all hosts, by name: settings, and a digest of the model's files."""
+    """Return what has to be the same on all hosts, by name: settings, and a digest of the model's files.
+
+    Raises:
+        SettingsError: the model is not there.
+    """
     tables = {name: dataclasses.asdict(getattr(settings, name)) for name in COMPARED}
     compared = {
         f"setting {section}.{name}": json.loads(json.dumps(value))
@@ -120,19 +124,9 @@ def check_host(settings: Settings, place: HostPlace, mine: HostFacts, first: Hos
 
 
 def _fingerprint(model_dir: Path) -> str:
-    """Return a digest of a model's configuration and of the names and sizes of its weights.
-
-    Raises:
-        SettingsError: there is no model in the directory.
-    """
-    config = model_dir / "config.json"
-    if not config.is_file():
-        raise SettingsError(
-            f"no model in {model_dir}: every host of the trainer reads it; run `python -m services.prepare` "
-            "first, and put run.dir, or model.path, where all hosts have it"
-        )
+    """Return a digest of a model's configuration and of the names and sizes of its weights."""
     weights = sorted((path.name, path.stat().st_size) for path in model_dir.glob("*.safetensors"))
-    return hashlib.sha256(config.read_bytes() + repr(weights).encode()).hexdigest()[:16]
+    return hashlib.sha256((model_dir / "config.json").read_bytes() + repr(weights).encode()).hexdigest()[:16]
 
 
 @contextmanager

@@ -80,10 +80,18 @@ async def run(place: Place) -> list[str]:
     async with cut("second"):
         await asyncio.sleep(CUT_S)
     await more_steps(ledger, "second was cut off and has come back")
+    hosts.processes["first", "trainer"].terminate()
+    codes = {host: await hosts.processes[host, "trainer"].wait() for host in TRAINER}
+    wrong = [
+        f"the trainer on {host} was stopped with exit code {code}" for host, code in codes.items() if code
+    ]
+    for host in TRAINER:
+        await start_trainer(hosts, host)
+    await more_steps(ledger, "the trainer was stopped and started")
     last = await tell_last_step(ledger, place)
     print(f"the last step is {last}", flush=True)
     codes = {host: await hosts.processes[host, "trainer"].wait() for host in TRAINER}
-    wrong = [f"the trainer on {host} ended with exit code {code}" for host, code in codes.items() if code]
+    wrong += [f"the trainer on {host} ended with exit code {code}" for host, code in codes.items() if code]
     wrong += await hosts.stop("rollout") + await hosts.stop("reward") + await hosts.stop("ingest")
     status = await ledger.status()
     await ledger.close()

@@ -23,7 +23,7 @@ from enum import StrEnum
 from typing import Any
 
 import msgspec
-import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from protocol.errors import SettingsError, TetherError
 from protocol.ids import new_incarnation
@@ -101,8 +101,8 @@ class Meeting:
     def __init__(self, place: HostPlace, config: ClusterConfig, facts: HostFacts) -> None:
         self._place, self._config = place, config
         self._facts = msgspec.structs.replace(facts, incarnation=new_incarnation(f"host.{place.number}"))
-        self._server: dist.Store | None = None
-        self._store: dist.Store | None = None
+        self._server: TCPStore | None = None
+        self._store: TCPStore | None = None
         self._left = threading.Event()
         self._watched_at = 0.0
         self._threads: list[threading.Thread] = []
@@ -192,7 +192,7 @@ class Meeting:
         self._set_end(Ending(Consequence.RESTART, reason))
         return False
 
-    def _connect(self, end: float) -> dist.Store:
+    def _connect(self, end: float) -> TCPStore:
         """Return a connection to the store; on host 0 open it first."""
         place = self._place
         if place.number == 0 and self._server is None:
@@ -320,8 +320,8 @@ class Meeting:
         assert self._store is not None
         self._store.compare_set("end", "", msgspec.json.encode(ending).decode())
 
-    def _client(self, *, is_master: bool = False) -> dist.Store:
-        return dist.TCPStore(  # type: ignore[attr-defined]
+    def _client(self, *, is_master: bool = False) -> TCPStore:
+        return TCPStore(
             self._place.address,
             self._place.port,
             is_master=is_master,
