@@ -29,9 +29,11 @@ def threads() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def host(number: int, port: int, *, hosts: int = 2, join_s: float = LIMIT_S) -> Meeting:
+def host(
+    number: int, port: int, *, hosts: int = 2, join_s: float = LIMIT_S, silence_s: float = 30.0
+) -> Meeting:
     config = ClusterConfig(
-        nodes=hosts, rendezvous=f"127.0.0.1:{port}", join_timeout_s=join_s, peer_timeout_s=5.0
+        nodes=hosts, rendezvous=f"127.0.0.1:{port}", join_timeout_s=join_s, peer_timeout_s=silence_s
     )
     place = HostPlace(number, hosts, "127.0.0.1", port, "a test")
     return Meeting(place, config, HostFacts(f"name-{number}", 100 + number))
@@ -46,9 +48,9 @@ def refuses(first: HostFacts) -> None:
 
 
 @contextlib.contextmanager
-def met(port: int, threads: ThreadPoolExecutor) -> Iterator[tuple[Meeting, Meeting]]:
+def met(port: int, threads: ThreadPoolExecutor, silence_s: float = 30.0) -> Iterator[tuple[Meeting, Meeting]]:
     """Two hosts that have met."""
-    hosts = host(0, port), host(1, port)
+    hosts = host(0, port, silence_s=silence_s), host(1, port)
     ports = [joining.result(LIMIT_S) for joining in [threads.submit(h.join, goes) for h in hosts]]
     assert ports[0] == ports[1]
     try:
@@ -94,11 +96,11 @@ def test_a_host_that_is_started_again_ends_the_others(port: int, threads: Thread
 
 def test_a_silent_host_ends_the_others(port: int, threads: ThreadPoolExecutor) -> None:
     endings: queue.Queue[Ending] = queue.Queue()
-    with met(port, threads) as (zero, one):
+    with met(port, threads, 1.5) as (zero, one):
         one.leave()  # as if killed: it beats no more, and nobody starts it again
         zero.watch(endings.put)
         ending = endings.get(timeout=LIMIT_S)
-        assert (ending.consequence, "from host 1 of the trainer for 5 s" in ending.reason) == (
+        assert (ending.consequence, "from host 1 of the trainer for 1.5 s" in ending.reason) == (
             Consequence.RESTART,
             True,
         )
@@ -122,9 +124,9 @@ def test_a_host_that_does_not_go_with_the_first_ends_all(port: int, threads: Thr
 
 
 def test_hosts_that_never_come_are_counted_and_named(port: int, threads: ThreadPoolExecutor) -> None:
-    zero, two = host(0, port, hosts=4, join_s=4.0), host(2, port, hosts=4)
+    zero, two = host(0, port, hosts=4, join_s=2.0), host(2, port, hosts=4)
     joining = [threads.submit(each.join, goes) for each in (zero, two)]
-    said = "2 of 4 hosts of the trainer came within 4 s .cluster.join_timeout_s.; missing: 1, 3"
+    said = "2 of 4 hosts of the trainer came within 2 s .cluster.join_timeout_s.; missing: 1, 3"
     for each in joining:
         with pytest.raises(TetherError, match=said):
             each.result(LIMIT_S)
