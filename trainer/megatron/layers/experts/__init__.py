@@ -6,7 +6,7 @@ router and the experts of this rank:
     experts and weights of each token    router.ExpertRouter(x [T, H], RoutedTokens | None) -> Routing
     rows sorted by expert                dispatch.ExpertOrder.rows_of(x) -> [R, H]
     to the ranks of the experts          dispatch.Exchange.send
-    what experts compute                 layer.LocalExperts(rows [R, H], rows of each expert [L]) -> [R, H]
+    what experts compute                 layer.LocalExperts(rows [R, H], rows of each expert [L]) -> [R, H],
     back, in the order of tokens         dispatch.Exchange.give_back, ExpertOrder.by_token
 
 A family with another choice extends `router.scores_of`, `choose` and `weights_of`, by fields of

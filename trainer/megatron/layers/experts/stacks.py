@@ -10,6 +10,9 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+ALIGNED = 8
+"""Sizes of bfloat16 matrices that torch's grouped product takes are multiples of it: 16 bytes."""
+
 
 def stack(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
     """Return an uninitialized parameter of experts.
@@ -22,11 +25,27 @@ def stack(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
     return parameter
 
 
-def linear(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Multiply the rows [R, n] of each expert with its matrix of [L, m, n]; returns [R, m]."""
-    if rows.is_cuda and rows.dtype is torch.bfloat16:
-        ends = counts.to(rows.device, non_blocking=True).cumsum(0).int()
-        product: torch.Tensor = torch._grouped_mm(rows, weights.transpose(1, 2), offs=ends)
-        return product
+def expert_products(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Return [R, m]; on a GPU in bfloat16 by one kernel, elsewhere expert by expert.
+
+    Args:
+        rows: [R, n], sorted by expert.
+        weights: [L, m, n].
+        counts: int64 [L]: rows of each expert, on the host or on the device.
+    """
+    aligned = not any(size % ALIGNED for size in weights.shape[1:])
+    if rows.is_cuda and rows.dtype is torch.bfloat16 and aligned:
+        return grouped(rows, weights, counts)
+    return one_by_one(rows, weights, counts)
+
+
+def grouped(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Compute `expert_products` by torch's grouped product; the host does not wait for the device."""
+    ends = counts.to(rows.device, non_blocking=True).cumsum(0).int()
+    return F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
+
+
+def one_by_one(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Compute `expert_products` with a product for each expert: what `grouped` must equal."""
     parts = rows.split(counts.tolist())
     return torch.cat([F.linear(part, weight) for part, weight in zip(parts, weights.unbind(), strict=True)])
