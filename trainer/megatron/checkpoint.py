@@ -123,7 +123,9 @@ def _check_layout(directory: Path, description: dict[str, Any]) -> None:
         ) from error
     if isinstance(saved.get("model"), dict):
         saved["model"] = _with_defaults(saved["model"], Architecture)
-        saved["model"]["rope"] = _with_defaults(saved["model"].get("rope") or {}, Rope)
+        for name in ("rope", "local_rope"):
+            if saved["model"][name] is not None:
+                saved["model"][name] = _with_defaults(saved["model"][name], Rope)
     current = json.loads(json.dumps(description))
     different = {key: (saved.get(key), value) for key, value in current.items() if saved.get(key) != value}
     if "model" in different:
@@ -144,7 +146,9 @@ def _check_layout(directory: Path, description: dict[str, Any]) -> None:
 
 def _with_defaults(saved: dict[str, Any], kind: Any) -> dict[str, Any]:
     """Return the fields of a dataclass, with the default of those that an older release did not know."""
-    return {field.name: field.default for field in fields(kind) if field.default is not MISSING} | saved
+    known = {field.name: field.default for field in fields(kind) if field.default is not MISSING}
+    defaults: dict[str, Any] = json.loads(json.dumps(known))
+    return defaults | saved
 
 
 def _optimizer_tensors(optimizer: Optimizer) -> dict[str, torch.Tensor]:

@@ -25,6 +25,7 @@ from trainer.backends.token_loss import micro_batch_loss
 from trainer.batch import Batch
 from trainer.megatron.architecture.numbers import Architecture
 from trainer.megatron.layers.head import linear_logprobs
+from trainer.megatron.layers.spec import attention_terms
 from trainer.megatron.micro_batches import MicroBatch, Packing
 from trainer.megatron.model import PackedModel
 from trainer.megatron.parallel import Position
@@ -56,6 +57,7 @@ class Runner:
         self.micro_batch_tokens = micro_batch_tokens
         self.micro_batch_size = micro_batch_size
         self._inner: PackedModel = model if isinstance(model, PackedModel) else model.module
+        self._terms = {attention_terms(architecture, layer) for layer in range(architecture.layers)}
 
     def train(
         self, batch: Batch, algorithm: Algorithm, measures: StepMeasures
@@ -103,8 +105,9 @@ class Runner:
         micro_batches = packing.micro_batches(
             batch,
             self.position,
-            self._inner.rotary_pos_emb.inv_freq,
+            self._inner.rotaries,
             self._inner.config.params_dtype,
+            self._terms,
             trained=not forward_only,
         )
         communicator = None
@@ -151,6 +154,7 @@ class Runner:
             micro.targets,
             vocabulary=self.architecture.vocabulary,
             temperature=temperature,
+            softcap=self.architecture.logit_softcap,
             rank=self.position.tp,
             size=self.position.config.tensor_model_parallel_size,
             group=mpu.get_tensor_model_parallel_group(),

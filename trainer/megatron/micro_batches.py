@@ -4,7 +4,7 @@ Shapes: T tokens of a micro-batch that are inputs, k of which predict a token th
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,9 @@ import torch
 from trainer.batch import Batch, TrainedTokens, trained_tokens
 from trainer.data.packing import pack
 from trainer.megatron.layers.attention.core import by_segments, kernel_for
+from trainer.megatron.layers.attention.rotary import Rotary
 from trainer.megatron.layers.attention.sequences import PackedSequences, packed_sequences, to_device
+from trainer.megatron.layers.attention.terms import AttentionTerms
 from trainer.megatron.parallel import Position
 
 PASSES_OF_A_STAGE = 4
@@ -89,8 +91,9 @@ class Packing:
         self,
         batch: Batch,
         position: Position,
-        frequencies: torch.Tensor,
+        rotaries: Sequence[Rotary],
         dtype: torch.dtype,
+        terms: Iterable[AttentionTerms],
         *,
         trained: bool,
     ) -> Iterator[MicroBatch]:
@@ -99,18 +102,19 @@ class Packing:
         Args:
             batch: the replica's part, on the host.
             position: this rank's place in the layout.
-            frequencies: rotary frequencies, float32 [D / 2], on the device.
+            rotaries: the model's rotary embeddings, on the device.
             dtype: that of queries and keys.
+            terms: those of the attention of all layers.
             trained: whether the tokens asked for are the trained ones, for a loss, or all that were sampled.
         """
-        segmented = kernel_for(position.device.type, dtype) is by_segments
+        segmented = any(kernel_for(position.device.type, dtype, one) is by_segments for one in terms)
         for samples, size in zip(self.samples, self.sizes, strict=True):
             chosen = torch.tensor(samples, dtype=torch.int64)
             part = batch.select(chosen)
             lengths = [length for length in (part.lengths - 1).tolist() if length]
             padding = size - sum(lengths)
             sequences = packed_sequences(
-                [*lengths, padding] if padding else lengths, frequencies, dtype, segmented=segmented
+                [*lengths, padding] if padding else lengths, rotaries, dtype, segmented=segmented
             )
             yield _micro_batch(batch, chosen, part, size, sequences, position.device, trained=trained)
 

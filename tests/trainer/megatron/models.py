@@ -38,6 +38,21 @@ YARN_ROPE = {
     "factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "attention_factor": 1.2,
+    "short_factor": [1.0, 1.1, 1.2, 1.5, 2.0, 2.5],
+    "long_factor": [1.5, 2.0, 3.0, 4.0, 6.0, 8.0],
+}
+GEMMA = {"vocab_size": 96, "sliding_window": 5, "query_pre_attn_scalar": 24, "pad_token_id": None}
+GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+GLM = {"vocab_size": 96, "pad_token_id": None, "eos_token_id": 1}
+ALTERNATING = ["full_attention", "sliding_attention"]
 MODELS = {
     "qwen2": ("Qwen2", {"vocab_size": 131, "tie_word_embeddings": False}),
     "qwen2-tied": ("Qwen2", {"vocab_size": 96, "tie_word_embeddings": True, "num_key_value_heads": 1}),
@@ -61,6 +76,37 @@ MORE_MODELS = {
         {"vocab_size": 96, "tie_word_embeddings": False, "rope_parameters": YARN_ROPE},
     ),
     "phi3": ("Phi3", {"vocab_size": 131, "tie_word_embeddings": False, "pad_token_id": None}),
+    "phi3-longrope": (
+        "Phi3",
+        {
+            "vocab_size": 131,
+            "pad_token_id": None,
+            "head_dim": 16,
+            "original_max_position_embeddings": 9,
+            "rope_parameters": LONGROPE,
+        },
+    ),
+    "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}),
+    "gemma3": (
+        "Gemma3Text",
+        {**GEMMA, "vocab_size": 131, "layer_types": ALTERNATING[::-1], "rope_parameters": GEMMA3_ROPE},
+    ),
+    "glm": ("Glm", GLM),
+    "glm4": ("Glm4", GLM),
+    "starcoder2": ("Starcoder2", {"vocab_size": 96, "sliding_window": 5}),
+    "qwen3-windows": (
+        "Qwen3",
+        {
+            "vocab_size": 96,
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "layer_types": ALTERNATING,
+        },
+    ),
+    "ministral": ("Ministral", {"vocab_size": 96, "sliding_window": 5, "layer_types": ALTERNATING}),
+    "llama-biases": ("Llama", {"vocab_size": 96, "attention_bias": True, "mlp_bias": True}),
 }
 """Trained in few layouts: these differ from the others in what every layout treats alike."""
 ALL_MODELS = MODELS | MORE_MODELS
@@ -75,7 +121,7 @@ def make_model(name: str, **overrides: object) -> PreTrainedModel:
     config = getattr(transformers, f"{family}Config")(**{**BASE, **fields, **overrides})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        model = getattr(transformers, f"{family}ForCausalLM")(config).float()
+        model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).float()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.1)

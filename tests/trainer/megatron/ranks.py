@@ -34,7 +34,11 @@ LAYOUTS = {
     "tp2-pp2": ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2),
     "tp2-dp2": ParallelConfig(tensor_model_parallel_size=2, data_parallel_size=2),
 }
-MORE_MODELS_OF = {"single": tuple(MORE_MODELS), "tp2-sequence": ("mistral", "olmo2", "phi3")}
+MORE_MODELS_OF = {
+    "single": tuple(MORE_MODELS),
+    "tp2-sequence": ("mistral", "olmo2", "phi3", "gemma2", "gemma3", "glm4", "starcoder2", "qwen3-windows"),
+    "pp2": ("gemma2",),
+}
 STEPS = 3
 FRESH = "qwen2"
 """Model whose checkpoint is restored into a new backend; others restore into the one that continued."""

@@ -34,6 +34,7 @@ def architectures(draw: st.DrawFn) -> Architecture:
     than tensor ranks."""
     model_type = draw(st.sampled_from(sorted(FAMILIES)))
     kv_heads = 4 if FAMILIES[model_type].qk_norm == "projection" else draw(st.sampled_from([1, 2, 4]))
+    switches = [names for names in FAMILIES[model_type].biases.values() if draw(st.booleans())]
     heads = max(4, kv_heads * draw(st.integers(1, 3)) // 4 * 4)
     return Architecture(
         model_type=model_type,
@@ -49,6 +50,7 @@ def architectures(draw: st.DrawFn) -> Architecture:
         norm_eps=1e-6,
         max_positions=64,
         rope=Rope(10000.0),
+        biases=tuple(name for names in switches for name in names),
     )
 
 

@@ -209,8 +209,8 @@ def gather_by_hand(directory: Path, layout: str, model: str) -> dict[str, torch.
                 result.update(
                     {layer + key: value for key, value in layer_by_hand(kind, parts, config).items()}
                 )
-            elif name == "decoder.final_layernorm.weight":
-                result["model.norm.weight"] = parts[0]
+            elif name.startswith("decoder.final_layernorm."):
+                result["model.norm." + name.rpartition(".")[2]] = parts[0]
             else:
                 tied = config.tie_word_embeddings or name.startswith("embedding")
                 result["model.embed_tokens.weight" if tied else "lm_head.weight"] = torch.cat(parts)[
@@ -231,26 +231,33 @@ def layer_by_hand(
         if config.model_type == "phi3":
             return {"self_attn.qkv_proj.weight": torch.cat(split)}
         return {f"self_attn.{x}_proj.{suffix}": part for x, part in zip("qkv", split, strict=True)}
+    if "linear_fc1" in kind and config.model_type == "starcoder2":
+        return {f"mlp.c_fc.{suffix}": torch.cat(parts)}
     if "linear_fc1" in kind:
         gate, up = (torch.cat(half) for half in zip(*(part.chunk(2) for part in parts), strict=True))
-        if config.model_type == "phi3":
+        if config.model_type in ("phi3", "glm", "glm4"):
             return {"mlp.gate_up_proj.weight": torch.cat([gate, up])}
-        return {"mlp.gate_proj.weight": gate, "mlp.up_proj.weight": up}
-    columns = {
-        "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
-        "mlp.linear_fc2.weight": "mlp.down_proj.weight",
-    }
-    if kind in columns:
-        return {columns[kind]: torch.cat(parts, 1)}
+        return {f"mlp.gate_proj.{suffix}": gate, f"mlp.up_proj.{suffix}": up}
+    down = "mlp.c_proj" if config.model_type == "starcoder2" else "mlp.down_proj"
+    columns = {"self_attention.linear_proj": "self_attn.o_proj", "mlp.linear_fc2": down}
+    layer = kind.rpartition(".")[0]
+    if layer in columns:
+        whole = torch.cat(parts, 1) if suffix == "weight" else parts[0]
+        return {f"{columns[layer]}.{suffix}": whole}
     if config.model_type == "olmo2" and "self_attention" in kind:
         return {f"self_attn.{kind[len('self_attention.')]}_norm.weight": torch.cat(parts)}
     names = {
-        "input_layernorm.weight": "input_layernorm.weight",
-        "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
-        "post_attention_layernorm.weight": "post_attention_layernorm.weight",
-        "post_mlp_layernorm.weight": "post_feedforward_layernorm.weight",
-        "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
-        "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+        "input_layernorm": "input_layernorm",
+        "pre_mlp_layernorm": "post_attention_layernorm",
+        "post_attention_layernorm": "post_attention_layernorm",
+        "post_mlp_layernorm": "post_feedforward_layernorm",
+        "self_attention.q_layernorm": "self_attn.q_norm",
+        "self_attention.k_layernorm": "self_attn.k_norm",
     }
+    if config.model_type.startswith("gemma"):
+        names["pre_mlp_layernorm"] = "pre_feedforward_layernorm"
+    if config.model_type == "glm4":
+        names["post_attention_layernorm"] = "post_self_attn_layernorm"
+        names["post_mlp_layernorm"] = "post_mlp_layernorm"
     assert all(torch.equal(part, parts[0]) for part in parts)
-    return {names[kind]: parts[0]}
+    return {f"{names[layer]}.{suffix}": parts[0]}

@@ -142,8 +142,8 @@ class GatedMLP(Rule):
     """Gate and up projection: every rank holds its rows of the gate, then its rows of the up projection."""
 
     names: tuple[str, str]
-    shape: tuple[int, int]
-    """Shape of each of the two."""
+    shape: tuple[int, ...]
+    """Shape of each of the two: of weights, or of biases."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

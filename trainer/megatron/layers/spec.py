@@ -18,17 +18,17 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from trainer.megatron.architecture.numbers import Architecture
 from trainer.megatron.layers.attention.terms import AttentionTerms
-from trainer.megatron.layers.dense import ProjectionNorm, RMSNorm, SwigluMLP
+from trainer.megatron.layers.dense import MLPS, NORMS, BiasedRow, ProjectionNorm, RMSNorm
 
 
 class PostNormLayer(TransformerLayer):
     """A layer that norms what attention and MLP put out, before it is added to the residual stream."""
 
-    def __init__(self, config: TransformerConfig, **others: Any) -> None:
+    def __init__(self, config: TransformerConfig, norm: type[RMSNorm], **others: Any) -> None:
         super().__init__(config=config, **others)
         size, eps = config.hidden_size, config.layernorm_epsilon
-        self.post_attention_layernorm = RMSNorm(config, size, eps)
-        self.post_mlp_layernorm = RMSNorm(config, size, eps)
+        self.post_attention_layernorm = norm(config, size, eps)
+        self.post_mlp_layernorm = norm(config, size, eps)
         self.self_attn_bda = partial(_residual, norm=self.post_attention_layernorm)
         self.mlp_bda = partial(_residual, norm=self.post_mlp_layernorm)
 
@@ -44,14 +44,16 @@ def layer_spec(
         attention: class of self-attention.
         core_attention: class of what computes the attention itself; it takes `terms`.
     """
-    post_norms = architecture.family.post_norms
+    family = architecture.family
+    norm = NORMS[family.norm]
     return ModuleSpec(
-        module=PostNormLayer if post_norms else TransformerLayer,
+        module=PostNormLayer if family.post_norms else TransformerLayer,
+        params={"norm": norm} if family.post_norms else {},
         submodules=TransformerLayerSubmodules(
-            input_layernorm=IdentityOp if post_norms else RMSNorm,
+            input_layernorm=norm if family.pre_norms else IdentityOp,
             self_attention=_attention(architecture, layer, attention, core_attention),
             self_attn_bda=_residual,
-            pre_mlp_layernorm=IdentityOp if post_norms else RMSNorm,
+            pre_mlp_layernorm=norm if family.pre_norms else IdentityOp,
             mlp=_mlp(architecture, layer),
             mlp_bda=_residual,
         ),
@@ -60,10 +62,14 @@ def layer_spec(
 
 def attention_terms(architecture: Architecture, layer: int) -> AttentionTerms:
     """Return what the attention of a layer computes."""
-    factor = architecture.rope.attention_factor
-    # A factor of rotated queries and of keys is its square in their products.
-    scale = None if factor == 1.0 else factor**2 / math.sqrt(architecture.head_dim)
-    return AttentionTerms(scale, architecture.window)
+    number = architecture.rope_of(layer)
+    rope = architecture.ropes[number]
+    # A factor of rotated queries and of keys is its square in their products, if all of them is rotated.
+    factor = rope.attention_factor if rope.dimensions(architecture.head_dim) == architecture.head_dim else 1.0
+    scale = None
+    if factor != 1.0 or architecture.score_scale:
+        scale = factor**2 * (architecture.score_scale or 1 / math.sqrt(architecture.head_dim))
+    return AttentionTerms(scale, architecture.window_of(layer), architecture.score_softcap, number)
 
 
 def _attention(architecture: Architecture, layer: int, attention: Any, core_attention: Any) -> ModuleSpec:
@@ -71,9 +77,9 @@ def _attention(architecture: Architecture, layer: int, attention: Any, core_atte
     projections = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
         core_attention=ModuleSpec(module=core_attention, params={"terms": terms}),
-        linear_proj=RowParallelLinear,
-        q_layernorm=_head_norm(architecture.qk_norm, architecture.heads),
-        k_layernorm=_head_norm(architecture.qk_norm, architecture.kv_heads),
+        linear_proj=BiasedRow if "output" in architecture.biases else RowParallelLinear,
+        q_layernorm=_head_norm(architecture, architecture.heads),
+        k_layernorm=_head_norm(architecture, architecture.kv_heads),
     )
     return ModuleSpec(
         module=attention, params={"attn_mask_type": AttnMaskType.causal}, submodules=projections
@@ -81,13 +87,13 @@ def _attention(architecture: Architecture, layer: int, attention: Any, core_atte
 
 
 def _mlp(architecture: Architecture, layer: int) -> Any:
-    return SwigluMLP
+    return MLPS[architecture.family.mlp]
 
 
-def _head_norm(kind: str, heads: int) -> Any:
-    if kind == "projection":
+def _head_norm(architecture: Architecture, heads: int) -> Any:
+    if architecture.qk_norm == "projection":
         return ModuleSpec(module=ProjectionNorm, params={"heads": heads})
-    return RMSNorm if kind == "head" else IdentityOp
+    return NORMS[architecture.family.norm] if architecture.qk_norm == "head" else IdentityOp
 
 
 def _residual(training: bool, fused: bool, norm: RMSNorm | None = None) -> Any:

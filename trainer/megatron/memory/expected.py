@@ -6,13 +6,14 @@ Shapes: H hidden size, F of the MLP, D of a head, A query heads, K key heads, V 
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, prod
 
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.megatron.architecture.numbers import Architecture
 from trainer.megatron.convert.rules import padded_vocabulary
 from trainer.megatron.layout import Layout
+from trainer.megatron.reshard import stage_rules
 
 GIB = 1 << 30
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -54,13 +55,33 @@ ACTIVATIONS = (
     Activation("attention's output, input of its projection", lambda a: a.heads * a.head_dim),
     Activation("input of the MLP's norm, the residual stream", lambda a: a.hidden, split="sequence"),
     Activation("input of the MLP", lambda a: a.hidden, "layernorm", "sequence"),
-    Activation("gate and up", lambda a: 2 * a.intermediate, "mlp"),
+    Activation("gate and up, or what has no gate", lambda a: _wide(a) * a.intermediate, "mlp"),
     Activation("product, input of the projection down", lambda a: a.intermediate, "mlp"),
+    Activation("inputs of the norms after", lambda a: _both_norms(a) * 2 * a.hidden, split="sequence"),
+    Activation(
+        "inputs of the norms before, in float32",
+        lambda a: _in_float32(a) * a.family.pre_norms * 2 * a.hidden,
+        "layernorm",
+        "sequence",
+        4,
+    ),
+    Activation(
+        "inputs of the norms after, in float32",
+        lambda a: _in_float32(a) * a.family.post_norms * 2 * a.hidden,
+        split="sequence",
+        item_bytes=4,
+    ),
+    Activation(
+        "q and k in float32, as inputs of a norm",
+        lambda a: _in_float32(a) * bool(a.qk_norm) * (a.heads + a.kv_heads) * a.head_dim,
+        item_bytes=4,
+    ),
 )
-"""What a layer keeps, in the order in which it is made. With norms after attention and MLP it is as much:
-inputs of these instead of outputs of those before."""
-MLP_GRADIENTS = 3
-"""Gradients of F a token that live together in the backward pass of an MLP: of gate, up and product."""
+"""What a layer keeps, first in the order in which it is made. With norms after attention and MLP instead of
+before it is as much: inputs of these instead of outputs of those."""
+SCORES_BYTES = 3 << 28
+"""Scores, their gradient and what is between, at a time, where they have a bound; as in
+`layers/attention/softcapped.py`, which needs torch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,22 +188,16 @@ def memory_of_stage(work: Workload, tokens: int, stage: int) -> ExpectedMemory:
 
 def parameters_of_stage(work: Workload, stage: int) -> int:
     """Return the number of parameters of a rank of a pipeline stage."""
-    a, tp = work.architecture, work.parallel.tensor_model_parallel_size
-    pp = work.layout.pp
-    attention = a.hidden * a.head_dim * (_heads(a) + a.heads) + (_heads(a) * a.head_dim if a.qkv_bias else 0)
-    split = attention + 3 * a.hidden * a.intermediate
-    heads = {"": 0, "head": 2, "projection": (a.heads + a.kv_heads) // tp}[a.qk_norm]
-    norms = 2 * a.hidden + heads * a.head_dim
-    layers = work.layers_of(stage) * (split // tp + norms)
-    tables = (stage == 0) + (stage == pp - 1)
-    if pp == 1 and a.tied:
-        tables = 1
-    return layers + tables * _output_table(work) + (a.hidden if stage == pp - 1 else 0)
+    layout = work.layout
+    return sum(
+        prod(rule.local_shape(layout.grid(expert=rule.expert)))
+        for rule in stage_rules(work.architecture, layout, stage)
+    )
 
 
 def bytes_of_layer(work: Workload, tokens: int, *, without: tuple[str, ...] = ()) -> int:
     """Return the bytes that a layer keeps of a micro-batch; `without` are modules that are recomputed."""
-    if work.architecture.family.post_norms:  # these are not computed again
+    if not work.architecture.family.pre_norms:  # those after are not computed again
         without = tuple(name for name in without if name != "layernorm")
     return sum(
         ceil(tokens * row.elements(work.architecture) * (row.item_bytes or work.item) / _pieces(work, row))
@@ -196,7 +211,7 @@ def _kept(work: Workload, tokens: int, stage: int) -> int:
     trainer, a = work.trainer, work.architecture
     layers = work.layers_of(stage)
     whole, stream = bytes_of_layer(work, tokens), _stream(work, tokens)
-    angles = 2 * tokens * a.head_dim * work.item
+    angles = 2 * len(a.ropes) * tokens * a.head_dim * work.item
     ends = 2 * stream + angles  # the last norm's input and output
     if trainer.recompute_granularity == "full":
         pieces = trainer.recompute_num_layers
@@ -211,11 +226,14 @@ def _kept(work: Workload, tokens: int, stage: int) -> int:
 
 
 def _of_layer_backward(work: Workload, tokens: int) -> int:
-    """Return the bytes that the backward pass of an MLP takes: gradients of activations and of a weight."""
+    """Return the bytes that the backward pass of an MLP takes: gradients of activations and of a weight.
+
+    Those of activations are of the product and of what it is made of. Bounded scores can take more.
+    """
     a, tp = work.architecture, work.parallel.tensor_model_parallel_size
-    passing = ceil(tokens * MLP_GRADIENTS * a.intermediate * work.item / tp) + 2 * _stream(work, tokens)
-    weight = 0 if work.adapters.rank else 2 * a.intermediate * a.hidden * work.item // tp
-    return passing + weight
+    passing = ceil(tokens * (_wide(a) + 1) * a.intermediate * work.item / tp) + 2 * _stream(work, tokens)
+    weight = 0 if work.adapters.rank else _wide(a) * a.intermediate * a.hidden * work.item // tp
+    return max(passing + weight, SCORES_BYTES if a.score_softcap else 0)
 
 
 def _head(work: Workload, tokens: int, table: int) -> int:
@@ -247,6 +265,8 @@ def _adapter_parameters(work: Workload, stage: int) -> int:
         "gate_proj": a.hidden + a.intermediate,
         "up_proj": a.hidden + a.intermediate,
         "down_proj": a.intermediate + a.hidden,
+        "c_fc": a.hidden + a.intermediate,
+        "c_proj": a.intermediate + a.hidden,
     }
     chosen = sum(size for name, size in sizes.items() if name in adapters.target_modules)
     return work.layers_of(stage) * adapters.rank * chosen
@@ -254,6 +274,20 @@ def _adapter_parameters(work: Workload, stage: int) -> int:
 
 def _heads(a: Architecture) -> int:
     return a.heads + 2 * a.kv_heads
+
+
+def _wide(a: Architecture) -> int:
+    """Return how many projections lead into an MLP."""
+    return 2 if a.family.gated else 1
+
+
+def _both_norms(a: Architecture) -> bool:
+    return a.family.pre_norms and a.family.post_norms
+
+
+def _in_float32(a: Architecture) -> bool:
+    """Return whether norms compute with float32 copies of their inputs."""
+    return a.family.norm == "rms_from_one"
 
 
 def _over_heads(a: Architecture) -> bool:

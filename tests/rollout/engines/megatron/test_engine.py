@@ -60,6 +60,8 @@ def is_greedy(model: PreTrainedModel, request: Request, found: Completion) -> bo
 @pytest.mark.parametrize("name", sorted(ALL_MODELS))
 async def test_ragged_requests_in_few_slots_and_small_passes_are_greedy(name: str, tmp_path: Path) -> None:
     model, requests = make_model(name).eval(), ragged_requests(24, int(ALL_MODELS[name][1]["vocab_size"]))
+    if name == "phi3-longrope":  # the engine rotates all sequences as long ones
+        model.config.rope_parameters["original_max_position_embeddings"] = 0
     async with started(save_model(name, tmp_path), max_running=5, max_batch_tokens=LENGTH) as engine:
         found = await together(engine, requests)
     assert all(

@@ -16,10 +16,9 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trainer.megatron.layers.attention import fused
-from trainer.megatron.layers.attention.rotary import rotate
 from trainer.megatron.layers.attention.segmented import segmented_attention
 from trainer.megatron.layers.attention.sequences import PackedSequences
-from trainer.megatron.layers.attention.terms import AttentionTerms
+from trainer.megatron.layers.attention.terms import PLAIN, AttentionTerms
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, PackedSequences, AttentionTerms], torch.Tensor]
 """(q [T, heads, D], k [T, kv heads, D], v like k, sequences, terms) -> [T, heads, D]; causal within each
@@ -34,7 +33,7 @@ def by_segments(
     terms: AttentionTerms,
 ) -> torch.Tensor:
     """Compute it with torch's attention, a segment at a time: anywhere, and what the others must equal."""
-    return segmented_attention(q, k, v, sequences.segments, terms.scale, terms.window)
+    return segmented_attention(q, k, v, sequences.segments, terms.scale, terms.window, terms.softcap)
 
 
 FUSED: dict[str, Kernel] = {
@@ -43,14 +42,17 @@ FUSED: dict[str, Kernel] = {
     "torch.nn.attention.varlen": fused.varlen_attention,
 }
 """Module -> the kernel that needs it, the preferred one first."""
+OPTIONAL: dict[str, frozenset[str]] = {"flash_attn": frozenset({"softcap"})}
+"""Module -> terms that its kernel computes, of those that not every kernel does."""
 
 
 @functools.cache
-def kernel_for(device_type: str, dtype: torch.dtype) -> Kernel:
-    """Return the first fused kernel whose module is there, on CUDA in 16 bits; else `by_segments`."""
+def kernel_for(device_type: str, dtype: torch.dtype, terms: AttentionTerms = PLAIN) -> Kernel:
+    """Return the first fused kernel that is there and has the terms, on CUDA in 16 bits, or `by_segments`."""
     if device_type == "cuda" and dtype in (torch.bfloat16, torch.float16):
         for module, kernel in FUSED.items():
-            if find_spec(module.partition(".")[0]) is not None and find_spec(module) is not None:
+            computed = terms.optional <= OPTIONAL.get(module, frozenset())
+            if computed and find_spec(module.partition(".")[0]) is not None and find_spec(module) is not None:
                 return kernel
     return by_segments
 
@@ -73,6 +75,6 @@ class PackedAttention(MegatronModule):
         **unused: Any,
     ) -> torch.Tensor:
         """Map queries [T, heads, D], keys and values [T, kv heads, D] to [T, heads, D]."""
-        kernel = kernel_for(query.device.type, query.dtype)
-        query, key = rotate(query, key, packed_seq_params.cos, packed_seq_params.sin)
+        kernel = kernel_for(query.device.type, query.dtype, self.terms)
+        query, key = packed_seq_params.angles[self.terms.rope].rotate(query, key)
         return kernel(query, key, value, packed_seq_params, self.terms)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from trainer.megatron.layers.attention.softcapped import softcapped_attention
+
 SIMILAR = 0.75
 """The shortest sequence of a segment has at least this share of the longest one's tokens, or"""
 CLOSE = 8
@@ -49,6 +51,7 @@ def segmented_attention(
     segments: Sequence[AttentionSegment],
     scale: float | None,
     window: int = 0,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
     """Return causal attention within each sequence, [T, heads, D].
 
@@ -59,8 +62,9 @@ def segmented_attention(
         segments: of the T tokens.
         scale: of the scores; None: 1 / sqrt(D).
         window: tokens that each one attends to, itself included; 0: all before it.
+        softcap: bound of the scores; 0: none.
     """
-    return torch.cat([_attend(q, k, v, segment, scale, window) for segment in segments])
+    return torch.cat([_attend(q, k, v, segment, scale, window, softcap) for segment in segments])
 
 
 def window_mask(tokens: int, window: int, device: torch.device) -> torch.Tensor | None:
@@ -70,6 +74,28 @@ def window_mask(tokens: int, window: int, device: torch.device) -> torch.Tensor 
     return torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril().triu(1 - window)
 
 
+def causal_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, window: int, softcap: float
+) -> torch.Tensor:
+    """Return causal attention of sequences of one length, [n, heads, length, D]; see `segmented_attention`.
+
+    Args:
+        q: [n, heads, length, D].
+        k: [n, kv heads, length, D].
+        v: shaped as `k`.
+        scale: of the scores.
+        window: of each token.
+        softcap: of the scores.
+    """
+    if softcap:
+        return softcapped_attention(q, k, v, scale=scale, window=window, softcap=softcap)
+    mask = window_mask(q.size(2), window, q.device)
+    grouped = q.size(1) != k.size(1)
+    return F.scaled_dot_product_attention(
+        q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+    )
+
+
 def _attend(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -77,6 +103,7 @@ def _attend(
     segment: AttentionSegment,
     scale: float | None,
     window: int,
+    softcap: float,
 ) -> torch.Tensor:
     def spread(x: torch.Tensor) -> torch.Tensor:
         x = x.narrow(0, segment.first, segment.tokens)
@@ -84,11 +111,7 @@ def _attend(
             x = x.index_select(0, segment.padded)
         return x.unflatten(0, (segment.sequences, segment.longest)).transpose(1, 2)
 
-    grouped = q.size(1) != k.size(1)
-    mask = window_mask(segment.longest, window, q.device)
-    out = F.scaled_dot_product_attention(
-        spread(q), spread(k), spread(v), mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
-    )
+    out = causal_attention(spread(q), spread(k), spread(v), scale, window, softcap)
     out = out.transpose(1, 2).flatten(0, 1)
     return out if segment.places is None else out.index_select(0, segment.places)
 
