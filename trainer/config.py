@@ -230,6 +230,24 @@ class WeightConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """Section `[cluster]`: hosts that the trainer's ranks are divided between. docs/cluster.md says how."""
+
+    nodes: Annotated[int, Meta(ge=0, le=4096)] = 0
+    """Hosts of the trainer, each of which runs `python -m services.trainer`. 0: what Slurm says
+    (SLURM_STEP_NUM_NODES, SLURM_NNODES) where `rendezvous` is set, else 1."""
+    node_rank: Annotated[int, Meta(ge=-1, le=4095)] = -1
+    """Number of this host, from 0. Host 0 has rank 0 of the trainer. -1: what Slurm (SLURM_NODEID) or
+    Kubernetes (JOB_COMPLETION_INDEX) says."""
+    rendezvous: str = ""
+    """HOST:PORT at which host 0 listens and the others find it. Needed with more than one host."""
+    join_timeout_s: Annotated[float, Meta(ge=1, le=1e6)] = 600.0
+    """Seconds that a host waits until all others have come."""
+    peer_timeout_s: Annotated[float, Meta(ge=5, le=1e6)] = 30.0
+    """Seconds without a sign of life from a host after which the trainer ends on all of them."""
+
+
+@dataclass(frozen=True, slots=True)
 class ScratchConfig:
     """Section `[model.scratch]`: a small random model. Names as in Hugging Face configurations."""
 

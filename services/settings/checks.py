@@ -32,6 +32,7 @@ from trainer.config import (
     TrainerConfig,
     WeightConfig,
 )
+from trainer.hosts.place import check_cluster
 from trainer.registry import BACKENDS
 from trainer.weights.registry import TRANSPORTS
 
@@ -74,8 +75,9 @@ def settings_errors(settings: Settings) -> Iterator[SettingsError]:
         lambda: checked_run_id(settings.run.name),
         lambda: _check_adapters_and_sleep(settings),
         lambda: check_pool(services.pool, engine),
-        lambda: check_gpus(services, settings.parallel.world_size, engine.tensor_parallel_size),
+        lambda: check_gpus(services, settings.ranks_per_host, engine.tensor_parallel_size),
         lambda: check_shared(settings),
+        lambda: _check_hosts(settings),
         lambda: check_evaluation(settings),
         lambda: _check_mismatch(settings.trainer),
         lambda: _check_memory(settings.trainer, settings.optimizer),
@@ -143,6 +145,15 @@ def _check_learning_rate(optimizer: OptimizerConfig) -> None:
         raise SettingsError(
             f"setting optimizer.lr_wsd_decay_steps: {optimizer.lr_wsd_decay_steps} has to be between 1 and "
             f"{steps - optimizer.lr_warmup_steps}, the steps from the warm-up to lr_decay_steps"
+        )
+
+
+def _check_hosts(settings: Settings) -> None:
+    check_cluster(settings.cluster, settings.parallel.world_size)
+    if settings.colocated.enabled and settings.cluster.nodes > 1:
+        raise SettingsError(
+            f"setting colocated.enabled: trainer and engines take turns on the GPUs of one host, and "
+            f"cluster.nodes is {settings.cluster.nodes}; give engines GPUs of their own, or use one host"
         )
 
 
