@@ -1,5 +1,6 @@
 """Tests that a random model and its tokenizer load in transformers and are the same for a seed."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from protocol.errors import SettingsError
 from trainer.config import ScratchConfig
-from trainer.random_model import ARCHITECTURES, build_scratch
+from trainer.random_model import ARCHITECTURES, RECIPE, build_scratch
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -25,6 +26,9 @@ def test_a_model_from_scratch_loads_and_is_the_same_for_a_seed(
     one, two = build_scratch(config, tmp_path / "one"), build_scratch(config, tmp_path / "two")
     other = build_scratch(replace(config, seed=6), tmp_path / "other")
     assert contents(one) == contents(two)
+    recipe = json.loads((one / RECIPE).read_text())
+    # the recipes of runs that began before there were models with experts stay as they were
+    assert ("num_experts" in recipe) == (architecture == "qwen3_moe")
     assert contents(one)["model.safetensors"] != contents(other)["model.safetensors"]
     model, loading = AutoModelForCausalLM.from_pretrained(one, output_loading_info=True)
     assert not any(loading.values())

@@ -126,6 +126,16 @@ def test_check_run_names_the_problem_and_the_remedy(
             ["weights.transport=shared", "engine.name=megatron"],
             "setting weights.transport = 'shared': it needs tensors that are parts of the trainer's",
         ),
+        (
+            {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2},
+            ["engine.name=hf"],
+            "setting engine.name = 'hf': transformers joins the experts of a qwen3_moe model",
+        ),
+        (
+            {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2},
+            ["parallel.tensor_model_parallel_size=2"],
+            "a model with experts on 2 tensor ranks needs it: set it to true",
+        ),
         ({"attention_bias": True}, [], "attention_bias = True is not supported"),
         ({"rms_norm_eps": None}, [], "lacks what a model needs: KeyError('rms_norm_eps')"),
         ({"vocab_size": 1}, [], "stop token 1 is outside the model's vocabulary of 1 tokens"),

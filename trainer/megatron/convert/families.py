@@ -91,8 +91,8 @@ def _attention_rules(architecture: Architecture, here: str, there: str) -> list[
     out = (hidden, architecture.heads * head_dim)
     rules.append(Split(parameter=here + "linear_proj.weight", name=there + "o_proj.weight", shape=out, dim=1))
     if architecture.family.sinks:
-        heads = (architecture.heads,)
-        rules.append(Split(parameter=here + "core_attention.sinks", name=there + "sinks", shape=heads))
+        of_sinks = (architecture.heads,)
+        rules.append(Split(parameter=here + "core_attention.sinks", name=there + "sinks", shape=of_sinks))
     if "output" in architecture.biases:
         rules.append(Direct(parameter=here + "linear_proj.bias", name=there + "o_proj.bias", shape=(hidden,)))
     return rules

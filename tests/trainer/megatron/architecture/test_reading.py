@@ -35,7 +35,7 @@ def write_config(directory: Path, **changes: object) -> Path:
 
 def test_an_unsupported_family_is_refused_with_the_supported_ones(tmp_path: Path) -> None:
     with pytest.raises(
-        SettingsError, match=r"'gpt2' is not supported; supported are deepseek_v2, .*llama, .*qwen2, qwen3"
+        SettingsError, match=r"'gpt2' is not supported; supported are deepseek_v2, .*llama, .*qwen2, .*qwen3"
     ):
         read_architecture(write_config(tmp_path, model_type="gpt2"))
 
@@ -110,6 +110,8 @@ def test_kinds_of_layers_that_the_family_does_not_have_are_refused(
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_fields_that_are_not_named_are_as_in_transformers(tmp_path: Path, model_type: str) -> None:
     config = transformers.CONFIG_MAPPING[model_type]().to_dict()
+    if "num_experts_per_tok" in config:
+        config["num_experts_per_tok"] = 2  # transformers has none for DeepSeek-V2
     whole = architecture_of(config, tmp_path)
     left_out = {*FAMILIES[model_type].defaults, "layer_types", "max_window_layers"}
     assert architecture_of({key: config[key] for key in config.keys() - left_out}, tmp_path) == whole
@@ -161,7 +163,7 @@ def test_latent_attention_has_its_sizes_and_scale(tmp_path: Path, rank: int | No
     model.config.save_pretrained(tmp_path)
     found = read_architecture(tmp_path)
     assert found.latent == Latent(16, nope=16, rope=8, value=12, query_rank=rank or 0)
-    assert (found.head_dim, found.value_dim, found.rotary_dim, found.kv_heads) == (24, 12, 8, 4)
+    assert (found.head_dim, found.value_dim, found.positioned_dim, found.kv_heads) == (24, 12, 8, 4)
     attention = model.model.layers[0].self_attn
     assert attention_terms(found, 0).scale == pytest.approx(attention.scaling)
     assert found.rope.attention_factor == pytest.approx(model.model.rotary_emb.attention_scaling)

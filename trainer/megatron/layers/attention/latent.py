@@ -90,7 +90,8 @@ class LatentAttention(MegatronModule):
     ) -> Any:
         """Map [t, 1, H] to the same shape; returns it with None, as megatron does where there is no bias."""
         tensors = self._queries(hidden_states), *self._keys_and_values(hidden_states)
-        core = partial(self.core_attention, attention_mask=None, packed_seq_params=packed_seq_params)
+        attention: Any = self.core_attention
+        core = partial(attention, attention_mask=None, packed_seq_params=packed_seq_params)
         out = checkpoint(core, False, *tensors) if self.recomputes_core and self.training else core(*tensors)
         return self.linear_proj(out.flatten(1)[:, None])
 

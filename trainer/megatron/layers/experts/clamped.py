@@ -12,7 +12,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trainer.megatron.architecture.experts import Experts
-from trainer.megatron.layers.experts.stacks import linear, stack
+from trainer.megatron.layers.experts.stacks import expert_products, stack
 
 
 def clamped_swiglu(x: torch.Tensor, limit: float, alpha: float) -> torch.Tensor:
@@ -46,10 +46,12 @@ class ClampedExperts(torch.nn.Module):
 
     def forward(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Compute each expert's rows; arguments and result as those of `LocalExperts`."""
-        inner = linear(rows, self.fc1.transpose(1, 2), counts) + _of_rows(self.fc1_bias, counts, rows)
+        inner = expert_products(rows, self.fc1.transpose(1, 2), counts) + _of_rows(
+            self.fc1_bias, counts, rows
+        )
         inner = clamped_swiglu(inner, self.experts.swiglu_limit, self.experts.swiglu_alpha)
         bias = F.pad(self.fc2_bias, self._around)
-        return linear(inner, self.fc2.transpose(1, 2), counts) + _of_rows(bias, counts, rows)
+        return expert_products(inner, self.fc2.transpose(1, 2), counts) + _of_rows(bias, counts, rows)
 
 
 def _of_rows(biases: torch.Tensor, counts: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

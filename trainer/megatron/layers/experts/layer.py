@@ -20,7 +20,7 @@ from trainer.megatron.layers.dense import SwigluMLP, swiglu
 from trainer.megatron.layers.experts.clamped import ClampedExperts
 from trainer.megatron.layers.experts.dispatch import Exchange, ExpertOrder
 from trainer.megatron.layers.experts.router import ExpertRouter
-from trainer.megatron.layers.experts.stacks import linear, stack
+from trainer.megatron.layers.experts.stacks import expert_products, stack
 from trainer.megatron.layers.experts.tokens import RoutedTokens
 
 
@@ -79,7 +79,7 @@ class LocalExperts(torch.nn.Module):
         Returns:
             [R, H]: this rank's summand, if others share its experts.
         """
-        return linear(swiglu(linear(rows, self.fc1, counts)), self.fc2, counts)
+        return expert_products(swiglu(expert_products(rows, self.fc1, counts)), self.fc2, counts)
 
 
 class SharedGate(torch.nn.Module):

@@ -89,9 +89,9 @@ class ExpertRouter(torch.nn.Module):
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         """Return float32 [T, E]."""
         weight, bias = self.weight, self.logit_bias
-        if self.experts.precise:
-            x, weight, bias = x.float(), weight.float(), None if bias is None else bias.float()
-        return F.linear(x, weight, bias).float()
+        if not self.experts.precise:
+            return F.linear(x, weight, bias).float()
+        return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
 
     def _balanced(
         self,

@@ -25,16 +25,13 @@ def stack(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
     return parameter
 
 
-def linear(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Multiply the rows of each expert with its matrix; on a GPU in bfloat16 by one kernel.
+def expert_products(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Return [R, m]; on a GPU in bfloat16 by one kernel, elsewhere expert by expert.
 
     Args:
         rows: [R, n], sorted by expert.
         weights: [L, m, n].
         counts: int64 [L]: rows of each expert, on the host or on the device.
-
-    Returns:
-        [R, m].
     """
     aligned = not any(size % ALIGNED for size in weights.shape[1:])
     if rows.is_cuda and rows.dtype is torch.bfloat16 and aligned:
@@ -43,12 +40,12 @@ def linear(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -> t
 
 
 def grouped(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Compute `linear` by torch's grouped product; the host does not wait for the device."""
+    """Compute `expert_products` by torch's grouped product; the host does not wait for the device."""
     ends = counts.to(rows.device, non_blocking=True).cumsum(0).int()
     return F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
 
 
 def one_by_one(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Compute `linear` with a product for each expert: what `grouped` must equal."""
+    """Compute `expert_products` with a product for each expert: what `grouped` must equal."""
     parts = rows.split(counts.tolist())
     return torch.cat([F.linear(part, weight) for part, weight in zip(parts, weights.unbind(), strict=True)])

@@ -90,7 +90,7 @@ def test_sinks_take_attention_and_give_nothing(window: int) -> None:
     lengths = [30, 27, 12, 11, 4, 1]
     inputs = [*qkv(sum(lengths), 4, 2), torch.tensor([-1.0, 0.5, 2.0, 30.0], requires_grad=True)]
     *tensors, sinks = inputs
-    found = segmented_attention(*tensors, segments_of(lengths, CPU), None, window, sinks)
+    found = segmented_attention(*tensors, segments_of(lengths, CPU), None, window, sinks=sinks)
     expected = []
     for q, k, v in zip(*(x.split(lengths) for x in tensors), strict=True):
         keys, values = (x.repeat_interleave(2, 1) for x in (k, v))
