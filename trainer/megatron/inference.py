@@ -204,8 +204,7 @@ class SlotModel:
             records_experts: whether `experts_of_pass` tells which experts were chosen.
 
         Raises:
-            SettingsError: the model is not supported, or its attention is not, or the buffer holds no
-                sequence.
+            SettingsError: model or attention are not supported, or the buffer holds no sequence.
             RuntimeError: there is no room for the parameters or the cache.
         """
         if dtype not in DTYPES:
