@@ -2,9 +2,11 @@
 
 Files of a directory:
     layout.json                        model, sizes, dtype; by rank 0
-    model-tp0-pp0.safetensors          trained parameters by megatron name; by the first data-parallel rank
-    optimizer-tp0-pp0-dp0.safetensors  moments, steps, masters, random states; by each data-parallel rank if
-                                       the optimizer is distributed, else by the first
+    model-tp0-pp0.safetensors          trained parameters by megatron name; by the first of their copies
+    optimizer-tp0-pp0-dp0.safetensors  moments, steps, masters, random states; by each copy if the optimizer
+                                       is distributed, else by the first
+
+Copies of the parameters are on data-parallel and context ranks: dp0 is the first, see `Position.copy`.
 
 The state is read from and written into torch's optimizer itself: megatron's own checkpoint path of the
 distributed optimizer refuses torch's AdamW on reload.
@@ -42,6 +44,7 @@ def layout(architecture: Architecture, position: Position, dtype: str, lora: Lor
         "model": asdict(architecture),
         "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
         "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
+        "context_parallel_size": parallel.context_parallel_size,
         "data_parallel_size": parallel.data_parallel_size,
         "distributed_optimizer": is_distributed(position),
         "dtype": dtype,
@@ -66,9 +69,9 @@ def copy_part(
         description: what `layout` returns.
     """
     files: dict[str, Iterable[tuple[str, torch.Tensor]]] = {}
-    if position.dp == 0:
+    if position.copy == 0:
         files[_model_file(position)] = parameters.items()
-    if position.dp == 0 or is_distributed(position):
+    if position.copy == 0 or is_distributed(position):
         files[_optimizer_file(position)] = _optimizer_tensors(optimizer).items()
     named = {(file, name): tensor for file, tensors in files.items() for name, tensor in tensors}
     copied = copies.copy_all((f"{file} {name}", tensor) for (file, name), tensor in named.items())
@@ -124,6 +127,7 @@ def _check_layout(directory: Path, description: dict[str, Any]) -> None:
     if isinstance(saved.get("model"), dict):
         saved["model"] = _with_defaults(saved["model"], Architecture)
         saved["model"]["rope"] = _with_defaults(saved["model"].get("rope") or {}, Rope)
+    saved.setdefault("context_parallel_size", 1)  # older releases knew no other
     current = json.loads(json.dumps(description))
     different = {key: (saved.get(key), value) for key, value in current.items() if saved.get(key) != value}
     if "model" in different:
@@ -197,5 +201,5 @@ def _model_file(position: Position) -> str:
 
 
 def _optimizer_file(position: Position) -> str:
-    dp = position.dp if is_distributed(position) else 0
-    return f"optimizer-tp{position.tp}-pp{position.pp}-dp{dp}.safetensors"
+    copy = position.copy if is_distributed(position) else 0
+    return f"optimizer-tp{position.tp}-pp{position.pp}-dp{copy}.safetensors"

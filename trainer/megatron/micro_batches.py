@@ -1,6 +1,9 @@
 """Packs a replica's samples into micro-batches, and makes each one as it is needed.
 
-Shapes: T tokens of a micro-batch that are inputs, k of which predict a token that is asked for.
+With context parallelism a rank makes its part of it: every rank of a replica has the whole samples, so also
+the token that follows the last one of a piece.
+
+Shapes: T tokens of a micro-batch that are inputs on this rank, k of which predict a token that is asked for.
 """
 
 import dataclasses
@@ -10,9 +13,11 @@ from dataclasses import dataclass
 import torch
 
 from trainer.batch import Batch, TrainedTokens, trained_tokens
+from trainer.data.context_division import Division
 from trainer.data.packing import pack
 from trainer.megatron.layers.attention.core import by_segments, kernel_for
 from trainer.megatron.layers.attention.sequences import PackedSequences, packed_sequences, to_device
+from trainer.megatron.layers.attention.visible import pieces_with_padding, ranges, visible_keys
 from trainer.megatron.parallel import Position
 
 PASSES_OF_A_STAGE = 4
@@ -21,7 +26,10 @@ PASSES_OF_A_STAGE = 4
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Samples one after the other, each without its last token, which predicts nothing."""
+    """Samples one after the other, each without its last token, which predicts nothing.
+
+    With context parallelism they are this rank's pieces of them.
+    """
 
     inputs: torch.Tensor
     """int64 [1, T], on the device."""
@@ -45,10 +53,8 @@ class Packing:
 
     samples: tuple[tuple[int, ...], ...]
     """For each micro-batch the indices of its samples."""
-    sizes: tuple[int, ...]
-    """Tokens that each computes."""
-    padding: int
-    """Tokens in all of them that are no sample's."""
+    divisions: tuple[Division, ...]
+    """How the inputs of each are divided between the context ranks."""
 
     @classmethod
     def of(
@@ -58,32 +64,45 @@ class Packing:
 
         With sequence parallelism a micro-batch is padded to a multiple of the tensor ranks. With a pipeline
         there are several for each stage, if there are as many samples, so that the stages work at the same
-        time. A replica without samples takes part with one token.
+        time. With context parallelism one has the tokens of all context ranks. A replica without samples
+        takes part with one token a rank.
 
         Args:
             lengths: int64 [n].
             position: a rank's place in the layout.
-            micro_batch_tokens: tokens of a micro-batch, at most, unless one sample has more.
+            micro_batch_tokens: tokens of a micro-batch on each rank, at most, unless one sample has more.
             micro_batch_size: samples of a micro-batch, at most.
         """
         inputs = (lengths - 1).tolist()
-        stages = position.config.pipeline_model_parallel_size
+        stages, ranks = position.config.pipeline_model_parallel_size, position.config.context_parallel_size
+        budget = micro_batch_tokens * ranks
         if stages > 1:
             enough = -(-sum(inputs) // (PASSES_OF_A_STAGE * stages))
-            micro_batch_tokens = min(micro_batch_tokens, enough)
-        packed = pack(inputs, micro_batch_tokens, micro_batch_size) or [[]]
-        divisor = position.config.tensor_model_parallel_size if position.sequence_parallel else 1
-        real = [sum(inputs[sample] for sample in samples) for samples in packed]
-        sizes = [max(-(-size // divisor), 1) * divisor for size in real]
-        return cls(tuple(map(tuple, packed)), tuple(sizes), sum(sizes) - sum(real))
+            budget = min(budget, enough)
+        packed = pack(inputs, budget, micro_batch_size) or [[]]
+        multiple = position.config.tensor_model_parallel_size if position.sequence_parallel else 1
+        divisions = (
+            Division.of([inputs[sample] for sample in samples], ranks, multiple) for samples in packed
+        )
+        return cls(tuple(map(tuple, packed)), tuple(divisions))
 
     def __len__(self) -> int:
         return len(self.samples)
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """Tokens that each computes on this rank, and on every other one."""
+        return tuple(division.size for division in self.divisions)
+
+    @property
     def tokens(self) -> int:
-        """Tokens that all of them compute."""
-        return sum(self.sizes)
+        """Tokens that all of them compute, on all context ranks."""
+        return sum(division.size * len(division.pieces) for division in self.divisions)
+
+    @property
+    def padding(self) -> int:
+        """Tokens in all of them that are no sample's, on all context ranks."""
+        return sum(division.padding for division in self.divisions)
 
     def micro_batches(
         self,
@@ -104,37 +123,40 @@ class Packing:
             trained: whether the tokens asked for are the trained ones, for a loss, or all that were sampled.
         """
         segmented = kernel_for(position.device.type, dtype) is by_segments
-        for samples, size in zip(self.samples, self.sizes, strict=True):
+        for samples, division in zip(self.samples, self.divisions, strict=True):
             chosen = torch.tensor(samples, dtype=torch.int64)
-            part = batch.select(chosen)
-            lengths = [length for length in (part.lengths - 1).tolist() if length]
-            padding = size - sum(lengths)
+            lengths = [piece.tokens for piece in pieces_with_padding(division, position.cp)]
             sequences = packed_sequences(
-                [*lengths, padding] if padding else lengths, frequencies, dtype, segmented=segmented
+                lengths,
+                frequencies,
+                dtype,
+                segmented=segmented,
+                keys=visible_keys(division, position.cp) if len(division.pieces) > 1 else None,
             )
-            yield _micro_batch(batch, chosen, part, size, sequences, position.device, trained=trained)
+            yield _micro_batch(batch, chosen, division, sequences, position, trained=trained)
 
 
 def _micro_batch(
     batch: Batch,
     samples: torch.Tensor,
-    part: Batch,
-    size: int,
+    division: Division,
     sequences: PackedSequences,
-    device: torch.device,
+    position: Position,
     *,
     trained: bool,
 ) -> MicroBatch:
-    index = part.sample_index
-    inputs = torch.ones(len(part.tokens), dtype=torch.bool)
-    inputs[part.offsets[1:] - 1] = False
-    tokens = torch.zeros(1, size, dtype=torch.int64)
-    kept = part.tokens[inputs]
-    tokens[0, : len(kept)] = kept
-    mask = (part.loss_mask if trained else part.sampled_mask).clone()
-    mask[part.offsets[:-1]] = False
-    place = mask.nonzero()[:, 0]
-    row, target = place - 1 - index[place], part.tokens[place].long()
+    part, device = batch.select(samples), position.device
+    pieces = division.pieces[position.cp]
+    table = torch.tensor([(p.sequence, p.start, p.tokens) for p in pieces], dtype=torch.int64).view(-1, 3)
+    inputs = ranges(part.offsets[table[:, 0]] + table[:, 1], table[:, 2])
+    tokens = torch.zeros(1, division.size, dtype=torch.int64)
+    tokens[0, : len(inputs)] = part.tokens[inputs]
+    asked = torch.zeros_like(part.loss_mask)
+    asked[inputs + 1] = (part.loss_mask if trained else part.sampled_mask)[inputs + 1]
+    rows = torch.zeros(len(part.tokens), dtype=torch.int64)
+    rows[inputs + 1] = torch.arange(len(inputs))
+    place = asked.nonzero()[:, 0]
+    row, target = rows[place], part.tokens[place].long()
     if not len(place):
         row = target = torch.zeros(1, dtype=torch.int64)
     shift = batch.offsets[samples] - part.offsets[:-1]
@@ -144,8 +166,8 @@ def _micro_batch(
         rows=to_device(row, device),
         targets=to_device(target, device),
         wanted=len(place),
-        places=to_device(place + shift[index[place]], device),
-        trained=_on(trained_tokens(part), device) if trained else None,
+        places=to_device(place + shift[part.sample_index[place]], device),
+        trained=_on(trained_tokens(dataclasses.replace(part, loss_mask=asked)), device) if trained else None,
     )
 
 

@@ -46,9 +46,24 @@ class Position:
         return self.place.pp
 
     @property
+    def cp(self) -> int:
+        """Context rank."""
+        return self.place.cp
+
+    @property
     def dp(self) -> int:
         """Data-parallel rank."""
         return self.place.dp
+
+    @property
+    def copy(self) -> int:
+        """Number among the `copies`: the context rank varies faster than the data-parallel one."""
+        return self.cp + self.config.context_parallel_size * self.dp
+
+    @property
+    def copies(self) -> int:
+        """Ranks that have the same parameters, but for those of experts: they share the optimizer's state."""
+        return self.config.context_parallel_size * self.config.data_parallel_size
 
     @property
     def rank(self) -> int:
@@ -105,21 +120,24 @@ def initialize(config: ParallelConfig, device: str, seed: int) -> Position:
     sizes = (
         config.tensor_model_parallel_size,
         config.pipeline_model_parallel_size,
+        config.context_parallel_size,
         config.data_parallel_size,
     )
     if min(sizes) < 1 or world != config.world_size:
         raise SettingsError(
             f"[parallel] asks for {config.world_size} processes (tensor {sizes[0]} x pipeline {sizes[1]} x "
-            f"data {sizes[2]}), but {world} are running: start the trainer with torchrun --nproc-per-node "
-            f"{config.world_size}, or change the sizes"
+            f"context {sizes[2]} x data {sizes[3]}), but {world} are running: start the trainer with "
+            f"torchrun --nproc-per-node {config.world_size}, or change the sizes"
         )
     with _initializing:
         if not dist.is_initialized():
             _owns_torch = _initialize_torch(place, world)
         if mpu.model_parallel_is_initialized():
-            _check_layout(sizes[:2])
+            _check_layout(sizes[:3])
         else:
-            mpu.initialize_model_parallel(*sizes[:2], create_gloo_process_groups=False)
+            mpu.initialize_model_parallel(
+                *sizes[:2], context_parallel_size=sizes[2], create_gloo_process_groups=False
+            )
             if place.type == "cuda":
                 tensor_parallel.model_parallel_cuda_manual_seed(seed)
         _users += 1
@@ -146,9 +164,11 @@ def _check_order(position: Position) -> None:
     theirs = (
         mpu.get_tensor_model_parallel_rank(),
         mpu.get_pipeline_model_parallel_rank(),
+        mpu.get_context_parallel_rank(),
         mpu.get_data_parallel_rank(),
+        mpu.get_data_parallel_rank(with_context_parallel=True),
     )
-    if theirs != (position.tp, position.pp, position.dp):
+    if theirs != (position.tp, position.pp, position.cp, position.dp, position.copy):
         raise RuntimeError(f"megatron-core puts rank {position.rank} at {theirs}, not at {position.place}")
 
 
@@ -165,12 +185,16 @@ def finalize() -> None:
             _owns_torch = False
 
 
-def _check_layout(sizes: tuple[int, int]) -> None:
+def _check_layout(sizes: tuple[int, ...]) -> None:
     """Check that megatron's groups, which another backend of this process made, have these sizes."""
-    current = (mpu.get_tensor_model_parallel_world_size(), mpu.get_pipeline_model_parallel_world_size())
+    current = (
+        mpu.get_tensor_model_parallel_world_size(),
+        mpu.get_pipeline_model_parallel_world_size(),
+        mpu.get_context_parallel_world_size(),
+    )
     if current != sizes:
         raise SettingsError(
-            f"this process already has a layout (tensor, pipeline) = {current}, not {sizes}: "
+            f"this process already has a layout (tensor, pipeline, context) = {current}, not {sizes}: "
             "close that backend first"
         )
 

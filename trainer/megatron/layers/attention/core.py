@@ -16,6 +16,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trainer.megatron.layers.attention import fused
+from trainer.megatron.layers.attention.context import gather_visible, spread_queries
 from trainer.megatron.layers.attention.rotary import rotate
 from trainer.megatron.layers.attention.segmented import segmented_attention
 from trainer.megatron.layers.attention.sequences import PackedSequences
@@ -23,7 +24,7 @@ from trainer.megatron.layers.attention.terms import AttentionTerms
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, PackedSequences, AttentionTerms], torch.Tensor]
 """(q [T, heads, D], k [T, kv heads, D], v like k, sequences, terms) -> [T, heads, D]; causal within each
-sequence."""
+sequence. With context parallelism `sequences.keys` says which keys there are, more than T."""
 
 
 def by_segments(
@@ -34,7 +35,10 @@ def by_segments(
     terms: AttentionTerms,
 ) -> torch.Tensor:
     """Compute it with torch's attention, a segment at a time: anywhere, and what the others must equal."""
-    return segmented_attention(q, k, v, sequences.segments, terms.scale, terms.window)
+    if (keys := sequences.keys) is not None:
+        q = spread_queries(q, keys)
+    out = segmented_attention(q, k, v, sequences.segments, terms.scale, terms.window)
+    return out if keys is None else out.index_select(0, keys.queries)
 
 
 FUSED: dict[str, Kernel] = {
@@ -75,4 +79,6 @@ class PackedAttention(MegatronModule):
         """Map queries [T, heads, D], keys and values [T, kv heads, D] to [T, heads, D]."""
         kernel = kernel_for(query.device.type, query.dtype)
         query, key = rotate(query, key, packed_seq_params.cos, packed_seq_params.sin)
+        if (keys := packed_seq_params.keys) is not None:
+            key, value = gather_visible(key, value, keys)
         return kernel(query, key, value, packed_seq_params, self.terms)

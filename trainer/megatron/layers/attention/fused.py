@@ -2,8 +2,9 @@
 
 flash-attn and TransformerEngine are used where they are installed; this project's own tests run neither.
 
-Shapes: q [T, heads, D]; k and v [T, kv heads, D]; all return [T, heads, D]. The kernels count a window's
-tokens without the query's own, and take -1 for all.
+Shapes: q [T, heads, D]; k and v [K, kv heads, D], K being T without context parallelism; all return
+[T, heads, D]. Where a sequence has more keys than queries, its last query belongs to its last key. The
+kernels count a window's tokens without the query's own, and take -1 for all.
 """
 
 import functools
@@ -26,15 +27,14 @@ def flash_attention(
     """Compute it with flash-attn."""
     from flash_attn import flash_attn_varlen_func
 
-    offsets, longest = sequences.offsets, sequences.longest
     out: torch.Tensor = flash_attn_varlen_func(
         q,
         k,
         v,
-        offsets,
-        offsets,
-        longest,
-        longest,
+        sequences.offsets,
+        sequences.key_offsets,
+        sequences.longest,
+        sequences.longest_keys,
         softmax_scale=terms.scale,
         causal=True,
         window_size=(terms.window - 1, 0),
@@ -55,9 +55,9 @@ def transformer_engine_attention(
         k,
         v,
         cu_seqlens_q=sequences.offsets,
-        cu_seqlens_kv=sequences.offsets,
+        cu_seqlens_kv=sequences.key_offsets,
         max_seqlen_q=sequences.longest,
-        max_seqlen_kv=sequences.longest,
+        max_seqlen_kv=sequences.longest_keys,
     )
     return out.view_as(q)
 
@@ -75,8 +75,17 @@ def varlen_attention(
     options: dict[str, Any] = {} if terms.scale is None else {"scale": terms.scale}
     if q.size(1) != k.size(1) and _varlen_asks_for_groups():
         options["enable_gqa"] = True
-    offsets, longest, window = sequences.offsets, sequences.longest, (terms.window - 1, 0)
-    found = varlen_attn(q, k, v, offsets, offsets, longest, longest, window_size=window, **options)
+    found = varlen_attn(
+        q,
+        k,
+        v,
+        sequences.offsets,
+        sequences.key_offsets,
+        sequences.longest,
+        sequences.longest_keys,
+        window_size=(terms.window - 1, 0),
+        **options,
+    )
     return cast(torch.Tensor, found)  # a tuple only if more is asked for
 
 
@@ -95,7 +104,7 @@ def _transformer_engine(heads: int, kv_heads: int, head_dim: int, terms: Attenti
         heads,
         head_dim,
         num_gqa_groups=kv_heads,
-        attn_mask_type="padding_causal",
+        attn_mask_type="padding_causal_bottom_right",
         qkv_format="thd",
         softmax_scale=terms.scale,
         window_size=(terms.window - 1, 0),

@@ -1,15 +1,18 @@
 """Describes the sequences of a micro-batch, which lie one after the other without padding.
 
+With context parallelism these are the pieces of sequences that this rank has.
+
 Shapes: T tokens of S sequences, D head size.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from trainer.megatron.layers.attention.rotary import rotation
 from trainer.megatron.layers.attention.segmented import AttentionSegment, segments_of
+from trainer.megatron.layers.attention.visible import VisibleKeys
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +27,26 @@ class PackedSequences:
     offsets: torch.Tensor
     """int32 [S + 1], on the device: where each sequence begins, and T."""
     cos: torch.Tensor
-    """[T, 1, D], on the device: of the angles of each token's position, from 0 in every sequence."""
+    """[T, 1, D], on the device: of the angles of each token's position, from 0 in every whole sequence."""
     sin: torch.Tensor
     """Shaped as `cos`."""
     segments: tuple[AttentionSegment, ...] = ()
-    """For attention by segments; empty if another implementation is used."""
+    """For attention by segments, of the keys; empty if another implementation is used."""
+    keys: VisibleKeys | None = None
+    """With context parallelism: the keys that this rank's pieces of sequences see. None: each sequence has as
+    many keys as queries, its own."""
     qkv_format: str = "thd"
     """megatron's name of the packed format: it drops the dimension of the batch before attention."""
+
+    @property
+    def key_offsets(self) -> torch.Tensor:
+        """int32 [S + 1], on the device: where the keys of each sequence begin, and their number."""
+        return self.offsets if self.keys is None else self.keys.offsets
+
+    @property
+    def longest_keys(self) -> int:
+        """Keys of the sequence with the most."""
+        return self.longest if self.keys is None else self.keys.longest
 
 
 def packed_sequences(
@@ -39,6 +55,7 @@ def packed_sequences(
     dtype: torch.dtype,
     *,
     segmented: bool,
+    keys: VisibleKeys | None = None,
 ) -> PackedSequences:
     """Describe sequences for the device of the rotary `frequencies`.
 
@@ -48,21 +65,33 @@ def packed_sequences(
         frequencies: float32 [D / 2].
         dtype: that of queries and keys.
         segmented: whether attention goes by segments.
+        keys: those that the sequences see, on the host, if they are pieces of longer ones.
     """
     device = frequencies.device
     sizes = torch.tensor(lengths)
     offsets = torch.nn.functional.pad(sizes.cumsum(0), (1, 0))
-    positions = torch.arange(int(offsets[-1])) - offsets[:-1].repeat_interleave(sizes)
+    seen = sizes if keys is None else keys.offsets.diff().long()
+    positions = torch.arange(int(offsets[-1])) + (seen - sizes - offsets[:-1]).repeat_interleave(sizes)
     cos, sin = rotation(to_device(positions, device), frequencies, dtype)
     return PackedSequences(
         max(lengths),
         to_device(offsets.int(), device),
         cos,
         sin,
-        segments_of(lengths, device) if segmented else (),
+        segments_of(seen.tolist(), device) if segmented else (),
+        None if keys is None else _to_device(keys, device),
     )
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy a tensor of the host to a device without waiting for it."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def _to_device(keys: VisibleKeys, device: torch.device) -> VisibleKeys:
+    return replace(
+        keys,
+        tokens=to_device(keys.tokens, device),
+        offsets=to_device(keys.offsets, device),
+        queries=to_device(keys.queries, device),
+    )
