@@ -117,7 +117,7 @@ def test_training_equals_plain_torch(runs: Runs, layout: str, model: str) -> Non
     for stats, wanted in zip(json.loads((directory / "stats.json").read_text()), expected_stats, strict=True):
         assert stats.pop("skipped") == ""
         assert 1 <= stats.pop("micro_batches") <= 13
-        assert 0 <= stats.pop("padding_share") < 0.1
+        assert 0 <= stats.pop("padding_share") < 0.25  # a replica without a sample has a token for each rank
         assert stats == pytest.approx(wanted, rel=5e-5, abs=2e-5)  # rel: a gradient norm of 20 in float32
     trained = load_file(directory / "after.safetensors")
     worst = max((trained[name] - expected[name]).abs().max().item() for name in expected)

@@ -134,7 +134,7 @@ def expected_memory(work: Workload, tokens: int) -> ExpectedMemory:
 
     Args:
         work: the run.
-        tokens: of a micro-batch.
+        tokens: of a micro-batch on each rank.
     """
     stages = range(work.parallel.pipeline_model_parallel_size)
     return max((memory_of_stage(work, tokens, stage) for stage in stages), key=lambda found: found.peak)
@@ -148,7 +148,8 @@ def memory_of_stage(work: Workload, tokens: int, stage: int) -> ExpectedMemory:
     held = parameters + (trained if work.adapters.rank else 0) + (parameters if work.reference else 0)
     gradient_item = 4 if work.optimizer.grad_reduce_in_fp32 else item
     distributed = work.parallel.use_distributed_optimizer
-    share = ceil(trained / work.parallel.data_parallel_size) if distributed else trained
+    copies = work.parallel.data_parallel_size * work.parallel.context_parallel_size
+    share = ceil(trained / copies) if distributed else trained
     on_device = not work.optimizer.cpu_offload
     masters = 4 if item < 4 or work.shared else 0
     table = _output_table(work)
@@ -184,7 +185,8 @@ def bytes_of_layer(work: Workload, tokens: int, *, without: tuple[str, ...] = ()
     """Return the bytes that a layer keeps of a micro-batch; `without` are modules that are recomputed."""
     if work.architecture.family.post_norms:  # these are not computed again
         without = tuple(name for name in without if name != "layernorm")
-    return sum(
+    seen = 0 if "core_attn" in without else _keys_seen(work, tokens)
+    return seen + sum(
         ceil(tokens * row.elements(work.architecture) * (row.item_bytes or work.item) / _pieces(work, row))
         for row in ACTIVATIONS
         if not row.module or row.module not in without
@@ -211,11 +213,28 @@ def _kept(work: Workload, tokens: int, stage: int) -> int:
 
 
 def _of_layer_backward(work: Workload, tokens: int) -> int:
-    """Return the bytes that the backward pass of an MLP takes: gradients of activations and of a weight."""
+    """Return the bytes that the backward pass of an MLP takes: gradients of activations and of a weight.
+
+    With context parallelism it may be less than that of attention: gradients of keys and values that are
+    seen, and of those that all ranks have.
+    """
     a, tp = work.architecture, work.parallel.tensor_model_parallel_size
     passing = ceil(tokens * MLP_GRADIENTS * a.intermediate * work.item / tp) + 2 * _stream(work, tokens)
     weight = 0 if work.adapters.rank else 2 * a.intermediate * a.hidden * work.item // tp
-    return passing + weight
+    return max(passing + weight, 2 * _keys_seen(work, tokens))
+
+
+def _keys_seen(work: Workload, tokens: int) -> int:
+    """Return the bytes of keys and values that a context rank lays out for its pieces of sequences.
+
+    A sequence that is all of a micro-batch is seen whole by its last piece, and of 2 C parts one is seen once
+    more by the first piece, on the rank that has both.
+    """
+    a, ranks = work.architecture, work.parallel.context_parallel_size
+    if ranks == 1:
+        return 0
+    elements = 2 * a.kv_heads * a.head_dim * work.item / work.parallel.tensor_model_parallel_size
+    return ceil(tokens * (ranks + 0.5) * elements)
 
 
 def _head(work: Workload, tokens: int, table: int) -> int:
