@@ -12,7 +12,7 @@ LARGE_SHARE = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SequencePiece:
     """Tokens of a sequence, from `start` until before `stop`, that are neighbours on a rank."""
 
     sequence: int
@@ -28,7 +28,7 @@ class Piece:
 class Division:
     """Which tokens of a micro-batch each context rank computes."""
 
-    pieces: tuple[tuple[Piece, ...], ...]
+    pieces: tuple[tuple[SequencePiece, ...], ...]
     """For each rank, in the order in which it has them; none is empty."""
     size: int
     """Tokens of each rank; those behind its pieces are padding."""
@@ -53,13 +53,13 @@ class Division:
         least = -(-sum(lengths) // ranks)
         size = max(-(-least // multiple), 1) * multiple
         if ranks == 1:
-            whole = tuple(Piece(number, 0, length) for number, length in enumerate(lengths) if length)
+            whole = tuple(SequencePiece(number, 0, length) for number, length in enumerate(lengths) if length)
             return cls((whole,), size)
         order = sorted((s for s, length in enumerate(lengths) if length), key=lambda s: (-lengths[s], s))
         large = [s for s in order if lengths[s] * LARGE_SHARE > least]
         pieces = _cut_over_all(large, lengths, ranks)
         dealt = _deal(order[len(large) :], ranks)
-        _fill(pieces, (Piece(s, 0, lengths[s]) for s in dealt), least)
+        _fill(pieces, (SequencePiece(s, 0, lengths[s]) for s in dealt), least)
         return cls(tuple(map(tuple, pieces)), size)
 
     @property
@@ -68,13 +68,13 @@ class Division:
         return self.size * len(self.pieces) - sum(piece.tokens for own in self.pieces for piece in own)
 
 
-def _cut_over_all(large: Iterable[int], lengths: Sequence[int], ranks: int) -> list[list[Piece]]:
+def _cut_over_all(large: Iterable[int], lengths: Sequence[int], ranks: int) -> list[list[SequencePiece]]:
     """Return two pieces of each sequence for every rank: all first ones, then all second ones.
 
     What a length leaves over goes to ranks in turn, so their tokens differ by one at most.
     """
-    first: list[list[Piece]] = [[] for _ in range(ranks)]
-    second: list[list[Piece]] = [[] for _ in range(ranks)]
+    first: list[list[SequencePiece]] = [[] for _ in range(ranks)]
+    second: list[list[SequencePiece]] = [[] for _ in range(ranks)]
     turn = 0
     for sequence in large:
         each, over = divmod(lengths[sequence], ranks)
@@ -85,7 +85,7 @@ def _cut_over_all(large: Iterable[int], lengths: Sequence[int], ranks: int) -> l
         for rank in range(ranks):
             for own, number in ((first, rank), (second, 2 * ranks - 1 - rank)):
                 if edges[number] < edges[number + 1]:
-                    own[rank].append(Piece(sequence, edges[number], edges[number + 1]))
+                    own[rank].append(SequencePiece(sequence, edges[number], edges[number + 1]))
     return [before + behind for before, behind in zip(first, second, strict=True)]
 
 
@@ -99,7 +99,7 @@ def _deal(sequences: Iterable[int], ranks: int) -> Iterator[int]:
         yield from hand
 
 
-def _fill(pieces: list[list[Piece]], sequences: Iterable[Piece], size: int) -> None:
+def _fill(pieces: list[list[SequencePiece]], sequences: Iterable[SequencePiece], size: int) -> None:
     """Give whole sequences to ranks in their order, and cut one where a rank has `size` tokens."""
     rank, used = 0, [sum(piece.tokens for piece in own) for own in pieces]
     for sequence in sequences:
@@ -108,6 +108,6 @@ def _fill(pieces: list[list[Piece]], sequences: Iterable[Piece], size: int) -> N
             while used[rank] == size:
                 rank += 1
             stop = min(sequence.stop, start + size - used[rank])
-            pieces[rank].append(Piece(sequence.sequence, start, stop))
+            pieces[rank].append(SequencePiece(sequence.sequence, start, stop))
             used[rank] += stop - start
             start = stop

@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data.context_division import LARGE_SHARE, Division, Piece
+from trainer.data.context_division import LARGE_SHARE, Division, SequencePiece
 
 LENGTHS = st.lists(st.one_of(st.integers(0, 12), st.integers(0, 3000)), max_size=40)
 
 
-def cost(pieces: tuple[Piece, ...]) -> int:
+def cost(pieces: tuple[SequencePiece, ...]) -> int:
     """Keys that all queries see together."""
     return sum((p.stop * (p.stop + 1) - p.start * (p.start + 1)) // 2 for p in pieces)
 
@@ -59,10 +59,10 @@ def test_attention_costs_the_same_to_two_percent_whatever_the_samples_are(
 
 def test_a_large_sequence_is_cut_to_and_fro_and_small_ones_stay_whole() -> None:
     first, second = Division.of([6, 160, 7], 2).pieces
-    assert first == (Piece(1, 0, 40), Piece(1, 120, 160), Piece(2, 0, 7))
-    assert second == (Piece(1, 40, 80), Piece(1, 80, 120), Piece(0, 0, 6))
+    assert first == (SequencePiece(1, 0, 40), SequencePiece(1, 120, 160), SequencePiece(2, 0, 7))
+    assert second == (SequencePiece(1, 40, 80), SequencePiece(1, 80, 120), SequencePiece(0, 0, 6))
 
 
 def test_one_rank_has_the_sequences_as_they_are() -> None:
     division = Division.of([5, 0, 9], 1, 4)
-    assert division == Division(((Piece(0, 0, 5), Piece(2, 0, 9)),), 16)
+    assert division == Division(((SequencePiece(0, 0, 5), SequencePiece(2, 0, 9)),), 16)

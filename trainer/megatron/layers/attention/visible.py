@@ -9,7 +9,7 @@ from itertools import accumulate
 
 import torch
 
-from trainer.data.context_division import Division, Piece
+from trainer.data.context_division import Division, SequencePiece
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +26,11 @@ class VisibleKeys:
     """int64 [T]: where among the K the key of each query's own token is."""
 
 
-def pieces_with_padding(division: Division, rank: int) -> list[Piece]:
+def pieces_with_padding(division: Division, rank: int) -> list[SequencePiece]:
     """Return the pieces of a rank; its padding, if it has any, is a sequence of its own behind them."""
     own = [*division.pieces[rank]]
     padding = division.size - sum(piece.tokens for piece in own)
-    return [*own, Piece(-1, 0, padding)] if padding else own
+    return [*own, SequencePiece(-1, 0, padding)] if padding else own
 
 
 def visible_keys(division: Division, rank: int) -> VisibleKeys:
