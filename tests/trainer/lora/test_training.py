@@ -19,7 +19,7 @@ from trainer.config import TrainerConfig
 from trainer.lora import merged, save_adapter
 from trainer.reference.backend import ReferenceBackend
 
-SLOW = [pytest.param(layout, marks=pytest.mark.slow) for layout in ("tp2", "pp2", "dp2", "tp2-pp2")]
+SLOW = [pytest.param(layout, marks=pytest.mark.slow) for layout in ("tp2", "pp2", "dp2", "cp2", "tp2-pp2")]
 
 
 def reference(model_dir: Path, adapters: LoraConfig = LORA, **trainer: object) -> ReferenceBackend:

@@ -36,6 +36,7 @@ def gather_visible(
     both = gather_from_sequence_parallel_region(
         torch.cat([key, value], -1), group=mpu.get_context_parallel_group()
     )
+    # Two pieces of a rank at most see a key, so its gradient does not depend on the order of adding.
     seen = both.index_select(0, keys.tokens)
     return seen[..., : key.size(-1)], seen[..., key.size(-1) :]
 

@@ -50,7 +50,8 @@ def transformer_engine_attention(
     terms: AttentionTerms,
 ) -> torch.Tensor:
     """Compute it with TransformerEngine."""
-    out: torch.Tensor = _transformer_engine(q.size(1), k.size(1), q.size(2), terms)(
+    mask = "padding_causal" if sequences.keys is None else "padding_causal_bottom_right"
+    out: torch.Tensor = _transformer_engine(q.size(1), k.size(1), q.size(2), terms, mask)(
         q,
         k,
         v,
@@ -97,14 +98,14 @@ def _varlen_asks_for_groups() -> bool:
 
 
 @functools.cache
-def _transformer_engine(heads: int, kv_heads: int, head_dim: int, terms: AttentionTerms) -> Any:
+def _transformer_engine(heads: int, kv_heads: int, head_dim: int, terms: AttentionTerms, mask: str) -> Any:
     from transformer_engine.pytorch import DotProductAttention
 
     return DotProductAttention(
         heads,
         head_dim,
         num_gqa_groups=kv_heads,
-        attn_mask_type="padding_causal_bottom_right",
+        attn_mask_type=mask,
         qkv_format="thd",
         softmax_scale=terms.scale,
         window_size=(terms.window - 1, 0),
