@@ -120,6 +120,15 @@ class TrainerConfig:
     """full: layers; see `recompute_method`."""
     recompute_modules: tuple[str, ...] = ("layernorm", "mlp")
     """selective: core_attn, layernorm, mlp. core_attn saves little: no kernel used here keeps scores."""
+    moe_aux_loss_coeff: Annotated[float, Meta(ge=0, le=1e3)] = 0.0
+    """megatron, models with experts: weight of the loss that keeps each sample's tokens spread over them
+    (Megatron's seq_aux_loss), the mean over the samples of a step. 0 is off."""
+    moe_z_loss_coeff: Annotated[float, Meta(ge=0, le=1e3)] = 0.0
+    """megatron, models with experts: weight of the square of the routers' log-sum-exp, which keeps their
+    logits small, the mean over the samples of a step. 0 is off."""
+    moe_router_bias_update_rate: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """megatron, models whose routers choose by score and bias: by how much a step raises the biases of
+    experts with fewer tokens than the mean, and lowers those of others. 0 is off."""
     threads: Annotated[int, Meta(ge=1, le=4096)] = 1
     """CPU threads of each rank. auto: the cores that the engines leave, divided between the ranks."""
     checkpoint_every: Annotated[int, Meta(ge=1, le=10**9)] = 20
@@ -244,13 +253,19 @@ class ScratchConfig:
     """Section `[model.scratch]`: a small random model. Names as in Hugging Face configurations."""
 
     architecture: str = "qwen2"
-    """qwen2, qwen3 or llama."""
+    """qwen2, qwen3, llama, or qwen3_moe, which has experts in every layer."""
     hidden_size: Annotated[int, Meta(ge=1, le=10**6)] = 128
     """Width of the residual stream."""
     intermediate_size: Annotated[int, Meta(ge=1, le=10**7)] = 128
     """Width of the MLP."""
     num_hidden_layers: Annotated[int, Meta(ge=1, le=10**4)] = 2
     """Layers."""
+    num_experts: Annotated[int, Meta(ge=1, le=10**4)] = 4
+    """qwen3_moe: experts of a layer."""
+    num_experts_per_tok: Annotated[int, Meta(ge=1, le=10**4)] = 2
+    """qwen3_moe: experts that a token passes through."""
+    moe_intermediate_size: Annotated[int, Meta(ge=1, le=10**7)] = 64
+    """qwen3_moe: width of an expert."""
     num_attention_heads: Annotated[int, Meta(ge=1, le=10**4)] = 4
     """Query heads of a layer."""
     num_key_value_heads: Annotated[int, Meta(ge=1, le=10**4)] = 4

@@ -152,3 +152,8 @@ class StepReport(Message, tag="step_report", frozen=True, kw_only=True):
     importance_rejected: float | None = None
     """Share of trained tokens that `algorithm.rejection_level` left without a policy gradient, 0 to 1;
     measured where it is set."""
+    expert_load_max: float | None = None
+    """Tokens that the busiest expert of any layer got, by those that it would get if all got as many; None
+    where the model has no experts, or the backend does not count."""
+    expert_load_min: float | None = None
+    """Tokens of the expert with the fewest, likewise."""

@@ -15,7 +15,9 @@ from services.preflight.problem import Problem
 from services.settings.hub import fetch_model
 from services.settings.sections import Settings
 from trainer.config import ParallelConfig
+from trainer.megatron.architecture.experts import check_ranks
 from trainer.megatron.architecture.families import SUPPORTED
+from trainer.megatron.architecture.numbers import Architecture
 from trainer.megatron.architecture.reading import architecture_of
 from trainer.megatron.layout import Layout
 from trainer.megatron.reshard import export_plan
@@ -105,7 +107,11 @@ def _megatron_problems(setting: str, settings: Settings, model: ModelFacts) -> I
             tp,
         )
         return
-    if setting == "trainer.backend" and settings.weights.transport == "shared" and architecture.family.fused:
+    if (
+        setting == "trainer.backend"
+        and settings.weights.transport == "shared"
+        and architecture.family.fused_qkv
+    ):
         yield Problem(
             f"it needs tensors that are parts of the trainer's; {architecture.model_type} has q, k and v one "
             "after the other, and there they alternate",
@@ -113,10 +119,27 @@ def _megatron_problems(setting: str, settings: Settings, model: ModelFacts) -> I
             "weights.transport",
             "shared",
         )
+    if setting == "trainer.backend":
+        yield from _longrope_problems(settings, architecture)
     try:
+        check_ranks(architecture.experts, parallel)
         export_plan(architecture, Layout.of(parallel, architecture.layers))
     except SettingsError as error:
         yield Problem(f"section [parallel]: {error}")
+
+
+def _longrope_problems(settings: Settings, architecture: Architecture) -> Iterator[Problem]:
+    """Compare the context with the one up to which engines and trainer rotate alike."""
+    originals = [rope.original_max_position_embeddings for rope in architecture.ropes if rope.long_factor]
+    longest = max(engine.max_model_len for engine in _engines(settings))
+    if originals and longest > min(originals):
+        yield Problem(
+            f"longrope rotates otherwise beyond {min(originals)} tokens: an engine decides it by this limit, "
+            "the trainer by the length of each sequence",
+            f"set it to {min(originals)} or less",
+            "engine.max_model_len",
+            longest,
+        )
 
 
 def _engine_problems(settings: Settings, engine: EngineConfig, model: ModelFacts) -> Iterator[Problem]:

@@ -115,6 +115,9 @@ def _check_memory(trainer: TrainerConfig, optimizer: OptimizerConfig) -> None:
         checked_name(module, RECOMPUTE_MODULES, "setting trainer.recompute_modules:")
     asked = {
         "trainer.recompute_granularity": trainer.recompute_granularity,
+        "trainer.moe_aux_loss_coeff": trainer.moe_aux_loss_coeff,
+        "trainer.moe_z_loss_coeff": trainer.moe_z_loss_coeff,
+        "trainer.moe_router_bias_update_rate": trainer.moe_router_bias_update_rate,
         "optimizer.cpu_offload": "true" if optimizer.cpu_offload else "",
         "optimizer.grad_reduce_in_fp32": "" if optimizer.grad_reduce_in_fp32 else "false",
     }

@@ -1,12 +1,13 @@
 """Runs `tether check-model`: says whether a model works, by comparing it with Hugging Face's.
 
-Under torchrun (`python -m services.tools.check_model DIR TP PP SAMPLES THREADS`) every rank of the layout
+Under torchrun (`python -m services.tools.check_model DIR LAYOUT SAMPLES THREADS`) every rank of the layout
 makes its part.
 """
 
 import dataclasses
 import gc
 import json
+import math
 import os
 import signal
 import subprocess
@@ -33,6 +34,7 @@ from services.runtime.errors import configure_logging
 from trainer.backends.launch import torchrun
 from trainer.batch import Batch
 from trainer.config import ParallelConfig
+from trainer.megatron.architecture.experts import check_ranks
 from trainer.megatron.architecture.numbers import Architecture
 from trainer.megatron.architecture.reading import architecture_of
 from trainer.megatron.convert.checkpoint import SafetensorsReader, check_names
@@ -48,6 +50,15 @@ BYTES_PER_RANK = 1 << 29
 RANKS_S = 3600
 """How long the ranks may take."""
 GIB = 1 << 30
+ONE_RANK = ParallelConfig()
+SIZES = {
+    "tp": ("tensor", "tensor_model_parallel_size"),
+    "pp": ("pipeline", "pipeline_model_parallel_size"),
+    "dp": ("data", "data_parallel_size"),
+    "ep": ("expert", "expert_model_parallel_size"),
+    "etp": ("expert tensor", "expert_tensor_parallel_size"),
+}
+"""Sizes of a layout that are reported: name -> what they divide, and the setting."""
 
 
 class ModelVerdict(StrEnum):
@@ -79,13 +90,30 @@ class CheckedModel:
         return {**verdict, **self.facts}
 
 
-def check_model(model_dir: Path, tp: int = 1, pp: int = 1) -> CheckedModel:
+def layout_of(*, tp: int = 1, pp: int = 1, ep: int = 1, etp: int = 1) -> ParallelConfig:
+    """Return the smallest layout of these sizes; experts may need more ranks than those of a replica.
+
+    Args:
+        tp: tensor ranks.
+        pp: pipeline stages.
+        ep: ranks with different experts.
+        etp: ranks that share an expert.
+    """
+    return ParallelConfig(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        data_parallel_size=ep * etp // math.gcd(tp, ep * etp),
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+    )
+
+
+def check_model(model_dir: Path, parallel: ParallelConfig = ONE_RANK) -> CheckedModel:
     """Check a model directory: read it, load it in a layout on the CPU, compare logits and exported bits.
 
     Args:
         model_dir: directory with config.json and safetensors.
-        tp: tensor ranks.
-        pp: pipeline stages.
+        parallel: the layout. With experts tensor ranks divide sequences, whatever it says.
 
     Raises:
         SettingsError: there is no model, it cannot be split so, a library is missing, or the memory does
@@ -101,18 +129,20 @@ def check_model(model_dir: Path, tp: int = 1, pp: int = 1) -> CheckedModel:
         return CheckedModel(ModelVerdict.UNSUPPORTED, str(error), facts)
     except (KeyError, TypeError, ValueError) as error:
         return CheckedModel(ModelVerdict.UNSUPPORTED, f"{path} lacks what a model needs: {error!r}", facts)
-    facts |= {"config": _stated(architecture), "tp": tp, "pp": pp}
-    _check_layout(architecture, tp, pp)
+    if architecture.experts.count and parallel.tensor_model_parallel_size > 1:
+        parallel = dataclasses.replace(parallel, sequence_parallel=True)
+    facts |= {"config": _stated(architecture), **_sizes(parallel)}
+    _check_layout(architecture, parallel)
     try:
         parameters = count_parameters(model_dir) or 0
         with SafetensorsReader(model_dir) as reader:
             check_names(reader, architecture, Layout.of(ParallelConfig(), architecture.layers))
     except (SettingsError, SafetensorError, OSError) as error:
         return CheckedModel(ModelVerdict.DAMAGED, str(error), facts)
-    facts |= {"parameters": parameters, "needed_gb": check_memory(model_dir, parameters, tp * pp)}
+    facts |= {"parameters": parameters, "needed_gb": check_memory(model_dir, parameters, parallel.world_size)}
     if find_spec("megatron") is None:
         raise SettingsError("megatron-core is not installed: pip install 'tether-rl[megatron]'")
-    facts |= _compare(model_dir, architecture, tp, pp)
+    facts |= _compare(model_dir, architecture, parallel)
     for part in ("tensors", "logprobs"):
         if problem := facts[part]["difference"]:
             return CheckedModel(ModelVerdict.DIFFERENT, problem, facts)
@@ -149,8 +179,11 @@ def render_checked_model(found: CheckedModel) -> str:
     ]
     if "logprobs" not in facts:
         return "\n".join(lines)
+    sizes = " x ".join(
+        f"{SIZES[size][0]} {facts[size]}" for size in SIZES if size in ("tp", "pp") or facts[size] > 1
+    )
     lines.append(
-        f"layout   tensor {facts['tp']} x pipeline {facts['pp']}: {facts['tp'] * facts['pp']} rank(s) "
+        f"layout   {sizes}: {facts['ranks']} rank(s) "
         f"on the CPU, gloo, in float32; about {facts['needed_gb']:.1f} GiB"
     )
     for label, part, in_words in (
@@ -215,26 +248,32 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _check_layout(architecture: Architecture, tp: int, pp: int) -> None:
+def _sizes(parallel: ParallelConfig) -> dict[str, int]:
+    """Return the sizes of a layout as they are reported."""
+    sizes = {size: getattr(parallel, field) for size, (_, field) in SIZES.items()}
+    return sizes | {"ranks": parallel.world_size}
+
+
+def _check_layout(architecture: Architecture, parallel: ParallelConfig) -> None:
+    tp = parallel.tensor_model_parallel_size
+    check_ranks(architecture.experts, parallel)
     if architecture.heads % tp:
         raise SettingsError(
             f"--tp {tp} does not divide the model's {architecture.heads} attention heads: choose a divisor"
         )
-    parallel = ParallelConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
     export_plan(architecture, Layout.of(parallel, architecture.layers))
 
 
-def _compare(model_dir: Path, architecture: Architecture, tp: int, pp: int) -> dict[str, Any]:
+def _compare(model_dir: Path, architecture: Architecture, parallel: ParallelConfig) -> dict[str, Any]:
     """Return what the comparisons found, as `RankFindings` and the samples."""
     batch = random_samples(architecture.vocabulary, architecture.max_positions)
     about = {"samples": len(batch.lengths), "longest": int(batch.lengths.max())}
-    threads = max(1, torch.get_num_threads() // (tp * pp))
+    threads = max(1, torch.get_num_threads() // parallel.world_size)
     with _without_gpus():
         expected = hf_logprobs(model_dir, batch)
         gc.collect()  # Hugging Face's model, before ours is loaded
-        if tp * pp > 1:
-            return about | _under_torchrun(model_dir, tp, pp, batch, expected, threads)
-        return about | _on_this_rank(model_dir, tp, pp, batch, expected, threads)
+        run = _under_torchrun if parallel.world_size > 1 else _on_this_rank
+        return about | run(model_dir, parallel, batch, expected, threads)
 
 
 @contextmanager
@@ -252,26 +291,26 @@ def _without_gpus() -> Iterator[None]:
 
 
 def _on_this_rank(
-    model_dir: Path, tp: int, pp: int, batch: Batch, expected: torch.Tensor, threads: int
+    model_dir: Path, parallel: ParallelConfig, batch: Batch, expected: torch.Tensor, threads: int
 ) -> dict[str, Any]:
     """Return what rank 0 found; empty on the others."""
     from trainer.model_check.rank import check_on_rank  # imports megatron-core
 
-    parallel = ParallelConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
     found = check_on_rank(model_dir, parallel, threads, batch, expected)
     facts: dict[str, Any] = msgspec.to_builtins(found) if found else {}
     return facts
 
 
 def _under_torchrun(
-    model_dir: Path, tp: int, pp: int, batch: Batch, expected: torch.Tensor, threads: int
+    model_dir: Path, parallel: ParallelConfig, batch: Batch, expected: torch.Tensor, threads: int
 ) -> dict[str, Any]:
     """Run the ranks as processes; returns what rank 0 printed."""
     with tempfile.TemporaryDirectory(prefix="tether-check-model-") as work:
         samples = Path(work) / "samples.safetensors"
         save_file({"tokens": batch.tokens, "lengths": batch.lengths, "expected": expected}, samples)
-        arguments = (str(model_dir.absolute()), str(tp), str(pp), str(samples), str(threads))
-        command = torchrun(tp * pp, "services.tools.check_model", *arguments)
+        layout = msgspec.json.encode(parallel).decode()
+        arguments = (str(model_dir.absolute()), layout, str(samples), str(threads))
+        command = torchrun(parallel.world_size, "services.tools.check_model", *arguments)
         try:
             done = subprocess.run(
                 command,
@@ -294,10 +333,11 @@ def main() -> None:
     """Be one rank under torchrun: rank 0 prints its findings as JSON."""
     die_with_parent(signal.SIGKILL)
     configure_logging(f"check-model.{os.environ['RANK']}")
-    model_dir, tp, pp, samples, threads = sys.argv[1:]
+    model_dir, layout, samples, threads = sys.argv[1:]
+    parallel = msgspec.json.decode(layout, type=ParallelConfig)
     tensors = load_file(samples)
     batch = batch_of(tensors["tokens"], tensors["lengths"])
-    facts = _on_this_rank(Path(model_dir), int(tp), int(pp), batch, tensors["expected"], int(threads))
+    facts = _on_this_rank(Path(model_dir), parallel, batch, tensors["expected"], int(threads))
     if facts:
         print(json.dumps(facts), flush=True)
 

@@ -64,6 +64,10 @@ class StepStats:
     """Largest memory that a rank had allocated on its GPU during the step, GiB."""
     memory_expected_gb: float | None = None
     """What was expected of it, with the budget in force."""
+    expert_load_max: float | None = None
+    """Tokens of the busiest expert of any layer, relative to an even spread."""
+    expert_load_min: float | None = None
+    """Those of the expert with the fewest."""
     warnings: tuple[str, ...] = ()
     """What may be wrong with the step, a sentence each."""
 

@@ -23,11 +23,13 @@ from trainer.batch import Batch
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.lora import merged
 from trainer.megatron import cpu, parallel
+from trainer.megatron.architecture.experts import check_ranks
 from trainer.megatron.architecture.reading import read_architecture
 from trainer.megatron.checkpoint import copy_part, layout, restore_part
 from trainer.megatron.convert.checkpoint import load_checkpoint
 from trainer.megatron.forward import Runner
 from trainer.megatron.layers import lora
+from trainer.megatron.layers.experts.balance import extremes, set_balance
 from trainer.megatron.layout import Layout
 from trainer.megatron.memory.expected import Workload
 from trainer.megatron.memory.host_optimizer import HostOptimizer
@@ -44,8 +46,6 @@ UNSUPPORTED = (
     "virtual_pipeline_model_parallel_size",
     "num_layers_in_first_pipeline_stage",
     "num_layers_in_last_pipeline_stage",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
 )
 """Settings of the layout that are refused."""
 
@@ -84,6 +84,7 @@ class MegatronBackend(Backend):
         self.algorithm, self._trainer = algorithm, trainer
         self._model_spec = read_architecture(model_dir)
         self.architecture = self._model_spec.name
+        check_ranks(self._model_spec.experts, parallel)
         self._places = Layout.of(parallel, self._model_spec.layers)
         self._plan = export_plan(self._model_spec, self._places)
         self._position = _initialize(parallel, trainer)
@@ -93,6 +94,7 @@ class MegatronBackend(Backend):
             self._memory = self._plan_memory(optimizer, adapters, shared=shared)
             self._config = transformer_config(self._model_spec, self._position, DTYPES[trainer.dtype])
             set_recompute(self._config, trainer)
+            set_balance(self._config, self._model_spec.experts, trainer)
             model = build_model(self._model_spec, self._config, self._position)
             keep_input_gradient(model, trainer)
             self._parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
@@ -121,6 +123,9 @@ class MegatronBackend(Backend):
             self._optimizer.step() if measures.tokens else (0.0, "no token of the batch is within the bound")
         )
         stats = measures.stats(vector, grad_norm=norm, skipped=skipped)
+        if not skipped:
+            self._runner.update_biases(self._trainer.moe_router_bias_update_rate)
+        busiest, idlest = extremes(self._runner.loads)
         peak, expected = self._memory.peaks(self._passes.tokens)
         return dataclasses.replace(
             stats,
@@ -128,6 +133,8 @@ class MegatronBackend(Backend):
             padding_share=padding_share,
             memory_peak_gb=peak,
             memory_expected_gb=expected,
+            expert_load_max=busiest,
+            expert_load_min=idlest,
             warnings=warnings,
         )
 
@@ -313,7 +320,8 @@ class MegatronBackend(Backend):
 
     def _receive(self, plan: TensorPlan) -> torch.Tensor:
         """Assemble a tensor on rank 0: copy its own pieces, receive those of another rank in one message."""
-        tensor = torch.empty(plan.shape, dtype=DTYPES[self._trainer.dtype], device=self._position.device)
+        dtype = torch.float32 if plan.exact else DTYPES[self._trainer.dtype]
+        tensor = torch.empty(plan.shape, dtype=dtype, device=self._position.device)
         for number in sorted({piece.rank for piece in plan.pieces}):
             pieces = [piece for piece in plan.pieces if piece.rank == number]
             holder = self._places.holder_of(plan.stage, number)

@@ -5,6 +5,9 @@ Files of a directory:
     model-tp0-pp0.safetensors          trained parameters by megatron name; by the first of their copies
     optimizer-tp0-pp0-dp0.safetensors  moments, steps, masters, random states; by each copy if the optimizer
                                        is distributed, else by the first
+    model-rank0.safetensors, optimizer-rank0.safetensors
+                                       instead of these by every rank, if the model has experts, of which
+                                       data-parallel ranks may have different ones
 
 Copies of the parameters are on data-parallel and context ranks: dp0 is the first, see `Position.copy`.
 
@@ -14,7 +17,7 @@ distributed optimizer refuses torch's AdamW on reload.
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, asdict, fields
+from dataclasses import MISSING, asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,8 @@ from safetensors.torch import load_file
 
 from protocol.errors import SettingsError
 from protocol.weights.lora import LoraConfig
+from trainer.megatron.architecture.experts import Experts
+from trainer.megatron.architecture.latent import Latent
 from trainer.megatron.architecture.numbers import Architecture
 from trainer.megatron.architecture.rope import Rope
 from trainer.megatron.optimizer import Optimizer, is_distributed
@@ -32,6 +37,8 @@ from trainer.storage.host_state import HostCopies, HostState
 FORMAT = 1
 """Version of these files."""
 LAYOUT = "layout.json"
+PARTS = {"rope": Rope, "local_rope": Rope, "latent": Latent, "experts": Experts}
+"""Numbers of a model that are tables of their own."""
 STATE = ("exp_avg", "exp_avg_sq", "step")
 """Adam's state of a parameter."""
 
@@ -46,6 +53,8 @@ def layout(architecture: Architecture, position: Position, dtype: str, lora: Lor
         "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
         "context_parallel_size": parallel.context_parallel_size,
         "data_parallel_size": parallel.data_parallel_size,
+        "expert_model_parallel_size": parallel.expert_model_parallel_size,
+        "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
         "distributed_optimizer": is_distributed(position),
         "dtype": dtype,
         "lora": asdict(lora) if lora.rank else None,
@@ -69,10 +78,12 @@ def copy_part(
         description: what `layout` returns.
     """
     files: dict[str, Iterable[tuple[str, torch.Tensor]]] = {}
-    if position.copy == 0:
-        files[_model_file(position)] = parameters.items()
-    if position.copy == 0 or is_distributed(position):
-        files[_optimizer_file(position)] = _optimizer_tensors(optimizer).items()
+    by_rank = _is_by_rank(description)
+    model_file, optimizer_file = _files(position, by_rank=by_rank)
+    if position.copy == 0 or by_rank:
+        files[model_file] = parameters.items()
+    if position.copy == 0 or by_rank or is_distributed(position):
+        files[optimizer_file] = _optimizer_tensors(optimizer).items()
     named = {(file, name): tensor for file, tensors in files.items() for name, tensor in tensors}
     copied = copies.copy_all((f"{file} {name}", tensor) for (file, name), tensor in named.items())
     tensors: dict[str, dict[str, torch.Tensor]] = {file: {} for file in files}
@@ -95,7 +106,7 @@ def restore_part(
         SettingsError: the checkpoint is of another layout or model, or incomplete; nothing changed.
     """
     _check_layout(directory, description)
-    files = directory / _model_file(position), directory / _optimizer_file(position)
+    files = [directory / name for name in _files(position, by_rank=_is_by_rank(description))]
     for path in files:
         if not path.exists():
             raise SettingsError(f"the checkpoint lacks {path}: it is incomplete")
@@ -124,10 +135,13 @@ def _check_layout(directory: Path, description: dict[str, Any]) -> None:
         raise SettingsError(
             f"cannot read {path}: {error}: not a checkpoint of the megatron backend"
         ) from error
+    sizes = ("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
+    saved = dict.fromkeys(sizes, 1) | saved  # older releases knew no other
     if isinstance(saved.get("model"), dict):
         saved["model"] = _with_defaults(saved["model"], Architecture)
-        saved["model"]["rope"] = _with_defaults(saved["model"].get("rope") or {}, Rope)
-    saved.setdefault("context_parallel_size", 1)  # older releases knew no other
+        for name, kind in PARTS.items():
+            if saved["model"][name] is not None:
+                saved["model"][name] = _with_defaults(saved["model"][name], kind)
     current = json.loads(json.dumps(description))
     different = {key: (saved.get(key), value) for key, value in current.items() if saved.get(key) != value}
     if "model" in different:
@@ -148,7 +162,13 @@ def _check_layout(directory: Path, description: dict[str, Any]) -> None:
 
 def _with_defaults(saved: dict[str, Any], kind: Any) -> dict[str, Any]:
     """Return the fields of a dataclass, with the default of those that an older release did not know."""
-    return {field.name: field.default for field in fields(kind) if field.default is not MISSING} | saved
+    known = {field.name: field.default for field in fields(kind) if field.default is not MISSING}
+    plain = {
+        name: asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+        for name, value in known.items()
+    }
+    defaults: dict[str, Any] = json.loads(json.dumps(plain))
+    return defaults | saved
 
 
 def _optimizer_tensors(optimizer: Optimizer) -> dict[str, torch.Tensor]:
@@ -196,10 +216,16 @@ def _members(inner: torch.optim.Optimizer, prefix: str) -> list[tuple[str, dict[
     ]
 
 
-def _model_file(position: Position) -> str:
-    return f"model-tp{position.tp}-pp{position.pp}.safetensors"
+def _is_by_rank(description: Mapping[str, Any]) -> bool:
+    return bool(description.get("model", {}).get("experts", {}).get("count"))
 
 
-def _optimizer_file(position: Position) -> str:
+def _files(position: Position, *, by_rank: bool) -> tuple[str, str]:
+    """Return the names of a rank's files of parameters and of optimizer state."""
+    if by_rank:
+        return f"model-rank{position.rank}.safetensors", f"optimizer-rank{position.rank}.safetensors"
     copy = position.copy if is_distributed(position) else 0
-    return f"optimizer-tp{position.tp}-pp{position.pp}-dp{copy}.safetensors"
+    return (
+        f"model-tp{position.tp}-pp{position.pp}.safetensors",
+        f"optimizer-tp{position.tp}-pp{position.pp}-dp{copy}.safetensors",
+    )

@@ -24,7 +24,10 @@ from trainer.backends.step_measures import StepMeasures
 from trainer.backends.token_loss import micro_batch_loss
 from trainer.batch import Batch
 from trainer.megatron.architecture.numbers import Architecture
+from trainer.megatron.layers.experts.balance import loads_by_layer, updated_bias
+from trainer.megatron.layers.experts.router import ExpertRouter
 from trainer.megatron.layers.head import linear_logprobs
+from trainer.megatron.layers.spec import attention_terms
 from trainer.megatron.micro_batches import MicroBatch, Packing
 from trainer.megatron.model import PackedModel
 from trainer.megatron.parallel import Position
@@ -56,6 +59,10 @@ class Runner:
         self.micro_batch_tokens = micro_batch_tokens
         self.micro_batch_size = micro_batch_size
         self._inner: PackedModel = model if isinstance(model, PackedModel) else model.module
+        self.routers = [module for module in self._inner.modules() if isinstance(module, ExpertRouter)]
+        self.loads = torch.zeros(0, 0)
+        """Tokens that each expert got in the last step: float64 [layers, experts], equal on every rank."""
+        self._terms = {attention_terms(architecture, layer) for layer in range(architecture.layers)}
 
     def train(
         self, batch: Batch, algorithm: Algorithm, measures: StepMeasures
@@ -66,7 +73,9 @@ class Runner:
             The vector of `measures` for the whole step, the forward passes of the busiest replica, and the
             share of padding in all of them; equal on every rank.
         """
-        packing = self.packing(batch)
+        packing = self._together(self.packing(batch))
+        for router in self.routers:
+            router.forget()
         finish = partial(_loss, algorithm, measures)
         outputs = self._run(batch, packing, finish, forward_only=False)
         position = self.position
@@ -74,12 +83,14 @@ class Runner:
         vector = measures.join(outputs if position.tp == 0 else (), position.device)
         sums, maxima = measures.split(vector)
         computed = [packing.padding, packing.tokens] if speaks else [0, 0]
-        summed = torch.cat([sums, sums.new_tensor(computed)])
+        loads = self._loads().to(sums)
+        summed = torch.cat([sums, sums.new_tensor(computed), loads.flatten()])
         largest = torch.cat([maxima, maxima.new_tensor([len(packing)])])
         dist.all_reduce(summed)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
-        padding, tokens = summed[-2:].tolist()
-        return torch.cat([summed[:-2], largest[:-1]]), int(largest[-1]), padding / tokens
+        sums, (padding, tokens), whole = summed.split([len(sums), 2, loads.numel()])
+        self.loads = whole.view_as(loads)
+        return torch.cat([sums, largest[:-1]]), int(largest[-1]), float(padding / tokens)
 
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> torch.Tensor:
@@ -87,7 +98,8 @@ class Runner:
 
         float32 [t] on the CPU, on every rank of the replica.
         """
-        outputs = self._run(batch, self.packing(batch), _collect, forward_only=True)
+        packing = self._together(self.packing(batch))
+        outputs = self._run(batch, packing, _collect, forward_only=True)
         result = torch.zeros(len(batch.tokens), dtype=torch.float32, device=self.position.device)
         for place, values in outputs:
             result[place] = values
@@ -98,17 +110,43 @@ class Runner:
             dist.all_reduce(result, group=mpu.get_context_parallel_group())
         return result.cpu()
 
+    @torch.no_grad()
+    def update_biases(self, rate: float) -> None:
+        """Move the biases of routers' choices after a step, by the loads of its passes; 0 leaves them."""
+        for router in self.routers if rate else ():
+            if router.bias is not None:
+                router.bias.copy_(updated_bias(router.bias, self.loads[router.layer].to(router.bias), rate))
+
     def packing(self, batch: Batch) -> Packing:
         """Return how a part is divided into micro-batches."""
         return Packing.of(batch.lengths, self.position, self.micro_batch_tokens, self.micro_batch_size)
+
+    def _together(self, packing: Packing) -> Packing:
+        """Fill up a part's micro-batches to those of the replicas that this one shares experts with.
+
+        In every pass their ranks wait for each other's tokens.
+        """
+        sizes = self.position.config
+        if sizes.expert_model_parallel_size * sizes.expert_tensor_parallel_size == 1:
+            return packing
+        most = torch.tensor([len(packing)], device=self.position.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, mpu.get_expert_tensor_and_model_parallel_group())
+        return packing.filled(int(most), self.position)
+
+    def _loads(self) -> torch.Tensor:
+        """Return how many tokens of this rank each expert got: float64 [layers, experts], on the host."""
+        found = [(router.layer, router.loads) for router in self.routers]
+        return loads_by_layer(found, self.architecture.layers, self.architecture.experts.count)
 
     def _run(self, batch: Batch, packing: Packing, finish: Any, *, forward_only: bool) -> list[Any]:
         micro_batches = packing.micro_batches(
             batch,
             self.position,
-            self._inner.rotary_pos_emb.inv_freq,
+            self._inner.rotaries,
             self._inner.config.params_dtype,
+            self._terms,
             trained=not forward_only,
+            experts=self.architecture.experts.count > 0,
         )
         communicator = None
         groups = None
@@ -154,6 +192,7 @@ class Runner:
             micro.targets,
             vocabulary=self.architecture.vocabulary,
             temperature=temperature,
+            softcap=self.architecture.logit_softcap,
             rank=self.position.tp,
             size=self.position.config.tensor_model_parallel_size,
             group=mpu.get_tensor_model_parallel_group(),

@@ -19,6 +19,8 @@ class Grid:
     """Ranks that have parts of each matrix."""
     ep: int = 1
     """Ranks that have different experts; 1 for what is not an expert's."""
+    setting: str = "tensor_model_parallel_size"
+    """What sets `tp`, for errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +56,9 @@ class Layout:
         """Lay out a model of so many layers.
 
         Raises:
-            SettingsError: the layers cannot be divided so.
+            SettingsError: the layers, or the ranks of a stage, cannot be divided so.
         """
+        _check_experts(parallel)
         return cls(
             parallel.tensor_model_parallel_size,
             parallel.context_parallel_size,
@@ -82,7 +85,7 @@ class Layout:
 
     def grid(self, *, expert: bool) -> Grid:
         """Return over what an expert's parameters, or those of everything else, are split."""
-        return Grid(self.etp, self.ep) if expert else Grid(self.tp)
+        return Grid(self.etp, self.ep, "expert_tensor_parallel_size") if expert else Grid(self.tp)
 
     def rank_of(self, tp: int, pp: int, dp: int = 0, cp: int = 0) -> int:
         """Return the global rank at a place."""
@@ -105,6 +108,16 @@ class Layout:
         It is the same for both grids: in both, the first ranks of a stage are numbered from 0.
         """
         return stage * self.stage_ranks + number
+
+
+def _check_experts(parallel: ParallelConfig) -> None:
+    ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
+    ranks = parallel.world_size // parallel.pipeline_model_parallel_size
+    if ranks % (ep * etp):
+        raise SettingsError(
+            f"expert_model_parallel_size = {ep} times expert_tensor_parallel_size = {etp} does not divide "
+            f"the {ranks} ranks of a pipeline stage (tensor x context x data): choose divisors"
+        )
 
 
 def _stages(parallel: ParallelConfig, layers: int) -> tuple[tuple[range, ...], ...]:

@@ -7,8 +7,9 @@ Shapes: T tokens of a micro-batch that are inputs on this rank, k of which predi
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -16,9 +17,14 @@ from trainer.batch import Batch, TrainedTokens, trained_tokens
 from trainer.data.context_division import Division
 from trainer.data.packing import pack
 from trainer.megatron.layers.attention.core import by_segments, kernel_for
+from trainer.megatron.layers.attention.rotary import Rotary
 from trainer.megatron.layers.attention.sequences import PackedSequences, packed_sequences, to_device
+from trainer.megatron.layers.attention.terms import AttentionTerms
 from trainer.megatron.layers.attention.visible import pieces_with_padding, ranges, visible_keys
+from trainer.megatron.layers.experts.tokens import RoutedTokens, routed_tokens
 from trainer.megatron.parallel import Position
+
+T = TypeVar("T", TrainedTokens, RoutedTokens)
 
 PASSES_OF_A_STAGE = 4
 """With a pipeline, micro-batches for each stage, at least: stages wait for (stages - 1) of so many passes."""
@@ -80,14 +86,20 @@ class Packing:
             enough = -(-sum(inputs) // (PASSES_OF_A_STAGE * stages))
             budget = min(budget, enough)
         packed = pack(inputs, budget, micro_batch_size) or [[]]
-        multiple = position.config.tensor_model_parallel_size if position.sequence_parallel else 1
         divisions = (
-            Division.of([inputs[sample] for sample in samples], ranks, multiple) for samples in packed
+            Division.of([inputs[sample] for sample in samples], ranks, _divisor(position))
+            for samples in packed
         )
         return cls(tuple(map(tuple, packed)), tuple(divisions))
 
     def __len__(self) -> int:
         return len(self.samples)
+
+    def filled(self, passes: int, position: Position) -> "Packing":
+        """Return it with empty micro-batches at the end, `passes` in all."""
+        more = passes - len(self)
+        empty = Division.of([], position.config.context_parallel_size, _divisor(position))
+        return Packing(self.samples + ((),) * more, self.divisions + (empty,) * more)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -108,31 +120,39 @@ class Packing:
         self,
         batch: Batch,
         position: Position,
-        frequencies: torch.Tensor,
+        rotaries: Sequence[Rotary],
         dtype: torch.dtype,
+        terms: Iterable[AttentionTerms],
         *,
         trained: bool,
+        experts: bool = False,
     ) -> Iterator[MicroBatch]:
         """Make them in order, each when it is asked for.
 
         Args:
             batch: the replica's part, on the host.
             position: this rank's place in the layout.
-            frequencies: rotary frequencies, float32 [D / 2], on the device.
+            rotaries: the model's rotary embeddings, on the device.
             dtype: that of queries and keys.
+            terms: those of the attention of all layers.
             trained: whether the tokens asked for are the trained ones, for a loss, or all that were sampled.
+            experts: whether layers have experts, whose routers have to know what is padding.
         """
-        segmented = kernel_for(position.device.type, dtype) is by_segments
+        segmented = any(kernel_for(position.device.type, dtype, one) is by_segments for one in terms)
         for samples, division in zip(self.samples, self.divisions, strict=True):
             chosen = torch.tensor(samples, dtype=torch.int64)
             lengths = [piece.tokens for piece in pieces_with_padding(division, position.cp)]
             sequences = packed_sequences(
                 lengths,
-                frequencies,
+                rotaries,
                 dtype,
                 segmented=segmented,
                 keys=visible_keys(division, position.cp) if len(division.pieces) > 1 else None,
             )
+            if experts:
+                whole = (batch.lengths[chosen] - 1).tolist()
+                routed = _routed(whole, division, batch.totals.samples, position)
+                sequences = dataclasses.replace(sequences, routed=routed)
             yield _micro_batch(batch, chosen, division, sequences, position, trained=trained)
 
 
@@ -171,10 +191,36 @@ def _micro_batch(
     )
 
 
-def _on(tokens: TrainedTokens, device: torch.device) -> TrainedTokens:
+def _divisor(position: Position) -> int:
+    """Return what the tokens of a micro-batch are a multiple of."""
+    return position.config.tensor_model_parallel_size if position.sequence_parallel else 1
+
+
+def _routed(lengths: list[int], division: Division, samples: int, position: Position) -> RoutedTokens:
+    """Describe the tokens that this rank has in sequence-parallel regions.
+
+    Args:
+        lengths: tokens of the whole sequences.
+        division: of the micro-batch.
+        samples: of the whole step.
+        position: this rank's place.
+    """
+    pieces = division.pieces[position.cp]
+    sizes = [piece.tokens for piece in pieces]
+    owners = torch.tensor([*(piece.sequence for piece in pieces), len(lengths)])
+    counts = torch.tensor([*sizes, division.size - sum(sizes)])
+    part = position.tp if position.sequence_parallel else 0
+    routed = routed_tokens(
+        lengths, owners.repeat_interleave(counts), samples, part=part, parts=_divisor(position)
+    )
+    return _on(routed, position.device)
+
+
+def _on(tokens: T, device: torch.device) -> T:
     arrays = {
         field.name: to_device(value, device)
-        for field in dataclasses.fields(tokens)
+        for field in dataclasses.fields(tokens)  # type: ignore[arg-type]
         if isinstance(value := getattr(tokens, field.name), torch.Tensor)
     }
-    return dataclasses.replace(tokens, **arrays)  # type: ignore[arg-type]
+    moved: T = dataclasses.replace(tokens, **arrays)  # type: ignore[type-var, arg-type]
+    return moved

@@ -129,14 +129,19 @@ def initialize(config: ParallelConfig, device: str, seed: int) -> Position:
             f"context {sizes[2]} x data {sizes[3]}), but {world} are running: start the trainer with "
             f"torchrun --nproc-per-node {config.world_size}, or change the sizes"
         )
+    experts = (config.expert_model_parallel_size, config.expert_tensor_parallel_size)
     with _initializing:
         if not dist.is_initialized():
             _owns_torch = _initialize_torch(place, world)
         if mpu.model_parallel_is_initialized():
-            _check_layout(sizes[:3])
+            _check_layout((*sizes[:3], *experts))
         else:
             mpu.initialize_model_parallel(
-                *sizes[:2], context_parallel_size=sizes[2], create_gloo_process_groups=False
+                *sizes[:2],
+                context_parallel_size=sizes[2],
+                expert_model_parallel_size=experts[0],
+                expert_tensor_parallel_size=experts[1],
+                create_gloo_process_groups=False,
             )
             if place.type == "cuda":
                 tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -167,8 +172,11 @@ def _check_order(position: Position) -> None:
         mpu.get_context_parallel_rank(),
         mpu.get_data_parallel_rank(),
         mpu.get_data_parallel_rank(with_context_parallel=True),
+        mpu.get_expert_model_parallel_rank(),
+        mpu.get_expert_tensor_parallel_rank(),
     )
-    if theirs != (position.tp, position.pp, position.cp, position.dp, position.copy):
+    place = position.place
+    if theirs != (place.tp, place.pp, place.cp, place.dp, position.copy, place.ep, place.etp):
         raise RuntimeError(f"megatron-core puts rank {position.rank} at {theirs}, not at {position.place}")
 
 
@@ -191,11 +199,13 @@ def _check_layout(sizes: tuple[int, ...]) -> None:
         mpu.get_tensor_model_parallel_world_size(),
         mpu.get_pipeline_model_parallel_world_size(),
         mpu.get_context_parallel_world_size(),
+        mpu.get_expert_model_parallel_world_size(),
+        mpu.get_expert_tensor_parallel_world_size(),
     )
     if current != sizes:
         raise SettingsError(
-            f"this process already has a layout (tensor, pipeline, context) = {current}, not {sizes}: "
-            "close that backend first"
+            f"this process already has a layout (tensor, pipeline, context, expert, expert tensor) = "
+            f"{current}, not {sizes}: close that backend first"
         )
 
 

@@ -39,7 +39,7 @@ def check_on_rank(
 
     Args:
         model_dir: the checkpoint.
-        parallel: layout of the ranks; one replica.
+        parallel: layout of the ranks; every replica computes the whole batch.
         threads: CPU threads of this rank.
         batch: samples; equal on every rank.
         expected: their log-probabilities, float32 [t].

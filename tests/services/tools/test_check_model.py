@@ -10,7 +10,13 @@ from typer.testing import CliRunner
 
 from protocol.errors import SettingsError
 from services.cli import app
-from services.tools.check_model import ModelVerdict, check_memory, check_model, render_checked_model
+from services.tools.check_model import (
+    ModelVerdict,
+    check_memory,
+    check_model,
+    layout_of,
+    render_checked_model,
+)
 from tests.trainer.megatron.models import make_model, save_model
 
 
@@ -47,10 +53,19 @@ def test_check_model_ends_with_1_where_a_tied_output_layer_is_not_the_embedding(
 @pytest.mark.slow
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
 def test_check_model_compares_on_the_ranks_of_a_layout(tmp_path: Path, tp: int, pp: int) -> None:
-    found = check_model(save_model("qwen3-tied", tmp_path), tp, pp)
+    found = check_model(save_model("qwen3-tied", tmp_path), layout_of(tp=tp, pp=pp))
     assert (found.verdict, found.problem) == (ModelVerdict.WORKS, "")
     assert found.facts["tensors"]["compared"] == 24
     assert f"tensor {tp} x pipeline {pp}: 2 rank(s)" in render_checked_model(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "tensors"), [("qwen3-moe", 122), ("mixtral", 41)])
+def test_check_model_compares_experts_on_several_ranks(tmp_path: Path, name: str, tensors: int) -> None:
+    found = check_model(save_model(name, tmp_path), layout_of(tp=2, ep=2))
+    assert (found.verdict, found.problem) == (ModelVerdict.WORKS, "")
+    assert found.facts["tensors"]["compared"] == tensors
+    assert "tensor 2 x pipeline 1 x expert 2: 2 rank(s)" in render_checked_model(found)
 
 
 @pytest.mark.parametrize(
@@ -95,9 +110,13 @@ def test_check_model_refuses_what_it_cannot_answer(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="give the directory of a Hugging Face checkpoint"):
         check_model(tmp_path / "nothing")
     with pytest.raises(SettingsError, match="--tp 3 does not divide the model's 4 attention heads"):
-        check_model(model_dir, tp=3)
+        check_model(model_dir, layout_of(tp=3))
     with pytest.raises(SettingsError, match="does not divide the model's 2 layers"):
-        check_model(model_dir, pp=3)
+        check_model(model_dir, layout_of(pp=3))
+    with pytest.raises(SettingsError, match=r"expert_model_parallel_size: 2, but the model has no experts"):
+        check_model(model_dir, layout_of(ep=2))
+    with pytest.raises(SettingsError, match="= 8 does not divide the 4 experts"):
+        check_model(save_model("mixtral", tmp_path), layout_of(ep=8))
 
 
 def test_check_memory_refuses_a_model_that_does_not_fit(tmp_path: Path) -> None:

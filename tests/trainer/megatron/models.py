@@ -1,6 +1,7 @@
 """Makes tiny checkpoints and batches, and trains them in plain torch for comparison."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,38 @@ YARN_ROPE = {
     "factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+LATENT = {
+    "vocab_size": 96,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+SHARED_EXPERTS = {
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "attention_factor": 1.2,
+    "short_factor": [1.0, 1.1, 1.2, 1.5, 2.0, 2.5],
+    "long_factor": [1.5, 2.0, 3.0, 4.0, 6.0, 8.0],
+}
+GEMMA = {"vocab_size": 96, "sliding_window": 5, "query_pre_attn_scalar": 24, "pad_token_id": None}
+GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+GLM = {"vocab_size": 96, "pad_token_id": None, "eos_token_id": 1}
+ALTERNATING = ["full_attention", "sliding_attention"]
 MODELS = {
     "qwen2": ("Qwen2", {"vocab_size": 131, "tie_word_embeddings": False}),
     "qwen2-tied": ("Qwen2", {"vocab_size": 96, "tie_word_embeddings": True, "num_key_value_heads": 1}),
@@ -60,10 +93,131 @@ MORE_MODELS = {
         "Qwen3",
         {"vocab_size": 96, "tie_word_embeddings": False, "rope_parameters": YARN_ROPE},
     ),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {
+            "vocab_size": 96,
+            "num_hidden_layers": 4,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        {
+            "vocab_size": 96,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+        },
+    ),
+    "mixtral": ("Mixtral", {"vocab_size": 96, "num_local_experts": 4, "pad_token_id": None}),
     "phi3": ("Phi3", {"vocab_size": 131, "tie_word_embeddings": False, "pad_token_id": None}),
+    "deepseek-v3-dense": (
+        "DeepseekV3",
+        {
+            **LATENT,
+            "first_k_dense_replace": 2,
+            "rope_parameters": {**YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 0.707},
+        },
+    ),
+    "deepseek-v2-dense": ("DeepseekV2", {**LATENT, "first_k_dense_replace": 2, "q_lora_rank": None}),
+    "deepseek-v3": (
+        "DeepseekV3",
+        {
+            **LATENT,
+            **SHARED_EXPERTS,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+            "norm_topk_prob": True,
+        },
+    ),
+    "deepseek-v2": (
+        "DeepseekV2",
+        {
+            **LATENT,
+            **SHARED_EXPERTS,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 4.0,
+        },
+    ),
+    "glm4-moe": (
+        "Glm4Moe",
+        {
+            **SHARED_EXPERTS,
+            "vocab_size": 96,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 1.5,
+            "pad_token_id": None,
+        },
+    ),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "vocab_size": 96,
+            "intermediate_size": 40,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 5,
+            "swiglu_limit": 0.5,
+            "rope_parameters": {**YARN_ROPE, "truncate": False},
+            "pad_token_id": None,
+        },
+    ),
+    "phi3-longrope": (
+        "Phi3",
+        {
+            "vocab_size": 131,
+            "pad_token_id": None,
+            "head_dim": 16,
+            "original_max_position_embeddings": 9,
+            "rope_parameters": LONGROPE,
+        },
+    ),
+    "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}),
+    "gemma3": (
+        "Gemma3Text",
+        {**GEMMA, "vocab_size": 131, "layer_types": ALTERNATING[::-1], "rope_parameters": GEMMA3_ROPE},
+    ),
+    "glm": ("Glm", GLM),
+    "glm4": ("Glm4", GLM),
+    "starcoder2": ("Starcoder2", {"vocab_size": 96, "sliding_window": 5}),
+    "qwen3-windows": (
+        "Qwen3",
+        {
+            "vocab_size": 96,
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "layer_types": ALTERNATING,
+        },
+    ),
+    "ministral": ("Ministral", {"vocab_size": 96, "sliding_window": 5, "layer_types": ALTERNATING}),
+    "llama-biases": ("Llama", {"vocab_size": 96, "attention_bias": True, "mlp_bias": True}),
 }
 """Trained in few layouts: these differ from the others in what every layout treats alike."""
 ALL_MODELS = MODELS | MORE_MODELS
+NOT_GENERATED = ("deepseek-v3-dense", "deepseek-v2-dense", "deepseek-v3", "deepseek-v2", "gpt-oss")
+"""Models that the engine `megatron` refuses."""
+EXPERTS = {
+    "deepseek_v2": ("mlp", "gate_proj", "up_proj", "down_proj"),
+    "deepseek_v3": ("mlp", "gate_proj", "up_proj", "down_proj"),
+    "glm4_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
+    "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
+    "qwen2_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
+    "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
+}
+"""What checkpoints call the parts of experts: the block, gate, up and down."""
 SHARDED = "llama"
 """Saved in several files, with an index."""
 OPTIMIZER = OptimizerConfig(lr=1e-3, lr_warmup_steps=2, weight_decay=0.1, adam_eps=1e-5, clip_grad=0.5)
@@ -75,11 +229,33 @@ def make_model(name: str, **overrides: object) -> PreTrainedModel:
     config = getattr(transformers, f"{family}Config")(**{**BASE, **fields, **overrides})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        model = getattr(transformers, f"{family}ForCausalLM")(config).float()
+        model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).float()
         with torch.no_grad():
-            for parameter in model.parameters():
+            for parameter in [*model.parameters(), *buffers_of(model).values()]:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     return model
+
+
+def buffers_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The buffers that a checkpoint holds."""
+    return {name: tensor for name, tensor in model.named_buffers() if name in model.state_dict()}
+
+
+def tensors_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """What a checkpoint has: transformers stacks experts, and joins gate and up."""
+    block, *parts = EXPERTS.get(model.config.model_type, ("",))
+    result = buffers_of(model)
+    for name, tensor in model.named_parameters():
+        layer, _, kind = name.partition("mlp.experts.")
+        if not kind:
+            renamed = name.replace("mlp.", f"{block}.") if block else name
+            result[renamed] = tensor
+        for number, matrix in enumerate(tensor if kind else ()):
+            halves = matrix.chunk(2) if kind == "gate_up_proj" else (matrix,)
+            names = parts[:2] if kind == "gate_up_proj" else parts[2:]
+            for part, half in zip(names, halves, strict=True):
+                result[f"{layer}{block}.experts.{number}.{part}.weight"] = half
+    return result
 
 
 def save_model(name: str, directory: Path) -> Path:
@@ -174,6 +350,24 @@ class PlainTrainer:
         betas = (OPTIMIZER.adam_beta1, OPTIMIZER.adam_beta2)
         self.optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=betas, eps=OPTIMIZER.adam_eps)
         self.steps = 0
+        self.chosen: dict[str, list[torch.Tensor]] = {}
+        """Name of a router -> experts of every token but the last of each sample, which is no input."""
+        for name, module in self.model.named_modules():
+            if name.endswith(".gate"):
+                module.register_forward_hook(partial(self._count, name))
+
+    def _count(self, name: str, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        self.chosen.setdefault(name, []).append(output[2][:-1].flatten())
+
+    def loads(self) -> dict[str, float]:
+        """How the tokens of the passes were spread over experts."""
+        experts = getattr(self.model.config, "num_local_experts", 0)
+        counts = [torch.cat(found).bincount(minlength=experts) for found in self.chosen.values()]
+        self.chosen.clear()
+        shares = [(count / count.double().mean()).tolist() for count in counts]
+        if not shares:
+            return {}
+        return {"expert_load_max": max(map(max, shares)), "expert_load_min": min(map(min, shares))}
 
     def step(self, batch: Batch) -> dict[str, float]:
         logprobs, entropy = plain_logprobs(self.model, batch)
@@ -189,10 +383,8 @@ class PlainTrainer:
             "loss": loss.item(),
             "grad_norm": norm.item(),
             **expected(batch, logprobs, entropy, clip=self.algorithm.config.clip_low),
+            **self.loads(),
         }
 
     def weights(self) -> dict[str, torch.Tensor]:
-        names = {name for name, _ in self.model.named_parameters()}
-        return {
-            name: tensor.detach().clone() for name, tensor in self.model.state_dict().items() if name in names
-        }
+        return {name: tensor.detach().clone() for name, tensor in tensors_of(self.model).items()}

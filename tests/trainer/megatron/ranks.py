@@ -39,14 +39,47 @@ LAYOUTS = {
     "cp2-pp2": ParallelConfig(context_parallel_size=2, pipeline_model_parallel_size=2),
     "tp2-cp2": ParallelConfig(tensor_model_parallel_size=2, context_parallel_size=2, sequence_parallel=True),
 }
+EXPERT_LAYOUTS = {
+    "ep2": ParallelConfig(data_parallel_size=2, expert_model_parallel_size=2),
+    "etp2": ParallelConfig(
+        tensor_model_parallel_size=2, sequence_parallel=True, expert_tensor_parallel_size=2
+    ),
+    "tp2-ep2": ParallelConfig(
+        tensor_model_parallel_size=2, sequence_parallel=True, expert_model_parallel_size=2
+    ),
+    "cp2-ep2": ParallelConfig(context_parallel_size=2, expert_model_parallel_size=2),
+    "ep2-pp2": ParallelConfig(
+        pipeline_model_parallel_size=2, data_parallel_size=2, expert_model_parallel_size=2
+    ),
+    "tp2-dp2-ep2": ParallelConfig(
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+        data_parallel_size=2,
+        expert_model_parallel_size=2,
+    ),
+    "ep2-etp2-replicated": ParallelConfig(
+        data_parallel_size=4,
+        expert_model_parallel_size=2,
+        expert_tensor_parallel_size=2,
+        use_distributed_optimizer=False,
+    ),
+}
+"""Only models with experts are trained in them."""
+LAYOUTS |= EXPERT_LAYOUTS
+LATENT = ("deepseek-v3-dense", "deepseek-v2-dense", "deepseek-v3", "deepseek-v2")
+WINDOWS = ("gemma2", "gemma3", "glm4", "starcoder2", "qwen3-windows")
 MORE_MODELS_OF = {
     "single": tuple(MORE_MODELS),
-    "tp2-sequence": ("mistral", "olmo2", "phi3"),
-    "cp2": ("mistral",),
+    "tp2": ("deepseek-v3-dense",),
+    "tp2-sequence": ("mistral", "olmo2", "phi3", "qwen2-moe", *WINDOWS, *LATENT),
+    "pp2": ("gemma2",),
+    "cp2": ("mistral", "gemma2", "qwen3-moe", "deepseek-v3-dense"),
 }
 STEPS = 3
-FRESH = "qwen2"
-"""Model whose checkpoint is restored into a new backend; others restore into the one that continued."""
+FRESH = ("qwen2", "qwen3-moe")
+"""Models whose checkpoint is restored into a new backend; others restore into the one that continued."""
+EXPERTS = ("qwen3-moe", "mixtral", "qwen2-moe")
+"""Models with experts."""
 ALGORITHM = Grpo(AlgorithmConfig(entropy_coef=0.02, kl_coef=0.0))
 
 
@@ -93,7 +126,14 @@ def drain(backend: Backend) -> dict[str, torch.Tensor]:
 
 def models_of(layout: str) -> list[str]:
     """Names of the models that are trained in a layout."""
+    if layout in EXPERT_LAYOUTS:
+        return [*EXPERTS] if LAYOUTS[layout].world_size > 2 else [*EXPERTS[:2]]
     return [*MODELS, *MORE_MODELS_OF.get(layout, ())]
+
+
+def one_of(layout: str) -> str:
+    """Name of the model that is trained in other ways, too."""
+    return "qwen3-moe" if layout in EXPERT_LAYOUTS else "qwen3-tied"
 
 
 def run(layout: str, models: Path, out: Path) -> None:
@@ -103,11 +143,11 @@ def run(layout: str, models: Path, out: Path) -> None:
         target = out / name
         target.mkdir(parents=True, exist_ok=True)
         _train_and_restore(name, layout, models / name, target)
-    _one_by_one(layout, models / "qwen3-tied")
-    _bfloat16(layout, models / "qwen3-tied", out / "bfloat16")
+    _one_by_one(layout, models)
+    _bfloat16(layout, models, out / "bfloat16")
     if layout == "single":
         return
-    _refuse_other_layout(layout, models / "qwen2", out)
+    _refuse_other_layout(layout, models, out)
 
 
 def _train_and_restore(name: str, layout: str, model_dir: Path, out: Path) -> None:
@@ -133,7 +173,7 @@ def _train_and_restore(name: str, layout: str, model_dir: Path, out: Path) -> No
     model = HostCopies().copy_all(backend.export_model())
     if model:  # on rank 0
         write_hf(iter(model.items()), out / "hf", model_dir, 50_000)
-    if name == FRESH:
+    if name in FRESH:
         backend.close()
         backend = make_backend(model_dir, layout)
     backend.restore(checkpoint)
@@ -157,11 +197,12 @@ def _go_on(
     return backend.export()
 
 
-def _one_by_one(layout: str, model_dir: Path) -> None:
+def _one_by_one(layout: str, models: Path) -> None:
     """Loss, gradient and log-probabilities of packed samples are those of each sample alone."""
     # A distributed optimizer leaves a rank most gradients without those of the other context ranks.
-    backend = make_backend(model_dir, layout, use_distributed_optimizer=False)
-    batch = part_of(backend, make_batch("qwen3-tied", 0))
+    name = one_of(layout)
+    backend = make_backend(models / name, layout, use_distributed_optimizer=False)
+    batch = part_of(backend, make_batch(name, 0))
     packed, alone = _pass(backend, batch, samples=7), _pass(backend, batch, samples=1)
     for name, expected in alone.items():
         scale = max(1.0, expected.abs().max().item())
@@ -176,14 +217,15 @@ def _pass(backend: MegatronBackend, batch: Batch, *, samples: int) -> dict[str, 
     measures = StepMeasures.of_batch(batch, ALGORITHM.config)
     vector, micro_batches, _ = backend._runner.train(batch, ALGORITHM, measures)
     assert micro_batches >= len(batch.lengths) // samples
-    gradients = {name: parameter.main_grad.clone() for name, parameter in backend._parameters.items()}
+    stepped = {name: p for name, p in backend._parameters.items() if p.requires_grad}
+    gradients = {name: parameter.main_grad.clone() for name, parameter in stepped.items()}
     return {"measures": vector, "logprobs": backend.logprobs(batch), **gradients}
 
 
-def _bfloat16(layout: str, model_dir: Path, out: Path) -> None:
+def _bfloat16(layout: str, models: Path, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    backend = make_backend(model_dir, layout, "bfloat16")
-    name = "qwen3-tied"
+    name = one_of(layout)
+    backend = make_backend(models / name, layout, "bfloat16")
     _write(out / "before", backend.export())
     backend.train_step(part_of(backend, step_batch(name, 0)))
     checkpoint = _checkpoint(backend, out / "after-one")
@@ -193,12 +235,13 @@ def _bfloat16(layout: str, model_dir: Path, out: Path) -> None:
     backend.close()
 
 
-def _refuse_other_layout(layout: str, model_dir: Path, out: Path) -> None:
+def _refuse_other_layout(layout: str, models: Path, out: Path) -> None:
     """The checkpoint of the test process's own single rank."""
-    backend = make_backend(model_dir, layout)
+    name = "qwen3-moe" if layout in EXPERT_LAYOUTS else "qwen2"
+    backend = make_backend(models / name, layout)
     kept = drain(backend)
     try:
-        backend.restore(out.parent / "single" / "qwen2" / "after-one")
+        backend.restore(out.parent / "single" / name / "after-one")
         message = "nothing was raised"
     except SettingsError as error:
         message = str(error)

@@ -45,6 +45,8 @@ class Rule(ABC):
     """False for a second copy of tensors that another rule exports."""
     expert: bool = False
     """Whether it is split over the ranks of experts, `Layout.grid(expert=True)`."""
+    exact: bool = False
+    """Whether it is float32 whatever the dtype of the others."""
 
     @property
     @abstractmethod
@@ -96,7 +98,7 @@ class Split(Rule):
 
     def segments(self, grid: Grid) -> tuple[Segment, ...]:
         units = self.shape[self.dim] // self.unit
-        part = self.unit * _share(self.name, units, grid.tp, "rows" if self.unit == 1 else "heads")
+        part = self.unit * _share(self.name, units, grid, "rows" if self.unit == 1 else "heads")
         return tuple(Segment(self.name, rank * part, rank, 0, part) for rank in range(grid.tp))
 
 
@@ -126,7 +128,7 @@ class FusedQKV(Rule):
         }
 
     def segments(self, grid: Grid) -> tuple[Segment, ...]:
-        part = _share(self.parameter, self.groups * (self.queries + 2) * self.head_dim, grid.tp)
+        part = _share(self.parameter, self.groups * (self.queries + 2) * self.head_dim, grid)
         result: list[Segment] = []
         offset = 0
         for group in range(self.groups):
@@ -142,15 +144,15 @@ class GatedMLP(Rule):
     """Gate and up projection: every rank holds its rows of the gate, then its rows of the up projection."""
 
     names: tuple[str, str]
-    shape: tuple[int, int]
-    """Shape of each of the two."""
+    shape: tuple[int, ...]
+    """Shape of each of the two: of weights, or of biases."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: self.shape for name in self.names}
 
     def segments(self, grid: Grid) -> tuple[Segment, ...]:
-        part = _share(self.parameter, self.shape[0], grid.tp)
+        part = _share(self.parameter, self.shape[0], grid)
         return tuple(
             Segment(name, rank * part, rank, half * part, part)
             for half, name in enumerate(self.names)
@@ -181,6 +183,69 @@ class Stacked(Rule):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertStack(Rule):
+    """The tensors of all experts of a layer, in a parameter that stacks those of a rank's experts.
+
+    Its first dimension counts experts, so `dim` counts within the matrix of one.
+    """
+
+    rules: tuple[Rule, ...]
+    """Rules of the experts in order, each as if there were no others; all of the same kind and shapes."""
+    expert: bool = True
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: shape for rule in self.rules for name, shape in rule.shapes.items()}
+
+    def segments(self, grid: Grid) -> tuple[Segment, ...]:
+        here = _experts_of_rank(self.parameter, len(self.rules), grid)
+        return tuple(
+            replace(segment, rank=segment.rank + grid.tp * (number // here), of=number % here)
+            for number, rule in enumerate(self.rules)
+            for segment in rule.segments(grid)
+        )
+
+    def local_shape(self, grid: Grid) -> tuple[int, ...]:
+        count = _experts_of_rank(self.parameter, len(self.rules), grid)
+        return (count, *self.rules[0].local_shape(grid))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertTensor(Rule):
+    """One tensor of the checkpoint with a matrix for each expert of a layer, of which a rank has some.
+
+    The matrices are split over the ranks that share experts along `dim`, which counts within a matrix.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    unit: int = 1
+    """Rows that stay on one rank."""
+    expert: bool = True
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {self.name: self.shape}
+
+    def segments(self, grid: Grid) -> tuple[Segment, ...]:
+        here = _experts_of_rank(self.parameter, self.shape[0], grid)
+        part = self._part(grid)
+        return tuple(
+            Segment(self.name, rank * part, rank + grid.tp * (number // here), 0, part, number % here, number)
+            for number in range(self.shape[0])
+            for rank in range(grid.tp)
+        )
+
+    def local_shape(self, grid: Grid) -> tuple[int, ...]:
+        matrix = list(self.shape[1:])
+        matrix[self.dim] = self._part(grid)
+        return (_experts_of_rank(self.parameter, self.shape[0], grid), *matrix)
+
+    def _part(self, grid: Grid) -> int:
+        return self.unit * _share(self.name, self.shape[1 + self.dim] // self.unit, grid)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary(Rule):
     """Embedding or output rows, padded with zeros at the end to a multiple of the tensor ranks."""
 
@@ -204,12 +269,21 @@ def padded_vocabulary(vocabulary: int, tp: int) -> int:
     return -(-vocabulary // tp) * tp
 
 
-def _share(name: str, size: int, tp: int, kind: str = "rows") -> int:
-    if size % tp:
+def _experts_of_rank(parameter: str, experts: int, grid: Grid) -> int:
+    if experts % grid.ep:
         raise SettingsError(
-            f"tensor_model_parallel_size = {tp} does not divide the {size} {kind} of {name}: choose a divisor"
+            f"expert_model_parallel_size = {grid.ep} does not divide the {experts} experts of {parameter}: "
+            "choose a divisor"
         )
-    return size // tp
+    return experts // grid.ep
+
+
+def _share(name: str, size: int, grid: Grid, kind: str = "rows") -> int:
+    if size % grid.tp:
+        raise SettingsError(
+            f"{grid.setting} = {grid.tp} does not divide the {size} {kind} of {name}: choose a divisor"
+        )
+    return size // grid.tp
 
 
 def _cut(name: str, start: int, offset: int, length: int, part: int) -> list[Segment]:

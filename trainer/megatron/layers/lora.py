@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel import (
 from protocol.errors import SettingsError
 from protocol.weights.lora import AdapterTarget, LoraConfig, adapter_targets
 from trainer.lora import initial_adapter
-from trainer.megatron.convert.rules import Direct, FusedQKV, Rule, Split, Stacked
+from trainer.megatron.convert.rules import Direct, ExpertStack, FusedQKV, Rule, Split, Stacked
 from trainer.megatron.layout import Grid
 from trainer.megatron.model import mark_split
 from trainer.megatron.parallel import Position
@@ -69,6 +69,11 @@ def lora_rules(rules: Iterable[Rule], config: LoraConfig) -> list[Rule]:
 
 def _pair(rule: Rule, target: AdapterTarget, config: LoraConfig) -> tuple[Rule, Rule]:
     """Return the rules of A and B of one weight."""
+    if isinstance(rule, ExpertStack):
+        raise SettingsError(
+            f"setting lora.target_modules: {target.weight} is an expert's, and experts cannot have adapters "
+            "in the megatron backend: name projections of attention only"
+        )
     here = f"{rule.parameter.removesuffix('.weight')}.lora.{target.module.rpartition('.')[2]}"
     a, b = (config.rank, target.shape[1]), (target.shape[0], config.rank)
     if isinstance(rule, Split) and rule.dim == 1:
@@ -166,11 +171,16 @@ def _column(x: torch.Tensor, pair: Any) -> torch.Tensor:
 
 
 def _in_order(adapters: Adapters, deltas: Mapping[str, torch.Tensor], output: torch.Tensor) -> torch.Tensor:
-    """Arrange the deltas as the fused layer's rows; zeros where there is no adapter."""
+    """Arrange the deltas as rows of a layer that holds several tensors; zeros where there is no adapter."""
     lead = output.shape[:-1]
+    first = next(iter(deltas.values()))
+    if first.shape == output.shape:  # the layer holds one tensor
+        return first
     if "gate_proj" in deltas or "up_proj" in deltas:
         half = output.new_zeros(*lead, output.shape[-1] // 2)
         return torch.cat([deltas.get("gate_proj", half), deltas.get("up_proj", half)], dim=-1)
+    if not hasattr(adapters, "groups"):  # a projection that is fused with no other
+        return next(iter(deltas.values()))
     groups, head_dim = adapters.groups, adapters.head_dim
     queries = output.shape[-1] // (groups * head_dim) - 2
     parts = [

@@ -63,7 +63,7 @@ class OomRetry:
         self._device = position.device
         self._reset = reset
         self._replicas = parallel.data_parallel_size
-        self._is_whole = parallel.world_size == parallel.data_parallel_size
+        self._is_whole = len(position.replicas()[0]) == 1 and parallel.expert_model_parallel_size == 1
         self._warnings: list[str] = []
         """Sentences about passes since the last step."""
         self._agrees = False

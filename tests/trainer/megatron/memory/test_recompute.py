@@ -52,7 +52,7 @@ class Pass:
         wrapped.zero_grad_buffer()
         lengths = [16, 16, 12]
         tokens = torch.randint(0, 90, (1, sum(lengths)), generator=generator)
-        sequences = packed_sequences(lengths, model.rotary_pos_emb.inv_freq, torch.float32, segmented=True)
+        sequences = packed_sequences(lengths, model.rotaries, torch.float32, segmented=True)
         kept: dict[int, int] = {}
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 With context parallelism these are the pieces of sequences that this rank has.
 
-Shapes: T tokens of S sequences, D head size.
+Shapes: T tokens of S sequences.
 """
 
 from collections.abc import Sequence
@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from trainer.megatron.layers.attention.rotary import rotation
+from trainer.megatron.layers.attention.rotary import Angles, Rotary
 from trainer.megatron.layers.attention.segmented import AttentionSegment, segments_of
 from trainer.megatron.layers.attention.visible import VisibleKeys
+from trainer.megatron.layers.experts.tokens import RoutedTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +27,12 @@ class PackedSequences:
     """Tokens of the longest sequence."""
     offsets: torch.Tensor
     """int32 [S + 1], on the device: where each sequence begins, and T."""
-    cos: torch.Tensor
-    """[T, 1, D], on the device: of the angles of each token's position, from 0 in every whole sequence."""
-    sin: torch.Tensor
-    """Shaped as `cos`."""
+    angles: tuple[Angles, ...]
+    """Of each rotary embedding of the model; positions are from 0 in every whole sequence."""
     segments: tuple[AttentionSegment, ...] = ()
     """For attention by segments, of the keys; empty if another implementation is used."""
+    routed: RoutedTokens | None = None
+    """What routers have to know of the tokens; None where no layer has experts."""
     keys: VisibleKeys | None = None
     """With context parallelism: the keys that this rank's pieces of sequences see. None: each sequence has as
     many keys as queries, its own."""
@@ -51,35 +52,36 @@ class PackedSequences:
 
 def packed_sequences(
     lengths: Sequence[int],
-    frequencies: torch.Tensor,
+    rotaries: Sequence[Rotary],
     dtype: torch.dtype,
     *,
     segmented: bool,
     keys: VisibleKeys | None = None,
 ) -> PackedSequences:
-    """Describe sequences for the device of the rotary `frequencies`.
+    """Describe sequences, each a sample without its last token, for the device of the rotary embeddings.
 
     Args:
         lengths: tokens of each sequence, at least 1; attention by segments is fast if similar lengths are
             neighbours.
-        frequencies: float32 [D / 2].
+        rotaries: the model's.
         dtype: that of queries and keys.
         segmented: whether attention goes by segments.
         keys: those that the sequences see, on the host, if they are pieces of longer ones.
     """
-    device = frequencies.device
+    device = rotaries[0].frequencies.device
     sizes = torch.tensor(lengths)
     offsets = torch.nn.functional.pad(sizes.cumsum(0), (1, 0))
     seen = sizes if keys is None else keys.offsets.diff().long()
     positions = torch.arange(int(offsets[-1])) + (seen - sizes - offsets[:-1]).repeat_interleave(sizes)
-    cos, sin = rotation(to_device(positions, device), frequencies, dtype)
+    places = to_device(positions, device)
+    whole = sizes if keys is None else keys.whole
+    samples = to_device((whole + 1).repeat_interleave(sizes), device)
     return PackedSequences(
         max(lengths),
         to_device(offsets.int(), device),
-        cos,
-        sin,
+        tuple(rotary.angles(places, samples, dtype) for rotary in rotaries),
         segments_of(seen.tolist(), device) if segmented else (),
-        None if keys is None else _to_device(keys, device),
+        keys=None if keys is None else _to_device(keys, device),
     )
 
 

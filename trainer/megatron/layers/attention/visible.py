@@ -24,6 +24,8 @@ class VisibleKeys:
     """Keys of the piece with the most."""
     queries: torch.Tensor
     """int64 [T]: where among the K the key of each query's own token is."""
+    whole: torch.Tensor
+    """int64 [P], on the host: tokens of the whole sequence that each piece is of."""
 
 
 def pieces_with_padding(division: Division, rank: int) -> list[SequencePiece]:
@@ -37,6 +39,7 @@ def visible_keys(division: Division, rank: int) -> VisibleKeys:
     """Return what the pieces of a rank see, on the host."""
     first, places = _gathered_places(division)
     own = pieces_with_padding(division, rank)
+    lengths = _lengths(division)
     starts = torch.tensor([first[piece.sequence] for piece in division.pieces[rank]], dtype=torch.int64)
     ends = torch.tensor([piece.stop for piece in own])
     counts = torch.tensor([piece.tokens for piece in own])
@@ -50,6 +53,7 @@ def visible_keys(division: Division, rank: int) -> VisibleKeys:
         offsets=offsets.int(),
         longest=int(ends.max()),
         queries=ranges(offsets[1:] - counts, counts),
+        whole=torch.tensor([lengths.get(piece.sequence, piece.tokens) for piece in own]),
     )
 
 
@@ -71,3 +75,11 @@ def _gathered_places(division: Division) -> tuple[dict[int, int], torch.Tensor]:
         first.setdefault(sequence, end - tokens)
     table = torch.tensor([row[2:] for row in rows], dtype=torch.int64).view(-1, 2)
     return first, ranges(table[:, 0], table[:, 1])
+
+
+def _lengths(division: Division) -> dict[int, int]:
+    """Return the tokens of each sequence."""
+    lengths: dict[int, int] = {}
+    for piece in (piece for own in division.pieces for piece in own):
+        lengths[piece.sequence] = max(piece.stop, lengths.get(piece.sequence, 0))
+    return lengths

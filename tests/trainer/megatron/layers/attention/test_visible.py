@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from trainer.data.context_division import Division
 from trainer.megatron.layers.attention.core import FUSED, Kernel, by_segments
+from trainer.megatron.layers.attention.rotary import Rotary
 from trainer.megatron.layers.attention.sequences import PackedSequences, packed_sequences
 from trainer.megatron.layers.attention.terms import AttentionTerms
 from trainer.megatron.layers.attention.visible import pieces_with_padding, visible_keys
@@ -22,7 +23,7 @@ def share_of(
 ) -> PackedSequences:
     return packed_sequences(
         [piece.tokens for piece in pieces_with_padding(division, rank)],
-        FREQUENCIES.to(device),
+        [Rotary(FREQUENCIES.to(device))],
         torch.float32,
         segmented=segmented,
         keys=visible_keys(division, rank),
@@ -71,7 +72,9 @@ def assert_equal(
 ) -> None:
     """Values and gradients."""
     terms, device = AttentionTerms(window=window), inputs[0].device
-    whole = packed_sequences(lengths, FREQUENCIES.to(device), torch.float32, segmented=kernel is by_segments)
+    whole = packed_sequences(
+        lengths, [Rotary(FREQUENCIES.to(device))], torch.float32, segmented=kernel is by_segments
+    )
     expected, found = kernel(*inputs, whole, terms), by_ranks(kernel, inputs, lengths, ranks, terms)
     torch.testing.assert_close(found, expected, atol=atol, rtol=0)
     upstream = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).to(expected)
@@ -113,6 +116,8 @@ def test_a_piece_has_its_own_positions_and_the_keys_up_to_its_last_token(
         for piece, keys in zip(division.pieces[rank], seen, strict=False):
             assert keys.tolist() == list(range(starts[piece.sequence], starts[piece.sequence] + piece.stop))
         positions = torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces])
-        torch.testing.assert_close(share.cos[:, 0, 0], positions.float().cos())
+        torch.testing.assert_close(share.angles[0].cos[:, 0, 0], positions.float().cos())
         assert torch.equal(share.keys.offsets.diff(), torch.tensor([piece.stop for piece in pieces]))
+        whole = [lengths[piece.sequence] for piece in division.pieces[rank]]
+        assert share.keys.whole.tolist()[: len(whole)] == whole
         assert share.longest_keys == max(piece.stop for piece in pieces)

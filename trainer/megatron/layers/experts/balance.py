@@ -1,0 +1,117 @@
+"""Defines what keeps the tokens of a step spread over the experts.
+
+Shapes: T tokens of this rank, S samples of the micro-batch, E experts of the layer, k of them for a token.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from protocol.errors import SettingsError
+from trainer.config import TrainerConfig
+from trainer.megatron.architecture.experts import Experts
+from trainer.megatron.layers.experts.tokens import RoutedTokens
+
+
+def set_balance(config: Any, experts: Experts, trainer: TrainerConfig) -> None:
+    """Set the coefficients in megatron's `config`, from which routers take them.
+
+    Raises:
+        SettingsError: the model has nothing that could be balanced so.
+    """
+    if trainer.moe_router_bias_update_rate and not experts.bias:
+        raise SettingsError(
+            f"setting trainer.moe_router_bias_update_rate: {trainer.moe_router_bias_update_rate:g} is for "
+            "models whose routers have biases that checkpoints hold, and this one's have none: set it to 0, "
+            "or use trainer.moe_aux_loss_coeff"
+        )
+    config.moe_aux_loss_coeff = trainer.moe_aux_loss_coeff
+    config.moe_z_loss_coeff = trainer.moe_z_loss_coeff
+
+
+def tokens_by_sample(chosen: torch.Tensor, experts: int, tokens: RoutedTokens) -> torch.Tensor:
+    """Count which experts the tokens of each sample chose; those of padding count nowhere.
+
+    Args:
+        chosen: int64 [T, k].
+        experts: E.
+        tokens: of this rank.
+
+    Returns:
+        float32 [S, E].
+    """
+    places = (tokens.samples[:, None] * experts + chosen).flatten()
+    counts = torch.zeros((len(tokens) + 1) * experts, device=chosen.device)
+    return counts.scatter_add_(0, places, torch.ones_like(places, dtype=counts.dtype)).view(-1, experts)[:-1]
+
+
+def auxiliary_loss(
+    scores: torch.Tensor,
+    counts: torch.Tensor,
+    tokens: RoutedTokens,
+    per_token: int,
+    group: dist.ProcessGroup | None,
+) -> torch.Tensor:
+    """Return this rank's summand of the balancing loss of a layer.
+
+    It is the mean over the samples of the step of E * sum_e f_e P_e (Switch Transformer, arXiv 2101.03961,
+    equations 4 to 6, for each sequence), f_e being the share of the sample's choices that expert e got and
+    P_e the mean of its score. Samples are the same in every layout, and so is the loss.
+
+    Args:
+        scores: float32 [T, E], with a sum of 1 for each token.
+        counts: float32 [S, E]: what `tokens_by_sample` returns.
+        tokens: of this rank.
+        per_token: k.
+        group: ranks that have other tokens of the same samples; None: there are none.
+    """
+    if group is not None:
+        dist.all_reduce(counts, group=group)
+    shares = counts / (tokens.lengths[:-1, None] * per_token)
+    slopes = torch.nn.functional.pad(shares * counts.size(1), (0, 0, 0, 1)) * tokens.weights[:, None]
+    return (scores * slopes[tokens.samples]).sum()
+
+
+def z_loss(logits: torch.Tensor, tokens: RoutedTokens) -> torch.Tensor:
+    """Return this rank's summand of the mean of the squared log-sum-exp of the logits, float32 [T, E].
+
+    ST-MoE, arXiv 2202.08906, equation 5; the mean is over the samples of the step, of means over their
+    tokens.
+    """
+    return (torch.logsumexp(logits, -1).square() * tokens.weights[tokens.samples]).sum()
+
+
+def updated_bias(bias: torch.Tensor, loads: torch.Tensor, rate: float) -> torch.Tensor:
+    """Return the biases of a layer's choice after a step, without a loss (arXiv 2408.15664, algorithm 1).
+
+    Args:
+        bias: [E].
+        loads: [E]: tokens that each expert got in the whole step.
+        rate: by how much a bias changes.
+    """
+    return bias + rate * torch.sign(loads.mean() - loads).to(bias.dtype)
+
+
+def extremes(loads: torch.Tensor) -> tuple[float | None, float | None]:
+    """Return the largest and the smallest load of an expert in any layer, relative to an even one.
+
+    Args:
+        loads: [layers with experts, E]: tokens that each expert got.
+
+    Returns:
+        (None, None) if there are none.
+    """
+    if not loads.numel() or not bool(loads.any()):
+        return None, None
+    relative = loads.double() / loads.double().mean(-1, keepdim=True)
+    return float(relative.max()), float(relative.min())
+
+
+def loads_by_layer(loads: Sequence[tuple[int, torch.Tensor]], layers: int, experts: int) -> torch.Tensor:
+    """Arrange the loads (layer, [E]) of this rank's layers as float64 [layers, E], 0 for others."""
+    table = torch.zeros(layers, experts, dtype=torch.float64)
+    for layer, load in loads:
+        table[layer] += load.double().cpu()
+    return table

@@ -1,0 +1,117 @@
+"""Sends rows to the ranks that have their experts, and what these make of them back.
+
+Shapes: T tokens of this rank, H hidden size, E experts of the layer, k of them for a token; R = T k rows, one
+for each expert of each token. A group has P ranks with different experts times Q that share each expert.
+"""
+
+import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
+
+# isort: split
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import all_to_all
+
+from trainer.megatron.layers.attention.sequences import to_device
+
+
+class ExpertOrder:
+    """The order of rows by expert, within an expert by token."""
+
+    def __init__(self, chosen: torch.Tensor, experts: int) -> None:
+        """Sort.
+
+        Args:
+            chosen: int64 [T, k]: the experts of each token.
+            experts: E.
+        """
+        rows = chosen.flatten()
+        self.copies = chosen.size(1)
+        self.index = rows.argsort(stable=True)
+        self.inverse = _inverse(self.index)
+        self.counts = torch.zeros(experts, dtype=torch.int64, device=rows.device)
+        """int64 [E], on the device: rows of each expert."""
+        self.counts.scatter_add_(0, rows, torch.ones_like(rows))
+
+    def rows_of(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the rows [R, H] of tokens [T, H], sorted."""
+        return _take(x, self.index, self.inverse, self.copies)
+
+    def by_token(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return sorted rows [R, H] as [T, k, H]."""
+        return _take(rows, self.inverse, self.index, 1).unflatten(0, (-1, self.copies))
+
+
+class Exchange:
+    """The way of sorted rows to the ranks of their experts and back. Gradients go the same way.
+
+    Each of the Q ranks that share an expert gets all of its rows, and puts out a summand of the result.
+    """
+
+    def __init__(self, counts: torch.Tensor, size: int, copies: int, group: dist.ProcessGroup) -> None:
+        """Let all ranks know how much they will get. A collective; the host waits for the device.
+
+        Args:
+            counts: int64 [E], on the device: rows of this rank for each expert.
+            size: P.
+            copies: Q.
+            group: the P Q ranks, of which those that share experts are neighbours.
+        """
+        self.group, self._copies = group, copies
+        sent = counts.view(size, -1).repeat_interleave(copies, 0)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        to, of = torch.stack([sent, received]).cpu()
+        self._sent, self._received = to.sum(1).tolist(), of.sum(1).tolist()
+        self.counts = of.sum(0)
+        """int64 [E / P], on the host: rows of each expert of this rank."""
+        experts = torch.arange(of.size(1)).repeat(of.size(0)).repeat_interleave(of.flatten())
+        self._index = to_device(experts.argsort(stable=True), counts.device)
+        self._inverse = _inverse(self._index)
+
+    def send(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows of all ranks for this rank's experts, sorted by expert."""
+        if self._copies > 1:
+            blocks = rows.split(self._sent[:: self._copies])
+            rows = torch.cat([block for block in blocks for _ in range(self._copies)])
+        received = all_to_all(self.group, rows, self._received, self._sent)
+        return _take(received, self._index, self._inverse, 1)
+
+    def give_back(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return what became of this rank's own rows, in the order in which they were sent."""
+        rows = _take(rows, self._inverse, self._index, 1)
+        rows = all_to_all(self.group, rows, self._sent, self._received)
+        if self._copies == 1:
+            return rows
+        parts = rows.split(self._sent)
+        firsts = range(0, len(parts), self._copies)
+        return torch.cat([torch.stack(parts[first : first + self._copies]).sum(0) for first in firsts])
+
+
+class _Take(torch.autograd.Function):
+    """Rows in another order, some of them several times; the gradient is a sum in a fixed order, too."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor, copies: int
+    ) -> torch.Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.copies = copies
+        return x.index_select(0, index if copies == 1 else index // copies)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (inverse,) = ctx.saved_tensors
+        found = gradients[0].index_select(0, inverse)
+        return found if ctx.copies == 1 else found.unflatten(0, (-1, ctx.copies)).sum(1), None, None, None
+
+
+def _take(x: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor, copies: int) -> torch.Tensor:
+    taken: torch.Tensor = _Take.apply(x, index, inverse, copies)
+    return taken
+
+
+def _inverse(index: torch.Tensor) -> torch.Tensor:
+    places = torch.arange(len(index), device=index.device)
+    return torch.empty_like(index).scatter_(0, index, places)

@@ -1,0 +1,147 @@
+"""Defines the layer whose MLP is a choice of experts for each token.
+
+Shapes: S, B leading dimensions; T = S B tokens of this rank, H hidden size; E experts of the layer, of which
+a rank has L; k experts for a token; F width of an expert, of which a rank has F' columns.
+"""
+
+import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
+
+# isort: split
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state as mpu
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from trainer.megatron.architecture.experts import Experts
+from trainer.megatron.layers.dense import SwigluMLP, swiglu
+from trainer.megatron.layers.experts.clamped import ClampedExperts
+from trainer.megatron.layers.experts.dispatch import Exchange, ExpertOrder
+from trainer.megatron.layers.experts.router import ExpertRouter
+from trainer.megatron.layers.experts.stacks import linear, stack
+from trainer.megatron.layers.experts.tokens import RoutedTokens
+
+
+class ExpertLayer(TransformerLayer):
+    """A layer whose MLP is an `ExpertMLP`; in a spec its `mlp` is empty."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        experts: Experts,
+        layer: int,
+        mlp: type["ExpertMLP"] | None = None,
+        **others: Any,
+    ) -> None:
+        """Build it.
+
+        Args:
+            config: megatron's.
+            experts: the model's.
+            layer: its number in the whole model.
+            mlp: class of the MLP, `ExpertMLP` or what derives from it.
+            others: what `TransformerLayer` takes.
+        """
+        super().__init__(config=config, **others)
+        self.mlp = (mlp or ExpertMLP)(config, experts, layer)
+
+    def forward(self, *args: Any, packed_seq_params: Any = None, **others: Any) -> Any:
+        """Compute the layer, as megatron's.
+
+        What the router has to know of the tokens goes to the MLP as megatron's `padding_mask`, the only
+        argument that it hands over, also where it recomputes the MLP.
+        """
+        others["padding_mask"] = None if packed_seq_params is None else packed_seq_params.routed
+        return super().forward(*args, packed_seq_params=packed_seq_params, **others)
+
+
+class LocalExperts(torch.nn.Module):
+    """This rank's experts, a stack for each projection: `fc1` [L, 2 F', H], gate first; `fc2` [L, H, F']."""
+
+    def __init__(self, config: TransformerConfig, experts: Experts) -> None:
+        super().__init__()
+        ranks = mpu.get_expert_tensor_parallel_world_size()
+        here = experts.count // mpu.get_expert_model_parallel_world_size()
+        wide, hidden = experts.intermediate // ranks, config.hidden_size
+        self.fc1 = stack(config, here, 2 * wide, hidden)
+        self.fc2 = stack(config, here, hidden, wide)
+
+    def forward(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Compute each expert's rows.
+
+        Args:
+            rows: [R, H], sorted by expert.
+            counts: int64 [L]: rows of each expert, on the host or on the device.
+
+        Returns:
+            [R, H]: this rank's summand, if others share its experts.
+        """
+        return linear(swiglu(linear(rows, self.fc1, counts)), self.fc2, counts)
+
+
+class SharedGate(torch.nn.Module):
+    """What the MLP that every token passes through counts for each of them: a sigmoid of one product."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        shape = (1, config.hidden_size)
+        self.weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [S, B, H] to [S, B, 1]."""
+        return torch.sigmoid(F.linear(x, self.weight))
+
+
+class ExpertMLP(torch.nn.Module):
+    """ExpertRouter, experts, and the way between them, beside an MLP for all tokens if the model has one.
+
+    Every token is computed, however many choose an expert.
+    """
+
+    def __init__(self, config: TransformerConfig, experts: Experts, layer: int) -> None:
+        super().__init__()
+        self.router = ExpertRouter(config, experts, layer)
+        self.experts = self.make_experts(config, experts)
+        width = experts.shared_intermediate
+        self.shared = SwigluMLP(config, width) if width else None
+        self.shared_gate = SharedGate(config) if experts.shared_gate else None
+        self.size = mpu.get_expert_model_parallel_world_size()
+        self.copies = mpu.get_expert_tensor_parallel_world_size()
+
+    def make_experts(self, config: TransformerConfig, experts: Experts) -> torch.nn.Module:
+        """Return this rank's experts; called as (rows sorted by expert, rows of each expert)."""
+        return (ClampedExperts if experts.swiglu_limit else LocalExperts)(config, experts)
+
+    def forward(
+        self, hidden_states: torch.Tensor, padding_mask: RoutedTokens | None = None
+    ) -> tuple[torch.Tensor, None]:
+        """Map [S, B, H] to the same shape, and no bias.
+
+        Args:
+            hidden_states: inputs.
+            padding_mask: describes the tokens, see `ExpertLayer`.
+        """
+        x = hidden_states.flatten(0, 1)
+        routing = self.router(x, padding_mask)
+        order = ExpertOrder(routing.experts, self.router.experts.count)
+        outputs = order.by_token(self._outputs(order.rows_of(x), order.counts))
+        weights = routing.weights[:, None].to(outputs.dtype)
+        total = torch.bmm(weights, outputs).view_as(hidden_states)
+        return total if self.shared is None else total + self._shared(hidden_states, self.shared), None
+
+    def _shared(self, x: torch.Tensor, mlp: SwigluMLP) -> torch.Tensor:
+        output: torch.Tensor = mlp(x)[0]
+        return output if self.shared_gate is None else self.shared_gate(x) * output
+
+    def _outputs(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        if self.size * self.copies == 1:
+            found: torch.Tensor = self.experts(rows, counts)
+            return found
+        group = mpu.get_expert_tensor_and_model_parallel_group()
+        exchange = Exchange(counts, self.size, self.copies, group)
+        return exchange.give_back(self.experts(exchange.send(rows), exchange.counts))

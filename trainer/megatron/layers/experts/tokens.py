@@ -1,0 +1,44 @@
+"""Describes the tokens of a micro-batch to the routers of its layers. No megatron here."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedTokens:
+    """Which sample each token of a rank belongs to. Shapes: T tokens of this rank, S samples."""
+
+    samples: torch.Tensor
+    """int64 [T], on the device: a number below S, or S for padding."""
+    weights: torch.Tensor
+    """float32 [S + 1], on the device: what a token of each sample counts in a mean over the samples of a step
+    of means over their tokens; 0 for padding."""
+    lengths: torch.Tensor
+    """float32 [S + 1], on the device: tokens of each sample over all ranks; 1 for padding."""
+    experts: torch.Tensor | None = None
+    """int64 [layers of the model, T, k], on the device: the experts that every router has to choose; None:
+    routers choose themselves."""
+
+    def __len__(self) -> int:
+        """Return S."""
+        return len(self.weights) - 1
+
+
+def routed_tokens(
+    lengths: Sequence[int], owners: torch.Tensor, samples: int, *, part: int = 0, parts: int = 1
+) -> RoutedTokens:
+    """Describe this rank's part of a micro-batch, on the host.
+
+    Args:
+        lengths: tokens of each of the S samples, over all ranks.
+        owners: int64: the sample of each token that this context rank has, from 0; S for padding.
+        samples: those of the whole step; at least 1.
+        part: number of this rank among those that divide these tokens into equal pieces.
+        parts: so many pieces.
+    """
+    whole = torch.tensor([*lengths, 1], dtype=torch.float32).clamp_min(1)
+    weights = 1 / (whole * max(samples, 1))
+    weights[-1] = 0
+    return RoutedTokens(owners.chunk(parts)[part], weights, whole)
