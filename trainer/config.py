@@ -38,7 +38,7 @@ class ParallelConfig:
     num_layers_in_last_pipeline_stage: Annotated[int, Meta(ge=0, le=10**4)] = 0
     """Layers of the last stage, which also has the output layer. 0: as many as the stages between."""
     context_parallel_size: Annotated[int, Meta(ge=1, le=4096)] = 1
-    """Ranks that share the tokens of a micro-batch."""
+    """Ranks that share the tokens of a micro-batch, for long samples: each computes its part of every one."""
     expert_model_parallel_size: Annotated[int, Meta(ge=1, le=4096)] = 1
     """Ranks that share the experts of a layer. They are ranks of the sizes above and below: no more are
     needed."""
@@ -47,7 +47,7 @@ class ParallelConfig:
     sequence_parallel: bool = False
     """Divide norms and dropout along the sequence between tensor-parallel ranks."""
     use_distributed_optimizer: bool = True
-    """Divide the optimizer's state between data-parallel ranks."""
+    """Divide the optimizer's state between data-parallel ranks, and between context-parallel ones."""
 
     @property
     def world_size(self) -> int:
@@ -106,7 +106,8 @@ class TrainerConfig:
     """auto, cpu or cuda. auto: cuda where there is one."""
     micro_batch_tokens: Annotated[int, Meta(ge=0, le=10**8)] = 0
     """Tokens in one forward pass on each rank, prompts included; samples are packed into it without padding.
-    A longer sample is a pass of its own. 0, or auto: what suits the device and its memory."""
+    A longer sample is a pass of its own. With `parallel.context_parallel_size` a pass has so many times as
+    many, over all ranks that share it. 0, or auto: what suits the device and its memory."""
     micro_batch_size: Annotated[int, Meta(ge=1, le=10**6)] = 4096
     """Samples in one forward pass, at most."""
     recompute_granularity: str = ""

@@ -81,7 +81,7 @@ def describe_run(settings: Settings, model: ModelFacts, source: PromptSource) ->
     stream = "without end" if source.size is None else f"{source.size:,} in {prompts.passes} passes"
     ranks = (
         f"tensor {parallel.tensor_model_parallel_size} x pipeline {parallel.pipeline_model_parallel_size} x "
-        f"data {parallel.data_parallel_size}"
+        f"context {parallel.context_parallel_size} x data {parallel.data_parallel_size}"
     )
     engines = ", ".join(
         f"{entry.count} on {entry.engine.get('name', engine.name)}" for entry in services.pool

@@ -47,13 +47,12 @@ UNSUPPORTED = (
     "virtual_pipeline_model_parallel_size",
     "num_layers_in_first_pipeline_stage",
     "num_layers_in_last_pipeline_stage",
-    "context_parallel_size",
 )
 """Settings of the layout that are refused."""
 
 
 class MegatronBackend(Backend):
-    """A Hugging Face checkpoint trained under tensor, pipeline and data parallelism.
+    """A Hugging Face checkpoint trained under tensor, pipeline, context and data parallelism.
 
     Results do not depend on the layout. Without torchrun it is a world of one. On a machine without CUDA it
     runs on gloo.

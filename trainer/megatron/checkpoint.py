@@ -2,12 +2,14 @@
 
 Files of a directory:
     layout.json                        model, sizes, dtype; by rank 0
-    model-tp0-pp0.safetensors          trained parameters by megatron name; by the first data-parallel rank
-    optimizer-tp0-pp0-dp0.safetensors  moments, steps, masters, random states; by each data-parallel rank if
-                                       the optimizer is distributed, else by the first
+    model-tp0-pp0.safetensors          trained parameters by megatron name; by the first of their copies
+    optimizer-tp0-pp0-dp0.safetensors  moments, steps, masters, random states; by each copy if the optimizer
+                                       is distributed, else by the first
     model-rank0.safetensors, optimizer-rank0.safetensors
                                        instead of these by every rank, if the model has experts, of which
                                        data-parallel ranks may have different ones
+
+Copies of the parameters are on data-parallel and context ranks: dp0 is the first, see `Position.copy`.
 
 The state is read from and written into torch's optimizer itself: megatron's own checkpoint path of the
 distributed optimizer refuses torch's AdamW on reload.
@@ -49,6 +51,7 @@ def layout(architecture: Architecture, position: Position, dtype: str, lora: Lor
         "model": asdict(architecture),
         "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
         "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
+        "context_parallel_size": parallel.context_parallel_size,
         "data_parallel_size": parallel.data_parallel_size,
         "expert_model_parallel_size": parallel.expert_model_parallel_size,
         "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
@@ -77,9 +80,9 @@ def copy_part(
     files: dict[str, Iterable[tuple[str, torch.Tensor]]] = {}
     by_rank = _is_by_rank(description)
     model_file, optimizer_file = _files(position, by_rank=by_rank)
-    if position.dp == 0 or by_rank:
+    if position.copy == 0 or by_rank:
         files[model_file] = parameters.items()
-    if position.dp == 0 or by_rank or is_distributed(position):
+    if position.copy == 0 or by_rank or is_distributed(position):
         files[optimizer_file] = _optimizer_tensors(optimizer).items()
     named = {(file, name): tensor for file, tensors in files.items() for name, tensor in tensors}
     copied = copies.copy_all((f"{file} {name}", tensor) for (file, name), tensor in named.items())
@@ -132,7 +135,8 @@ def _check_layout(directory: Path, description: dict[str, Any]) -> None:
         raise SettingsError(
             f"cannot read {path}: {error}: not a checkpoint of the megatron backend"
         ) from error
-    saved = {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": 1} | saved
+    sizes = ("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
+    saved = dict.fromkeys(sizes, 1) | saved  # older releases knew no other
     if isinstance(saved.get("model"), dict):
         saved["model"] = _with_defaults(saved["model"], Architecture)
         for name, kind in PARTS.items():
@@ -220,8 +224,8 @@ def _files(position: Position, *, by_rank: bool) -> tuple[str, str]:
     """Return the names of a rank's files of parameters and of optimizer state."""
     if by_rank:
         return f"model-rank{position.rank}.safetensors", f"optimizer-rank{position.rank}.safetensors"
-    dp = position.dp if is_distributed(position) else 0
+    copy = position.copy if is_distributed(position) else 0
     return (
         f"model-tp{position.tp}-pp{position.pp}.safetensors",
-        f"optimizer-tp{position.tp}-pp{position.pp}-dp{dp}.safetensors",
+        f"optimizer-tp{position.tp}-pp{position.pp}-dp{copy}.safetensors",
     )

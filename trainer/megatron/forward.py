@@ -85,7 +85,7 @@ class Runner:
         finish = partial(_loss, algorithm, measures)
         outputs = self._run(batch, packing, finish, forward_only=False)
         position = self.position
-        speaks = position.tp == 0 and position.last_stage
+        speaks = position.tp == position.cp == 0 and position.last_stage
         vector = measures.join(outputs if position.tp == 0 else (), position.device)
         sums, maxima = measures.split(vector)
         computed = [packing.padding, packing.tokens] if speaks else [0, 0]
@@ -109,8 +109,11 @@ class Runner:
         result = torch.zeros(len(batch.tokens), dtype=torch.float32, device=self.position.device)
         for place, values in outputs:
             result[place] = values
-        if self.position.config.pipeline_model_parallel_size > 1:
+        parallel = self.position.config
+        if parallel.pipeline_model_parallel_size > 1:
             dist.all_reduce(result, group=mpu.get_pipeline_model_parallel_group())
+        if parallel.context_parallel_size > 1:  # each token is on one of the ranks
+            dist.all_reduce(result, group=mpu.get_context_parallel_group())
         return result.cpu()
 
     @torch.no_grad()

@@ -1,6 +1,9 @@
 """Packs a replica's samples into micro-batches, and makes each one as it is needed.
 
-Shapes: T tokens of a micro-batch that are inputs, k of which predict a token that is asked for.
+With context parallelism a rank makes its part of it: every rank of a replica has the whole samples, so also
+the token that follows the last one of a piece.
+
+Shapes: T tokens of a micro-batch that are inputs on this rank, k of which predict a token that is asked for.
 """
 
 import dataclasses
@@ -11,11 +14,14 @@ from typing import TypeVar
 import torch
 
 from trainer.batch import Batch, TrainedTokens, trained_tokens
+from trainer.data.context_division import Division
 from trainer.data.packing import pack
+from trainer.megatron.layers.attention.context import sum_over_context_ranks
 from trainer.megatron.layers.attention.core import by_segments, kernel_for
 from trainer.megatron.layers.attention.rotary import Rotary
 from trainer.megatron.layers.attention.sequences import PackedSequences, packed_sequences, to_device
 from trainer.megatron.layers.attention.terms import AttentionTerms
+from trainer.megatron.layers.attention.visible import pieces_with_padding, ranges, visible_keys
 from trainer.megatron.layers.experts.tokens import RoutedTokens, routed_tokens
 from trainer.megatron.parallel import Position
 
@@ -27,7 +33,10 @@ PASSES_OF_A_STAGE = 4
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Samples one after the other, each without its last token, which predicts nothing."""
+    """Samples one after the other, each without its last token, which predicts nothing.
+
+    With context parallelism they are this rank's pieces of them.
+    """
 
     inputs: torch.Tensor
     """int64 [1, T], on the device."""
@@ -51,10 +60,8 @@ class Packing:
 
     samples: tuple[tuple[int, ...], ...]
     """For each micro-batch the indices of its samples."""
-    sizes: tuple[int, ...]
-    """Tokens that each computes."""
-    padding: int
-    """Tokens in all of them that are no sample's."""
+    divisions: tuple[Division, ...]
+    """How the inputs of each are divided between the context ranks."""
 
     @classmethod
     def of(
@@ -64,24 +71,27 @@ class Packing:
 
         With sequence parallelism a micro-batch is padded to a multiple of the tensor ranks. With a pipeline
         there are several for each stage, if there are as many samples, so that the stages work at the same
-        time. A replica without samples takes part with one token.
+        time. With context parallelism one has the tokens of all context ranks. A replica without samples
+        takes part with one token a rank.
 
         Args:
             lengths: int64 [n].
             position: a rank's place in the layout.
-            micro_batch_tokens: tokens of a micro-batch, at most, unless one sample has more.
+            micro_batch_tokens: tokens of a micro-batch on each rank, at most, unless one sample has more.
             micro_batch_size: samples of a micro-batch, at most.
         """
         inputs = (lengths - 1).tolist()
-        stages = position.config.pipeline_model_parallel_size
+        stages, ranks = position.config.pipeline_model_parallel_size, position.config.context_parallel_size
+        budget = micro_batch_tokens * ranks
         if stages > 1:
             enough = -(-sum(inputs) // (PASSES_OF_A_STAGE * stages))
-            micro_batch_tokens = min(micro_batch_tokens, enough)
-        packed = pack(inputs, micro_batch_tokens, micro_batch_size) or [[]]
-        divisor = _divisor(position)
-        real = [sum(inputs[sample] for sample in samples) for samples in packed]
-        sizes = [max(-(-size // divisor), 1) * divisor for size in real]
-        return cls(tuple(map(tuple, packed)), tuple(sizes), sum(sizes) - sum(real))
+            budget = min(budget, enough)
+        packed = pack(inputs, budget, micro_batch_size) or [[]]
+        divisions = (
+            Division.of([inputs[sample] for sample in samples], ranks, _divisor(position))
+            for samples in packed
+        )
+        return cls(tuple(map(tuple, packed)), tuple(divisions))
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -89,13 +99,23 @@ class Packing:
     def filled(self, passes: int, position: Position) -> "Packing":
         """Return it with empty micro-batches at the end, `passes` in all."""
         more = passes - len(self)
-        size = _divisor(position)
-        return Packing(self.samples + ((),) * more, self.sizes + (size,) * more, self.padding + size * more)
+        empty = Division.of([], position.config.context_parallel_size, _divisor(position))
+        return Packing(self.samples + ((),) * more, self.divisions + (empty,) * more)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Tokens that each computes on this rank, and on every other one."""
+        return tuple(division.size for division in self.divisions)
 
     @property
     def tokens(self) -> int:
-        """Tokens that all of them compute."""
-        return sum(self.sizes)
+        """Tokens that all of them compute, on all context ranks."""
+        return sum(division.size * len(division.pieces) for division in self.divisions)
+
+    @property
+    def padding(self) -> int:
+        """Tokens in all of them that are no sample's, on all context ranks."""
+        return sum(division.padding for division in self.divisions)
 
     def micro_batches(
         self,
@@ -120,49 +140,65 @@ class Packing:
             experts: whether layers have experts, whose routers have to know what is padding.
         """
         segmented = any(kernel_for(position.device.type, dtype, one) is by_segments for one in terms)
-        for samples, size in zip(self.samples, self.sizes, strict=True):
+        for samples, division in zip(self.samples, self.divisions, strict=True):
             chosen = torch.tensor(samples, dtype=torch.int64)
             part = batch.select(chosen)
-            lengths = [length for length in (part.lengths - 1).tolist() if length]
-            padding = size - sum(lengths)
+            inputs = _inputs(part, division, position)
+            lengths = [piece.tokens for piece in pieces_with_padding(division, position.cp)]
             sequences = packed_sequences(
-                [*lengths, padding] if padding else lengths, rotaries, dtype, segmented=segmented
+                lengths,
+                rotaries,
+                dtype,
+                segmented=segmented,
+                keys=visible_keys(division, position.cp) if len(division.pieces) > 1 else None,
             )
             if experts:
-                routed = _routed(part, lengths, padding, position)
+                routed = _routed(part, division, inputs, position)
                 sequences = dataclasses.replace(sequences, routed=routed)
-            yield _micro_batch(batch, chosen, part, size, sequences, position.device, trained=trained)
+            shift = batch.offsets[chosen] - part.offsets[:-1]
+            yield _micro_batch(part, shift, inputs, division.size, sequences, position, trained=trained)
 
 
 def _micro_batch(
-    batch: Batch,
-    samples: torch.Tensor,
     part: Batch,
+    shift: torch.Tensor,
+    inputs: torch.Tensor,
     size: int,
     sequences: PackedSequences,
-    device: torch.device,
+    position: Position,
     *,
     trained: bool,
 ) -> MicroBatch:
-    index = part.sample_index
+    """Make a micro-batch of some samples of a replica.
+
+    Args:
+        part: the samples.
+        shift: int64 [n]: where each of them begins among the replica's tokens, less where it does in `part`.
+        inputs: what `_inputs` returns.
+        size: tokens that this rank computes.
+        sequences: describes them.
+        position: this rank's place.
+        trained: as in `Packing.micro_batches`.
+    """
+    device = position.device
     tokens = torch.zeros(1, size, dtype=torch.int64)
-    kept = part.tokens[_inputs(part)]
-    tokens[0, : len(kept)] = kept
-    mask = (part.loss_mask if trained else part.sampled_mask).clone()
-    mask[part.offsets[:-1]] = False
-    place = mask.nonzero()[:, 0]
-    row, target = place - 1 - index[place], part.tokens[place].long()
+    tokens[0, : len(inputs)] = part.tokens[inputs]
+    asked = torch.zeros_like(part.loss_mask)
+    asked[inputs + 1] = (part.loss_mask if trained else part.sampled_mask)[inputs + 1]
+    rows = torch.zeros(len(part.tokens), dtype=torch.int64)
+    rows[inputs + 1] = torch.arange(len(inputs))
+    place = asked.nonzero()[:, 0]
+    row, target = rows[place], part.tokens[place].long()
     if not len(place):
         row = target = torch.zeros(1, dtype=torch.int64)
-    shift = batch.offsets[samples] - part.offsets[:-1]
     return MicroBatch(
         inputs=to_device(tokens, device),
         sequences=sequences,
         rows=to_device(row, device),
         targets=to_device(target, device),
         wanted=len(place),
-        places=to_device(place + shift[index[place]], device),
-        trained=_on(trained_tokens(part), device) if trained else None,
+        places=to_device(place + shift[part.sample_index[place]], device),
+        trained=_trained(dataclasses.replace(part, loss_mask=asked), position) if trained else None,
     )
 
 
@@ -171,24 +207,35 @@ def _divisor(position: Position) -> int:
     return position.config.tensor_model_parallel_size if position.sequence_parallel else 1
 
 
-def _routed(part: Batch, lengths: list[int], padding: int, position: Position) -> RoutedTokens:
+def _inputs(part: Batch, division: Division, position: Position) -> torch.Tensor:
+    """Return which tokens of a micro-batch's samples this context rank computes, int64, in their order."""
+    pieces = division.pieces[position.cp]
+    table = torch.tensor([(p.sequence, p.start, p.tokens) for p in pieces], dtype=torch.int64).view(-1, 3)
+    return ranges(part.offsets[table[:, 0]] + table[:, 1], table[:, 2])
+
+
+def _trained(part: Batch, position: Position) -> TrainedTokens:
+    """Return the trained tokens of this rank; others of the same samples are on its context ranks."""
+    tokens = _on(trained_tokens(part), position.device)
+    if position.config.context_parallel_size > 1:
+        tokens = dataclasses.replace(tokens, join=sum_over_context_ranks)
+    return tokens
+
+
+def _routed(part: Batch, division: Division, inputs: torch.Tensor, position: Position) -> RoutedTokens:
     """Describe the tokens that this rank has in sequence-parallel regions."""
+    lengths, pieces = (part.lengths - 1).tolist(), division.pieces[position.cp]
+    owners = torch.tensor([*(piece.sequence for piece in pieces), len(lengths)])
+    counts = torch.tensor([*(piece.tokens for piece in pieces), division.size - len(inputs)])
     routed = routed_tokens(
         lengths,
-        padding,
+        owners.repeat_interleave(counts),
         part.totals.samples,
-        experts=None if part.experts is None else part.experts[_inputs(part)],
+        experts=None if part.experts is None else part.experts[inputs],
         part=position.tp if position.sequence_parallel else 0,
         parts=_divisor(position),
     )
     return _on(routed, position.device)
-
-
-def _inputs(part: Batch) -> torch.Tensor:
-    """Return which tokens are inputs, bool [t]: all but the last of each sample."""
-    inputs = torch.ones(len(part.tokens), dtype=torch.bool)
-    inputs[part.offsets[1:] - 1] = False
-    return inputs
 
 
 def _on(tokens: T, device: torch.device) -> T:

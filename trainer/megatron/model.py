@@ -106,6 +106,7 @@ def transformer_config(
             attention_dropout=0.0,
             tensor_model_parallel_size=parallel.tensor_model_parallel_size,
             pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+            context_parallel_size=parallel.context_parallel_size,
             sequence_parallel=position.sequence_parallel,
             params_dtype=dtype,
             pipeline_dtype=dtype,

@@ -1,4 +1,6 @@
-"""Wraps megatron's optimizer: AdamW on float32 masters, its state sharded over data-parallel ranks if asked.
+"""Wraps megatron's optimizer: AdamW on float32 masters, its state sharded over ranks of the same parameters.
+
+These are data-parallel and context ranks; `use_distributed_optimizer` asks for it.
 
 A parameter's master is its `main_param`: megatron sets it in bfloat16; in float32 there is none, unless
 masters are to be separate.
@@ -38,7 +40,7 @@ def wrap_model(
 
 def is_distributed(position: Position) -> bool:
     """Return whether the optimizer state is sharded, which is pointless over one rank and costs copies."""
-    return position.config.use_distributed_optimizer and position.config.data_parallel_size > 1
+    return position.config.use_distributed_optimizer and position.copies > 1
 
 
 class Optimizer:

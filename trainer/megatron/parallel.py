@@ -46,9 +46,24 @@ class Position:
         return self.place.pp
 
     @property
+    def cp(self) -> int:
+        """Context rank."""
+        return self.place.cp
+
+    @property
     def dp(self) -> int:
         """Data-parallel rank."""
         return self.place.dp
+
+    @property
+    def copy(self) -> int:
+        """Number among the `copies`: the context rank varies faster than the data-parallel one."""
+        return self.cp + self.config.context_parallel_size * self.dp
+
+    @property
+    def copies(self) -> int:
+        """Ranks that have the same parameters, but for those of experts: they share the optimizer's state."""
+        return self.config.context_parallel_size * self.config.data_parallel_size
 
     @property
     def rank(self) -> int:
@@ -105,23 +120,25 @@ def initialize(config: ParallelConfig, device: str, seed: int) -> Position:
     sizes = (
         config.tensor_model_parallel_size,
         config.pipeline_model_parallel_size,
+        config.context_parallel_size,
         config.data_parallel_size,
     )
     if min(sizes) < 1 or world != config.world_size:
         raise SettingsError(
             f"[parallel] asks for {config.world_size} processes (tensor {sizes[0]} x pipeline {sizes[1]} x "
-            f"data {sizes[2]}), but {world} are running: start the trainer with torchrun --nproc-per-node "
-            f"{config.world_size}, or change the sizes"
+            f"context {sizes[2]} x data {sizes[3]}), but {world} are running: start the trainer with "
+            f"torchrun --nproc-per-node {config.world_size}, or change the sizes"
         )
     experts = (config.expert_model_parallel_size, config.expert_tensor_parallel_size)
     with _initializing:
         if not dist.is_initialized():
             _owns_torch = _initialize_torch(place, world)
         if mpu.model_parallel_is_initialized():
-            _check_layout((*sizes[:2], *experts))
+            _check_layout((*sizes[:3], *experts))
         else:
             mpu.initialize_model_parallel(
                 *sizes[:2],
+                context_parallel_size=sizes[2],
                 expert_model_parallel_size=experts[0],
                 expert_tensor_parallel_size=experts[1],
                 create_gloo_process_groups=False,
@@ -152,12 +169,14 @@ def _check_order(position: Position) -> None:
     theirs = (
         mpu.get_tensor_model_parallel_rank(),
         mpu.get_pipeline_model_parallel_rank(),
+        mpu.get_context_parallel_rank(),
         mpu.get_data_parallel_rank(),
+        mpu.get_data_parallel_rank(with_context_parallel=True),
         mpu.get_expert_model_parallel_rank(),
         mpu.get_expert_tensor_parallel_rank(),
     )
     place = position.place
-    if theirs != (place.tp, place.pp, place.dp, place.ep, place.etp):
+    if theirs != (place.tp, place.pp, place.cp, place.dp, position.copy, place.ep, place.etp):
         raise RuntimeError(f"megatron-core puts rank {position.rank} at {theirs}, not at {position.place}")
 
 
@@ -179,13 +198,14 @@ def _check_layout(sizes: tuple[int, ...]) -> None:
     current = (
         mpu.get_tensor_model_parallel_world_size(),
         mpu.get_pipeline_model_parallel_world_size(),
+        mpu.get_context_parallel_world_size(),
         mpu.get_expert_model_parallel_world_size(),
         mpu.get_expert_tensor_parallel_world_size(),
     )
     if current != sizes:
         raise SettingsError(
-            f"this process already has a layout (tensor, pipeline, expert, expert tensor) = {current}, "
-            f"not {sizes}: close that backend first"
+            f"this process already has a layout (tensor, pipeline, context, expert, expert tensor) = "
+            f"{current}, not {sizes}: close that backend first"
         )
 
 

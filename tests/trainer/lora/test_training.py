@@ -23,7 +23,7 @@ LATENT = "deepseek-v3-dense"
 SLOW = [
     pytest.param(name, layout, marks=pytest.mark.slow)
     for name, layout in (
-        *(("qwen2", layout) for layout in ("tp2", "pp2", "dp2", "tp2-pp2")),
+        *(("qwen2", layout) for layout in ("tp2", "pp2", "dp2", "cp2", "tp2-pp2")),
         *((name, "tp2-sequence") for name in ("gemma2", "glm4", "starcoder2", "qwen3-windows", LATENT)),
     )
 ]

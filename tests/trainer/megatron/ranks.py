@@ -4,6 +4,7 @@ import faulthandler
 import json
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -41,6 +42,10 @@ LAYOUTS = {
     "dp2-replicated": ParallelConfig(data_parallel_size=2, use_distributed_optimizer=False),
     "tp2-pp2": ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2),
     "tp2-dp2": ParallelConfig(tensor_model_parallel_size=2, data_parallel_size=2),
+    "cp2": ParallelConfig(context_parallel_size=2),
+    "cp2-dp2": ParallelConfig(context_parallel_size=2, data_parallel_size=2),
+    "cp2-pp2": ParallelConfig(context_parallel_size=2, pipeline_model_parallel_size=2),
+    "tp2-cp2": ParallelConfig(tensor_model_parallel_size=2, context_parallel_size=2, sequence_parallel=True),
 }
 EXPERT_LAYOUTS = {
     "ep2": ParallelConfig(data_parallel_size=2, expert_model_parallel_size=2),
@@ -50,6 +55,7 @@ EXPERT_LAYOUTS = {
     "tp2-ep2": ParallelConfig(
         tensor_model_parallel_size=2, sequence_parallel=True, expert_model_parallel_size=2
     ),
+    "cp2-ep2": ParallelConfig(context_parallel_size=2, expert_model_parallel_size=2),
     "ep2-pp2": ParallelConfig(
         pipeline_model_parallel_size=2, data_parallel_size=2, expert_model_parallel_size=2
     ),
@@ -75,6 +81,7 @@ MORE_MODELS_OF = {
     "tp2": ("deepseek-v3-dense",),
     "tp2-sequence": ("mistral", "olmo2", "phi3", "qwen2-moe", "glm4-moe", "gpt-oss", *WINDOWS, *LATENT),
     "pp2": ("gemma2",),
+    "cp2": ("mistral", "gemma2", "qwen3-moe", "deepseek-v3-dense"),
 }
 STEPS = 3
 FRESH = ("qwen2", "qwen3-moe")
@@ -85,18 +92,28 @@ ALGORITHM = Grpo(AlgorithmConfig(entropy_coef=0.02, kl_coef=0.0))
 
 
 def make_backend(
-    model_dir: Path, layout: str, dtype: str = "float32", *, routing_replay: bool = False
+    model_dir: Path,
+    layout: str,
+    dtype: str = "float32",
+    *,
+    routing_replay: bool = False,
+    **parallel: object,
 ) -> MegatronBackend:
+    """`parallel`: changes of the layout."""
     trainer = TrainerConfig(
         micro_batch_tokens=40,
         micro_batch_size=7,
         dtype=dtype,
         device="cpu",
         routing_replay=routing_replay,
-        **BALANCE.get(model_dir.name, {}),
+        **({} if routing_replay else BALANCE.get(model_dir.name, {})),
     )
     return MegatronBackend(
-        model_dir, parallel=LAYOUTS[layout], optimizer=OPTIMIZER, trainer=trainer, algorithm=ALGORITHM
+        model_dir,
+        parallel=replace(LAYOUTS[layout], **parallel),  # type: ignore[arg-type]
+        optimizer=OPTIMIZER,
+        trainer=trainer,
+        algorithm=ALGORITHM,
     )
 
 
@@ -207,8 +224,9 @@ def _go_on(
 
 def _one_by_one(layout: str, models: Path) -> None:
     """Loss, gradient and log-probabilities of packed samples are those of each sample alone."""
+    # A distributed optimizer leaves a rank most gradients without those of the other context ranks.
     name = one_of(layout)
-    backend = make_backend(models / name, layout)
+    backend = make_backend(models / name, layout, use_distributed_optimizer=False)
     batch = part_of(backend, make_batch(name, 0))
     packed, alone = _pass(backend, batch, samples=7), _pass(backend, batch, samples=1)
     for name, expected in alone.items():

@@ -21,9 +21,9 @@ from trainer.megatron.parallel import Position
 ROTARY = Rotary(torch.ones(4))
 
 
-def position(tp: int = 1, dp: int = 1, pp: int = 1) -> Position:
-    config = ParallelConfig(tp, pp, dp, sequence_parallel=tp > 1)
-    return Position(config, torch.device("cpu"), Place())
+def position(tp: int = 1, dp: int = 1, pp: int = 1, cp: int = 1, cp_rank: int = 0) -> Position:
+    config = ParallelConfig(tp, pp, dp, context_parallel_size=cp, sequence_parallel=tp > 1)
+    return Position(config, torch.device("cpu"), Place(cp=cp_rank))
 
 
 def micro_batches(batch: Batch, packing: Packing, place: Position, *, trained: bool) -> list[MicroBatch]:
@@ -56,6 +56,34 @@ def test_every_wanted_token_is_in_one_micro_batch_of_one_replica(
             assert len(chosen) <= most
             assert len(chosen) <= 1 or int((part.lengths[list(chosen)] - 1).sum()) <= budget
             seen.index_add_(0, origin[micro.places], torch.ones_like(micro.places))
+    assert torch.equal(seen, mask.long())
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    tp=st.sampled_from([1, 2]),
+    cp=st.sampled_from([2, 3, 8]),
+    budget=st.integers(1, 60),
+    trained=st.booleans(),
+)
+def test_every_wanted_token_is_on_one_context_rank(tp: int, cp: int, budget: int, trained: bool) -> None:
+    batch = make_batch("qwen2", 3)
+    mask = batch.loss_mask if trained else batch.sampled_mask
+    seen = torch.zeros(len(batch.tokens), dtype=torch.int64)
+    packing = Packing.of(batch.lengths, position(tp, cp=cp), budget, 8)
+    assert packing.tokens == cp * sum(packing.sizes)
+    assert packing.padding == packing.tokens - int((batch.lengths - 1).sum())
+    for rank in range(cp):
+        found = micro_batches(batch, packing, position(tp, cp=cp, cp_rank=rank), trained=trained)
+        assert [micro.inputs.size(1) for micro in found] == list(packing.sizes)
+        for micro in found:
+            rows = micro.rows[: micro.wanted]
+            assert torch.equal(micro.inputs[0, rows], batch.tokens[micro.places - 1].long())
+            assert torch.equal(micro.targets[: micro.wanted], batch.tokens[micro.places].long())
+            assert len(micro.rows) == max(1, micro.wanted)
+            if micro.trained is not None:
+                assert torch.equal(micro.trained.behaviour_logprobs, batch.behaviour_logprobs[micro.places])
+            seen.index_add_(0, micro.places, torch.ones_like(micro.places))
     assert torch.equal(seen, mask.long())
 
 
@@ -100,6 +128,13 @@ def test_sequence_parallel_padding_is_counted() -> None:
     assert (packing.sizes, packing.padding) == ((12, 4), 2)
 
 
+def test_context_ranks_share_a_budget_of_all_of_them() -> None:
+    lengths = torch.full((64,), 101)
+    packing = Packing.of(lengths, position(tp=2, cp=4), 1000, 100)
+    assert packing.sizes == (1000, 600)
+    assert Packing.of(lengths, position(pp=2, cp=4), 6400, 100).sizes == (200,) * 8
+
+
 def test_a_pipeline_has_enough_micro_batches_to_fill_its_stages() -> None:
     lengths = torch.full((64,), 101)
     assert len(Packing.of(lengths, position(), 6400, 100)) == 1
@@ -107,11 +142,12 @@ def test_a_pipeline_has_enough_micro_batches_to_fill_its_stages() -> None:
     assert len(Packing.of(lengths, position(pp=2), 500, 100)) == 13
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_a_replica_without_samples_takes_part_with_padding(tp: int) -> None:
-    batch, place = make_batch("qwen2", 0).select(torch.tensor([], dtype=torch.int64)), position(tp)
+@pytest.mark.parametrize(("tp", "cp"), [(1, 1), (2, 1), (2, 2)])
+def test_a_replica_without_samples_takes_part_with_padding(tp: int, cp: int) -> None:
+    batch, place = make_batch("qwen2", 0).select(torch.tensor([], dtype=torch.int64)), position(tp, cp=cp)
     packing = Packing.of(batch.lengths, place, 8192, 100)
     (micro,) = micro_batches(batch, packing, place, trained=True)
-    assert (packing.padding, tuple(micro.inputs.shape), micro.wanted, len(micro.rows)) == (tp, (1, tp), 0, 1)
+    assert packing.padding == tp * cp
+    assert (tuple(micro.inputs.shape), micro.wanted, len(micro.rows)) == ((1, tp), 0, 1)
     assert micro.trained is not None
     assert len(micro.trained.place) == 0

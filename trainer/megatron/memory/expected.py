@@ -175,7 +175,7 @@ def expected_memory(work: Workload, tokens: int) -> ExpectedMemory:
 
     Args:
         work: the run.
-        tokens: of a micro-batch.
+        tokens: of a micro-batch on each rank.
     """
     stages = range(work.parallel.pipeline_model_parallel_size)
     return max((memory_of_stage(work, tokens, stage) for stage in stages), key=lambda found: found.peak)
@@ -210,7 +210,7 @@ def _stepped(work: Workload, stage: int, trained: int) -> int:
     experts = 0 if work.adapters.rank else expert_parameters_of_stage(work, stage)
     layout = work.layout
     copies = layout.stage_ranks // (layout.ep * layout.etp)
-    return ceil((trained - experts) / layout.dp) + ceil(experts / copies)
+    return ceil((trained - experts) / (layout.dp * layout.cp)) + ceil(experts / copies)
 
 
 def expert_parameters_of_stage(work: Workload, stage: int) -> int:
@@ -245,7 +245,8 @@ def bytes_of_layer(
     """
     if not work.architecture.family.pre_norms:  # those after are not computed again
         without = tuple(name for name in without if name != "layernorm")
-    return sum(
+    seen = 0 if "core_attn" in without else _keys_seen(work, tokens)
+    return seen + sum(
         ceil(tokens * row.elements(work.architecture) * (row.item_bytes or work.item) / _pieces(work, row))
         for row in (EXPERT_ACTIVATIONS if sparse else ACTIVATIONS)
         if not row.module or row.module not in without
@@ -289,7 +290,8 @@ def _kept(work: Workload, tokens: int, stage: int) -> int:
 def _of_layer_backward(work: Workload, tokens: int) -> int:
     """Return the bytes that the backward pass of an MLP takes: gradients of activations and of a weight.
 
-    Those of activations are of the product and of what it is made of. Bounded scores can take more.
+    Those of activations are of the product and of what it is made of. Bounded scores can take more, and so
+    can, with context parallelism, gradients of keys and values that are seen, and of those that ranks have.
     """
     a, tp = work.architecture, work.parallel.tensor_model_parallel_size
     gradients, width = _wide(a) + 1, a.intermediate / tp
@@ -302,7 +304,21 @@ def _of_layer_backward(work: Workload, tokens: int) -> int:
         weight = max(weight, 2 * experts.intermediate * a.hidden * experts.count // (layout.ep * layout.etp))
     passing = ceil(tokens * gradients * width * work.item) + 2 * _stream(work, tokens)
     weights = 0 if work.adapters.rank else weight * work.item
-    return max(passing + weights, SCORES_BYTES if a.score_softcap else 0)
+    bounded = SCORES_BYTES if a.score_softcap else 0
+    return max(passing + weights, bounded, 2 * _keys_seen(work, tokens))
+
+
+def _keys_seen(work: Workload, tokens: int) -> int:
+    """Return the bytes of keys and values that a context rank lays out for its pieces of sequences.
+
+    A sequence that is all of a micro-batch is seen whole by its last piece, and of 2 C parts one is seen once
+    more by the first piece, on the rank that has both.
+    """
+    a, ranks = work.architecture, work.parallel.context_parallel_size
+    if ranks == 1:
+        return 0
+    sizes = a.kv_heads * (a.head_dim + a.value_dim)
+    return ceil(tokens * (ranks + 0.5) * sizes * work.item / work.parallel.tensor_model_parallel_size)
 
 
 def _head(work: Workload, tokens: int, table: int) -> int:

@@ -2,8 +2,9 @@
 
 Gradients are zero at the beginning of each attempt, so the result is that of a step which began with the
 smaller budget. Ranks agree before gradients are added up: a rank that ran out of memory tells the others,
-which have made their passes and drop them. With tensor or pipeline parallelism ranks wait for each other
-within a pass, so no rank can leave it: there the process ends with an error, and torchrun ends the others.
+which have made their passes and drop them. With tensor, pipeline or context parallelism ranks wait for each
+other within a pass, so no rank can leave it: there the process ends with an error, and torchrun ends the
+others.
 """
 
 import gc

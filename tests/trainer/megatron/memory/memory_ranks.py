@@ -1,7 +1,8 @@
 """Gives a model less memory than it has: passes of more tokens than a limit raise torch's own error.
 
 As a module it is one of two ranks: two replicas of which the second is short of memory, then two tensor
-ranks that both are. Either layout also saves memory by settings, which changes no bit.
+ranks that both are. Each layout, and that of two context ranks, also saves memory by settings, which changes
+no bit.
 """
 
 import dataclasses
@@ -97,6 +98,7 @@ def main(model_dir: Path) -> None:
     short.close()
     small.close()
     _save_memory(model_dir, replicas)
+    _save_memory(model_dir, ParallelConfig(context_parallel_size=2))
 
     layout = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)
     _save_memory(model_dir, layout)

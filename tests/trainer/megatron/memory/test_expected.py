@@ -167,6 +167,16 @@ def test_sequence_parallelism_divides_the_residual_stream_too() -> None:
     assert bytes_of_layer(tensor, 1024) == whole / 2 + 1024 * 2 * 4 * 3584 / 2
 
 
+def test_context_ranks_keep_the_keys_that_they_see_and_share_the_optimizer() -> None:
+    alone, four = workload(), workload(parallel=ParallelConfig(context_parallel_size=4))
+    seen = bytes_of_layer(four, 1024) - bytes_of_layer(alone, 1024)
+    assert seen == 1024 * 4.5 * 2 * 4 * 128 * 2
+    assert bytes_of_layer(four, 1024, without=("core_attn",)) == bytes_of_layer(
+        alone, 1024, without=("core_attn",)
+    )
+    assert expected_memory(four, 1024).optimizer == 3 * PARAMETERS_7B
+
+
 def test_the_first_stages_hold_more_micro_batches_and_only_the_last_has_the_head() -> None:
     work = workload(parallel=ParallelConfig(pipeline_model_parallel_size=4))
     first, last = memory_of_stage(work, 1024, 0), memory_of_stage(work, 1024, 3)

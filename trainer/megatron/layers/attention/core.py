@@ -18,6 +18,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trainer.megatron.layers.attention import fused
+from trainer.megatron.layers.attention.context import gather_visible, spread_queries
 from trainer.megatron.layers.attention.segmented import segmented_attention
 from trainer.megatron.layers.attention.sequences import PackedSequences
 from trainer.megatron.layers.attention.terms import PLAIN, AttentionTerms
@@ -25,7 +26,8 @@ from trainer.megatron.layers.attention.terms import PLAIN, AttentionTerms
 Kernel = Callable[..., torch.Tensor]
 """(q [T, heads, D], k [T, kv heads, D], v like k, sequences, terms) -> [T, heads, D]; causal within each
 sequence. `by_segments` also takes v [T, kv heads, V], and gives [T, heads, V]. Kernels with the term `sinks`
-take these, [heads], as the last argument."""
+take these, [heads], as the last argument. With context parallelism there are more keys and values than T:
+`sequences.keys` says which."""
 
 
 def by_segments(
@@ -37,7 +39,11 @@ def by_segments(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute it with torch's attention, a segment at a time: anywhere, and what the others must equal."""
-    return segmented_attention(q, k, v, sequences.segments, terms.scale, terms.window, terms.softcap, sinks)
+    if (keys := sequences.keys) is not None:
+        q = spread_queries(q, keys)
+    numbers = terms.scale, terms.window, terms.softcap
+    out = segmented_attention(q, k, v, sequences.segments, *numbers, sinks)
+    return out if keys is None else out.index_select(0, keys.queries)
 
 
 FUSED: dict[str, Kernel] = {
@@ -92,6 +98,8 @@ class PackedAttention(MegatronModule):
         kernel = kernel_for(query.device.type, query.dtype, self.terms)
         sinks = (self.sinks,) if self.terms.sinks else ()
         query, key = self.rotated(query, key, packed_seq_params)
+        if (keys := packed_seq_params.keys) is not None:
+            key, value = gather_visible(key, value, keys)
         narrower = 0 if kernel is by_segments else query.size(-1) - value.size(-1)
         if not narrower:
             return kernel(query, key, value, packed_seq_params, self.terms, *sinks)

@@ -2,8 +2,9 @@
 
 flash-attn and TransformerEngine are used where they are installed; this project's own tests run neither.
 
-Shapes: q [T, heads, D]; k and v [T, kv heads, D]; all return [T, heads, D]. The kernels count a window's
-tokens without the query's own, and take -1 for all.
+Shapes: q [T, heads, D]; k and v [K, kv heads, D], K being T without context parallelism; all return
+[T, heads, D]. Where a sequence has more keys than queries, its last query belongs to its last key. The
+kernels count a window's tokens without the query's own, and take -1 for all.
 """
 
 import functools
@@ -26,15 +27,14 @@ def flash_attention(
     """Compute it with flash-attn."""
     from flash_attn import flash_attn_varlen_func
 
-    offsets, longest = sequences.offsets, sequences.longest
     out: torch.Tensor = flash_attn_varlen_func(
         q,
         k,
         v,
-        offsets,
-        offsets,
-        longest,
-        longest,
+        sequences.offsets,
+        sequences.key_offsets,
+        sequences.longest,
+        sequences.longest_keys,
         softmax_scale=terms.scale,
         causal=True,
         window_size=(terms.window - 1, 0),
@@ -51,14 +51,15 @@ def transformer_engine_attention(
     terms: AttentionTerms,
 ) -> torch.Tensor:
     """Compute it with TransformerEngine."""
-    out: torch.Tensor = _transformer_engine(q.size(1), k.size(1), q.size(2), terms)(
+    mask = "padding_causal" if sequences.keys is None else "padding_causal_bottom_right"
+    out: torch.Tensor = _transformer_engine(q.size(1), k.size(1), q.size(2), terms, mask)(
         q,
         k,
         v,
         cu_seqlens_q=sequences.offsets,
-        cu_seqlens_kv=sequences.offsets,
+        cu_seqlens_kv=sequences.key_offsets,
         max_seqlen_q=sequences.longest,
-        max_seqlen_kv=sequences.longest,
+        max_seqlen_kv=sequences.longest_keys,
     )
     return out.view_as(q)
 
@@ -76,8 +77,17 @@ def varlen_attention(
     options: dict[str, Any] = {} if terms.scale is None else {"scale": terms.scale}
     if q.size(1) != k.size(1) and _varlen_asks_for_groups():
         options["enable_gqa"] = True
-    offsets, longest, window = sequences.offsets, sequences.longest, (terms.window - 1, 0)
-    found = varlen_attn(q, k, v, offsets, offsets, longest, longest, window_size=window, **options)
+    found = varlen_attn(
+        q,
+        k,
+        v,
+        sequences.offsets,
+        sequences.key_offsets,
+        sequences.longest,
+        sequences.longest_keys,
+        window_size=(terms.window - 1, 0),
+        **options,
+    )
     return cast(torch.Tensor, found)  # a tuple only if more is asked for
 
 
@@ -89,14 +99,14 @@ def _varlen_asks_for_groups() -> bool:
 
 
 @functools.cache
-def _transformer_engine(heads: int, kv_heads: int, head_dim: int, terms: AttentionTerms) -> Any:
+def _transformer_engine(heads: int, kv_heads: int, head_dim: int, terms: AttentionTerms, mask: str) -> Any:
     from transformer_engine.pytorch import DotProductAttention
 
     return DotProductAttention(
         heads,
         head_dim,
         num_gqa_groups=kv_heads,
-        attn_mask_type="padding_causal",
+        attn_mask_type=mask,
         qkv_format="thd",
         softmax_scale=terms.scale,
         window_size=(terms.window - 1, 0),

@@ -1,15 +1,18 @@
 """Describes the sequences of a micro-batch, which lie one after the other without padding.
 
+With context parallelism these are the pieces of sequences that this rank has.
+
 Shapes: T tokens of S sequences.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from trainer.megatron.layers.attention.rotary import Angles, Rotary
 from trainer.megatron.layers.attention.segmented import AttentionSegment, segments_of
+from trainer.megatron.layers.attention.visible import VisibleKeys
 from trainer.megatron.layers.experts.tokens import RoutedTokens
 
 
@@ -25,13 +28,27 @@ class PackedSequences:
     offsets: torch.Tensor
     """int32 [S + 1], on the device: where each sequence begins, and T."""
     angles: tuple[Angles, ...]
-    """Angles of the tokens, for each rotary embedding of the model."""
+    """Angles of the tokens, for each rotary embedding of the model; positions are from 0 in every whole
+    sequence."""
     segments: tuple[AttentionSegment, ...] = ()
-    """For attention by segments; empty if another implementation is used."""
+    """For attention by segments, of the keys; empty if another implementation is used."""
     routed: RoutedTokens | None = None
     """What routers have to know of the tokens; None where no layer has experts."""
+    keys: VisibleKeys | None = None
+    """With context parallelism: the keys that this rank's pieces of sequences see. None: each sequence has as
+    many keys as queries, its own."""
     qkv_format: str = "thd"
     """megatron's name of the packed format: it drops the dimension of the batch before attention."""
+
+    @property
+    def key_offsets(self) -> torch.Tensor:
+        """int32 [S + 1], on the device: where the keys of each sequence begin, and their number."""
+        return self.offsets if self.keys is None else self.keys.offsets
+
+    @property
+    def longest_keys(self) -> int:
+        """Keys of the sequence with the most."""
+        return self.longest if self.keys is None else self.keys.longest
 
 
 def packed_sequences(
@@ -40,6 +57,7 @@ def packed_sequences(
     dtype: torch.dtype,
     *,
     segmented: bool,
+    keys: VisibleKeys | None = None,
 ) -> PackedSequences:
     """Describe sequences, each a sample without its last token, for the device of the rotary embeddings.
 
@@ -49,21 +67,34 @@ def packed_sequences(
         rotaries: the model's.
         dtype: that of queries and keys.
         segmented: whether attention goes by segments.
+        keys: those that the sequences see, on the host, if they are pieces of longer ones.
     """
     device = rotaries[0].frequencies.device
     sizes = torch.tensor(lengths)
     offsets = torch.nn.functional.pad(sizes.cumsum(0), (1, 0))
-    positions = torch.arange(int(offsets[-1])) - offsets[:-1].repeat_interleave(sizes)
+    seen = sizes if keys is None else keys.offsets.diff().long()
+    positions = torch.arange(int(offsets[-1])) + (seen - sizes - offsets[:-1]).repeat_interleave(sizes)
     places = to_device(positions, device)
-    samples = to_device((sizes + 1).repeat_interleave(sizes), device)
+    whole = sizes if keys is None else keys.whole
+    samples = to_device((whole + 1).repeat_interleave(sizes), device)
     return PackedSequences(
         max(lengths),
         to_device(offsets.int(), device),
         tuple(rotary.angles(places, samples, dtype) for rotary in rotaries),
-        segments_of(lengths, device) if segmented else (),
+        segments_of(seen.tolist(), device) if segmented else (),
+        keys=None if keys is None else _to_device(keys, device),
     )
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy a tensor of the host to a device without waiting for it."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def _to_device(keys: VisibleKeys, device: torch.device) -> VisibleKeys:
+    return replace(
+        keys,
+        tokens=to_device(keys.tokens, device),
+        offsets=to_device(keys.offsets, device),
+        queries=to_device(keys.queries, device),
+    )

@@ -44,19 +44,29 @@ class _Attention(torch.autograd.Function):
         terms: AttentionTerms,
     ) -> torch.Tensor:
         ctx.longest, ctx.scale, ctx.window = sequences.longest, terms.scale, [terms.window - 1, 0]
+        ctx.longest_keys, key_offsets = sequences.longest_keys, sequences.key_offsets
         offsets = sequences.offsets
         out, scores, state = torch.ops.torch_attn._varlen_attn(
-            q, k, v, offsets, offsets, ctx.longest, ctx.longest, not terms.window, ctx.scale, ctx.window
+            q,
+            k,
+            v,
+            offsets,
+            key_offsets,
+            ctx.longest,
+            ctx.longest_keys,
+            not terms.window,
+            ctx.scale,
+            ctx.window,
         )
         total = torch.logaddexp(scores, sinks.float()[:, None])  # [heads, T]
         out = (out * (scores - total).exp().t()[..., None]).to(q.dtype)
-        ctx.save_for_backward(q, k, v, sinks, out, total, offsets, state)
+        ctx.save_for_backward(q, k, v, sinks, out, total, offsets, key_offsets, state)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, sinks, out, total, offsets, state = ctx.saved_tensors
+        q, k, v, sinks, out, total, offsets, key_offsets, state = ctx.saved_tensors
         of_q, of_k, of_v = torch.ops.torch_attn._varlen_attn_backward(
             of_out.contiguous(),
             q,
@@ -65,9 +75,9 @@ class _Attention(torch.autograd.Function):
             out,
             total,
             offsets,
-            offsets,
+            key_offsets,
             ctx.longest,
-            ctx.longest,
+            ctx.longest_keys,
             ctx.window[0] < 0,
             state,
             ctx.scale,

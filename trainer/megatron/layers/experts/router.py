@@ -9,6 +9,7 @@ import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
@@ -105,7 +106,7 @@ class ExpertRouter(torch.nn.Module):
         counts = tokens_by_sample(chosen, self.experts.count, tokens)
         self.loads += counts.sum(0)
         if self.config.moe_aux_loss_coeff:
-            group = mpu.get_tensor_model_parallel_group() if self.config.sequence_parallel else None
+            group = _ranks_of_samples(self.config)
             even = scores / scores.sum(-1, keepdim=True) if self.experts.scoring == "sigmoid" else scores
             loss = auxiliary_loss(even, counts, tokens, self.experts.per_token, group)
             weights = MoEAuxLossAutoScaler.apply(weights, self.config.moe_aux_loss_coeff * loss)
@@ -145,3 +146,10 @@ def weights_of(scores: torch.Tensor, chosen: torch.Tensor, experts: Experts) -> 
     if experts.normalized:
         weights = weights / weights.sum(-1, keepdim=True)
     return weights * experts.scale if experts.scale != 1 else weights
+
+
+def _ranks_of_samples(config: TransformerConfig) -> dist.ProcessGroup | None:
+    """Return the ranks that have other tokens of the same samples; None if there are none."""
+    if config.sequence_parallel:
+        return mpu.get_tensor_and_context_parallel_group()
+    return mpu.get_context_parallel_group() if config.context_parallel_size > 1 else None

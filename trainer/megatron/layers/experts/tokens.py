@@ -28,7 +28,7 @@ class RoutedTokens:
 
 def routed_tokens(
     lengths: Sequence[int],
-    padding: int,
+    owners: torch.Tensor,
     samples: int,
     *,
     experts: torch.Tensor | None = None,
@@ -38,21 +38,19 @@ def routed_tokens(
     """Describe this rank's part of a micro-batch, on the host.
 
     Args:
-        lengths: tokens of each sample, at least 1.
-        padding: tokens after them that are no sample's.
+        lengths: tokens of each of the S samples, over all ranks.
+        owners: int64: the sample of each token that this context rank has, from 0; S for padding.
         samples: those of the whole step; at least 1.
-        experts: int16 [tokens of the samples, layers with experts, k]: what was chosen for them, if it is to
+        experts: int16 [tokens without padding, layers with experts, k]: what was chosen for them, if it is to
             be chosen again.
-        part: number of this rank among those that divide the micro-batch into equal pieces.
+        part: number of this rank among those that divide these tokens into equal pieces.
         parts: so many pieces.
     """
-    sizes = torch.tensor([*lengths, padding])
-    owners = torch.arange(len(sizes)).repeat_interleave(sizes)
-    whole = torch.tensor([*lengths, 1], dtype=torch.float32)
+    whole = torch.tensor([*lengths, 1], dtype=torch.float32).clamp_min(1)
     weights = 1 / (whole * max(samples, 1))
     weights[-1] = 0
     given = None
     if experts is not None:
-        filled = torch.nn.functional.pad(experts, (0, 0, 0, 0, 0, padding), value=-1)
+        filled = torch.nn.functional.pad(experts, (0, 0, 0, 0, 0, len(owners) - len(experts)), value=-1)
         given = filled.chunk(parts)[part].transpose(0, 1).long()
     return RoutedTokens(owners.chunk(parts)[part], weights, whole, given)

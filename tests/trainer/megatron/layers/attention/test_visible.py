@@ -1,0 +1,123 @@
+"""Tests that the pieces of all context ranks together compute what one rank computes for whole sequences."""
+
+from itertools import accumulate
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.data.context_division import Division
+from trainer.megatron.layers.attention.core import FUSED, Kernel, by_segments
+from trainer.megatron.layers.attention.rotary import Rotary
+from trainer.megatron.layers.attention.sequences import PackedSequences, packed_sequences
+from trainer.megatron.layers.attention.terms import AttentionTerms
+from trainer.megatron.layers.attention.visible import pieces_with_padding, visible_keys
+
+FREQUENCIES = torch.tensor([1.0, 0.5, 0.1, 0.01])
+LENGTHS = [40, 3, 25, 7, 1, 12]
+
+
+def share_of(
+    division: Division, rank: int, *, device: str = "cpu", segmented: bool = True
+) -> PackedSequences:
+    return packed_sequences(
+        [piece.tokens for piece in pieces_with_padding(division, rank)],
+        [Rotary(FREQUENCIES.to(device))],
+        torch.float32,
+        segmented=segmented,
+        keys=visible_keys(division, rank),
+    )
+
+
+def places_of(division: Division, rank: int, lengths: list[int]) -> torch.Tensor:
+    """Where each token of a rank, without its padding, is in the whole sequences."""
+    starts = [0, *accumulate(lengths)]
+    pieces = [torch.arange(p.start, p.stop) + starts[p.sequence] for p in division.pieces[rank]]
+    return torch.cat([*pieces, torch.arange(0)])
+
+
+def by_ranks(
+    kernel: Kernel, qkv: list[torch.Tensor], lengths: list[int], ranks: int, terms: AttentionTerms
+) -> torch.Tensor:
+    """The attention of every rank's tokens, with a gather that is done by hand."""
+    division, device = Division.of(lengths, ranks, 2), qkv[0].device
+    places = [places_of(division, rank, lengths).to(device) for rank in range(ranks)]
+
+    def shares(x: torch.Tensor) -> list[torch.Tensor]:
+        rows = [x.index_select(0, place) for place in places]
+        return [torch.cat([row, row.new_ones(division.size - len(row), *x.shape[1:])]) for row in rows]
+
+    queries, keys, values = (shares(x) for x in qkv)
+    out = torch.zeros_like(qkv[0])
+    for rank, place in enumerate(places):
+        share = share_of(division, rank, device=device.type, segmented=kernel is by_segments)
+        assert share.keys is not None
+        seen = share.keys.tokens
+        found = kernel(queries[rank], torch.cat(keys)[seen], torch.cat(values)[seen], share, terms)
+        out = out.index_copy(0, place, found[: len(place)])
+    return out
+
+
+def qkv(tokens: int, device: str = "cpu", dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(tokens, heads, 16, generator=generator, dtype=dtype).to(device).requires_grad_()
+        for heads in (4, 2, 2)
+    ]
+
+
+def assert_equal(
+    kernel: Kernel, inputs: list[torch.Tensor], lengths: list[int], ranks: int, window: int, atol: float
+) -> None:
+    """Values and gradients."""
+    terms, device = AttentionTerms(window=window), inputs[0].device
+    whole = packed_sequences(
+        lengths, [Rotary(FREQUENCIES.to(device))], torch.float32, segmented=kernel is by_segments
+    )
+    expected, found = kernel(*inputs, whole, terms), by_ranks(kernel, inputs, lengths, ranks, terms)
+    torch.testing.assert_close(found, expected, atol=atol, rtol=0)
+    upstream = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).to(expected)
+    wanted = torch.autograd.grad(expected, inputs, upstream)
+    for gradient, other in zip(torch.autograd.grad(found, inputs, upstream), wanted, strict=True):
+        torch.testing.assert_close(gradient, other, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("window", [0, 1, 9])
+def test_pieces_see_what_whole_sequences_do(ranks: int, window: int) -> None:
+    assert_equal(by_segments, qkv(sum(LENGTHS)), LENGTHS, ranks, window, 1e-12)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("window", [0, 50])
+def test_fused_kernels_align_queries_with_the_last_keys(ranks: int, window: int) -> None:
+    lengths = [900, 300, 40, 7, 512]
+    inputs = qkv(sum(lengths), "cuda", torch.bfloat16)
+    assert_equal(FUSED["torch.nn.attention.varlen"], inputs, lengths, ranks, window, 0.05)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 200), max_size=20), st.sampled_from([2, 3, 4]))
+def test_a_piece_has_its_own_positions_and_the_keys_up_to_its_last_token(
+    lengths: list[int], ranks: int
+) -> None:
+    division = Division.of(lengths, ranks)
+    starts = [0, *accumulate(lengths)]
+    gathered = torch.full((ranks * division.size,), -1)
+    for rank in range(ranks):
+        own = places_of(division, rank, lengths)
+        gathered[rank * division.size : rank * division.size + len(own)] = own
+    for rank in range(ranks):
+        share, pieces = share_of(division, rank), pieces_with_padding(division, rank)
+        assert share.keys is not None
+        seen = gathered[share.keys.tokens].split([piece.stop for piece in pieces])
+        for piece, keys in zip(division.pieces[rank], seen, strict=False):
+            assert keys.tolist() == list(range(starts[piece.sequence], starts[piece.sequence] + piece.stop))
+        positions = torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces])
+        torch.testing.assert_close(share.angles[0].cos[:, 0, 0], positions.float().cos())
+        assert torch.equal(share.keys.offsets.diff(), torch.tensor([piece.stop for piece in pieces]))
+        whole = [lengths[piece.sequence] for piece in division.pieces[rank]]
+        assert share.keys.whole.tolist()[: len(whole)] == whole
+        assert share.longest_keys == max(piece.stop for piece in pieces)
