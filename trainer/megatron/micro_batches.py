@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from trainer.batch import Batch, TrainedTokens, trained_tokens
-from trainer.data.packing import pack
+from trainer.data.packing import fill_groups, pack
 from trainer.megatron.layers.attention.core import by_segments, kernel_for
 from trainer.megatron.layers.attention.sequences import PackedSequences, packed_sequences, to_device
 from trainer.megatron.parallel import Position
@@ -58,7 +58,8 @@ class Packing:
 
         With sequence parallelism a micro-batch is padded to a multiple of the tensor ranks. With a pipeline
         there are several for each stage, if there are as many samples, so that the stages work at the same
-        time. A replica without samples takes part with one token.
+        time. A replica without samples takes part with one token. A virtual pipeline takes micro-batches in
+        groups of as many as there are stages: the fullest are divided, or empty ones added, to fill the last.
 
         Args:
             lengths: int64 [n].
@@ -72,6 +73,8 @@ class Packing:
             enough = -(-sum(inputs) // (PASSES_OF_A_STAGE * stages))
             micro_batch_tokens = min(micro_batch_tokens, enough)
         packed = pack(inputs, micro_batch_tokens, micro_batch_size) or [[]]
+        if position.config.virtual_pipeline_model_parallel_size > 1:
+            packed = fill_groups(packed, inputs, stages)
         divisor = position.config.tensor_model_parallel_size if position.sequence_parallel else 1
         real = [sum(inputs[sample] for sample in samples) for samples in packed]
         sizes = [max(-(-size // divisor), 1) * divisor for size in real]

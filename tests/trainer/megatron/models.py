@@ -63,7 +63,16 @@ MORE_MODELS = {
     "phi3": ("Phi3", {"vocab_size": 131, "tie_word_embeddings": False, "pad_token_id": None}),
 }
 """Trained in few layouts: these differ from the others in what every layout treats alike."""
-ALL_MODELS = MODELS | MORE_MODELS
+DEEP_MODELS = {
+    "qwen3-deep": (
+        "Qwen3",
+        {"vocab_size": 131, "tie_word_embeddings": True, "num_hidden_layers": 4},
+    ),
+    "qwen2-deep": ("Qwen2", {"vocab_size": 96, "tie_word_embeddings": False, "num_hidden_layers": 4}),
+}
+"""Trained in layouts for which two layers are too few. The vocabulary of the first has an odd size, so it is
+padded for two tensor ranks, and its embedding is the output layer."""
+ALL_MODELS = MODELS | MORE_MODELS | DEEP_MODELS
 SHARDED = "llama"
 """Saved in several files, with an index."""
 OPTIMIZER = OptimizerConfig(lr=1e-3, lr_warmup_steps=2, weight_decay=0.1, adam_eps=1e-5, clip_grad=0.5)

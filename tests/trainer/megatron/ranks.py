@@ -8,12 +8,20 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
 from safetensors.torch import save_file
 
 from protocol.errors import SettingsError
 from tests.trainer.measured import flat
 from tests.trainer.megatron.launch import DEADLINE_S
-from tests.trainer.megatron.models import MODELS, MORE_MODELS, OPTIMIZER, make_batch, step_batch
+from tests.trainer.megatron.models import (
+    DEEP_MODELS,
+    MODELS,
+    MORE_MODELS,
+    OPTIMIZER,
+    make_batch,
+    step_batch,
+)
 from trainer.algorithms.grpo import Grpo
 from trainer.backends.base import Backend
 from trainer.backends.hf_export import write_hf
@@ -22,6 +30,7 @@ from trainer.batch import Batch
 from trainer.config import AlgorithmConfig, ParallelConfig, TrainerConfig
 from trainer.data.packing import balance
 from trainer.megatron.backend import MegatronBackend
+from trainer.megatron.forward import PlannedShapes, ReceivedShapes
 from trainer.storage.host_state import HostCopies
 
 LAYOUTS = {
@@ -34,10 +43,29 @@ LAYOUTS = {
     "tp2-pp2": ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2),
     "tp2-dp2": ParallelConfig(tensor_model_parallel_size=2, data_parallel_size=2),
 }
+DEEP_LAYOUTS = {
+    "pp2-uneven": ParallelConfig(pipeline_model_parallel_size=2, num_layers_in_first_pipeline_stage=1),
+    "pp2-vpp2": ParallelConfig(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2),
+    "pp4": ParallelConfig(pipeline_model_parallel_size=4),
+    "pp2-vpp2-dp2": ParallelConfig(
+        pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, data_parallel_size=2
+    ),
+    "tp2-pp2-vpp2": ParallelConfig(
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=2,
+        sequence_parallel=True,
+    ),
+    "pp2-uneven-tp2": ParallelConfig(
+        tensor_model_parallel_size=2, pipeline_model_parallel_size=2, num_layers_in_last_pipeline_stage=1
+    ),
+}
+"""With models of four layers."""
+LAYOUTS |= DEEP_LAYOUTS
 MORE_MODELS_OF = {"single": tuple(MORE_MODELS), "tp2-sequence": ("mistral", "olmo2", "phi3")}
 STEPS = 3
-FRESH = "qwen2"
-"""Model whose checkpoint is restored into a new backend; others restore into the one that continued."""
+FRESH = ("qwen2", "qwen3-deep")
+"""Models whose checkpoint is restored into a new backend; others restore into the one that continued."""
 ALGORITHM = Grpo(AlgorithmConfig(entropy_coef=0.02, kl_coef=0.0))
 
 
@@ -80,7 +108,12 @@ def drain(backend: Backend) -> dict[str, torch.Tensor]:
 
 def models_of(layout: str) -> list[str]:
     """Names of the models that are trained in a layout."""
-    return [*MODELS, *MORE_MODELS_OF.get(layout, ())]
+    return [*DEEP_MODELS] if layout in DEEP_LAYOUTS else [*MODELS, *MORE_MODELS_OF.get(layout, ())]
+
+
+def tied_model_of(layout: str) -> str:
+    """Name of one of them whose embedding is the output layer, with a vocabulary of odd size."""
+    return "qwen3-deep" if layout in DEEP_LAYOUTS else "qwen3-tied"
 
 
 def run(layout: str, models: Path, out: Path) -> None:
@@ -90,11 +123,13 @@ def run(layout: str, models: Path, out: Path) -> None:
         target = out / name
         target.mkdir(parents=True, exist_ok=True)
         _train_and_restore(name, layout, models / name, target)
-    _one_by_one(layout, models / "qwen3-tied")
-    _bfloat16(layout, models / "qwen3-tied", out / "bfloat16")
-    if layout == "single":
-        return
-    _refuse_other_layout(layout, models / "qwen2", out)
+    tied = models / tied_model_of(layout)
+    _one_by_one(layout, tied)
+    _bfloat16(layout, tied, out / "bfloat16")
+    if LAYOUTS[layout].virtual_pipeline_model_parallel_size > 1:
+        _exchange_in_both_directions(layout, tied)
+    if layout not in ("single", *DEEP_LAYOUTS):
+        _refuse_other_layout(layout, models / "qwen2", out)
 
 
 def _train_and_restore(name: str, layout: str, model_dir: Path, out: Path) -> None:
@@ -120,7 +155,7 @@ def _train_and_restore(name: str, layout: str, model_dir: Path, out: Path) -> No
     model = HostCopies().copy_all(backend.export_model())
     if model:  # on rank 0
         write_hf(iter(model.items()), out / "hf", model_dir, 50_000)
-    if name == FRESH:
+    if name in FRESH:
         backend.close()
         backend = make_backend(model_dir, layout)
     backend.restore(checkpoint)
@@ -147,7 +182,7 @@ def _go_on(
 def _one_by_one(layout: str, model_dir: Path) -> None:
     """Loss, gradient and log-probabilities of packed samples are those of each sample alone."""
     backend = make_backend(model_dir, layout)
-    batch = part_of(backend, make_batch("qwen3-tied", 0))
+    batch = part_of(backend, make_batch(model_dir.name, 0))
     packed, alone = _pass(backend, batch, samples=7), _pass(backend, batch, samples=1)
     for name, expected in alone.items():
         scale = max(1.0, expected.abs().max().item())
@@ -157,7 +192,7 @@ def _one_by_one(layout: str, model_dir: Path) -> None:
 
 def _pass(backend: MegatronBackend, batch: Batch, *, samples: int) -> dict[str, torch.Tensor]:
     """What a forward and backward pass gives, with so many samples in a micro-batch."""
-    backend._optimizer.zero_grad(backend._model)
+    backend._optimizer.zero_grad()
     backend._runner.micro_batch_size = samples
     measures = StepMeasures.of_batch(batch, ALGORITHM.config)
     vector, micro_batches, _ = backend._runner.train(batch, ALGORITHM, measures)
@@ -169,13 +204,28 @@ def _pass(backend: MegatronBackend, batch: Batch, *, samples: int) -> dict[str, 
 def _bfloat16(layout: str, model_dir: Path, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     backend = make_backend(model_dir, layout, "bfloat16")
-    name = "qwen3-tied"
+    name = model_dir.name
     _write(out / "before", backend.export())
     backend.train_step(part_of(backend, step_batch(name, 0)))
     checkpoint = _checkpoint(backend, out / "after-one")
     _write(out / "after", _go_on(backend, name))
     backend.restore(checkpoint)
     _write(out / "restored", _go_on(backend, name, by_turns=True))
+    backend.close()
+
+
+def _exchange_in_both_directions(layout: str, model_dir: Path) -> None:
+    """With two stages the one before and the one after are the same rank: an activation must not arrive as a
+    gradient, nor the other way round."""
+    backend = make_backend(model_dir, layout)
+    groups, config = ProcessGroupCollection.use_mpu_process_groups(), backend._config
+    stage, other, shape = float(groups.pp.rank()), 1.0 - groups.pp.rank(), (3, 1, 4)
+    messages = PlannedShapes(groups.pp, config, ReceivedShapes([shape], [shape]))
+    activation, gradient = messages.send_forward_backward_recv_forward_backward(
+        torch.full(shape, 10 + stage), torch.full(shape, 20 + stage), True, True, shape
+    )
+    assert torch.equal(activation, torch.full(shape, 10 + other)), activation
+    assert torch.equal(gradient, torch.full(shape, 20 + other)), gradient
     backend.close()
 
 

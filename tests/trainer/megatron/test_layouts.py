@@ -18,7 +18,15 @@ from tests.trainer.megatron.models import (
     save_model,
     step_batch,
 )
-from tests.trainer.megatron.ranks import ALGORITHM, LAYOUTS, STEPS, models_of, run
+from tests.trainer.megatron.ranks import (
+    ALGORITHM,
+    DEEP_LAYOUTS,
+    LAYOUTS,
+    STEPS,
+    models_of,
+    run,
+    tied_model_of,
+)
 
 pytestmark = pytest.mark.xdist_group("layouts")  # what the module sets up once, not one for each process
 
@@ -58,7 +66,8 @@ class Runs:
             if LAYOUTS[layout].world_size == 1:
                 run(layout, self.models, self.root / layout)
             else:
-                self("single")
+                if layout not in DEEP_LAYOUTS:
+                    self("single")  # whose checkpoint is refused
                 arguments = (layout, str(self.models), str(self.root / layout))
                 launch(
                     LAYOUTS[layout].world_size,
@@ -116,8 +125,9 @@ def test_training_equals_plain_torch(runs: Runs, layout: str, model: str) -> Non
     expected_stats, expected = runs.plain(model)
     for stats, wanted in zip(json.loads((directory / "stats.json").read_text()), expected_stats, strict=True):
         assert stats.pop("skipped") == ""
-        assert 1 <= stats.pop("micro_batches") <= 13
-        assert 0 <= stats.pop("padding_share") < 0.1
+        assert 1 <= stats.pop("micro_batches") <= 14
+        # one sample of 11 tokens leaves one of two micro-batches empty, and both of another replica
+        assert 0 <= stats.pop("padding_share") < 0.25
         assert stats == pytest.approx(wanted, rel=5e-5, abs=2e-5)  # rel: a gradient norm of 20 in float32
     trained = load_file(directory / "after.safetensors")
     worst = max((trained[name] - expected[name]).abs().max().item() for name in expected)
@@ -162,9 +172,10 @@ def test_saved_checkpoint_loads_in_transformers(runs: Runs, layout: str, model: 
 def test_bfloat16_trains_on_float32_masters(runs: Runs, layout: str) -> None:
     directory = runs(layout) / "bfloat16"
     before, after = load_file(directory / "before.safetensors"), load_file(directory / "after.safetensors")
-    source = dict(make_model("qwen3-tied").named_parameters())
+    model = tied_model_of(layout)
+    source = dict(make_model(model).named_parameters())
     assert all(torch.equal(before[name], source[name].bfloat16()) for name in source)
-    _, expected = runs.plain("qwen3-tied")
+    _, expected = runs.plain(model)
     for name, tensor in after.items():
         assert tensor.dtype is torch.bfloat16
         torch.testing.assert_close(tensor.float(), expected[name], atol=5e-3, rtol=1e-2)
@@ -190,22 +201,35 @@ def test_checkpoint_of_another_layout_is_refused(runs: Runs, layout: str) -> Non
     assert refused["unchanged"]
 
 
+LAYERS = {
+    "pp2": [["0"], ["1"]],
+    "tp2-pp2": [["0"], ["1"]],
+    "pp2-uneven": [["0"], ["123"]],
+    "pp2-vpp2": [["0", "2"], ["1", "3"]],
+    "pp4": [["0"], ["1"], ["2"], ["3"]],
+    "pp2-vpp2-dp2": [["0", "2"], ["1", "3"]],
+    "tp2-pp2-vpp2": [["0", "2"], ["1", "3"]],
+    "pp2-uneven-tp2": [["012"], ["3"]],
+}
+"""Numbers of the layers of each chunk of each stage; in other layouts all are in one."""
+
+
 def gather_by_hand(directory: Path, layout: str, model: str) -> dict[str, torch.Tensor]:
     """Hugging Face tensors from the ranks' files, without the rules: reshapes and concatenations only."""
     config = make_model(model).config
-    parallel = LAYOUTS[layout]
     result = {}
-    for stage in range(parallel.pipeline_model_parallel_size):
+    for stage, chunks in enumerate(LAYERS.get(layout, [["0123"]])):
         files = [
             load_file(directory / f"model-tp{tp}-pp{stage}.safetensors")
-            for tp in range(parallel.tensor_model_parallel_size)
+            for tp in range(LAYOUTS[layout].tensor_model_parallel_size)
         ]
-        first = stage * config.num_hidden_layers // parallel.pipeline_model_parallel_size
-        for name in files[0]:
-            parts = [file[name] for file in files]
+        for held in files[0]:
+            parts, chunk, name = [file[held] for file in files], "0", held
+            if held.startswith("chunks."):
+                _, chunk, name = held.split(".", 2)
             if name.startswith("decoder.layers."):
                 local, kind = name.removeprefix("decoder.layers.").split(".", 1)
-                layer = f"model.layers.{int(local) + first}."
+                layer = f"model.layers.{chunks[int(chunk)][int(local)]}."
                 result.update(
                     {layer + key: value for key, value in layer_by_hand(kind, parts, config).items()}
                 )

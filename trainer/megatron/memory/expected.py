@@ -158,7 +158,7 @@ def memory_of_stage(work: Workload, tokens: int, stage: int) -> ExpectedMemory:
         parameters=held * item,
         gradients=trained * gradient_item,
         optimizer=share * (8 + masters) if on_device else 0,
-        activations=_kept(work, tokens, stage) * (pp - stage),  # micro-batches under way in 1F1B
+        activations=_kept(work, tokens, stage) * passes_under_way(work.layout, stage),
         head=_head(work, tokens, table) if last else 0,
         workspace=_of_layer_backward(work, tokens) + tied_gradient,
         update=share * 4 if on_device and gradient_item < 4 else 0,
@@ -180,6 +180,19 @@ def parameters_of_stage(work: Workload, stage: int) -> int:
     return layers + tables * _output_table(work) + (a.hidden if stage == pp - 1 else 0)
 
 
+def passes_under_way(layout: Layout, stage: int) -> int:
+    """Return of how many forward passes of a chunk a stage keeps the activations at a time, at most.
+
+    In 1F1B it is one for each stage from this one on. In the interleaved schedule a stage makes, before its
+    first backward pass, a group of passes, one for each stage, for every chunk but the last, and twice as
+    many more as there are stages after it.
+    """
+    after = layout.pp - stage - 1
+    if layout.chunks == 1:
+        return after + 1
+    return (layout.chunks - 1) * layout.pp + 2 * after + 1
+
+
 def bytes_of_layer(work: Workload, tokens: int, *, without: tuple[str, ...] = ()) -> int:
     """Return the bytes that a layer keeps of a micro-batch; `without` are modules that are recomputed."""
     if work.architecture.family.post_norms:  # these are not computed again
@@ -192,9 +205,9 @@ def bytes_of_layer(work: Workload, tokens: int, *, without: tuple[str, ...] = ()
 
 
 def _kept(work: Workload, tokens: int, stage: int) -> int:
-    """Return the bytes that layers keep of a micro-batch, and what recomputing one piece of them takes."""
+    """Return the bytes that a chunk keeps of a micro-batch, and what recomputing a piece of it takes."""
     trainer, a = work.trainer, work.architecture
-    layers = work.layers_of(stage)
+    layers = len(work.layout.stages[stage][0])
     whole, stream = bytes_of_layer(work, tokens), _stream(work, tokens)
     angles = 2 * tokens * a.head_dim * work.item
     ends = 2 * stream + angles  # the last norm's input and output

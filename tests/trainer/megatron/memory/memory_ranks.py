@@ -29,7 +29,7 @@ def limit_forward(backend: MegatronBackend, tokens: int) -> None:
     def check(module: torch.nn.Module, inputs: Any, options: dict[str, Any]) -> None:
         _check(options["hidden_states"].size(0), tokens)
 
-    layer = backend._runner._inner.decoder.layers[1]
+    layer = backend._runner._inner[0].decoder.layers[1]
     layer.register_forward_pre_hook(check, with_kwargs=True)
 
 
@@ -43,7 +43,7 @@ def limit_backward(backend: MegatronBackend, tokens: int) -> None:
         if output[0].requires_grad:
             output[0].register_hook(check)
 
-    backend._runner._inner.decoder.layers[0].register_forward_hook(watch)
+    backend._runner._inner[0].decoder.layers[0].register_forward_hook(watch)
 
 
 def _check(found: int, limit: int) -> None:
