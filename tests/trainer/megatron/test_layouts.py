@@ -1,11 +1,13 @@
 """Tests that every layout starts from the source's bits, trains as plain torch does, and restores exactly."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from _pytest.mark import ParameterSet
 from safetensors.torch import load_file
 
 from tests.trainer.megatron.launch import launch
@@ -27,12 +29,19 @@ from tests.trainer.megatron.ranks import (
     run,
     tied_model_of,
 )
+from trainer.config import ParallelConfig
 
 pytestmark = pytest.mark.xdist_group("layouts")  # what the module sets up once, not one for each process
 
 
 def marks_of(layout: str) -> list[pytest.MarkDecorator]:
     return [pytest.mark.slow] if LAYOUTS[layout].world_size > 2 else []
+
+
+def of_layouts(wanted: Callable[[ParallelConfig], bool]) -> list[ParameterSet]:
+    return [
+        pytest.param(layout, marks=marks_of(layout)) for layout, sizes in LAYOUTS.items() if wanted(sizes)
+    ]
 
 
 EACH_LAYOUT = pytest.mark.parametrize(
@@ -201,6 +210,49 @@ def test_checkpoint_of_another_layout_is_refused(runs: Runs, layout: str) -> Non
     assert refused["unchanged"]
 
 
+@pytest.mark.parametrize("layout", of_layouts(lambda size: size.virtual_pipeline_model_parallel_size > 1))
+def test_two_stages_take_no_activation_for_a_gradient(runs: Runs, layout: str) -> None:
+    """The stage before and the one after are the same rank there."""
+    received = json.loads((runs(layout) / "exchange.json").read_text())
+    assert received == [[11], [21]]
+
+
+@pytest.mark.parametrize("layout", of_layouts(lambda size: size.pipeline_model_parallel_size > 1))
+def test_an_embedding_that_is_the_output_layer_stays_one_tensor_on_both_stages(
+    runs: Runs, layout: str
+) -> None:
+    model = tied_model_of(layout)
+    parallel = LAYOUTS[layout]
+    source = make_model(model).get_input_embeddings().weight
+    for tp in range(parallel.tensor_model_parallel_size):
+        last = parallel.pipeline_model_parallel_size - 1
+        held = [rank_file(runs(layout) / model / "at-end", tp, stage) for stage in (0, last)]
+        (first,) = (value for name, value in held[0].items() if "word_embeddings" in name)
+        (output,) = (value for name, value in held[1].items() if "output_layer" in name)
+        assert torch.equal(first, output)
+        assert not torch.equal(first, source[tp * len(first) : (tp + 1) * len(first)])
+
+
+@pytest.mark.parametrize("layout", of_layouts(lambda size: size.tensor_model_parallel_size > 1))
+def test_rows_that_pad_the_vocabulary_get_no_gradient(runs: Runs, layout: str) -> None:
+    """They are zero at the beginning, and an optimizer step keeps that only if their gradient is."""
+    model = tied_model_of(layout)
+    parallel = LAYOUTS[layout]
+    held = rank_file(
+        runs(layout) / model / "at-end",
+        parallel.tensor_model_parallel_size - 1,
+        parallel.pipeline_model_parallel_size - 1,
+    )
+    (table,) = (value for name, value in held.items() if "word_embeddings" in name or "output_layer" in name)
+    assert len(table) == 66  # of 132 rows for 131 tokens
+    assert (table[-1] == 0).all()
+    assert (table[:-1] != 0).any(1).all()
+
+
+def rank_file(directory: Path, tp: int, stage: int) -> dict[str, torch.Tensor]:
+    return load_file(directory / f"model-tp{tp}-pp{stage}.safetensors")
+
+
 LAYERS = {
     "pp2": [["0"], ["1"]],
     "tp2-pp2": [["0"], ["1"]],
@@ -219,10 +271,7 @@ def gather_by_hand(directory: Path, layout: str, model: str) -> dict[str, torch.
     config = make_model(model).config
     result = {}
     for stage, chunks in enumerate(LAYERS.get(layout, [["0123"]])):
-        files = [
-            load_file(directory / f"model-tp{tp}-pp{stage}.safetensors")
-            for tp in range(LAYOUTS[layout].tensor_model_parallel_size)
-        ]
+        files = [rank_file(directory, tp, stage) for tp in range(LAYOUTS[layout].tensor_model_parallel_size)]
         for held in files[0]:
             parts, chunk, name = [file[held] for file in files], "0", held
             if held.startswith("chunks."):
