@@ -19,7 +19,16 @@ from trainer.config import TrainerConfig
 from trainer.lora import merged, save_adapter
 from trainer.reference.backend import ReferenceBackend
 
-SLOW = [pytest.param(layout, marks=pytest.mark.slow) for layout in ("tp2", "pp2", "dp2", "tp2-pp2")]
+SLOW = [
+    pytest.param(layout, model, marks=pytest.mark.slow)
+    for layout, model in (
+        ("tp2", "qwen2"),
+        ("pp2", "qwen2"),
+        ("dp2", "qwen2"),
+        ("tp2-pp2", "qwen2"),
+        ("pp2-vpp2", "qwen3-deep"),
+    )
+]
 
 
 def reference(model_dir: Path, adapters: LoraConfig = LORA, **trainer: object) -> ReferenceBackend:
@@ -29,8 +38,7 @@ def reference(model_dir: Path, adapters: LoraConfig = LORA, **trainer: object) -
     )
 
 
-@pytest.mark.parametrize("layout", ["single", "tp2-sequence", *SLOW])
-@pytest.mark.parametrize("name", ["qwen2"])
+@pytest.mark.parametrize(("layout", "name"), [("single", "qwen2"), ("tp2-sequence", "qwen2"), *SLOW])
 def test_a_layout_trains_what_the_merged_weights_say(name: str, layout: str, tmp_path: Path) -> None:
     model_dir, out = save_model(name, tmp_path), tmp_path / "out"
     if LAYOUTS[layout].world_size == 1:

@@ -21,6 +21,9 @@ from trainer.config import ParallelConfig, TrainerConfig
 from trainer.megatron.backend import MegatronBackend
 
 LIMIT = 20
+DEEP = "qwen3-deep"
+"""Name of a model beside the other, with layers enough for `CHUNKS`."""
+CHUNKS = ParallelConfig(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
 
 
 def limit_forward(backend: MegatronBackend, tokens: int) -> None:
@@ -68,6 +71,7 @@ def _step(backend: MegatronBackend) -> StepStats:
 
 
 def _save_memory(model_dir: Path, parallel: ParallelConfig) -> None:
+    """Settings that save memory change no bit."""
     plain = _make(model_dir, parallel, 1000)
     saving = _make(model_dir, parallel, 1000, cpu_offload=True, recompute="full")
     for _ in range(2):
@@ -100,6 +104,7 @@ def main(model_dir: Path) -> None:
 
     layout = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)
     _save_memory(model_dir, layout)
+    _save_memory(model_dir.parent / DEEP, CHUNKS)
     tensor = _make(model_dir, layout, 1000)
     limit_forward(tensor, LIMIT)
     with pytest.raises(
