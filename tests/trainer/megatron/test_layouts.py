@@ -254,23 +254,26 @@ def rank_file(directory: Path, tp: int, stage: int) -> dict[str, torch.Tensor]:
 
 
 LAYERS = {
-    "pp2": [["0"], ["1"]],
-    "tp2-pp2": [["0"], ["1"]],
-    "pp2-uneven": [["0"], ["123"]],
-    "pp2-vpp2": [["0", "2"], ["1", "3"]],
-    "pp4": [["0"], ["1"], ["2"], ["3"]],
-    "pp2-vpp2-dp2": [["0", "2"], ["1", "3"]],
-    "tp2-pp2-vpp2": [["0", "2"], ["1", "3"]],
-    "pp2-uneven-tp2": [["012"], ["3"]],
+    "pp2-uneven": [[[0]], [[1, 2, 3]]],
+    "pp2-vpp2": [[[0], [2]], [[1], [3]]],
+    "pp2-vpp2-dp2": [[[0], [2]], [[1], [3]]],
+    "tp2-pp2-vpp2": [[[0], [2]], [[1], [3]]],
+    "pp2-uneven-tp2": [[[0, 1, 2]], [[3]]],
 }
-"""Numbers of the layers of each chunk of each stage; in other layouts all are in one."""
+"""Layers of each chunk of each stage, where not all stages have as many, one after the other."""
+
+
+def chunks_by_hand(layout: str, layers: int) -> list[list[list[int]]]:
+    stages = LAYOUTS[layout].pipeline_model_parallel_size
+    each = layers // stages
+    return LAYERS.get(layout) or [[[*range(stage * each, (stage + 1) * each)]] for stage in range(stages)]
 
 
 def gather_by_hand(directory: Path, layout: str, model: str) -> dict[str, torch.Tensor]:
     """Hugging Face tensors from the ranks' files, without the rules: reshapes and concatenations only."""
     config = make_model(model).config
     result = {}
-    for stage, chunks in enumerate(LAYERS.get(layout, [["0123"]])):
+    for stage, chunks in enumerate(chunks_by_hand(layout, config.num_hidden_layers)):
         files = [rank_file(directory, tp, stage) for tp in range(LAYOUTS[layout].tensor_model_parallel_size)]
         for held in files[0]:
             parts, chunk, name = [file[held] for file in files], "0", held
