@@ -32,11 +32,12 @@ class ParallelConfig:
     data_parallel_size: Annotated[int, Meta(ge=1, le=4096)] = 1
     """Copies of the model, each with its part of the batch."""
     virtual_pipeline_model_parallel_size: Annotated[int, Meta(ge=1, le=4096)] = 1
-    """Parts of the model that each pipeline stage has, interleaved with those of the others."""
+    """Parts of the model that each pipeline stage has, interleaved with those of the others, so that stages
+    wait less for each other. Divides the layers of every stage; needs at least two stages."""
     num_layers_in_first_pipeline_stage: Annotated[int, Meta(ge=0, le=10**4)] = 0
-    """Layers of the first stage, which also has the embedding. 0: as many as the stages between."""
+    """Layers of the first stage, which also has the embedding. 0: as many as the other stages with 0."""
     num_layers_in_last_pipeline_stage: Annotated[int, Meta(ge=0, le=10**4)] = 0
-    """Layers of the last stage, which also has the output layer. 0: as many as the stages between."""
+    """Layers of the last stage, which also has the output layer. 0: as many as the other stages with 0."""
     context_parallel_size: Annotated[int, Meta(ge=1, le=4096)] = 1
     """Ranks that share the tokens of a micro-batch, for long samples: each computes its part of every one."""
     expert_model_parallel_size: Annotated[int, Meta(ge=1, le=4096)] = 1
@@ -115,7 +116,8 @@ class TrainerConfig:
     (empty), selective (`recompute_modules` of each layer) or full (whole layers)."""
     recompute_method: str = "uniform"
     """full: uniform (layers in pieces of `recompute_num_layers`, of each of which only the input is kept) or
-    block (the first `recompute_num_layers` of each pipeline stage, one by one; the others keep all)."""
+    block (the first `recompute_num_layers` of each pipeline stage or chunk, one by one; the others keep
+    all)."""
     recompute_num_layers: Annotated[int, Meta(ge=1, le=10**4)] = 1
     """full: layers; see `recompute_method`."""
     recompute_modules: tuple[str, ...] = ("layernorm", "mlp")

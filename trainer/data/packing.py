@@ -54,6 +54,31 @@ def pack(lengths: Sequence[int], budget: int, most: int) -> list[list[int]]:
     return [passes[place] for place in order]
 
 
+def fill_groups(passes: Sequence[Sequence[int]], lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Divide micro-batches until their number is a multiple of `size`; where none can be, add empty ones.
+
+    Args:
+        passes: indices of the samples of each.
+        lengths: tokens of each sample.
+        size: micro-batches of a group.
+
+    Returns:
+        The micro-batches, the fullest first.
+    """
+    queue = [(-sum(lengths[i] for i in samples), list(samples)) for samples in passes]
+    heapq.heapify(queue)
+    whole: list[tuple[int, list[int]]] = []
+    while queue and (len(queue) + len(whole)) % size:
+        total, samples = heapq.heappop(queue)
+        if len(samples) < 2:
+            whole.append((total, samples))
+            continue
+        for half in balance([lengths[i] for i in samples], 2):
+            heapq.heappush(queue, (-sum(lengths[samples[i]] for i in half), [samples[i] for i in half]))
+    found = [samples for _, samples in sorted(whole + queue)]
+    return found + [[]] * (-len(found) % size)
+
+
 def pack_padded(lengths: Sequence[int], budget: int, most: int) -> list[list[int]]:
     """Pack samples into micro-batches that are padded to their longest one, so that little is padded.
 

@@ -4,13 +4,12 @@ import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
 
 # isort: split
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.models.gpt import GPTModel
 
 from protocol.errors import SettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig, adapter_targets
@@ -37,18 +36,18 @@ from trainer.megatron.memory.host_optimizer import HostOptimizer
 from trainer.megatron.memory.memory_plan import MemoryPlan
 from trainer.megatron.memory.oom_retry import OomRetry
 from trainer.megatron.memory.recompute import forget_passes, keep_input_gradient, set_recompute
-from trainer.megatron.model import DTYPES, PackedModel, build_model, mark_split, transformer_config
+from trainer.megatron.model import (
+    DTYPES,
+    PackedModel,
+    build_model,
+    mark_split,
+    transformer_config,
+    whole_part,
+)
 from trainer.megatron.optimizer import Optimizer, wrap_model
 from trainer.megatron.reshard import Piece, TensorPlan, export_plan, plan_of, stage_rules, stretch
 from trainer.megatron.sharing import buffers_of, parts_of
 from trainer.storage.host_state import HostCopies, HostState
-
-UNSUPPORTED = (
-    "virtual_pipeline_model_parallel_size",
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-)
-"""Settings of the layout that are refused."""
 
 
 class MegatronBackend(Backend):
@@ -59,7 +58,7 @@ class MegatronBackend(Backend):
     """
 
     _reference: Runner | None = None
-    _reference_model: GPTModel | None = None
+    _reference_model: torch.nn.Module | None = None
 
     def __init__(
         self,
@@ -94,17 +93,18 @@ class MegatronBackend(Backend):
         try:
             self._memory = self._plan_memory(optimizer, adapters, shared=shared)
             self._config = transformer_config(self._model_spec, self._position, DTYPES[trainer.dtype])
-            set_recompute(self._config, trainer)
+            set_recompute(self._config, trainer, self._places)
             set_balance(self._config, self._model_spec.experts, trainer)
-            model = build_model(self._model_spec, self._config, self._position)
-            keep_input_gradient(model, trainer)
-            self._parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
+            chunks = self._build()
+            keep_input_gradient(chunks[0], trainer)
+            part = whole_part(chunks)
+            self._parameters: dict[str, torch.Tensor] = dict(part.named_parameters())
             self._load(model_dir)
             self._trained, self._published = self._parameters, self._plan
             if adapters.rank:
-                self._add_adapters(model, adapters)
-            self._buffers = buffers_of(model)
-            self._wrap(model, optimizer, shared=shared)
+                self._add_adapters(part, adapters)
+            self._buffers = buffers_of(chunks[0])
+            self._wrap(chunks, optimizer, shared=shared)
         except BaseException:
             self.close()
             raise
@@ -116,7 +116,7 @@ class MegatronBackend(Backend):
     def train_step(self, batch: Batch) -> StepStats:
         measures = StepMeasures.of_batch(batch, self.algorithm.config)
         self._memory.begin_step()
-        self._optimizer.zero_grad(self._model)
+        self._optimizer.zero_grad()
         (vector, micro_batches, padding_share), warnings = self._passes.step(
             self._runner, batch, lambda: self._runner.train(batch, self.algorithm, measures)
         )
@@ -165,12 +165,12 @@ class MegatronBackend(Backend):
 
         After a restart call it before `restore`: checkpoints do not hold the reference.
         """
-        model = build_model(self._model_spec, self._config, self._position)
+        chunks = self._build()
+        self._reference_model = whole_part(chunks).requires_grad_(False)
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
+            for name, parameter in self._reference_model.named_parameters():
                 parameter.copy_(self._parameters[name])
-        self._reference_model = model.requires_grad_(False)
-        self._reference = self._make_runner(model, replays_routing=False)
+        self._reference = self._make_runner(chunks, replays_routing=False)
 
     def masters(self) -> Mapping[str, torch.Tensor]:
         return self._masters or super().masters()
@@ -242,7 +242,7 @@ class MegatronBackend(Backend):
             )
         if self._host.in_use:
             return self._host.nbytes
-        self._optimizer.zero_grad(self._model)
+        self._optimizer.zero_grad()
         kept: list[torch.Tensor] = [
             *self._parameters.values(),
             *self._trained.values(),
@@ -250,7 +250,9 @@ class MegatronBackend(Backend):
         ]
         if self._reference_model is not None:
             kept += self._reference_model.parameters()
-        buffers = [*self._model.buffers, *self._model.expert_parallel_buffers]
+        buffers = [
+            buffer for chunk in self._chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+        ]
         kept += [buffer.param_data for buffer in buffers if buffer.param_data is not None]
         return self._host.offload(self._position.device, kept, blank=[buffer.grad_data for buffer in buffers])
 
@@ -262,10 +264,17 @@ class MegatronBackend(Backend):
             self._closed = True
             parallel.finalize()
 
-    def _make_runner(self, model: Any, *, replays_routing: bool) -> Runner:
+    def _build(self) -> list[PackedModel]:
+        """Build this rank's chunks of the model."""
+        return [
+            build_model(self._model_spec, self._config, self._position, chunk=chunk)
+            for chunk in range(self._places.chunks)
+        ]
+
+    def _make_runner(self, chunks: Sequence[Any], *, replays_routing: bool) -> Runner:
         trainer = self._trainer
         return Runner(
-            model,
+            chunks,
             self._model_spec,
             self._position,
             trainer.micro_batch_tokens,
@@ -288,25 +297,26 @@ class MegatronBackend(Backend):
         )
         return MemoryPlan(work, self._position)
 
-    def _wrap(self, model: PackedModel, config: OptimizerConfig, *, shared: bool) -> None:
+    def _wrap(self, chunks: list[PackedModel], config: OptimizerConfig, *, shared: bool) -> None:
         """Make what steps the model: gradients, passes and optimizer."""
         position, dtype = self._position, DTYPES[self._trainer.dtype]
-        self._model = wrap_model(
-            model, self._config, position, grad_reduce_in_fp32=config.grad_reduce_in_fp32
+        self._chunks = wrap_model(
+            chunks, self._config, position, grad_reduce_in_fp32=config.grad_reduce_in_fp32
         )
-        self._runner = self._make_runner(self._model, replays_routing=self._trainer.routing_replay)
+        self._runner = self._make_runner(self._chunks, replays_routing=self._trainer.routing_replay)
         kind = HostOptimizer if config.cpu_offload else Optimizer
-        self._optimizer = kind(config, self._model, position, dtype, apart=shared)
+        self._optimizer = kind(config, self._chunks, position, dtype, apart=shared)
         self._masters = self._optimizer.masters
 
         def reset() -> None:
-            self._optimizer.zero_grad(self._model)
-            forget_passes(model)
+            self._optimizer.zero_grad()
+            for chunk in chunks:
+                forget_passes(chunk)
 
         self._passes = OomRetry(position, self._memory.tokens, reset)
         self._passes.agree_before(self._config)
 
-    def _add_adapters(self, model: GPTModel, adapters: LoraConfig) -> None:
+    def _add_adapters(self, part: torch.nn.Module, adapters: LoraConfig) -> None:
         """Train adapters in place of the model."""
         layout = self._places
         stages = [stage_rules(self._model_spec, layout, stage) for stage in range(layout.pp)]
@@ -316,7 +326,7 @@ class MegatronBackend(Backend):
             ((stage, lora.lora_rules(rules, adapters)) for stage, rules in enumerate(stages)), layout
         )
         self._trained = lora.attach(
-            model, stages[self._position.pp], adapters, self._position, self._trainer.seed
+            part, stages[self._position.pp], adapters, self._position, self._trainer.seed
         )
 
     def _load(self, model_dir: Path) -> None:
@@ -369,11 +379,6 @@ def _check(parallel: ParallelConfig, trainer: TrainerConfig, *, shared: bool) ->
             f"[parallel] asks for {parallel.world_size} ranks: with weights.transport 'shared' "
             "the trainer is one"
         )
-    for field in UNSUPPORTED:
-        if (value := getattr(parallel, field)) != getattr(ParallelConfig(), field):
-            raise SettingsError(
-                f"setting parallel.{field} = {value} is not supported by the megatron backend"
-            )
     if trainer.dtype not in DTYPES:
         raise SettingsError(f"[trainer] dtype is {trainer.dtype!r}: use {' or '.join(DTYPES)}")
 

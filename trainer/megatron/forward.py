@@ -7,13 +7,15 @@ The hidden state of a token predicts the next one, so the last token of a sample
 import dataclasses
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from itertools import tee
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
@@ -40,7 +42,7 @@ class Runner:
 
     def __init__(
         self,
-        model: Any,
+        chunks: Sequence[Any],
         architecture: Architecture,
         position: Position,
         micro_batch_tokens: int,
@@ -48,24 +50,28 @@ class Runner:
         *,
         replays_routing: bool = False,
     ) -> None:
-        """Bind to a model (PackedModel, or DistributedDataParallel around one).
+        """Bind to a model.
 
         Args:
-            model: this rank's part.
+            chunks: this rank's part, each a PackedModel, or DistributedDataParallel around one.
             architecture: the whole model's.
             position: this rank's place in the layout.
             micro_batch_tokens: tokens of a micro-batch, on each rank; see `Packing`.
             micro_batch_size: samples of a micro-batch, at most.
             replays_routing: whether routers choose the experts that the engine recorded.
         """
-        self.model = model
+        self.chunks = list(chunks)
         self.replays_routing = replays_routing
         self.architecture = architecture
         self.position = position
         self.micro_batch_tokens = micro_batch_tokens
         self.micro_batch_size = micro_batch_size
-        self._inner: PackedModel = model if isinstance(model, PackedModel) else model.module
-        self.routers = [module for module in self._inner.modules() if isinstance(module, ExpertRouter)]
+        self._inner: list[PackedModel] = [
+            chunk if isinstance(chunk, PackedModel) else chunk.module for chunk in chunks
+        ]
+        self.routers = [
+            module for chunk in self._inner for module in chunk.modules() if isinstance(module, ExpertRouter)
+        ]
         self.loads = torch.zeros(0, 0)
         """Tokens that each expert got in the last step: float64 [layers, experts], equal on every rank."""
         self._terms = {attention_terms(architecture, layer) for layer in range(architecture.layers)}
@@ -149,24 +155,28 @@ class Runner:
             check_recorded(batch.experts, self.architecture.experts, self.architecture.layers)
         else:
             batch = dataclasses.replace(batch, experts=None)
+        first, chunks = self._inner[0], len(self.chunks)
         micro_batches = packing.micro_batches(
             batch,
             self.position,
-            self._inner.rotaries,
-            self._inner.config.params_dtype,
+            first.rotaries,
+            first.config.params_dtype,
             self._terms,
             trained=not forward_only,
             experts=self.architecture.experts.count > 0,
         )
         communicator = None
         groups = None
-        if self.position.config.pipeline_model_parallel_size > 1:
+        stages = self.position.config.pipeline_model_parallel_size
+        if stages > 1:
             groups = ProcessGroupCollection.use_mpu_process_groups()
-            communicator = PlannedShapes(groups.pp, self._inner.config, self._shapes(packing))
-        outputs: list[Any] = get_forward_backward_func()(
+            communicator = PlannedShapes(groups.pp, first.config, self._shapes(packing))
+        schedule = get_forward_backward_func(stages, chunks if chunks > 1 else None)
+        outputs: list[Any] = schedule(
             forward_step_func=partial(self._forward, batch.temperature, finish),
-            data_iterator=micro_batches,
-            model=self.model,
+            # Each chunk gets every micro-batch; the first one to ask for it has it made.
+            data_iterator=list(tee(micro_batches, chunks)) if chunks > 1 else micro_batches,
+            model=self.chunks if chunks > 1 else self.chunks[0],
             num_microbatches=len(packing),
             seq_length=1,  # the shapes are those of `PlannedShapes`
             micro_batch_size=1,
@@ -176,9 +186,20 @@ class Runner:
         )
         return outputs
 
-    def _shapes(self, packing: Packing) -> list[tuple[int, int, int]]:
-        pieces = self.position.config.tensor_model_parallel_size if self.position.sequence_parallel else 1
-        return [(size // pieces, 1, self.architecture.hidden) for size in packing.sizes]
+    def _shapes(self, packing: Packing) -> "ReceivedShapes":
+        """Return the shapes of what this rank's stage receives."""
+        config = self.position.config
+        pieces = config.tensor_model_parallel_size if self.position.sequence_parallel else 1
+        shapes = [(size // pieces, 1, self.architecture.hidden) for size in packing.sizes]
+        if len(self.chunks) == 1:
+            return ReceivedShapes(shapes, shapes)
+        return interleaved_shapes(
+            shapes,
+            stages=config.pipeline_model_parallel_size,
+            chunks=len(self.chunks),
+            is_first=self.position.first_stage,
+            is_last=self.position.last_stage,
+        )
 
     def _forward(
         self, temperature: float, finish: Any, micro_batches: Iterator[MicroBatch], model: Any
@@ -198,7 +219,7 @@ class Runner:
             rows = copy_to_tensor_model_parallel_region(hidden[:, 0].index_select(0, micro.rows))
         logprobs, entropy = linear_logprobs(
             rows,
-            self._inner.output_weight,
+            self._inner[-1].output_weight,
             micro.targets,
             vocabulary=self.architecture.vocabulary,
             temperature=temperature,
@@ -212,15 +233,46 @@ class Runner:
         return loss, torch.zeros((), dtype=torch.int32, device=hidden.device), output
 
 
+class ReceivedShapes(NamedTuple):
+    """Shapes of what a stage receives in a step, in the order in which it does."""
+
+    activations: Sequence[tuple[int, ...]]
+    """From the stage before."""
+    gradients: Sequence[tuple[int, ...]]
+    """From the stage after."""
+
+
+def interleaved_shapes(
+    shapes: Sequence[tuple[int, ...]], *, stages: int, chunks: int, is_first: bool, is_last: bool
+) -> ReceivedShapes:
+    """Return what a stage receives in the interleaved schedule.
+
+    All stages have the passes of all chunks in one order, and the backward passes in the same with the chunks
+    reversed. The first stage gets activations for all chunks but the first, from the last stage; the last one
+    gradients for all but the last, from the first.
+
+    Args:
+        shapes: of the micro-batches.
+        stages: of the pipeline.
+        chunks: of each stage.
+        is_first: whether it is the first stage.
+        is_last: whether it is the last one.
+    """
+    table = get_schedule_table(len(shapes), chunks, stages)
+    every = [shapes[micro_batch] for micro_batch, _ in table]
+    around = [shapes[micro_batch] for micro_batch, chunk in table if chunk < chunks - 1]
+    return ReceivedShapes(around if is_first else every, around if is_last else every)
+
+
 class PlannedShapes(P2PCommunicator):
     """megatron's messages between stages, without those that say how large a micro-batch is.
 
     Every rank of a replica knows it beforehand, and no stage waits for its device to read it.
     """
 
-    def __init__(self, group: dist.ProcessGroup, config: Any, shapes: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, group: dist.ProcessGroup, config: Any, shapes: ReceivedShapes) -> None:
         super().__init__(group, config)
-        self._forward, self._backward = iter(shapes), iter(shapes)
+        self._forward, self._backward = iter(shapes.activations), iter(shapes.gradients)
 
     def _communicate_shapes(
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool

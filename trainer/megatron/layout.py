@@ -10,6 +10,13 @@ from dataclasses import dataclass
 from protocol.errors import SettingsError
 from trainer.config import ParallelConfig
 
+PIPELINE_ONLY = (
+    "virtual_pipeline_model_parallel_size",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+)
+"""Settings that mean something with a pipeline alone."""
+
 
 @dataclass(frozen=True, slots=True)
 class Grid:
@@ -121,11 +128,58 @@ def _check_experts(parallel: ParallelConfig) -> None:
 
 
 def _stages(parallel: ParallelConfig, layers: int) -> tuple[tuple[range, ...], ...]:
+    """Give every chunk of every stage its layers: chunk by chunk, and within a chunk stage by stage."""
+    vpp = parallel.virtual_pipeline_model_parallel_size
+    sizes = _layers_of_stages(parallel, layers)
+    for stage, size in enumerate(sizes):
+        if size % vpp:
+            raise SettingsError(
+                f"virtual_pipeline_model_parallel_size = {vpp} does not divide the {size} layers of pipeline "
+                f"stage {stage}: choose a divisor"
+            )
+    chunks, start = [], 0
+    for _ in range(vpp):
+        chunk = []
+        for size in sizes:
+            chunk.append(range(start, start + size // vpp))
+            start = chunk[-1].stop
+        chunks.append(chunk)
+    return tuple(zip(*chunks, strict=True))
+
+
+def _layers_of_stages(parallel: ParallelConfig, layers: int) -> list[int]:
+    """Return the layers of each stage: of the first and the last as set, of the others all equal."""
     pp = parallel.pipeline_model_parallel_size
-    if layers % pp:
-        raise SettingsError(
-            f"pipeline_model_parallel_size = {pp} does not divide the model's {layers} layers: "
-            "choose a divisor"
+    for name in PIPELINE_ONLY:
+        if pp == 1 and (value := getattr(parallel, name)) != getattr(ParallelConfig(), name):
+            raise SettingsError(
+                f"{name} = {value} with pipeline_model_parallel_size = 1: there is one stage, which has all "
+                f"{layers} layers; leave it out, or use more stages"
+            )
+    first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
+    between = pp - bool(first) - bool(last)
+    rest = layers - first - last
+    if between and rest > 0 and rest % between == 0:
+        middle = [rest // between] * between
+    elif not between and rest == 0:
+        middle = []
+    else:
+        raise SettingsError(_refusal(parallel, layers, between))
+    return [first] * bool(first) + middle + [last] * bool(last)
+
+
+def _refusal(parallel: ParallelConfig, layers: int, between: int) -> str:
+    pp = parallel.pipeline_model_parallel_size
+    first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
+    if not first and not last:
+        return (
+            f"pipeline_model_parallel_size = {pp} does not divide the model's {layers} layers: choose a "
+            "divisor, or set num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage"
         )
-    each = layers // pp
-    return tuple((range(stage * each, (stage + 1) * each),) for stage in range(pp))
+    names = ("num_layers_in_first_pipeline_stage", first), ("num_layers_in_last_pipeline_stage", last)
+    stated = " and ".join(f"{name} = {value}" for name, value in names if value)
+    remedy = f"leave a multiple of {between}" if between else f"their sum must be {layers}"
+    return (
+        f"{stated} of the model's {layers} layers leave {layers - first - last} to the {between} other "
+        f"pipeline stages: {remedy}"
+    )

@@ -15,7 +15,7 @@ import torch
 
 from trainer.batch import Batch, TrainedTokens, trained_tokens
 from trainer.data.context_division import Division
-from trainer.data.packing import pack
+from trainer.data.packing import fill_groups, pack
 from trainer.megatron.layers.attention.context import sum_over_context_ranks
 from trainer.megatron.layers.attention.core import by_segments, kernel_for
 from trainer.megatron.layers.attention.rotary import Rotary
@@ -72,7 +72,8 @@ class Packing:
         With sequence parallelism a micro-batch is padded to a multiple of the tensor ranks. With a pipeline
         there are several for each stage, if there are as many samples, so that the stages work at the same
         time. With context parallelism one has the tokens of all context ranks. A replica without samples
-        takes part with one token a rank.
+        takes part with one token a rank. A virtual pipeline takes micro-batches in groups of as many as there
+        are stages: the fullest are divided, or empty ones added, to fill the last.
 
         Args:
             lengths: int64 [n].
@@ -87,6 +88,8 @@ class Packing:
             enough = -(-sum(inputs) // (PASSES_OF_A_STAGE * stages))
             budget = min(budget, enough)
         packed = pack(inputs, budget, micro_batch_size) or [[]]
+        if position.config.virtual_pipeline_model_parallel_size > 1:
+            packed = fill_groups(packed, inputs, stages)
         divisions = (
             Division.of([inputs[sample] for sample in samples], ranks, _divisor(position))
             for samples in packed

@@ -6,12 +6,11 @@ Shapes: T tokens of a micro-batch, H hidden size, P tensor ranks; megatron's act
 import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
 
 # isort: split
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.attention import SelfAttention
@@ -105,7 +104,7 @@ def transformer_config(
             hidden_dropout=0.0,
             attention_dropout=0.0,
             tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-            pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+            **pipeline_fields(parallel),
             context_parallel_size=parallel.context_parallel_size,
             sequence_parallel=position.sequence_parallel,
             params_dtype=dtype,
@@ -142,26 +141,51 @@ def _of_experts(experts: Experts, parallel: ParallelConfig) -> dict[str, Any]:
     }
 
 
+def pipeline_fields(parallel: ParallelConfig) -> dict[str, Any]:
+    """Return the fields of megatron's configuration that say how layers are divided into stages."""
+    pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
+    first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
+    fields: dict[str, Any] = {
+        "pipeline_model_parallel_size": pp,
+        "num_layers_in_first_pipeline_stage": first or None,
+        # With two stages it follows from the first; with both megatron divides by no stages between.
+        "num_layers_in_last_pipeline_stage": (last or None) if pp > 2 or not first else None,
+    }
+    if vpp > 1:
+        # In a batch of messages megatron receives from the stage before first and from the one after last, as
+        # it sends. With two stages both are the same rank, and activations would be taken for gradients.
+        fields |= {
+            "virtual_pipeline_model_parallel_size": vpp,
+            "batch_p2p_comm": False,
+            "overlap_p2p_comm": True,
+        }
+    return fields
+
+
 def build_model(
     architecture: Architecture,
     config: TransformerConfig,
     position: Position,
     *,
+    chunk: int = 0,
     attention: type[Any] = SelfAttention,
     core_attention: type[Any] = PackedAttention,
 ) -> PackedModel:
-    """Build this rank's part of the model, with uninitialized weights. A collective: every rank calls it.
+    """Build a chunk of this rank's part of the model, with uninitialized weights.
+
+    A collective: every rank calls it, for its chunks in their order.
 
     Args:
         architecture: the whole model's.
         config: what `transformer_config` returns.
         position: this rank's place in the layout.
+        chunk: number of the chunk; there is one, unless the pipeline is virtual.
         attention: class of the layers' self-attention; generation has one of its own, and also of
         core_attention: what computes the attention itself.
     """
-    layers = Layout.of(position.config, architecture.layers).stages[position.pp][0]
+    chunks = Layout.of(position.config, architecture.layers).stages[position.pp]
     block = TransformerBlockSubmodules(
-        layer_specs=[layer_spec(architecture, layer, attention, core_attention) for layer in layers],
+        layer_specs=[layer_spec(architecture, layer, attention, core_attention) for layer in chunks[chunk]],
         layer_norm=NORMS[architecture.family.norm],
     )
     model = PackedModel(
@@ -169,11 +193,12 @@ def build_model(
         transformer_layer_spec=block,
         vocab_size=padded_vocabulary(architecture.vocabulary, config.tensor_model_parallel_size),
         max_sequence_length=architecture.max_positions,
-        pre_process=mpu.is_pipeline_first_stage(),
-        post_process=mpu.is_pipeline_last_stage(),
+        pre_process=position.first_stage and chunk == 0,
+        post_process=position.last_stage and chunk == len(chunks) - 1,
         parallel_output=True,
         share_embeddings_and_output_weights=architecture.tied,
         position_embedding_type="none",  # to megatron; attention rotates by `rotaries`
+        vp_stage=chunk if len(chunks) > 1 else None,
     )
     model.rotaries = tuple(
         Rotary.of(rope, architecture.positioned_dim, position.device) for rope in architecture.ropes
@@ -194,3 +219,12 @@ def mark_split(parameters: Mapping[str, torch.Tensor], rules: Iterable[Rule]) ->
         parameter = parameters[rule.parameter]
         if not isinstance(rule, Direct) and not hasattr(parameter, "tensor_model_parallel"):
             set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=rule.dim, stride=1)
+
+
+def whole_part(chunks: Sequence[torch.nn.Module]) -> torch.nn.Module:
+    """Return a rank's chunks as one module, whose parameters have the names that `chunk_rules` gives them."""
+    if len(chunks) == 1:
+        return chunks[0]
+    part = torch.nn.Module()
+    part.chunks = torch.nn.ModuleList(chunks)
+    return part

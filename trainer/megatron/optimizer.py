@@ -7,6 +7,7 @@ masters are to be separate.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,18 +25,28 @@ from trainer.megatron.parallel import Position
 
 
 def wrap_model(
-    model: GPTModel, config: TransformerConfig, position: Position, *, grad_reduce_in_fp32: bool = True
-) -> Any:
-    """Put the model into megatron's data-parallel wrapper, which adds up gradients.
+    chunks: Sequence[GPTModel],
+    config: TransformerConfig,
+    position: Position,
+    *,
+    grad_reduce_in_fp32: bool = True,
+) -> list[Any]:
+    """Put the chunks of a rank into megatron's data-parallel wrapper, which adds up gradients.
 
     It does so in float32, or in the parameters' type.
     """
-    settings = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=grad_reduce_in_fp32, use_distributed_optimizer=is_distributed(position)
-    )
-    wrapped = DistributedDataParallel(config, settings, model)
     config.finalize_model_grads_func = _finalize_gradients
-    return wrapped
+    return [
+        DistributedDataParallel(
+            config,
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=grad_reduce_in_fp32, use_distributed_optimizer=is_distributed(position)
+            ),
+            chunk,
+            disable_bucketing=number > 0,  # as megatron: the first chunk's passes hide what these send
+        )
+        for number, chunk in enumerate(chunks)
+    ]
 
 
 def is_distributed(position: Position) -> bool:
@@ -49,22 +60,22 @@ class Optimizer:
     def __init__(
         self,
         config: OptimizerConfig,
-        model: Any,
+        chunks: Sequence[Any],
         position: Position,
         dtype: torch.dtype,
         *,
         apart: bool = False,
     ) -> None:
-        """Build on the wrapped model, whose weights must be loaded: masters are copies of them. A collective.
+        """Build on the wrapped chunks, whose weights must be loaded: masters are copies. A collective.
 
         Args:
             config: settings of AdamW.
-            model: what `wrap_model` returned.
+            chunks: what `wrap_model` returned.
             position: this rank's place in the layout.
             dtype: that of the parameters.
             apart: have masters in float32, too, instead of stepping the parameters; on one rank only.
         """
-        self.config = config
+        self.config, self._chunks = config, list(chunks)
         settings = MegatronOptimizerConfig(
             optimizer="adam",
             lr=config.lr,
@@ -79,10 +90,10 @@ class Optimizer:
             use_distributed_optimizer=is_distributed(position),
         )
         with cuda_type_names():
-            self.megatron = get_megatron_optimizer(settings, [model], use_gloo_process_groups=False)
+            self.megatron = get_megatron_optimizer(settings, self._chunks, use_gloo_process_groups=False)
         self.steps = 0
         self._fills = True
-        self._parameters: dict[str, Any] = dict(model.module.named_parameters()) if apart else {}
+        self._parameters: dict[str, Any] = dict(chunks[0].module.named_parameters()) if apart else {}
         if apart and dtype is torch.float32:
             for optimizer in self.torch_optimizers:
                 _set_apart(optimizer)
@@ -156,9 +167,10 @@ class Optimizer:
         self.steps += 1
         return norm, ""
 
-    def zero_grad(self, model: Any) -> None:
+    def zero_grad(self) -> None:
         """Zero the gradients."""
-        model.zero_grad_buffer()
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
         self.megatron.zero_grad()
 
     def _scale_gradients(self, factor: float) -> None:

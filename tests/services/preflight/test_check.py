@@ -93,6 +93,13 @@ def test_check_run_finds_nothing_in_the_demo_and_describes_it(tmp_path: Path) ->
         ),
         (["parallel.pipeline_model_parallel_size=4"], ["pipeline_model_parallel_size = 4", "2 layers"]),
         (
+            [
+                "parallel.pipeline_model_parallel_size=2",
+                "parallel.virtual_pipeline_model_parallel_size=2",
+            ],
+            ["virtual_pipeline_model_parallel_size = 2", "1 layers of pipeline stage 0", "divisor"],
+        ),
+        (
             ["trainer.backend=reference", "parallel.data_parallel_size=2"],
             ["setting trainer.backend = 'reference'", "one rank", "use megatron"],
         ),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.data.packing import balance, pack, pack_padded
+from trainer.data.packing import balance, fill_groups, pack, pack_padded
 
 lengths_of_samples = st.lists(st.integers(1, 40), max_size=40)
 
@@ -56,3 +56,25 @@ def test_micro_batches_by_hand() -> None:
     assert pack([3, 3, 3], 100, 2) == [[0, 1], [2]]
     assert pack_padded([3, 9, 4, 4, 12], 10, 99) == [[4], [1], [2, 3], [0]]
     assert pack([], 10, 9) == pack_padded([], 10, 9) == []
+
+
+@given(lengths_of_samples, st.integers(1, 60), st.integers(1, 5))
+def test_groups_are_filled_with_halves_and_only_then_with_nothing(
+    lengths: list[int], budget: int, size: int
+) -> None:
+    passes = pack(lengths, budget, 10**6) or [[]]
+    found = fill_groups(passes, lengths, size)
+    assert len(found) % size == 0
+    assert len(found) - len(passes) < size
+    assert sorted(sample for made in found for sample in made) == list(range(len(lengths)))
+    totals = [sum(lengths[sample] for sample in made) for made in found]
+    assert totals == sorted(totals, reverse=True)
+    assert max(totals) <= max(sum(lengths[sample] for sample in made) for made in passes)
+    empty = sum(not made for made in found)
+    assert empty == 0 or all(len(made) <= 1 for made in found)
+
+
+def test_groups_by_hand() -> None:
+    assert fill_groups([[0, 1], [2]], [3, 4, 5], 2) == [[0, 1], [2]]
+    assert fill_groups([[0, 1, 2]], [3, 4, 5], 2) == [[0, 1], [2]]
+    assert fill_groups([[0]], [3], 4) == [[0], [], [], []]

@@ -52,22 +52,33 @@ STACKED |= {f"{name}_bias": (f"{tensor}_bias", 1) for name, (tensor, _) in STACK
 """Experts in one tensor: megatron's name -> that of the checkpoint, and the dimension that ranks split."""
 
 
+LAYERS = {
+    "pp2-uneven": [[[0]], [[1, 2, 3]]],
+    "pp2-vpp2": [[[0], [2]], [[1], [3]]],
+    "pp2-vpp2-dp2": [[[0], [2]], [[1], [3]]],
+    "tp2-pp2-vpp2": [[[0], [2]], [[1], [3]]],
+    "pp2-uneven-tp2": [[[0, 1, 2]], [[3]]],
+}
+"""Layers of each chunk of each stage, where not all stages have as many, one after the other."""
+
+
 def gather_by_hand(directory: Path, layout: str, model: str) -> Tensors:
-    """The tensors of a checkpoint of the ranks in `directory`."""
+    """The tensors of the files of ranks in `directory`."""
     config, parallel = make_model(model).config, LAYOUTS[layout]
     result = {}
-    for stage in range(parallel.pipeline_model_parallel_size):
+    for stage, chunks in enumerate(chunks_by_hand(layout, config.num_hidden_layers)):
         files = files_of_stage(directory, parallel, stage)
-        first = stage * config.num_hidden_layers // parallel.pipeline_model_parallel_size
-        for name in files[0]:
-            of_experts = ".experts." in name
+        for held in files[0]:
+            of_experts = ".experts." in held
             holders = files if of_experts else files[: parallel.tensor_model_parallel_size]
-            parts = [file[name] for file in holders]
+            parts, chunk, name = [file[held] for file in holders], "0", held
+            if held.startswith("chunks."):
+                _, chunk, name = held.split(".", 2)
             if name.startswith("decoder.layers."):
                 local, kind = name.removeprefix("decoder.layers.").split(".", 1)
                 by_hand = experts_by_hand if of_experts else layer_by_hand
                 found = by_hand(kind, parts, config, parallel)
-                layer = f"model.layers.{int(local) + first}."
+                layer = f"model.layers.{chunks[int(chunk)][int(local)]}."
                 result |= {layer + key: value for key, value in found.items()}
             elif name.startswith("decoder.final_layernorm."):
                 result["model.norm." + name.rpartition(".")[2]] = parts[0]
@@ -78,14 +89,22 @@ def gather_by_hand(directory: Path, layout: str, model: str) -> Tensors:
     return result
 
 
+def chunks_by_hand(layout: str, layers: int) -> list[list[list[int]]]:
+    """The layers of each chunk of each stage."""
+    stages = LAYOUTS[layout].pipeline_model_parallel_size
+    each = layers // stages
+    return LAYERS.get(layout) or [[[*range(stage * each, (stage + 1) * each)]] for stage in range(stages)]
+
+
 def files_of_stage(directory: Path, parallel: ParallelConfig, stage: int) -> list[Tensors]:
-    """The parameters of the ranks of a stage; without experts, of its first replica."""
-    if not (directory / "model-rank0.safetensors").exists():
-        sizes = range(parallel.tensor_model_parallel_size)
-        return [load_file(directory / f"model-tp{tp}-pp{stage}.safetensors") for tp in sizes]
+    """The parameters of the ranks of a stage."""
     ranks = parallel.world_size // parallel.pipeline_model_parallel_size
-    numbers = range(stage * ranks, (stage + 1) * ranks)
-    return [load_file(directory / f"model-rank{rank}.safetensors") for rank in numbers]
+    return [load_file(directory / f"rank{stage * ranks + rank}.safetensors") for rank in range(ranks)]
+
+
+def held_by(directory: Path, parallel: ParallelConfig, tp: int, stage: int) -> Tensors:
+    """The parameters of a tensor rank of a stage."""
+    return files_of_stage(directory, parallel, stage)[tp]
 
 
 def experts_by_hand(

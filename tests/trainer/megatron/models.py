@@ -205,7 +205,16 @@ MORE_MODELS = {
     "llama-biases": ("Llama", {"vocab_size": 96, "attention_bias": True, "mlp_bias": True}),
 }
 """Trained in few layouts: these differ from the others in what every layout treats alike."""
-ALL_MODELS = MODELS | MORE_MODELS
+DEEP_MODELS = {
+    "qwen3-deep": (
+        "Qwen3",
+        {"vocab_size": 131, "tie_word_embeddings": True, "num_hidden_layers": 4},
+    ),
+    "qwen2-deep": ("Qwen2", {"vocab_size": 96, "tie_word_embeddings": False, "num_hidden_layers": 4}),
+}
+"""Trained in layouts for which two layers are too few. The vocabulary of the first has an odd size, so it is
+padded for two tensor ranks, and its embedding is the output layer."""
+ALL_MODELS = MODELS | MORE_MODELS | DEEP_MODELS
 NOT_GENERATED = ("deepseek-v3-dense", "deepseek-v2-dense", "deepseek-v3", "deepseek-v2", "gpt-oss")
 """Models that the engine `megatron` refuses."""
 BALANCE = {"qwen3-moe": {"moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.01}}

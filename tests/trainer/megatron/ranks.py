@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
 from safetensors.torch import save_file
 
 from protocol.errors import SettingsError
@@ -16,6 +17,7 @@ from tests.trainer.measured import flat
 from tests.trainer.megatron.launch import DEADLINE_S
 from tests.trainer.megatron.models import (
     BALANCE,
+    DEEP_MODELS,
     MODELS,
     MORE_MODELS,
     OPTIMIZER,
@@ -31,6 +33,7 @@ from trainer.batch import Batch
 from trainer.config import AlgorithmConfig, ParallelConfig, TrainerConfig
 from trainer.data.packing import balance
 from trainer.megatron.backend import MegatronBackend
+from trainer.megatron.forward import PlannedShapes, ReceivedShapes
 from trainer.storage.host_state import HostCopies
 
 LAYOUTS = {
@@ -83,8 +86,27 @@ MORE_MODELS_OF = {
     "pp2": ("gemma2",),
     "cp2": ("mistral", "gemma2", "qwen3-moe", "deepseek-v3-dense"),
 }
+DEEP_LAYOUTS = {
+    "pp2-uneven": ParallelConfig(pipeline_model_parallel_size=2, num_layers_in_first_pipeline_stage=1),
+    "pp2-vpp2": ParallelConfig(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2),
+    "pp4": ParallelConfig(pipeline_model_parallel_size=4),
+    "pp2-vpp2-dp2": ParallelConfig(
+        pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, data_parallel_size=2
+    ),
+    "tp2-pp2-vpp2": ParallelConfig(
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=2,
+        sequence_parallel=True,
+    ),
+    "pp2-uneven-tp2": ParallelConfig(
+        tensor_model_parallel_size=2, pipeline_model_parallel_size=2, num_layers_in_last_pipeline_stage=1
+    ),
+}
+"""With models of four layers."""
+LAYOUTS |= DEEP_LAYOUTS
 STEPS = 3
-FRESH = ("qwen2", "qwen3-moe")
+FRESH = ("qwen2", "qwen3-moe", "qwen3-deep")
 """Models whose checkpoint is restored into a new backend; others restore into the one that continued."""
 EXPERTS = ("qwen3-moe", "mixtral", "qwen2-moe", "deepseek-v3", "gpt-oss")
 """Models with experts."""
@@ -151,17 +173,25 @@ def models_of(layout: str) -> list[str]:
     """Names of the models that are trained in a layout."""
     if layout in EXPERT_LAYOUTS:
         return [*EXPERTS] if LAYOUTS[layout].world_size > 2 else [*EXPERTS[:2]]
-    return [*MODELS, *MORE_MODELS_OF.get(layout, ())]
+    return [*DEEP_MODELS] if layout in DEEP_LAYOUTS else [*MODELS, *MORE_MODELS_OF.get(layout, ())]
+
+
+def tied_model_of(layout: str) -> str:
+    """Name of one of them whose embedding is the output layer, with a vocabulary of odd size."""
+    return "qwen3-deep" if layout in DEEP_LAYOUTS else "qwen3-tied"
 
 
 def one_of(layout: str) -> str:
     """Name of the model that is trained in other ways, too."""
-    return "qwen3-moe" if layout in EXPERT_LAYOUTS else "qwen3-tied"
+    return "qwen3-moe" if layout in EXPERT_LAYOUTS else tied_model_of(layout)
 
 
 def run(layout: str, models: Path, out: Path) -> None:
     """All models of `models` under one layout."""
     torch.set_num_threads(1)
+    if LAYOUTS[layout].virtual_pipeline_model_parallel_size > 1:
+        out.mkdir(parents=True, exist_ok=True)
+        _exchange_in_both_directions(layout, models / tied_model_of(layout), out)
     for name in models_of(layout):
         target = out / name
         target.mkdir(parents=True, exist_ok=True)
@@ -170,9 +200,8 @@ def run(layout: str, models: Path, out: Path) -> None:
     _bfloat16(layout, models, out / "bfloat16")
     if layout in EXPERT_LAYOUTS or layout == "single":
         _replay(layout, models / "qwen3-moe", out)
-    if layout == "single":
-        return
-    _refuse_other_layout(layout, models, out)
+    if layout not in ("single", *DEEP_LAYOUTS):
+        _refuse_other_layout(layout, models, out)
 
 
 def _train_and_restore(name: str, layout: str, model_dir: Path, out: Path) -> None:
@@ -187,7 +216,7 @@ def _train_and_restore(name: str, layout: str, model_dir: Path, out: Path) -> No
         if step == 0:
             checkpoint = _checkpoint(backend, out / "after-one")
     _write(out / "after", backend.export())
-    _checkpoint(backend, out / "at-end")
+    _write_held(backend, out / "held")
     _write(
         out / "reference",
         [
@@ -237,7 +266,7 @@ def _one_by_one(layout: str, models: Path) -> None:
 
 def _pass(backend: MegatronBackend, batch: Batch, *, samples: int) -> dict[str, torch.Tensor]:
     """What a forward and backward pass gives, with so many samples in a micro-batch."""
-    backend._optimizer.zero_grad(backend._model)
+    backend._optimizer.zero_grad()
     backend._runner.micro_batch_size = samples
     measures = StepMeasures.of_batch(batch, ALGORITHM.config)
     vector, micro_batches, _ = backend._runner.train(batch, ALGORITHM, measures)
@@ -270,6 +299,18 @@ def _bfloat16(layout: str, models: Path, out: Path) -> None:
     backend.close()
 
 
+def _exchange_in_both_directions(layout: str, model_dir: Path, out: Path) -> None:
+    """A stage sends an activation and a gradient at once, and receives both."""
+    backend = make_backend(model_dir, layout)
+    groups, shape = ProcessGroupCollection.use_mpu_process_groups(), (3, 1, 4)
+    messages = PlannedShapes(groups.pp, backend._config, ReceivedShapes([shape], [shape]))
+    activation, gradient = (torch.full(shape, kind + groups.pp.rank()) for kind in (10.0, 20.0))
+    received = messages.send_forward_backward_recv_forward_backward(activation, gradient, True, True, shape)
+    backend.close()
+    if _is_writer():
+        (out / "exchange.json").write_text(json.dumps([tensor.unique().tolist() for tensor in received]))
+
+
 def _refuse_other_layout(layout: str, models: Path, out: Path) -> None:
     """The checkpoint of the test process's own single rank."""
     name = "qwen3-moe" if layout in EXPERT_LAYOUTS else "qwen2"
@@ -296,6 +337,15 @@ def _write(path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     content = dict(tensors)
     if content and _is_writer():
         save_file(content, path.with_suffix(".safetensors"))
+
+
+def _write_held(backend: MegatronBackend, directory: Path) -> None:
+    """What each rank holds, in a file of its own."""
+    directory.mkdir(parents=True, exist_ok=True)
+    held = {name: tensor.detach().clone() for name, tensor in backend._parameters.items()}
+    save_file(held, directory / f"rank{backend._position.rank}.safetensors")
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def _is_writer() -> bool:

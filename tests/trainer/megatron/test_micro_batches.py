@@ -21,8 +21,10 @@ from trainer.megatron.parallel import Position
 ROTARY = Rotary(torch.ones(4))
 
 
-def position(tp: int = 1, dp: int = 1, pp: int = 1, cp: int = 1, cp_rank: int = 0) -> Position:
-    config = ParallelConfig(tp, pp, dp, context_parallel_size=cp, sequence_parallel=tp > 1)
+def position(
+    tp: int = 1, dp: int = 1, pp: int = 1, vpp: int = 1, *, cp: int = 1, cp_rank: int = 0
+) -> Position:
+    config = ParallelConfig(tp, pp, dp, vpp, context_parallel_size=cp, sequence_parallel=tp > 1)
     return Position(config, torch.device("cpu"), Place(cp=cp_rank))
 
 
@@ -140,6 +142,18 @@ def test_a_pipeline_has_enough_micro_batches_to_fill_its_stages() -> None:
     assert len(Packing.of(lengths, position(), 6400, 100)) == 1
     assert len(Packing.of(lengths, position(pp=2), 6400, 100)) == 8
     assert len(Packing.of(lengths, position(pp=2), 500, 100)) == 13
+
+
+def test_a_virtual_pipeline_has_groups_of_as_many_micro_batches_as_stages() -> None:
+    lengths = torch.full((64,), 101)
+    place = position(pp=4, vpp=2)
+    assert len(Packing.of(lengths, place, 500, 100)) == 16
+    packing = Packing.of(lengths[:3], place, 6400, 100)
+    assert (packing.samples, packing.sizes, packing.padding) == (
+        ((0,), (1,), (2,), ()),
+        (100, 100, 100, 1),
+        1,
+    )
 
 
 @pytest.mark.parametrize(("tp", "cp"), [(1, 1), (2, 1), (2, 2)])

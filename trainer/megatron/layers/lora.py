@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -92,12 +91,12 @@ def _pair(rule: Rule, target: AdapterTarget, config: LoraConfig) -> tuple[Rule, 
 
 
 def attach(
-    model: GPTModel, rules: list[Rule], config: LoraConfig, position: Position, seed: int
+    model: torch.nn.Module, rules: list[Rule], config: LoraConfig, position: Position, seed: int
 ) -> dict[str, torch.Tensor]:
     """Freeze the model and put this rank's share of the adapters into it; returns their parameters.
 
     Args:
-        model: this rank's part.
+        model: this rank's part, see `whole_part`.
         rules: those of this rank's pipeline stage, without adapters.
         config: rank, scaling and target modules.
         position: this rank's place in the layout.
@@ -133,7 +132,9 @@ def attach(
         # With sequence parallelism each rank has only its tokens of a row-parallel layer's output: the mark
         # makes megatron add up the gradients.
         pair.b.sequence_parallel = position.sequence_parallel and isinstance(b, Direct)  # type: ignore[attr-defined]
-    parameters = {name: parameter for name, parameter in model.named_parameters() if ".lora." in name}
+    parameters: dict[str, torch.Tensor] = {
+        name: parameter for name, parameter in model.named_parameters() if ".lora." in name
+    }
     mark_split(parameters, found)
     return parameters
 

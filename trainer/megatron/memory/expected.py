@@ -1,12 +1,11 @@
 """Computes from the settings what a rank will have on its device at the peak of a step. No torch here.
 
 Shapes: H hidden size, F of the MLP, D of a head, A query heads, K key heads, V vocabulary; P tensor ranks.
-Latent attention keeps keys of low rank and for all heads, and values in their own size and as wide as keys.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, prod
 
@@ -15,6 +14,7 @@ from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.megatron.architecture.numbers import Architecture
 from trainer.megatron.convert.rules import padded_vocabulary
 from trainer.megatron.layout import Layout
+from trainer.megatron.memory.activations import ACTIVATIONS, EXPERT_ACTIVATIONS, Activation, mlp_projections
 from trainer.megatron.reshard import stage_rules
 
 GIB = 1 << 30
@@ -23,77 +23,6 @@ LIBRARIES = 64 << 20
 """Workspaces that cuBLAS takes from torch's allocator."""
 HEAD_CHUNK_BYTES = 1 << 30
 """Size of a chunk of logits, and of those that are kept whole; as in `layers/head.py`, which needs torch."""
-
-
-@dataclass(frozen=True, slots=True)
-class Activation:
-    """A tensor that each layer keeps of its forward pass for the backward pass."""
-
-    name: str
-    elements: Callable[[Architecture], int]
-    """Elements of a token, over all tensor ranks."""
-    module: str = ""
-    """The entry of `recompute_modules` with which it is not kept; empty: it always is."""
-    split: str = "tensor"
-    """tensor: each tensor rank has its part; sequence: only with sequence parallelism; rows: likewise, and
-    each rank that shares an expert has all rows of it."""
-    item_bytes: int = 0
-    """0: those of `trainer.dtype`."""
-
-
-ACTIVATIONS = (
-    Activation("input of the attention's norm, the residual stream", lambda a: a.hidden, split="sequence"),
-    Activation("input of the projection to q, k, v", lambda a: a.hidden, "layernorm", "sequence"),
-    Activation("what makes q, k, v, before and after its norms", lambda a: _low_ranks(a), split="sequence"),
-    Activation("q, k, v together, of which v stays a view", lambda a: _projected(a)),
-    Activation("q of its own, as a norm's input", lambda a: bool(a.qk_norm) * a.heads * a.head_dim),
-    Activation("k of its own, likewise", lambda a: _over_heads(a) * a.kv_heads * a.head_dim),
-    Activation(
-        "q and k normed, before the norm's weight",
-        lambda a: _over_heads(a) * (a.heads + a.kv_heads) * a.head_dim,
-        item_bytes=4,
-    ),
-    Activation("q with rotation", lambda a: a.heads * a.head_dim),
-    Activation("k with rotation", lambda a: a.kv_heads * a.head_dim),
-    Activation("v as wide as k, and attention's output", lambda a: _widened(a)),
-    Activation("log-sum-exp of the scores", lambda a: a.heads, "core_attn", item_bytes=4),
-    Activation("attention's output, input of its projection", lambda a: a.heads * a.value_dim),
-    Activation("input of the MLP's norm, the residual stream", lambda a: a.hidden, split="sequence"),
-    Activation("input of the MLP", lambda a: a.hidden, "layernorm", "sequence"),
-    Activation("gate and up, or what has no gate", lambda a: _wide(a) * a.intermediate, "mlp"),
-    Activation("product, input of the projection down", lambda a: a.intermediate, "mlp"),
-    Activation("inputs of the norms after", lambda a: _both_norms(a) * 2 * a.hidden, split="sequence"),
-    Activation(
-        "inputs of the norms before, in float32",
-        lambda a: _in_float32(a) * a.family.pre_norms * 2 * a.hidden,
-        "layernorm",
-        "sequence",
-        4,
-    ),
-    Activation(
-        "inputs of the norms after, in float32",
-        lambda a: _in_float32(a) * a.family.post_norms * 2 * a.hidden,
-        split="sequence",
-        item_bytes=4,
-    ),
-    Activation(
-        "q and k in float32, as inputs of a norm",
-        lambda a: _in_float32(a) * bool(a.qk_norm) * (a.heads + a.kv_heads) * a.head_dim,
-        item_bytes=4,
-    ),
-)
-"""What a layer keeps, first in the order in which it is made. With norms after attention and MLP instead of
-before it is as much: inputs of these instead of outputs of those."""
-EXPERT_ACTIVATIONS = (
-    *(row for row in ACTIVATIONS if row.module != "mlp"),
-    Activation("logits and scores of the router", lambda a: 2 * a.experts.count, "mlp", "sequence", 4),
-    Activation("rows of experts", lambda a: a.experts.per_token * a.hidden, "mlp", "rows"),
-    Activation("gate and up", lambda a: 2 * a.experts.per_token * a.experts.intermediate, "mlp", "sequence"),
-    Activation("product", lambda a: a.experts.per_token * a.experts.intermediate, "mlp", "sequence"),
-    Activation("outputs of experts", lambda a: a.experts.per_token * a.hidden, "mlp", "sequence"),
-    Activation("those of the MLP for all tokens", lambda a: 3 * a.experts.shared_intermediate, "mlp"),
-)
-"""What a layer with experts keeps, if all ranks get as many rows."""
 SCORES_BYTES = 3 << 28
 """Scores, their gradient and what is between, at a time, where they have a bound; as in
 `layers/attention/softcapped.py`, which needs torch."""
@@ -120,11 +49,6 @@ class Workload:
     def layers_of(self, stage: int) -> int:
         """Return how many layers a stage has."""
         return sum(map(len, self.layout.stages[stage]))
-
-    def sparse_layers_of(self, stage: int) -> int:
-        """Return how many of them have experts."""
-        numbers = (layer for chunk in self.layout.stages[stage] for layer in chunk)
-        return sum(map(self.architecture.experts.is_sparse, numbers))
 
     @property
     def item(self) -> int:
@@ -194,11 +118,12 @@ def memory_of_stage(work: Workload, tokens: int, stage: int) -> ExpectedMemory:
     table = _output_table(work)
     last = stage == pp - 1
     tied_gradient = table * item if last and work.architecture.tied and not work.adapters.rank else 0
+    most = max(_kept(work, tokens, chunk) for chunk in work.layout.stages[stage])
     return ExpectedMemory(
         parameters=held * item,
         gradients=trained * gradient_item,
         optimizer=share * (8 + masters) if on_device else 0,
-        activations=_kept(work, tokens, stage) * (pp - stage),  # micro-batches under way in 1F1B
+        activations=most * passes_under_way(work.layout, stage),
         head=_head(work, tokens, table) if last else 0,
         workspace=_of_layer_backward(work, tokens) + tied_gradient,
         update=share * 4 if on_device and gradient_item < 4 else 0,
@@ -221,6 +146,19 @@ def expert_parameters_of_stage(work: Workload, stage: int) -> int:
 def parameters_of_stage(work: Workload, stage: int) -> int:
     """Return the number of parameters of a rank of a pipeline stage."""
     return sum(_sizes(work.architecture, work.layout, stage))
+
+
+def passes_under_way(layout: Layout, stage: int) -> int:
+    """Return of how many forward passes of a chunk a stage keeps the activations at a time, at most.
+
+    In 1F1B it is one for each stage from this one on. In the interleaved schedule a stage makes, before its
+    first backward pass, a group of passes, one for each stage, for every chunk but the last, and twice as
+    many more as there are stages after it.
+    """
+    after = layout.pp - stage - 1
+    if layout.chunks == 1:
+        return after + 1
+    return (layout.chunks - 1) * layout.pp + 2 * after + 1
 
 
 @functools.cache
@@ -253,38 +191,40 @@ def bytes_of_layer(
     )
 
 
-def _bytes_of_layers(work: Workload, tokens: int, stage: int, *, without: tuple[str, ...] = ()) -> int:
-    """Return the bytes that all layers of a stage keep."""
-    sparse = work.sparse_layers_of(stage)
-    kinds = ((False, work.layers_of(stage) - sparse), (True, sparse))
-    return sum(
-        count * bytes_of_layer(work, tokens, sparse=kind, without=without) for kind, count in kinds if count
-    )
+def _bytes_of_layers(
+    work: Workload, tokens: int, layers: Sequence[int], *, without: tuple[str, ...] = ()
+) -> list[int]:
+    """Return the bytes that each of some layers keeps."""
+    sparse = work.architecture.experts.is_sparse
+    found = {
+        kind: bytes_of_layer(work, tokens, sparse=kind, without=without) for kind in set(map(sparse, layers))
+    }
+    return [found[sparse(layer)] for layer in layers]
 
 
-def _kept(work: Workload, tokens: int, stage: int) -> int:
-    """Return the bytes that layers keep of a micro-batch, and what recomputing one piece of them takes."""
+def _kept(work: Workload, tokens: int, layers: Sequence[int]) -> int:
+    """Return the bytes that a chunk keeps of a micro-batch, and what recomputing a piece of it takes.
+
+    Args:
+        work: the run.
+        tokens: of the micro-batch.
+        layers: of the chunk.
+    """
     trainer, a = work.trainer, work.architecture
-    layers = work.layers_of(stage)
-    sparse, stream = work.sparse_layers_of(stage), _stream(work, tokens)
-    whole = max(
-        bytes_of_layer(work, tokens, sparse=kind)
-        for kind, count in ((False, layers - sparse), (True, sparse))
-        if count
-    )
+    stream, of_layers = _stream(work, tokens), _bytes_of_layers(work, tokens, layers)
+    whole = max(of_layers)
     angles = 2 * len(a.ropes) * tokens * a.positioned_dim * work.item
     ends = 2 * stream + angles  # the last norm's input and output
     if trainer.recompute_granularity == "full":
         pieces = trainer.recompute_num_layers
         if trainer.recompute_method == "uniform":
-            return ends + ceil(layers / pieces) * stream + min(pieces, layers) * whole
-        pieces = min(pieces, layers)
-        return ends + pieces * stream + max((layers - pieces) * whole, whole)
+            return ends + ceil(len(layers) / pieces) * stream + min(pieces, len(layers)) * whole
+        pieces = min(pieces, len(layers))
+        return ends + pieces * stream + max((len(layers) - pieces) * whole, whole)
     if trainer.recompute_granularity == "selective":
-        kept = _bytes_of_layers(work, tokens, stage, without=trainer.recompute_modules)
-        least = bytes_of_layer(work, tokens, sparse=sparse > 0, without=trainer.recompute_modules)
-        return ends + kept + (whole - least)
-    return ends + _bytes_of_layers(work, tokens, stage)
+        kept = _bytes_of_layers(work, tokens, layers, without=trainer.recompute_modules)
+        return ends + sum(kept) + (whole - min(kept))
+    return ends + sum(of_layers)
 
 
 def _of_layer_backward(work: Workload, tokens: int) -> int:
@@ -294,9 +234,9 @@ def _of_layer_backward(work: Workload, tokens: int) -> int:
     can, with context parallelism, gradients of keys and values that are seen, and of those that ranks have.
     """
     a, tp = work.architecture, work.parallel.tensor_model_parallel_size
-    gradients, width = _wide(a) + 1, a.intermediate / tp
+    gradients, width = mlp_projections(a) + 1, a.intermediate / tp
     experts, layout = a.experts, work.layout
-    weight = _wide(a) * a.intermediate * a.hidden // tp
+    weight = mlp_projections(a) * a.intermediate * a.hidden // tp
     if experts.count:  # rows of experts pass, too, and the gradients of a rank's experts are a stack
         own = experts.per_token / _pieces(work, ACTIVATIONS[0])
         rows = own * (gradients * experts.intermediate + 2 * a.hidden * layout.etp) / gradients
@@ -359,41 +299,6 @@ def _adapter_parameters(work: Workload, stage: int) -> int:
         sizes["kv_b_proj"] = low.kv_rank + a.heads * (low.nope + low.value)
     chosen = sum(size for name, size in sizes.items() if name in adapters.target_modules)
     return work.layers_of(stage) * adapters.rank * chosen
-
-
-def _heads(a: Architecture) -> int:
-    return a.heads + 2 * a.kv_heads
-
-
-def _projected(a: Architecture) -> int:
-    """Return the elements of what the projections put out, in so far as a part of it is kept as it is."""
-    return a.heads * (a.latent.nope + a.latent.value) if a.latent else _heads(a) * a.head_dim
-
-
-def _low_ranks(a: Architecture) -> int:
-    return 2 * (a.latent.query_rank + a.latent.kv_rank) + a.latent.rope if a.latent else 0
-
-
-def _widened(a: Architecture) -> int:
-    return 2 * a.heads * a.head_dim if a.latent else 0
-
-
-def _wide(a: Architecture) -> int:
-    """Return how many projections lead into an MLP."""
-    return 2 if a.family.gated else 1
-
-
-def _both_norms(a: Architecture) -> bool:
-    return a.family.pre_norms and a.family.post_norms
-
-
-def _in_float32(a: Architecture) -> bool:
-    """Return whether norms compute with float32 copies of their inputs."""
-    return a.family.norm == "rms_from_one"
-
-
-def _over_heads(a: Architecture) -> bool:
-    return a.qk_norm == "projection"
 
 
 def _pieces(work: Workload, row: Activation) -> float:

@@ -11,7 +11,7 @@ import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
 
 # isort: split
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -64,13 +64,13 @@ class HostOptimizer(Optimizer):
     def __init__(
         self,
         config: OptimizerConfig,
-        model: Any,
+        chunks: Sequence[Any],
         position: Position,
         dtype: torch.dtype,
         *,
         apart: bool = False,
     ) -> None:
-        """Build on the wrapped model, whose weights must be loaded; arguments as those of `Optimizer`.
+        """Build on the wrapped chunks, whose weights must be loaded; arguments as those of `Optimizer`.
 
         Raises:
             SettingsError: masters are to be where an engine reads them.
@@ -81,9 +81,9 @@ class HostOptimizer(Optimizer):
                 "on the device; turn one of them off"
             )
         self.config, self.steps, self.masters = config, 0, {}
-        self._model, self._distributed = model, is_distributed(position)
+        self._chunks, self._distributed = list(chunks), is_distributed(position)
         self._parameters, self._fills = {}, True
-        decayed, others = _slices(model, distributed=self._distributed)
+        decayed, others = _slices(self._chunks, distributed=self._distributed)
         self._slices = [*decayed, *others]
         self._adam = torch.optim.AdamW(
             [
@@ -116,12 +116,14 @@ class HostOptimizer(Optimizer):
             for part in chunk:
                 part.master.grad = None
         if self._distributed:
-            self._model.start_param_sync()
+            for chunk in self._chunks:
+                chunk.start_param_sync()
         self.steps += 1
         return norm, ""
 
-    def zero_grad(self, model: Any) -> None:
-        model.zero_grad_buffer()
+    def zero_grad(self) -> None:
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
 
     def _norm(self) -> float:
         """Return the L2 norm of the whole model's gradient, computed in float32."""
@@ -235,9 +237,9 @@ def _chunks(slices: list[MasterSlice]) -> Iterator[list[MasterSlice]]:
         yield chunk
 
 
-def _slices(model: Any, *, distributed: bool) -> tuple[list[MasterSlice], list[MasterSlice]]:
+def _slices(chunks: Sequence[Any], *, distributed: bool) -> tuple[list[MasterSlice], list[MasterSlice]]:
     """Return this rank's slices with weight decay and those without, ordered as in megatron's optimizer."""
-    found = _shares(model) if distributed else _wholes(model)
+    found = (part for chunk in chunks for part in (_shares(chunk) if distributed else _wholes(chunk)))
     decayed: list[MasterSlice] = []
     others: list[MasterSlice] = []
     for part in found:  # megatron's rule: neither norms nor biases decay
@@ -245,16 +247,16 @@ def _slices(model: Any, *, distributed: bool) -> tuple[list[MasterSlice], list[M
     return decayed, others
 
 
-def _wholes(model: Any) -> Iterator[MasterSlice]:
-    for parameter in model.parameters():
+def _wholes(chunk: Any) -> Iterator[MasterSlice]:
+    for parameter in chunk.parameters():
         if parameter.requires_grad:
             master = parameter.detach().cpu().to(torch.float32, copy=True)
             yield MasterSlice(parameter, 0, parameter.numel(), master)
 
 
-def _shares(model: Any) -> Iterator[MasterSlice]:
+def _shares(chunk: Any) -> Iterator[MasterSlice]:
     """Yield what this rank has of each parameter: an equal range of each of megatron's buckets."""
-    for buffer in model.buffers:
+    for buffer in chunk.buffers:
         group = buffer.data_parallel_group
         for bucket in buffer.buckets:
             share = bucket.grad_data.numel() // group.size()

@@ -12,20 +12,20 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from protocol.errors import SettingsError
 from trainer.config import TrainerConfig
+from trainer.megatron.layout import Layout
 
 
-def set_recompute(config: TransformerConfig, trainer: TrainerConfig) -> None:
+def set_recompute(config: TransformerConfig, trainer: TrainerConfig, layout: Layout) -> None:
     """Set megatron's fields before a model is built with `config`; does nothing if nothing is recomputed.
 
     They are set after megatron has made the configuration: it warns of `core_attn` whatever attention is
     used.
 
     Raises:
-        SettingsError: the layers of a stage do not divide into equal pieces.
+        SettingsError: the layers of a chunk do not divide into equal pieces.
     """
     if not trainer.recompute_granularity:
         return
-    layers = config.num_layers // config.pipeline_model_parallel_size
     config.recompute_granularity = trainer.recompute_granularity
     if trainer.recompute_granularity == "selective":
         # megatron 0.16 takes every default but None for fp8, which needs TransformerEngine
@@ -33,11 +33,12 @@ def set_recompute(config: TransformerConfig, trainer: TrainerConfig) -> None:
         config.recompute_modules = list(trainer.recompute_modules)
         return
     pieces = trainer.recompute_num_layers
-    if trainer.recompute_method == "uniform" and layers % pieces:
-        raise SettingsError(
-            f"setting trainer.recompute_num_layers: {pieces} does not divide the {layers} layers of a "
-            "pipeline stage; choose a divisor, or trainer.recompute_method 'block'"
-        )
+    for layers in sorted({len(chunk) for stage in layout.stages for chunk in stage}):
+        if trainer.recompute_method == "uniform" and layers % pieces:
+            raise SettingsError(
+                f"setting trainer.recompute_num_layers: {pieces} does not divide the {layers} layers of a "
+                "pipeline stage or chunk; choose a divisor, or trainer.recompute_method 'block'"
+            )
     config.recompute_method, config.recompute_num_layers = trainer.recompute_method, pieces
 
 

@@ -22,6 +22,9 @@ from trainer.config import ParallelConfig, TrainerConfig
 from trainer.megatron.backend import MegatronBackend
 
 LIMIT = 20
+DEEP = "qwen3-deep"
+"""Name of a model beside the other, with layers enough for `CHUNKS`."""
+CHUNKS = ParallelConfig(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
 
 
 def limit_forward(backend: MegatronBackend, tokens: int) -> None:
@@ -30,7 +33,7 @@ def limit_forward(backend: MegatronBackend, tokens: int) -> None:
     def check(module: torch.nn.Module, inputs: Any, options: dict[str, Any]) -> None:
         _check(options["hidden_states"].size(0), tokens)
 
-    layer = backend._runner._inner.decoder.layers[1]
+    layer = backend._runner._inner[0].decoder.layers[1]
     layer.register_forward_pre_hook(check, with_kwargs=True)
 
 
@@ -44,7 +47,7 @@ def limit_backward(backend: MegatronBackend, tokens: int) -> None:
         if output[0].requires_grad:
             output[0].register_hook(check)
 
-    backend._runner._inner.decoder.layers[0].register_forward_hook(watch)
+    backend._runner._inner[0].decoder.layers[0].register_forward_hook(watch)
 
 
 def _check(found: int, limit: int) -> None:
@@ -69,6 +72,7 @@ def _step(backend: MegatronBackend) -> StepStats:
 
 
 def _save_memory(model_dir: Path, parallel: ParallelConfig) -> None:
+    """Settings that save memory change no bit."""
     plain = _make(model_dir, parallel, 1000)
     saving = _make(model_dir, parallel, 1000, cpu_offload=True, recompute="full")
     for _ in range(2):
@@ -102,6 +106,7 @@ def main(model_dir: Path) -> None:
 
     layout = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)
     _save_memory(model_dir, layout)
+    _save_memory(model_dir.parent / DEEP, CHUNKS)
     tensor = _make(model_dir, layout, 1000)
     limit_forward(tensor, LIMIT)
     with pytest.raises(

@@ -14,6 +14,7 @@ from trainer.megatron.architecture.numbers import Architecture
 from trainer.megatron.architecture.reading import read_architecture
 from trainer.megatron.architecture.rope import Rope
 from trainer.megatron.layers import head
+from trainer.megatron.layout import Layout
 from trainer.megatron.memory.expected import (
     GIB,
     HEAD_CHUNK_BYTES,
@@ -23,6 +24,7 @@ from trainer.megatron.memory.expected import (
     expert_parameters_of_stage,
     memory_of_stage,
     parameters_of_stage,
+    passes_under_way,
 )
 from trainer.megatron.model import DTYPES, build_model, transformer_config
 from trainer.megatron.parallel import Position
@@ -182,6 +184,33 @@ def test_the_first_stages_hold_more_micro_batches_and_only_the_last_has_the_head
     first, last = memory_of_stage(work, 1024, 0), memory_of_stage(work, 1024, 3)
     assert (first.activations, first.head) == (4 * last.activations, 0)
     assert expected_memory(work, 1024).peak == max(first.peak, last.peak)
+
+
+def test_a_virtual_pipeline_holds_a_group_for_each_chunk_but_the_last_and_the_rest_of_1f1b() -> None:
+    layout = Layout.of(
+        ParallelConfig(pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=3), 24
+    )
+    assert [passes_under_way(layout, stage) for stage in range(4)] == [8 + 7, 8 + 5, 8 + 3, 8 + 1]
+    plain = Layout.of(ParallelConfig(pipeline_model_parallel_size=4), 24)
+    assert [passes_under_way(plain, stage) for stage in range(4)] == [4, 3, 2, 1]
+
+
+def test_a_stage_with_fewer_layers_holds_less() -> None:
+    uneven = ParallelConfig(
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=2,
+        num_layers_in_first_pipeline_stage=8,
+    )
+    work = workload(parallel=uneven)
+    norms, each = 3584, (parameters_of_stage(workload(), 0) - 2 * 152064 * 3584 - 3584) // 28
+    assert [parameters_of_stage(work, stage) for stage in (0, 1)] == [
+        8 * each + 152064 * 3584,
+        20 * each + 152064 * 3584 + norms,
+    ]
+    first, last = (memory_of_stage(work, 1024, stage).activations for stage in (0, 1))
+    ends = 2 * 1024 * 2 * 3584 + 2 * 1024 * 128 * 2
+    assert first == 5 * (ends + 4 * bytes_of_layer(work, 1024))
+    assert last == 3 * (ends + 10 * bytes_of_layer(work, 1024))
 
 
 def test_the_peak_grows_with_the_budget_and_is_described_in_gib() -> None:

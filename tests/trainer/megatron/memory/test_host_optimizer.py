@@ -52,11 +52,13 @@ class Trained:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
-        self.model = wrap_model(model, settings, position, grad_reduce_in_fp32=config.grad_reduce_in_fp32)
-        self.optimizer = kind(config, self.model, position, dtype)
+        (self.model,) = wrap_model(
+            [model], settings, position, grad_reduce_in_fp32=config.grad_reduce_in_fp32
+        )
+        self.optimizer = kind(config, [self.model], position, dtype)
 
     def step(self, number: int, scale: float = 1.0) -> tuple[float, str]:
-        self.optimizer.zero_grad(self.model)
+        self.optimizer.zero_grad()
         generator = torch.Generator().manual_seed(100 + number)
         for parameter in self.model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
@@ -127,4 +129,4 @@ def test_masters_and_moments_are_all_that_the_optimizer_holds(model_dir: Path, p
 
 def test_an_engine_that_reads_the_masters_is_refused(model_dir: Path, position: Position) -> None:
     with pytest.raises(SettingsError, match=r"cpu_offload.*'shared'"):
-        HostOptimizer(OPTIMIZER, None, position, torch.float32, apart=True)
+        HostOptimizer(OPTIMIZER, [], position, torch.float32, apart=True)

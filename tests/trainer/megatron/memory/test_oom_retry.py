@@ -9,7 +9,7 @@ import torch
 
 from protocol.errors import SettingsError
 from tests.trainer.megatron.launch import launch
-from tests.trainer.megatron.memory.memory_ranks import limit_backward, limit_forward
+from tests.trainer.megatron.memory.memory_ranks import DEEP, limit_backward, limit_forward
 from tests.trainer.megatron.models import OPTIMIZER, make_batch, save_model
 from tests.trainer.megatron.ranks import ALGORITHM
 from trainer.config import ParallelConfig, TrainerConfig
@@ -105,4 +105,5 @@ def test_one_sample_that_is_too_long_is_an_error_that_names_settings_and_changes
 def test_replicas_repeat_together_where_one_is_short_and_tensor_ranks_stop(
     model_dir: Path, tmp_path: Path
 ) -> None:
+    save_model(DEEP, model_dir.parent)
     launch(2, "tests.trainer.megatron.memory.memory_ranks", str(model_dir), logs=tmp_path)

@@ -13,6 +13,7 @@ from trainer.megatron.architecture.reading import read_architecture
 from trainer.megatron.layers.attention.sequences import packed_sequences
 from trainer.megatron.layers.experts.router import ExpertRouter
 from trainer.megatron.layers.experts.tokens import routed_tokens
+from trainer.megatron.layout import Layout
 from trainer.megatron.memory.recompute import keep_input_gradient, set_recompute
 from trainer.megatron.model import build_model, transformer_config
 from trainer.megatron.optimizer import wrap_model
@@ -42,7 +43,7 @@ class Pass:
         settings = TrainerConfig(**trainer)  # type: ignore[arg-type]
         config = transformer_config(architecture, position, torch.float32)
         config.gradient_accumulation_fusion = False  # there is no wrapper with buffers for gradients
-        set_recompute(config, settings)
+        set_recompute(config, settings, Layout.of(position.config, architecture.layers))
         model = build_model(architecture, config, position)
         keep_input_gradient(model, settings)
         generator = torch.Generator().manual_seed(0)
@@ -51,7 +52,7 @@ class Pass:
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
         if frozen:
             model.embedding.requires_grad_(False)
-        wrapped = wrap_model(model, config, position)  # whose buffers have the gradients
+        (wrapped,) = wrap_model([model], config, position)  # whose buffers have the gradients
         wrapped.zero_grad_buffer()
         lengths = [16, 16, 12]
         tokens = torch.randint(0, 90, (1, sum(lengths)), generator=generator)
@@ -59,7 +60,8 @@ class Pass:
         routers = [module for module in model.modules() if isinstance(module, ExpertRouter)]
         if routers:
             config.moe_aux_loss_coeff = 0.5
-            sequences = replace(sequences, routed=routed_tokens(lengths, 0, len(lengths)))
+            owners = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+            sequences = replace(sequences, routed=routed_tokens(lengths, owners, len(lengths)))
         kept: dict[int, int] = {}
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,8 @@ from trainer.megatron.layers.experts.tokens import routed_tokens
 
 CHOSEN = torch.tensor([[0, 1], [0, 2], [1, 0], [2, 2]])
 """Two samples of two tokens and one, and one token of padding."""
-TOKENS = routed_tokens([2, 1], padding=1, samples=4)
+OWNERS = torch.tensor([0, 0, 1, 2])
+TOKENS = routed_tokens([2, 1], OWNERS, samples=4)
 SCORES = torch.tensor([[0.5, 0.25, 0.25], [0.75, 0.125, 0.125], [0.25, 0.5, 0.25], [0.0, 0.0, 1.0]])
 
 
@@ -37,7 +38,7 @@ def test_the_auxiliary_loss_is_the_mean_over_the_samples_of_the_step() -> None:
 
 def test_the_losses_of_parts_add_up_to_that_of_the_whole() -> None:
     logits = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
-    halves = [routed_tokens([2, 1], padding=1, samples=4, part=part, parts=2) for part in range(2)]
+    halves = [routed_tokens([2, 1], OWNERS, samples=4, part=part, parts=2) for part in range(2)]
     parts = [z_loss(logits[2 * part : 2 * part + 2], half) for part, half in enumerate(halves)]
     by_hand = logits.logsumexp(-1).square() * torch.tensor([1 / 8, 1 / 8, 1 / 4, 0])
     assert float(sum(parts)) == pytest.approx(float(by_hand.sum()))

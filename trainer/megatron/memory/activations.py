@@ -1,0 +1,115 @@
+"""Lists what the layers of a model keep of a forward pass for the backward pass, by token. No torch here.
+
+Latent attention keeps keys of low rank and for all heads, and values in their own size and as wide as keys.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from trainer.megatron.architecture.numbers import Architecture
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """A tensor that each layer keeps of its forward pass for the backward pass."""
+
+    name: str
+    elements: Callable[[Architecture], int]
+    """Elements of a token, over all tensor ranks."""
+    module: str = ""
+    """The entry of `recompute_modules` with which it is not kept; empty: it always is."""
+    split: str = "tensor"
+    """tensor: each tensor rank has its part; sequence: only with sequence parallelism; rows: likewise, and
+    each rank that shares an expert has all rows of it."""
+    item_bytes: int = 0
+    """0: those of `trainer.dtype`."""
+
+
+ACTIVATIONS = (
+    Activation("input of the attention's norm, the residual stream", lambda a: a.hidden, split="sequence"),
+    Activation("input of the projection to q, k, v", lambda a: a.hidden, "layernorm", "sequence"),
+    Activation("what makes q, k, v, before and after its norms", lambda a: _low_ranks(a), split="sequence"),
+    Activation("q, k, v together, of which v stays a view", lambda a: _projected(a)),
+    Activation("q of its own, as a norm's input", lambda a: bool(a.qk_norm) * a.heads * a.head_dim),
+    Activation("k of its own, likewise", lambda a: _over_heads(a) * a.kv_heads * a.head_dim),
+    Activation(
+        "q and k normed, before the norm's weight",
+        lambda a: _over_heads(a) * (a.heads + a.kv_heads) * a.head_dim,
+        item_bytes=4,
+    ),
+    Activation("q with rotation", lambda a: a.heads * a.head_dim),
+    Activation("k with rotation", lambda a: a.kv_heads * a.head_dim),
+    Activation("v as wide as k, and attention's output", lambda a: _widened(a)),
+    Activation("log-sum-exp of the scores", lambda a: a.heads, "core_attn", item_bytes=4),
+    Activation("attention's output, input of its projection", lambda a: a.heads * a.value_dim),
+    Activation("input of the MLP's norm, the residual stream", lambda a: a.hidden, split="sequence"),
+    Activation("input of the MLP", lambda a: a.hidden, "layernorm", "sequence"),
+    Activation("gate and up, or what has no gate", lambda a: mlp_projections(a) * a.intermediate, "mlp"),
+    Activation("product, input of the projection down", lambda a: a.intermediate, "mlp"),
+    Activation("inputs of the norms after", lambda a: _both_norms(a) * 2 * a.hidden, split="sequence"),
+    Activation(
+        "inputs of the norms before, in float32",
+        lambda a: _in_float32(a) * a.family.pre_norms * 2 * a.hidden,
+        "layernorm",
+        "sequence",
+        4,
+    ),
+    Activation(
+        "inputs of the norms after, in float32",
+        lambda a: _in_float32(a) * a.family.post_norms * 2 * a.hidden,
+        split="sequence",
+        item_bytes=4,
+    ),
+    Activation(
+        "q and k in float32, as inputs of a norm",
+        lambda a: _in_float32(a) * bool(a.qk_norm) * (a.heads + a.kv_heads) * a.head_dim,
+        item_bytes=4,
+    ),
+)
+"""What a layer keeps, first in the order in which it is made. With norms after attention and MLP instead of
+before it is as much: inputs of these instead of outputs of those."""
+EXPERT_ACTIVATIONS = (
+    *(row for row in ACTIVATIONS if row.module != "mlp"),
+    Activation("logits and scores of the router", lambda a: 2 * a.experts.count, "mlp", "sequence", 4),
+    Activation("rows of experts", lambda a: a.experts.per_token * a.hidden, "mlp", "rows"),
+    Activation("gate and up", lambda a: 2 * a.experts.per_token * a.experts.intermediate, "mlp", "sequence"),
+    Activation("product", lambda a: a.experts.per_token * a.experts.intermediate, "mlp", "sequence"),
+    Activation("outputs of experts", lambda a: a.experts.per_token * a.hidden, "mlp", "sequence"),
+    Activation("those of the MLP for all tokens", lambda a: 3 * a.experts.shared_intermediate, "mlp"),
+)
+"""What a layer with experts keeps, if all ranks get as many rows."""
+
+
+def _heads(a: Architecture) -> int:
+    return a.heads + 2 * a.kv_heads
+
+
+def _projected(a: Architecture) -> int:
+    """Return the elements of what the projections put out, in so far as a part of it is kept as it is."""
+    return a.heads * (a.latent.nope + a.latent.value) if a.latent else _heads(a) * a.head_dim
+
+
+def _low_ranks(a: Architecture) -> int:
+    return 2 * (a.latent.query_rank + a.latent.kv_rank) + a.latent.rope if a.latent else 0
+
+
+def _widened(a: Architecture) -> int:
+    return 2 * a.heads * a.head_dim if a.latent else 0
+
+
+def mlp_projections(a: Architecture) -> int:
+    """Return how many projections lead into an MLP."""
+    return 2 if a.family.gated else 1
+
+
+def _both_norms(a: Architecture) -> bool:
+    return a.family.pre_norms and a.family.post_norms
+
+
+def _in_float32(a: Architecture) -> bool:
+    """Return whether norms compute with float32 copies of their inputs."""
+    return a.family.norm == "rms_from_one"
+
+
+def _over_heads(a: Architecture) -> bool:
+    return a.qk_norm == "projection"
