@@ -24,7 +24,8 @@ from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.lora import merged
 from trainer.megatron import cpu, parallel
 from trainer.megatron.architecture.reading import read_architecture
-from trainer.megatron.checkpoint import copy_part, layout, restore_part
+from trainer.megatron.checkpoint.description import TrainedModel
+from trainer.megatron.checkpoint.state import copy_part, restore_part
 from trainer.megatron.convert.checkpoint import load_checkpoint
 from trainer.megatron.forward import Runner
 from trainer.megatron.layers import lora
@@ -35,7 +36,7 @@ from trainer.megatron.memory.memory_plan import MemoryPlan
 from trainer.megatron.memory.oom_retry import OomRetry
 from trainer.megatron.memory.recompute import forget_passes, keep_input_gradient, set_recompute
 from trainer.megatron.model import DTYPES, PackedModel, build_model, mark_split, transformer_config
-from trainer.megatron.optimizer import Optimizer, wrap_model
+from trainer.megatron.optimizer import Optimizer, is_distributed, wrap_model
 from trainer.megatron.reshard import Piece, TensorPlan, export_plan, plan_of, stage_rules, stretch
 from trainer.megatron.sharing import buffers_of, parts_of
 from trainer.storage.host_state import HostCopies, HostState
@@ -210,10 +211,9 @@ class MegatronBackend(Backend):
                 self._send(plan)
 
     def copy_state(self) -> HostState:
-        weights = self._trained
-        if self._masters:  # the parameters may be an engine's, of the version before
-            weights = {name: master.to(DTYPES[self._trainer.dtype]) for name, master in self._masters.items()}
-        return copy_part(self._copies, weights, self._optimizer, self._position, self._layout())
+        return copy_part(
+            self._copies, self._trained, self._optimizer, self._trained_model(), self._position.rank
+        )
 
     def save(self, directory: Path) -> None:
         """Write this rank's part of a checkpoint; returns when every rank's part is on disk."""
@@ -221,10 +221,14 @@ class MegatronBackend(Backend):
         dist.barrier()
 
     def restore(self, directory: Path) -> None:
-        # The optimizer's file restores masters exactly, so where they are separate the weights may be loaded
-        # into them first.
+        # Parameters that have separate masters may be an engine's.
         restore_part(
-            directory, self._masters or self._trained, self._optimizer, self._position, self._layout()
+            directory,
+            self._trained,
+            self._optimizer,
+            self._trained_model(),
+            self._position.rank,
+            fill=not self._masters,
         )
         self._optimizer.fill_parameters()
 
@@ -261,8 +265,14 @@ class MegatronBackend(Backend):
             model, self._model_spec, self._position, trainer.micro_batch_tokens, trainer.micro_batch_size
         )
 
-    def _layout(self) -> dict[str, object]:
-        return layout(self._model_spec, self._position, self._trainer.dtype, self.lora)
+    def _trained_model(self) -> TrainedModel:
+        return TrainedModel(
+            self._model_spec,
+            self._places,
+            self._trainer.dtype,
+            self.lora,
+            distributed=is_distributed(self._position),
+        )
 
     def _plan_memory(self, config: OptimizerConfig, adapters: LoraConfig, *, shared: bool) -> MemoryPlan:
         work = Workload(

@@ -5,6 +5,8 @@ masters are to be separate.
 """
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trainer.config import OptimizerConfig
@@ -41,6 +44,45 @@ def is_distributed(position: Position) -> bool:
     return position.config.use_distributed_optimizer and position.config.data_parallel_size > 1
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class MasterPart:
+    """What this rank steps of a parameter."""
+
+    parameter: torch.Tensor
+    start: int
+    stop: int
+    """In the flat parameter."""
+    master: torch.Tensor
+    """What is stepped; its elements are those of the range."""
+    optimizer: torch.optim.Optimizer
+    """Steps it, and holds its moments."""
+
+    def forget(self) -> None:
+        """Drop the moments, as before the first step."""
+        self.optimizer.state.pop(self.master, None)
+
+    def set(self, kind: str, values: torch.Tensor, steps: int) -> None:
+        """Set the master or a moment.
+
+        Args:
+            kind: master, exp_avg or exp_avg_sq.
+            values: float32, flat.
+            steps: those that the moments have seen.
+        """
+        values = values.view(self.master.shape)
+        if kind == "master":
+            self.master.detach().copy_(values)
+            return
+        group = next(g for g in self.optimizer.param_groups if any(p is self.master for p in g["params"]))
+        state: dict[str, Any] = self.optimizer.state[self.master]
+        state[kind] = values.to(self.master.device, copy=True)
+        if isinstance(self.optimizer, torch.optim.AdamW):
+            device = self.master.device if group.get("fused") else torch.device("cpu")
+            state["step"] = torch.tensor(float(steps), device=device)
+        else:  # TransformerEngine and Apex count steps by group
+            group["step"] = steps
+
+
 class Optimizer:
     """AdamW with clipping."""
 
@@ -62,7 +104,7 @@ class Optimizer:
             dtype: that of the parameters.
             apart: have masters in float32, too, instead of stepping the parameters; on one rank only.
         """
-        self.config = config
+        self.config, self._model = config, model
         settings = MegatronOptimizerConfig(
             optimizer="adam",
             lr=config.lr,
@@ -102,6 +144,24 @@ class Optimizer:
     def torch_optimizers(self) -> list[torch.optim.Optimizer]:
         """The optimizers underneath, which hold masters and moments of this rank's share."""
         return [inner.optimizer for inner in self._inner if inner.optimizer is not None]
+
+    def parts(self) -> Iterator[MasterPart]:
+        """Yield what this rank steps of each trained parameter."""
+        for inner in self._inner:
+            if inner.optimizer is None:
+                continue
+            if isinstance(inner, DistributedOptimizer):
+                yield from _shards(inner)
+            else:
+                parameters = [
+                    parameter for group in inner.optimizer.param_groups for parameter in group["params"]
+                ]
+                owners = {
+                    id(getattr(parameter, "main_param", parameter)): parameter
+                    for parameter in self._model.parameters()
+                }
+                for master in parameters:
+                    yield MasterPart(owners[id(master)], 0, master.numel(), master, inner.optimizer)
 
     def tensors(self) -> list[torch.Tensor]:
         """Return masters and moments of this rank's share."""
@@ -170,6 +230,19 @@ class Optimizer:
 def _finalize_gradients(model: list[Any], num_tokens: torch.Tensor | None, **groups: Any) -> None:
     """Reduce the gradients over ranks as megatron does, but do not divide by tokens: the loss is a sum."""
     finalize_model_grads(model, None, **groups)
+
+
+def _shards(inner: DistributedOptimizer) -> Iterator[MasterPart]:
+    """Yield this rank's ranges of the parameters of a distributed optimizer."""
+    pairs = (
+        (inner.model_fp32_groups, inner.shard_fp32_groups),
+        (inner.model_float16_groups, inner.shard_fp32_from_float16_groups),
+    )
+    for groups, masters_of_groups in pairs:
+        for group, masters in zip(groups, masters_of_groups, strict=True):
+            for parameter, master in zip(group, masters, strict=True):
+                found = inner._get_model_param_range_map(parameter)["param"]
+                yield MasterPart(parameter, found.start, found.end, master, inner.optimizer)
 
 
 def _set_apart(optimizer: torch.optim.Optimizer) -> None:

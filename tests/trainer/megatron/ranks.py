@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from protocol.errors import SettingsError
 from tests.trainer.measured import flat
 from tests.trainer.megatron.launch import DEADLINE_S
 from tests.trainer.megatron.models import MODELS, MORE_MODELS, OPTIMIZER, make_batch, step_batch
@@ -35,6 +34,19 @@ LAYOUTS = {
     "tp2-dp2": ParallelConfig(tensor_model_parallel_size=2, data_parallel_size=2),
 }
 MORE_MODELS_OF = {"single": tuple(MORE_MODELS), "tp2-sequence": ("mistral", "olmo2", "phi3")}
+FROM = {
+    "tp2": ("single",),
+    "pp2": ("tp2",),
+    "dp2": ("single", "pp2"),
+    "dp2-replicated": ("dp2",),
+    "tp2-pp2": ("single", "dp2"),
+    "tp2-dp2": ("tp2-pp2", "dp2-replicated"),
+}
+"""Layouts whose checkpoints are restored in another one, which is launched after them."""
+BACK = ("tp2", "pp2", "dp2", "dp2-replicated")
+"""Layouts whose checkpoints are restored in the single rank of the test."""
+RESTORED = {"qwen2": ("float32", "qwen2"), "bfloat16": ("bfloat16", "qwen3-tied")}
+"""Directory of a checkpoint -> dtype and model."""
 STEPS = 3
 FRESH = "qwen2"
 """Model whose checkpoint is restored into a new backend; others restore into the one that continued."""
@@ -92,9 +104,8 @@ def run(layout: str, models: Path, out: Path) -> None:
         _train_and_restore(name, layout, models / name, target)
     _one_by_one(layout, models / "qwen3-tied")
     _bfloat16(layout, models / "qwen3-tied", out / "bfloat16")
-    if layout == "single":
-        return
-    _refuse_other_layout(layout, models / "qwen2", out)
+    for source in FROM.get(layout, ()):
+        restore_from(source, layout, models, out)
 
 
 def _train_and_restore(name: str, layout: str, model_dir: Path, out: Path) -> None:
@@ -109,7 +120,7 @@ def _train_and_restore(name: str, layout: str, model_dir: Path, out: Path) -> No
         if step == 0:
             checkpoint = _checkpoint(backend, out / "after-one")
     _write(out / "after", backend.export())
-    _checkpoint(backend, out / "at-end")
+    _write_held(backend, out / "held")
     _write(
         out / "reference",
         [
@@ -179,19 +190,15 @@ def _bfloat16(layout: str, model_dir: Path, out: Path) -> None:
     backend.close()
 
 
-def _refuse_other_layout(layout: str, model_dir: Path, out: Path) -> None:
-    """The checkpoint of the test process's own single rank."""
-    backend = make_backend(model_dir, layout)
-    kept = drain(backend)
-    try:
-        backend.restore(out.parent / "single" / "qwen2" / "after-one")
-        message = "nothing was raised"
-    except SettingsError as error:
-        message = str(error)
-    same = all(torch.equal(kept[name], tensor) for name, tensor in backend.export())
-    backend.close()
-    if _is_writer():
-        (out / "refused.json").write_text(json.dumps({"message": message, "unchanged": same}))
+def restore_from(source: str, layout: str, models: Path, out: Path) -> None:
+    """Restore what another layout saved after a step; save it at once, and go on."""
+    for directory, (dtype, name) in RESTORED.items():
+        target = out / directory / f"from-{source}"
+        backend = make_backend(models / name, layout, dtype)
+        backend.restore(out.parent / source / directory / "after-one")
+        _checkpoint(backend, target)
+        _write(target.with_name(f"went-on-from-{source}"), _go_on(backend, name))
+        backend.close()
 
 
 def _checkpoint(backend: Backend, directory: Path) -> Path:
@@ -204,6 +211,17 @@ def _write(path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     content = dict(tensors)
     if content and _is_writer():
         save_file(content, path.with_suffix(".safetensors"))
+
+
+def _write_held(backend: MegatronBackend, directory: Path) -> None:
+    """What a replica's ranks hold, each in a file of its own."""
+    directory.mkdir(parents=True, exist_ok=True)
+    place = backend._position.place
+    if place.dp == 0:
+        held = {name: tensor.detach().clone() for name, tensor in backend._parameters.items()}
+        save_file(held, directory / f"tp{place.tp}-pp{place.pp}.safetensors")
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def _is_writer() -> bool:

@@ -195,6 +195,6 @@ def test_a_checkpoint_of_another_model_is_refused(backend: MegatronBackend, tmp_
 
 def test_an_incomplete_checkpoint_is_refused(backend: MegatronBackend, tmp_path: Path) -> None:
     backend.save(tmp_path)
-    (tmp_path / "optimizer-tp0-pp0-dp0.safetensors").unlink()
+    (tmp_path / "rank-00000.safetensors").unlink()
     with pytest.raises(SettingsError, match="it is incomplete"):
         backend.restore(tmp_path)

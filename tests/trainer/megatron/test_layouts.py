@@ -8,6 +8,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from protocol.weights.lora import NO_ADAPTERS
 from tests.trainer.megatron.launch import launch
 from tests.trainer.megatron.models import (
     ALL_MODELS,
@@ -18,7 +19,23 @@ from tests.trainer.megatron.models import (
     save_model,
     step_batch,
 )
-from tests.trainer.megatron.ranks import ALGORITHM, LAYOUTS, STEPS, models_of, run
+from tests.trainer.megatron.ranks import (
+    ALGORITHM,
+    BACK,
+    FROM,
+    LAYOUTS,
+    RESTORED,
+    STEPS,
+    make_backend,
+    models_of,
+    restore_from,
+    run,
+)
+from trainer.config import ParallelConfig
+from trainer.megatron.architecture.reading import read_architecture
+from trainer.megatron.checkpoint.description import TrainedModel
+from trainer.megatron.checkpoint.reading import CheckpointReader, read_description
+from trainer.megatron.layout import Grid, Layout, Place
 
 pytestmark = pytest.mark.xdist_group("layouts")  # what the module sets up once, not one for each process
 
@@ -58,7 +75,8 @@ class Runs:
             if LAYOUTS[layout].world_size == 1:
                 run(layout, self.models, self.root / layout)
             else:
-                self("single")
+                for source in FROM.get(layout, ()):
+                    self(source)
                 arguments = (layout, str(self.models), str(self.root / layout))
                 launch(
                     LAYOUTS[layout].world_size,
@@ -68,6 +86,13 @@ class Runs:
                 )
         return self.root / layout
 
+    def restore_back(self) -> None:
+        """Restore in a single rank what the ranks of other layouts saved."""
+        self("single")
+        for source in BACK:
+            self(source)
+            restore_from(source, "single", self.models, self.root / "single")
+
     def plain(self, model: str) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
         """Statistics of each step and the weights after the last, from plain torch."""
         if model not in self._plain:
@@ -75,6 +100,13 @@ class Runs:
             stats = [trainer.step(step_batch(model, step)) for step in range(STEPS)]
             self._plain[model] = stats, trainer.weights()
         return self._plain[model]
+
+
+@pytest.fixture(scope="module")
+def moves(runs: Runs) -> Runs:
+    """Results by layout, those of other layouts' checkpoints included."""
+    runs.restore_back()
+    return runs
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +166,7 @@ def test_continuing_from_a_checkpoint_is_bit_identical(runs: Runs, layout: str, 
 def test_export_is_what_the_ranks_hold(runs: Runs, layout: str, model: str) -> None:
     directory = runs(layout) / model
     exported = load_file(directory / "after.safetensors")
-    held = gather_by_hand(directory / "at-end", layout, model)
+    held = gather_by_hand(directory / "held", layout, model)
     for name, tensor in held.items():
         assert torch.equal(exported[name], tensor), name
     assert held.keys() == exported.keys()
@@ -169,25 +201,84 @@ def test_bfloat16_trains_on_float32_masters(runs: Runs, layout: str) -> None:
         assert tensor.dtype is torch.bfloat16
         torch.testing.assert_close(tensor.float(), expected[name], atol=5e-3, rtol=1e-2)
     assert same_bits(directory / "after.safetensors", directory / "restored.safetensors")
-    files = [load_file(path) for path in (directory / "after-one").glob("optimizer-*.safetensors")]
-    assert all(
-        tensor.dtype is torch.float32
-        for file in files
-        for name, tensor in file.items()
-        if name.endswith(".master")
-    )
+    files = [load_file(path) for path in (directory / "after-one").glob("rank-*.safetensors")]
+    assert {tensor.dtype for file in files for name, tensor in file.items() if "/" in name} == {torch.float32}
 
 
-@pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2"])
-def test_checkpoint_of_another_layout_is_refused(runs: Runs, layout: str) -> None:
-    refused = json.loads((runs(layout) / "refused.json").read_text())
-    field = {
-        "tp2": "tensor_model_parallel_size",
-        "pp2": "pipeline_model_parallel_size",
-        "dp2": "data_parallel_size",
-    }[layout]
-    assert f"{field} is 1 in the checkpoint and 2 in the run" in refused["message"]
-    assert refused["unchanged"]
+EACH_MOVE = pytest.mark.parametrize(
+    ("source", "layout"),
+    [
+        pytest.param(source, layout, marks=[*marks_of(layout), *marks_of(source)])
+        for layout, sources in {**FROM, "single": BACK}.items()
+        for source in sources
+    ],
+)
+
+
+@EACH_MOVE
+@pytest.mark.parametrize("saved", RESTORED)
+def test_masters_and_moments_are_the_same_bits_in_another_layout(
+    moves: Runs, source: str, layout: str, saved: str
+) -> None:
+    model_dir = moves.models / RESTORED[saved][1]
+    before = whole_state(moves(source) / saved / "after-one", model_dir)
+    after = whole_state(moves(layout) / saved / f"from-{source}", model_dir)
+    assert before.keys() == after.keys()
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    assert before["steps"] == 1
+
+
+@EACH_MOVE
+@pytest.mark.parametrize("saved", RESTORED)
+def test_a_run_goes_on_in_another_layout_as_if_it_had_stayed(
+    moves: Runs, source: str, layout: str, saved: str
+) -> None:
+    stayed = load_file(moves(source) / saved / "after.safetensors")
+    moved = load_file(moves(layout) / saved / f"went-on-from-{source}.safetensors")
+    atol, rtol = (1e-5, 0.0) if saved == "qwen2" else (5e-3, 1e-2)
+    for name, expected in stayed.items():
+        torch.testing.assert_close(moved[name], expected, atol=atol, rtol=rtol, msg=name)
+
+
+def whole_state(checkpoint: Path, model_dir: Path) -> dict[str, torch.Tensor]:
+    """Masters and moments by Hugging Face name, as a single rank would restore them."""
+    architecture = read_architecture(model_dir)
+    single = Layout.of(ParallelConfig(), architecture.layers)
+    model = TrainedModel(architecture, single, "float32", NO_ADAPTERS, distributed=False)
+    result = {}
+    with CheckpointReader(checkpoint, read_description(checkpoint), model) as reader:
+        result["steps"] = torch.tensor(reader.steps)
+        shapes = {rule.parameter: rule.local_shape(Grid()) for rule in model.rules(0)}
+        for kind in reader.kinds:
+            flat = {
+                rule.parameter: reader.flat(kind, rule, Place(), 0, 10**9).view(shapes[rule.parameter])
+                for rule in model.rules(0)
+            }
+            for plan in model.plans().values():
+                rows = [
+                    flat[plan.parameter].narrow(plan.dim, piece.local_start, piece.length)
+                    for piece in plan.pieces
+                ]
+                result[f"{kind} {plan.name}"] = torch.cat(rows, plan.dim)
+    return result
+
+
+def test_moments_of_a_rank_are_those_of_its_optimizer(runs: Runs, tmp_path: Path) -> None:
+    """What `whole_state` reads, without the code that wrote it."""
+    backend = make_backend(runs.models / "qwen2", "single")
+    backend.train_step(step_batch("qwen2", 0))
+    backend.save(tmp_path)
+    state = whole_state(tmp_path, runs.models / "qwen2")
+    held = {id(parameter): name for name, parameter in backend._parameters.items()}
+    (adam,) = backend._optimizer.torch_optimizers
+    found = {held[id(parameter)]: values for parameter, values in adam.state.items()}
+    backend.close()
+    for kind in ("exp_avg", "exp_avg_sq"):
+        norm = found["decoder.layers.1.input_layernorm.weight"][kind]
+        assert torch.equal(state[f"{kind} model.layers.1.input_layernorm.weight"], norm)
+        gate_up = found["decoder.layers.1.mlp.linear_fc1.weight"][kind]
+        names = [f"{kind} model.layers.1.mlp.{half}_proj.weight" for half in ("gate", "up")]
+        assert torch.equal(torch.cat([state[name] for name in names]), gate_up)
 
 
 def gather_by_hand(directory: Path, layout: str, model: str) -> dict[str, torch.Tensor]:
@@ -197,7 +288,7 @@ def gather_by_hand(directory: Path, layout: str, model: str) -> dict[str, torch.
     result = {}
     for stage in range(parallel.pipeline_model_parallel_size):
         files = [
-            load_file(directory / f"model-tp{tp}-pp{stage}.safetensors")
+            load_file(directory / f"tp{tp}-pp{stage}.safetensors")
             for tp in range(parallel.tensor_model_parallel_size)
         ]
         first = stage * config.num_hidden_layers // parallel.pipeline_model_parallel_size
