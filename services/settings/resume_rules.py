@@ -30,7 +30,7 @@ MEANING: Mapping[ResumeRule, str] = {
     ResumeRule.FREE: "takes effect",
 }
 _STREAM = "group g is prompt g of the stream, which it changes"
-_LAYOUT = "a checkpoint is restored only in the layout that it was saved in"
+_LAYOUT = "a checkpoint is restored in any layout, but float additions have another order there"
 _STATE = "the optimizer's state in the checkpoint is that of the trained tensors"
 _DRAWN = (
     "samples that wait to be trained were drawn with the old value; their log-probabilities would not fit"
@@ -55,7 +55,7 @@ RULES: Mapping[str, tuple[ResumeRule, str]] = {
     "sampling.top_k": (ResumeRule.DRAINED, _DRAWN),
     "engine.dtype": (ResumeRule.REPEATED, "weights are published in it"),
     "trainer.backend": (ResumeRule.FIXED, "each backend has checkpoints of its own form"),
-    "trainer.dtype": (ResumeRule.FIXED, _LAYOUT),
+    "trainer.dtype": (ResumeRule.REPEATED, "a checkpoint holds masters, of which parameters are made"),
     "trainer.seed": (ResumeRule.FIXED, "the state of the random numbers is in the checkpoint"),
     "trainer.device": (ResumeRule.REPEATED, _STEP),
     "trainer.micro_batch_tokens": (ResumeRule.REPEATED, _STEP),
@@ -68,8 +68,7 @@ RULES: Mapping[str, tuple[ResumeRule, str]] = {
     "trainer.memory_fraction": (ResumeRule.REPEATED, "`trainer.micro_batch_tokens` = auto is chosen for it"),
     "trainer.threads": (ResumeRule.REPEATED, _STEP),
     "trainer.recompute_logprobs": (ResumeRule.REPEATED, _STEP),
-    "parallel": (ResumeRule.FIXED, _LAYOUT),
-    "parallel.sequence_parallel": (ResumeRule.REPEATED, _STEP),
+    "parallel": (ResumeRule.REPEATED, _LAYOUT),
     "optimizer": (ResumeRule.REPEATED, _STEP),
     "algorithm": (ResumeRule.REPEATED, _STEP),
     "lora": (ResumeRule.FIXED, _STATE),
@@ -91,6 +90,11 @@ One line says which bound is in force, and which one is pending; one lists what 
 refusal changes nothing and writes nothing. What `tether set` has set lasts until the next start.
 
 A setting that an earlier release did not have was its default.
+
+A checkpoint of the megatron backend is restored in any layout ([parallel]): masters and moments are the same
+bits. Random states are those of the rank with the same number; a rank that was not there has those of its
+start. A checkpoint of a release before this was possible is restored in its own layout and dtype only: the
+trainer says so, and the next checkpoint is of the new form.
 
 | rule | a changed value |
 |---|---|

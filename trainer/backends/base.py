@@ -144,10 +144,10 @@ class Backend(ABC):
 
     @abstractmethod
     def restore(self, directory: Path) -> None:
-        """Load the part of a checkpoint that `copy_state` gave, bit for bit.
+        """Load what this rank has of the checkpoint of any layout that the backend can have, bit for bit.
 
         Raises:
-            SettingsError: the checkpoint is of another layout or model; names both.
+            SettingsError: the checkpoint is of another model, or of a layout that cannot be read; names both.
         """
 
     @abstractmethod
