@@ -64,6 +64,10 @@ class StepStats:
     """Largest memory that a rank had allocated on its GPU during the step, GiB."""
     memory_expected_gb: float | None = None
     """What was expected of it, with the budget in force."""
+    loss_scale: float | None = None
+    """Factor of the loss that the step was made with; None without one."""
+    loss_scale_repeats: int = 0
+    """Times that the step was made again because its gradient overflowed."""
     warnings: tuple[str, ...] = ()
     """What may be wrong with the step, a sentence each."""
 

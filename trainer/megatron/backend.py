@@ -30,6 +30,7 @@ from trainer.megatron.convert.checkpoint import load_checkpoint
 from trainer.megatron.forward import Runner
 from trainer.megatron.layers import lora
 from trainer.megatron.layout import Layout
+from trainer.megatron.loss_scale import LossScale
 from trainer.megatron.memory.expected import Workload
 from trainer.megatron.memory.host_optimizer import HostOptimizer
 from trainer.megatron.memory.memory_plan import MemoryPlan
@@ -115,22 +116,33 @@ class MegatronBackend(Backend):
     def train_step(self, batch: Batch) -> StepStats:
         measures = StepMeasures.of_batch(batch, self.algorithm.config)
         self._memory.begin_step()
-        self._optimizer.zero_grad(self._model)
-        (vector, micro_batches, padding_share), warnings = self._passes.step(
-            self._runner, batch, lambda: self._runner.train(batch, self.algorithm, measures)
-        )
-        norm, skipped = (
-            self._optimizer.step() if measures.tokens else (0.0, "no token of the batch is within the bound")
-        )
-        stats = measures.stats(vector, grad_norm=norm, skipped=skipped)
+        scale, warnings = self._optimizer.loss_scale, list[str]()
+
+        def attempt() -> tuple[StepStats, float]:
+            self._optimizer.zero_grad(self._model)
+            (vector, micro_batches, padding_share), told = self._passes.step(
+                self._runner, batch, lambda: self._runner.train(batch, self.algorithm, measures)
+            )
+            warnings.extend(told)
+            used = scale.value if scale is not None else None
+            norm, skipped = (
+                self._optimizer.step()
+                if measures.tokens
+                else (0.0, "no token of the batch is within the bound")
+            )
+            stats = measures.stats(vector, grad_norm=norm, skipped=skipped)
+            return dataclasses.replace(
+                stats, micro_batches=micro_batches, padding_share=padding_share, loss_scale=used
+            ), norm
+
+        stats, repeats = scale.repeated(attempt) if scale is not None else (attempt()[0], 0)
         peak, expected = self._memory.peaks(self._passes.tokens)
         return dataclasses.replace(
             stats,
-            micro_batches=micro_batches,
-            padding_share=padding_share,
+            loss_scale_repeats=repeats,
             memory_peak_gb=peak,
             memory_expected_gb=expected,
-            warnings=warnings,
+            warnings=tuple(warnings),
         )
 
     @property
@@ -296,6 +308,9 @@ class MegatronBackend(Backend):
         kind = HostOptimizer if config.cpu_offload else Optimizer
         self._optimizer = kind(config, self._model, position, dtype, apart=shared)
         self._masters = self._optimizer.masters
+        if dtype is torch.float16:
+            scale = self._optimizer.loss_scale = LossScale(config)
+            self._config.grad_scale_func = lambda loss: loss * scale.value
 
         def reset() -> None:
             self._optimizer.zero_grad(self._model)

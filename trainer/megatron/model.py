@@ -29,7 +29,7 @@ from trainer.megatron.layers.spec import layer_spec
 from trainer.megatron.layout import Layout
 from trainer.megatron.parallel import Position
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class PackedModel(GPTModel):
@@ -103,6 +103,7 @@ def transformer_config(
             variable_seq_lengths=parallel.pipeline_model_parallel_size > 1,
             moe_token_dispatcher_type="alltoall",
             bf16=dtype is torch.bfloat16,
+            fp16=dtype is torch.float16,
             # Weights come from a checkpoint: a random initialization would be wasted.
             perform_initialization=False,
             use_cpu_initialization=position.device.type == "cpu",
@@ -152,9 +153,7 @@ def build_model(
     # Ours: megatron's scaling is llama3's with two of its four numbers fixed.
     frequencies = inverse_frequencies(architecture.rope, architecture.head_dim)
     model.rotary_pos_emb.inv_freq = frequencies.to(position.device)
-    if config.params_dtype is torch.bfloat16:
-        model = model.bfloat16()
-    return model.to(position.device)
+    return model.to(position.device, config.params_dtype)
 
 
 def mark_split(parameters: Mapping[str, torch.Tensor], rules: Iterable[Rule]) -> None:

@@ -1,6 +1,6 @@
 """Wraps megatron's optimizer: AdamW on float32 masters, its state sharded over data-parallel ranks if asked.
 
-A parameter's master is its `main_param`: megatron sets it in bfloat16; in float32 there is none, unless
+A parameter's master is its `main_param`: megatron sets it in 16 bits; in float32 there is none, unless
 masters are to be separate.
 """
 
@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from trainer.config import OptimizerConfig
 from trainer.functional.learning_rate import learning_rate
 from trainer.megatron.cpu import cuda_type_names
+from trainer.megatron.loss_scale import LossScale
 from trainer.megatron.parallel import Position
 
 
@@ -86,6 +87,9 @@ class MasterPart:
 class Optimizer:
     """AdamW with clipping."""
 
+    loss_scale: LossScale | None = None
+    """What gradients are divided by before a step; None: nothing."""
+
     def __init__(
         self,
         config: OptimizerConfig,
@@ -114,7 +118,8 @@ class Optimizer:
             adam_beta2=config.adam_beta2,
             adam_eps=config.adam_eps,
             clip_grad=config.clip_grad,
-            bf16=dtype is torch.bfloat16,
+            # float16, too: all that it says here is that masters are apart; the loss is scaled by `LossScale`
+            bf16=dtype is not torch.float32,
             params_dtype=dtype,
             use_distributed_optimizer=is_distributed(position),
         )
@@ -197,6 +202,7 @@ class Optimizer:
             The gradient norm before clipping, and why the step was skipped ("" if it was not).
         """
         optimizer = self.megatron
+        self._unscale()
         for group in optimizer.param_groups:
             group["lr"] = self.learning_rate()
         overflow = optimizer.prepare_grads()
@@ -218,6 +224,11 @@ class Optimizer:
         """Zero the gradients."""
         model.zero_grad_buffer()
         self.megatron.zero_grad()
+
+    def _unscale(self) -> None:
+        """Divide the gradients, which are float32 then, by the factor of the loss."""
+        if self.loss_scale is not None:
+            self._model.scale_gradients(1.0 / self.loss_scale.value)
 
     def _scale_gradients(self, factor: float) -> None:
         if factor >= 1.0:

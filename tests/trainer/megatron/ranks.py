@@ -4,6 +4,7 @@ import faulthandler
 import json
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -45,8 +46,14 @@ FROM = {
 """Layouts whose checkpoints are restored in another one, which is launched after them."""
 BACK = ("tp2", "pp2", "dp2", "dp2-replicated")
 """Layouts whose checkpoints are restored in the single rank of the test."""
-RESTORED = {"qwen2": ("float32", "qwen2"), "bfloat16": ("bfloat16", "qwen3-tied")}
+RESTORED = {
+    "qwen2": ("float32", "qwen2"),
+    "bfloat16": ("bfloat16", "qwen3-tied"),
+    "float16": ("float16", "qwen3-tied"),
+}
 """Directory of a checkpoint -> dtype and model."""
+OVERFLOWS = 2.0**24
+"""A factor of the loss under which the gradients of these models overflow in float16."""
 STEPS = 3
 FRESH = "qwen2"
 """Model whose checkpoint is restored into a new backend; others restore into the one that continued."""
@@ -55,8 +62,9 @@ ALGORITHM = Grpo(AlgorithmConfig(entropy_coef=0.02, kl_coef=0.0))
 
 def make_backend(model_dir: Path, layout: str, dtype: str = "float32") -> MegatronBackend:
     trainer = TrainerConfig(micro_batch_tokens=40, micro_batch_size=7, dtype=dtype, device="cpu")
+    optimizer = replace(OPTIMIZER, initial_loss_scale=OVERFLOWS)
     return MegatronBackend(
-        model_dir, parallel=LAYOUTS[layout], optimizer=OPTIMIZER, trainer=trainer, algorithm=ALGORITHM
+        model_dir, parallel=LAYOUTS[layout], optimizer=optimizer, trainer=trainer, algorithm=ALGORITHM
     )
 
 
@@ -103,7 +111,8 @@ def run(layout: str, models: Path, out: Path) -> None:
         target.mkdir(parents=True, exist_ok=True)
         _train_and_restore(name, layout, models / name, target)
     _one_by_one(layout, models / "qwen3-tied")
-    _bfloat16(layout, models / "qwen3-tied", out / "bfloat16")
+    for dtype in ("bfloat16", "float16"):
+        _sixteen_bits(dtype, layout, models / "qwen3-tied", out / dtype)
     for source in FROM.get(layout, ()):
         restore_from(source, layout, models, out)
 
@@ -177,12 +186,14 @@ def _pass(backend: MegatronBackend, batch: Batch, *, samples: int) -> dict[str, 
     return {"measures": vector, "logprobs": backend.logprobs(batch), **gradients}
 
 
-def _bfloat16(layout: str, model_dir: Path, out: Path) -> None:
+def _sixteen_bits(dtype: str, layout: str, model_dir: Path, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    backend = make_backend(model_dir, layout, "bfloat16")
+    backend = make_backend(model_dir, layout, dtype)
     name = "qwen3-tied"
     _write(out / "before", backend.export())
-    backend.train_step(part_of(backend, step_batch(name, 0)))
+    stats = backend.train_step(part_of(backend, step_batch(name, 0)))
+    if _is_writer():
+        (out / "scale.json").write_text(json.dumps([stats.loss_scale, stats.loss_scale_repeats]))
     checkpoint = _checkpoint(backend, out / "after-one")
     _write(out / "after", _go_on(backend, name))
     backend.restore(checkpoint)

@@ -90,7 +90,7 @@ def test_a_world_of_another_size_is_refused(model_dir: Path) -> None:
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize(("field", "value"), [("dtype", "float16"), ("device", "tpu")])
+@pytest.mark.parametrize(("field", "value"), [("dtype", "float8"), ("device", "tpu")])
 def test_unknown_settings_are_refused(model_dir: Path, field: str, value: str) -> None:
     with pytest.raises(SettingsError, match=value):
         MegatronBackend(

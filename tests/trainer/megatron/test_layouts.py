@@ -24,6 +24,7 @@ from tests.trainer.megatron.ranks import (
     BACK,
     FROM,
     LAYOUTS,
+    OVERFLOWS,
     RESTORED,
     STEPS,
     make_backend,
@@ -191,18 +192,25 @@ def test_saved_checkpoint_loads_in_transformers(runs: Runs, layout: str, model: 
 
 
 @EACH_LAYOUT
-def test_bfloat16_trains_on_float32_masters(runs: Runs, layout: str) -> None:
-    directory = runs(layout) / "bfloat16"
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+def test_sixteen_bits_train_on_float32_masters(runs: Runs, layout: str, name: str) -> None:
+    directory, dtype = runs(layout) / name, getattr(torch, name)
     before, after = load_file(directory / "before.safetensors"), load_file(directory / "after.safetensors")
     source = dict(make_model("qwen3-tied").named_parameters())
-    assert all(torch.equal(before[name], source[name].bfloat16()) for name in source)
+    assert all(torch.equal(before[name], source[name].to(dtype)) for name in source)
     _, expected = runs.plain("qwen3-tied")
     for name, tensor in after.items():
-        assert tensor.dtype is torch.bfloat16
+        assert tensor.dtype is dtype
         torch.testing.assert_close(tensor.float(), expected[name], atol=5e-3, rtol=1e-2)
     assert same_bits(directory / "after.safetensors", directory / "restored.safetensors")
     files = [load_file(path) for path in (directory / "after-one").glob("rank-*.safetensors")]
     assert {tensor.dtype for file in files for name, tensor in file.items() if "/" in name} == {torch.float32}
+    scale, repeats = json.loads((directory / "scale.json").read_text())
+    if name == "float16":
+        assert (scale * 2**repeats, repeats > 0) == (OVERFLOWS, True)
+        assert {tuple(file["loss_scale"].tolist()) for file in files} == {(scale, 1.0)}
+    else:
+        assert (scale, repeats) == (None, 0)
 
 
 EACH_MOVE = pytest.mark.parametrize(

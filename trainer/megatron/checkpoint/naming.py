@@ -5,6 +5,8 @@ MASTER = "master"
 KINDS = (MASTER, "exp_avg", "exp_avg_sq")
 """What there is of each parameter; Adam's moments from the first step on."""
 STEPS = "steps"
+LOSS_SCALE = "loss_scale"
+"""In float16: the factor, and the steps since it changed."""
 RANDOM_CPU, RANDOM_CUDA = "random.cpu", "random.cuda"
 
 

@@ -15,6 +15,7 @@ from trainer.megatron.checkpoint.first_format import restore_first_format
 from trainer.megatron.checkpoint.naming import (
     KINDS,
     LAYOUT,
+    LOSS_SCALE,
     MASTER,
     RANDOM_CPU,
     RANDOM_CUDA,
@@ -48,6 +49,9 @@ def copy_part(
     tensors = {STEPS: torch.tensor(optimizer.steps), RANDOM_CPU: torch.get_rng_state()}
     if torch.cuda.is_available():
         tensors[RANDOM_CUDA] = torch.cuda.get_rng_state()
+    scale = optimizer.loss_scale
+    if scale is not None:
+        tensors[LOSS_SCALE] = torch.tensor([scale.value, scale.finite_steps], dtype=torch.float64)
     names = {id(parameter): name for name, parameter in parameters.items()}
     written = _written(model, rank)
     for part in optimizer.parts():
@@ -94,12 +98,7 @@ def restore_part(
     with CheckpointReader(directory, saved, model) as reader, torch.no_grad():
         _restore_parameters(reader, parameters, optimizer, model, rank, fill=fill)
         optimizer.steps = reader.steps
-        random = reader.tensor(rank, RANDOM_CPU)
-        if random is not None:
-            torch.set_rng_state(random)
-        random = reader.tensor(rank, RANDOM_CUDA)
-        if random is not None and torch.cuda.is_available():
-            torch.cuda.set_rng_state(random)
+        _restore_rest(reader, optimizer, rank)
 
 
 def _restore_parameters(
@@ -131,6 +130,19 @@ def _restore_parameters(
                 parameter.copy_(flat.view_as(parameter))
             for part in held:
                 part.set(kind, flat[part.start : part.stop], reader.steps)
+
+
+def _restore_rest(reader: CheckpointReader, optimizer: Optimizer, rank: int) -> None:
+    """Load what there is of the factor of the loss, and of random states."""
+    scale = reader.tensor(0, LOSS_SCALE)
+    if scale is not None and optimizer.loss_scale is not None:
+        optimizer.loss_scale.value, optimizer.loss_scale.finite_steps = float(scale[0]), int(scale[1])
+    random = reader.tensor(rank, RANDOM_CPU)
+    if random is not None:
+        torch.set_rng_state(random)
+    random = reader.tensor(rank, RANDOM_CUDA)
+    if random is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(random)
 
 
 def _written(model: TrainedModel, rank: int) -> set[str]:

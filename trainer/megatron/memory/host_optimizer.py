@@ -107,6 +107,7 @@ class HostOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self) -> tuple[float, str]:
+        self._unscale()
         for group in self._adam.param_groups:
             group["lr"] = self.learning_rate()
         norm = self._norm()
