@@ -154,5 +154,6 @@ class StepReport(Message, tag="step_report", frozen=True, kw_only=True):
     measured where it is set."""
     loss_scale: float | None = None
     """Factor of the loss that the step was made with, in float16; None in other types."""
-    loss_scale_repeats: int = 0
-    """Times that the step was made again, under half the factor each, because its gradient overflowed."""
+    loss_scale_repeats: int | None = None
+    """Times that the step was made again, under half the factor each, because its gradient overflowed; None
+    in other types."""

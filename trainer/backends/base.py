@@ -66,8 +66,8 @@ class StepStats:
     """What was expected of it, with the budget in force."""
     loss_scale: float | None = None
     """Factor of the loss that the step was made with; None without one."""
-    loss_scale_repeats: int = 0
-    """Times that the step was made again because its gradient overflowed."""
+    loss_scale_repeats: int | None = None
+    """Times that the step was made again because its gradient overflowed; None without a factor."""
     warnings: tuple[str, ...] = ()
     """What may be wrong with the step, a sentence each."""
 

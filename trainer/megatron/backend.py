@@ -135,7 +135,7 @@ class MegatronBackend(Backend):
                 stats, micro_batches=micro_batches, padding_share=padding_share, loss_scale=used
             ), norm
 
-        stats, repeats = scale.repeated(attempt) if scale is not None else (attempt()[0], 0)
+        stats, repeats = scale.repeated(attempt) if scale is not None else (attempt()[0], None)
         peak, expected = self._memory.peaks(self._passes.tokens)
         return dataclasses.replace(
             stats,

@@ -1,4 +1,4 @@
-"""Tests the factor of the loss: when it changes, and that float16 trains what float32 does but for rounding."""
+"""Tests the factor of the loss: when it changes, and that float16 trains as float32 but for rounding."""
 
 from collections.abc import Iterator
 from dataclasses import replace
