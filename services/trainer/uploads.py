@@ -126,6 +126,7 @@ class Uploader:
                 if self._ended or job is None:
                     return
                 self._copying = True
+                self._changed.notify_all()
             try:
                 self._copy(job)
             finally:
