@@ -91,7 +91,7 @@ class OptimizerConfig:
     type, which takes half the memory and rounds more."""
     initial_loss_scale: Annotated[float, Meta(ge=1, le=2**32)] = 65536.0
     """megatron, float16: factor of the loss at the start, a power of two. A step whose gradient overflows is
-    made again under half of it; a run that is resumed goes on with the factor of its checkpoint."""
+    made again under half of it; a resumed run has the factor of its checkpoint."""
     loss_scale_window: Annotated[int, Meta(ge=1, le=10**9)] = 1000
     """megatron, float16: steps without overflow after which the factor is doubled."""
     cpu_offload: bool = False

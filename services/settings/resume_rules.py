@@ -100,6 +100,25 @@ trainer says so, and the next checkpoint is of the new form.
 |---|---|
 """
 
+ON_ANOTHER_HOST = """
+## On another host
+
+With `run.remote` checkpoints are copied to another place, by fsspec: `s3://BUCKET/RUN` (package s3fs),
+`gs://...` (gcsfs), `file:///...` and what else fsspec knows. A missing package is named at the start.
+Credentials come from the environment, as the package reads them.
+
+    tether up run.toml --set run.remote=s3://bucket/my-run                            # copies
+    tether up run.toml --set run.remote=s3://bucket/my-run --run-dir /new/empty/dir   # elsewhere: resumes
+    tether verify /new/empty/dir
+
+Where RUN_DIR has no run, the newest complete copy is fetched, each file compared with its digest:
+checkpoint, settings, spool, event log, steps. Then it is a resume like any other, with the rules above. The
+ledger is rebuilt from the event log and the spool, so it has to be an empty one: an embedded one is; on a
+server of your own choose another database than the run had, as its ledger is ahead of the copy. Steps after
+the copy are made again. Half a copy counts as nothing. The archive for `tether replay` and the logs are not
+copied.
+"""
+
 
 def rule_of(dotted: str) -> tuple[ResumeRule, str]:
     """Return the rule of a setting and its reason: its own, or that of its section."""
@@ -114,7 +133,8 @@ def render_rules() -> str:
     rows = "".join(f"| `{key}` | {rule} | {reason} |\n" for key, (rule, reason) in RULES.items())
     return (
         f"{INTRODUCTION}{meanings}\nA section stands for those of its settings that have no row of their "
-        "own.\nAll settings without a row are free.\n\n| setting | rule | because |\n|---|---|---|\n" + rows
+        "own.\nAll settings without a row are free.\n\n| setting | rule | because |\n|---|---|---|\n"
+        f"{rows}{ON_ANOTHER_HOST}"
     )
 
 

@@ -1,7 +1,7 @@
-"""Copies checkpoints and exports to `run.remote` beside the steps, with what a run needs to go on from them.
+"""Copies checkpoints and exports to `run.remote` beside the steps, with what a run needs to resume from them.
 
 One is copied at a time and one waits; if another is complete before, the one that waits gives way to it. A
-copy that fails is tried again a few times and then left out: the run goes on, and the next report warns.
+copy that fails is tried again a few times and then left out: the run continues, and the next report warns.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""Tests that a run whose host is lost goes on elsewhere from its copy."""
+"""Tests that a run whose host is lost is resumed elsewhere from its copy."""
 
 from pathlib import Path
 

@@ -1,7 +1,7 @@
 """Copies the checkpoints of a run to a directory elsewhere, through fsspec, and back.
 
     URL/step_00000020/checkpoint/...   a checkpoint's files
-    URL/step_00000020/run/...          what else a run needs to go on from it
+    URL/step_00000020/run/...          what else a run needs to resume from it
     URL/step_00000020/complete.json    all of these with sizes and digests; written last
     URL/exports/step_00000020/...      the model of a version
 

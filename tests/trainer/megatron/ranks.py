@@ -202,7 +202,7 @@ def _sixteen_bits(dtype: str, layout: str, model_dir: Path, out: Path) -> None:
 
 
 def restore_from(source: str, layout: str, models: Path, out: Path) -> None:
-    """Restore what another layout saved after a step; save it at once, and go on."""
+    """Restore what another layout saved after a step; save it at once, and continue."""
     for directory, (dtype, name) in RESTORED.items():
         target = out / directory / f"from-{source}"
         backend = make_backend(models / name, layout, dtype)
