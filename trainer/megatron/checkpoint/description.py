@@ -1,14 +1,14 @@
 """Describes what a checkpoint is of: the model, what is trained of it, and the layout."""
 
+import json
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
-from typing import Any
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 
 from protocol.weights.lora import LoraConfig
 from trainer.megatron.architecture.numbers import Architecture
-from trainer.megatron.architecture.rope import Rope
 from trainer.megatron.convert.rules import Rule
 from trainer.megatron.layers.lora import lora_rules
 from trainer.megatron.layout import Layout
@@ -73,13 +73,27 @@ def read_layout(saved: Mapping[str, Any]) -> Layout:
 
 def read_model(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return the model of a description, with the defaults of numbers that an older release did not know."""
-    model = _with_defaults(saved, Architecture)
-    model["rope"] = _with_defaults(model.get("rope") or {}, Rope)
-    return model
+    found: dict[str, Any] = json.loads(json.dumps(_with_defaults(saved, Architecture)))
+    return found
 
 
 def _with_defaults(saved: Mapping[str, Any], kind: Any) -> dict[str, Any]:
-    return {field.name: field.default for field in fields(kind) if field.default is not MISSING} | dict(saved)
+    """Add the defaults of a dataclass, and those of tables in it, as plain values."""
+    hints = get_type_hints(kind)
+    result = dict(saved)
+    for field in fields(kind):
+        if field.name not in result and field.default is not MISSING:
+            default = field.default
+            result[field.name] = asdict(default) if is_dataclass(default) else default  # type: ignore[arg-type]
+        inner = next((hint for hint in _members(hints[field.name]) if is_dataclass(hint)), None)
+        if inner is not None and isinstance(result.get(field.name), Mapping):
+            result[field.name] = _with_defaults(result[field.name], inner)
+    return result
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    """Return the types that a union is of; one alone is one."""
+    return get_args(hint) or (hint,)
 
 
 def _ends(layout: Layout) -> list[list[list[int]]]:

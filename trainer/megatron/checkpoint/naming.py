@@ -3,7 +3,9 @@
 LAYOUT = "layout.json"
 MASTER = "master"
 KINDS = (MASTER, "exp_avg", "exp_avg_sq")
-"""What there is of each parameter; Adam's moments from the first step on."""
+"""What there is of each parameter that is stepped; Adam's moments from the first step on."""
+VALUE = "value"
+"""What there is of a parameter that the optimizer does not step, such as a bias that another rule changes."""
 STEPS = "steps"
 LOSS_SCALE = "loss_scale"
 """In float16: the factor, and the steps since it changed."""
@@ -24,4 +26,4 @@ def parse_name(name: str) -> tuple[str, str, int] | None:
     """Return kind, parameter and start; None if the name is of something else."""
     kind, _, rest = name.partition("/")
     parameter, _, start = rest.rpartition("/")
-    return (kind, parameter, int(start)) if kind in KINDS and start.isdigit() else None
+    return (kind, parameter, int(start)) if kind in (*KINDS, VALUE) and start.isdigit() else None

@@ -15,7 +15,16 @@ from safetensors import SafetensorError, safe_open
 from protocol.errors import SettingsError
 from trainer.megatron.checkpoint.description import TrainedModel, read_layout, read_model
 from trainer.megatron.checkpoint.mapping import Key, Matrices, SavedModel, Shard, is_complete, sorted_shards
-from trainer.megatron.checkpoint.naming import KINDS, LAYOUT, MASTER, STEPS, parse_name, part_name, rank_file
+from trainer.megatron.checkpoint.naming import (
+    KINDS,
+    LAYOUT,
+    MASTER,
+    STEPS,
+    VALUE,
+    parse_name,
+    part_name,
+    rank_file,
+)
 from trainer.megatron.convert.rules import Rule
 from trainer.megatron.layout import Place
 
@@ -95,8 +104,9 @@ class CheckpointReader:
             self._open_all(layout.stage_ranks * layout.pp)
             self.steps = int(self._files[0].get_tensor(STEPS))
             """Optimizer steps that were made."""
-            found = {kind: sorted_shards(self._shards(kind)) for kind in KINDS}
-            self._shards_of = {(kind, key): shards for kind in KINDS for key, shards in found[kind].items()}
+            kinds = (*KINDS, VALUE)
+            found = {kind: sorted_shards(self._shards(kind)) for kind in kinds}
+            self._shards_of = {(kind, key): shards for kind in kinds for key, shards in found[kind].items()}
             self._check_complete()
         except BaseException:
             self._stack.close()
@@ -104,7 +114,7 @@ class CheckpointReader:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What there is of each parameter: before the first step the masters alone."""
+        """What there is of each parameter that is stepped: before the first step the masters alone."""
         return KINDS if self.steps else (MASTER,)
 
     def tensor(self, rank: int, name: str) -> torch.Tensor | None:
@@ -116,7 +126,7 @@ class CheckpointReader:
         """Return a parameter of this layout, flat, of which the elements of a range are filled.
 
         Args:
-            kind: one of `kinds`.
+            kind: one of `kinds`, or VALUE of what is not stepped.
             rule: the parameter's.
             place: of the rank that has it.
             start: of the range.
@@ -175,7 +185,8 @@ class CheckpointReader:
 
     def _check_complete(self) -> None:
         for key, size in self.model.sizes():
-            for kind in self.kinds:
+            is_stepped = (VALUE, key) not in self._shards_of
+            for kind in self.kinds if is_stepped else (VALUE,):
                 if not is_complete(self._shards_of.get((kind, key), ()), size):
                     stage, number, parameter = key
                     raise SettingsError(

@@ -6,6 +6,7 @@ distributed optimizer refuses torch's AdamW on reload.
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from trainer.megatron.checkpoint.naming import (
     RANDOM_CPU,
     RANDOM_CUDA,
     STEPS,
+    VALUE,
     part_name,
     rank_file,
 )
@@ -62,6 +64,10 @@ def copy_part(
             for kind in KINDS[1:]:
                 if kind in state:
                     tensors[part_name(kind, name, part.start)] = state[kind].view(-1)
+    first = _written(replace(model, distributed=False), rank)
+    for name, parameter in parameters.items():
+        if not parameter.requires_grad and name in first:
+            tensors[part_name(VALUE, name, 0)] = parameter.detach().float().view(-1)
     texts = {LAYOUT: json.dumps(model.as_json(), indent=1)} if rank == 0 else {}
     return HostState({rank_file(rank): copies.copy_all(tensors.items())}, texts=texts)
 
@@ -119,8 +125,8 @@ def _restore_parameters(
     rules = {rule.parameter: rule for rule in model.rules(place.pp)}
     for name, parameter in parameters.items():
         held = parts.get(id(parameter), [])
-        for kind in reader.kinds:
-            is_filled = fill and kind == MASTER
+        for kind in reader.kinds if parameter.requires_grad else (VALUE,):
+            is_filled = kind == VALUE or (fill and kind == MASTER)
             if not held and not is_filled:
                 continue
             start = 0 if is_filled else min(part.start for part in held)
