@@ -21,6 +21,8 @@ from trainer.storage.spool import Spool
 
 log = logging.getLogger("tether.trainer")
 
+STAGED = "uploads"
+"""Directory of the run in which copies of what changes lie until they are elsewhere."""
 TRIES = 4
 """Attempts of one copy."""
 PAUSE_S = 1.0
@@ -60,6 +62,7 @@ class Uploader:
             SettingsError: fsspec does not know the kind of URL.
         """
         self._remote = RemoteDirectory(url)
+        shutil.rmtree(run_dir / STAGED, ignore_errors=True)  # of a trainer that was killed
         self._run_dir, self._checkpoints, self._keep, self._metrics = run_dir, checkpoints, keep, metrics
         self._changed = threading.Condition()
         self._waiting: Job | None = None
@@ -76,7 +79,7 @@ class Uploader:
         first, then that of the spool, whose journal has what came after it.
         """
         checkpoint = self._run_dir / "checkpoints" / f"step_{version:08d}"
-        staged = self._run_dir / "uploads" / checkpoint.name
+        staged = self._run_dir / STAGED / checkpoint.name
         files = {f"{CHECKPOINT}/{path.name}": path for path in checkpoint.iterdir()}
         try:
             shutil.rmtree(staged, ignore_errors=True)
