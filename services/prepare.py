@@ -18,6 +18,7 @@ from services.preflight.check import check_run
 from services.preflight.problem import refuse
 from services.runtime.errors import configure_logging, describe_error
 from services.runtime.resume import start_or_resume
+from services.runtime.run_copies import fetch_run
 from services.runtime.run_ledger import ledger_url, open_ledger
 from services.settings.hub import pin_names, record_pins
 from services.settings.load import load_settings, run_settings
@@ -29,6 +30,8 @@ from trainer.random_model import build_scratch
 def prepare(settings: Settings, *, local: bool = False) -> RunSpec:
     """Check all that can be checked before anything starts, then make the random model if one is configured.
 
+    A run whose directory is empty is fetched from `run.remote` first.
+
     Args:
         settings: those of the run.
         local: whether all services will run on this machine.
@@ -39,6 +42,8 @@ def prepare(settings: Settings, *, local: bool = False) -> RunSpec:
     Raises:
         SettingsError: names what is wrong; nothing was made.
     """
+    if fetched := fetch_run(settings):
+        print(fetched, file=sys.stderr)
     changes_since_last_start(settings)
     findings = check_run(settings, local=local)
     refuse(findings.problems)

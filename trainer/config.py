@@ -7,7 +7,7 @@ from msgspec import Meta
 
 from protocol.paths import FilePath
 
-TRAINER_DTYPES = ("bfloat16", "float32")
+TRAINER_DTYPES = ("bfloat16", "float16", "float32")
 IMPORTANCE_LEVELS = ("token", "sequence")
 REJECTION_LEVELS = ("", "token", "sequence", "geometric")
 LR_DECAY_STYLES = ("constant", "linear", "cosine", "WSD")
@@ -90,6 +90,11 @@ class OptimizerConfig:
     grad_reduce_in_fp32: bool = True
     """megatron, bfloat16: add up gradients of micro-batches and ranks in float32. false: in the parameters'
     type, which takes half the memory and rounds more."""
+    initial_loss_scale: Annotated[float, Meta(ge=1, le=2**32)] = 65536.0
+    """megatron, float16: factor of the loss at the start, a power of two. A step whose gradient overflows is
+    made again under half of it; a resumed run has the factor of its checkpoint."""
+    loss_scale_window: Annotated[int, Meta(ge=1, le=10**9)] = 1000
+    """megatron, float16: steps without overflow after which the factor is doubled."""
     cpu_offload: bool = False
     """megatron: keep masters and moments in host memory, 12 bytes a parameter, and step them there.
     Gradients and new parameters are transferred while other parts step. Wants `trainer.threads`."""
@@ -102,7 +107,8 @@ class TrainerConfig:
     backend: str = "megatron"
     """What trains: megatron, reference (the oracle, one rank) or scripted (dry runs without a model)."""
     dtype: str = "float32"
-    """Data type of parameters in forward and backward: float32, or bfloat16 with fp32 masters."""
+    """Data type of parameters in forward and backward: float32, or bfloat16 or (megatron) float16 with fp32
+    masters. float16 is for GPUs without bfloat16: it scales the loss, see `optimizer.initial_loss_scale`."""
     device: str = "auto"
     """auto, cpu or cuda. auto: cuda where there is one."""
     micro_batch_tokens: Annotated[int, Meta(ge=0, le=10**8)] = 0

@@ -157,3 +157,8 @@ class StepReport(Message, tag="step_report", frozen=True, kw_only=True):
     importance_rejected: float | None = None
     """Share of trained tokens that `algorithm.rejection_level` left without a policy gradient, 0 to 1;
     measured where it is set."""
+    loss_scale: float | None = None
+    """Factor of the loss that the step was made with, in float16; None in other types."""
+    loss_scale_repeats: int | None = None
+    """Times that the step was made again, under half the factor each, because its gradient overflowed; None
+    in other types."""

@@ -19,6 +19,7 @@ from services.runtime.user_modules import add_user_modules
 from services.settings.evaluation import read_sets
 from services.settings.sections import Settings
 from services.settings.tracking import missing_libraries
+from trainer.storage.remote import RemoteDirectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,7 @@ def check_run(settings: Settings, *, local: bool = False) -> Findings:
         problems += model_problems(settings, model)
         problems += rendering_problems(settings, model, prompts)
     problems += _missing_trackers(settings)
+    problems += _error_of_remote(settings)
     if local:
         problems += local_problems(settings)
     return Findings(tuple(_each_once(problems)), model, source)
@@ -115,6 +117,14 @@ def _on_hosts(settings: Settings) -> str:
 def _error_of_environment(settings: Settings) -> Iterator[Problem]:
     try:
         make_environment(settings.environment)
+    except SettingsError as error:
+        yield Problem(str(error))
+
+
+def _error_of_remote(settings: Settings) -> Iterator[Problem]:
+    try:
+        if settings.run.remote:
+            RemoteDirectory(settings.run.remote)
     except SettingsError as error:
         yield Problem(str(error))
 

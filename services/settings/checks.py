@@ -121,6 +121,7 @@ def _check_memory(trainer: TrainerConfig, optimizer: OptimizerConfig) -> None:
         "trainer.moe_router_bias_update_rate": trainer.moe_router_bias_update_rate,
         "optimizer.cpu_offload": "true" if optimizer.cpu_offload else "",
         "optimizer.grad_reduce_in_fp32": "" if optimizer.grad_reduce_in_fp32 else "false",
+        "trainer.dtype": trainer.dtype if trainer.dtype == "float16" else "",
     }
     for setting, value in asked.items():
         if value and trainer.backend != "megatron":
@@ -128,6 +129,11 @@ def _check_memory(trainer: TrainerConfig, optimizer: OptimizerConfig) -> None:
                 f"setting {setting}: {value} is for trainer.backend 'megatron', and it is "
                 f"{trainer.backend!r}; leave it out, or change the backend"
             )
+    if trainer.dtype == "float16" and not optimizer.grad_reduce_in_fp32:
+        raise SettingsError(
+            "setting optimizer.grad_reduce_in_fp32: gradients that are added up in float16 overflow; leave "
+            "it on with trainer.dtype 'float16'"
+        )
 
 
 def _check_learning_rate(optimizer: OptimizerConfig) -> None:

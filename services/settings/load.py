@@ -75,12 +75,14 @@ def compose_settings(
 
 
 def _with_fixed_choices(settings: Settings, automatic: list[str]) -> tuple[Settings, list[str]]:
-    """Keep what an earlier start of the run chose and no resume may change, on another machine too.
+    """Keep what an earlier start of the run chose and no resume changes by itself, on another machine too.
 
     Returns:
         The settings with these choices, and what is still to be chosen.
     """
-    fixed = [dotted for dotted in automatic if rule_of(dotted)[0] is ResumeRule.FIXED]
+    fixed = [
+        dotted for dotted in automatic if rule_of(dotted)[0] is ResumeRule.FIXED or dotted == "trainer.dtype"
+    ]
     old = recorded_settings(settings.run_dir) if fixed else None
     if old is None:
         return settings, automatic

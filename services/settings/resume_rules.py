@@ -30,7 +30,7 @@ MEANING: Mapping[ResumeRule, str] = {
     ResumeRule.FREE: "takes effect",
 }
 _STREAM = "group g is prompt g of the stream, which it changes"
-_LAYOUT = "a checkpoint is restored only in the layout that it was saved in"
+_LAYOUT = "a checkpoint is restored in any layout, but float additions have another order there"
 _STATE = "the optimizer's state in the checkpoint is that of the trained tensors"
 _DRAWN = (
     "samples that wait to be trained were drawn with the old value; their log-probabilities would not fit"
@@ -55,7 +55,7 @@ RULES: Mapping[str, tuple[ResumeRule, str]] = {
     "sampling.top_k": (ResumeRule.DRAINED, _DRAWN),
     "engine.dtype": (ResumeRule.REPEATED, "weights are published in it"),
     "trainer.backend": (ResumeRule.FIXED, "each backend has checkpoints of its own form"),
-    "trainer.dtype": (ResumeRule.FIXED, _LAYOUT),
+    "trainer.dtype": (ResumeRule.REPEATED, "a checkpoint holds masters, of which parameters are made"),
     "trainer.seed": (ResumeRule.FIXED, "the state of the random numbers is in the checkpoint"),
     "trainer.device": (ResumeRule.REPEATED, _STEP),
     "trainer.micro_batch_tokens": (ResumeRule.REPEATED, _STEP),
@@ -71,8 +71,7 @@ RULES: Mapping[str, tuple[ResumeRule, str]] = {
     "trainer.memory_fraction": (ResumeRule.REPEATED, "`trainer.micro_batch_tokens` = auto is chosen for it"),
     "trainer.threads": (ResumeRule.REPEATED, _STEP),
     "trainer.recompute_logprobs": (ResumeRule.REPEATED, _STEP),
-    "parallel": (ResumeRule.FIXED, _LAYOUT),
-    "parallel.sequence_parallel": (ResumeRule.REPEATED, _STEP),
+    "parallel": (ResumeRule.REPEATED, _LAYOUT),
     "optimizer": (ResumeRule.REPEATED, _STEP),
     "algorithm": (ResumeRule.REPEATED, _STEP),
     "lora": (ResumeRule.FIXED, _STATE),
@@ -95,8 +94,32 @@ refusal changes nothing and writes nothing. What `tether set` has set lasts unti
 
 A setting that an earlier release did not have was its default.
 
+A checkpoint of the megatron backend is restored in any layout ([parallel]): masters and moments are the same
+bits. Random states are those of the rank with the same number; a rank that was not there has those of its
+start. A checkpoint of a release before this was possible is restored in its own layout and dtype only: the
+trainer says so, and the next checkpoint is of the new form.
+
 | rule | a changed value |
 |---|---|
+"""
+
+ON_ANOTHER_HOST = """
+## On another host
+
+With `run.remote` checkpoints are copied to another place, by fsspec: `s3://BUCKET/RUN` (package s3fs),
+`gs://...` (gcsfs), `file:///...` and what else fsspec knows. A missing package is named at the start.
+Credentials come from the environment, as the package reads them.
+
+    tether up run.toml --set run.remote=s3://bucket/my-run                            # copies
+    tether up run.toml --set run.remote=s3://bucket/my-run --run-dir /new/empty/dir   # elsewhere: resumes
+    tether verify /new/empty/dir
+
+Where RUN_DIR has no run, the newest complete copy is fetched, each file compared with its digest:
+checkpoint, settings, spool, event log, steps. Then it is a resume like any other, with the rules above. The
+ledger is rebuilt from the event log and the spool, so it has to be an empty one: an embedded one is; on a
+server of your own choose another database than the run had, as its ledger is ahead of the copy. Steps after
+the copy are made again. Half a copy counts as nothing. The archive for `tether replay` and the logs are not
+copied.
 """
 
 
@@ -113,7 +136,8 @@ def render_rules() -> str:
     rows = "".join(f"| `{key}` | {rule} | {reason} |\n" for key, (rule, reason) in RULES.items())
     return (
         f"{INTRODUCTION}{meanings}\nA section stands for those of its settings that have no row of their "
-        "own.\nAll settings without a row are free.\n\n| setting | rule | because |\n|---|---|---|\n" + rows
+        "own.\nAll settings without a row are free.\n\n| setting | rule | because |\n|---|---|---|\n"
+        f"{rows}{ON_ANOTHER_HOST}"
     )
 
 

@@ -49,6 +49,10 @@ class RunConfig:
     """Directory that everything of the run is written to. Empty: runs/NAME in the working directory."""
     steps: Annotated[int, Meta(ge=1, le=10**9)] = 100
     """Optimizer steps after which the run is done."""
+    remote: str = ""
+    """URL of a directory that checkpoints and exports are copied to, by fsspec: s3://BUCKET/RUN, gs://...,
+    file:///... What it needs to log in comes from the environment. With an empty run directory the run is
+    resumed from the newest complete copy (docs/resume.md). Empty: no copies."""
     modules: tuple[FilePath, ...] = ()
     """Directories with Python modules of your own, such as ["."] for those beside the settings file. They are
     searched last, so that none replaces a module of Python, of tether or of a library."""

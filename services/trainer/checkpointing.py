@@ -20,6 +20,7 @@ from protocol.errors import TetherError
 from services.ledger.interface import LedgerStatus, StepRecord
 from services.trainer.model_runner import ModelRunner
 from services.trainer.open_run import OpenRun
+from services.trainer.uploads import Uploader
 from trainer.backends.hf_export import write_hf
 from trainer.backends.leader import ModelCopy
 from trainer.lora import save_adapter
@@ -41,6 +42,18 @@ class Checkpointer:
         self._tasks = asyncio.TaskGroup()
         self._writing: asyncio.Task[None] | None = None
         self._failure: TetherError | None = None
+        settings = run.process.settings
+        self._uploader = (
+            Uploader(
+                settings.run.remote,
+                settings.run_dir,
+                run.checkpoints,
+                settings.trainer.keep_checkpoints,
+                run.process.metrics,
+            )
+            if settings.run.remote
+            else None
+        )
 
     async def __aenter__(self) -> "Checkpointer":
         await self._tasks.__aenter__()
@@ -55,6 +68,11 @@ class Checkpointer:
         finally:
             if self._writing is not None:
                 self._writing.cancel()
+            if self._uploader is not None:
+                if error is None:
+                    with self._run.process.working("copies the last checkpoint"):
+                        await asyncio.to_thread(self._uploader.finish)
+                self._uploader.close()
             await asyncio.to_thread(self._thread.shutdown)
             await self._tasks.__aexit__(kind, error, trace)
 
@@ -98,6 +116,10 @@ class Checkpointer:
         if self._writing is not None:
             await asyncio.wait((self._writing,))
         self.check()
+
+    def warnings(self) -> tuple[str, ...]:
+        """Return a sentence for each checkpoint that could not be copied since the last call."""
+        return self._uploader.warnings() if self._uploader is not None else ()
 
     def check(self) -> None:
         """Raise TetherError if the last checkpoint or export could not be written."""
@@ -152,6 +174,9 @@ class Checkpointer:
         began = time.monotonic()
         await self._write_parts(version, complete)
         await self._in_thread(self._export, version, model)
+        if self._uploader is not None:
+            export = self._run.process.settings.run_dir / "exports" / f"step_{version:08}"
+            await self._in_thread(self._uploader.put, version, self._run.spool, export)
         if await self._forget():
             seconds = time.monotonic() - began
             self._run.process.metrics.seconds.labels("checkpoint").observe(seconds)

@@ -62,11 +62,12 @@ class StepReporter:
         times: StepTimes,
         status: LedgerStatus,
         engines: Sequence[Peer],
+        warnings: tuple[str, ...] = (),
     ) -> StepReport:
         """Return the report of a step. Counts and shares in it are of the time since the last one.
 
         `times` are those since the last report, `status` is the ledger's before the commit, and `engines` are
-        the registered rollout workers.
+        the registered rollout workers; `warnings` are added to those of the step.
         """
         pause_ms, self._pause_ms = self._pause_ms, None
         before, self._before = self._before or status, status
@@ -75,7 +76,7 @@ class StepReporter:
         mismatch = excess_mismatch(step.taken.step, step.stats, self._process.settings.trainer)
         measured = {**fields_of(step.plan.stats), **fields_of(step.stats), **fields_of(times)}
         tokens = step.plan.stats.step_tokens
-        warnings = measured.pop("warnings") + ((mismatch,) if mismatch else ())
+        warnings = measured.pop("warnings") + ((mismatch,) if mismatch else ()) + warnings
         return StepReport(
             step=step.taken.step,
             version=step.taken.step + 1,

@@ -134,7 +134,13 @@ class TrainLoop:
             manifest = await self._publish(taken.step + 1)
         engines = await self._process.ledger.peers(Role.ROLLOUT)
         before = await self._process.ledger.status()
-        report = self._reporter.report(step, times=self._clock.lap(), status=before, engines=engines)
+        report = self._reporter.report(
+            step,
+            times=self._clock.lap(),
+            status=before,
+            engines=engines,
+            warnings=self._checkpointer.warnings(),
+        )
         status = await self._commit(step, manifest, report)
         await self._announce(manifest, report, status, engines)
         with self._clock.part("checkpoint"):

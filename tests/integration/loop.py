@@ -22,6 +22,7 @@ from services.ledger.event_log.archiver import Archiver
 from services.ledger.interface import LedgerStatus
 from services.ledger.redis.ledger import RedisLedger
 from services.ledger.verify.verifier import AuditResult, verify
+from services.ledger_recovery.reconcile import reconcile
 from services.observability.steps import read_steps
 from services.prepare import make_run, prepare
 from services.runtime.process import Process, open_process
@@ -73,6 +74,7 @@ async def running(
     async with _served(settings) as url:
         settings = dataclasses.replace(settings, ledger=dataclasses.replace(settings.ledger, url=url))
         async with open_ledger(settings) as ledger:
+            await reconcile(ledger, settings)
             await ledger.create(spec)
             await ledger.drain(False)
             live = LiveRun(settings, ledger, {role: [] for role in Role}, asyncio.Event())

@@ -68,6 +68,10 @@ class StepStats:
     """Tokens of the busiest expert of any layer, relative to an even spread."""
     expert_load_min: float | None = None
     """Those of the expert with the fewest."""
+    loss_scale: float | None = None
+    """Factor of the loss that the step was made with; None without one."""
+    loss_scale_repeats: int | None = None
+    """Times that the step was made again because its gradient overflowed; None without a factor."""
     warnings: tuple[str, ...] = ()
     """What may be wrong with the step, a sentence each."""
 
@@ -148,10 +152,10 @@ class Backend(ABC):
 
     @abstractmethod
     def restore(self, directory: Path) -> None:
-        """Load the part of a checkpoint that `copy_state` gave, bit for bit.
+        """Load what this rank has of the checkpoint of any layout that the backend can have, bit for bit.
 
         Raises:
-            SettingsError: the checkpoint is of another layout or model; names both.
+            SettingsError: the checkpoint is of another model, or of a layout that cannot be read; names both.
         """
 
     @abstractmethod

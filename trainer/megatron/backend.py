@@ -25,12 +25,14 @@ from trainer.megatron import cpu, parallel
 from trainer.megatron.architecture.experts import check_ranks
 from trainer.megatron.architecture.numbers import Architecture
 from trainer.megatron.architecture.reading import read_architecture
-from trainer.megatron.checkpoint import copy_part, layout, restore_part
+from trainer.megatron.checkpoint.description import TrainedModel
+from trainer.megatron.checkpoint.state import copy_part, restore_part
 from trainer.megatron.convert.checkpoint import load_checkpoint
 from trainer.megatron.forward import Runner
 from trainer.megatron.layers import lora
 from trainer.megatron.layers.experts.balance import extremes, set_balance
 from trainer.megatron.layout import Layout
+from trainer.megatron.loss_scale import LossScale
 from trainer.megatron.memory.expected import Workload
 from trainer.megatron.memory.host_optimizer import HostOptimizer
 from trainer.megatron.memory.memory_plan import MemoryPlan
@@ -44,7 +46,7 @@ from trainer.megatron.model import (
     transformer_config,
     whole_part,
 )
-from trainer.megatron.optimizer import Optimizer, wrap_model
+from trainer.megatron.optimizer import Optimizer, is_distributed, wrap_model
 from trainer.megatron.reshard import Piece, TensorPlan, export_plan, plan_of, stage_rules, stretch
 from trainer.megatron.sharing import buffers_of, parts_of
 from trainer.storage.host_state import HostCopies, HostState
@@ -116,27 +118,38 @@ class MegatronBackend(Backend):
     def train_step(self, batch: Batch) -> StepStats:
         measures = StepMeasures.of_batch(batch, self.algorithm.config)
         self._memory.begin_step()
-        self._optimizer.zero_grad()
-        (vector, micro_batches, padding_share), warnings = self._passes.step(
-            self._runner, batch, lambda: self._runner.train(batch, self.algorithm, measures)
-        )
-        norm, skipped = (
-            self._optimizer.step() if measures.tokens else (0.0, "no token of the batch is within the bound")
-        )
-        stats = measures.stats(vector, grad_norm=norm, skipped=skipped)
-        if not skipped:
+        scale, warnings = self._optimizer.loss_scale, list[str]()
+
+        def attempt() -> tuple[StepStats, float]:
+            self._optimizer.zero_grad()
+            (vector, micro_batches, padding_share), told = self._passes.step(
+                self._runner, batch, lambda: self._runner.train(batch, self.algorithm, measures)
+            )
+            warnings.extend(told)
+            used = scale.value if scale is not None else None
+            norm, skipped = (
+                self._optimizer.step()
+                if measures.tokens
+                else (0.0, "no token of the batch is within the bound")
+            )
+            stats = measures.stats(vector, grad_norm=norm, skipped=skipped)
+            return dataclasses.replace(
+                stats, micro_batches=micro_batches, padding_share=padding_share, loss_scale=used
+            ), norm
+
+        stats, repeats = scale.repeated(attempt) if scale is not None else (attempt()[0], None)
+        if not stats.skipped:
             self._runner.update_biases(self._trainer.moe_router_bias_update_rate)
         busiest, idlest = extremes(self._runner.loads)
         peak, expected = self._memory.peaks(self._passes.tokens)
         return dataclasses.replace(
             stats,
-            micro_batches=micro_batches,
-            padding_share=padding_share,
+            loss_scale_repeats=repeats,
             memory_peak_gb=peak,
             memory_expected_gb=expected,
             expert_load_max=busiest,
             expert_load_min=idlest,
-            warnings=warnings,
+            warnings=tuple(warnings),
         )
 
     @property
@@ -217,10 +230,9 @@ class MegatronBackend(Backend):
                 self._send(plan)
 
     def copy_state(self) -> HostState:
-        weights = self._trained
-        if self._masters:  # the parameters may be an engine's, of the version before
-            weights = {name: master.to(DTYPES[self._trainer.dtype]) for name, master in self._masters.items()}
-        return copy_part(self._copies, weights, self._optimizer, self._position, self._layout())
+        return copy_part(
+            self._copies, self._trained, self._optimizer, self._trained_model(), self._position.rank
+        )
 
     def save(self, directory: Path) -> None:
         """Write this rank's part of a checkpoint; returns when every rank's part is on disk."""
@@ -228,10 +240,14 @@ class MegatronBackend(Backend):
         dist.barrier()
 
     def restore(self, directory: Path) -> None:
-        # The optimizer's file restores masters exactly, so where they are separate the weights may be loaded
-        # into them first.
+        # Parameters that have separate masters may be an engine's.
         restore_part(
-            directory, self._masters or self._trained, self._optimizer, self._position, self._layout()
+            directory,
+            self._trained,
+            self._optimizer,
+            self._trained_model(),
+            self._position.rank,
+            fill=not self._masters,
         )
         self._optimizer.fill_parameters()
 
@@ -282,8 +298,14 @@ class MegatronBackend(Backend):
             replays_routing=replays_routing,
         )
 
-    def _layout(self) -> dict[str, object]:
-        return layout(self._model_spec, self._position, self._trainer.dtype, self.lora)
+    def _trained_model(self) -> TrainedModel:
+        return TrainedModel(
+            self._model_spec,
+            self._places,
+            self._trainer.dtype,
+            self.lora,
+            distributed=is_distributed(self._position),
+        )
 
     def _plan_memory(self, config: OptimizerConfig, adapters: LoraConfig, *, shared: bool) -> MemoryPlan:
         work = Workload(
@@ -307,6 +329,9 @@ class MegatronBackend(Backend):
         kind = HostOptimizer if config.cpu_offload else Optimizer
         self._optimizer = kind(config, self._chunks, position, dtype, apart=shared)
         self._masters = self._optimizer.masters
+        if dtype is torch.float16:
+            scale = self._optimizer.loss_scale = LossScale(config)
+            self._config.grad_scale_func = lambda loss: loss * scale.value
 
         def reset() -> None:
             self._optimizer.zero_grad()

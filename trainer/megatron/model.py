@@ -30,7 +30,7 @@ from trainer.megatron.layers.spec import layer_spec
 from trainer.megatron.layout import Layout
 from trainer.megatron.parallel import Position
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class PackedModel(GPTModel):
@@ -114,6 +114,7 @@ def transformer_config(
             moe_token_dispatcher_type="alltoall",
             **_of_experts(experts, parallel),
             bf16=dtype is torch.bfloat16,
+            fp16=dtype is torch.float16,
             # Weights come from a checkpoint: a random initialization would be wasted.
             perform_initialization=False,
             use_cpu_initialization=position.device.type == "cpu",
@@ -206,7 +207,7 @@ def build_model(
     # As transformers does, in the dtype of the weights.
     model.embedding_scale = torch.tensor(architecture.embedding_scale, dtype=config.params_dtype).item()
     model.logit_softcap = architecture.logit_softcap
-    return model.to(position.device)
+    return model.to(position.device, config.params_dtype)
 
 
 def mark_split(parameters: Mapping[str, torch.Tensor], rules: Iterable[Rule]) -> None:

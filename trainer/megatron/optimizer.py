@@ -2,12 +2,13 @@
 
 These are data-parallel and context ranks; `use_distributed_optimizer` asks for it.
 
-A parameter's master is its `main_param`: megatron sets it in bfloat16; in float32 there is none, unless
+A parameter's master is its `main_param`: megatron sets it in 16 bits; in float32 there is none, unless
 masters are to be separate.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,11 +17,13 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trainer.config import OptimizerConfig
 from trainer.functional.learning_rate import learning_rate
 from trainer.megatron.cpu import cuda_type_names
+from trainer.megatron.loss_scale import LossScale
 from trainer.megatron.parallel import Position
 
 
@@ -54,8 +57,50 @@ def is_distributed(position: Position) -> bool:
     return position.config.use_distributed_optimizer and position.copies > 1
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class MasterPart:
+    """What this rank steps of a parameter."""
+
+    parameter: torch.Tensor
+    start: int
+    stop: int
+    """In the flat parameter."""
+    master: torch.Tensor
+    """What is stepped; its elements are those of the range."""
+    optimizer: torch.optim.Optimizer
+    """Steps it, and holds its moments."""
+
+    def forget(self) -> None:
+        """Drop the moments, as before the first step."""
+        self.optimizer.state.pop(self.master, None)
+
+    def set(self, kind: str, values: torch.Tensor, steps: int) -> None:
+        """Set the master or a moment.
+
+        Args:
+            kind: master, exp_avg or exp_avg_sq.
+            values: float32, flat.
+            steps: those that the moments have seen.
+        """
+        values = values.view(self.master.shape)
+        if kind == "master":
+            self.master.detach().copy_(values)
+            return
+        group = next(g for g in self.optimizer.param_groups if any(p is self.master for p in g["params"]))
+        state: dict[str, Any] = self.optimizer.state[self.master]
+        state[kind] = values.to(self.master.device, copy=True)
+        if isinstance(self.optimizer, torch.optim.AdamW):
+            device = self.master.device if group.get("fused") else torch.device("cpu")
+            state["step"] = torch.tensor(float(steps), device=device)
+        else:  # TransformerEngine and Apex count steps by group
+            group["step"] = steps
+
+
 class Optimizer:
     """AdamW with clipping."""
+
+    loss_scale: LossScale | None = None
+    """What gradients are divided by before a step; None: nothing."""
 
     def __init__(
         self,
@@ -85,7 +130,8 @@ class Optimizer:
             adam_beta2=config.adam_beta2,
             adam_eps=config.adam_eps,
             clip_grad=config.clip_grad,
-            bf16=dtype is torch.bfloat16,
+            # float16, too: all that it says here is that masters are apart; the loss is scaled by `LossScale`
+            bf16=dtype is not torch.float32,
             params_dtype=dtype,
             use_distributed_optimizer=is_distributed(position),
         )
@@ -115,6 +161,25 @@ class Optimizer:
     def torch_optimizers(self) -> list[torch.optim.Optimizer]:
         """The optimizers underneath, which hold masters and moments of this rank's share."""
         return [inner.optimizer for inner in self._inner if inner.optimizer is not None]
+
+    def parts(self) -> Iterator[MasterPart]:
+        """Yield what this rank steps of each trained parameter."""
+        for inner in self._inner:
+            if inner.optimizer is None:
+                continue
+            if isinstance(inner, DistributedOptimizer):
+                yield from _shards(inner)
+            else:
+                parameters = [
+                    parameter for group in inner.optimizer.param_groups for parameter in group["params"]
+                ]
+                owners = {
+                    id(getattr(parameter, "main_param", parameter)): parameter
+                    for chunk in self._chunks
+                    for parameter in chunk.parameters()
+                }
+                for master in parameters:
+                    yield MasterPart(owners[id(master)], 0, master.numel(), master, inner.optimizer)
 
     def tensors(self) -> list[torch.Tensor]:
         """Return masters and moments of this rank's share."""
@@ -150,6 +215,7 @@ class Optimizer:
             The gradient norm before clipping, and why the step was skipped ("" if it was not).
         """
         optimizer = self.megatron
+        self._unscale()
         for group in optimizer.param_groups:
             group["lr"] = self.learning_rate()
         overflow = optimizer.prepare_grads()
@@ -173,6 +239,12 @@ class Optimizer:
             chunk.zero_grad_buffer()
         self.megatron.zero_grad()
 
+    def _unscale(self) -> None:
+        """Divide the gradients, which are float32 then, by the factor of the loss."""
+        if self.loss_scale is not None:
+            for chunk in self._chunks:
+                chunk.scale_gradients(1.0 / self.loss_scale.value)
+
     def _scale_gradients(self, factor: float) -> None:
         if factor >= 1.0:
             return
@@ -184,6 +256,19 @@ class Optimizer:
 def _finalize_gradients(model: list[Any], num_tokens: torch.Tensor | None, **groups: Any) -> None:
     """Reduce the gradients over ranks as megatron does, but do not divide by tokens: the loss is a sum."""
     finalize_model_grads(model, None, **groups)
+
+
+def _shards(inner: DistributedOptimizer) -> Iterator[MasterPart]:
+    """Yield this rank's ranges of the parameters of a distributed optimizer."""
+    pairs = (
+        (inner.model_fp32_groups, inner.shard_fp32_groups),
+        (inner.model_float16_groups, inner.shard_fp32_from_float16_groups),
+    )
+    for groups, masters_of_groups in pairs:
+        for group, masters in zip(groups, masters_of_groups, strict=True):
+            for parameter, master in zip(group, masters, strict=True):
+                found = inner._get_model_param_range_map(parameter)["param"]
+                yield MasterPart(parameter, found.start, found.end, master, inner.optimizer)
 
 
 def _set_apart(optimizer: torch.optim.Optimizer) -> None:

@@ -194,7 +194,6 @@ class ReferenceBackend(Backend):
             "backend": "reference",
             "world_size": "1",
             "architecture": self.architecture,
-            "dtype": self._trainer.dtype,
             "lora": lora,
         }
 

@@ -74,7 +74,7 @@ class Checkpoint:
         for part in self.manifest.files:
             path = self.directory / part.name
             try:
-                found = _hash(path)
+                found = digest_of(path)
             except OSError as error:
                 raise SettingsError(f"checkpoint file {path} cannot be read: {error}") from error
             if found != part.xxh3:
@@ -91,6 +91,8 @@ class Checkpoints:
         """Use a directory, which need not exist; keep the newest `keep` complete checkpoints, or one."""
         self.directory = directory
         self._keep = max(keep, 1)
+        self.held: set[int] = set()
+        """Versions that are not pruned for now, as somebody reads them."""
 
     def begin(self, version: int) -> Path:
         """Return an empty directory for the ranks' parts; `finish` makes it a checkpoint.
@@ -190,7 +192,7 @@ class Checkpoints:
         kept = {c.directory for c in [c for c in self.complete() if c.version <= newest][-self._keep :]}
         for path in self.directory.iterdir():
             found = NAME.fullmatch(path.name)
-            if found and int(found[1]) <= newest and path not in kept:
+            if found and int(found[1]) <= newest and path not in kept and int(found[1]) not in self.held:
                 _remove(path)
 
 
@@ -210,10 +212,11 @@ def _open(path: Path) -> Checkpoint | None:
 def _part(path: Path) -> FilePart:
     """Sync a file to the disk and describe it."""
     sync(path)
-    return FilePart(path.name, path.stat().st_size, _hash(path))
+    return FilePart(path.name, path.stat().st_size, digest_of(path))
 
 
-def _hash(path: Path) -> str:
+def digest_of(path: Path) -> str:
+    """Return xxh3-64 of a file's bytes, 16 hex digits. Raises OSError."""
     state = xxhash.xxh3_64()
     with path.open("rb") as file:
         while chunk := file.read(READ_BYTES):

@@ -16,7 +16,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -192,6 +192,19 @@ class Spool:
         """
         with self._transaction("read", "BEGIN") as connection:
             return int(connection.execute("SELECT COALESCE(MAX(ledger_seq), 0) FROM journal").fetchone()[0])
+
+    def copy_to(self, path: Path) -> None:
+        """Write a copy of the spool as it is at one moment, while others write to it.
+
+        Raises:
+            SpoolError: it cannot be read, or the copy not be written.
+        """
+        with (
+            self._explained("copy it"),
+            closing(_connect(self.path, read_only=True)) as source,
+            closing(sqlite3.connect(path)) as copy,
+        ):
+            source.backup(copy)
 
     def close(self) -> None:
         """Close the file; idempotent. What was written stays."""

@@ -212,6 +212,11 @@ def test_prompts_may_be_as_long_as_every_engine_of_a_pool_allows(tmp_path: Path)
     assert demo(tmp_path / "run", "render.max_prompt_tokens=7").rendering.max_prompt_tokens == 7
 
 
+def test_a_package_that_copies_need_is_named(tmp_path: Path) -> None:
+    (problem,) = found(demo(tmp_path / "run", "run.remote=s3://bucket/run"))
+    assert problem.startswith("setting run.remote: s3://bucket/run: ImportError: Install s3fs")
+
+
 def test_a_tracking_library_that_is_missing_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert found(demo(tmp_path / "run", "tracking.kind=['tensorboard', 'wandb']")) == [

@@ -117,7 +117,7 @@ def test_automatic_threads_and_dtypes_by_processor(
     assert (found["trainer.dtype"], found["engine.dtype"]) == dtypes
 
 
-def test_a_dtype_that_a_resume_cannot_change_stays_as_it_was_chosen(tmp_path: Path) -> None:
+def test_the_dtype_of_training_stays_as_it_was_chosen(tmp_path: Path) -> None:
     chosen_before = load_settings(None, ["trainer.dtype=bfloat16", "trainer.threads=7"], {})
     dump_settings(chosen_before, tmp_path / FILE)
     again = load_settings(None, [f"run.dir={tmp_path}"], {"CUDA_VISIBLE_DEVICES": ""})

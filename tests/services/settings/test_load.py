@@ -344,6 +344,14 @@ def test_the_readme_names_every_section_and_no_other() -> None:
             ("trainer.backend=scripted", "trainer.recompute_granularity=full"),
             ("trainer.recompute_granularity: full is for trainer.backend 'megatron'",),
         ),
+        (
+            ("trainer.backend=reference", "trainer.dtype=float16"),
+            ("trainer.dtype: float16 is for trainer.backend 'megatron'",),
+        ),
+        (
+            ("trainer.dtype=float16", "optimizer.grad_reduce_in_fp32=false"),
+            ("optimizer.grad_reduce_in_fp32", "leave it on"),
+        ),
     ],
 )
 def test_memory_is_saved_by_settings_of_megatron_alone(

@@ -52,13 +52,23 @@ def run(layout: str, name: str, model_dir: Path, out: Path) -> None:
     for step in range(1, STEPS):
         backend.train_step(part_of(backend, make_batch(name, step)))
     again = dict(backend.export())
+    moved = _moved(backend, name, out)
     backend.close()
     if not dist.is_initialized() or dist.get_rank() == 0:
         save_file(after, out / "after.safetensors")
         save_file(again, out / "again.safetensors")
+        save_file(moved, out / "moved.safetensors")
         (out / "facts.json").write_text(
             json.dumps({"losses": losses, "reference": torch.equal(reference, before)})
         )
+
+
+def _moved(backend: MegatronBackend, name: str, out: Path) -> dict[str, torch.Tensor]:
+    """The adapter after the steps that follow the single rank's checkpoint."""
+    backend.restore(out.parent / "single" / "after-one")
+    for step in range(1, STEPS):
+        backend.train_step(part_of(backend, make_batch(name, step)))
+    return dict(backend.export())
 
 
 if __name__ == "__main__":

@@ -49,10 +49,9 @@ def reference(model_dir: Path, adapters: LoraConfig = LORA, **trainer: object) -
     ],
 )
 def test_a_layout_trains_what_the_merged_weights_say(name: str, layout: str, tmp_path: Path) -> None:
-    model_dir, out = save_model(name, tmp_path), tmp_path / "out"
-    if LAYOUTS[layout].world_size == 1:
-        run(layout, name, model_dir, out)
-    else:
+    model_dir, out = save_model(name, tmp_path), tmp_path / layout
+    run("single", name, model_dir, tmp_path / "single")
+    if layout != "single":
         ranks = LAYOUTS[layout].world_size
         launch(
             ranks, "tests.trainer.lora.ranks", layout, name, str(model_dir), str(out), logs=tmp_path / "logs"
@@ -65,6 +64,7 @@ def test_a_layout_trains_what_the_merged_weights_say(name: str, layout: str, tmp
     assert facts["reference"]  # the reference model has no adapter
     again = load_file(out / "again.safetensors")
     assert [key for key in found if not torch.equal(found[key], again[key])] == []
+    torch.testing.assert_close(load_file(out / "moved.safetensors"), found, atol=1e-5, rtol=0)
     check_merged_model(name, out / "hf" / "model.safetensors", found)
 
 

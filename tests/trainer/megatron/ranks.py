@@ -12,7 +12,6 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from safetensors.torch import save_file
 
-from protocol.errors import SettingsError
 from tests.trainer.measured import flat
 from tests.trainer.megatron.launch import DEADLINE_S
 from tests.trainer.megatron.models import (
@@ -105,6 +104,23 @@ DEEP_LAYOUTS = {
 }
 """With models of four layers."""
 LAYOUTS |= DEEP_LAYOUTS
+FROM = {
+    "tp2": ("single",),
+    "pp2": ("tp2",),
+    "dp2": ("single", "pp2"),
+    "dp2-replicated": ("dp2",),
+    "tp2-pp2": ("single", "dp2"),
+    "tp2-dp2": ("tp2-pp2", "dp2-replicated"),
+    "ep2": ("single",),
+    "tp2-ep2": ("ep2",),
+    "pp2-vpp2": ("single",),
+    "cp2": ("single",),
+}
+"""Layouts whose checkpoints are restored in another one, which is launched after them."""
+BACK = ("tp2", "pp2", "dp2", "dp2-replicated")
+"""Layouts whose checkpoints are restored in the single rank of the test."""
+OVERFLOWS = 2.0**24
+"""A factor of the loss under which the gradients of these models overflow in float16."""
 STEPS = 3
 FRESH = ("qwen2", "qwen3-moe", "qwen3-deep")
 """Models whose checkpoint is restored into a new backend; others restore into the one that continued."""
@@ -133,7 +149,7 @@ def make_backend(
     return MegatronBackend(
         model_dir,
         parallel=replace(LAYOUTS[layout], **parallel),  # type: ignore[arg-type]
-        optimizer=OPTIMIZER,
+        optimizer=replace(OPTIMIZER, initial_loss_scale=OVERFLOWS),
         trainer=trainer,
         algorithm=ALGORITHM,
     )
@@ -197,11 +213,12 @@ def run(layout: str, models: Path, out: Path) -> None:
         target.mkdir(parents=True, exist_ok=True)
         _train_and_restore(name, layout, models / name, target)
     _one_by_one(layout, models)
-    _bfloat16(layout, models, out / "bfloat16")
+    for dtype in ("bfloat16", "float16"):
+        _sixteen_bits(dtype, layout, models, out / dtype)
     if layout in EXPERT_LAYOUTS or layout == "single":
         _replay(layout, models / "qwen3-moe", out)
-    if layout not in ("single", *DEEP_LAYOUTS):
-        _refuse_other_layout(layout, models, out)
+    for source in FROM.get(layout, ()):
+        restore_from(source, layout, models, out)
 
 
 def _train_and_restore(name: str, layout: str, model_dir: Path, out: Path) -> None:
@@ -286,12 +303,14 @@ def _replay(layout: str, model_dir: Path, out: Path) -> None:
     backend.close()
 
 
-def _bfloat16(layout: str, models: Path, out: Path) -> None:
+def _sixteen_bits(dtype: str, layout: str, models: Path, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     name = one_of(layout)
-    backend = make_backend(models / name, layout, "bfloat16")
+    backend = make_backend(models / name, layout, dtype)
     _write(out / "before", backend.export())
-    backend.train_step(part_of(backend, step_batch(name, 0)))
+    stats = backend.train_step(part_of(backend, step_batch(name, 0)))
+    if _is_writer():
+        (out / "scale.json").write_text(json.dumps([stats.loss_scale, stats.loss_scale_repeats]))
     checkpoint = _checkpoint(backend, out / "after-one")
     _write(out / "after", _go_on(backend, name))
     backend.restore(checkpoint)
@@ -311,20 +330,28 @@ def _exchange_in_both_directions(layout: str, model_dir: Path, out: Path) -> Non
         (out / "exchange.json").write_text(json.dumps([tensor.unique().tolist() for tensor in received]))
 
 
-def _refuse_other_layout(layout: str, models: Path, out: Path) -> None:
-    """The checkpoint of the test process's own single rank."""
-    name = "qwen3-moe" if layout in EXPERT_LAYOUTS else "qwen2"
-    backend = make_backend(models / name, layout)
-    kept = drain(backend)
-    try:
-        backend.restore(out.parent / "single" / name / "after-one")
-        message = "nothing was raised"
-    except SettingsError as error:
-        message = str(error)
-    same = all(torch.equal(kept[name], tensor) for name, tensor in backend.export())
-    backend.close()
-    if _is_writer():
-        (out / "refused.json").write_text(json.dumps({"message": message, "unchanged": same}))
+def restored_in(source: str, layout: str) -> dict[str, tuple[str, str]]:
+    """Directory of a checkpoint -> dtype and model, of those that are moved from one layout to another."""
+    if one_of(source) != one_of(layout):  # what both train
+        (name,) = {one_of(source), one_of(layout)} - {"qwen3-tied"}
+        return {name: ("float32", name)}
+    name = "qwen2-deep" if layout in DEEP_LAYOUTS else "mixtral" if layout in EXPERT_LAYOUTS else "qwen2"
+    return {
+        name: ("float32", name),
+        "bfloat16": ("bfloat16", one_of(layout)),
+        "float16": ("float16", one_of(layout)),
+    }
+
+
+def restore_from(source: str, layout: str, models: Path, out: Path) -> None:
+    """Restore what another layout saved after a step; save it at once, and continue."""
+    for directory, (dtype, name) in restored_in(source, layout).items():
+        target = out / directory / f"from-{source}"
+        backend = make_backend(models / name, layout, dtype)
+        backend.restore(out.parent / source / directory / "after-one")
+        _checkpoint(backend, target)
+        _write(target.with_name(f"went-on-from-{source}"), _go_on(backend, name))
+        backend.close()
 
 
 def _checkpoint(backend: Backend, directory: Path) -> Path:

@@ -90,7 +90,7 @@ def test_a_world_of_another_size_is_refused(model_dir: Path) -> None:
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize(("field", "value"), [("dtype", "float16"), ("device", "tpu")])
+@pytest.mark.parametrize(("field", "value"), [("dtype", "float8"), ("device", "tpu")])
 def test_unknown_settings_are_refused(model_dir: Path, field: str, value: str) -> None:
     with pytest.raises(SettingsError, match=value):
         MegatronBackend(
@@ -195,7 +195,7 @@ def test_a_checkpoint_of_another_model_is_refused(backend: MegatronBackend, tmp_
 
 def test_an_incomplete_checkpoint_is_refused(backend: MegatronBackend, tmp_path: Path) -> None:
     backend.save(tmp_path)
-    (tmp_path / "optimizer-tp0-pp0-dp0.safetensors").unlink()
+    (tmp_path / "rank-00000.safetensors").unlink()
     with pytest.raises(SettingsError, match="it is incomplete"):
         backend.restore(tmp_path)
 

@@ -11,38 +11,28 @@ from _pytest.mark import ParameterSet
 from safetensors.torch import load_file
 
 from tests.trainer.megatron.by_hand import gather_by_hand, held_by
-from tests.trainer.megatron.launch import launch
+from tests.trainer.megatron.layout_runs import Runs, marks_of
 from tests.trainer.megatron.models import (
-    ALL_MODELS,
     forced_logprobs,
     make_batch,
     make_model,
     plain_logprobs,
     plain_loss,
     routed_batch,
-    save_model,
-    step_batch,
     tensors_of,
 )
-from tests.trainer.megatron.plain import PlainTrainer
 from tests.trainer.megatron.ranks import (
     ALGORITHM,
-    DEEP_LAYOUTS,
     EXPERT_LAYOUTS,
     LAYOUTS,
-    STEPS,
+    OVERFLOWS,
     models_of,
     one_of,
-    run,
     tied_model_of,
 )
 from trainer.config import ParallelConfig
 
-pytestmark = pytest.mark.xdist_group("layouts")  # what the module sets up once, not one for each process
-
-
-def marks_of(layout: str) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.slow] if LAYOUTS[layout].world_size > 2 else []
+pytestmark = pytest.mark.xdist_group("layouts")  # what `runs` sets up once, not one for each process
 
 
 def of_layouts(wanted: Callable[[ParallelConfig], bool]) -> list[ParameterSet]:
@@ -62,50 +52,6 @@ EACH_LAYOUT_AND_MODEL = pytest.mark.parametrize(
         for model in models_of(layout)
     ],
 )
-
-
-class Runs:
-    """Results by layout, each launched once, when first asked for."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.models = root / "models"
-        for name in ALL_MODELS:
-            save_model(name, self.models)
-        self._started: set[str] = set()
-        self._plain: dict[str, tuple[list[dict[str, float]], dict[str, torch.Tensor]]] = {}
-
-    def __call__(self, layout: str) -> Path:
-        if layout not in self._started:
-            # Also when it fails: its other tests then fail on what is missing, instead of waiting once more.
-            self._started.add(layout)
-            if LAYOUTS[layout].world_size == 1:
-                run(layout, self.models, self.root / layout)
-            else:
-                if layout not in DEEP_LAYOUTS:
-                    self("single")  # whose checkpoint is refused
-                arguments = (layout, str(self.models), str(self.root / layout))
-                launch(
-                    LAYOUTS[layout].world_size,
-                    "tests.trainer.megatron.ranks",
-                    *arguments,
-                    logs=self.root / f"logs-{layout}",
-                )
-        return self.root / layout
-
-    def plain(self, model: str) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-        """Statistics of each step and the weights after the last, from plain torch."""
-        if model not in self._plain:
-            trainer = PlainTrainer(model, ALGORITHM)
-            stats = [trainer.step(step_batch(model, step)) for step in range(STEPS)]
-            self._plain[model] = stats, trainer.weights()
-        return self._plain[model]
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    torch.set_num_threads(1)
-    return Runs(tmp_path_factory.mktemp("layouts"))
 
 
 def same_bits(left: Path, right: Path) -> bool:
@@ -185,36 +131,25 @@ def test_saved_checkpoint_loads_in_transformers(runs: Runs, layout: str, model: 
 
 
 @EACH_LAYOUT
-def test_bfloat16_trains_on_float32_masters(runs: Runs, layout: str) -> None:
-    directory = runs(layout) / "bfloat16"
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+def test_sixteen_bits_train_on_float32_masters(runs: Runs, layout: str, name: str) -> None:
+    directory, dtype = runs(layout) / name, getattr(torch, name)
     before, after = load_file(directory / "before.safetensors"), load_file(directory / "after.safetensors")
     source = tensors_of(make_model(one_of(layout)))
-    assert all(torch.equal(before[name], source[name].bfloat16()) for name in source)
+    assert all(torch.equal(before[name], source[name].to(dtype)) for name in source)
     _, expected = runs.plain(one_of(layout))
     for name, tensor in after.items():
-        assert tensor.dtype is torch.bfloat16
+        assert tensor.dtype is dtype
         torch.testing.assert_close(tensor.float(), expected[name], atol=5e-3, rtol=1e-2)
     assert same_bits(directory / "after.safetensors", directory / "restored.safetensors")
-    files = [load_file(path) for path in (directory / "after-one").glob("optimizer-*.safetensors")]
-    assert all(
-        tensor.dtype is torch.float32
-        for file in files
-        for name, tensor in file.items()
-        if name.endswith(".master")
-    )
-
-
-@pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2", "etp2"])
-def test_checkpoint_of_another_layout_is_refused(runs: Runs, layout: str) -> None:
-    refused = json.loads((runs(layout) / "refused.json").read_text())
-    field = {
-        "tp2": "tensor_model_parallel_size",
-        "pp2": "pipeline_model_parallel_size",
-        "dp2": "data_parallel_size",
-        "etp2": "expert_tensor_parallel_size",
-    }[layout]
-    assert f"{field} is 1 in the checkpoint and 2 in the run" in refused["message"]
-    assert refused["unchanged"]
+    files = [load_file(path) for path in (directory / "after-one").glob("rank-*.safetensors")]
+    assert {tensor.dtype for file in files for name, tensor in file.items() if "/" in name} == {torch.float32}
+    scale, repeats = json.loads((directory / "scale.json").read_text())
+    if dtype is torch.float16:
+        assert (scale * 2**repeats, repeats > 0) == (OVERFLOWS, True)
+        assert {tuple(file["loss_scale"].tolist()) for file in files} == {(scale, 1.0)}
+    else:
+        assert (scale, repeats) == (None, None)
 
 
 @pytest.mark.parametrize("layout", of_layouts(lambda size: size.virtual_pipeline_model_parallel_size > 1))

@@ -217,10 +217,18 @@ def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(
         with pytest.raises(SettingsError, match=text):
             backend.restore(others)
         assert_same_bits(exported(backend), before)
-    with pytest.raises(SettingsError, match=r"dtype float32.*dtype bfloat16"):
-        make(model_dir, dtype="bfloat16").restore(others)
     with pytest.raises(SettingsError, match="not one of the reference backend"):
         make(model_dir).restore(tmp_path)
+
+
+def test_masters_are_restored_in_another_dtype(model_dir: Path, tmp_path: Path) -> None:
+    backend = make(model_dir)
+    backend.train_step(batch())
+    backend.save(tmp_path)
+    rounded = make(model_dir, dtype="bfloat16")
+    rounded.restore(tmp_path)
+    wanted = {name: tensor.bfloat16() for name, tensor in exported(backend).items()}
+    assert_same_bits(exported(rounded), wanted)
 
 
 def test_the_reference_is_the_model_that_training_began_with(model_dir: Path) -> None:

@@ -18,7 +18,7 @@ from trainer.megatron.memory.activations import ACTIVATIONS, EXPERT_ACTIVATIONS,
 from trainer.megatron.reshard import stage_rules
 
 GIB = 1 << 30
-ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 LIBRARIES = 64 << 20
 """Workspaces that cuBLAS takes from torch's allocator."""
 HEAD_CHUNK_BYTES = 1 << 30

@@ -24,7 +24,7 @@ from megatron.core.transformer.module import param_is_not_shared
 
 from protocol.errors import SettingsError
 from trainer.config import OptimizerConfig
-from trainer.megatron.optimizer import Optimizer, is_distributed
+from trainer.megatron.optimizer import MasterPart, Optimizer, is_distributed
 from trainer.megatron.parallel import Position
 from trainer.storage.host_state import page_locked
 
@@ -101,8 +101,13 @@ class HostOptimizer(Optimizer):
     def torch_optimizers(self) -> list[torch.optim.Optimizer]:
         return [self._adam]
 
+    def parts(self) -> Iterator[MasterPart]:
+        for part in self._slices:
+            yield MasterPart(part.parameter, part.start, part.stop, part.master, self._adam)
+
     @torch.no_grad()
     def step(self) -> tuple[float, str]:
+        self._unscale()
         for group in self._adam.param_groups:
             group["lr"] = self.learning_rate()
         norm = self._norm()

@@ -8,10 +8,13 @@ import pytest
 import torch
 
 from protocol.errors import SettingsError
+from protocol.weights.lora import NO_ADAPTERS
 from tests.trainer.megatron.models import OPTIMIZER, save_model
 from trainer.config import OptimizerConfig
 from trainer.megatron.architecture.reading import read_architecture
-from trainer.megatron.checkpoint import copy_part, restore_part
+from trainer.megatron.checkpoint.description import TrainedModel
+from trainer.megatron.checkpoint.state import copy_part, restore_part
+from trainer.megatron.layout import Layout
 from trainer.megatron.memory import host_optimizer
 from trainer.megatron.memory.host_optimizer import HostOptimizer
 from trainer.megatron.model import build_model, transformer_config
@@ -100,10 +103,13 @@ def test_host_optimizer_continues_from_a_checkpoint_of_either(
     saved = Trained(first, model_dir, position, torch.bfloat16)
     saved.step(0)
     weights = dict(saved.model.module.named_parameters())
-    copy_part(HostCopies(), weights, saved.optimizer, position, {}).write(tmp_path)
+    architecture = read_architecture(model_dir)
+    layout = Layout.of(position.config, architecture.layers)
+    model = TrainedModel(architecture, layout, "bfloat16", NO_ADAPTERS, distributed=False)
+    copy_part(HostCopies(), weights, saved.optimizer, model, 0).write(tmp_path)
     saved.step(1)
     restored = Trained(HostOptimizer, model_dir, position, torch.bfloat16)
-    restore_part(tmp_path, dict(restored.model.module.named_parameters()), restored.optimizer, position, {})
+    restore_part(tmp_path, dict(restored.model.module.named_parameters()), restored.optimizer, model, 0)
     restored.step(1)
     assert equal(restored.weights(), saved.weights())
     assert restored.optimizer.steps == 2

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from protocol.errors import SettingsError
 from tests.trainer.megatron.models import save_model
@@ -60,6 +61,8 @@ class Pass:
         routers = [module for module in model.modules() if isinstance(module, ExpertRouter)]
         if routers:
             config.moe_aux_loss_coeff = 0.5
+            # Outside of megatron's schedules, which would set it so, it becomes a number that these refuse.
+            MoEAuxLossAutoScaler.main_loss_backward_scale = torch.ones(1)
             owners = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
             sequences = replace(sequences, routed=routed_tokens(lengths, owners, len(lengths)))
         kept: dict[int, int] = {}

@@ -1,0 +1,20 @@
+"""Launches layouts once for all tests that read their results."""
+
+import pytest
+import torch
+
+from tests.trainer.megatron.layout_runs import Runs
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Results by layout."""
+    torch.set_num_threads(1)
+    return Runs(tmp_path_factory.mktemp("layouts"))
+
+
+@pytest.fixture(scope="session")
+def moves(runs: Runs) -> Runs:
+    """Results by layout, those of other layouts' checkpoints included."""
+    runs.restore_back()
+    return runs

@@ -1,0 +1,60 @@
+"""Launches each layout once for the tests of its results, and marks what takes more than two processes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.trainer.megatron.launch import launch
+from tests.trainer.megatron.models import ALL_MODELS, save_model, step_batch
+from tests.trainer.megatron.plain import PlainTrainer
+from tests.trainer.megatron.ranks import ALGORITHM, BACK, FROM, LAYOUTS, STEPS, restore_from, run
+
+
+def marks_of(layout: str) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.slow] if LAYOUTS[layout].world_size > 2 else []
+
+
+class Runs:
+    """Results by layout, each launched once, when first asked for."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.models = root / "models"
+        for name in ALL_MODELS:
+            save_model(name, self.models)
+        self._started: set[str] = set()
+        self._plain: dict[str, tuple[list[dict[str, float]], dict[str, torch.Tensor]]] = {}
+
+    def __call__(self, layout: str) -> Path:
+        if layout not in self._started:
+            # Also when it fails: its other tests then fail on what is missing, instead of waiting once more.
+            self._started.add(layout)
+            if LAYOUTS[layout].world_size == 1:
+                run(layout, self.models, self.root / layout)
+            else:
+                for source in FROM.get(layout, ()):
+                    self(source)
+                arguments = (layout, str(self.models), str(self.root / layout))
+                launch(
+                    LAYOUTS[layout].world_size,
+                    "tests.trainer.megatron.ranks",
+                    *arguments,
+                    logs=self.root / f"logs-{layout}",
+                )
+        return self.root / layout
+
+    def restore_back(self) -> None:
+        """Restore in a single rank what the ranks of other layouts saved."""
+        self("single")
+        for source in BACK:
+            self(source)
+            restore_from(source, "single", self.models, self.root / "single")
+
+    def plain(self, model: str) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+        """Statistics of each step and the weights after the last, from plain torch."""
+        if model not in self._plain:
+            trainer = PlainTrainer(model, ALGORITHM)
+            stats = [trainer.step(step_batch(model, step)) for step in range(STEPS)]
+            self._plain[model] = stats, trainer.weights()
+        return self._plain[model]

@@ -1,0 +1,101 @@
+"""Describes what a checkpoint is of: the model, what is trained of it, and the layout."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from typing import Any, get_args, get_type_hints
+
+import msgspec
+
+from protocol.weights.lora import LoraConfig
+from trainer.megatron.architecture.numbers import Architecture
+from trainer.megatron.convert.rules import Rule
+from trainer.megatron.layers.lora import lora_rules
+from trainer.megatron.layout import Layout
+from trainer.megatron.reshard import TensorPlan, plan_of, stage_rules
+
+FORMAT = 2
+"""Version of the files."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedModel:
+    """A model under training."""
+
+    architecture: Architecture
+    layout: Layout
+    dtype: str
+    """`trainer.dtype`."""
+    adapters: LoraConfig
+    distributed: bool
+    """Whether data-parallel ranks divide masters and moments."""
+
+    def rules(self, stage: int) -> list[Rule]:
+        """Return the rules of what a stage trains."""
+        rules = stage_rules(self.architecture, self.layout, stage)
+        return lora_rules(rules, self.adapters) if self.adapters.rank else rules
+
+    def plans(self) -> dict[str, TensorPlan]:
+        """Return where each tensor is that is trained, by its Hugging Face name."""
+        stages = ((stage, self.rules(stage)) for stage in range(self.layout.pp))
+        return {plan.name: plan for plan in plan_of(stages, self.layout)}
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return {
+            "format": FORMAT,
+            "model": asdict(self.architecture),
+            "layout": asdict(self.layout) | {"stages": _ends(self.layout)},
+            "distributed_optimizer": self.distributed,
+            "dtype": self.dtype,
+            "lora": self.lora_json(),
+        }
+
+    def lora_json(self) -> dict[str, Any] | None:
+        """Return what is said of adapters; None without."""
+        return asdict(self.adapters) if self.adapters.rank else None
+
+
+def read_layout(saved: Mapping[str, Any]) -> Layout:
+    """Return the layout of a description, of which an older release may not have known every size.
+
+    Raises:
+        ValueError: it is none.
+    """
+    sizes = dict(saved)
+    try:
+        stages = tuple(tuple(range(first, end) for first, end in chunks) for chunks in sizes.pop("stages"))
+        found = msgspec.convert(sizes, dict[str, int])
+        return Layout(**found, stages=stages)
+    except (KeyError, TypeError, msgspec.ValidationError) as error:
+        raise ValueError(f"no layout: {error}") from error
+
+
+def read_model(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the model of a description, with the defaults of numbers that an older release did not know."""
+    found: dict[str, Any] = json.loads(json.dumps(_with_defaults(saved, Architecture)))
+    return found
+
+
+def _with_defaults(saved: Mapping[str, Any], kind: Any) -> dict[str, Any]:
+    """Add the defaults of a dataclass, and those of tables in it, as plain values."""
+    hints = get_type_hints(kind)
+    result = dict(saved)
+    for field in fields(kind):
+        if field.name not in result and field.default is not MISSING:
+            default = field.default
+            result[field.name] = asdict(default) if is_dataclass(default) else default  # type: ignore[arg-type]
+        inner = next((hint for hint in _members(hints[field.name]) if is_dataclass(hint)), None)
+        if inner is not None and isinstance(result.get(field.name), Mapping):
+            result[field.name] = _with_defaults(result[field.name], inner)
+    return result
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    """Return the types that a union is of; one alone is one."""
+    return get_args(hint) or (hint,)
+
+
+def _ends(layout: Layout) -> list[list[list[int]]]:
+    """Return the first layer of each chunk, and the one after its last."""
+    return [[[chunk.start, chunk.stop] for chunk in chunks] for chunks in layout.stages]

@@ -1,0 +1,162 @@
+"""Maps a parameter of one layout to the saved parameters of another that have its rows: pure, no torch.
+
+A parameter is seen as matrices of R rows and C columns: one, or a stack of them. What has one dimension is
+one column. Ranges of a flat parameter are (start, stop).
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from trainer.megatron.checkpoint.description import TrainedModel
+from trainer.megatron.convert.rules import Rule
+from trainer.megatron.layout import Layout, Place
+from trainer.megatron.reshard import TensorPlan
+
+Key = tuple[int, int, str]
+"""Pipeline stage, number of the rank in the grid of the parameter, name of the parameter there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A range of a flat parameter that a rank's file holds."""
+
+    rank: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Matrices:
+    """The shape of a parameter."""
+
+    count: int
+    rows: int
+    columns: int
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], *, stacked: bool) -> "Matrices":
+        """Read a shape, whose first dimension counts matrices if it is a stack of them."""
+        count, matrix = (shape[0], shape[1:]) if stacked else (1, shape)
+        return cls(count, matrix[0], prod(matrix[1:]))
+
+    def place(self, matrix: int | None, row: int) -> int:
+        """Return where a row begins in the flat parameter."""
+        return ((matrix or 0) * self.rows + row) * self.columns
+
+    def rows_in(self, matrix: int | None, start: int, stop: int) -> tuple[int, int]:
+        """Return the rows of a matrix, (first, end), that have elements of a flat range."""
+        base = self.place(matrix, 0)
+        first = max(0, (start - base) // self.columns)
+        return first, min(self.rows, -(-(stop - base) // self.columns))
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A block of a saved matrix that is a block of a matrix here."""
+
+    key: Key
+    start: int
+    """Where the first of its rows begins in the flat saved parameter; they are read whole."""
+    rows: int
+    columns: int
+    """Columns of the saved matrix."""
+    column: int
+    """The first column of the block."""
+    to: tuple[int, int, int]
+    """Matrix, row and column here."""
+    width: int
+    """Columns of the block."""
+
+
+class SavedModel:
+    """Says where a saved model has each row of its tensors."""
+
+    def __init__(self, model: TrainedModel) -> None:
+        self.layout = model.layout
+        self._plans = model.plans()
+        self.rules: dict[tuple[int, str], Rule] = {
+            (stage, rule.parameter): rule for stage in range(model.layout.pp) for rule in model.rules(stage)
+        }
+        """Stage and name of a parameter -> its rule."""
+
+    def sizes(self) -> Iterator[tuple[Key, int]]:
+        """Yield the number of elements of every parameter of every rank that is no copy of another."""
+        for (stage, name), rule in self.rules.items():
+            grid = self.layout.grid(expert=rule.expert)
+            for number in range(grid.tp * grid.ep):
+                yield (stage, number, name), prod(rule.local_shape(grid))
+
+    def blocks(self, rule: Rule, layout: Layout, place: Place, start: int, stop: int) -> Iterator[Block]:
+        """Yield where the elements of a range of a parameter are; what none names is padding, zero.
+
+        Args:
+            rule: the parameter's, in the layout of this process.
+            layout: that layout.
+            place: of the rank that has the parameter.
+            start: of the range in the flat parameter.
+            stop: its end.
+        """
+        grid = layout.grid(expert=rule.expert)
+        number = layout.number_of(place, expert=rule.expert)
+        segments = [segment for segment in rule.segments(grid) if segment.rank == number]
+        here = Matrices.of(rule.local_shape(grid), stacked=_is_stack(segment.of for segment in segments))
+        for segment in segments:
+            plan = self._plans[segment.name]
+            first, end = here.rows_in(segment.of, start, stop)
+            for piece in plan.pieces:
+                begin = max(piece.start, segment.start)
+                length = min(piece.start + piece.length, segment.start + segment.length) - begin
+                if piece.source != segment.source or length <= 0:
+                    continue
+                key = plan.stage, piece.rank, plan.parameter
+                there = self._matrices(plan)
+                source, local = (
+                    piece.local_start + begin - piece.start,
+                    segment.local_start + begin - segment.start,
+                )
+                if plan.dim == 0:
+                    low, high = max(local, first), min(local + length, end)
+                    if low < high:
+                        begins = there.place(piece.of, source + low - local)
+                        columns = there.columns
+                        yield Block(key, begins, high - low, columns, 0, (segment.of or 0, low, 0), columns)
+                elif first < end:
+                    yield Block(
+                        key,
+                        there.place(piece.of, first),
+                        end - first,
+                        there.columns,
+                        source,
+                        (segment.of or 0, first, local),
+                        length,
+                    )
+
+    def _matrices(self, plan: TensorPlan) -> Matrices:
+        rule = self.rules[plan.stage, plan.parameter]
+        shape = rule.local_shape(self.layout.grid(expert=rule.expert))
+        return Matrices.of(shape, stacked=_is_stack(piece.of for piece in plan.pieces))
+
+
+def is_complete(shards: Iterable[Shard], size: int) -> bool:
+    """Return whether sorted shards cover a flat parameter without a gap."""
+    end = 0
+    for shard in shards:
+        if shard.start > end:
+            return False
+        end = max(end, shard.stop)
+    return end == size
+
+
+def sorted_shards(found: Iterable[tuple[Key, Shard]]) -> Mapping[Key, list[Shard]]:
+    """Return the shards of each parameter in their order."""
+    result: dict[Key, list[Shard]] = {}
+    for key, shard in found:
+        result.setdefault(key, []).append(shard)
+    for shards in result.values():
+        shards.sort(key=lambda shard: (shard.start, shard.stop))
+    return result
+
+
+def _is_stack(matrices: Iterable[int | None]) -> bool:
+    return any(matrix is not None for matrix in matrices)

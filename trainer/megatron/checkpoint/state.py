@@ -1,0 +1,163 @@
+"""Saves and restores what a rank has of a run's state: masters, moments, steps, random states.
+
+The state is read from and written into torch's optimizers themselves: megatron's own checkpoint path of the
+distributed optimizer refuses torch's AdamW on reload.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from trainer.megatron.checkpoint.description import TrainedModel
+from trainer.megatron.checkpoint.first_format import restore_first_format
+from trainer.megatron.checkpoint.naming import (
+    KINDS,
+    LAYOUT,
+    LOSS_SCALE,
+    MASTER,
+    RANDOM_CPU,
+    RANDOM_CUDA,
+    STEPS,
+    VALUE,
+    part_name,
+    rank_file,
+)
+from trainer.megatron.checkpoint.reading import CheckpointReader, read_description
+from trainer.megatron.optimizer import MasterPart, Optimizer
+from trainer.storage.host_state import HostCopies, HostState
+
+
+def copy_part(
+    copies: HostCopies,
+    parameters: Mapping[str, torch.Tensor],
+    optimizer: Optimizer,
+    model: TrainedModel,
+    rank: int,
+) -> HostState:
+    """Return this rank's files, which the package's docstring lists, copied to host memory.
+
+    Of what several ranks have alike, the first one writes it.
+
+    Args:
+        copies: makes the copies.
+        parameters: trained parameters by megatron name.
+        optimizer: holds masters and moments.
+        model: what is trained, in which layout.
+        rank: this process's.
+    """
+    tensors = {STEPS: torch.tensor(optimizer.steps), RANDOM_CPU: torch.get_rng_state()}
+    if torch.cuda.is_available():
+        tensors[RANDOM_CUDA] = torch.cuda.get_rng_state()
+    scale = optimizer.loss_scale
+    if scale is not None:
+        tensors[LOSS_SCALE] = torch.tensor([scale.value, scale.finite_steps], dtype=torch.float64)
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    written = _written(model, rank)
+    for part in optimizer.parts():
+        name = names[id(part.parameter)]
+        if name in written:
+            tensors[part_name(MASTER, name, part.start)] = part.master.detach().view(-1)
+            state = part.optimizer.state.get(part.master, {})
+            for kind in KINDS[1:]:
+                if kind in state:
+                    tensors[part_name(kind, name, part.start)] = state[kind].view(-1)
+    first = _written(replace(model, distributed=False), rank)
+    for name, parameter in parameters.items():
+        if not parameter.requires_grad and name in first:
+            tensors[part_name(VALUE, name, 0)] = parameter.detach().float().view(-1)
+    texts = {LAYOUT: json.dumps(model.as_json(), indent=1)} if rank == 0 else {}
+    return HostState({rank_file(rank): copies.copy_all(tensors.items())}, texts=texts)
+
+
+def restore_part(
+    directory: Path,
+    parameters: Mapping[str, torch.Tensor],
+    optimizer: Optimizer,
+    model: TrainedModel,
+    rank: int,
+    *,
+    fill: bool = True,
+) -> None:
+    """Load what this rank has of a checkpoint, bit for bit, whichever layout it was saved in.
+
+    Random states are those of the rank with the same number; a rank that has none there keeps its own.
+
+    Args:
+        directory: the checkpoint.
+        parameters: as of `copy_part`.
+        optimizer: as of `copy_part`.
+        model: as of `copy_part`.
+        rank: as of `copy_part`.
+        fill: whether the parameters are written, too.
+
+    Raises:
+        SettingsError: the checkpoint is of another model, or incomplete, or of an older release and another
+            layout; nothing changed.
+    """
+    saved = read_description(directory)
+    if saved.get("format") == 1:
+        restore_first_format(directory, parameters if fill else {}, optimizer, model, rank, saved)
+        return
+    with CheckpointReader(directory, saved, model) as reader, torch.no_grad():
+        _restore_parameters(reader, parameters, optimizer, model, rank, fill=fill)
+        optimizer.steps = reader.steps
+        _restore_rest(reader, optimizer, rank)
+
+
+def _restore_parameters(
+    reader: CheckpointReader,
+    parameters: Mapping[str, torch.Tensor],
+    optimizer: Optimizer,
+    model: TrainedModel,
+    rank: int,
+    *,
+    fill: bool,
+) -> None:
+    """Load one parameter after the other, with its masters and moments."""
+    parts: dict[int, list[MasterPart]] = {}
+    for part in optimizer.parts():
+        parts.setdefault(id(part.parameter), []).append(part)
+        part.forget()
+    place = model.layout.place_of(rank)
+    rules = {rule.parameter: rule for rule in model.rules(place.pp)}
+    for name, parameter in parameters.items():
+        held = parts.get(id(parameter), [])
+        for kind in reader.kinds if parameter.requires_grad else (VALUE,):
+            is_filled = kind == VALUE or (fill and kind == MASTER)
+            if not held and not is_filled:
+                continue
+            start = 0 if is_filled else min(part.start for part in held)
+            stop = parameter.numel() if is_filled else max(part.stop for part in held)
+            flat = reader.flat(kind, rules[name], place, start, stop)
+            if is_filled:
+                parameter.copy_(flat.view_as(parameter))
+            for part in held:
+                part.set(kind, flat[part.start : part.stop], reader.steps)
+
+
+def _restore_rest(reader: CheckpointReader, optimizer: Optimizer, rank: int) -> None:
+    """Load what there is of the factor of the loss, and of random states."""
+    scale = reader.tensor(0, LOSS_SCALE)
+    if scale is not None and optimizer.loss_scale is not None:
+        optimizer.loss_scale.value, optimizer.loss_scale.finite_steps = float(scale[0]), int(scale[1])
+    random = reader.tensor(rank, RANDOM_CPU)
+    if random is not None:
+        torch.set_rng_state(random)
+    random = reader.tensor(rank, RANDOM_CUDA)
+    if random is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(random)
+
+
+def _written(model: TrainedModel, rank: int) -> set[str]:
+    """Return the parameters of which a rank writes what it has."""
+    layout = model.layout
+    place = layout.place_of(rank)
+    return {
+        rule.parameter
+        for rule in model.rules(place.pp)
+        if model.distributed
+        or rank == layout.holder_of(place.pp, layout.number_of(place, expert=rule.expert))
+    }

@@ -1,0 +1,183 @@
+"""Copies the checkpoints of a run to a directory elsewhere, through fsspec, and back.
+
+    URL/step_00000020/checkpoint/...   a checkpoint's files
+    URL/step_00000020/run/...          what else a run needs to resume from it
+    URL/step_00000020/complete.json    all of these with sizes and digests; written last
+    URL/exports/step_00000020/...      the model of a version
+
+What has no complete.json is half a copy: it counts as nothing, and the next copy of that version replaces it.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+
+import fsspec
+import msgspec
+
+from protocol.errors import SettingsError, TetherError
+from protocol.host.atomic_file import directory_written_aside
+from trainer.storage.checkpoints import NAME, FilePart, digest_of
+
+COMPLETE = "complete.json"
+EXPORTS = "exports"
+
+
+class RemoteError(TetherError):
+    """A remote directory cannot be read or written."""
+
+
+class RemoteManifest(msgspec.Struct, frozen=True):
+    """The files of one complete copy."""
+
+    files: tuple[FilePart, ...]
+    """By their path in it."""
+
+
+class RemoteDirectory:
+    """A directory of any file system that fsspec knows; what it needs to log in is in the environment."""
+
+    def __init__(self, url: str) -> None:
+        """Open it; nothing is read or written yet.
+
+        Raises:
+            SettingsError: fsspec does not know the kind of URL, or a package for it is missing; names it.
+        """
+        self.url = url
+        try:
+            self._fs, root = fsspec.core.url_to_fs(url)
+        except Exception as error:  # whatever the file system's own package raises
+            raise SettingsError(f"setting run.remote: {url}: {_text(error)}") from error
+        self._root = root.rstrip("/")
+
+    def versions(self) -> list[int]:
+        """Return the versions of which there is a complete copy, ascending.
+
+        Raises:
+            RemoteError: the directory cannot be read.
+        """
+        with _explained(self.url, "listed"):
+            self._fs.invalidate_cache()
+            if not self._fs.exists(self._root):
+                return []
+            names = [PurePosixPath(path).name for path in self._fs.ls(self._root, detail=False)]
+            found = [int(match[1]) for name in names if (match := NAME.fullmatch(name))]
+            return sorted(version for version in found if self._fs.exists(self._path(version, COMPLETE)))
+
+    def upload(self, version: int, files: Mapping[str, Path]) -> None:
+        """Copy files, and complete the copy when all are there; one of the same version is replaced.
+
+        Args:
+            version: that of the checkpoint.
+            files: path in the copy -> local file, which does not change meanwhile.
+
+        Raises:
+            RemoteError: it cannot be written; what is there is half a copy.
+        """
+        with _explained(self.url, "written"):
+            self._remove(self._path(version))
+            parts = [self._put(path, self._path(version, name), name) for name, path in sorted(files.items())]
+            manifest = msgspec.json.encode(RemoteManifest(tuple(parts)))
+            self._fs.pipe_file(self._path(version, COMPLETE), manifest)
+
+    def upload_export(self, directory: Path) -> None:
+        """Copy an exported model under its directory's name.
+
+        Raises:
+            RemoteError: it cannot be written.
+        """
+        target = f"{self._root}/{EXPORTS}/{directory.name}"
+        with _explained(self.url, "written"):
+            for path in sorted(part for part in directory.rglob("*") if part.is_file()):
+                name = path.relative_to(directory).as_posix()
+                self._put(path, f"{target}/{name}", name)
+
+    def prune(self, keep: int) -> None:
+        """Remove all but the newest complete copies, half copies older than these, and exports likewise.
+
+        Raises:
+            RemoteError: something cannot be removed.
+        """
+        with _explained(self.url, "pruned"):
+            kept = self.versions()[-keep:]
+            for directory in (self._root, f"{self._root}/{EXPORTS}"):
+                names = self._fs.ls(directory, detail=False) if self._fs.exists(directory) else []
+                for path in names:
+                    match = NAME.fullmatch(PurePosixPath(path).name)
+                    if match and kept and int(match[1]) < kept[0]:
+                        self._remove(path)
+
+    def download(self, version: int, targets: Mapping[str, Path]) -> None:
+        """Copy a complete version into new local directories, each file compared with its digest.
+
+        Args:
+            version: one of `versions`.
+            targets: first part of a path in the copy -> directory that it is to become, or to be added to if
+                it exists.
+
+        Raises:
+            RemoteError: it cannot be read, or is damaged; names the file.
+        """
+        with _explained(self.url, "read"):
+            text = self._fs.cat_file(self._path(version, COMPLETE))
+            manifest = msgspec.json.decode(text, type=RemoteManifest)
+            for first, target in targets.items():
+                parts = {
+                    PurePosixPath(part.name).name: part
+                    for part in manifest.files
+                    if PurePosixPath(part.name).parts[:-1] == (first,)
+                }
+                aside = target.with_name(f"{target.name}.download")
+                with directory_written_aside(aside) as directory:
+                    for name, part in parts.items():
+                        self._get(self._path(version, part.name), directory / name, part)
+                _move(aside, target)
+
+    def _path(self, version: int, name: str = "") -> str:
+        return f"{self._root}/step_{version:08d}" + (f"/{name}" if name else "")
+
+    def _put(self, source: Path, target: str, name: str) -> FilePart:
+        part = FilePart(name, source.stat().st_size, digest_of(source))
+        self._fs.makedirs(str(PurePosixPath(target).parent), exist_ok=True)
+        self._fs.put_file(str(source), target)
+        size = self._fs.size(target)
+        if size != part.nbytes:
+            raise OSError(f"{target} has {size} bytes instead of {part.nbytes}")
+        return part
+
+    def _get(self, source: str, target: Path, part: FilePart) -> None:
+        self._fs.get_file(source, str(target))
+        if digest_of(target) != part.xxh3:
+            raise OSError(f"{source} is damaged: its digest is not the one that {COMPLETE} names")
+
+    def _remove(self, path: str) -> None:
+        """Remove a directory if it is there, what completes it first."""
+        self._fs.invalidate_cache()
+        if self._fs.exists(f"{path}/{COMPLETE}"):
+            self._fs.rm_file(f"{path}/{COMPLETE}")
+        if self._fs.exists(path):
+            self._fs.rm(path, recursive=True)
+
+
+@contextmanager
+def _explained(url: str, done: str) -> Iterator[None]:
+    """Turn whatever a file system raises into one `RemoteError` that names the directory."""
+    try:
+        yield
+    except RemoteError:
+        raise
+    except Exception as error:
+        raise RemoteError(f"{url} cannot be {done}: {_text(error)}") from error
+
+
+def _move(source: Path, target: Path) -> None:
+    if not target.exists():
+        source.rename(target)
+        return
+    for path in source.iterdir():
+        path.rename(target / path.name)
+    source.rmdir()
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
