@@ -35,7 +35,7 @@ def slice_sums(tensor: torch.Tensor, shape: Sequence[int], box: Box) -> torch.Te
 
 
 def _rows(tensor: torch.Tensor, shape: Sequence[int], box: Box) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (first row, int32 [r, ROW]): rows of the whole tensor with the slice in it, which add up to it."""
+    """Yield (first row, int32 [r, ROW]): rows of the tensor with parts of the slice, which add up to it."""
     itemsize = tensor.element_size()
     start, end = (element * itemsize for element in dense_span(shape, box))
     if end - start != tensor.nbytes or not tensor.is_contiguous() or (start | tensor.data_ptr()) % 4:
@@ -62,7 +62,7 @@ def _padded(raw: torch.Tensor, start: int) -> tuple[int, torch.Tensor]:
 
 
 def _laid_out(part: torch.Tensor, shape: Sequence[int], block: Box) -> tuple[int, torch.Tensor]:
-    """Return a block at its place in the rows that hold it, and zeros elsewhere: (first row, int32 [r, ROW])."""
+    """Return the rows that hold a block, with zeros around it: (first row, int32 [r, ROW])."""
     itemsize = part.element_size()
     start, end = (element * itemsize for element in dense_span(shape, block))
     low, high = row_span(start, end)

@@ -60,8 +60,8 @@ class WeightManifest(Message, tag="weight_manifest", frozen=True, kw_only=True):
     base_model: str = ""
     """Architecture name from the model's config.json, which the engine checks."""
     parts: tuple[WeightPart, ...] = ()
-    """By trainer rank, where the bytes stay on the ranks; `location` is that of rank 0, and buckets and offsets
-    name no bytes then. Empty: `location` has all bytes."""
+    """By trainer rank, where the bytes stay on the ranks: `location` is that of rank 0 then, and buckets and
+    offsets name no bytes. Empty: `location` has all bytes."""
 
 
 class WeightDraft(Message, tag="weight_draft", frozen=True, kw_only=True):

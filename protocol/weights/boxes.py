@@ -159,7 +159,7 @@ def dense_blocks(shape: Sequence[int], box: Box, most: int) -> Iterator[Box]:
 
 
 def _several(shape: Sequence[int], box: Box) -> tuple[int, tuple[int, int], int]:
-    """Return the first element of the box's leading indices, the range after these, and elements behind each."""
+    """Return the element of the box's single leading indices, the range behind them, and elements of each."""
     base, behind = 0, math.prod(shape)
     for (start, stop), n in zip(box, shape, strict=True):
         behind = behind // n if n else 0

@@ -1,4 +1,4 @@
-"""Plans which slices of a version go from the trainer's ranks to one engine rank: pure, the same on both ends.
+"""Plans which slices of a version go from the trainer's ranks to one engine rank; equal on both ends.
 
 A version that stays on the trainer's ranks lists the pieces of each rank (`WeightManifest.parts`). An engine
 rank tells which boxes of which tensors it wants. What both have in common is cut at the pieces' edges and
@@ -80,7 +80,9 @@ def transfer_of(manifest: WeightManifest, part: int, wanted: Wanted, bucket_byte
     rests: list[Rest] = []
     for number, piece in enumerate(manifest.parts[part].pieces):
         entry = manifest.tensors[piece.tensor]
-        found = [box for want in wanted.get(entry.name, ()) if (box := intersection(piece.box, want))]
+        found = [
+            box for want in wanted.get(entry.name, ()) if (box := intersection(piece.box, want)) is not None
+        ]
         if left := remainder(piece.box, found) if found else []:
             rests.append(Rest(number, piece.tensor, tuple(left)))
         most = max(1, bucket_bytes // DTYPE_BYTES[entry.dtype])
@@ -146,7 +148,7 @@ def rest_spans(manifest: WeightManifest, part: int, transfer: Transfer) -> list[
 
 
 def untouched_spans(manifest: WeightManifest, wanted: Wanted) -> list[tuple[int, int, int]]:
-    """Return (tensor, 0, rows) of each tensor with an untouched piece: rank 0 sends the sums of these last."""
+    """Return (tensor, 0, rows) of each tensor with an untouched piece, whose sums rank 0 sends last."""
     tensors = {manifest.parts[part].pieces[number].tensor for part, number in untouched(manifest, wanted)}
     return [(tensor, 0, rows_of(manifest.tensors[tensor].nbytes)) for tensor in sorted(tensors)]
 

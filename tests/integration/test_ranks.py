@@ -1,5 +1,5 @@
-"""A run whose trainer has two ranks, started by torchrun as `tether up` does it, and the replay of one of its
-steps."""
+"""A run whose trainer has two ranks, started by torchrun as `tether up` does it, each of which sends the engine
+its part of every version; and the replay of one of its steps."""
 
 import json
 from contextlib import closing
@@ -25,9 +25,11 @@ LAYOUTS = [
 def test_two_ranks_make_all_steps(tmp_path: Path, layout: str) -> None:
     overrides = (
         f"parallel.{layout}=2",
-        "engine.name=scripted",
+        "engine.name=hf",
+        "weights.transport=nccl",
         "eval.at_end=false",
         "trainer.checkpoint_every=2",
+        "bound.max_staleness=0",
         "services.restarts=0",
     )
     words = [word for override in overrides for word in ("--set", override)]
@@ -44,6 +46,9 @@ def test_two_ranks_make_all_steps(tmp_path: Path, layout: str) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     assert [step["step"] for step in read_steps(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3]
     assert audit(tmp_path)["violations"] == []
+    # the engine computes with what the trainer does, piece by piece
+    errors = [step["mismatch"]["0"]["error_max"] for step in read_steps(tmp_path / "metrics.jsonl")]
+    assert max(errors) < 1e-4
     assert (tmp_path / "exports/step_00000004/model.safetensors").is_file()
     replay = tether("replay", str(tmp_path), "--step", "3", "--train", "--json", seconds=400)
     assert replay.returncode == 0, replay.stdout + replay.stderr
