@@ -1,5 +1,5 @@
-"""A run whose trainer has two ranks, started by torchrun as `tether up` does it, each of which sends the engine
-its part of every version; and the replay of one of its steps."""
+"""A run whose trainer has two ranks, started by torchrun as `tether up` does it, and the replay of one of its
+steps. Each rank sends the engine its part of every version."""
 
 import json
 from contextlib import closing

@@ -47,7 +47,9 @@ def flat(index: tuple[int, ...], shape: tuple[int, ...]) -> int:
 
 
 @given(shape_and_boxes())
-def test_intersection_and_remainder_are_those_of_the_elements(case: tuple[tuple[int, ...], list[Box]]) -> None:
+def test_intersection_and_remainder_are_those_of_the_elements(
+    case: tuple[tuple[int, ...], list[Box]],
+) -> None:
     _, (left, right) = case
     shared = intersection(left, right)
     assert (elements(shared) if shared is not None else set()) == elements(left) & elements(right)
