@@ -23,7 +23,8 @@ def placed(slices: tuple[Slice, ...], boxes: list[tuple[tuple[int, int], ...]]) 
 def test_slices_of_a_tensor_go_to_the_rows_that_they_fill() -> None:
     fused = torch.zeros(5, 6)
     made = placed(
-        (Slice(6, (2, 6), (6, 1), fused[:2]), Slice(0, (1, 6), (6, 1), fused[4:])), [((0, 1), (0, 6)), ((1, 2), (0, 6)), ((2, 3), (0, 6))]
+        (Slice(6, (2, 6), (6, 1), fused[:2]), Slice(0, (1, 6), (6, 1), fused[4:])),
+        [((0, 1), (0, 6)), ((1, 2), (0, 6)), ((2, 3), (0, 6))],
     )
     assert made.wanted == {"a": (((0, 1), (0, 6)), ((1, 3), (0, 6)))}
     assert torch.equal(fused, torch.cat([SOURCE[1:3], torch.zeros(2, 6), SOURCE[:1]]))

@@ -14,7 +14,16 @@ from protocol.weights.boxes import Box, covers, relative, shape_of, size_of, who
 from protocol.weights.slices import check_parts, senders_of, transfer_of
 from trainer.backends.base import Publication
 from trainer.megatron.convert.pieces import PublishedPiece, published_pieces
-from trainer.megatron.convert.rules import Direct, FusedQKV, GatedMLP, Rule, Segment, Split, Stacked, Vocabulary
+from trainer.megatron.convert.rules import (
+    Direct,
+    FusedQKV,
+    GatedMLP,
+    Rule,
+    Segment,
+    Split,
+    Stacked,
+    Vocabulary,
+)
 from trainer.megatron.layout import Grid, Layout
 from trainer.megatron.reshard import TensorPlan, plan_of, stretch
 from trainer.weights.parts.layout import blank_manifest
@@ -109,9 +118,7 @@ def loaded(layout: Layout, rank: int, source: dict[str, NDArray[np.int64]]) -> d
         grid = layout.grid(expert=rule.expert)
         number = layout.number_of(place, expert=rule.expert)
         segments = [s for s in rule.segments(grid) if s.rank == number]
-        shape = (
-            (EXPERTS // grid.ep, 6 // grid.tp, WIDTH) if rule.expert else rule.local_shape(grid)
-        )
+        shape = (EXPERTS // grid.ep, 6 // grid.tp, WIDTH) if rule.expert else rule.local_shape(grid)
         held[rule.parameter] = np.full(shape, -1)
         for s in segments:
             target = stretched(held[rule.parameter], rule.dim, s.local_start, s.length, s.of)
@@ -158,11 +165,11 @@ def engine_boxes(plans: tuple[TensorPlan, ...], tp: int, ep: int, rank: int) -> 
     return wanted
 
 
-def manifest_of(plans: tuple[TensorPlan, ...], parts: tuple[tuple[PublishedPiece, ...], ...]) -> WeightManifest:
+def manifest_of(
+    plans: tuple[TensorPlan, ...], parts: tuple[tuple[PublishedPiece, ...], ...]
+) -> WeightManifest:
     pieces = tuple(tuple(WeightPiece(piece.tensor, piece.box) for piece in part) for part in parts)
-    publication = Publication(
-        tuple(plan.name for plan in plans), tuple(plan.shape for plan in plans), pieces
-    )
+    publication = Publication(tuple(plan.name for plan in plans), tuple(plan.shape for plan in plans), pieces)
     return replace(blank_manifest(publication, "float32", 1 << 20), version=1)
 
 
