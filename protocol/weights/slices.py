@@ -66,7 +66,7 @@ class Transfer:
 
     buckets: tuple[tuple[Cut, ...], ...]
     rests: tuple[Rest, ...]
-    """Of each of these pieces the sums follow the buckets, see `rest_rows`."""
+    """Their sums follow the buckets, see `rest_spans`."""
 
     @staticmethod
     def nbytes(bucket: tuple[Cut, ...]) -> int:

@@ -61,7 +61,7 @@ class Staging:
         self._tied = tied
         self._staged: Served | None = None
         self._kind = ("", False)
-        """Of `_receiver`: transport, and whether it fetches slices."""
+        """Transport of `_receiver`, and whether it fetches slices."""
         self._receiver: WeightReceiver | CheckedPartReceiver | None = None
         self._fetching = False
         self._cancelled = threading.Event()

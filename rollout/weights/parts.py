@@ -36,13 +36,13 @@ from rollout.weights.nccl import PairChannel
 from rollout.weights.verification import Deadline, compare, refuse_if, wait_for_queue
 
 
-class Slice(NamedTuple):
+class ReceivedSlice(NamedTuple):
     """Received elements of a tensor."""
 
     entry: TensorEntry
     box: Box
     tensor: torch.Tensor
-    """Of just these elements, in their shape; valid until the next slice is requested."""
+    """Just these elements, in their shape; valid until the next slice is requested."""
 
 
 class PartReceiver:
@@ -56,7 +56,7 @@ class PartReceiver:
         self._closed = threading.Event()
         """`close` was called since the last `slices` began."""
 
-    def slices(self, manifest: WeightManifest, wanted: Wanted, deadline_s: float) -> Iterator[Slice]:
+    def slices(self, manifest: WeightManifest, wanted: Wanted, deadline_s: float) -> Iterator[ReceivedSlice]:
         """Yield every wanted element once. All is verified only once the iterator has ended without an error.
 
         Args:
@@ -94,11 +94,11 @@ class PartReceiver:
         wanted: Wanted,
         deadline: Deadline,
         verification: "SliceVerification",
-    ) -> Iterator[Slice]:
+    ) -> Iterator[ReceivedSlice]:
         location = manifest.parts[part].location
         channel, receiver = self._connections.get(location) or self._connect(location)
 
-        def receive(answer: dict[str, Any]) -> Iterator[Slice]:
+        def receive(answer: dict[str, Any]) -> Iterator[ReceivedSlice]:
             device = channel.join(answer, there, deadline, receiver.disconnected)
             transfer = transfer_of(manifest, part, wanted, int(answer["bucket_bytes"]))
             buckets = _memories(transfer.buckets, device)
@@ -109,7 +109,7 @@ class PartReceiver:
                     entry = manifest.tensors[cut.tensor]
                     tensor = _view(entry, cut, memory)
                     verification.add(cut.tensor, cut.box, tensor)
-                    yield Slice(entry, cut.box, tensor)
+                    yield ReceivedSlice(entry, cut.box, tensor)
             spans = rest_spans(manifest, part, transfer)
             spans += untouched_spans(manifest, wanted) if part == 0 else []
             rows = sum(end - first for _, first, end in spans)

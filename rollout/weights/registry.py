@@ -12,7 +12,7 @@ from rollout.weights.base import Destination, WeightReceiver, no_destination
 from rollout.weights.disk import DiskReceiver
 from rollout.weights.ipc import IpcReceiver
 from rollout.weights.nccl import NcclReceiver
-from rollout.weights.parts import PartReceiver, Slice
+from rollout.weights.parts import PartReceiver, ReceivedSlice
 from rollout.weights.shared import SharedReceiver
 from rollout.weights.shm import ShmReceiver
 
@@ -59,7 +59,7 @@ class CheckedPartReceiver:
     def __init__(self, receiver: PartReceiver) -> None:
         self._receiver = receiver
 
-    def slices(self, manifest: WeightManifest, wanted: Wanted, deadline_s: float) -> Iterator[Slice]:
+    def slices(self, manifest: WeightManifest, wanted: Wanted, deadline_s: float) -> Iterator[ReceivedSlice]:
         """Yield every wanted element once, see `PartReceiver`."""
         check_manifest(manifest)
         check_parts(manifest)

@@ -79,7 +79,7 @@ class Publication:
     names: tuple[str, ...]
     """Hugging Face names, in the order of `Backend.export`."""
     shapes: tuple[tuple[int, ...], ...]
-    """Of the whole tensors."""
+    """Shapes of the whole tensors."""
     parts: tuple[tuple[WeightPiece, ...], ...]
     """By rank; together they have each element of each tensor once."""
 

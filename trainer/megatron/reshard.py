@@ -29,7 +29,7 @@ class Piece:
     """See `Segment`, as `source`."""
     source: int | None = None
     copies: tuple["Piece", ...] = ()
-    """The same rows on other ranks of the grid."""
+    """Pieces with the same rows on other ranks of the grid."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,9 @@ class NcclSender:
         """
         self._config = config
         self._backend, self._device = backend_of(config)
-        self._server = VersionServer(config, lambda: PairChannel(config.host, self._backend, self._device))
+        self._server = VersionServer(
+            config, lambda: PairSenderChannel(config.host, self._backend, self._device)
+        )
 
     @property
     def location(self) -> str:
@@ -158,7 +160,7 @@ def backend_of(config: WeightConfig) -> tuple[str, torch.device]:
     return backend, torch.device("cuda", torch.cuda.current_device())
 
 
-class PairChannel:
+class PairSenderChannel:
     """Sends chunks to one receiver, as rank 0 of a group of two."""
 
     def __init__(

@@ -27,14 +27,14 @@ from protocol.weights.slices import (
     untouched,
     untouched_spans,
 )
-from trainer.weights.nccl import POLL_S, PairChannel, full_bucket
+from trainer.weights.nccl import POLL_S, PairSenderChannel, full_bucket
 from trainer.weights.version_server import ReceiverConnection, ServedVersion, remaining_s
 
 PACKED = 2
 """Buckets on a GPU that are packed and not sent yet: one is filled while the one before is sent."""
 
 
-class PartChannel(PairChannel):
+class PartChannel(PairSenderChannel):
     """Sends cuts of one rank's pieces to one receiver."""
 
     def __init__(
