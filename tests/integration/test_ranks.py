@@ -79,6 +79,28 @@ def test_a_model_learns_whose_experts_are_on_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.parametrize("layout", ["tensor_model_parallel_size", "pipeline_model_parallel_size"])
+@pytest.mark.parametrize("engine_ranks", [1, 2])
+def test_ranks_of_vllm_compute_with_the_slices_of_the_trainers_ranks(
+    tmp_path: Path, layout: str, engine_ranks: int
+) -> None:
+    overrides = (
+        f"parallel.{layout}=2", f"engine.tensor_parallel_size={engine_ranks}", "weights.transport=nccl",
+        "eval.at_end=false", "services.restarts=0", "bound.max_staleness=0", "run.steps=4",
+    )  # fmt: skip
+    words = [word for override in overrides for word in ("--set", override)]
+    demo = str(ROOT / "deploy/configs/demo.toml")
+    result = tether("up", demo, "--run-dir", str(tmp_path), *words, seconds=400)
+    assert result.returncode == 0, result.stdout + result.stderr
+    errors = [step["mismatch"]["0"]["error_max"] for step in read_steps(tmp_path / "metrics.jsonl")]
+    assert len(errors) == 4
+    assert max(errors) < 1e-4
+    assert audit(tmp_path)["violations"] == []
+    assert processes_of(tmp_path) == []
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_all_ranks_hold_the_device_of_a_colocated_run_until_the_last_has_ended(tmp_path: Path) -> None:
     overrides = (

@@ -2,27 +2,35 @@
 
 import json
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
+import msgspec
 import pytest
 import torch
 from msgspec.structs import replace
 
 from protocol.errors import WeightError
-from protocol.weights.boxes import Box, whole
+from protocol.weights.boxes import Box, shape_of, whole
 from protocol.weights.buckets import check_manifest
 from protocol.weights.provisional import provisional_manifest
 from protocol.weights.slices import check_parts, decode_wanted, encode_wanted
 from rollout.staging.staging import digest_of
 from rollout.weights.nccl import parse_location
+from tests.trainer.weights.engines import ROOT
+from tests.trainer.weights.parts.memory_of_rank import made_of
 from tests.trainer.weights.parts.trainer_ranks import (
     DEADLINE_S,
     EngineRank,
     TrainerRanks,
     halves,
+    tensor_ranks,
     trainer_ranks,
 )
+from trainer.weights.parts.sender import PartReport
 
 SHAPES = {"embed": (131, 300), "q": (96, 400), "o": (400, 96), "norm": (400,), "scale": (), "none": (0, 3)}
 """Rows that share rows of the digest with others, columns, a replicated vector, a scalar, an empty one."""
@@ -228,3 +236,40 @@ def test_manifest_whose_pieces_leave_a_hole_is_refused(two: TrainerRanks) -> Non
     with pytest.raises(WeightError, match="tensor embed: the pieces of the trainer's ranks do not make up"):
         engine.fetch(replace(manifest, parts=parts))
     assert engine.staging.staged is None
+
+
+@pytest.mark.slow
+def test_rank_that_publishes_takes_memory_for_its_part_and_a_few_buckets() -> None:
+    mib, ranks = 512, 4
+    command = [sys.executable, "-m", "tests.trainer.weights.parts.memory_of_rank", str(mib), str(ranks)]
+    with (
+        closing(made_of(mib, ranks)) as made,
+        subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as process,
+    ):
+        assert process.stdin is not None
+        assert process.stdout is not None
+        theirs = msgspec.msgpack.decode(bytes.fromhex(process.stdout.readline()), type=PartReport)
+        publishing = json.loads(process.stdout.readline())
+        reports = []
+        for rank, sender in enumerate(made.senders[:-1]):
+            held = [
+                torch.full(shape_of(piece.box), float(i))
+                for i, piece in enumerate(made.publication.parts[rank])
+            ]
+            reports.append(sender.fill("e1", 1, held))
+        manifest = made.senders[0].collect([*reports, theirs], base_model="")
+        for sender in made.senders[:-1]:
+            sender.settle(True)
+        shapes = dict(zip(made.publication.names, made.publication.shapes, strict=True))
+        for boxes in tensor_ranks(shapes, 2):
+            engine = EngineRank(boxes, shapes)
+            engine.fetch(manifest)
+            engine.staging.close()
+        process.stdin.write("\n")
+        process.stdin.flush()
+        sending = json.loads(process.stdout.readline())
+    print(f"{mib} MiB over {ranks} ranks: publishing +{publishing:.0f} MiB, sending +{sending:.0f} MiB")
+    assert publishing < mib / ranks + 32
+    assert sending < 64
