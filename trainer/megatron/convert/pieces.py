@@ -28,10 +28,11 @@ def published_pieces(plans: Sequence[TensorPlan], layout: Layout) -> tuple[tuple
     parts: list[list[PublishedPiece]] = [[] for _ in range(layout.ranks)]
     elements = [0] * layout.ranks
     for index, plan in enumerate(plans):
-        groups: dict[tuple[int, ...], list[Piece]] = {}
+        groups: dict[tuple[int | None, tuple[int, ...]], list[Piece]] = {}
         for piece in plan.pieces:
-            groups.setdefault((piece.rank, *(copy.rank for copy in piece.copies)), []).append(piece)
-        for numbers, pieces in groups.items():
+            numbers = (piece.rank, *(copy.rank for copy in piece.copies))
+            groups.setdefault((piece.source, numbers), []).append(piece)
+        for (_, numbers), pieces in groups.items():
             rank = min(_holders(plan, numbers, layout), key=lambda rank: (elements[rank], rank))
             number = layout.number_of(layout.place_of(rank), expert=plan.expert)
             held = [next(p for p in (piece, *piece.copies) if p.rank == number) for piece in pieces]
