@@ -13,6 +13,7 @@ from protocol.weights.digests import digest_of_sums, rows_of
 from protocol.weights.provisional import UNKNOWN
 from protocol.weights.slices import sum_span
 from trainer.backends.base import Publication
+from trainer.weights.bucket_writer import published_dtype
 
 
 def blank_manifest(publication: Publication, dtype: str, bucket_bytes: int) -> WeightManifest:
@@ -26,8 +27,9 @@ def blank_manifest(publication: Publication, dtype: str, bucket_bytes: int) -> W
     layout = BucketLayout(bucket_bytes)
     entries = []
     for name, shape in zip(publication.names, publication.shapes, strict=True):
-        nbytes = size_of(whole(shape)) * DTYPE_BYTES[dtype]
-        entries.append(TensorEntry(name, dtype, shape, *layout.place(name, nbytes), nbytes, UNKNOWN))
+        kind = published_dtype(name, dtype)
+        nbytes = size_of(whole(shape)) * DTYPE_BYTES[kind]
+        entries.append(TensorEntry(name, kind, shape, *layout.place(name, nbytes), nbytes, UNKNOWN))
     return WeightManifest(
         epoch="",
         version=0,

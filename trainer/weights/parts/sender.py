@@ -53,7 +53,6 @@ class PartSender:
         bucket_bytes = config.bucket_mb << 20
         self.rank = rank
         """That of this process."""
-        self._dtype = getattr(torch, dtype)
         self._backend, self._device = backend_of(config)
         self._blank = blank_manifest(publication, dtype, bucket_bytes)
         self._filled: ServedVersion | None = None
@@ -146,7 +145,7 @@ class PartSender:
             shape, entry = shape_of(piece.box), self._blank.tensors[piece.tensor]
             if tuple(tensor.shape) != shape:
                 raise WeightError(f"{entry.name}: a piece of {list(tensor.shape)}, not {list(shape)}")
-            copy = torch.empty(shape, dtype=self._dtype, device=self._device).copy_(tensor)
+            copy = torch.empty(shape, dtype=getattr(torch, entry.dtype), device=self._device).copy_(tensor)
             served.streamed.add(copy)
             sums.append(slice_sums(copy, entry.shape, piece.box))
         served.streamed.fail()  # there are no more
