@@ -108,7 +108,7 @@ def fold_words(words: Sequence[torch.Tensor]) -> torch.Tensor:
     """
     device = words[0].device
     inner, outer = _multipliers(device, rows_of(max(tensor.nbytes for tensor in words)))
-    if device.type == "cuda" and _has_triton():
+    if device.type == "cuda" and has_triton():
         from protocol.device import triton_digests
 
         return triton_digests.fold(words, inner, outer)
@@ -130,6 +130,12 @@ def _multipliers(device: torch.device, rows: int) -> tuple[torch.Tensor, torch.T
     return known
 
 
+def inner_on(device: torch.device) -> torch.Tensor:
+    """Return the multipliers of a row on a device, int64 [ROW]."""
+    return _multipliers(device, 1)[0]
+
+
 @cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Return whether there is Triton here."""
     return importlib.util.find_spec("triton") is not None

@@ -40,6 +40,31 @@ def _fold(table, inner, outer, totals, ROW: tl.constexpr, BLOCK: tl.constexpr, A
         tl.atomic_add(totals + tensor, low + (h >> 32) * tl.load(outer + 2 * row + 1))
 
 
+@triton.jit
+def _row_sums(words, inner, sums, ROW: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    total = tl.zeros([BLOCK], tl.int64)
+    for start in range(0, ROW, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        total += tl.load(words + row * ROW + column).to(tl.int64) * tl.load(inner + column)
+    tl.store(sums + row, tl.sum(total, 0))
+
+
+def row_sums(words: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
+    """Return the sums h of rows.
+
+    Args:
+        words: [rows, ROW] int32 on a GPU, dense.
+        inner: [ROW] int64 on that GPU.
+
+    Returns:
+        int64 [rows] on that GPU.
+    """
+    sums = torch.empty(len(words), dtype=torch.int64, device=words.device)
+    _row_sums[(len(words),)](words, inner, sums, ROW=ROW, BLOCK=BLOCK)
+    return sums
+
+
 def fold(words: Sequence[torch.Tensor], inner: torch.Tensor, outer: torch.Tensor) -> torch.Tensor:
     """Return `protocol.weights.digests.fold` of each tensor.
 

@@ -10,6 +10,8 @@ from protocol.messages.weights import (
     WeightDraft,
     WeightFailed,
     WeightManifest,
+    WeightPart,
+    WeightPiece,
     WeightStaged,
 )
 
@@ -48,5 +50,7 @@ __all__ = [
     "WeightDraft",
     "WeightFailed",
     "WeightManifest",
+    "WeightPart",
+    "WeightPiece",
     "WeightStaged",
 ]

@@ -22,6 +22,24 @@ class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
     """`protocol.weights.digests.digest` of the tensor's bytes as published."""
 
 
+class WeightPiece(msgspec.Struct, frozen=True, array_like=True):
+    """A box of a tensor that one trainer rank has."""
+
+    tensor: int
+    """Index into the manifest's `tensors`."""
+    box: tuple[tuple[int, int], ...]
+    """(start, stop) in each dimension of the tensor."""
+
+
+class WeightPart(msgspec.Struct, frozen=True, array_like=True):
+    """What one trainer rank has of a version."""
+
+    location: str
+    """Where its receiver finds it, as `WeightManifest.location`; empty if it has no piece."""
+    pieces: tuple[WeightPiece, ...]
+    """Over all parts they hold each element of each tensor once."""
+
+
 class WeightManifest(Message, tag="weight_manifest", frozen=True, kw_only=True):
     """Everything that an engine needs to stage a version; made by the trainer, stored in the ledger."""
 
@@ -41,6 +59,9 @@ class WeightManifest(Message, tag="weight_manifest", frozen=True, kw_only=True):
     bit-identical."""
     base_model: str = ""
     """Architecture name from the model's config.json, which the engine checks."""
+    parts: tuple[WeightPart, ...] = ()
+    """By trainer rank, where the bytes stay on the ranks: `location` is that of rank 0 then, and buckets and
+    offsets name no bytes. Empty: `location` has all bytes."""
 
 
 class WeightDraft(Message, tag="weight_draft", frozen=True, kw_only=True):

@@ -116,9 +116,10 @@ def layout_digest(manifest: WeightManifest) -> int:
     Both ends of a transfer compare it: they must agree on every chunk.
     """
     facts = [(entry.name, entry.dtype, entry.shape, entry.bucket, entry.offset) for entry in manifest.tensors]
-    return xxhash.xxh3_64_intdigest(
-        msgspec.msgpack.encode((manifest.buckets, facts, ALONE_BYTES, ALONE_ON_GPU_BYTES))
-    )
+    layout: tuple[object, ...] = (manifest.buckets, facts, ALONE_BYTES, ALONE_ON_GPU_BYTES)
+    if manifest.parts:
+        layout += (tuple(part.pieces for part in manifest.parts),)
+    return xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(layout))
 
 
 def check_manifest(manifest: WeightManifest) -> None:

@@ -9,6 +9,9 @@ All products are of signed numbers; INNER, OUTER and LENGTH are odd 64-bit numbe
 were drawn at random, two strings of the same length would collide with a probability of at most 2^-32 at each
 level (Carter and Wegman 1979; Lemire and Kaser 2014). The digest detects errors of transfer; it does not
 resist an adversary.
+
+The sums h of disjoint slices of a tensor add up to those of the tensor, if each slice is digested at its
+place with zeros elsewhere. So ranks that have slices compute the digest of a tensor that none of them has.
 """
 
 from collections.abc import Callable
@@ -64,6 +67,21 @@ def fold(words: Any, inner: Any, outer: Any, int32: Any, row_sums: Callable[[Any
     return total
 
 
+def row_span(first_byte: int, end_byte: int) -> tuple[int, int]:
+    """Return the rows (first, after the last) that hold these bytes of a tensor."""
+    return first_byte // (4 * ROW), rows_of(end_byte)
+
+
+def digest_of_sums(sums: NDArray[np.int64], nbytes: int) -> int:
+    """Return the digest of a tensor of `nbytes` bytes from the sums h of all of its rows, int64 [rows]."""
+    if not nbytes:
+        return 0
+    halves = np.ascontiguousarray(sums, dtype="<i8").view("<i4")
+    with np.errstate(over="ignore"):
+        total = (halves * _outer(len(sums))[: 2 * len(sums)]).sum()
+    return finish(int(total), nbytes)
+
+
 def finish(total: int, nbytes: int) -> int:
     """Return the digest of `nbytes` bytes for which `fold` returned `total`."""
     return (total + nbytes * LENGTH) & MASK
@@ -77,11 +95,12 @@ def digest(data: Buffer) -> int:
     if len(raw) % 4:
         raw = np.concatenate([raw, np.zeros(-len(raw) % 4, np.uint8)])
     with np.errstate(over="ignore"):
-        total = fold(raw.view("<i4"), _INNER, _outer(rows_of(len(raw))), np.int32, _row_sums)
+        total = fold(raw.view("<i4"), INNER, _outer(rows_of(len(raw))), np.int32, row_sums)
     return finish(int(total), memoryview(data).nbytes)
 
 
-def _row_sums(rows: NDArray[np.int32], inner: NDArray[np.int64]) -> NDArray[np.int64]:
+def row_sums(rows: NDArray[np.int32], inner: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the sums h of rows: int32 [r, k] and the multipliers int64 [k] -> int64 [r]."""
     return np.einsum("ij,j->i", rows, inner)
 
 
@@ -89,5 +108,6 @@ def _outer(rows: int) -> NDArray[np.int64]:
     return _OUTER if 2 * rows <= len(_OUTER) else multipliers(1, 2 * rows)
 
 
-_INNER = multipliers(0, ROW)
+INNER = multipliers(0, ROW)
+"""Multipliers of a row."""
 _OUTER = multipliers(1, 1 << 12)

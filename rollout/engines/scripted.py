@@ -19,7 +19,8 @@ from protocol.messages import WeightManifest
 from rollout.engines.base import Capabilities, Completion, Engine, EngineConfig, Occupancy, Request, Served
 from rollout.engines.requests import check_request, read_config, spans_of
 from rollout.staging.in_process import InProcessStaging
-from rollout.staging.staging import ExpectedTensor, Staging
+from rollout.staging.placement import ExpectedTensor
+from rollout.staging.staging import Staging
 
 VOCAB_SIZE = 64
 """Used if the model directory has no config.json."""

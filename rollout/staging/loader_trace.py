@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from protocol.device.digests import bits_of
 from protocol.errors import EngineError
+from rollout.staging.placement import ExpectedTensor, Slice
 from rollout.staging.releasable_memory import ReleasableMemory, check_room
-from rollout.staging.staging import ExpectedTensor, Slice, Staging, dtype_name, stored_once
+from rollout.staging.staging import Staging, dtype_name, stored_once
 
 Load = Callable[[Iterator[tuple[str, torch.Tensor]]], object]
 """A model's loader: takes (checkpoint name, tensor) pairs."""

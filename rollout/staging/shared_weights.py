@@ -16,7 +16,8 @@ from protocol.errors import EngineError, WeightError
 from protocol.messages import WeightManifest
 from rollout.engines.base import Served
 from rollout.staging.loader_trace import LoaderTrace, Recorder, Window
-from rollout.staging.staging import ExpectedTensor, Staging, contiguous_stride
+from rollout.staging.placement import ExpectedTensor
+from rollout.staging.staging import Staging, contiguous_stride
 from rollout.weights.base import WeightReceiver
 from rollout.weights.registry import CheckedReceiver
 from rollout.weights.shared import SharedReceiver
@@ -125,9 +126,9 @@ class SharedStaging(Staging):
                 ) from error
         return found
 
-    def _receiver_of(self, transport: str) -> WeightReceiver:
-        self._receiver, self._transport = CheckedReceiver(self._shared), transport
-        return self._receiver
+    def _receiver_of(self, manifest: WeightManifest) -> WeightReceiver:
+        self._receiver = receiver = CheckedReceiver(self._shared)
+        return receiver
 
 
 class SharedPlan(LoaderTrace):

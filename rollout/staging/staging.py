@@ -12,28 +12,9 @@ from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
 from protocol.weights.buckets import manifest_digest
 from rollout.engines.base import Served
+from rollout.staging.placement import Destinations, ExpectedTensor, Slice, SlicePlacement
 from rollout.weights.base import WeightReceiver
-from rollout.weights.registry import make_receiver
-
-
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """Strided part of a checkpoint tensor, and the part of the staging buffer that it fills."""
-
-    offset: int
-    """Elements from the source's start."""
-    size: tuple[int, ...]
-    """Shape of both parts."""
-    stride: tuple[int, ...]
-    """In the source, elements."""
-    target: torch.Tensor
-    """View of the staging buffer, shape `size`."""
-
-    def fill(self, source: torch.Tensor) -> None:
-        """Copy the part out of the contiguous `source`."""
-        self.target.copy_(
-            source.as_strided(self.size, self.stride, int(source.storage_offset()) + self.offset)
-        )
+from rollout.weights.registry import CheckedPartReceiver, make_part_receiver, make_receiver
 
 
 class Committable(Protocol):
@@ -59,18 +40,6 @@ class LiveAndStaged:
             torch._foreach_copy_(list(self.live.values()), [self.copy[name] for name in self.live])
 
 
-@dataclass(frozen=True, slots=True)
-class ExpectedTensor:
-    """One tensor that the engine expects in a version."""
-
-    dtype: str
-    """As in manifests: "float32"."""
-    shape: tuple[int, ...]
-    """Shape of the whole tensor."""
-    slices: tuple[Slice, ...]
-    """Parts that go into the staging buffer."""
-
-
 class Staging:
     """Staging copy of one version at a time; the next fetch discards it.
 
@@ -91,8 +60,9 @@ class Staging:
         self._architecture = architecture
         self._tied = tied
         self._staged: Served | None = None
-        self._transport = ""
-        self._receiver: WeightReceiver | None = None
+        self._kind = ("", False)
+        """Transport of `_receiver`, and whether it fetches slices."""
+        self._receiver: WeightReceiver | CheckedPartReceiver | None = None
         self._fetching = False
         self._cancelled = threading.Event()
 
@@ -149,36 +119,68 @@ class Staging:
         destinations: dict[str, list[ExpectedTensor]] = {}
         for name, source in self._sources.items():
             destinations.setdefault(copies.get(name, name), []).append(source)
-        receiver = self._receiver_of(manifest.transport)
-        covered = 0
-        seen: set[str] = set()
+        receiver = self._receiver_of(manifest)
         self._fetching = True
         try:
             with torch.no_grad():
-                for entry, tensor in receiver.tensors(
-                    manifest, deadline_s, lambda entry: _whole_destination(destinations[entry.name])
-                ):
-                    if self._cancelled.is_set():
-                        raise WeightError(f"staging of version {manifest.version} was cancelled")
-                    for source in destinations[entry.name]:
-                        for part in source.slices:
-                            # else it was received directly into its place
-                            if part.target.data_ptr() != tensor.data_ptr():
-                                part.fill(tensor)
-                    seen.add(entry.name)
-                    covered += entry.nbytes
+                if isinstance(receiver, CheckedPartReceiver):
+                    covered = self._place_slices(receiver, manifest, deadline_s, destinations)
+                else:
+                    covered = self._place_tensors(receiver, manifest, deadline_s, destinations)
         except BaseException:
             receiver.close()
             raise
         finally:
             self._fetching = False
             self._cancelled.clear()
+        self._staged = Served(manifest.epoch, manifest.version, receiver.digest)
+        return covered
+
+    def _place_tensors(
+        self,
+        receiver: WeightReceiver,
+        manifest: WeightManifest,
+        deadline_s: float,
+        destinations: Destinations,
+    ) -> int:
+        """Receive whole tensors and place them; return their bytes."""
+        covered = 0
+        seen: set[str] = set()
+        for entry, tensor in receiver.tensors(
+            manifest, deadline_s, lambda entry: _whole_destination(destinations[entry.name])
+        ):
+            self._refuse_cancelled(manifest)
+            for source in destinations[entry.name]:
+                for part in source.slices:
+                    # else it was received directly into its place
+                    if part.target.data_ptr() != tensor.data_ptr():
+                        part.fill(tensor)
+            seen.add(entry.name)
+            covered += entry.nbytes
         if len(seen) != len(manifest.tensors):
             raise WeightError(
                 f"version {manifest.version}: {len(manifest.tensors) - len(seen)} tensors did not arrive"
             )
-        self._staged = Served(manifest.epoch, manifest.version, receiver.digest)
         return covered
+
+    def _place_slices(
+        self,
+        receiver: CheckedPartReceiver,
+        manifest: WeightManifest,
+        deadline_s: float,
+        destinations: Destinations,
+    ) -> int:
+        """Receive only what this rank has a place for; return the bytes of the tensors that were verified."""
+        placement = SlicePlacement(destinations)
+        for found in receiver.slices(manifest, placement.wanted, deadline_s):
+            self._refuse_cancelled(manifest)
+            placement.place(found.entry.name, found.box, found.tensor)
+        placement.finish()
+        return sum(entry.nbytes for entry in manifest.tensors)
+
+    def _refuse_cancelled(self, manifest: WeightManifest) -> None:
+        if self._cancelled.is_set():
+            raise WeightError(f"staging of version {manifest.version} was cancelled")
 
     def cancel(self) -> None:
         """Make a fetch that runs or is about to begin end soon with WeightError; for other threads."""
@@ -191,11 +193,13 @@ class Staging:
         if self._receiver is not None:
             self._receiver.close()
 
-    def _receiver_of(self, transport: str) -> WeightReceiver:
+    def _receiver_of(self, manifest: WeightManifest) -> WeightReceiver | CheckedPartReceiver:
         """Return the receiver of the last version, which may still be connected, or a new one."""
-        if self._receiver is None or self._transport != transport:
+        kind = (manifest.transport, bool(manifest.parts))
+        if self._receiver is None or self._kind != kind:
             self.close()
-            self._receiver, self._transport = make_receiver(transport), transport
+            make = make_part_receiver if manifest.parts else make_receiver
+            self._receiver, self._kind = make(manifest.transport), kind
         return self._receiver
 
     def take(self, manifest: WeightManifest) -> Served:

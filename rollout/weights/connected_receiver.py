@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -14,6 +14,8 @@ from protocol.weights.buckets import Chunk
 from rollout.weights.base import Destination, no_destination
 from rollout.weights.sender_connection import SenderConnection
 from rollout.weights.verification import Deadline, Verification, view
+
+T = TypeVar("T")
 
 
 class ReceiverChannel(Protocol):
@@ -76,8 +78,43 @@ class ConnectedReceiver:
         self, manifest: WeightManifest, deadline_s: float, place: Destination = no_destination
     ) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
         """Yield every entry once with its bytes; see `WeightReceiver`."""
-        self._closed.clear()
         deadline = Deadline(manifest, deadline_s)
+        verification = Verification(manifest)
+
+        def receive(answer: dict[str, Any]) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+            for chunk, memory in self._channel.chunks(answer, manifest, deadline, place, self.disconnected):
+                for entry in chunk.entries:
+                    tensor = view(entry, memory, chunk.start)
+                    verification.add(entry, tensor)
+                    yield entry, tensor
+
+        def finish(disconnected: Callable[[], bool]) -> None:
+            self.digest = verification.finish(deadline, disconnected)
+
+        yield from self.transfer(manifest, deadline, receive, finish)
+
+    def transfer(
+        self,
+        manifest: WeightManifest,
+        deadline: Deadline,
+        receive: Callable[[dict[str, Any]], Iterator[T]],
+        finish: Callable[[Callable[[], bool]], None],
+        wanted: bytes = b"",
+    ) -> Iterator[T]:
+        """Request a version, yield what `receive` does, and confirm it.
+
+        Args:
+            manifest: the version.
+            deadline: of the version.
+            receive: takes the sender's answer, and receives the bytes.
+            finish: waits until they are there, and may refuse them; takes a function that returns whether the
+                sender has disconnected.
+            wanted: which slices of the version, see `SenderConnection.request`.
+
+        Raises:
+            WeightError: it was not received; the connection is closed.
+        """
+        self._closed.clear()
         host, port = self._channel.address(manifest)
         complete = False
         # Closing ends what blocks in a library or on the GPU.
@@ -86,14 +123,9 @@ class ConnectedReceiver:
         watchdog.start()
         try:
             self._receiving = True
-            connection, answer = self._request(host, port, manifest, deadline)
-            verification = Verification(manifest)
-            for chunk, memory in self._channel.chunks(answer, manifest, deadline, place, self._disconnected):
-                for entry in chunk.entries:
-                    tensor = view(entry, memory, chunk.start)
-                    verification.add(entry, tensor)
-                    yield entry, tensor
-            self.digest = verification.finish(deadline, connection.disconnected)
+            connection, answer = self._request(host, port, manifest, deadline, wanted)
+            yield from receive(answer)
+            finish(connection.disconnected)
             connection.confirm(manifest, deadline)
             complete = True
         except (OSError, RuntimeError, ValueError, KeyError, TypeError, OverflowError) as error:
@@ -112,7 +144,7 @@ class ConnectedReceiver:
         self._closed.set()
         self._disconnect()
 
-    def _disconnected(self) -> bool:
+    def disconnected(self) -> bool:
         """Return whether there is no sender any more, or the receiver was closed."""
         connection = self._connection
         return self._closed.is_set() or connection is None or connection.disconnected()
@@ -147,13 +179,13 @@ class ConnectedReceiver:
                 self._disconnect()
 
     def _request(
-        self, host: str, port: int, manifest: WeightManifest, deadline: Deadline
+        self, host: str, port: int, manifest: WeightManifest, deadline: Deadline, wanted: bytes
     ) -> tuple[SenderConnection, dict[str, Any]]:
         """Request a version on the existing connection; on a new one if there is none or it was closed."""
         connection = self._connection  # read once: the thread that watches it may set it to None
         if connection is not None and self._location == manifest.location:
             with suppress(OSError, ValueError):
-                return connection, connection.request(manifest, deadline)
+                return connection, connection.request(manifest, deadline, wanted)
         self._disconnect()
         self._sender_left = False
         self._location = manifest.location
@@ -161,4 +193,4 @@ class ConnectedReceiver:
         connection.watch(partial(self._on_hang_up, connection))
         if self._closed.is_set():
             raise ConnectionError("the receiver was closed")
-        return connection, connection.request(manifest, deadline)
+        return connection, connection.request(manifest, deadline, wanted)

@@ -18,10 +18,10 @@ collective may return with partial buffers, so only digests prove that a tensor 
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,8 @@ from rollout.weights.base import Destination
 from rollout.weights.connected_receiver import ConnectedReceiver
 from rollout.weights.sender_connection import parse_address
 from rollout.weights.verification import AHEAD, Deadline, destination_of
+
+T = TypeVar("T")
 
 
 class NcclReceiver(ConnectedReceiver):
@@ -63,6 +65,26 @@ class PairChannel:
         place: Destination,
         disconnected: Callable[[], bool],
     ) -> Iterator[tuple[Chunk, torch.Tensor]]:
+        device = self.join(answer, manifest, deadline, disconnected)
+        _, _, backend = parse_location(manifest.location)
+
+        def memories() -> Iterator[tuple[Chunk, torch.Tensor]]:
+            for chunk in chunks(manifest, ALONE[backend]):
+                memory = destination_of(chunk, device, place)
+                if memory is None:
+                    memory = torch.empty(chunk.end - chunk.start, dtype=torch.uint8, device=device)
+                yield chunk, memory
+
+        yield from self.received(memories(), deadline, disconnected)
+
+    def join(
+        self,
+        answer: dict[str, Any],
+        manifest: WeightManifest,
+        deadline: Deadline,
+        disconnected: Callable[[], bool],
+    ) -> torch.device:
+        """Create the group if the sender's answer says so; return where it receives."""
         host, _, backend = parse_location(manifest.location)
         device = (
             torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
@@ -73,12 +95,18 @@ class PairChannel:
             self.group = init_with_deadline(join, abort, seconds, disconnected)
             if disconnected():  # before there was a group to abort
                 raise ConnectionError("the connection was closed")
-        queued: deque[tuple[Chunk, torch.Tensor, Any]] = deque()
-        for chunk in chunks(manifest, ALONE[backend]):
-            memory = destination_of(chunk, device, place)
-            if memory is None:
-                memory = torch.empty(chunk.end - chunk.start, dtype=torch.uint8, device=device)
-            queued.append((chunk, memory, self._broadcast(memory, deadline, disconnected)))
+        return device
+
+    def received(
+        self,
+        memories: Iterable[tuple[T, torch.Tensor]],
+        deadline: Deadline,
+        disconnected: Callable[[], bool],
+    ) -> Iterator[tuple[T, torch.Tensor]]:
+        """Yield each memory, uint8, when it has its bytes; a few broadcasts are in flight at a time."""
+        queued: deque[tuple[T, torch.Tensor, Any]] = deque()
+        for what, memory in memories:
+            queued.append((what, memory, self._broadcast(memory, deadline, disconnected)))
             if len(queued) == AHEAD:
                 yield _received(*queued.popleft())
         while queued:
@@ -124,9 +152,9 @@ def parse_location(location: str) -> tuple[str, int, str]:
     return *parse_address(address, location), backend
 
 
-def _received(chunk: Chunk, memory: torch.Tensor, work: Any) -> tuple[Chunk, torch.Tensor]:
+def _received(what: T, memory: torch.Tensor, work: Any) -> tuple[T, torch.Tensor]:
     work.wait()  # nccl: the stream waits, not the host
-    return chunk, memory
+    return what, memory
 
 
 def _join(host: str, port: int, device: torch.device, seconds: float, created: Callable[[Any], None]) -> Any:

@@ -7,10 +7,12 @@ import torch
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
 from protocol.weights.buckets import check_manifest
+from protocol.weights.slices import Wanted, check_parts
 from rollout.weights.base import Destination, WeightReceiver, no_destination
 from rollout.weights.disk import DiskReceiver
 from rollout.weights.ipc import IpcReceiver
 from rollout.weights.nccl import NcclReceiver
+from rollout.weights.parts import PartReceiver, ReceivedSlice
 from rollout.weights.shared import SharedReceiver
 from rollout.weights.shm import ShmReceiver
 
@@ -23,6 +25,10 @@ RECEIVERS: dict[str, Callable[[], WeightReceiver]] = {
 }
 
 
+PART_RECEIVERS: dict[str, Callable[[], PartReceiver]] = {"nccl": PartReceiver}
+"""Receivers of versions that stay on the trainer's ranks."""
+
+
 class CheckedReceiver:
     """A receiver that refuses a manifest which contradicts itself before it fetches a byte."""
 
@@ -33,6 +39,10 @@ class CheckedReceiver:
         self, manifest: WeightManifest, deadline_s: float, place: Destination = no_destination
     ) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
         check_manifest(manifest)
+        if manifest.parts:
+            raise WeightError(
+                f"version {manifest.version} is in parts, and this receiver fetches whole tensors"
+            )
         yield from self._receiver.tensors(manifest, deadline_s, place)
 
     @property
@@ -41,6 +51,40 @@ class CheckedReceiver:
 
     def close(self) -> None:
         self._receiver.close()
+
+
+class CheckedPartReceiver:
+    """A receiver of slices that refuses a manifest which contradicts itself before it fetches a byte."""
+
+    def __init__(self, receiver: PartReceiver) -> None:
+        self._receiver = receiver
+
+    def slices(self, manifest: WeightManifest, wanted: Wanted, deadline_s: float) -> Iterator[ReceivedSlice]:
+        """Yield every wanted element once, see `PartReceiver`."""
+        check_manifest(manifest)
+        check_parts(manifest)
+        yield from self._receiver.slices(manifest, wanted, deadline_s)
+
+    @property
+    def digest(self) -> int:
+        return self._receiver.digest
+
+    def close(self) -> None:
+        self._receiver.close()
+
+
+def make_part_receiver(transport: str) -> CheckedPartReceiver:
+    """Return the receiver of slices of a manifest's transport; it checks each manifest before it uses it.
+
+    Raises:
+        WeightError: the transport is unknown, or none by which versions stay on the trainer's ranks.
+    """
+    make = PART_RECEIVERS.get(transport)
+    if make is None:
+        raise WeightError(
+            f"transport {transport!r} has no parts; there are {', '.join(sorted(PART_RECEIVERS))}"
+        )
+    return CheckedPartReceiver(make())
 
 
 def make_receiver(transport: str) -> WeightReceiver:

@@ -27,18 +27,30 @@ class SenderConnection:
         self._connection = socket.create_connection((host, port), timeout=deadline.remaining("connecting"))
         self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._wanted = b""
 
-    def request(self, manifest: WeightManifest, deadline: Deadline) -> dict[str, Any]:
+    def request(self, manifest: WeightManifest, deadline: Deadline, wanted: bytes = b"") -> dict[str, Any]:
         """Request a version and return the sender's answer.
+
+        Args:
+            manifest: the version.
+            deadline: of the version.
+            wanted: which slices of it, see `encode_wanted`; sent if they are not those of the last request.
 
         Raises:
             WeightError: the sender refused, with its reason.
             OSError, ValueError: the sender disconnected, or sent no line of JSON.
         """
+        request: dict[str, Any] = {
+            "version": manifest.version,
+            "epoch": manifest.epoch,
+            "layout": layout_digest(manifest),
+        }
+        changed = wanted != self._wanted
         self._send(
-            {"version": manifest.version, "epoch": manifest.epoch, "layout": layout_digest(manifest)},
-            deadline,
+            request | ({"slices": len(wanted)} if changed else {}), deadline, wanted if changed else b""
         )
+        self._wanted = wanted
         line = b""
         while not line.endswith(b"\n"):
             self._connection.settimeout(deadline.remaining("waiting for the sender's answer"))
@@ -79,9 +91,9 @@ class SenderConnection:
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
-    def _send(self, message: dict[str, Any], deadline: Deadline) -> None:
+    def _send(self, message: dict[str, Any], deadline: Deadline, behind: bytes = b"") -> None:
         self._connection.settimeout(deadline.remaining("sending to the sender"))
-        self._connection.sendall(json.dumps(message).encode() + b"\n")
+        self._connection.sendall(json.dumps(message).encode() + b"\n" + behind)
 
 
 def parse_address(address: str, location: str) -> tuple[str, int]:

@@ -82,7 +82,7 @@ def verify(entry: TensorEntry, tensor: torch.Tensor) -> None:
     Raises:
         WeightError: they differ; names the tensor.
     """
-    _compare(entry, digests_of([tensor])[0])
+    compare(entry, digests_of([tensor])[0])
 
 
 class Verification:
@@ -128,7 +128,7 @@ class Verification:
         if self._on_gpu:
             self._compare_on_gpu(deadline, disconnected)
         else:
-            self._refuse_if(disconnected)
+            refuse_if(disconnected, self._manifest)
         if self._computed is None:
             return self._manifest.digest
         digests = [self._computed[entry.name] for entry in self._manifest.tensors]
@@ -136,28 +136,40 @@ class Verification:
 
     def _compare_on_gpu(self, deadline: Deadline, disconnected: Callable[[], bool]) -> None:
         self._digests.launch()
-        queued = torch.cuda.Event()
-        queued.record()
-        while not queued.query():  # `synchronize` would have no deadline
-            deadline.remaining("receiving")
-            self._refuse_if(disconnected)
-            time.sleep(POLL_S)
-        self._refuse_if(disconnected)  # a sender that disconnected may have overwritten what was read
+        wait_for_queue(self._manifest, deadline, disconnected)
         for entry, found in zip(self._on_gpu, self._digests.numbers(), strict=True):
             self._record(entry, found)
 
     def _record(self, entry: TensorEntry, found: int) -> None:
         if self._computed is None:
-            _compare(entry, found)
+            compare(entry, found)
         else:
             self._computed[entry.name] = found
 
-    def _refuse_if(self, disconnected: Callable[[], bool]) -> None:
-        if disconnected():
-            raise WeightError(f"version {self._manifest.version}: the sender disconnected in the middle")
+
+def wait_for_queue(manifest: WeightManifest, deadline: Deadline, disconnected: Callable[[], bool]) -> None:
+    """Wait for the work queued on the current stream of a GPU.
+
+    Raises:
+        WeightError: it has not ended in time, or the sender has disconnected.
+    """
+    queued = torch.cuda.Event()
+    queued.record()
+    while not queued.query():  # `synchronize` would have no deadline
+        deadline.remaining("receiving")
+        refuse_if(disconnected, manifest)
+        time.sleep(POLL_S)
+    refuse_if(disconnected, manifest)  # a sender that disconnected may have overwritten what was read
 
 
-def _compare(entry: TensorEntry, found: int) -> None:
+def refuse_if(disconnected: Callable[[], bool], manifest: WeightManifest) -> None:
+    """Raise WeightError if the sender has disconnected."""
+    if disconnected():
+        raise WeightError(f"version {manifest.version}: the sender disconnected in the middle")
+
+
+def compare(entry: TensorEntry, found: int) -> None:
+    """Raise WeightError if this is not the digest of the entry; names the tensor."""
     if found != entry.digest:
         raise WeightError(
             f"tensor {entry.name}: digest {found:016x} of the received bytes, expected {entry.digest:016x}"

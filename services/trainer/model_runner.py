@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,14 +16,15 @@ from services.runtime.training import build_backend
 from services.trainer.gpu_turn import TrainerGpuTurn
 from services.trainer.shared_engine import SharedEngine
 from trainer.algorithms.registry import make_algorithm
-from trainer.backends.base import StepStats
+from trainer.backends.base import Backend, StepStats
 from trainer.backends.leader import LeaderRank
 from trainer.backends.rank_commands import TrainCommand, is_distributed
 from trainer.data.step_plan import StepPlan
 from trainer.storage.host_state import HostCopies
 from trainer.weights.base import StreamingSender, WeightSender
 from trainer.weights.bucket_writer import in_dtype
-from trainer.weights.registry import make_sender
+from trainer.weights.parts.sender import PartSender
+from trainer.weights.registry import make_part_sender, make_sender
 from trainer.weights.shared import SharedSender
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ class ModelRunner:
     def __init__(
         self,
         rank: LeaderRank,
-        sender: WeightSender,
+        sender: WeightSender | PartSender,
         thread: ThreadPoolExecutor,
         *,
         engine_dtype: str,
@@ -115,6 +115,8 @@ class ModelRunner:
 
     async def provisional(self, epoch: str, version: int) -> WeightDraft | None:
         """Let engines receive a version while `publish` makes it; None if the transport cannot do that."""
+        if isinstance(self.sender, PartSender):
+            return await self.run(self.rank.draft_parts, self.sender, epoch, version)
         if not isinstance(self.sender, StreamingSender):
             return None
         return await self.run(self.sender.provisional, epoch, version)
@@ -157,6 +159,8 @@ class ModelRunner:
         return result
 
     def _publish(self, epoch: str, version: int) -> WeightManifest:
+        if isinstance(self.sender, PartSender):
+            return self.rank.publish_parts(self.sender, epoch, version)
         tensors = in_dtype(self.rank.export(), self._engine_dtype)
         return self.sender.publish(epoch, version, tensors, base_model=self.rank.backend.architecture)
 
@@ -176,6 +180,17 @@ class ModelRunner:
             self.shared_engine.invalidate()
 
 
+def _open_sender(process: Process, backend: Backend) -> WeightSender | PartSender:
+    settings = process.settings
+    return make_part_sender(settings.weights, 0, backend, settings.engine.dtype) or make_sender(
+        settings.weights,
+        run=process.run,
+        run_dir=settings.run_dir,
+        masters=backend.masters,
+        parts=backend.master_parts,
+    )
+
+
 async def load_model(process: Process, turn: TrainerGpuTurn | None) -> ModelRunner:
     """Load rank 0's part of the model and open its sender, in the thread that will do all of its work.
 
@@ -188,15 +203,7 @@ async def load_model(process: Process, turn: TrainerGpuTurn | None) -> ModelRunn
     with process.waiting("model load"):
         backend = await loop.run_in_executor(thread, build_backend, settings)
         await process.ready("model")
-    open_sender = partial(
-        make_sender,
-        settings.weights,
-        run=process.run,
-        run_dir=settings.run_dir,
-        masters=backend.masters,
-        parts=backend.master_parts,
-    )
-    sender = await loop.run_in_executor(thread, open_sender)
+    sender = await loop.run_in_executor(thread, _open_sender, process, backend)
     shared_engine = None
     if isinstance(sender, SharedSender):
         shared_engine = SharedEngine(process, sender, settings.weights.timeout_s)

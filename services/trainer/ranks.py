@@ -11,6 +11,7 @@ from services.settings.sections import Settings
 from services.trainer.gpu_turn import await_device
 from trainer.backends.launch import torchrun
 from trainer.backends.step import follow_commands
+from trainer.weights.registry import make_part_sender
 
 
 def run_ranks(settings: Settings) -> int:
@@ -62,5 +63,8 @@ def follow_rank_0(rank: int) -> None:
     settings = load_settings()
     await_device(settings)
     backend = build_backend(settings)
-    follow_commands(backend)
+    sender = make_part_sender(settings.weights, rank, backend, settings.engine.dtype)
+    follow_commands(backend, sender)
+    if sender is not None:
+        sender.close()
     backend.close()

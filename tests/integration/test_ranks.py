@@ -1,5 +1,5 @@
 """A run whose trainer has two ranks, started by torchrun as `tether up` does it, and the replay of one of its
-steps."""
+steps. Each rank sends the engine its part of every version."""
 
 import json
 from contextlib import closing
@@ -25,9 +25,11 @@ LAYOUTS = [
 def test_two_ranks_make_all_steps(tmp_path: Path, layout: str) -> None:
     overrides = (
         f"parallel.{layout}=2",
-        "engine.name=scripted",
+        "engine.name=hf",
+        "weights.transport=nccl",
         "eval.at_end=false",
         "trainer.checkpoint_every=2",
+        "bound.max_staleness=0",
         "services.restarts=0",
     )
     words = [word for override in overrides for word in ("--set", override)]
@@ -44,6 +46,9 @@ def test_two_ranks_make_all_steps(tmp_path: Path, layout: str) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     assert [step["step"] for step in read_steps(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3]
     assert audit(tmp_path)["violations"] == []
+    # the engine computes with what the trainer does, piece by piece
+    errors = [step["mismatch"]["0"]["error_max"] for step in read_steps(tmp_path / "metrics.jsonl")]
+    assert max(errors) < 1e-4
     assert (tmp_path / "exports/step_00000004/model.safetensors").is_file()
     replay = tether("replay", str(tmp_path), "--step", "3", "--train", "--json", seconds=400)
     assert replay.returncode == 0, replay.stdout + replay.stderr
@@ -70,6 +75,28 @@ def test_a_model_learns_whose_experts_are_on_two_ranks(tmp_path: Path) -> None:
     assert all(1 <= step["expert_load_max"] <= 2 and 0 <= step["expert_load_min"] <= 1 for step in steps)
     export = load_file(tmp_path / "exports/step_00000012/model.safetensors")
     assert sum(".experts." in name for name in export) == 2 * 4 * 3
+    assert processes_of(tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.parametrize("layout", ["tensor_model_parallel_size", "pipeline_model_parallel_size"])
+@pytest.mark.parametrize("engine_ranks", [1, 2])
+def test_ranks_of_vllm_compute_with_the_slices_of_the_trainers_ranks(
+    tmp_path: Path, layout: str, engine_ranks: int
+) -> None:
+    overrides = (
+        f"parallel.{layout}=2", f"engine.tensor_parallel_size={engine_ranks}", "weights.transport=nccl",
+        "eval.at_end=false", "services.restarts=0", "bound.max_staleness=0", "run.steps=4",
+    )  # fmt: skip
+    words = [word for override in overrides for word in ("--set", override)]
+    demo = str(ROOT / "deploy/configs/demo.toml")
+    result = tether("up", demo, "--run-dir", str(tmp_path), *words, seconds=400)
+    assert result.returncode == 0, result.stdout + result.stderr
+    errors = [step["mismatch"]["0"]["error_max"] for step in read_steps(tmp_path / "metrics.jsonl")]
+    assert len(errors) == 4
+    assert max(errors) < 1e-4
+    assert audit(tmp_path)["violations"] == []
     assert processes_of(tmp_path) == []
 
 

@@ -24,6 +24,8 @@ from protocol.messages import (
     WeightDraft,
     WeightFailed,
     WeightManifest,
+    WeightPart,
+    WeightPiece,
     WeightStaged,
 )
 from protocol.tensors import Array
@@ -83,6 +85,10 @@ SAMPLES: dict[str, AnyMessage] = {
         tied=(("lm_head.weight", "a.weight"),),
         digest=99,
         base_model="Qwen2ForCausalLM",
+        parts=(
+            WeightPart("127.0.0.1:7/gloo", (WeightPiece(0, ((0, 1), (0, 3))),)),
+            WeightPart("127.0.0.1:8/gloo", (WeightPiece(0, ((1, 2), (0, 3))),)),
+        ),
     ),
     "weight_draft": WeightDraft(epoch="e1", version=5, like=4),
     "weight_staged": WeightStaged(engine="x", epoch="e1", version=4, digest=99, stage_ms=1.5),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from protocol.errors import SettingsError
-from protocol.messages import Mismatch
+from protocol.messages import Mismatch, WeightPiece
 from protocol.weights.lora import NO_ADAPTERS, AdapterTarget, LoraConfig
 
 if TYPE_CHECKING:  # the registry, which every reader of settings imports, must not import torch
@@ -76,6 +76,18 @@ class StepStats:
     """What may be wrong with the step, a sentence each."""
 
 
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """What each rank publishes where no rank has the model whole."""
+
+    names: tuple[str, ...]
+    """Hugging Face names, in the order of `Backend.export`."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Shapes of the whole tensors."""
+    parts: tuple[tuple[WeightPiece, ...], ...]
+    """By rank; together they have each element of each tensor once."""
+
+
 class Backend(ABC):
     """A model under training. Every method is called on every rank in the same order (collectives inside)."""
 
@@ -134,6 +146,15 @@ class Backend(ABC):
 
         These are the model's tensors under their Hugging Face names, or A and B of its adapters under PEFT's.
         """
+
+    @property
+    def publication(self) -> Publication | None:
+        """What each rank publishes without a gather; None if rank 0 has all."""
+        return None
+
+    def pieces(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors of this rank's part of `publication`, in its order, as views or copies."""
+        raise NotImplementedError(f"{type(self).__name__} has no parts to publish")
 
     def export_model(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of the whole model as `export` does, with adapters merged into them."""

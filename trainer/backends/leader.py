@@ -6,9 +6,11 @@ from pathlib import Path
 
 import torch
 
+from protocol.messages import WeightDraft, WeightManifest
 from trainer.algorithms.base import Algorithm
 from trainer.backends.base import Backend, StepStats
 from trainer.backends.rank_commands import (
+    DraftCommand,
     ExitCommand,
     ExportCommand,
     ExportModelCommand,
@@ -17,6 +19,7 @@ from trainer.backends.rank_commands import (
     KeepReferenceCommand,
     OffloadCommand,
     OnloadCommand,
+    PublishCommand,
     RestoreCommand,
     SaveCommand,
     TrainCommand,
@@ -27,6 +30,8 @@ from trainer.backends.step import offload_and_wait, run_step_on_all_ranks
 from trainer.data.step_plan import StepPlan
 from trainer.lora import as_published
 from trainer.storage.host_state import HostCopies
+from trainer.weights.parts.publish import draft_parts, publish_parts
+from trainer.weights.parts.sender import PartSender
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +62,22 @@ class LeaderRank:
         """Return the tensors to publish, adapters scaled. Must be exhausted before the next call."""
         broadcast_command(ExportCommand())
         return as_published(self.backend.export(), self.backend.targets, self.backend.lora)
+
+    def draft_parts(self, sender: PartSender, epoch: str, version: int) -> WeightDraft | None:
+        """Let every rank accept requests for its part of a version that `publish_parts` will make."""
+        broadcast_command(DraftCommand(epoch, version))
+        return draft_parts(sender, epoch, version)
+
+    def publish_parts(self, sender: PartSender, epoch: str, version: int) -> WeightManifest:
+        """Publish the weights from all ranks, without a gather; complete when it returns.
+
+        Raises:
+            WeightError: no rank serves the version.
+        """
+        broadcast_command(PublishCommand(epoch, version))
+        manifest = publish_parts(self.backend, sender, epoch, version)
+        assert manifest is not None
+        return manifest
 
     def begin_save(self, directory: Path) -> None:
         """Copy every rank's part of a checkpoint to the host, and begin to write it to an existing directory.

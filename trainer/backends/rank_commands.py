@@ -41,6 +41,20 @@ class ExportCommand(msgspec.Struct, frozen=True, tag="export"):
     """Take part in an export."""
 
 
+class DraftCommand(msgspec.Struct, frozen=True, tag="draft"):
+    """Accept requests for this rank's part of a version that the next `PublishCommand` will make."""
+
+    epoch: str
+    version: int
+
+
+class PublishCommand(msgspec.Struct, frozen=True, tag="publish"):
+    """Publish this rank's part of a version."""
+
+    epoch: str
+    version: int
+
+
 class SaveCommand(msgspec.Struct, frozen=True, tag="save"):
     """Copy this rank's part of a checkpoint to the host, and begin to write it."""
 
@@ -85,6 +99,8 @@ Command = (
     StepCommand
     | ExportCommand
     | ExportModelCommand
+    | DraftCommand
+    | PublishCommand
     | SaveCommand
     | FinishSaveCommand
     | RestoreCommand
@@ -119,6 +135,32 @@ def next_command() -> Command:
     data = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
     dist.broadcast(data, src=0)
     return _decoder.decode(data.cpu().numpy().tobytes())
+
+
+def gather_bytes(data: bytes) -> list[bytes]:
+    """Return what every rank gave, by rank, on rank 0; an empty list on the others. A collective."""
+    device = control_device()
+    if dist.get_rank() != 0:
+        dist.send(torch.tensor([len(data)], device=device), 0)
+        if data:
+            dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device), 0)
+        return []
+    found = [data]
+    for rank in range(1, dist.get_world_size()):
+        size = torch.empty(1, dtype=torch.int64, device=device)
+        dist.recv(size, rank)
+        part = torch.empty(int(size), dtype=torch.uint8, device=device)
+        if len(part):
+            dist.recv(part, rank)
+        found.append(part.cpu().numpy().tobytes())
+    return found
+
+
+def agreed(value: bool) -> bool:
+    """Return what rank 0 decided, on every rank. A collective."""
+    decision = torch.tensor([int(value)], device=control_device())
+    dist.broadcast(decision, src=0)
+    return bool(decision.item())
 
 
 def control_device() -> torch.device:

@@ -14,6 +14,7 @@ from protocol.messages import ScoredRollout
 from trainer.algorithms.base import Algorithm
 from trainer.backends.base import Backend, StepStats
 from trainer.backends.rank_commands import (
+    DraftCommand,
     ExitCommand,
     ExportCommand,
     ExportModelCommand,
@@ -22,6 +23,7 @@ from trainer.backends.rank_commands import (
     KeepReferenceCommand,
     OffloadCommand,
     OnloadCommand,
+    PublishCommand,
     RestoreCommand,
     SaveCommand,
     StepCommand,
@@ -35,6 +37,8 @@ from trainer.backends.state_writer import StateWriter
 from trainer.batch import Batch
 from trainer.data.packing import balance
 from trainer.data.step_plan import StepPlan, plan_step
+from trainer.weights.parts.publish import draft_parts, publish_parts
+from trainer.weights.parts.sender import PartSender
 
 
 def run_step_on_all_ranks(
@@ -105,9 +109,20 @@ def offload_and_wait(backend: Backend) -> None:
         dist.barrier()
 
 
-def follow_commands(backend: Backend) -> None:
-    """Carry out what rank 0 commands, on a rank other than 0, until it says exit."""
+def follow_commands(backend: Backend, sender: PartSender | None = None) -> None:
+    """Carry out what rank 0 commands, on a rank other than 0, until it says exit.
+
+    Args:
+        backend: this rank's part of the model.
+        sender: publishes it, where versions stay on the ranks.
+    """
     writer = StateWriter()
+    publishing: dict[type, Callable[..., object]] = {}
+    if sender is not None:
+        publishing = {
+            DraftCommand: lambda c: draft_parts(sender, c.epoch, c.version),
+            PublishCommand: lambda c: publish_parts(backend, sender, c.epoch, c.version),
+        }
     actions: dict[type, Callable[..., object]] = {
         StepCommand: lambda c: run_step(backend, receive_part(), reference_logprobs=c.reference_logprobs),
         ExportCommand: lambda c: _exhaust(backend.export()),
@@ -119,6 +134,7 @@ def follow_commands(backend: Backend) -> None:
         OffloadCommand: lambda c: offload_and_wait(backend),
         OnloadCommand: lambda c: backend.onload(),
         IdleCommand: lambda c: None,
+        **publishing,
     }
     while not isinstance(command := next_command(), ExitCommand):
         actions[type(command)](command)

@@ -4,7 +4,7 @@ import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
 
 # isort: split
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from protocol.errors import SettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig, adapter_targets
 from trainer.algorithms.base import Algorithm
-from trainer.backends.base import Backend, StepStats
+from trainer.backends.base import Backend, Publication, StepStats
 from trainer.backends.engine_attach import check_buffers, check_parameters, take_parameters
 from trainer.backends.host_offload import HostOffload
 from trainer.backends.step_measures import StepMeasures
@@ -28,6 +28,7 @@ from trainer.megatron.architecture.reading import read_architecture
 from trainer.megatron.checkpoint.description import TrainedModel
 from trainer.megatron.checkpoint.state import copy_part, restore_part
 from trainer.megatron.convert.checkpoint import load_checkpoint
+from trainer.megatron.convert.export import Exporter
 from trainer.megatron.forward import Runner
 from trainer.megatron.layers import lora
 from trainer.megatron.layers.experts.balance import extremes, set_balance
@@ -47,7 +48,7 @@ from trainer.megatron.model import (
     whole_part,
 )
 from trainer.megatron.optimizer import Optimizer, is_distributed, wrap_model
-from trainer.megatron.reshard import Piece, TensorPlan, export_plan, plan_of, stage_rules, stretch
+from trainer.megatron.reshard import export_plan, plan_of, stage_rules
 from trainer.megatron.sharing import buffers_of, parts_of
 from trainer.storage.host_state import HostCopies, HostState
 
@@ -106,6 +107,7 @@ class MegatronBackend(Backend):
             if adapters.rank:
                 self._add_adapters(part, adapters)
             self._buffers = buffers_of(chunks[0])
+            self._exporter = Exporter(self._places, self._position, DTYPES[trainer.dtype], self._held)
             self._wrap(chunks, optimizer, shared=shared)
         except BaseException:
             self.close()
@@ -205,7 +207,7 @@ class MegatronBackend(Backend):
         them where they are dense.
         """
         if not self._masters:
-            yield from self._gathered(self._published)
+            yield from self._exporter.gathered(self._published)
         else:
             parts = self.master_parts()
             yield from ((plan.name, parts[plan.name].reshape(plan.shape)) for plan in self._plan)
@@ -215,19 +217,18 @@ class MegatronBackend(Backend):
         if self._masters:
             yield from ((name, tensor.to(DTYPES[self._trainer.dtype])) for name, tensor in self.export())
             return
-        adapter = dict(self._gathered(self._published)) if self.targets else {}
+        adapter = dict(self._exporter.gathered(self._published)) if self.targets else {}
         targets = {target.weight: target for target in self.targets}
-        for name, tensor in self._gathered(self._plan):
+        for name, tensor in self._exporter.gathered(self._plan):
             yield name, merged(targets[name], tensor, adapter, self.lora) if name in targets else tensor
 
-    def _gathered(self, plans: Iterable[TensorPlan]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield whole tensors on rank 0; send this rank's part of each on the others."""
-        position = self._position
-        for plan in plans:
-            if position.rank == 0:
-                yield plan.name, self._receive(plan)
-            else:
-                self._send(plan)
+    @property
+    def publication(self) -> Publication | None:
+        return self._exporter.publication(self._published) if self._places.ranks > 1 else None
+
+    @torch.no_grad()
+    def pieces(self) -> Iterator[torch.Tensor]:
+        return self._exporter.pieces(self._published)
 
     def copy_state(self) -> HostState:
         return copy_part(
@@ -354,48 +355,13 @@ class MegatronBackend(Backend):
             part, stages[self._position.pp], adapters, self._position, self._trainer.seed
         )
 
+    def _held(self, name: str) -> torch.Tensor:
+        return self._trained[name] if name in self._trained else self._parameters[name]
+
     def _load(self, model_dir: Path) -> None:
         place = self._position.place
         mark_split(self._parameters, stage_rules(self._model_spec, self._places, place.pp))
         load_checkpoint(model_dir, self._model_spec, self._parameters, self._places, place)
-
-    def _receive(self, plan: TensorPlan) -> torch.Tensor:
-        """Assemble a tensor on rank 0: copy its own pieces, receive those of another rank in one message."""
-        dtype = torch.float32 if plan.exact else DTYPES[self._trainer.dtype]
-        tensor = torch.empty(plan.shape, dtype=dtype, device=self._position.device)
-        for number in sorted({piece.rank for piece in plan.pieces}):
-            pieces = [piece for piece in plan.pieces if piece.rank == number]
-            holder = self._places.holder_of(plan.stage, number)
-            if holder == 0:
-                rows = self._rows(plan, pieces)
-            else:
-                lengths = [piece.length for piece in pieces]
-                shape = [*plan.shape] if pieces[0].source is None else [*plan.shape[1:]]
-                shape[plan.dim] = sum(lengths)
-                message = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
-                dist.recv(message, holder)
-                rows = list(message.split(lengths, plan.dim))
-            for piece, part in zip(pieces, rows, strict=True):
-                stretch(tensor, plan.dim, piece.start, piece.length, piece.source).copy_(part)
-        return tensor
-
-    def _held(self, plan: TensorPlan) -> torch.Tensor:
-        return (
-            self._trained[plan.parameter]
-            if plan.parameter in self._trained
-            else self._parameters[plan.parameter]
-        )
-
-    def _rows(self, plan: TensorPlan, pieces: list[Piece]) -> list[torch.Tensor]:
-        held = self._held(plan)
-        return [stretch(held, plan.dim, piece.local_start, piece.length, piece.of) for piece in pieces]
-
-    def _send(self, plan: TensorPlan) -> None:
-        place = self._position.place
-        number = self._places.number_of(place, expert=plan.expert)
-        pieces = [piece for piece in plan.pieces if piece.rank == number]
-        if pieces and self._position.rank == self._places.holder_of(plan.stage, number):
-            dist.send(torch.cat(self._rows(plan, pieces), plan.dim).contiguous(), 0)
 
 
 def _check(parallel: ParallelConfig, trainer: TrainerConfig, *, shared: bool) -> None:

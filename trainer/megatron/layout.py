@@ -90,6 +90,11 @@ class Layout:
         """Ranks of one stage."""
         return self.tp * self.cp * self.dp
 
+    @property
+    def ranks(self) -> int:
+        """Ranks of all stages."""
+        return self.stage_ranks * self.pp
+
     def grid(self, *, expert: bool) -> Grid:
         """Return over what an expert's parameters, or those of everything else, are split."""
         return Grid(self.etp, self.ep, "expert_tensor_parallel_size") if expert else Grid(self.tp)

@@ -28,6 +28,8 @@ class Piece:
     of: int | None = None
     """See `Segment`, as `source`."""
     source: int | None = None
+    copies: tuple["Piece", ...] = ()
+    """Pieces with the same rows on other ranks of the grid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +110,10 @@ def plan_of(parts: Iterable[tuple[int, Sequence[Rule]]], layout: Layout) -> tupl
 
 
 def _tensor_plans(rule: Rule, layout: Layout, stage: int) -> list[TensorPlan]:
-    pieces: dict[str, dict[tuple[int, int], Piece]] = {name: {} for name in rule.shapes}
+    holders: dict[str, dict[tuple[int, int], list[Piece]]] = {name: {} for name in rule.shapes}
     for s in rule.segments(layout.grid(expert=rule.expert)):
-        # Replicated rows come from the first rank that has them.
-        pieces[s.name].setdefault(
-            (s.source or 0, s.start), Piece(s.rank, s.start, s.local_start, s.length, s.of, s.source)
+        holders[s.name].setdefault((s.source or 0, s.start), []).append(
+            Piece(s.rank, s.start, s.local_start, s.length, s.of, s.source)
         )
     return [
         TensorPlan(
@@ -121,7 +122,8 @@ def _tensor_plans(rule: Rule, layout: Layout, stage: int) -> list[TensorPlan]:
             rule.dim,
             stage,
             rule.parameter,
-            tuple(pieces[name][place] for place in sorted(pieces[name])),
+            # Replicated rows come from the first rank that has them.
+            tuple(replace(found[0], copies=tuple(found[1:])) for _, found in sorted(holders[name].items())),
             rule.expert,
             rule.exact,
         )

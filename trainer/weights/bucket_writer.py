@@ -130,15 +130,19 @@ def checked_dtype(name: str, tensor: torch.Tensor) -> str:
     return dtype
 
 
+def published_dtype(name: str, dtype: str) -> str:
+    """Return the dtype in which a tensor of floating point is published to engines of `dtype`."""
+    return "float32" if name.endswith(EXACT) else dtype
+
+
 def in_dtype(tensors: Named, dtype: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors in an engine's dtype.
 
     Not converted are those that are not floating point, and those that engines keep in float32, too.
     """
-    kind = getattr(torch, dtype)
     for name, tensor in tensors:
-        converted = tensor.is_floating_point() and not name.endswith(EXACT)
-        yield name, tensor.to(kind) if converted else tensor
+        kind = getattr(torch, published_dtype(name, dtype))
+        yield name, tensor.to(kind) if tensor.is_floating_point() else tensor
 
 
 def drain(tensors: Named) -> None:

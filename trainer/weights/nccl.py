@@ -60,17 +60,11 @@ class NcclSender:
             SettingsError: the process group backend is unknown, or cannot be used here.
             WeightError: the address cannot be listened on.
         """
-        backend = config.backend or ("nccl" if torch.cuda.is_available() else "gloo")
-        if backend not in BACKENDS:
-            raise SettingsError(f"weights.backend {backend!r}: use gloo (CPU) or nccl (GPU)")
-        if backend == "nccl" and not torch.cuda.is_available():
-            raise SettingsError("weights.backend 'nccl': there is no GPU here; use gloo")
         self._config = config
-        self._backend = backend
-        self._device = (
-            torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+        self._backend, self._device = backend_of(config)
+        self._server = VersionServer(
+            config, lambda: PairSenderChannel(config.host, self._backend, self._device)
         )
-        self._server = VersionServer(config, lambda: _PairChannel(config.host, backend, self._device))
 
     @property
     def location(self) -> str:
@@ -150,20 +144,40 @@ class NcclSender:
             provisional.streamed.fail()
 
 
-class _PairChannel:
+def backend_of(config: WeightConfig) -> tuple[str, torch.device]:
+    """Return the backend of the process groups, and where the versions lie that they send.
+
+    Raises:
+        SettingsError: the backend is unknown, or cannot be used here.
+    """
+    backend = config.backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    if backend not in BACKENDS:
+        raise SettingsError(f"weights.backend {backend!r}: use gloo (CPU) or nccl (GPU)")
+    if backend == "gloo":
+        return backend, torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise SettingsError("weights.backend 'nccl': there is no GPU here; use gloo")
+    return backend, torch.device("cuda", torch.cuda.current_device())
+
+
+class PairSenderChannel:
     """Sends chunks to one receiver, as rank 0 of a group of two."""
 
-    def __init__(self, host: str, backend: str, device: torch.device) -> None:
+    def __init__(
+        self, host: str, backend: str, device: torch.device, facts: dict[str, Any] | None = None
+    ) -> None:
+        """Send from `device`; `facts` go into every answer."""
         self._host = host
         self._backend = backend
         self._device = device
+        self._facts = facts or {}
         self._group: Any = None
 
     def send(self, connection: ReceiverConnection, served: ServedVersion, end: float) -> None:
         if self._group is None:
             self._group = self._join(connection, end)
         else:
-            connection.answer({"ready": True}, end)
+            connection.answer({"ready": True, **self._facts}, end)
         # Aborting the group ends what blocks in a library or on the GPU.
         watchdog = threading.Timer(remaining_s(end), abort, args=(self._group,))
         watchdog.daemon = True
@@ -196,7 +210,7 @@ class _PairChannel:
         store = dist.TCPStore(  # type: ignore[attr-defined]
             self._host, port, 2, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        connection.answer({"store_port": port}, end)
+        connection.answer({"store_port": port, **self._facts}, end)
         # The group is not created before the receiver is there: if it never came, a thread would be stuck.
         while not store.check(["receiver"]):
             if connection.disconnected(JOIN_POLL_S):
@@ -212,11 +226,17 @@ class _PairChannel:
 
     def _broadcast(self, connection: ReceiverConnection, served: ServedVersion, end: float) -> None:
         for chunk in chunks(served.manifest, ALONE[self._backend]):
-            bucket = _full_bucket(connection, served, chunk.bucket, end)
-            options = dist.BroadcastOptions()
-            options.rootRank, options.rootTensor = 0, 0
-            options.timeout = timedelta(seconds=remaining_s(end))
-            self._group.broadcast([bucket[chunk.start : chunk.end]], options).wait()
+            bucket = full_bucket(connection, served.streamed, chunk.bucket, end)
+            if len(bucket) < served.manifest.buckets[chunk.bucket]:
+                raise ValueError("the version does not have the layout of the one before it")
+            self._send_bytes(bucket[chunk.start : chunk.end], end)
+
+    def _send_bytes(self, memory: torch.Tensor, end: float) -> None:
+        """Send uint8 [n]; on a GPU it is queued on the current stream."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        options.timeout = timedelta(seconds=remaining_s(end))
+        self._group.broadcast([memory], options).wait()
 
     def _send_on_stream(self, connection: ReceiverConnection, served: ServedVersion, end: float) -> None:
         """Queue all chunks and wait until they are sent, the receiver disconnects, or time is up."""
@@ -231,17 +251,15 @@ class _PairChannel:
             remaining_s(end)
 
 
-def _full_bucket(
-    connection: ReceiverConnection, served: ServedVersion, index: int, end: float
+def full_bucket(
+    connection: ReceiverConnection, streamed: StreamedBuckets, index: int, end: float
 ) -> torch.Tensor:
     """Wait for a bucket of the version to be full.
 
     Raises:
         ValueError: the receiver has disconnected, or the bucket will not come.
     """
-    while (bucket := served.streamed.bucket(index, min(BUCKET_POLL_S, remaining_s(end)))) is None:
+    while (bucket := streamed.bucket(index, min(BUCKET_POLL_S, remaining_s(end)))) is None:
         if connection.disconnected(0):
             raise ValueError("a receiver disconnected before the version was exported")
-    if len(bucket) < served.manifest.buckets[index]:
-        raise ValueError("the version does not have the layout of the one before it")
     return bucket

@@ -15,6 +15,9 @@ from trainer.weights.base import WeightSender
 if TYPE_CHECKING:  # whoever reads settings imports this module for the names
     import torch
 
+    from trainer.backends.base import Backend
+    from trainer.weights.parts.sender import PartSender
+
 TRANSPORTS = {
     "disk": "trainer.weights.disk:DiskSender",
     "ipc": "trainer.weights.ipc:IpcSender",
@@ -23,6 +26,9 @@ TRANSPORTS = {
     "shm": "trainer.weights.shm:ShmSender",
 }
 """Transport -> the class of its sender."""
+
+PARTS = {"nccl": "trainer.weights.parts.sender:PartSender"}
+"""Transport by which versions can stay on the trainer's ranks -> the class of each rank's sender."""
 
 Masters = Callable[[], "Mapping[str, torch.Tensor]"]
 """Returns name -> tensor."""
@@ -64,3 +70,22 @@ def make_sender(
         return sender(run_dir, masters(), parts)
     place: dict[str, tuple[Any, ...]] = {"shm": (run,), "disk": (run_dir,)}
     return sender(config, *place.get(name, ()))
+
+
+def make_part_sender(config: WeightConfig, rank: int, backend: Backend, dtype: str) -> PartSender | None:
+    """Return a rank's sender of its part of each version; None if versions go through rank 0 alone.
+
+    Args:
+        config: section `[weights]`.
+        rank: that of this process.
+        backend: this rank's part of the model.
+        dtype: in which the weights are published.
+
+    Raises:
+        SettingsError: the process group backend is unknown, or cannot be used here.
+        WeightError: the sender cannot be set up.
+    """
+    if config.transport not in PARTS or backend.publication is None:
+        return None
+    sender: Callable[..., PartSender] = pkgutil.resolve_name(PARTS[config.transport])
+    return sender(config, rank, backend.publication, dtype)

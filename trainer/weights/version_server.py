@@ -1,6 +1,7 @@
 """Serves the current version to engines that request it over TCP; shared by the transports nccl and ipc.
 
-    receiver -> sender   {"version": v, "epoch": e, "layout": d}   one line of JSON
+    receiver -> sender   {"version": v, "epoch": e, "layout": d}   one line of JSON; with "slices": n where
+                         parts of it are wanted, and n bytes behind it that say which, if they have changed
     sender -> receiver   {"error": text}, or the transport's answer
     ...                  the transport moves the bytes
     receiver -> sender   {"done": v}                               the connection is kept for the next version
@@ -24,6 +25,7 @@ import torch
 from protocol.errors import WeightError
 from protocol.messages import WeightManifest
 from protocol.weights.buckets import layout_digest
+from protocol.weights.slices import MAX_WANTED_BYTES
 from trainer.config import WeightConfig
 from trainer.weights.streamed_buckets import StreamedBuckets
 
@@ -61,7 +63,9 @@ class ServedVersion:
     reading: Callable[[], AbstractContextManager[None]] = nullcontext
     """Entered while the version is sent; raises ValueError if it has been replaced."""
     streamed: StreamedBuckets = field(default_factory=StreamedBuckets)
-    """The buckets, during the export and after it; of a transport that sends them."""
+    """The buckets, during the export and after it; of a transport that sends them. Pieces, with parts."""
+    collected: StreamedBuckets = field(default_factory=StreamedBuckets)
+    """With parts, on rank 0: the sums of every piece of every part, one after the other."""
 
 
 class ReceiverConnection:
@@ -71,6 +75,8 @@ class ReceiverConnection:
         self.connection = connection
         self._rest = b""
         """Bytes after the last line: a receiver may send the next request right behind {"done": v}."""
+        self.wanted = b""
+        """The slices that the receiver asked for last, see `protocol.weights.slices.encode_wanted`."""
 
     def request(self, end: float) -> dict[str, Any] | None:
         """Read the next line; None if the receiver disconnected before it began one.
@@ -89,7 +95,24 @@ class ReceiverConnection:
                 raise ValueError("a receiver disconnected within a request, or sent no line of JSON")
         line, _, self._rest = self._rest.partition(b"\n")
         found = json.loads(line)
-        return found if isinstance(found, dict) else {}
+        if not isinstance(found, dict):
+            return {}
+        if "slices" in found:
+            self.wanted = self._raw(found["slices"], end)
+        return found
+
+    def _raw(self, nbytes: object, end: float) -> bytes:
+        """Read the bytes that follow a line. Raises as `request`."""
+        if not isinstance(nbytes, int) or not 0 <= nbytes <= MAX_WANTED_BYTES:
+            raise ValueError(f"a receiver announced {nbytes} bytes of slices")
+        while len(self._rest) < nbytes:
+            self.connection.settimeout(remaining_s(end))
+            part = self.connection.recv(min(nbytes - len(self._rest), 1 << 16))
+            if not part:
+                raise ValueError("a receiver disconnected within a request")
+            self._rest += part
+        found, self._rest = self._rest[:nbytes], self._rest[nbytes:]
+        return found
 
     def answer(self, answer: dict[str, Any], end: float) -> None:
         """Send a line of JSON."""

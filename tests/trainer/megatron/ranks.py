@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from safetensors.torch import save_file
 
+from rollout.staging.staging import digest_of
 from tests.trainer.measured import flat
 from tests.trainer.megatron.launch import DEADLINE_S
 from tests.trainer.megatron.models import (
@@ -24,16 +25,19 @@ from tests.trainer.megatron.models import (
     routed_batch,
     step_batch,
 )
+from tests.trainer.weights.parts.trainer_ranks import EngineRank, tensor_ranks
 from trainer.algorithms.grpo import Grpo
 from trainer.backends.base import Backend
 from trainer.backends.hf_export import write_hf
 from trainer.backends.step_measures import StepMeasures
 from trainer.batch import Batch
-from trainer.config import AlgorithmConfig, ParallelConfig, TrainerConfig
+from trainer.config import AlgorithmConfig, ParallelConfig, TrainerConfig, WeightConfig
 from trainer.data.packing import balance
 from trainer.megatron.backend import MegatronBackend
 from trainer.megatron.forward import PlannedShapes, ReceivedShapes
 from trainer.storage.host_state import HostCopies
+from trainer.weights.parts.publish import publish_parts
+from trainer.weights.parts.sender import PartSender
 
 LAYOUTS = {
     "single": ParallelConfig(),
@@ -234,6 +238,8 @@ def _train_and_restore(name: str, layout: str, model_dir: Path, out: Path) -> No
             checkpoint = _checkpoint(backend, out / "after-one")
     _write(out / "after", backend.export())
     _write_held(backend, out / "held")
+    if backend.publication is not None:
+        _publish(backend, out)
     _write(
         out / "reference",
         [
@@ -252,6 +258,31 @@ def _train_and_restore(name: str, layout: str, model_dir: Path, out: Path) -> No
     backend.close()
     if _is_writer():
         (out / "stats.json").write_text(json.dumps(stats))
+
+
+def _publish(backend: MegatronBackend, out: Path) -> None:
+    """Publish from all ranks, to an engine of two tensor ranks that rank 0 plays, before and after a step."""
+    assert backend.publication is not None
+    config = WeightConfig(transport="nccl", backend="gloo", bucket_mb=1, timeout_s=DEADLINE_S)
+    sender = PartSender(config, dist.get_rank(), backend.publication, "float32")
+    exported = drain(backend)
+    shapes = dict(zip(backend.publication.names, backend.publication.shapes, strict=True))
+    for version in (1, 2):
+        manifest = publish_parts(backend, sender, "e1", version)
+        if manifest is not None:
+            assert manifest.digest == digest_of(exported)
+            engines = [EngineRank(boxes, shapes) for boxes in tensor_ranks(shapes, 2)]
+            for engine in engines:
+                engine.fetch(manifest)
+                assert engine.staging.take(manifest).digest == manifest.digest
+                assert engine.holds(exported)
+                engine.staging.close()
+        dist.barrier()
+    if _is_writer():
+        (out / "published.json").write_text(
+            json.dumps({"tensors": len(exported), "parts": len(manifest.parts)})
+        )
+    sender.close()
 
 
 def _go_on(

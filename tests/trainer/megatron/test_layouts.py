@@ -113,6 +113,20 @@ def test_export_is_what_the_ranks_hold(runs: Runs, layout: str, model: str) -> N
 
 
 @EACH_LAYOUT_AND_MODEL
+def test_engine_ranks_get_their_slices_from_the_ranks_that_hold_them(
+    runs: Runs, layout: str, model: str
+) -> None:
+    """The ranks have compared what arrived with the export."""
+    directory = runs(layout) / model
+    if LAYOUTS[layout].world_size == 1:
+        assert not (directory / "published.json").exists()
+        return
+    found = json.loads((directory / "published.json").read_text())
+    exported = load_file(directory / "after.safetensors")
+    assert found == {"tensors": len(exported), "parts": LAYOUTS[layout].world_size}
+
+
+@EACH_LAYOUT_AND_MODEL
 def test_reference_stays_while_the_model_moves(runs: Runs, layout: str, model: str) -> None:
     directory = runs(layout) / model
     kept = load_file(directory / "reference.safetensors")

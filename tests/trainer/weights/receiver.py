@@ -13,18 +13,27 @@ memory                                             {"free": bytes of the GPU}
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 import torch
 
 from protocol.errors import WeightError
 from protocol.messages import WeightManifest
+from protocol.weights.boxes import whole
 from rollout.staging.staging import Staging, digest_of, whole_source
-from rollout.weights.registry import make_receiver
+from rollout.weights.registry import make_part_receiver, make_receiver
 
 COUNT, SIZE = 16, 300_000
 DEADLINE_S = 60.0
+
+
+def stream_of(manifest: WeightManifest) -> Iterable[object]:
+    """What a receiver yields of a version: tensors, or slices where it is in parts."""
+    if manifest.parts:
+        wanted = {entry.name: (whole(entry.shape),) for entry in manifest.tensors}
+        return make_part_receiver(manifest.transport).slices(manifest, wanted, DEADLINE_S)
+    return make_receiver(manifest.transport).tensors(manifest, DEADLINE_S)
 
 
 def main() -> None:
@@ -42,7 +51,7 @@ def main() -> None:
 
     def half(manifest: WeightManifest, then: Callable[[], object]) -> dict[str, object]:
         try:
-            for came, _ in enumerate(make_receiver(manifest.transport).tensors(manifest, DEADLINE_S), 1):
+            for came, _ in enumerate(stream_of(manifest), 1):
                 if came == COUNT // 2:
                     print(json.dumps({"came": came}), flush=True)
                     then()

@@ -1,0 +1,169 @@
+"""Cuts tensors into boxes, one (start, stop) per dimension: pure, for the slices of a version.
+
+A box holds the elements of a tensor whose index lies within (start, stop) in every dimension. A tensor
+without dimensions is one box without any.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from itertools import combinations
+
+Box = tuple[tuple[int, int], ...]
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """Return the box of a whole tensor."""
+    return tuple((0, n) for n in shape)
+
+
+def size_of(box: Box) -> int:
+    """Return the number of elements."""
+    return math.prod(stop - start for start, stop in box)
+
+
+def shape_of(box: Box) -> tuple[int, ...]:
+    """Return the shape of a tensor of just these elements."""
+    return tuple(stop - start for start, stop in box)
+
+
+def is_within(box: Box, shape: Sequence[int]) -> bool:
+    """Return whether a box is one of a tensor of this shape, empty ones included."""
+    return len(box) == len(shape) and all(
+        0 <= start <= stop <= n for (start, stop), n in zip(box, shape, strict=True)
+    )
+
+
+def intersection(left: Box, right: Box) -> Box | None:
+    """Return what two boxes of one tensor share; None if that is nothing."""
+    shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(left, right, strict=True))
+    return shared if all(start < stop for start, stop in shared) else None
+
+
+def relative(box: Box, outer: Box) -> tuple[slice, ...]:
+    """Return the index of a box in a tensor that holds just the elements of `outer`, which contains it."""
+    return tuple(
+        slice(start - origin, stop - origin) for (start, stop), (origin, _) in zip(box, outer, strict=True)
+    )
+
+
+def hull(left: Box, right: Box) -> Box:
+    """Return the smallest box that contains both."""
+    return tuple((min(a, c), max(b, d)) for (a, b), (c, d) in zip(left, right, strict=True))
+
+
+def disjoint(boxes: Iterable[Box]) -> tuple[Box, ...]:
+    """Return disjoint boxes that contain the given ones: those that overlap become their hull."""
+    found: list[Box] = []
+    for box in boxes:
+        while others := [other for other in found if intersection(other, box) is not None]:
+            found = [other for other in found if other not in others]
+            for other in others:
+                box = hull(box, other)
+        if size_of(box):
+            found.append(box)
+    return tuple(sorted(found))
+
+
+def remainder(box: Box, holes: Iterable[Box]) -> list[Box]:
+    """Return disjoint boxes of what is left of a box without the holes."""
+    left = [box] if size_of(box) else []
+    for hole in holes:
+        left = [part for piece in left for part in _without(piece, hole)]
+    return left
+
+
+def _without(box: Box, hole: Box) -> Iterator[Box]:
+    shared = intersection(box, hole)
+    if shared is None:
+        yield box
+        return
+    for dim, ((start, stop), (first, last)) in enumerate(zip(box, shared, strict=True)):
+        for side in ((start, first), (last, stop)):
+            if side[0] < side[1]:
+                yield (*shared[:dim], side, *box[dim + 1 :])
+
+
+def split(box: Box, most: int) -> list[Box]:
+    """Cut a box along its first dimensions into boxes of at most `most` elements, 1 or more, in order."""
+    if size_of(box) <= most:
+        return [box]
+    dim = next(i for i, (start, stop) in enumerate(box) if stop - start > 1)
+    start, stop = box[dim]
+    each = size_of(box) // (stop - start)
+    if each > most:
+        cuts = [(i, i + 1) for i in range(start, stop)]
+    else:
+        rows = most // each
+        cuts = [(i, min(i + rows, stop)) for i in range(start, stop, rows)]
+    return [part for cut in cuts for part in split((*box[:dim], cut, *box[dim + 1 :]), most)]
+
+
+def box_of(shape: Sequence[int], offset: int, size: Sequence[int], stride: Sequence[int]) -> Box | None:
+    """Return the box that a strided window of a dense tensor is.
+
+    Args:
+        shape: that of the tensor.
+        offset: of the window's first element, in elements.
+        size: of the window; dimensions of which it has one index may be left out.
+        stride: of the window, in elements.
+
+    Returns:
+        None if it is not a box with its dimensions in the tensor's order.
+    """
+    box: list[tuple[int, int]] = []
+    dims = list(zip(size, stride, strict=True))
+    for dim, n in enumerate(shape):
+        step = math.prod(shape[dim + 1 :])
+        start, offset = divmod(offset, step) if step else (0, offset)
+        length = dims.pop(0)[0] if dims and dims[0][1] == step else 1
+        if start + length > n:
+            return None
+        box.append((start, start + length))
+    if any(length != 1 for length, _ in dims):
+        return None
+    return tuple(box)
+
+
+@lru_cache(maxsize=4096)
+def covers(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> bool:
+    """Return whether boxes of a tensor hold each of its elements exactly once."""
+    return (
+        all(is_within(box, shape) for box in boxes)
+        and sum(size_of(box) for box in boxes) == math.prod(shape)
+        and all(intersection(left, right) is None for left, right in combinations(boxes, 2))
+    )
+
+
+def dense_span(shape: Sequence[int], box: Box) -> tuple[int, int]:
+    """Return (first, after the last) of the elements of a dense tensor among which those of a box lie.
+
+    In the first dimension in which the box has several indices, all of the tensor behind each counts.
+    """
+    base, (start, stop), behind = _several(shape, box)
+    return base + start * behind, base + stop * behind
+
+
+def dense_blocks(shape: Sequence[int], box: Box, most: int) -> Iterator[Box]:
+    """Cut a box, by which `dense_span` of each part is at most `most` elements, or of one index, in order."""
+    if not size_of(box):
+        return
+    _, (start, stop), behind = _several(shape, box)
+    dim = next((i for i, (a, b) in enumerate(box) if b - a > 1), None)
+    rows = max(1, most // behind)
+    if dim is None:
+        yield box
+        return
+    for first in range(start, stop, rows):
+        yield (*box[:dim], (first, min(first + rows, stop)), *box[dim + 1 :])
+
+
+def _several(shape: Sequence[int], box: Box) -> tuple[int, tuple[int, int], int]:
+    """Return the element of the box's single leading indices, the range behind them, and elements of each."""
+    base, behind = 0, math.prod(shape)
+    for (start, stop), n in zip(box, shape, strict=True):
+        behind = behind // n if n else 0
+        if stop - start != 1:
+            return base, (start, stop), behind
+        base += start * behind
+    return base, (0, 1), 1

@@ -1,0 +1,204 @@
+"""Plans which slices of a version go from the trainer's ranks to one engine rank; equal on both ends.
+
+A version that stays on the trainer's ranks lists the pieces of each rank (`WeightManifest.parts`). An engine
+rank tells which boxes of which tensors it wants. What both have in common is cut at the pieces' edges and
+packed into buckets. What proves that these bytes are the version's are the sums h of `digests.py`: those of
+the received cuts, those of the rest of each cut piece, computed by its rank from what it published, and those
+of all other pieces, which rank 0 has collected for the manifest. They add up to the tensor's sums, so every
+engine rank compares the digest of every whole tensor, although it received parts.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+
+from protocol.errors import WeightError
+from protocol.messages import TensorEntry, WeightManifest, WeightPiece
+from protocol.weights.boxes import (
+    Box,
+    covers,
+    dense_span,
+    intersection,
+    is_within,
+    remainder,
+    size_of,
+    split,
+)
+from protocol.weights.buckets import ALIGNMENT, DTYPE_BYTES
+from protocol.weights.digests import row_span, rows_of
+
+MAX_WANTED_BYTES = 64 << 20
+"""Bytes of an encoded `Wanted`."""
+MAX_BOXES = 4096
+"""Boxes that an engine rank may want of one tensor."""
+
+Wanted = Mapping[str, tuple[Box, ...]]
+"""Name -> disjoint boxes. Of a tensor that is absent nothing is wanted."""
+
+
+class Cut(NamedTuple):
+    """Part of a piece, and its place in a bucket."""
+
+    piece: int
+    """Index into the part's pieces."""
+    tensor: int
+    """Index into the manifest's tensors."""
+    box: Box
+    offset: int
+    """Bytes from the start of the bucket."""
+    nbytes: int
+
+
+class Rest(NamedTuple):
+    """What is not sent of a piece that is sent in part."""
+
+    piece: int
+    """Index into the part's pieces."""
+    tensor: int
+    boxes: tuple[Box, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """What one trainer rank sends to one engine rank, in this order."""
+
+    buckets: tuple[tuple[Cut, ...], ...]
+    rests: tuple[Rest, ...]
+    """Their sums follow the buckets, see `rest_spans`."""
+
+    @staticmethod
+    def nbytes(bucket: tuple[Cut, ...]) -> int:
+        """Return the bytes of a bucket."""
+        return bucket[-1].offset + bucket[-1].nbytes
+
+
+def transfer_of(manifest: WeightManifest, part: int, wanted: Wanted, bucket_bytes: int) -> Transfer:
+    """Plan what rank `part` sends: every element of its pieces that is wanted, once."""
+    cuts: list[tuple[int, WeightPiece, Box]] = []
+    rests: list[Rest] = []
+    for number, piece in enumerate(manifest.parts[part].pieces):
+        entry = manifest.tensors[piece.tensor]
+        found = [
+            box for want in wanted.get(entry.name, ()) if (box := intersection(piece.box, want)) is not None
+        ]
+        if left := remainder(piece.box, found) if found else []:
+            rests.append(Rest(number, piece.tensor, tuple(left)))
+        most = max(1, bucket_bytes // DTYPE_BYTES[entry.dtype])
+        cuts += [(number, piece, small) for box in found for small in split(box, most)]
+    return Transfer(tuple(_packed(manifest, cuts, bucket_bytes)), tuple(rests))
+
+
+def _packed(
+    manifest: WeightManifest, cuts: list[tuple[int, WeightPiece, Box]], bucket_bytes: int
+) -> Iterator[tuple[Cut, ...]]:
+    bucket: list[Cut] = []
+    end = 0
+    for number, piece, box in cuts:
+        nbytes = size_of(box) * DTYPE_BYTES[manifest.tensors[piece.tensor].dtype]
+        if bucket and end + nbytes > bucket_bytes:
+            yield tuple(bucket)
+            bucket, end = [], 0
+        bucket.append(Cut(number, piece.tensor, box, end, nbytes))
+        end = -(-(end + nbytes) // ALIGNMENT) * ALIGNMENT
+    if bucket:
+        yield tuple(bucket)
+
+
+def senders_of(manifest: WeightManifest, wanted: Wanted) -> list[int]:
+    """Return the ranks that have something that is wanted, in order, and then rank 0, with the other sums."""
+    found = [
+        part
+        for part in range(1, len(manifest.parts))
+        if any(_is_touched(manifest, piece, wanted) for piece in manifest.parts[part].pieces)
+    ]
+    return [*found, 0]
+
+
+def untouched(manifest: WeightManifest, wanted: Wanted) -> list[tuple[int, int]]:
+    """Return (part, index of the piece) of every piece of which nothing is wanted."""
+    return [
+        (part, number)
+        for part, found in enumerate(manifest.parts)
+        for number, piece in enumerate(found.pieces)
+        if size_of(piece.box) and not _is_touched(manifest, piece, wanted)
+    ]
+
+
+def _is_touched(manifest: WeightManifest, piece: WeightPiece, wanted: Wanted) -> bool:
+    wants = wanted.get(manifest.tensors[piece.tensor].name, ())
+    return any(intersection(piece.box, want) is not None for want in wants)
+
+
+def sum_span(entry: TensorEntry, box: Box) -> tuple[int, int]:
+    """Return the rows (first, after the last) of a tensor of which the sums of a slice are."""
+    itemsize = DTYPE_BYTES[entry.dtype]
+    first, end = dense_span(entry.shape, box)
+    return row_span(first * itemsize, end * itemsize) if size_of(box) else (0, 0)
+
+
+def rest_spans(manifest: WeightManifest, part: int, transfer: Transfer) -> list[tuple[int, int, int]]:
+    """Return (tensor, first row, after the last) of each message of sums behind a rank's buckets."""
+    pieces = manifest.parts[part].pieces
+    return [
+        (rest.tensor, *sum_span(manifest.tensors[rest.tensor], pieces[rest.piece].box))
+        for rest in transfer.rests
+    ]
+
+
+def untouched_spans(manifest: WeightManifest, wanted: Wanted) -> list[tuple[int, int, int]]:
+    """Return (tensor, 0, rows) of each tensor with an untouched piece, whose sums rank 0 sends last."""
+    tensors = {manifest.parts[part].pieces[number].tensor for part, number in untouched(manifest, wanted)}
+    return [(tensor, 0, rows_of(manifest.tensors[tensor].nbytes)) for tensor in sorted(tensors)]
+
+
+def encode_wanted(wanted: Wanted) -> bytes:
+    """Encode what an engine rank wants."""
+    return msgspec.msgpack.encode(dict(wanted))
+
+
+_decoder = msgspec.msgpack.Decoder(dict[str, tuple[tuple[tuple[int, int], ...], ...]])
+
+
+def decode_wanted(data: bytes, manifest: WeightManifest) -> Wanted:
+    """Decode what an engine rank wants of a version.
+
+    Raises:
+        WeightError: it is not that, or names what the version does not have, or something twice.
+    """
+    shapes = {entry.name: entry.shape for entry in manifest.tensors}
+    try:
+        wanted = _decoder.decode(data)
+    except msgspec.DecodeError as error:
+        raise WeightError(f"a receiver's slices cannot be read: {error}") from error
+    for name, boxes in wanted.items():
+        if name not in shapes or len(boxes) > MAX_BOXES:
+            raise WeightError(f"a receiver wants {len(boxes)} slices of {name}, which cannot be served")
+        whole_shape = shapes[name]
+        if any(not is_within(box, whole_shape) for box in boxes):
+            raise WeightError(f"a receiver wants slices of {name} that are not in {list(whole_shape)}")
+        # boxes that overlap would be sent twice
+        if sum(size_of(box) for box in boxes) > size_of(tuple((0, n) for n in whole_shape)):
+            raise WeightError(f"a receiver wants more of {name} than there is")
+    return wanted
+
+
+def check_parts(manifest: WeightManifest) -> None:
+    """Refuse parts whose pieces do not hold each element of each tensor exactly once.
+
+    Raises:
+        WeightError: names the first such tensor.
+    """
+    boxes: list[list[Box]] = [[] for _ in manifest.tensors]
+    for part in manifest.parts:
+        for piece in part.pieces:
+            if not 0 <= piece.tensor < len(boxes):
+                raise WeightError(f"version {manifest.version}: a piece is of no tensor ({piece.tensor})")
+            boxes[piece.tensor].append(piece.box)
+    for entry, found in zip(manifest.tensors, boxes, strict=True):
+        if not covers(entry.shape, tuple(sorted(found))):
+            raise WeightError(
+                f"tensor {entry.name}: the pieces of the trainer's ranks do not make up "
+                f"{list(entry.shape)} in version {manifest.version}"
+            )

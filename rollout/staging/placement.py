@@ -1,0 +1,105 @@
+"""Places the bytes of a version in the staging copy: whole tensors, or slices as they come."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from protocol.errors import WeightError
+from protocol.weights.boxes import Box, box_of, disjoint, intersection, relative, shape_of, size_of, whole
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Strided part of a checkpoint tensor, and the part of the staging buffer that it fills."""
+
+    offset: int
+    """Elements from the source's start."""
+    size: tuple[int, ...]
+    """Shape of both parts."""
+    stride: tuple[int, ...]
+    """In the source, elements."""
+    target: torch.Tensor
+    """View of the staging buffer, shape `size`."""
+
+    def fill(self, source: torch.Tensor) -> None:
+        """Copy the part out of the contiguous `source`."""
+        self.target.copy_(
+            source.as_strided(self.size, self.stride, int(source.storage_offset()) + self.offset)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedTensor:
+    """One tensor that the engine expects in a version."""
+
+    dtype: str
+    """As in manifests: "float32"."""
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    slices: tuple[Slice, ...]
+    """Parts that go into the staging buffer."""
+
+
+Destinations = Mapping[str, list[ExpectedTensor]]
+"""Name of a version's tensor -> what it fills: with tied tensors, several."""
+
+
+class SlicePlacement:
+    """What a rank wants of a version, and where its slices go.
+
+    A part of a source that is not a box of it, such as one whose dimensions are permuted, is filled when the
+    whole tensor is there.
+    """
+
+    def __init__(self, destinations: Destinations) -> None:
+        self._places: dict[str, list[tuple[Box, torch.Tensor]]] = {}
+        """Name -> boxes, and the parts of the staging copy that they fill, in their shape."""
+        self._assembled: dict[str, list[Slice]] = {}
+        """Name -> parts of the tensors that have to be whole first."""
+        self._whole: dict[str, tuple[torch.Tensor, int]] = {}
+        """Name -> (tensor in the making, elements that are missing)."""
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self.wanted: dict[str, tuple[Box, ...]] = {}
+        """Name -> disjoint boxes; names of which nothing is wanted are absent."""
+        for name, sources in destinations.items():
+            self._shapes[name] = sources[0].shape
+            parts = [part for source in sources for part in source.slices]
+            boxes = [box_of(sources[0].shape, part.offset, part.size, part.stride) for part in parts]
+            if None in boxes:
+                self._assembled[name] = parts
+                self.wanted[name] = (whole(sources[0].shape),)
+                continue
+            found = [box for box in boxes if box is not None]
+            self._places[name] = [
+                (box, part.target.view(shape_of(box))) for box, part in zip(found, parts, strict=True)
+            ]
+            if wanted := disjoint(found):
+                self.wanted[name] = wanted
+
+    def place(self, name: str, box: Box, tensor: torch.Tensor) -> None:
+        """Copy a slice of a tensor to where it belongs."""
+        if name in self._assembled:
+            self._assemble(name, box, tensor)
+            return
+        for place, target in self._places[name]:
+            shared = intersection(place, box)
+            if shared is not None:
+                target[relative(shared, place)].copy_(tensor[relative(shared, box)])
+
+    def finish(self) -> None:
+        """Check that nothing is left half assembled. Raises WeightError if something is."""
+        if self._whole:
+            raise WeightError(f"tensor {next(iter(self._whole))} did not arrive whole")
+
+    def _assemble(self, name: str, box: Box, tensor: torch.Tensor) -> None:
+        shape = self._shapes[name]
+        made, missing = self._whole.pop(name, (None, size_of(whole(shape))))
+        if made is None:
+            made = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+        made[relative(box, whole(shape))].copy_(tensor)
+        if missing > size_of(box):
+            self._whole[name] = made, missing - size_of(box)
+            return
+        for part in self._assembled[name]:
+            part.fill(made)

@@ -1,0 +1,11 @@
+"""Manifests of older releases are read."""
+
+from msgspec.structs import replace
+
+from protocol.codec import decode
+from tests.protocol.samples import GOLDEN, SAMPLES
+
+
+def test_manifest_of_an_older_release_has_no_parts() -> None:
+    _, manifest = decode((GOLDEN / "weight_manifest.v2.without_parts.msgpack").read_bytes())
+    assert manifest == replace(SAMPLES["weight_manifest"], parts=())

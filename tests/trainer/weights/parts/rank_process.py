@@ -1,0 +1,37 @@
+"""A trainer's rank as a process: `python -m tests.trainer.weights.parts.rank_process RANK RANKS`.
+
+It publishes two versions of the tensors of `receiver.py`, rows of each, prints a report in hex for each, and
+stays until it is killed.
+"""
+
+import sys
+
+import msgspec
+import torch
+
+from tests.trainer.weights.parts.trainer_ranks import TrainerRanks, halves
+from tests.trainer.weights.receiver import COUNT, SIZE
+
+SHAPES = {f"t{i}": (SIZE,) for i in range(COUNT)}
+
+
+def made_of(ranks: int) -> TrainerRanks:
+    return TrainerRanks({name: list(enumerate(halves((SIZE,), 0, ranks))) for name in SHAPES}, SHAPES, ranks)
+
+
+def tensors(version: int) -> dict[str, torch.Tensor]:
+    """Other numbers in each tensor of each version."""
+    return {f"t{i}": torch.full((SIZE,), float(100 * version + i)) for i in range(COUNT)}
+
+
+def main(rank: int, ranks: int) -> None:
+    made = made_of(ranks)
+    for version in (1, 2):
+        report = made.senders[rank].fill("e1", version, made.pieces(rank, tensors(version)))
+        made.senders[rank].settle(True)
+        print(msgspec.msgpack.encode(report).hex(), flush=True)
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

@@ -1,0 +1,70 @@
+"""Death (kill -9) of a trainer rank or an engine in the middle of a transfer of slices."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+
+import msgspec
+import pytest
+
+from protocol.messages import WeightManifest
+from tests.trainer.weights.engines import ROOT, started
+from tests.trainer.weights.parts.rank_process import made_of, tensors
+from tests.trainer.weights.receiver import COUNT
+from trainer.weights.parts.sender import PartReport
+
+
+@contextmanager
+def rank_1() -> Iterator[tuple["subprocess.Popen[str]", list[PartReport]]]:
+    """The second of two ranks as a process, which serves version 2, and its reports of versions 1 and 2."""
+    command = [sys.executable, "-m", "tests.trainer.weights.parts.rank_process", "1", "2"]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            lines = [process.stdout.readline() for _ in range(2)]
+            yield process, [msgspec.msgpack.decode(bytes.fromhex(line), type=PartReport) for line in lines]
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as made:
+        yield made
+
+
+def test_rank_that_is_killed_in_the_middle_leaves_the_engine_as_it_was(stack: ExitStack) -> None:
+    engine = stack.enter_context(started())
+    ranks = stack.enter_context(closing(made_of(2)))
+    process, reports = stack.enter_context(rank_1())
+    manifests: list[WeightManifest] = []
+    for version, report in zip((1, 2), reports, strict=True):
+        own = ranks.senders[0].fill("e1", version, ranks.pieces(0, tensors(version)))
+        manifests.append(ranks.senders[0].collect([own, report], base_model=""))
+        ranks.senders[0].settle(True)
+    engine.serve(manifests[1])
+    live = engine.ask("digest")
+    engine.tell("wait", manifests[1])
+    assert engine.answer() == {"came": COUNT // 2}
+    process.kill()
+    process.wait()
+    engine.tell("go")
+    assert "not complete within" not in str(engine.answer()["error"])
+    assert "error" in engine.ask("stage", manifests[1])
+    assert engine.ask("digest") == live
+    successors = stack.enter_context(closing(made_of(2)))
+    engine.serve(successors.publish("e2", 3, tensors(3)))
+
+
+def test_engine_that_is_killed_in_the_middle_harms_no_other(stack: ExitStack) -> None:
+    survivor, victim = stack.enter_context(started()), stack.enter_context(started())
+    ranks = stack.enter_context(closing(made_of(2)))
+    manifest = ranks.publish("e1", 1, tensors(1))
+    assert victim.ask("hang", manifest) == {"came": COUNT // 2}
+    survivor.tell("stage", manifest)
+    victim.process.kill()
+    assert survivor.answer() == {"staged": 1}
+    survivor.serve(ranks.publish("e1", 2, tensors(2)))

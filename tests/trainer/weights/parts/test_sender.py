@@ -1,0 +1,275 @@
+"""Versions that stay on the trainer's ranks: what arrives, and what is refused."""
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+
+import msgspec
+import pytest
+import torch
+from msgspec.structs import replace
+
+from protocol.errors import WeightError
+from protocol.weights.boxes import Box, shape_of, whole
+from protocol.weights.buckets import check_manifest
+from protocol.weights.provisional import provisional_manifest
+from protocol.weights.slices import check_parts, decode_wanted, encode_wanted
+from rollout.staging.staging import digest_of
+from rollout.weights.nccl import parse_location
+from tests.trainer.weights.engines import ROOT
+from tests.trainer.weights.parts.memory_of_rank import made_of
+from tests.trainer.weights.parts.trainer_ranks import (
+    DEADLINE_S,
+    EngineRank,
+    TrainerRanks,
+    halves,
+    tensor_ranks,
+    trainer_ranks,
+)
+from trainer.weights.parts.sender import PartReport
+
+SHAPES = {"embed": (131, 300), "q": (96, 400), "o": (400, 96), "norm": (400,), "scale": (), "none": (0, 3)}
+"""Rows that share rows of the digest with others, columns, a replicated vector, a scalar, an empty one."""
+
+
+def tensors(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def of_ranks(ranks: int) -> dict[str, list[tuple[int, Box]]]:
+    """Pieces as of tensor ranks: rows of q, columns of o, uneven rows of the embedding."""
+    cut = -(-131 // ranks)
+    rows = [((i * cut, min(131, (i + 1) * cut)), (0, 300)) for i in range(ranks)]
+    return {
+        "embed": list(enumerate(rows)),
+        "q": list(enumerate(halves(SHAPES["q"], 0, ranks))),
+        "o": list(enumerate(halves(SHAPES["o"], 1, ranks))),
+        "norm": [(ranks - 1, whole(SHAPES["norm"]))],
+        "scale": [(0, ())],
+        "none": [(0, whole(SHAPES["none"]))],
+    }
+
+
+def engines(ranks: int) -> list[EngineRank]:
+    """Ranks of an engine that pads the vocabulary, so that its rows are cut elsewhere."""
+    cut = 136 // ranks
+    found = []
+    for i in range(ranks):
+        boxes: dict[str, list[Box]] = {
+            "embed": [((i * cut, min(131, (i + 1) * cut)), (0, 300))],
+            "q": [halves(SHAPES["q"], 0, ranks)[i]],
+            "o": [halves(SHAPES["o"], 1, ranks)[i]],
+            "norm": [whole(SHAPES["norm"])],
+            "scale": [()],
+            "none": [whole(SHAPES["none"])],
+        }
+        found.append(EngineRank(boxes, SHAPES))
+    return found
+
+
+@pytest.fixture
+def two() -> Iterator[TrainerRanks]:
+    with trainer_ranks(of_ranks(2), SHAPES, 2) as made:
+        yield made
+
+
+@pytest.mark.parametrize(("trained", "served"), [(1, 2), (2, 1), (2, 2), (2, 4), (4, 2)])
+def test_every_engine_rank_gets_its_slices_and_the_digest_of_the_whole(trained: int, served: int) -> None:
+    with trainer_ranks(of_ranks(trained), SHAPES, trained) as ranks:
+        found = engines(served)
+        for version in (1, 2):
+            sent = tensors(version)
+            manifest = ranks.publish("e1", version, sent)
+            check_manifest(manifest)
+            check_parts(manifest)
+            assert manifest.digest == digest_of(sent)
+            for engine in found:
+                assert engine.fetch(manifest) == sum(tensor.nbytes for tensor in sent.values())
+                assert engine.staging.take(manifest).digest == manifest.digest
+                assert engine.holds(sent)
+        for engine in found:
+            engine.staging.close()
+
+
+def test_equal_replicas_are_sent_by_one_rank_alone(two: TrainerRanks) -> None:
+    manifest = two.publish("e1", 1, tensors(1))
+    holders = [
+        [rank for rank, part in enumerate(manifest.parts) for piece in part.pieces if piece.tensor == number]
+        for number in range(len(manifest.tensors))
+    ]
+    assert holders == [[0, 1], [0, 1], [0, 1], [1], [0], [0]]
+
+
+def test_late_engine_gets_the_current_version_and_no_other(two: TrainerRanks) -> None:
+    first, second = two.publish("e1", 1, tensors(1)), two.publish("e1", 2, tensors(2))
+    (engine,) = engines(1)
+    with pytest.raises(WeightError, match="the current version is 2 of epoch e1"):
+        engine.fetch(first)
+    assert engine.staging.staged is None
+    engine.fetch(second)
+    assert engine.holds(tensors(2))
+    engine.staging.close()
+
+
+def test_version_that_a_rank_could_not_make_is_served_by_none(two: TrainerRanks) -> None:
+    before = two.publish("e1", 1, tensors(1))
+    reports = two.fill("e1", 2, tensors(2) | {"q": torch.zeros(2, 2)})
+    assert [bool(report.error) for report in reports] == [True, True]
+    with pytest.raises(WeightError, match="version 2: rank 0: q: a piece of"):
+        two.senders[0].collect(reports, base_model="")
+    for sender in two.senders:
+        sender.settle(False)
+    (engine,) = engines(1)
+    engine.fetch(before)
+    assert engine.holds(tensors(1))
+    after = two.publish("e1", 2, tensors(2))
+    engine.fetch(after)
+    assert engine.holds(tensors(2))
+    engine.staging.close()
+
+
+@pytest.mark.parametrize("name", ["embed", "q", "o", "norm"])
+@pytest.mark.parametrize("served", [1, 2])
+def test_bytes_that_a_rank_changed_after_it_published_are_refused(name: str, served: int) -> None:
+    """Whether they are sent or not: the sums of the rest are computed from the same copy."""
+    with trainer_ranks(of_ranks(1), SHAPES, 1) as ranks:
+        manifest = ranks.publish("e1", 1, tensors(1))
+        number = list(SHAPES).index(name)
+        changed = ranks.senders[0]._server.current.streamed.bucket(number, 0)  # type: ignore[union-attr]
+        assert changed is not None
+        changed.view(-1)[-1] += 1
+        for engine in engines(served):
+            with pytest.raises(WeightError, match=f"tensor {name}: digest"):
+                engine.fetch(manifest)
+            assert engine.staging.staged is None
+            engine.staging.close()
+
+
+def test_ranks_of_two_versions_are_not_mixed(two: TrainerRanks) -> None:
+    """One rank serves other weights under the version's number."""
+    manifest = two.publish("e1", 1, tensors(1))
+    other = two.senders[1]
+    other.fill("e1", 1, two.pieces(1, tensors(2)))
+    other.settle(True)
+    for engine in engines(2):
+        with pytest.raises(WeightError, match="digest"):
+            engine.fetch(manifest)
+        assert engine.staging.staged is None
+        engine.staging.close()
+
+
+def test_version_is_received_while_it_is_made_and_committed_under_its_manifest_only(
+    two: TrainerRanks,
+) -> None:
+    before = two.publish("e1", 1, tensors(1))
+    said = two.draft("e1", 2)
+    assert said is not None
+    assert (said.version, said.like) == (2, 1)
+    draft = provisional_manifest(before, 2)
+    found = engines(2)
+    with ThreadPoolExecutor() as pool:
+        fetched = [pool.submit(engine.fetch, draft) for engine in found]
+        manifest = two.publish("e1", 2, tensors(2))
+        for done in fetched:
+            done.result(DEADLINE_S)
+    for engine in found:
+        with pytest.raises(WeightError, match="not staged"):
+            engine.staging.take(draft)
+        assert engine.staging.take(manifest).digest == manifest.digest
+        assert engine.holds(tensors(2))
+        engine.staging.close()
+
+
+def test_receivers_of_a_draft_that_is_not_made_are_disconnected(two: TrainerRanks) -> None:
+    before = two.publish("e1", 1, tensors(1))
+    assert two.draft("e2", 2) is None
+    two.draft("e1", 2)
+    (engine,) = engines(1)
+    with ThreadPoolExecutor() as pool:
+        fetched = pool.submit(engine.fetch, provisional_manifest(before, 2))
+        two.fill("e1", 2, tensors(2))
+        for sender in two.senders:
+            sender.settle(False)
+        with pytest.raises(WeightError, match="version 2"):
+            fetched.result(DEADLINE_S)
+    assert engine.staging.staged is None
+    engine.fetch(two.publish("e1", 3, tensors(3)))
+    assert engine.holds(tensors(3))
+    engine.staging.close()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "problem"),
+    [
+        (b"\xff", "cannot be read"),
+        (encode_wanted({"other": ()}), "cannot be served"),
+        (encode_wanted({"q": (((0, 97), (0, 400)),)}), "are not in"),
+        (encode_wanted({"q": (((0, 96), (0, 400)), ((0, 1), (0, 1)))}), "more of q than there is"),
+    ],
+)
+def test_slices_that_are_not_the_versions_are_refused(
+    two: TrainerRanks, wanted: bytes, problem: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    manifest = two.publish("e1", 1, tensors(1))
+    with pytest.raises(WeightError, match=problem):
+        decode_wanted(wanted, manifest)
+    host, port, _ = parse_location(manifest.location)
+    with socket.create_connection((host, port), timeout=DEADLINE_S) as connection:
+        request = {"version": 1, "epoch": "e1", "slices": 1 << 40}
+        connection.sendall(json.dumps(request).encode() + b"\n")
+        assert connection.recv(1) == b""
+    (engine,) = engines(1)
+    engine.fetch(manifest)
+    assert engine.holds(tensors(1))
+    engine.staging.close()
+
+
+def test_manifest_whose_pieces_leave_a_hole_is_refused(two: TrainerRanks) -> None:
+    manifest = two.publish("e1", 1, tensors(1))
+    parts = (replace(manifest.parts[0], pieces=manifest.parts[0].pieces[1:]), manifest.parts[1])
+    (engine,) = engines(1)
+    with pytest.raises(WeightError, match="tensor embed: the pieces of the trainer's ranks do not make up"):
+        engine.fetch(replace(manifest, parts=parts))
+    assert engine.staging.staged is None
+
+
+@pytest.mark.slow
+def test_rank_that_publishes_takes_memory_for_its_part_and_a_few_buckets() -> None:
+    mib, ranks = 512, 4
+    command = [sys.executable, "-m", "tests.trainer.weights.parts.memory_of_rank", str(mib), str(ranks)]
+    with (
+        closing(made_of(mib, ranks)) as made,
+        subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as process,
+    ):
+        assert process.stdin is not None
+        assert process.stdout is not None
+        theirs = msgspec.msgpack.decode(bytes.fromhex(process.stdout.readline()), type=PartReport)
+        publishing = json.loads(process.stdout.readline())
+        reports = []
+        for rank, sender in enumerate(made.senders[:-1]):
+            held = [
+                torch.full(shape_of(piece.box), float(i))
+                for i, piece in enumerate(made.publication.parts[rank])
+            ]
+            reports.append(sender.fill("e1", 1, held))
+        manifest = made.senders[0].collect([*reports, theirs], base_model="")
+        for sender in made.senders[:-1]:
+            sender.settle(True)
+        shapes = dict(zip(made.publication.names, made.publication.shapes, strict=True))
+        for boxes in tensor_ranks(shapes, 2):
+            engine = EngineRank(boxes, shapes)
+            engine.fetch(manifest)
+            engine.staging.close()
+        process.stdin.write("\n")
+        process.stdin.flush()
+        sending = json.loads(process.stdout.readline())
+    print(f"{mib} MiB over {ranks} ranks: publishing +{publishing:.0f} MiB, sending +{sending:.0f} MiB")
+    assert publishing < mib / ranks + 32
+    assert sending < 64

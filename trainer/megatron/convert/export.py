@@ -1,0 +1,88 @@
+"""Exports a model's tensors by their Hugging Face names: gathered on rank 0, or piece by piece on each."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+from protocol.messages import WeightPiece
+from trainer.backends.base import Publication
+from trainer.megatron.convert.pieces import published_pieces
+from trainer.megatron.layout import Layout
+from trainer.megatron.parallel import Position
+from trainer.megatron.reshard import Piece, TensorPlan, stretch
+
+
+class Exporter:
+    """What one rank does in an export."""
+
+    def __init__(
+        self, layout: Layout, position: Position, dtype: torch.dtype, held: Callable[[str], torch.Tensor]
+    ) -> None:
+        """Export a model of this layout.
+
+        Args:
+            layout: that of the model.
+            position: the place of this rank.
+            dtype: that of the parameters.
+            held: returns this rank's part of a parameter by its name.
+        """
+        self._layout = layout
+        self._position = position
+        self._dtype = dtype
+        self._held = held
+
+    def publication(self, plans: Sequence[TensorPlan]) -> Publication:
+        """Return which rank publishes which box of the planned tensors; equal on every rank."""
+        parts = tuple(
+            tuple(WeightPiece(piece.tensor, piece.box) for piece in part)
+            for part in published_pieces(plans, self._layout)
+        )
+        return Publication(tuple(plan.name for plan in plans), tuple(plan.shape for plan in plans), parts)
+
+    def pieces(self, plans: Sequence[TensorPlan]) -> Iterator[torch.Tensor]:
+        """Yield this rank's pieces of the publication of these plans; no other rank takes part."""
+        for piece in published_pieces(plans, self._layout)[self._position.rank]:
+            plan = plans[piece.tensor]
+            rows = self._rows(plan, piece.rows)
+            found = (rows[0] if len(rows) == 1 else torch.cat(rows, plan.dim)).detach()
+            yield found if piece.rows[0].source is None else found.unsqueeze(0)
+
+    def gathered(self, plans: Iterable[TensorPlan]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield whole tensors on rank 0; send this rank's part of each on the others."""
+        for plan in plans:
+            if self._position.rank == 0:
+                yield plan.name, self._receive(plan)
+            else:
+                self._send(plan)
+
+    def _receive(self, plan: TensorPlan) -> torch.Tensor:
+        """Assemble a tensor on rank 0: copy its own pieces, receive those of another rank in one message."""
+        dtype = torch.float32 if plan.exact else self._dtype
+        tensor = torch.empty(plan.shape, dtype=dtype, device=self._position.device)
+        for number in sorted({piece.rank for piece in plan.pieces}):
+            pieces = [piece for piece in plan.pieces if piece.rank == number]
+            holder = self._layout.holder_of(plan.stage, number)
+            if holder == 0:
+                rows = self._rows(plan, pieces)
+            else:
+                lengths = [piece.length for piece in pieces]
+                shape = [*plan.shape] if pieces[0].source is None else [*plan.shape[1:]]
+                shape[plan.dim] = sum(lengths)
+                message = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+                dist.recv(message, holder)
+                rows = list(message.split(lengths, plan.dim))
+            for piece, part in zip(pieces, rows, strict=True):
+                stretch(tensor, plan.dim, piece.start, piece.length, piece.source).copy_(part)
+        return tensor
+
+    def _rows(self, plan: TensorPlan, pieces: Iterable[Piece]) -> list[torch.Tensor]:
+        held = self._held(plan.parameter)
+        return [stretch(held, plan.dim, piece.local_start, piece.length, piece.of) for piece in pieces]
+
+    def _send(self, plan: TensorPlan) -> None:
+        place = self._position.place
+        number = self._layout.number_of(place, expert=plan.expert)
+        pieces = [piece for piece in plan.pieces if piece.rank == number]
+        if pieces and self._position.rank == self._layout.holder_of(plan.stage, number):
+            dist.send(torch.cat(self._rows(plan, pieces), plan.dim).contiguous(), 0)

@@ -1,0 +1,1 @@
+"""Publishes versions that stay on the trainer's ranks: each serves its own pieces."""

@@ -1,0 +1,131 @@
+"""Sends one rank's cuts of a version to one engine rank, packed a bucket at a time, and then sums.
+
+The dialogue is that of `trainer/weights/nccl.py`, with the slices that the receiver wants in the request:
+
+    sender -> receiver   the answer also has {"bucket_bytes": n}
+    both                 the buckets of `protocol.weights.slices.transfer_of`, one broadcast each
+    both                 the sums of what was not sent of the pieces that were cut; from rank 0 also those of
+                         the pieces that no rank has sent anything of. int64, in one broadcast
+    receiver -> sender   {"done": v}
+"""
+
+from collections import deque
+
+import torch
+
+from protocol.device.slice_digests import slice_sums
+from protocol.messages import WeightManifest
+from protocol.weights.boxes import relative, shape_of
+from protocol.weights.slices import (
+    Cut,
+    Transfer,
+    Wanted,
+    decode_wanted,
+    rest_spans,
+    sum_span,
+    transfer_of,
+    untouched,
+    untouched_spans,
+)
+from trainer.weights.nccl import POLL_S, PairSenderChannel, full_bucket
+from trainer.weights.version_server import ReceiverConnection, ServedVersion, remaining_s
+
+PACKED = 2
+"""Buckets on a GPU that are packed and not sent yet: one is filled while the one before is sent."""
+
+
+class PartChannel(PairSenderChannel):
+    """Sends cuts of one rank's pieces to one receiver."""
+
+    def __init__(
+        self, host: str, backend: str, device: torch.device, *, part: int, bucket_bytes: int
+    ) -> None:
+        """Send from `device` what rank `part` has, in buckets of this size."""
+        super().__init__(host, backend, device, {"bucket_bytes": bucket_bytes})
+        self._part = part
+        self._bucket_bytes = bucket_bytes
+
+    def _broadcast(self, connection: ReceiverConnection, served: ServedVersion, end: float) -> None:
+        manifest = served.manifest
+        wanted = decode_wanted(connection.wanted, manifest)
+        transfer = transfer_of(manifest, self._part, wanted, self._bucket_bytes)
+        queued: deque[torch.cuda.Event] = deque()
+        for bucket in transfer.buckets:
+            memory = torch.empty(Transfer.nbytes(bucket), dtype=torch.uint8, device=self._device)
+            for cut in bucket:
+                self._pack(cut, memory, connection, served, end)
+            self._send_bytes(memory, end)
+            self._wait_sent(queued, connection, end)
+        sums = self._rest_sums(transfer, connection, served, end)
+        if self._part == 0:
+            sums += self._untouched_sums(wanted, connection, served, end)
+        if sums:
+            self._send_bytes(torch.cat(sums).view(torch.uint8), end)
+
+    def _pack(
+        self,
+        cut: Cut,
+        memory: torch.Tensor,
+        connection: ReceiverConnection,
+        served: ServedVersion,
+        end: float,
+    ) -> None:
+        piece = full_bucket(connection, served.streamed, cut.piece, end)
+        box = served.manifest.parts[self._part].pieces[cut.piece].box
+        target = memory[cut.offset : cut.offset + cut.nbytes].view(piece.dtype).view(shape_of(cut.box))
+        target.copy_(piece[relative(cut.box, box)])
+
+    def _wait_sent(self, queued: deque[torch.cuda.Event], connection: ReceiverConnection, end: float) -> None:
+        """On a GPU, wait until all but the last buckets are sent, so that their memory is used again."""
+        if self._device.type != "cuda":
+            return
+        event = torch.cuda.Event()
+        event.record()
+        queued.append(event)
+        while len(queued) >= PACKED:
+            if queued[0].query():
+                queued.popleft()
+            elif connection.disconnected(POLL_S):
+                raise ValueError("a receiver disconnected in the middle of a version")
+            remaining_s(end)
+
+    def _rest_sums(
+        self, transfer: Transfer, connection: ReceiverConnection, served: ServedVersion, end: float
+    ) -> list[torch.Tensor]:
+        """Return the sums of what is not sent of pieces that are sent in part, from what was published."""
+        manifest, found = served.manifest, []
+        spans = rest_spans(manifest, self._part, transfer)
+        for rest, (tensor, first, last) in zip(transfer.rests, spans, strict=True):
+            entry, piece = manifest.tensors[tensor], manifest.parts[self._part].pieces[rest.piece]
+            published = full_bucket(connection, served.streamed, rest.piece, end)
+            sums = torch.zeros(last - first, dtype=torch.int64, device=self._device)
+            for box in rest.boxes:
+                low, high = sum_span(entry, box)
+                part = slice_sums(published[relative(box, piece.box)], entry.shape, box)
+                sums[low - first : high - first] += part
+            found.append(sums)
+        return found
+
+    def _untouched_sums(
+        self, wanted: Wanted, connection: ReceiverConnection, served: ServedVersion, end: float
+    ) -> list[torch.Tensor]:
+        """Return the sums, by tensor, of the pieces of all ranks of which nothing is wanted."""
+        manifest = served.manifest
+        spans = untouched_spans(manifest, wanted)
+        totals = {tensor: torch.zeros(rows, dtype=torch.int64) for tensor, _, rows in spans}
+        numbers = piece_numbers(manifest)
+        for part, number in untouched(manifest, wanted):
+            piece = manifest.parts[part].pieces[number]
+            first, last = sum_span(manifest.tensors[piece.tensor], piece.box)
+            sums = full_bucket(connection, served.collected, numbers[part] + number, end)
+            totals[piece.tensor][first:last] += sums
+        return [totals[tensor].to(self._device) for tensor, _, _ in spans]
+
+
+def piece_numbers(manifest: WeightManifest) -> list[int]:
+    """Return for each part how many pieces the parts before it have."""
+    numbers, total = [], 0
+    for part in manifest.parts:
+        numbers.append(total)
+        total += len(part.pieces)
+    return numbers

@@ -1,0 +1,86 @@
+"""Describes a version that stays on the trainer's ranks: its manifest without digests and locations."""
+
+from collections.abc import Sequence
+
+import torch
+from msgspec.structs import replace
+
+from protocol.errors import WeightError
+from protocol.messages import TensorEntry, WeightManifest, WeightPart
+from protocol.weights.boxes import size_of, whole
+from protocol.weights.buckets import DTYPE_BYTES, BucketLayout, manifest_digest
+from protocol.weights.digests import digest_of_sums, rows_of
+from protocol.weights.provisional import UNKNOWN
+from protocol.weights.slices import sum_span
+from trainer.backends.base import Publication
+from trainer.weights.bucket_writer import published_dtype
+
+
+def blank_manifest(publication: Publication, dtype: str, bucket_bytes: int) -> WeightManifest:
+    """Return the manifest of no version yet; equal on every rank.
+
+    Args:
+        publication: that of the model.
+        dtype: in which its tensors are published.
+        bucket_bytes: size of a bucket.
+    """
+    layout = BucketLayout(bucket_bytes)
+    entries = []
+    for name, shape in zip(publication.names, publication.shapes, strict=True):
+        kind = published_dtype(name, dtype)
+        nbytes = size_of(whole(shape)) * DTYPE_BYTES[kind]
+        entries.append(TensorEntry(name, kind, shape, *layout.place(name, nbytes), nbytes, UNKNOWN))
+    return WeightManifest(
+        epoch="",
+        version=0,
+        transport="nccl",
+        location="",
+        buckets=tuple(layout.buckets),
+        tensors=tuple(entries),
+        parts=tuple(WeightPart("", pieces) for pieces in publication.parts),
+    )
+
+
+def piece_rows(blank: WeightManifest, part: int) -> list[int]:
+    """Return of how many rows each piece of a rank has sums."""
+    spans = (sum_span(blank.tensors[piece.tensor], piece.box) for piece in blank.parts[part].pieces)
+    return [end - first for first, end in spans]
+
+
+def complete_manifest(
+    blank: WeightManifest,
+    sums: Sequence[Sequence[torch.Tensor]],
+    locations: Sequence[str],
+    *,
+    base_model: str,
+) -> WeightManifest:
+    """Return the manifest of a version that every rank has its part of.
+
+    Args:
+        blank: its epoch, version and layout.
+        sums: by rank, those of each piece, int64 on the CPU.
+        locations: by rank, where its part is served.
+        base_model: architecture name from the model's config.json.
+    """
+    totals = [torch.zeros(rows_of(entry.nbytes), dtype=torch.int64) for entry in blank.tensors]
+    for part, found in zip(blank.parts, sums, strict=True):
+        for piece, rows in zip(part.pieces, found, strict=True):
+            first, end = sum_span(blank.tensors[piece.tensor], piece.box)
+            totals[piece.tensor][first:end] += rows
+    entries = tuple(
+        replace(entry, digest=digest_of_sums(total.numpy(), entry.nbytes))
+        for entry, total in zip(blank.tensors, totals, strict=True)
+    )
+    if not entries:
+        raise WeightError("a version without tensors cannot be published")
+    parts = tuple(
+        WeightPart(location, part.pieces) for location, part in zip(locations, blank.parts, strict=True)
+    )
+    return replace(
+        blank,
+        location=locations[0],
+        tensors=entries,
+        parts=parts,
+        digest=manifest_digest(entries),
+        base_model=base_model,
+    )

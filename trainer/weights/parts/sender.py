@@ -1,0 +1,164 @@
+"""Keeps one rank's part of the current version, and serves it to the engine ranks that want slices of it.
+
+No rank has the model whole: a version is copied and digested where its pieces are, and rank 0 collects the
+sums of the pieces, a few bytes for each 64 KiB, of which it makes the manifest.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+import numpy as np
+import torch
+from msgspec.structs import replace
+
+from protocol.device.bounded_init import check_stuck
+from protocol.device.slice_digests import slice_sums
+from protocol.errors import WeightError
+from protocol.messages import WeightDraft, WeightManifest
+from protocol.weights.boxes import shape_of
+from trainer.backends.base import Publication
+from trainer.config import WeightConfig
+from trainer.weights.nccl import backend_of
+from trainer.weights.parts.channel import PartChannel
+from trainer.weights.parts.layout import blank_manifest, complete_manifest, piece_rows
+from trainer.weights.version_server import ServedVersion, VersionServer
+
+
+class PartReport(msgspec.Struct, frozen=True):
+    """What a rank tells rank 0 of its part of a version."""
+
+    location: str
+    error: str
+    """Why the part could not be made; empty if it was."""
+    sums: bytes
+    """Those of its pieces, one after the other, int64."""
+
+
+class PartSender:
+    """One rank's part; `draft`, `fill` and `settle` are called on every rank in the same order."""
+
+    def __init__(self, config: WeightConfig, rank: int, publication: Publication, dtype: str) -> None:
+        """Start to listen on a free port of `config.host`.
+
+        Args:
+            config: section `[weights]`.
+            rank: that of this process.
+            publication: that of the model.
+            dtype: in which its tensors are published.
+
+        Raises:
+            SettingsError: the process group backend is unknown, or cannot be used here.
+            WeightError: the address cannot be listened on.
+        """
+        bucket_bytes = config.bucket_mb << 20
+        self.rank = rank
+        """That of this process."""
+        self._backend, self._device = backend_of(config)
+        self._blank = blank_manifest(publication, dtype, bucket_bytes)
+        self._filled: ServedVersion | None = None
+        self._server = VersionServer(
+            config,
+            lambda: PartChannel(
+                config.host, self._backend, self._device, part=rank, bucket_bytes=bucket_bytes
+            ),
+        )
+
+    @property
+    def location(self) -> str:
+        """HOST:PORT/BACKEND of this rank."""
+        return f"{self._server.address}/{self._backend}"
+
+    def draft(self, epoch: str, version: int) -> WeightDraft | None:
+        """Accept requests for a version that the next `fill` will make, and return its announcement.
+
+        Returns:
+            None if there is no earlier version of the epoch, whose layout the announcement would name.
+        """
+        before = self._server.current
+        if before is None or before.manifest.epoch != epoch:
+            return None
+        self._cancel()
+        self._server.provisional = self._version(epoch, version)
+        return WeightDraft(epoch=epoch, version=version, like=before.manifest.version)
+
+    def fill(self, epoch: str, version: int, pieces: Iterable[torch.Tensor]) -> PartReport:
+        """Copy and digest this rank's pieces; they may be written to when it returns.
+
+        The version is served once `settle` says so, or before to those who know of its draft.
+        """
+        check_stuck()
+        served = self._server.provisional
+        if served is None or (served.manifest.epoch, served.manifest.version) != (epoch, version):
+            self._cancel()
+            served = self._version(epoch, version)
+        self._filled = served
+        try:
+            sums = self._copied(served, pieces)
+        except (WeightError, torch.OutOfMemoryError) as error:
+            return PartReport(self.location, f"rank {self.rank}: {error}", b"")
+        except BaseException:
+            self._cancel()
+            raise
+        return PartReport(self.location, "", sums)
+
+    def collect(self, reports: Sequence[PartReport], *, base_model: str) -> WeightManifest:
+        """Make the manifest of the version that was filled; on rank 0.
+
+        Raises:
+            WeightError: a rank could not make its part; names the first.
+        """
+        assert self._filled is not None
+        if problem := next((report.error for report in reports if report.error), ""):
+            raise WeightError(f"version {self._filled.manifest.version}: {problem}")
+        sums = [
+            _int64(report.sums).split(piece_rows(self._blank, part)) for part, report in enumerate(reports)
+        ]
+        manifest = complete_manifest(
+            self._filled.manifest, sums, [report.location for report in reports], base_model=base_model
+        )
+        for rows in (rows for part in sums for rows in part):
+            self._filled.collected.add(rows)
+        return manifest
+
+    def settle(self, accepted: bool) -> None:
+        """Serve the version that was filled, or forget it: the one before it is still served then."""
+        if not accepted:
+            self._cancel()
+            return
+        assert self._filled is not None
+        self._server.current, self._server.provisional, self._filled = self._filled, None, None
+
+    def retire(self, in_use: frozenset[int]) -> None:
+        """Do nothing: only the current version is kept, and those that are being sent."""
+
+    def close(self) -> None:
+        """Stop listening and disconnect every receiver; idempotent."""
+        self._cancel()
+        self._server.close()
+
+    def _version(self, epoch: str, version: int) -> ServedVersion:
+        return ServedVersion(replace(self._blank, epoch=epoch, version=version))
+
+    def _copied(self, served: ServedVersion, pieces: Iterable[torch.Tensor]) -> bytes:
+        sums = []
+        for piece, tensor in zip(self._blank.parts[self.rank].pieces, pieces, strict=True):
+            shape, entry = shape_of(piece.box), self._blank.tensors[piece.tensor]
+            if tuple(tensor.shape) != shape:
+                raise WeightError(f"{entry.name}: a piece of {list(tensor.shape)}, not {list(shape)}")
+            copy = torch.empty(shape, dtype=getattr(torch, entry.dtype), device=self._device).copy_(tensor)
+            served.streamed.add(copy)
+            sums.append(slice_sums(copy, entry.shape, piece.box))
+        served.streamed.fail()  # there are no more
+        return torch.cat(sums).cpu().numpy().tobytes() if sums else b""
+
+    def _cancel(self) -> None:
+        """Disconnect the receivers of a version that is not served yet, if there is one."""
+        for served in (self._server.provisional, self._filled):
+            if served is not None:
+                served.streamed.fail()
+                served.collected.fail()
+        self._server.provisional = self._filled = None
+
+
+def _int64(data: bytes) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(data, np.int64).copy())
