@@ -119,6 +119,9 @@ class TrainerConfig:
     """full: layers; see `recompute_method`."""
     recompute_modules: tuple[str, ...] = ("layernorm", "mlp")
     """selective: core_attn, layernorm, mlp. core_attn saves little: no kernel used here keeps scores."""
+    routing_replay: bool = False
+    """megatron, mixtures of experts: use the experts that the engine chose for each token, instead of those
+    that the trainer's router would choose; its weights of them are the trainer's. Engines: hf, megatron."""
     moe_aux_loss_coeff: Annotated[float, Meta(ge=0, le=1e3)] = 0.0
     """megatron, models with experts: weight of the loss that keeps each sample's tokens spread over them
     (Megatron's seq_aux_loss), the mean over the samples of a step. 0 is off."""
@@ -227,6 +230,24 @@ class WeightConfig:
     timeout_s: Annotated[float, Meta(gt=0, le=1e6)] = 60.0
     """Limit for one transfer, seconds. With shared also how long the trainer waits for the engine to serve a
     version before it works on the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """Section `[cluster]`: hosts that the trainer's ranks are divided between. docs/cluster.md says how."""
+
+    nodes: Annotated[int, Meta(ge=0, le=4096)] = 0
+    """Hosts of the trainer, each of which runs `python -m services.trainer`. 0: what Slurm says
+    (SLURM_STEP_NUM_NODES, SLURM_NNODES) where `rendezvous` is set, else 1."""
+    node_rank: Annotated[int, Meta(ge=-1, le=4095)] = -1
+    """Number of this host, from 0. Host 0 has rank 0 of the trainer. -1: what Slurm (SLURM_NODEID) or
+    Kubernetes (JOB_COMPLETION_INDEX) says."""
+    rendezvous: str = ""
+    """HOST:PORT at which host 0 listens and the others find it. Needed with more than one host."""
+    join_timeout_s: Annotated[float, Meta(ge=1, le=1e6)] = 600.0
+    """Seconds that a host waits until all others have come."""
+    peer_timeout_s: Annotated[float, Meta(ge=5, le=1e6)] = 30.0
+    """Seconds without a sign of life from a host after which the trainer ends on all of them."""
 
 
 @dataclass(frozen=True, slots=True)

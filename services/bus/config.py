@@ -26,6 +26,9 @@ class BusConfig:
     """Host that others connect to. Empty: `host`, or this machine's name where `host` is a wildcard."""
     port_base: Annotated[int, Meta(ge=0, le=65535 - len(TOPICS))] = 0
     """Topic number i binds port_base + i. 0: any free port."""
+    health_port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    """Port of a service's /health and /metrics, for probes of a service that has an address of its own. 0:
+    any free port; `tether status` shows it."""
     heartbeat_s: Annotated[float, Meta(ge=0.01, le=1e4)] = 0.5
     """Seconds between two heartbeats of a receiver, and between two reads of the registry by a sender."""
     peer_timeout_s: Annotated[float, Meta(ge=0.02, le=1e6)] = 5.0

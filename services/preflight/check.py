@@ -94,7 +94,7 @@ def describe_run(settings: Settings, model: ModelFacts, source: PromptSource) ->
         f"samples, at most {per_step * sampling.max_tokens:,} sampled tokens each; "
         f"E={bound.max_staleness}, {bound.staleness_policy}",
         f"trainer  {settings.trainer.backend}, {settings.trainer.dtype}, "
-        f"{parallel.world_size} rank(s): {ranks}{_on(services.trainer_gpus)}",
+        f"{parallel.world_size} rank(s): {ranks}{_on(services.trainer_gpus)}{_on_hosts(settings)}",
         f"rollout  {engines or f'{services.rollouts} on {engine.name}'}, {engine.dtype}, "
         f"tensor {engine.tensor_parallel_size}{_on(services.rollout_gpus)}; "
         f"weights by {settings.weights.transport}",
@@ -106,6 +106,10 @@ def describe_run(settings: Settings, model: ModelFacts, source: PromptSource) ->
 
 def _on(gpus: str) -> str:
     return f" on GPUs {gpus}" if gpus else ""
+
+
+def _on_hosts(settings: Settings) -> str:
+    return f" on {settings.cluster.nodes} hosts" if settings.cluster.nodes > 1 else ""
 
 
 def _error_of_environment(settings: Settings) -> Iterator[Problem]:

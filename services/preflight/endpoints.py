@@ -100,6 +100,13 @@ def _port_problems(settings: Settings) -> Iterator[Problem]:
                 "monitor.port",
                 monitor.port,
             )
+    if bus.health_port:
+        yield Problem(
+            "all services of a run on one machine would serve /health on the same port",
+            "leave it out; it is for services with addresses of their own, such as pods",
+            "bus.health_port",
+            bus.health_port,
+        )
     for setting, value, host, port in wanted:
         reason = _why_not_bound(host, port)
         if reason:

@@ -17,6 +17,7 @@ from services.settings.sections import Settings
 from trainer.config import ParallelConfig
 from trainer.megatron.architecture.experts import check_ranks
 from trainer.megatron.architecture.families import FAMILIES, SUPPORTED
+from trainer.megatron.architecture.numbers import Architecture
 from trainer.megatron.architecture.reading import architecture_of
 from trainer.megatron.layout import Layout
 from trainer.megatron.reshard import export_plan
@@ -106,19 +107,47 @@ def _megatron_problems(setting: str, settings: Settings, model: ModelFacts) -> I
             tp,
         )
         return
-    if setting == "trainer.backend" and settings.weights.transport == "shared" and architecture.family.fused:
+    if setting == "trainer.backend":
+        yield from _shared_problems(settings, architecture)
+        yield from _longrope_problems(settings, architecture)
+    if setting == "engine.name" and architecture.not_generated:
         yield Problem(
-            f"it needs tensors that are parts of the trainer's; {architecture.model_type} has q, k and v one "
-            "after the other, and there they alternate",
-            "use shm",
-            "weights.transport",
-            "shared",
+            f"it has no {architecture.not_generated}, which {architecture.model_type} needs",
+            "use vllm or sglang",
+            setting,
+            "megatron",
         )
     try:
         check_ranks(architecture.experts, parallel)
         export_plan(architecture, Layout.of(parallel, architecture.layers))
     except SettingsError as error:
         yield Problem(f"section [parallel]: {error}")
+
+
+def _shared_problems(settings: Settings, architecture: Architecture) -> Iterator[Problem]:
+    kind = architecture.model_type
+    found = {
+        f"it needs tensors that are parts of the trainer's; {kind} has q, k and v one after the other, and "
+        "there they alternate": architecture.family.fused_qkv,
+        f"it publishes masters, and the biases of the routers of {kind} have none": architecture.experts.bias,
+    }
+    for problem, present in found.items():
+        if present and settings.weights.transport == "shared":
+            yield Problem(problem, "use shm", "weights.transport", "shared")
+
+
+def _longrope_problems(settings: Settings, architecture: Architecture) -> Iterator[Problem]:
+    """Compare the context with the one up to which engines and trainer rotate alike."""
+    originals = [rope.original_max_position_embeddings for rope in architecture.ropes if rope.long_factor]
+    longest = max(engine.max_model_len for engine in _engines(settings))
+    if originals and longest > min(originals):
+        yield Problem(
+            f"longrope rotates otherwise beyond {min(originals)} tokens: an engine decides it by this limit, "
+            "the trainer by the length of each sequence",
+            f"set it to {min(originals)} or less",
+            "engine.max_model_len",
+            longest,
+        )
 
 
 def _engine_problems(settings: Settings, engine: EngineConfig, model: ModelFacts) -> Iterator[Problem]:
@@ -141,7 +170,8 @@ def _engine_problems(settings: Settings, engine: EngineConfig, model: ModelFacts
 
 def _stacked_experts(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
     kind = model.config.get("model_type")
-    if settings.trainer.backend == "megatron" and kind in FAMILIES and FAMILIES[kind].experts:
+    names = FAMILIES[kind].experts if kind in FAMILIES else None
+    if settings.trainer.backend == "megatron" and names is not None and not names.stacked:
         yield Problem(
             f"transformers joins the experts of a {kind} model, and the trainer publishes them one by one",
             "use vllm or megatron",

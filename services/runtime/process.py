@@ -172,7 +172,7 @@ async def open_process(role: Role, settings: Settings, name: str) -> AsyncIterat
                 "edges": {topic: snapshot() for topic, snapshot in process.edges.items()},
             },
         )
-        process.info["http"] = await server.start(settings.bus.host, 0)
+        process.info["http"] = await server.start(settings.bus.host, settings.bus.health_port)
         try:
             await process.register()
             yield process

@@ -118,7 +118,7 @@ def _not_for_evaluation(settings: Settings, machine: Machine) -> list[str]:
 
 
 def _wants_split(settings: Settings, machine: Machine) -> bool:
-    needed = settings.parallel.world_size + settings.engine.tensor_parallel_size
+    needed = settings.ranks_per_host + settings.engine.tensor_parallel_size
     return (
         _engine_on_gpu(settings, machine)
         and _trainer_on_gpu(settings, machine)
@@ -131,7 +131,7 @@ def _wants_split(settings: Settings, machine: Machine) -> bool:
 def _trainer_gpus(settings: Settings, machine: Machine) -> str:
     if settings.services.rollout_gpus or not _wants_split(settings, machine):
         return ""
-    return ",".join(_not_for_evaluation(settings, machine)[: settings.parallel.world_size])
+    return ",".join(_not_for_evaluation(settings, machine)[: settings.ranks_per_host])
 
 
 def _rollout_gpus(settings: Settings, machine: Machine) -> str:
@@ -166,7 +166,7 @@ def _shares(settings: Settings) -> tuple[int, int]:
         return 0, 0
     engines = settings.services.rollout_workers + (settings.eval.every > 0)
     return (
-        0 if settings.trainer.backend == "scripted" else settings.parallel.world_size,
+        0 if settings.trainer.backend == "scripted" else settings.ranks_per_host,
         0 if settings.engine.name == "scripted" else engines * settings.engine.tensor_parallel_size,
     )
 

@@ -10,7 +10,7 @@ from protocol.host.hub import is_hub_name
 from protocol.ids import checked_run_id
 from protocol.ranges import range_errors
 from rollout.engines.base import DTYPES
-from rollout.engines.registry import CAN_SHARE, CAN_SLEEP, ENGINES, SERVE_ADAPTERS
+from rollout.engines.registry import CAN_SHARE, CAN_SLEEP, ENGINES, RECORD_EXPERTS, SERVE_ADAPTERS
 from services.settings.engine_pool import check_pool
 from services.settings.evaluation import check_evaluation
 from services.settings.placement import check_gpus, gpu_list
@@ -32,6 +32,7 @@ from trainer.config import (
     TrainerConfig,
     WeightConfig,
 )
+from trainer.hosts.place import check_cluster
 from trainer.registry import BACKENDS
 from trainer.weights.registry import TRANSPORTS
 
@@ -73,9 +74,11 @@ def settings_errors(settings: Settings) -> Iterator[SettingsError]:
     for check in (
         lambda: checked_run_id(settings.run.name),
         lambda: _check_adapters_and_sleep(settings),
+        lambda: _check_routing_replay(settings),
         lambda: check_pool(services.pool, engine),
-        lambda: check_gpus(services, settings.parallel.world_size, engine.tensor_parallel_size),
+        lambda: check_gpus(services, settings.ranks_per_host, engine.tensor_parallel_size),
         lambda: check_shared(settings),
+        lambda: _check_hosts(settings),
         lambda: check_evaluation(settings),
         lambda: _check_mismatch(settings.trainer),
         lambda: _check_memory(settings.trainer, settings.optimizer),
@@ -146,6 +149,15 @@ def _check_learning_rate(optimizer: OptimizerConfig) -> None:
         )
 
 
+def _check_hosts(settings: Settings) -> None:
+    check_cluster(settings.cluster, settings.parallel.world_size)
+    if settings.colocated.enabled and settings.cluster.nodes > 1:
+        raise SettingsError(
+            f"setting colocated.enabled: trainer and engines take turns on the GPUs of one host, and "
+            f"cluster.nodes is {settings.cluster.nodes}; give engines GPUs of their own, or use one host"
+        )
+
+
 def _check_alternatives(settings: Settings) -> None:
     if settings.services.pool and settings.services.rollouts != 1:
         raise SettingsError("settings services.pool and services.rollouts exclude each other: give one")
@@ -208,6 +220,24 @@ def _check_adapters_and_sleep(settings: Settings) -> None:
         raise SettingsError(
             "settings colocated.enabled and services.pool exclude each other: "
             "engines that share a GPU are of one kind"
+        )
+
+
+def _check_routing_replay(settings: Settings) -> None:
+    trainer, engine = settings.trainer, settings.engine
+    if not (trainer.routing_replay or engine.enable_return_routed_experts):
+        return
+    setting = "trainer.routing_replay" if trainer.routing_replay else "engine.enable_return_routed_experts"
+    names = [engine.name, *(str(entry.engine.get("name", engine.name)) for entry in settings.services.pool)]
+    for name in names:
+        if name not in RECORD_EXPERTS:
+            raise SettingsError(
+                f"setting {setting}: engine {name!r} does not record which experts it chose; "
+                f"use {' or '.join(RECORD_EXPERTS)}"
+            )
+    if trainer.routing_replay and trainer.backend != "megatron":
+        raise SettingsError(
+            f"setting trainer.routing_replay: backend {trainer.backend!r} cannot replay routing; use megatron"
         )
 
 

@@ -30,6 +30,7 @@ from services.settings.placement import ServicesConfig
 from services.settings.tracking import TrackingConfig
 from trainer.config import (
     AlgorithmConfig,
+    ClusterConfig,
     OptimizerConfig,
     ParallelConfig,
     ScratchConfig,
@@ -213,6 +214,7 @@ class Settings:
     lora: LoraConfig = field(default_factory=LoraConfig)
     weights: WeightConfig = field(default_factory=WeightConfig)
     colocated: ColocatedConfig = field(default_factory=ColocatedConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
     services: ServicesConfig = field(default_factory=ServicesConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
@@ -222,6 +224,11 @@ class Settings:
     def run_dir(self) -> Path:
         """Absolute path of the run directory."""
         return Path(self.run.dir or f"runs/{self.run.name}").absolute()
+
+    @property
+    def ranks_per_host(self) -> int:
+        """Ranks of the trainer on one of its hosts."""
+        return -(-self.parallel.world_size // max(1, self.cluster.nodes))
 
     @property
     def context_tokens(self) -> int:

@@ -19,6 +19,9 @@ SHORT_NAMES = {
     "TETHER_RUN": "run.name",
     "TETHER_RUN_DIR": "run.dir",
     "TETHER_STEPS": "run.steps",
+    "TETHER_NODES": "cluster.nodes",
+    "TETHER_NODE_RANK": "cluster.node_rank",
+    "TETHER_RENDEZVOUS": "cluster.rendezvous",
 }
 """Variable -> setting, beside `TETHER_SECTION__KEY`, for the settings that are set most."""
 OTHER_VARIABLES = frozenset({"TETHER_CONFIG", "TETHER_LOG_LEVEL", "TETHER_INSTANCE"})

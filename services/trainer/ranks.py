@@ -1,6 +1,7 @@
 """Runs the trainer on several ranks: the process that starts torchrun, and the ranks that follow rank 0."""
 
 import signal
+from collections.abc import Sequence
 
 from services.gpu_sharing.device_lock import DeviceLock
 from services.runtime.errors import EXIT_FAILED, EXIT_SETTINGS, configure_logging
@@ -13,25 +14,41 @@ from trainer.backends.step import follow_commands
 
 
 def run_ranks(settings: Settings) -> int:
-    """Run the trainer once for each rank, until all have ended.
+    """Run the trainer once for each rank, on this machine, until all have ended.
 
     In a colocated run all ranks hold the device together, so it is not free before the last of them has
     ended.
 
     Returns:
-        The exit code, which torchrun alone would not pass on.
+        The exit code.
     """
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import main as launch
-
     if settings.colocated.enabled:
         DeviceLock(settings.run_dir).allow_children()
+    return launch(torchrun(settings.parallel.world_size, "services.trainer"))[0]
+
+
+def launch(command: Sequence[str]) -> tuple[int, bool]:
+    """Run torchrun in this process.
+
+    Args:
+        command: its command line, of `trainer.backends.launch`.
+
+    Returns:
+        The exit code, which torchrun alone would not pass on, and whether a signal asked it to stop; then
+        rank 0 has drained.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main
+
     try:
-        launch(torchrun(settings.parallel.world_size, "services.trainer")[3:])
+        main(command[3:])
     except ChildFailedError as failed:
         codes = {failure.exitcode for failure in failed.failures.values()}
-        return EXIT_SETTINGS if EXIT_SETTINGS in codes else EXIT_FAILED
-    return 0
+        return (EXIT_SETTINGS if EXIT_SETTINGS in codes else EXIT_FAILED), False
+    except SignalException:
+        return 0, True
+    return 0, False
 
 
 def follow_rank_0(rank: int) -> None:

@@ -1,6 +1,6 @@
 """Starts the trainer, `python -m services.trainer`: under torchrun one process for each rank.
 
-Started alone it starts torchrun itself where more than one rank is configured.
+Started alone it starts torchrun itself where more than one rank is configured, on each host of `[cluster]`.
 
 Consumes: scored groups, by `take`, from the spool. Produces: versions, their weights and reports. Waits for:
 B scored groups.
@@ -17,18 +17,20 @@ from protocol.ids import new_epoch
 from protocol.topics import WEIGHTS, Role
 from services.bus.broadcast import Broadcaster
 from services.observability.steps import StepLog
-from services.runtime.errors import EXIT_SETTINGS
+from services.runtime.errors import configure_logging, describe_error
 from services.runtime.main import service_main
 from services.runtime.process import Process
 from services.settings.load import load_settings
 from services.trainer.checkpointing import Checkpointer
 from services.trainer.gpu_turn import TrainerGpuTurn, first_turn
+from services.trainer.hosts import run_on_hosts
 from services.trainer.model_runner import ModelRunner, load_model
 from services.trainer.open_run import OpenRun
 from services.trainer.ranks import follow_rank_0, run_ranks
 from services.trainer.snapshots import Snapshots
 from services.trainer.takeover import take_over
 from services.trainer.train_loop import TrainLoop
+from trainer.hosts.place import find_place
 from trainer.storage.archive import Archive
 from trainer.storage.checkpoints import Checkpoints
 from trainer.storage.spool import Spool
@@ -117,7 +119,7 @@ async def _step(run: OpenRun, runner: ModelRunner, loop: TrainLoop) -> None:
 
 
 def main() -> None:
-    """Start torchrun if more than one rank is configured; else be the rank that the environment names."""
+    """Start this host's ranks if more than one is configured; else be the rank that the environment names."""
     rank = int(os.environ.get("RANK", "-1"))
     if rank >= 0:  # torchrun gives each rank a session of its own, which nobody else ends
         die_with_parent(signal.SIGKILL)
@@ -127,9 +129,14 @@ def main() -> None:
     if rank < 0:
         try:
             settings = load_settings()
+            place = find_place(settings.cluster, settings.parallel.world_size, os.environ)
+            if place.hosts > 1:
+                configure_logging(os.environ.get("TETHER_INSTANCE", Role.TRAINER))
+                sys.exit(run_on_hosts(settings, place))
             if settings.parallel.world_size > 1:
                 sys.exit(run_ranks(settings))
-        except SettingsError as error:
-            print(f"tether trainer: {error}", file=sys.stderr)
-            sys.exit(EXIT_SETTINGS)
+        except TetherError as error:
+            line, code = describe_error(error)
+            print(f"tether trainer: {line}", file=sys.stderr)
+            sys.exit(code)
     service_main(Role.TRAINER, serve)

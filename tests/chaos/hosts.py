@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -60,14 +60,14 @@ def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True)
 
 
-def make_network() -> None:
-    """Make hosts on a bridge, and connect this program to it."""
+def make_network(hosts: Mapping[str, str] = HOSTS) -> None:
+    """Make hosts, name -> address, on a bridge, and connect this program to it."""
     subprocess.run(["mount", "-t", "tmpfs", "tmpfs", "/run"], check=True)  # `ip netns` keeps its names there
     ip("link", "add", "bridge", "type", "bridge")
     ip("address", "add", f"{BRIDGE}/24", "dev", "bridge")
     for device in ("lo", "bridge"):
         ip("link", "set", device, "up")
-    for host, address in HOSTS.items():
+    for host, address in hosts.items():
         ip("netns", "add", host)
         ip("link", "add", host, "type", "veth", "peer", "name", "eth0", "netns", host)
         ip("link", "set", host, "master", "bridge", "up")
@@ -89,10 +89,19 @@ async def cut(host: str) -> AsyncIterator[None]:
 class Hosts:
     """The processes of the run, on their hosts."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(
+        self,
+        place: Place,
+        addresses: Mapping[str, str] = HOSTS,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start nothing yet; the first host of `addresses` has Redis."""
         self.place = place
+        self.addresses = addresses
+        self.variables = variables or {}
+        self.ledger = next(iter(addresses))
         self.password = secrets.token_hex(16)
-        self.url = f"redis://:{self.password}@{HOSTS['ledger']}:6379/0"
+        self.url = f"redis://:{self.password}@{addresses[self.ledger]}:6379/0"
         self.processes: dict[tuple[str, str], asyncio.subprocess.Process] = {}
 
     async def start(self, host: str, name: str, *program: str) -> asyncio.subprocess.Process:
@@ -101,9 +110,10 @@ class Hosts:
             "TETHER_CONFIG": str(Path(__file__).with_name("run.toml")), "TETHER_RUN": RUN,
             "TETHER_RUN_DIR": str(self.place.run_dir),
             "TETHER_REDIS_URL": self.url, "TETHER_INSTANCE": f"{name}.{host}",
-            "TETHER_BUS__HOST": HOSTS[host],
+            "TETHER_BUS__HOST": self.addresses[host],
             "TETHER_BUS__CURVE_DIR": str(self.place.root / "keys"), "TETHER_WEIGHTS__TRANSPORT": "nccl",
-            "TETHER_WEIGHTS__HOST": HOSTS[host], "GLOO_SOCKET_IFNAME": "eth0",
+            "TETHER_WEIGHTS__HOST": self.addresses[host], "GLOO_SOCKET_IFNAME": "eth0",
+            **self.variables,
         }  # fmt: skip
         with (self.place.root / f"{name}.{host}.log").open("ab") as log:
             process = await asyncio.create_subprocess_exec(
@@ -122,10 +132,10 @@ class Hosts:
         """Start Redis on the ledger's host."""
         config = self.place.root / "redis" / "server.conf"
         config.write_text(
-            f"bind {HOSTS['ledger']}\nport 6379\nrequirepass {self.password}\nappendonly yes\nappendfsync "
-            'always\nsave ""\n'
+            f"bind {self.addresses[self.ledger]}\nport 6379\nrequirepass {self.password}\n"
+            'appendonly yes\nappendfsync always\nsave ""\n'
         )
-        await self.start("ledger", "redis", find_server(), str(config))
+        await self.start(self.ledger, "redis", find_server(), str(config))
 
     async def stop(self, *names: str) -> list[str]:
         """Ask services to drain; returns those that did not end well."""
@@ -210,24 +220,26 @@ async def serves(ledger: RedisLedger, name: str) -> None:
         await asyncio.sleep(POLL_S)
 
 
-async def within_limit(place: Place) -> list[str]:
+async def within_limit(scenario: Callable[[Place], Awaitable[list[str]]], place: Place) -> list[str]:
     async with asyncio.timeout(LIMIT_S):
-        return await run(place)
+        return await scenario(place)
 
 
-def main() -> int:
-    """Make the network, run, and print the violations."""
+def main(
+    scenario: Callable[[Place], Awaitable[list[str]]] = run, addresses: Mapping[str, str] = HOSTS
+) -> int:
+    """Make the network, run a scenario on its hosts, and print the violations."""
     enter_private("net")
     if PRIVATE not in os.environ:
         return NOT_PERMITTED
     try:
-        make_network()
+        make_network(addresses)
     except (subprocess.CalledProcessError, FileNotFoundError):
         return NOT_PERMITTED
     with tempfile.TemporaryDirectory(prefix="tether-chaos-") as root:
         place = make_place(Path(root) / "place")
         try:
-            wrong = asyncio.run(within_limit(place))
+            wrong = asyncio.run(within_limit(scenario, place))
         except BaseException:
             for log in sorted(place.root.glob("*.log")):
                 print(f"--- {log.name}\n{log.read_text(errors='replace')[-1500:]}", flush=True)

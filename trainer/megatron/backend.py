@@ -24,6 +24,7 @@ from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.lora import merged
 from trainer.megatron import cpu, parallel
 from trainer.megatron.architecture.experts import check_ranks
+from trainer.megatron.architecture.numbers import Architecture
 from trainer.megatron.architecture.reading import read_architecture
 from trainer.megatron.checkpoint import copy_part, layout, restore_part
 from trainer.megatron.convert.checkpoint import load_checkpoint
@@ -83,7 +84,7 @@ class MegatronBackend(Backend):
         """
         _check(parallel, trainer, shared=shared)
         self.algorithm, self._trainer = algorithm, trainer
-        self._model_spec = read_architecture(model_dir)
+        self._model_spec = _read(model_dir, shared=shared)
         self.architecture = self._model_spec.name
         check_ranks(self._model_spec.experts, parallel)
         self._places = Layout.of(parallel, self._model_spec.layers)
@@ -170,7 +171,7 @@ class MegatronBackend(Backend):
             for name, parameter in model.named_parameters():
                 parameter.copy_(self._parameters[name])
         self._reference_model = model.requires_grad_(False)
-        self._reference = self._make_runner(model)
+        self._reference = self._make_runner(model, replays_routing=False)
 
     def masters(self) -> Mapping[str, torch.Tensor]:
         return self._masters or super().masters()
@@ -262,10 +263,15 @@ class MegatronBackend(Backend):
             self._closed = True
             parallel.finalize()
 
-    def _make_runner(self, model: Any) -> Runner:
+    def _make_runner(self, model: Any, *, replays_routing: bool) -> Runner:
         trainer = self._trainer
         return Runner(
-            model, self._model_spec, self._position, trainer.micro_batch_tokens, trainer.micro_batch_size
+            model,
+            self._model_spec,
+            self._position,
+            trainer.micro_batch_tokens,
+            trainer.micro_batch_size,
+            replays_routing=replays_routing,
         )
 
     def _layout(self) -> dict[str, object]:
@@ -289,7 +295,7 @@ class MegatronBackend(Backend):
         self._model = wrap_model(
             model, self._config, position, grad_reduce_in_fp32=config.grad_reduce_in_fp32
         )
-        self._runner = self._make_runner(self._model)
+        self._runner = self._make_runner(self._model, replays_routing=self._trainer.routing_replay)
         kind = HostOptimizer if config.cpu_offload else Optimizer
         self._optimizer = kind(config, self._model, position, dtype, apart=shared)
         self._masters = self._optimizer.masters
@@ -321,7 +327,8 @@ class MegatronBackend(Backend):
 
     def _receive(self, plan: TensorPlan) -> torch.Tensor:
         """Assemble a tensor on rank 0: copy its own pieces, receive those of another rank in one message."""
-        tensor = torch.empty(plan.shape, dtype=DTYPES[self._trainer.dtype], device=self._position.device)
+        dtype = torch.float32 if plan.exact else DTYPES[self._trainer.dtype]
+        tensor = torch.empty(plan.shape, dtype=dtype, device=self._position.device)
         for number in sorted({piece.rank for piece in plan.pieces}):
             pieces = [piece for piece in plan.pieces if piece.rank == number]
             holder = self._places.holder_of(plan.stage, number)
@@ -370,6 +377,16 @@ def _check(parallel: ParallelConfig, trainer: TrainerConfig, *, shared: bool) ->
             )
     if trainer.dtype not in DTYPES:
         raise SettingsError(f"[trainer] dtype is {trainer.dtype!r}: use {' or '.join(DTYPES)}")
+
+
+def _read(model_dir: Path, *, shared: bool) -> Architecture:
+    architecture = read_architecture(model_dir)
+    if shared and architecture.experts.bias:
+        raise SettingsError(
+            "setting weights.transport: 'shared' publishes masters, and the biases of the routers of "
+            f"{architecture.model_type} have none: use shm"
+        )
+    return architecture
 
 
 def _initialize(config: ParallelConfig, trainer: TrainerConfig) -> parallel.Position:

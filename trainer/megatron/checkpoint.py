@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from protocol.errors import SettingsError
 from protocol.weights.lora import LoraConfig
 from trainer.megatron.architecture.experts import Experts
+from trainer.megatron.architecture.latent import Latent
 from trainer.megatron.architecture.numbers import Architecture
 from trainer.megatron.architecture.rope import Rope
 from trainer.megatron.optimizer import Optimizer, is_distributed
@@ -34,6 +35,8 @@ from trainer.storage.host_state import HostCopies, HostState
 FORMAT = 1
 """Version of these files."""
 LAYOUT = "layout.json"
+PARTS = {"rope": Rope, "local_rope": Rope, "latent": Latent, "experts": Experts}
+"""Numbers of a model that are tables of their own."""
 STATE = ("exp_avg", "exp_avg_sq", "step")
 """Adam's state of a parameter."""
 
@@ -132,9 +135,9 @@ def _check_layout(directory: Path, description: dict[str, Any]) -> None:
     saved = {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": 1} | saved
     if isinstance(saved.get("model"), dict):
         saved["model"] = _with_defaults(saved["model"], Architecture)
-        for name, kind in (("rope", Rope), ("experts", Experts)):
-            saved["model"][name] = _with_defaults(saved["model"].get(name) or {}, kind)
-        saved["model"] = json.loads(json.dumps(saved["model"]))  # defaults may be tuples
+        for name, kind in PARTS.items():
+            if saved["model"][name] is not None:
+                saved["model"][name] = _with_defaults(saved["model"][name], kind)
     current = json.loads(json.dumps(description))
     different = {key: (saved.get(key), value) for key, value in current.items() if saved.get(key) != value}
     if "model" in different:
@@ -155,11 +158,13 @@ def _check_layout(directory: Path, description: dict[str, Any]) -> None:
 
 def _with_defaults(saved: dict[str, Any], kind: Any) -> dict[str, Any]:
     """Return the fields of a dataclass, with the default of those that an older release did not know."""
-    defaults = {field.name: field.default for field in fields(kind) if field.default is not MISSING}
-    return {
+    known = {field.name: field.default for field in fields(kind) if field.default is not MISSING}
+    plain = {
         name: asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
-        for name, value in defaults.items()
-    } | saved
+        for name, value in known.items()
+    }
+    defaults: dict[str, Any] = json.loads(json.dumps(plain))
+    return defaults | saved
 
 
 def _optimizer_tensors(optimizer: Optimizer) -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@ Shapes: t tokens of the part; T tokens of a micro-batch; k tokens of it whose lo
 The hidden state of a token predicts the next one, so the last token of a sample is not an input.
 """
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -25,8 +26,10 @@ from trainer.backends.token_loss import micro_batch_loss
 from trainer.batch import Batch
 from trainer.megatron.architecture.numbers import Architecture
 from trainer.megatron.layers.experts.balance import loads_by_layer, updated_bias
+from trainer.megatron.layers.experts.replay import check_recorded
 from trainer.megatron.layers.experts.router import ExpertRouter
 from trainer.megatron.layers.head import linear_logprobs
+from trainer.megatron.layers.spec import attention_terms
 from trainer.megatron.micro_batches import MicroBatch, Packing
 from trainer.megatron.model import PackedModel
 from trainer.megatron.parallel import Position
@@ -42,6 +45,8 @@ class Runner:
         position: Position,
         micro_batch_tokens: int,
         micro_batch_size: int,
+        *,
+        replays_routing: bool = False,
     ) -> None:
         """Bind to a model (PackedModel, or DistributedDataParallel around one).
 
@@ -51,8 +56,10 @@ class Runner:
             position: this rank's place in the layout.
             micro_batch_tokens: tokens of a micro-batch, on each rank; see `Packing`.
             micro_batch_size: samples of a micro-batch, at most.
+            replays_routing: whether routers choose the experts that the engine recorded.
         """
         self.model = model
+        self.replays_routing = replays_routing
         self.architecture = architecture
         self.position = position
         self.micro_batch_tokens = micro_batch_tokens
@@ -61,6 +68,7 @@ class Runner:
         self.routers = [module for module in self._inner.modules() if isinstance(module, ExpertRouter)]
         self.loads = torch.zeros(0, 0)
         """Tokens that each expert got in the last step: float64 [layers, experts], equal on every rank."""
+        self._terms = {attention_terms(architecture, layer) for layer in range(architecture.layers)}
 
     def train(
         self, batch: Batch, algorithm: Algorithm, measures: StepMeasures
@@ -134,11 +142,16 @@ class Runner:
         return loads_by_layer(found, self.architecture.layers, self.architecture.experts.count)
 
     def _run(self, batch: Batch, packing: Packing, finish: Any, *, forward_only: bool) -> list[Any]:
+        if self.replays_routing:
+            check_recorded(batch.experts, self.architecture.experts, self.architecture.layers)
+        else:
+            batch = dataclasses.replace(batch, experts=None)
         micro_batches = packing.micro_batches(
             batch,
             self.position,
-            self._inner.rotary_pos_emb.inv_freq,
+            self._inner.rotaries,
             self._inner.config.params_dtype,
+            self._terms,
             trained=not forward_only,
             experts=self.architecture.experts.count > 0,
         )
@@ -186,6 +199,7 @@ class Runner:
             micro.targets,
             vocabulary=self.architecture.vocabulary,
             temperature=temperature,
+            softcap=self.architecture.logit_softcap,
             rank=self.position.tp,
             size=self.position.config.tensor_model_parallel_size,
             group=mpu.get_tensor_model_parallel_group(),

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.inference.contexts import StaticInferenceContext
-from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
@@ -29,10 +28,13 @@ from trainer.megatron import cpu, parallel
 from trainer.megatron.architecture.numbers import Architecture
 from trainer.megatron.architecture.reading import read_architecture
 from trainer.megatron.convert.checkpoint import load_checkpoint
-from trainer.megatron.layers.attention.segmented import window_mask
+from trainer.megatron.layers.attention.rotary import Angles, Rotary
+from trainer.megatron.layers.attention.segmented import causal_attention
+from trainer.megatron.layers.attention.softcapped import softcapped_attention
 from trainer.megatron.layers.attention.terms import AttentionTerms
+from trainer.megatron.layers.experts.replay import RouterRecorder
 from trainer.megatron.layout import Layout, Place
-from trainer.megatron.model import DTYPES, build_model, transformer_config
+from trainer.megatron.model import DTYPES, PackedModel, build_model, transformer_config
 from trainer.megatron.reshard import export_plan, stretch
 from trainer.megatron.sharing import buffers_of, parts_of
 
@@ -53,10 +55,25 @@ class SlotCache(StaticInferenceContext):
         }
         self.positions = torch.empty(0)
         """int64: positions of this pass's tokens, [S, 1] in a prefill, [1, B] when every slot gets one."""
+        self.angles: tuple[Angles, ...] = ()
+        """Angles of these positions, for each rotary embedding; [S, 1, 1, R] or [1, B, 1, R]."""
         self.first = 0
         """The first slot of a prefill."""
         self.width = 0
         """Tokens of the longest slot, including this pass's."""
+
+    def set_positions(self, positions: torch.Tensor, rotaries: Sequence[Rotary]) -> None:
+        """Begin a pass over tokens at these positions.
+
+        longrope rotates all sequences as those of the longest that a slot holds, so that keys stay what they
+        are.
+        """
+        self.positions = positions
+        longest = torch.full_like(positions.flatten(), self.max_sequence_length)
+        self.angles = tuple(
+            _shaped(rotary.angles(positions.flatten(), longest, self.tensors[0].dtype), positions)
+            for rotary in rotaries
+        )
 
     def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Store this pass's keys and values; returns all that its queries attend to.
@@ -97,11 +114,7 @@ class SlotAttention(SelfAttention):
         *unused: Any,
         **also_unused: Any,
     ) -> tuple[Any, ...]:
-        angles = rotary_pos_emb[0][:, 0][inference_context.positions]
-        query, key = (
-            apply_rotary_pos_emb(x, angles, config=self.config, cp_group=self.pg_collection.cp)
-            for x in (query, key)
-        )
+        query, key = inference_context.angles[self.core_attention.terms.rope].rotate(query, key)
         keys, values = inference_context.store(self.layer_number, key, value)
         return query, keys, values, None, self.attn_mask_type, None
 
@@ -125,23 +138,25 @@ class CausalAttention(MegatronModule):
             query: heads of this tensor rank.
             key: as `query`, with fewer heads if they are grouped.
             value: shaped as `key`.
-            attention_mask: None for causal attention; with one query for each sequence bool [B, 1, 1,
-                keys], true where it attends.
+            attention_mask: None for causal attention; with one query for each sequence a dictionary: window
+                -> bool [B, 1, 1, keys], true where it attends.
         """
+        terms = self.terms
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         if attention_mask is None:
-            grouped = q.size(1) != k.size(1)
-            mask = window_mask(q.size(2), self.terms.window, q.device)
-            out = F.scaled_dot_product_attention(
-                q, k, v, mask, is_causal=mask is None, scale=self.terms.scale, enable_gqa=grouped
-            )
+            out = causal_attention(q, k, v, terms.scale, terms.window, terms.softcap)
             return out.permute(2, 0, 1, 3).flatten(2)
         # The query heads of a group attend like tokens of a sequence, so that no key is copied for each of
         # them.
         of_group = q.reshape(*k.shape[:2], -1, q.size(3))
-        return F.scaled_dot_product_attention(
-            of_group, k, v, attn_mask=attention_mask, scale=self.terms.scale
-        ).flatten(1)[None]
+        mask = attention_mask[terms.window]
+        if terms.softcap:
+            out = softcapped_attention(
+                of_group, k, v, scale=terms.scale, softcap=terms.softcap, mask=mask[:, None]
+            )
+        else:
+            out = F.scaled_dot_product_attention(of_group, k, v, attn_mask=mask, scale=terms.scale)
+        return out.flatten(1)[None]
 
 
 class OutputRows:
@@ -168,7 +183,14 @@ class SlotModel:
     """The whole model on one rank, alone or beside other users of megatron-core. Not thread-safe."""
 
     def __init__(
-        self, model_dir: Path, *, dtype: str, slots: int, length: int, buffer_bytes: int = 0
+        self,
+        model_dir: Path,
+        *,
+        dtype: str,
+        slots: int,
+        length: int,
+        buffer_bytes: int = 0,
+        records_experts: bool = False,
     ) -> None:
         """Load a checkpoint; a directory without one gives random weights.
 
@@ -179,14 +201,15 @@ class SlotModel:
             length: tokens of the longest sequence.
             buffer_bytes: limit of the KV cache: fewer slots are made if it is too small for all; 0 is no
                 limit.
+            records_experts: whether `experts_of_pass` tells which experts were chosen.
 
         Raises:
-            SettingsError: the model is not supported, or the buffer holds no sequence.
+            SettingsError: model or attention are not supported, or the buffer holds no sequence.
             RuntimeError: there is no room for the parameters or the cache.
         """
         if dtype not in DTYPES:
             raise SettingsError(f"dtype is {dtype!r}: use {' or '.join(DTYPES)}")
-        self.architecture = read_architecture(model_dir)
+        self.architecture = _generating(model_dir)
         self.slots = _slots(self.architecture, DTYPES[dtype].itemsize, length, slots, buffer_bytes)
         layout = Layout.of(ParallelConfig(), self.architecture.layers)
         self._plan = {plan.name: plan for plan in export_plan(self.architecture, layout)}
@@ -197,20 +220,25 @@ class SlotModel:
         self._closed = False
         try:
             self.module = _build(self.architecture, position, DTYPES[dtype])
+            self._recorder = RouterRecorder(self.module) if records_experts else None
             self.parameters: dict[str, torch.Tensor] = dict(self.module.named_parameters())
-            if any(model_dir.glob("*.safetensors")):
-                load_checkpoint(model_dir, self.architecture, self.parameters, layout, Place())
-            else:
-                for parameter in self.parameters.values():
-                    parameter.normal_(0, INITIAL_DEVIATION)
+            self._fill(model_dir, layout)
             self.cache = SlotCache(
                 self.slots, length, self.architecture, next(iter(self.parameters.values()))
             )
         except BaseException:
             self.close()
             raise
+        self._windows = {self.architecture.window_of(layer) for layer in range(self.architecture.layers)}
         self._rows = OutputRows(self.module)
         self._device = position.device
+
+    def _fill(self, model_dir: Path, layout: Layout) -> None:
+        if any(model_dir.glob("*.safetensors")):
+            load_checkpoint(model_dir, self.architecture, self.parameters, layout, Place())
+            return
+        for parameter in self.parameters.values():
+            parameter.normal_(0, INITIAL_DEVIATION)
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy whole checkpoint tensors into the parameters, by the plan of the trainer's export."""
@@ -239,7 +267,7 @@ class SlotModel:
         )
         self.cache.enable_prefill_mode()
         self.cache.first = first
-        self.cache.positions = torch.arange(longest, device=self._device)[:, None]
+        self.cache.set_positions(torch.arange(longest, device=self._device)[:, None], self.module.rotaries)
         self._rows.index = (lengths - 1) * len(sequences) + torch.arange(len(sequences), device=self._device)
         return self._logits(tokens, None)[0]
 
@@ -253,13 +281,27 @@ class SlotModel:
         """
         positions = torch.tensor(lengths, device=self._device)
         self.cache.enable_decode_mode()
-        self.cache.positions, self.cache.width = positions[None], max(lengths) + 1
+        self.cache.set_positions(positions[None], self.module.rotaries)
+        self.cache.width = max(lengths) + 1
         self._rows.index = None
         places = torch.arange(self.cache.width, device=self._device)
-        mask = places <= positions[:, None]
-        if self.architecture.window:
-            mask &= places > positions[:, None] - self.architecture.window
-        return self._logits(torch.tensor(tokens, device=self._device)[:, None], mask[:, None, None])[:, 0]
+        causal = places <= positions[:, None]
+        masks = {
+            window: causal & (places > positions[:, None] - window) if window else causal
+            for window in self._windows
+        }
+        return self._logits(
+            torch.tensor(tokens, device=self._device)[:, None],
+            {window: mask[:, None, None] for window, mask in masks.items()},
+        )[:, 0]
+
+    def experts_of_pass(self, sequences: int) -> torch.Tensor | None:
+        """Return the experts of the last pass, int64 [S, N, layers with experts, k] on the host.
+
+        S tokens of each of N `sequences`, 1 of each slot in use if it was not a prefill. None if they are not
+        recorded.
+        """
+        return None if self._recorder is None else self._recorder.take().unflatten(0, (-1, sequences))
 
     def move(self, source: int, target: int) -> None:
         """Copy slot `source` to slot `target`."""
@@ -272,19 +314,36 @@ class SlotModel:
             self._closed = True
             parallel.finalize()
 
-    def _logits(self, tokens: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    def _logits(self, tokens: torch.Tensor, masks: dict[int, torch.Tensor] | None) -> torch.Tensor:
         found: torch.Tensor = self.module(
-            tokens, None, mask, inference_context=self.cache, runtime_gather_output=True
+            tokens, None, masks, inference_context=self.cache, runtime_gather_output=True
         )
         return found
 
 
-def _build(architecture: Architecture, position: parallel.Position, dtype: torch.dtype) -> GPTModel:
+def _generating(model_dir: Path) -> Architecture:
+    """Read a model's architecture, unless the cache or the attention here lacks something of it."""
+    architecture = read_architecture(model_dir)
+    if missing := architecture.not_generated:
+        raise SettingsError(
+            f"{model_dir}: the engine megatron has no {missing}, which {architecture.model_type} needs: use "
+            "engine.name 'vllm' or 'sglang'"
+        )
+    return architecture
+
+
+def _build(architecture: Architecture, position: parallel.Position, dtype: torch.dtype) -> PackedModel:
     config = transformer_config(architecture, position, dtype)
     model = build_model(
         architecture, config, position, attention=SlotAttention, core_attention=CausalAttention
     )
     return model.eval().requires_grad_(False)
+
+
+def _shaped(angles: Angles, positions: torch.Tensor) -> Angles:
+    """Return angles of flattened positions with the positions' shape in front."""
+    cos, sin = (x.view(*positions.shape, 1, -1) for x in (angles.cos, angles.sin))
+    return Angles(cos, sin, angles.interleaved)
 
 
 def _slots(architecture: Architecture, itemsize: int, length: int, wanted: int, buffer_bytes: int) -> int:

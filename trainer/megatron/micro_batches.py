@@ -4,7 +4,7 @@ Shapes: T tokens of a micro-batch that are inputs, k of which predict a token th
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -13,7 +13,9 @@ import torch
 from trainer.batch import Batch, TrainedTokens, trained_tokens
 from trainer.data.packing import pack
 from trainer.megatron.layers.attention.core import by_segments, kernel_for
+from trainer.megatron.layers.attention.rotary import Rotary
 from trainer.megatron.layers.attention.sequences import PackedSequences, packed_sequences, to_device
+from trainer.megatron.layers.attention.terms import AttentionTerms
 from trainer.megatron.layers.experts.tokens import RoutedTokens, routed_tokens
 from trainer.megatron.parallel import Position
 
@@ -99,8 +101,9 @@ class Packing:
         self,
         batch: Batch,
         position: Position,
-        frequencies: torch.Tensor,
+        rotaries: Sequence[Rotary],
         dtype: torch.dtype,
+        terms: Iterable[AttentionTerms],
         *,
         trained: bool,
         experts: bool = False,
@@ -110,22 +113,23 @@ class Packing:
         Args:
             batch: the replica's part, on the host.
             position: this rank's place in the layout.
-            frequencies: rotary frequencies, float32 [D / 2], on the device.
+            rotaries: the model's rotary embeddings, on the device.
             dtype: that of queries and keys.
+            terms: those of the attention of all layers.
             trained: whether the tokens asked for are the trained ones, for a loss, or all that were sampled.
             experts: whether layers have experts, whose routers have to know what is padding.
         """
-        segmented = kernel_for(position.device.type, dtype) is by_segments
+        segmented = any(kernel_for(position.device.type, dtype, one) is by_segments for one in terms)
         for samples, size in zip(self.samples, self.sizes, strict=True):
             chosen = torch.tensor(samples, dtype=torch.int64)
             part = batch.select(chosen)
             lengths = [length for length in (part.lengths - 1).tolist() if length]
             padding = size - sum(lengths)
             sequences = packed_sequences(
-                [*lengths, padding] if padding else lengths, frequencies, dtype, segmented=segmented
+                [*lengths, padding] if padding else lengths, rotaries, dtype, segmented=segmented
             )
             if experts:
-                routed = _routed(lengths, padding, batch.totals.samples, position)
+                routed = _routed(part, lengths, padding, position)
                 sequences = dataclasses.replace(sequences, routed=routed)
             yield _micro_batch(batch, chosen, part, size, sequences, position.device, trained=trained)
 
@@ -141,10 +145,8 @@ def _micro_batch(
     trained: bool,
 ) -> MicroBatch:
     index = part.sample_index
-    inputs = torch.ones(len(part.tokens), dtype=torch.bool)
-    inputs[part.offsets[1:] - 1] = False
     tokens = torch.zeros(1, size, dtype=torch.int64)
-    kept = part.tokens[inputs]
+    kept = part.tokens[_inputs(part)]
     tokens[0, : len(kept)] = kept
     mask = (part.loss_mask if trained else part.sampled_mask).clone()
     mask[part.offsets[:-1]] = False
@@ -169,10 +171,24 @@ def _divisor(position: Position) -> int:
     return position.config.tensor_model_parallel_size if position.sequence_parallel else 1
 
 
-def _routed(lengths: list[int], padding: int, samples: int, position: Position) -> RoutedTokens:
+def _routed(part: Batch, lengths: list[int], padding: int, position: Position) -> RoutedTokens:
     """Describe the tokens that this rank has in sequence-parallel regions."""
-    part = position.tp if position.sequence_parallel else 0
-    return _on(routed_tokens(lengths, padding, samples, part=part, parts=_divisor(position)), position.device)
+    routed = routed_tokens(
+        lengths,
+        padding,
+        part.totals.samples,
+        experts=None if part.experts is None else part.experts[_inputs(part)],
+        part=position.tp if position.sequence_parallel else 0,
+        parts=_divisor(position),
+    )
+    return _on(routed, position.device)
+
+
+def _inputs(part: Batch) -> torch.Tensor:
+    """Return which tokens are inputs, bool [t]: all but the last of each sample."""
+    inputs = torch.ones(len(part.tokens), dtype=torch.bool)
+    inputs[part.offsets[1:] - 1] = False
+    return inputs
 
 
 def _on(tokens: T, device: torch.device) -> T:

@@ -25,8 +25,8 @@ from trainer.megatron.architecture.numbers import Architecture
 from trainer.megatron.convert.rules import Direct, Rule, padded_vocabulary
 from trainer.megatron.layers import weight_gradients
 from trainer.megatron.layers.attention.core import PackedAttention
-from trainer.megatron.layers.attention.rotary import inverse_frequencies
-from trainer.megatron.layers.dense import RMSNorm
+from trainer.megatron.layers.attention.rotary import Rotary
+from trainer.megatron.layers.dense import NORMS
 from trainer.megatron.layers.spec import layer_spec
 from trainer.megatron.layout import Layout
 from trainer.megatron.parallel import Position
@@ -37,9 +37,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class PackedModel(GPTModel):
     """This rank's part of the model, whose last stage ends with hidden states, before the output layer.
 
-    A forward pass takes `packed_seq_params`, which hold the rotary angles. With an inference context it is
-    megatron's own pass, to the logits.
+    A forward pass takes `packed_seq_params`, which hold the rotary angles. With an inference context, which
+    holds them then, it is megatron's own pass, to the logits.
     """
+
+    rotaries: tuple[Rotary, ...]
+    """Those of `Architecture.ropes`."""
+    embedding_scale: float
+    logit_softcap: float
 
     @property
     def output_weight(self) -> torch.Tensor:
@@ -52,20 +57,23 @@ class PackedModel(GPTModel):
         return weight
 
     def _preprocess(self, input_ids: torch.Tensor, *, inference_context: Any = None, **others: Any) -> Any:
-        if inference_context is not None:
-            return super()._preprocess(input_ids, inference_context=inference_context, **others)
         hidden = None
         if self.pre_process:
-            # A transposed [1, T, H] has strides of which torch makes T products of one row each, where the
-            # weight is frozen.
-            hidden = self.embedding(input_ids=input_ids, position_ids=None)[:, 0].unsqueeze(1)
+            hidden = self.embedding(input_ids=input_ids, position_ids=None)
+            if inference_context is None:
+                # A transposed [1, T, H] has strides of which torch makes T products of one row each, where
+                # the weight is frozen.
+                hidden = hidden[:, 0].unsqueeze(1)
+            if self.embedding_scale != 1.0:
+                hidden = hidden * self.embedding_scale
         return hidden, None, None, None, None, None
 
     def _postprocess(self, hidden_states: torch.Tensor, **others: Any) -> torch.Tensor:
         if others["inference_context"] is None:
             return hidden_states
         logits: torch.Tensor = super()._postprocess(hidden_states, **others)
-        return logits
+        cap = self.logit_softcap
+        return (logits.float() / cap).tanh() * cap if cap else logits
 
 
 def transformer_config(
@@ -88,9 +96,9 @@ def transformer_config(
             kv_channels=architecture.head_dim,
             layernorm_epsilon=architecture.norm_eps,
             normalization="RMSNorm",
-            gated_linear_unit=True,
-            activation_func=F.silu,
-            add_bias_linear=False,
+            gated_linear_unit=architecture.family.gated,
+            activation_func=F.silu,  # of no effect: `MLPS` have their own
+            add_bias_linear="mlp" in architecture.biases,
             add_qkv_bias=architecture.qkv_bias,
             # With it megatron adds up the norms' gradients over tensor ranks, as if all had the same weights.
             qk_layernorm=architecture.qk_norm == "head",
@@ -153,7 +161,7 @@ def build_model(
     layers = Layout.of(position.config, architecture.layers).stages[position.pp][0]
     block = TransformerBlockSubmodules(
         layer_specs=[layer_spec(architecture, layer, attention, core_attention) for layer in layers],
-        layer_norm=RMSNorm,
+        layer_norm=NORMS[architecture.family.norm],
     )
     model = PackedModel(
         config=config,
@@ -164,14 +172,14 @@ def build_model(
         post_process=mpu.is_pipeline_last_stage(),
         parallel_output=True,
         share_embeddings_and_output_weights=architecture.tied,
-        position_embedding_type="rope",
-        rotary_base=architecture.rope.theta,
+        position_embedding_type="none",  # to megatron; attention rotates by `rotaries`
     )
-    # Ours: megatron's scaling is llama3's with two of its four numbers fixed.
-    frequencies = inverse_frequencies(architecture.rope, architecture.head_dim)
-    model.rotary_pos_emb.inv_freq = frequencies.to(position.device)
-    if config.params_dtype is torch.bfloat16:
-        model = model.bfloat16()
+    model.rotaries = tuple(
+        Rotary.of(rope, architecture.positioned_dim, position.device) for rope in architecture.ropes
+    )
+    # As transformers does, in the dtype of the weights.
+    model.embedding_scale = torch.tensor(architecture.embedding_scale, dtype=config.params_dtype).item()
+    model.logit_softcap = architecture.logit_softcap
     return model.to(position.device)
 
 

@@ -44,6 +44,8 @@ class TensorPlan:
     pieces: tuple[Piece, ...]
     expert: bool = False
     """Whether the parameter is an expert's."""
+    exact: bool = False
+    """Whether it is float32 whatever the dtype of the others."""
 
 
 def stage_rules(architecture: Architecture, layout: Layout, stage: int) -> list[Rule]:
@@ -121,6 +123,7 @@ def _tensor_plans(rule: Rule, layout: Layout, stage: int) -> list[TensorPlan]:
             rule.parameter,
             tuple(pieces[name][place] for place in sorted(pieces[name])),
             rule.expert,
+            rule.exact,
         )
         for name, shape in rule.shapes.items()
     ]

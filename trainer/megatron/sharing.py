@@ -4,12 +4,13 @@ from collections.abc import Iterable, Mapping
 from itertools import pairwise
 
 import torch
-from megatron.core.models.gpt import GPTModel
 
 from protocol.errors import SettingsError
+from trainer.megatron.model import PackedModel
 from trainer.megatron.reshard import TensorPlan, stretch
 
 FREQUENCIES = "rotary_pos_emb.inv_freq"
+"""Name of the first rotary embedding's; the others have their number behind it."""
 
 
 def parts_of(plans: Iterable[TensorPlan], parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -23,9 +24,15 @@ def parts_of(plans: Iterable[TensorPlan], parameters: Mapping[str, torch.Tensor]
     return {plan.name: _part(plan, parameters[plan.parameter].detach()) for plan in plans}
 
 
-def buffers_of(model: GPTModel) -> dict[str, torch.Tensor]:
-    """Return the model's buffers, with the rotary frequencies, which megatron-core keeps as an attribute."""
-    return {**dict(model.named_buffers()), FREQUENCIES: model.rotary_pos_emb.inv_freq}
+def buffers_of(model: PackedModel) -> dict[str, torch.Tensor]:
+    """Return the model's buffers, with the rotary frequencies, which are attributes."""
+    frequencies = {}
+    for number, rotary in enumerate(model.rotaries):
+        name = FREQUENCIES + (f".{number}" if number else "")
+        frequencies[name] = rotary.frequencies
+        if rotary.long is not None:
+            frequencies[f"{name}.long"] = rotary.long
+    return {**dict(model.named_buffers()), **frequencies}
 
 
 def _part(plan: TensorPlan, parameter: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,9 @@ from protocol.weights.buckets import DTYPE_BYTES, BucketLayout, manifest_digest
 
 Named = Iterable[tuple[str, torch.Tensor]]
 """(Hugging Face name, tensor) in the order of export."""
+EXACT = (".e_score_correction_bias",)
+"""Ends of the names of tensors that engines keep in float32 whatever their dtype: rounded, they would make
+routers choose other experts."""
 
 
 class BucketContents(NamedTuple):
@@ -128,10 +131,14 @@ def checked_dtype(name: str, tensor: torch.Tensor) -> str:
 
 
 def in_dtype(tensors: Named, dtype: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in an engine's dtype; those that are not floating point are not converted."""
+    """Yield the tensors in an engine's dtype.
+
+    Not converted are those that are not floating point, and those that engines keep in float32, too.
+    """
     kind = getattr(torch, dtype)
     for name, tensor in tensors:
-        yield name, tensor.to(kind) if tensor.is_floating_point() else tensor
+        converted = tensor.is_floating_point() and not name.endswith(EXACT)
+        yield name, tensor.to(kind) if converted else tensor
 
 
 def drain(tensors: Named) -> None:

@@ -91,3 +91,40 @@ def test_loader_that_writes_one_place_twice_fails_calibration() -> None:
 
     with pytest.raises(EngineError, match="parameter qk: staging the live weights does not reproduce them"):
         traced(Twice()).calibrate()
+
+
+class Transposed(torch.nn.Module):
+    """Its loader transposes the checkpoint's tensor into another one first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(3, 2))
+        self.upper = torch.nn.Parameter(self.weight.data[:1])
+
+    def load_weights(self, named: object, factor: float = 1.0) -> None:
+        for _, tensor in named:  # type: ignore[attr-defined]
+            turned = tensor.t().contiguous()
+            self.weight.data.copy_(turned if factor == 1.0 else turned.mul_(factor))
+
+
+def test_copy_of_a_copy_is_traced_and_a_part_of_a_parameter_changes_with_it() -> None:
+    model = Transposed()
+    plan = trace(model.load_weights, model.named_parameters(), {"turned": (2, 3)}, torch.float32)
+    plan.calibrate()
+    new = torch.randn(2, 3)
+    for part in plan.sources()["turned"].slices:
+        part.fill(new)
+    plan.apply()
+    assert torch.equal(model.weight, new.t())
+    assert torch.equal(model.upper, new.t()[:1])
+
+
+def test_loader_that_changes_a_copy_is_refused() -> None:
+    model = Transposed()
+    with pytest.raises(EngineError, match=r"the loader changes turned by aten\.mul_"):
+        trace(
+            lambda named: model.load_weights(named, 2.0),
+            model.named_parameters(),
+            {"turned": (2, 3)},
+            torch.float32,
+        )

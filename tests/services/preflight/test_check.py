@@ -181,6 +181,9 @@ def test_check_run_names_the_ports_keys_and_libraries_of_this_machine(tmp_path: 
     assert any("authorized holds no public key" in text for text in problems)
     (tmp_path / "keys/client.key_secret").unlink()
     assert any("client.key_secret" in text for text in found(settings, local=True))
+    settings = demo(tmp_path / "run", "engine.name=hf", "bus.health_port=8081")
+    (said,) = found(settings, local=True)
+    assert "setting bus.health_port = 8081: all services of a run on one machine would serve" in said
     settings = demo(tmp_path / "run", 'bus.host="0.0.0.0"')
     assert any("bus.curve_dir" in text for text in found(settings, local=True))
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from tests.trainer.lora.oracle import ALGORITHM, LORA, STEPS
+from tests.trainer.lora.oracle import ALGORITHM, STEPS, lora_of
 from tests.trainer.megatron.launch import DEADLINE_S
 from tests.trainer.megatron.models import OPTIMIZER, make_batch
 from tests.trainer.megatron.ranks import LAYOUTS, part_of
@@ -19,7 +19,7 @@ from trainer.megatron.backend import MegatronBackend
 from trainer.storage.host_state import HostCopies
 
 
-def make_backend(model_dir: Path, layout: str) -> MegatronBackend:
+def make_backend(name: str, model_dir: Path, layout: str) -> MegatronBackend:
     trainer = TrainerConfig(micro_batch_size=7, device="cpu")
     return MegatronBackend(
         model_dir,
@@ -27,14 +27,14 @@ def make_backend(model_dir: Path, layout: str) -> MegatronBackend:
         optimizer=OPTIMIZER,
         trainer=trainer,
         algorithm=ALGORITHM,
-        adapters=LORA,
+        adapters=lora_of(name),
     )
 
 
 def run(layout: str, name: str, model_dir: Path, out: Path) -> None:
     torch.set_num_threads(1)
     out.mkdir(parents=True, exist_ok=True)
-    backend = make_backend(model_dir, layout)
+    backend = make_backend(name, model_dir, layout)
     backend.keep_reference()
     before = backend.logprobs(part_of(backend, make_batch(name, 0)))
     losses = []

@@ -19,7 +19,14 @@ from trainer.config import TrainerConfig
 from trainer.lora import merged, save_adapter
 from trainer.reference.backend import ReferenceBackend
 
-SLOW = [pytest.param(layout, marks=pytest.mark.slow) for layout in ("tp2", "pp2", "dp2", "tp2-pp2")]
+LATENT = "deepseek-v3-dense"
+SLOW = [
+    pytest.param(name, layout, marks=pytest.mark.slow)
+    for name, layout in (
+        *(("qwen2", layout) for layout in ("tp2", "pp2", "dp2", "tp2-pp2")),
+        *((name, "tp2-sequence") for name in ("gemma2", "glm4", "starcoder2", "qwen3-windows", LATENT)),
+    )
+]
 
 
 def reference(model_dir: Path, adapters: LoraConfig = LORA, **trainer: object) -> ReferenceBackend:
@@ -29,8 +36,17 @@ def reference(model_dir: Path, adapters: LoraConfig = LORA, **trainer: object) -
     )
 
 
-@pytest.mark.parametrize("layout", ["single", "tp2-sequence", *SLOW])
-@pytest.mark.parametrize("name", ["qwen2"])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("qwen2", "single"),
+        ("qwen2", "tp2-sequence"),
+        ("gemma2", "single"),
+        ("starcoder2", "single"),
+        (LATENT, "single"),
+        *SLOW,
+    ],
+)
 def test_a_layout_trains_what_the_merged_weights_say(name: str, layout: str, tmp_path: Path) -> None:
     model_dir, out = save_model(name, tmp_path), tmp_path / "out"
     if LAYOUTS[layout].world_size == 1:

@@ -1,5 +1,6 @@
 """Makes tiny checkpoints and batches, and trains them in plain torch for comparison."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,6 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from tests.trainer.measured import expected
 from trainer.algorithms.base import Algorithm
 from trainer.algorithms.grpo import Grpo
 from trainer.batch import Batch, StepTotals, trained_tokens
@@ -38,6 +38,38 @@ YARN_ROPE = {
     "factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+LATENT = {
+    "vocab_size": 96,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+SHARED_EXPERTS = {
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "attention_factor": 1.2,
+    "short_factor": [1.0, 1.1, 1.2, 1.5, 2.0, 2.5],
+    "long_factor": [1.5, 2.0, 3.0, 4.0, 6.0, 8.0],
+}
+GEMMA = {"vocab_size": 96, "sliding_window": 5, "query_pre_attn_scalar": 24, "pad_token_id": None}
+GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+GLM = {"vocab_size": 96, "pad_token_id": None, "eos_token_id": 1}
+ALTERNATING = ["full_attention", "sliding_attention"]
 MODELS = {
     "qwen2": ("Qwen2", {"vocab_size": 131, "tie_word_embeddings": False}),
     "qwen2-tied": ("Qwen2", {"vocab_size": 96, "tie_word_embeddings": True, "num_key_value_heads": 1}),
@@ -84,12 +116,104 @@ MORE_MODELS = {
     ),
     "mixtral": ("Mixtral", {"vocab_size": 96, "num_local_experts": 4, "pad_token_id": None}),
     "phi3": ("Phi3", {"vocab_size": 131, "tie_word_embeddings": False, "pad_token_id": None}),
+    "deepseek-v3-dense": (
+        "DeepseekV3",
+        {
+            **LATENT,
+            "first_k_dense_replace": 2,
+            "rope_parameters": {**YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 0.707},
+        },
+    ),
+    "deepseek-v2-dense": ("DeepseekV2", {**LATENT, "first_k_dense_replace": 2, "q_lora_rank": None}),
+    "deepseek-v3": (
+        "DeepseekV3",
+        {
+            **LATENT,
+            **SHARED_EXPERTS,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+            "norm_topk_prob": True,
+        },
+    ),
+    "deepseek-v2": (
+        "DeepseekV2",
+        {
+            **LATENT,
+            **SHARED_EXPERTS,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 4.0,
+        },
+    ),
+    "glm4-moe": (
+        "Glm4Moe",
+        {
+            **SHARED_EXPERTS,
+            "vocab_size": 96,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 1.5,
+            "pad_token_id": None,
+        },
+    ),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "vocab_size": 96,
+            "intermediate_size": 40,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 5,
+            "swiglu_limit": 0.5,
+            "rope_parameters": {**YARN_ROPE, "truncate": False},
+            "pad_token_id": None,
+        },
+    ),
+    "phi3-longrope": (
+        "Phi3",
+        {
+            "vocab_size": 131,
+            "pad_token_id": None,
+            "head_dim": 16,
+            "original_max_position_embeddings": 9,
+            "rope_parameters": LONGROPE,
+        },
+    ),
+    "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}),
+    "gemma3": (
+        "Gemma3Text",
+        {**GEMMA, "vocab_size": 131, "layer_types": ALTERNATING[::-1], "rope_parameters": GEMMA3_ROPE},
+    ),
+    "glm": ("Glm", GLM),
+    "glm4": ("Glm4", GLM),
+    "starcoder2": ("Starcoder2", {"vocab_size": 96, "sliding_window": 5}),
+    "qwen3-windows": (
+        "Qwen3",
+        {
+            "vocab_size": 96,
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "layer_types": ALTERNATING,
+        },
+    ),
+    "ministral": ("Ministral", {"vocab_size": 96, "sliding_window": 5, "layer_types": ALTERNATING}),
+    "llama-biases": ("Llama", {"vocab_size": 96, "attention_bias": True, "mlp_bias": True}),
 }
 """Trained in few layouts: these differ from the others in what every layout treats alike."""
 ALL_MODELS = MODELS | MORE_MODELS
+NOT_GENERATED = ("deepseek-v3-dense", "deepseek-v2-dense", "deepseek-v3", "deepseek-v2", "gpt-oss")
+"""Models that the engine `megatron` refuses."""
 BALANCE = {"qwen3-moe": {"moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.01}}
 """Model -> settings of the trainer that balance its experts; others have none."""
 EXPERTS = {
+    "deepseek_v2": ("mlp", "gate_proj", "up_proj", "down_proj"),
+    "deepseek_v3": ("mlp", "gate_proj", "up_proj", "down_proj"),
+    "glm4_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
     "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
     "qwen2_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
     "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
@@ -106,23 +230,29 @@ def make_model(name: str, **overrides: object) -> PreTrainedModel:
     config = getattr(transformers, f"{family}Config")(**{**BASE, **fields, **overrides})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        model = getattr(transformers, f"{family}ForCausalLM")(config).float()
+        model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).float()
         with torch.no_grad():
-            for parameter in model.parameters():
+            for parameter in [*model.parameters(), *buffers_of(model).values()]:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     return model
 
 
+def buffers_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The buffers that a checkpoint holds."""
+    return {name: tensor for name, tensor in model.named_buffers() if name in model.state_dict()}
+
+
 def tensors_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The parameters as a checkpoint has them: transformers stacks experts, and joins gate and up."""
+    """What a checkpoint has: transformers stacks experts, and joins gate and up."""
     block, *parts = EXPERTS.get(model.config.model_type, ("",))
-    result = {}
+    result = buffers_of(model)
     for name, tensor in model.named_parameters():
         layer, _, kind = name.partition("mlp.experts.")
-        if not kind:
+        if not kind or not block:
             renamed = name.replace("mlp.", f"{block}.") if block else name
             result[renamed] = tensor
-        for number, matrix in enumerate(tensor if kind else ()):
+            continue
+        for number, matrix in enumerate(tensor):
             halves = matrix.chunk(2) if kind == "gate_up_proj" else (matrix,)
             names = parts[:2] if kind == "gate_up_proj" else parts[2:]
             for part, half in zip(names, halves, strict=True):
@@ -180,6 +310,40 @@ def make_batch(
     )
 
 
+def routed_batch(name: str) -> Batch:
+    """With recorded experts: random ones, of which some tokens have none."""
+    batch, numbers = make_batch(name, 0), ALL_MODELS[name][1]
+    generator = torch.Generator().manual_seed(5)
+    layers = int({**BASE, **numbers}["num_hidden_layers"]) - len(numbers.get("mlp_only_layers", ()))
+    scores = torch.rand(len(batch.tokens), layers, int(numbers["num_experts"]), generator=generator)
+    experts = scores.topk(int(numbers["num_experts_per_tok"])).indices.short()
+    experts[torch.rand(len(experts), generator=generator) < 0.3] = -1
+    return dataclasses.replace(batch, experts=experts)
+
+
+def forced_logprobs(name: str, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, PreTrainedModel]:
+    """[t] log-probabilities and entropies of transformers' own model whose routers choose as recorded."""
+    model, first = make_model(name), 0
+    routers = [module for name, module in model.named_modules() if name.endswith(".gate")]
+
+    def force(layer: int, router: Any, output: Any) -> Any:
+        logits, _, chosen = output
+        given = batch.experts[first : first + len(chosen), layer].long()
+        chosen = torch.where(given >= 0, given, chosen)
+        weights = torch.softmax(logits.float(), -1).gather(-1, chosen)
+        return logits, weights / weights.sum(-1, keepdim=True), chosen
+
+    for layer, router in enumerate(routers):
+        router.register_forward_hook(lambda module, _, output, layer=layer: force(layer, module, output))
+    found = []
+    for sample in range(len(batch.lengths)):
+        one = batch.select(torch.tensor([sample]))
+        found.append(plain_logprobs(model, one))
+        first += len(one.tokens)
+    logprobs, entropies = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return logprobs, entropies, model
+
+
 def step_batch(name: str, step: int) -> Batch:
     """The batch of a step; that of step 1 is one sample, so with several replicas one has none."""
     return make_batch(name, step, samples=1 if step == 1 else 13)
@@ -204,70 +368,3 @@ def plain_loss(
         tokens, logprobs[mask], entropy[mask] if algorithm.config.entropy_coef else None
     )
     return (terms.loss * tokens.weights).sum()
-
-
-class PlainTrainer:
-    """Hugging Face model and torch's AdamW, one pass over the whole batch: what every layout must agree
-    with."""
-
-    def __init__(self, name: str, algorithm: Algorithm) -> None:
-        self.model = make_model(name)
-        self.algorithm = algorithm
-        decayed = [p for p in self.model.parameters() if p.dim() > 1]
-        others = [p for p in self.model.parameters() if p.dim() <= 1]
-        groups = [
-            {"params": decayed, "weight_decay": OPTIMIZER.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ]
-        betas = (OPTIMIZER.adam_beta1, OPTIMIZER.adam_beta2)
-        self.optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=betas, eps=OPTIMIZER.adam_eps)
-        self.steps = 0
-        self.chosen: dict[Any, list[torch.Tensor]] = {}
-        """Router -> experts of every token but the last of each sample, which is no input."""
-        self.extra: list[torch.Tensor] = []
-        """Losses of routers, of each sample."""
-        self.balance = BALANCE.get(name)
-        for name, module in self.model.named_modules():
-            if name.endswith(".gate"):
-                module.register_forward_hook(self._count)
-
-    def _count(self, router: torch.nn.Module, inputs: Any, output: Any) -> None:
-        logits, chosen = output[0][:-1].float(), output[2][:-1]
-        self.chosen.setdefault(router, []).append(chosen.flatten())
-        if self.balance is not None:
-            shares = chosen.flatten().bincount(minlength=router.num_experts) / chosen.numel()
-            even = router.num_experts * (shares * logits.softmax(-1).mean(0)).sum()
-            self.extra.append(self.balance["moe_aux_loss_coeff"] * even)
-            self.extra.append(self.balance["moe_z_loss_coeff"] * logits.logsumexp(-1).square().mean())
-
-    def loads(self) -> dict[str, float]:
-        """How the tokens of the passes were spread over experts."""
-        counts = [
-            torch.cat(found).bincount(minlength=gate.num_experts) for gate, found in self.chosen.items()
-        ]
-        self.chosen.clear()
-        shares = [(count / count.double().mean()).tolist() for count in counts]
-        if not shares:
-            return {}
-        return {"expert_load_max": max(map(max, shares)), "expert_load_min": min(map(min, shares))}
-
-    def step(self, batch: Batch) -> dict[str, float]:
-        logprobs, entropy = plain_logprobs(self.model, batch)
-        loss = plain_loss(self.algorithm, batch, logprobs, entropy)
-        self.optimizer.zero_grad()
-        (loss + sum(self.extra) / len(batch.lengths)).backward()
-        self.extra.clear()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), OPTIMIZER.clip_grad)
-        self.steps += 1
-        for group in self.optimizer.param_groups:
-            group["lr"] = OPTIMIZER.lr * min(1.0, self.steps / OPTIMIZER.lr_warmup_steps)
-        self.optimizer.step()
-        return {
-            "loss": loss.item(),
-            "grad_norm": norm.item(),
-            **expected(batch, logprobs, entropy, clip=self.algorithm.config.clip_low),
-            **self.loads(),
-        }
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        return {name: tensor.detach().clone() for name, tensor in tensors_of(self.model).items()}

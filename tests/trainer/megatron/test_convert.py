@@ -15,6 +15,7 @@ from tests.trainer.megatron.models import make_model, save_model
 from trainer.config import ParallelConfig
 from trainer.megatron.architecture.experts import NO_EXPERTS, ExpertNames, Experts, check_ranks
 from trainer.megatron.architecture.families import FAMILIES
+from trainer.megatron.architecture.latent import Latent
 from trainer.megatron.architecture.numbers import Architecture
 from trainer.megatron.architecture.reading import read_architecture
 from trainer.megatron.architecture.rope import Rope
@@ -31,12 +32,19 @@ EXPERT_SIZES = ((1, 1), (2, 1), (1, 2), (4, 1), (2, 2))
 """Ranks with different experts, and ranks that share each."""
 
 
+def latents() -> st.SearchStrategy[Latent]:
+    """Sizes of latent attention, with and without queries of low rank."""
+    size = st.integers(1, 5)
+    return st.builds(Latent, size, size, size, size, st.integers(0, 4))
+
+
 @st.composite
 def architectures(draw: st.DrawFn) -> Architecture:
     """Small models of every family that split over up to 4 tensor and 2 pipeline ranks; also fewer kv heads
     than tensor ranks."""
     model_type = draw(st.sampled_from(sorted(FAMILIES)))
     kv_heads = 4 if FAMILIES[model_type].qk_norm == "projection" else draw(st.sampled_from([1, 2, 4]))
+    switches = [names for names in FAMILIES[model_type].biases.values() if draw(st.booleans())]
     heads = max(4, kv_heads * draw(st.integers(1, 3)) // 4 * 4)
     return Architecture(
         model_type=model_type,
@@ -52,6 +60,8 @@ def architectures(draw: st.DrawFn) -> Architecture:
         norm_eps=1e-6,
         max_positions=64,
         rope=Rope(10000.0),
+        latent=draw(latents()) if FAMILIES[model_type].latent else None,
+        biases=tuple(name for names in switches for name in names),
         experts=draw(experts(FAMILIES[model_type].experts)),
     )
 
@@ -68,6 +78,7 @@ def experts(draw: st.DrawFn, names: ExpertNames | None) -> Experts:
         shared_intermediate=4 if names.shared else 0,
         shared_gate=bool(names.shared_gate),
         dense_layers=draw(st.sampled_from([(), (0,), (1,), (0, 1)])),
+        **names.defaults,
     )
 
 
@@ -241,6 +252,17 @@ def test_an_unmapped_name_is_refused(model_dir: Path) -> None:
     change_tensors(model_dir, **{"model.layers.0.self_attn.sinks": torch.zeros(4)})
     with pytest.raises(SettingsError, match=r"no rule of qwen2 maps model\.layers\.0\.self_attn\.sinks"):
         check(model_dir)
+
+
+def test_layers_that_predict_further_tokens_are_no_error_where_the_family_has_them(tmp_path: Path) -> None:
+    extra = {"model.layers.2.eh_proj.weight": torch.zeros(4, 8)}
+    model_dir = save_model("deepseek-v3-dense", tmp_path)
+    change_tensors(model_dir, **extra)
+    check(model_dir)
+    other = save_model("qwen3-yarn", tmp_path)
+    change_tensors(other, **extra)
+    with pytest.raises(SettingsError, match=r"no rule of qwen3 maps model\.layers\.2\.eh_proj"):
+        check(other)
 
 
 def test_a_missing_name_is_refused(model_dir: Path) -> None:

@@ -8,20 +8,22 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from tests.trainer.megatron.by_hand import gather_by_hand
 from tests.trainer.megatron.launch import launch
 from tests.trainer.megatron.models import (
     ALL_MODELS,
-    EXPERTS,
-    PlainTrainer,
+    forced_logprobs,
     make_batch,
     make_model,
     plain_logprobs,
+    plain_loss,
+    routed_batch,
     save_model,
     step_batch,
     tensors_of,
 )
-from tests.trainer.megatron.ranks import ALGORITHM, LAYOUTS, STEPS, models_of, one_of, run
-from trainer.config import ParallelConfig
+from tests.trainer.megatron.plain import PlainTrainer
+from tests.trainer.megatron.ranks import ALGORITHM, EXPERT_LAYOUTS, LAYOUTS, STEPS, models_of, one_of, run
 
 pytestmark = pytest.mark.xdist_group("layouts")  # what the module sets up once, not one for each process
 
@@ -194,105 +196,17 @@ def test_checkpoint_of_another_layout_is_refused(runs: Runs, layout: str) -> Non
     assert refused["unchanged"]
 
 
-def gather_by_hand(directory: Path, layout: str, model: str) -> dict[str, torch.Tensor]:
-    """Hugging Face tensors from the ranks' files, without the rules: reshapes and concatenations only."""
-    config = make_model(model).config
-    parallel = LAYOUTS[layout]
-    result = {}
-    for stage in range(parallel.pipeline_model_parallel_size):
-        files = files_of_stage(directory, parallel, stage)
-        first = stage * config.num_hidden_layers // parallel.pipeline_model_parallel_size
-        for name in files[0]:
-            if ".experts." in name:
-                parts = [file[name] for file in files]
-            else:
-                parts = [file[name] for file in files[: parallel.tensor_model_parallel_size]]
-            if name.startswith("decoder.layers."):
-                local, kind = name.removeprefix("decoder.layers.").split(".", 1)
-                layer = f"model.layers.{int(local) + first}."
-                by_hand = experts_by_hand if ".experts." in name else layer_by_hand
-                found = by_hand(kind, parts, config, parallel)
-                result.update({layer + key: value for key, value in found.items()})
-            elif name == "decoder.final_layernorm.weight":
-                result["model.norm.weight"] = parts[0]
-            else:
-                tied = config.tie_word_embeddings or name.startswith("embedding")
-                result["model.embed_tokens.weight" if tied else "lm_head.weight"] = torch.cat(parts)[
-                    : config.vocab_size
-                ]
-    return result
-
-
-def files_of_stage(directory: Path, parallel: ParallelConfig, stage: int) -> list[dict[str, torch.Tensor]]:
-    """The parameters of the ranks of a stage; without experts, of its first replica."""
-    if not (directory / "model-rank0.safetensors").exists():
-        sizes = range(parallel.tensor_model_parallel_size)
-        return [load_file(directory / f"model-tp{tp}-pp{stage}.safetensors") for tp in sizes]
-    ranks = parallel.world_size // parallel.pipeline_model_parallel_size
-    numbers = range(stage * ranks, (stage + 1) * ranks)
-    return [load_file(directory / f"model-rank{rank}.safetensors") for rank in numbers]
-
-
-def experts_by_hand(
-    kind: str, parts: list[torch.Tensor], config: transformers.PretrainedConfig, parallel: ParallelConfig
-) -> dict[str, torch.Tensor]:
-    block, gate, up, down = EXPERTS[config.model_type]
-    etp, ep = parallel.expert_tensor_parallel_size, parallel.expert_model_parallel_size
-    for first in range(0, len(parts), ep * etp):
-        assert all(torch.equal(a, b) for a, b in zip(parts[first:], parts[: ep * etp], strict=False))
-    result, number = {}, 0
-    for first in range(0, ep * etp, etp):
-        for matrices in zip(*parts[first : first + etp], strict=True):
-            here = f"{block}.experts.{number}."
-            number += 1
-            if kind.endswith("fc2"):
-                result[f"{here}{down}.weight"] = torch.cat(matrices, 1)
-                continue
-            halves = zip(*(matrix.chunk(2) for matrix in matrices), strict=True)
-            for part, half in zip((gate, up), halves, strict=True):
-                result[f"{here}{part}.weight"] = torch.cat(half)
-    assert number == (getattr(config, "num_local_experts", 0) or config.num_experts)
-    return result
-
-
-def layer_by_hand(
-    kind: str, parts: list[torch.Tensor], config: transformers.PretrainedConfig, parallel: ParallelConfig
-) -> dict[str, torch.Tensor]:
-    suffix = kind.rsplit(".", 1)[1]
-    if "linear_qkv" in kind:
-        fused = torch.cat(parts)
-        groups, queries = config.num_key_value_heads, config.num_attention_heads // config.num_key_value_heads
-        pieces = fused.view(groups, queries + 2, config.head_dim, *fused.shape[1:]).split([queries, 1, 1], 1)
-        split = [part.reshape(-1, *fused.shape[1:]) for part in pieces]
-        if config.model_type == "phi3":
-            return {"self_attn.qkv_proj.weight": torch.cat(split)}
-        return {f"self_attn.{x}_proj.{suffix}": part for x, part in zip("qkv", split, strict=True)}
-    if "shared.linear" in kind:
-        plain = layer_by_hand(kind.replace("shared.", ""), parts, config, parallel)
-        return {name.replace("mlp.", "mlp.shared_expert."): tensor for name, tensor in plain.items()}
-    if "linear_fc1" in kind:
-        gate, up = (torch.cat(half) for half in zip(*(part.chunk(2) for part in parts), strict=True))
-        if config.model_type == "phi3":
-            return {"mlp.gate_up_proj.weight": torch.cat([gate, up])}
-        return {"mlp.gate_proj.weight": gate, "mlp.up_proj.weight": up}
-    columns = {
-        "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
-        "mlp.linear_fc2.weight": "mlp.down_proj.weight",
-    }
-    if kind in columns:
-        return {columns[kind]: torch.cat(parts, 1)}
-    if config.model_type == "olmo2" and "self_attention" in kind:
-        return {f"self_attn.{kind[len('self_attention.')]}_norm.weight": torch.cat(parts)}
-    names = {
-        "input_layernorm.weight": "input_layernorm.weight",
-        "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
-        "post_attention_layernorm.weight": "post_attention_layernorm.weight",
-        "post_mlp_layernorm.weight": "post_feedforward_layernorm.weight",
-        "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
-        "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
-    }
-    if kind == "mlp.router.weight":
-        names[kind] = f"{EXPERTS[config.model_type][0]}.gate.weight"
-    names["mlp.shared_gate.weight"] = "mlp.shared_expert_gate.weight"
-    assert all(torch.equal(part, parts[0]) for part in parts)
-    return {names[kind]: parts[0]}
+@pytest.mark.parametrize(
+    "layout", [pytest.param(layout, marks=marks_of(layout)) for layout in ("single", *EXPERT_LAYOUTS)]
+)
+def test_recorded_experts_are_chosen_again(runs: Runs, layout: str) -> None:
+    replayed, batch = load_file(runs(layout) / "replayed.safetensors"), routed_batch("qwen3-moe")
+    logprobs, entropy, model = forced_logprobs("qwen3-moe", batch)
+    found = replayed["logprobs"].amin(0)
+    torch.testing.assert_close(found, logprobs.detach() * batch.sampled_mask, atol=2e-6, rtol=0)
+    plain_loss(ALGORITHM, batch, logprobs, entropy).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    torch.testing.assert_close(replayed["grad_norm"], norm, atol=0, rtol=1e-5)
+    with torch.no_grad():
+        own, _ = plain_logprobs(make_model("qwen3-moe"), batch)
+    assert (own * batch.sampled_mask - found).abs().max() > 0.01

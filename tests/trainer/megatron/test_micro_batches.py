@@ -11,11 +11,14 @@ from tests.trainer.megatron.models import make_batch
 from trainer.batch import Batch
 from trainer.config import ParallelConfig
 from trainer.data.packing import balance
+from trainer.megatron.layers.attention.rotary import Rotary
+from trainer.megatron.layers.attention.sequences import packed_sequences
+from trainer.megatron.layers.attention.terms import PLAIN
 from trainer.megatron.layout import Place
 from trainer.megatron.micro_batches import MicroBatch, Packing
 from trainer.megatron.parallel import Position
 
-FREQUENCIES = torch.ones(4)
+ROTARY = Rotary(torch.ones(4))
 
 
 def position(tp: int = 1, dp: int = 1, pp: int = 1) -> Position:
@@ -24,7 +27,7 @@ def position(tp: int = 1, dp: int = 1, pp: int = 1) -> Position:
 
 
 def micro_batches(batch: Batch, packing: Packing, place: Position, *, trained: bool) -> list[MicroBatch]:
-    return list(packing.micro_batches(batch, place, FREQUENCIES, torch.float32, trained=trained))
+    return list(packing.micro_batches(batch, place, [ROTARY], torch.float32, [PLAIN], trained=trained))
 
 
 @settings(deadline=None, max_examples=30)
@@ -76,7 +79,14 @@ def test_positions_begin_anew_in_every_sample() -> None:
     batch, place = make_batch("qwen2", 0), position()
     (micro,) = micro_batches(batch, Packing.of(batch.lengths, place, 8192, 100), place, trained=True)
     positions = torch.cat([torch.arange(end - start) for start, end in pairwise(micro.sequences.offsets)])
-    torch.testing.assert_close(micro.sequences.cos[:, 0, 0], positions.float().cos())
+    torch.testing.assert_close(micro.sequences.angles[0].cos[:, 0, 0], positions.float().cos())
+
+
+def test_longrope_goes_by_the_sample_and_not_by_its_inputs() -> None:
+    rotary = Rotary(torch.ones(4), 3 * torch.ones(4), original=5)
+    sequences = packed_sequences([4, 5], [rotary], torch.float32, segmented=False)  # samples of 5 and 6
+    angles = torch.cat([torch.arange(4), 3 * torch.arange(5)])
+    torch.testing.assert_close(sequences.angles[0].cos[:, 0, 0], angles.float().cos())
 
 
 def test_a_sample_over_the_budget_is_alone() -> None:

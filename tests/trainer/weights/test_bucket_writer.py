@@ -62,3 +62,9 @@ def test_in_dtype_converts_floating_point_only() -> None:
     assert (found["mask"].dtype, found["step"].dtype) == (torch.bool, torch.int64)
     (_, same), *_ = in_dtype(masters, "float32")
     assert same is masters[0][1], "nothing is copied where the dtype is the same already"
+
+
+def test_biases_of_a_choice_stay_in_float32() -> None:
+    exact, other = "model.layers.0.mlp.gate.e_score_correction_bias", "model.layers.0.mlp.gate.weight"
+    found = dict(in_dtype([(exact, torch.ones(2)), (other, torch.ones(2))], "bfloat16"))
+    assert (found[exact].dtype, found[other].dtype) == (torch.float32, torch.bfloat16)

@@ -1,8 +1,21 @@
 """Lists the supported families of models, and how each differs from Llama."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from trainer.megatron.architecture.experts import ExpertNames
+
+PRE_NORMS = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
+GEMMA_NORMS = {
+    "input_layernorm": "input_layernorm",
+    "post_attention_layernorm": "post_attention_layernorm",
+    "pre_mlp_layernorm": "pre_feedforward_layernorm",
+    "post_mlp_layernorm": "post_feedforward_layernorm",
+}
+ATTENTION_BIAS = {"attention_bias": ("qkv", "output")}
+GEMMA = {"tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096}
+GLM = {"attention_bias": True, "head_dim": 128, "num_key_value_heads": 2, "partial_rotary_factor": 0.5}
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,39 +25,218 @@ class Family:
     name: str
     """The architecture that exports name."""
     qkv_bias: bool = False
-    """Whether the projections to queries, keys and values have biases."""
+    """Whether the projections to queries, keys and values always have biases."""
+    biases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Switches of config.json for biases -> what has them: `qkv`, `output` of attention, `mlp`."""
     qk_norm: str = ""
     """Norm of queries and keys before rotation: `head`, over each head; `projection`, over all of them."""
-    post_norms: bool = False
-    """Whether norms follow attention and MLP, instead of preceding them."""
-    fused: bool = False
-    """Whether the checkpoint holds q, k, v as one tensor, and gate and up as one."""
-    windowed: bool = False
-    """Whether `sliding_window` holds for all layers, without a switch of its own."""
-    default_window: int | None = None
-    """The `sliding_window` of transformers where config.json does not name it."""
+    qk_norm_switch: str = ""
+    """Field of config.json that has to be set for that norm; empty: it is always there."""
+    norm: str = "rms"
+    """`rms`; `rms_from_one`, whose weight is the difference from 1; `layer`, with mean and bias."""
+    norms: Mapping[str, str] = field(default_factory=lambda: PRE_NORMS)
+    """Norms of a layer: name in megatron -> in the checkpoint."""
+    mlp: str = "swiglu"
+    """`swiglu`; `geglu`, gated by the gelu with tanh; `gelu`, the same without a gate."""
+    mlp_names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    """Projections of the MLP in the checkpoint."""
+    fused_qkv: bool = False
+    """Whether the checkpoint holds q, k and v as one tensor."""
+    fused_gate_up: bool = False
+    """Whether the checkpoint holds gate and up as one tensor."""
+    windows: str = ""
+    """Which layers `sliding_window` holds for: `all`; `layer_types`, those that are named there; `switch`,
+    these if `use_sliding_window` is set. Empty: none, and config.json may not ask for one."""
+    full_every: int = 0
+    """Where `layer_types` is not named, one of so many layers has no window; 0: all have one."""
+    local_rope: bool = False
+    """Whether layers with a window have a rotary embedding of their own."""
+    partial_rotation: bool = False
+    """Whether `partial_rotary_factor` is read: only so much of each head is rotated."""
+    interleaved: bool = False
+    """Whether rotation pairs neighbours in a head, instead of its halves."""
+    scaled_embedding: bool = False
+    """Whether embeddings are multiplied by the root of the hidden size."""
+    activation_field: str = "hidden_act"
+    eps_field: str = "rms_norm_eps"
+    latent: bool = False
+    """Whether attention is latent (MLA): queries, keys and values are made of vectors of low rank."""
+    sinks: bool = False
+    """Whether each head has a learnt score to which attention goes that no token gets."""
+    extra_layers: bool = False
+    """Whether checkpoints may hold layers after the last one, which predict further tokens (MTP)."""
     experts: ExpertNames | None = None
     """What the parts of layers with experts are called; None: no layer has any."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of config.json as transformers takes them where they are not named."""
+
+    @property
+    def pre_norms(self) -> bool:
+        """Whether norms precede attention and MLP."""
+        return "input_layernorm" in self.norms
+
+    @property
+    def post_norms(self) -> bool:
+        """Whether norms follow attention and MLP."""
+        return "post_mlp_layernorm" in self.norms
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP has a gate."""
+        return self.mlp != "gelu"
 
 
+BIASED_SIGMOID = ExpertNames(
+    shared="shared_experts",
+    normalized=True,
+    defaults={"scoring": "sigmoid", "bias": True, "best_of_group": 2, "precise": True},
+    fixed={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+)
+"""Experts of DeepSeek-V3 and its like."""
 FAMILIES = {
-    "llama": Family("LlamaForCausalLM"),
-    "mistral": Family("MistralForCausalLM", windowed=True, default_window=4096),
+    "deepseek_v2": Family(
+        "DeepseekV2ForCausalLM",
+        interleaved=True,
+        latent=True,
+        experts=ExpertNames(
+            shared="shared_experts",
+            defaults={"precise": True},
+            fixed={
+                "scoring_func": ("softmax",),
+                "topk_method": ("greedy", "group_limited_greedy"),
+                "norm_topk_prob": (False,),  # transformers ignores it
+            },
+        ),
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM", interleaved=True, latent=True, extra_layers=True, experts=BIASED_SIGMOID
+    ),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        biases=ATTENTION_BIAS,
+        norm="rms_from_one",
+        norms=GEMMA_NORMS,
+        mlp="geglu",
+        windows="layer_types",
+        full_every=2,
+        scaled_embedding=True,
+        activation_field="hidden_activation",
+        defaults={**GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        biases=ATTENTION_BIAS,
+        qk_norm="head",
+        norm="rms_from_one",
+        norms=GEMMA_NORMS,
+        mlp="geglu",
+        windows="layer_types",
+        full_every=6,
+        local_rope=True,
+        scaled_embedding=True,
+        activation_field="hidden_activation",
+        defaults=GEMMA,
+    ),
+    "glm": Family(
+        "GlmForCausalLM",
+        biases={"attention_bias": ("qkv",)},
+        fused_gate_up=True,
+        partial_rotation=True,
+        interleaved=True,
+        defaults=GLM,
+    ),
+    "glm4": Family(
+        "Glm4ForCausalLM",
+        biases={"attention_bias": ("qkv",)},
+        norms={
+            "input_layernorm": "input_layernorm",
+            "post_attention_layernorm": "post_self_attn_layernorm",
+            "pre_mlp_layernorm": "post_attention_layernorm",
+            "post_mlp_layernorm": "post_mlp_layernorm",
+        },
+        fused_gate_up=True,
+        partial_rotation=True,
+        interleaved=True,
+        defaults=GLM,
+    ),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM",
+        biases={"attention_bias": ("qkv",)},
+        qk_norm="head",
+        qk_norm_switch="use_qk_norm",
+        partial_rotation=True,
+        extra_layers=True,
+        experts=BIASED_SIGMOID,
+        defaults={"num_key_value_heads": 8, "partial_rotary_factor": 0.5, "n_shared_experts": 1},
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        biases=ATTENTION_BIAS,
+        windows="layer_types",
+        full_every=2,
+        sinks=True,
+        experts=ExpertNames(
+            router="router",
+            normalized=True,
+            stacked=True,
+            defaults={"biases": True, "swiglu_limit": 7.0, "swiglu_alpha": 1.702},
+        ),
+        defaults={
+            "attention_bias": True,
+            "head_dim": 64,
+            "sliding_window": 128,
+            "rope_theta": 150000.0,
+        },
+    ),
+    "llama": Family("LlamaForCausalLM", biases={**ATTENTION_BIAS, "mlp_bias": ("mlp",)}),
+    "ministral": Family("MinistralForCausalLM", windows="layer_types", defaults={"sliding_window": 4096}),
+    "mistral": Family("MistralForCausalLM", windows="all", defaults={"sliding_window": 4096}),
     "mixtral": Family(
         "MixtralForCausalLM",
-        windowed=True,
+        windows="all",
         experts=ExpertNames("block_sparse_moe", "w1", "w3", "w2", normalized=True),
     ),
-    "olmo2": Family("Olmo2ForCausalLM", qk_norm="projection", post_norms=True),
-    "phi3": Family("Phi3ForCausalLM", fused=True, windowed=True),
-    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True),
+    "olmo2": Family(
+        "Olmo2ForCausalLM",
+        qk_norm="projection",
+        norms={
+            "post_attention_layernorm": "post_attention_layernorm",
+            "post_mlp_layernorm": "post_feedforward_layernorm",
+        },
+    ),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        fused_qkv=True,
+        fused_gate_up=True,
+        windows="all",
+        partial_rotation=True,
+        defaults={"original_max_position_embeddings": 4096},
+    ),
+    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, windows="switch", defaults={"sliding_window": 4096}),
     "qwen2_moe": Family(
         "Qwen2MoeForCausalLM",
-        qkv_bias=True,
+        biases={"qkv_bias": ("qkv",)},
         experts=ExpertNames(shared="shared_expert", shared_gate="shared_expert_gate"),
+        defaults={"qkv_bias": True},
     ),
-    "qwen3": Family("Qwen3ForCausalLM", qk_norm="head"),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        biases=ATTENTION_BIAS,
+        qk_norm="head",
+        windows="switch",
+        defaults={"sliding_window": 4096},
+    ),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", qk_norm="head", experts=ExpertNames()),
+    "starcoder2": Family(
+        "Starcoder2ForCausalLM",
+        biases={"use_bias": ("qkv", "output", "mlp")},
+        norm="layer",
+        mlp="gelu",
+        mlp_names=("c_fc", "c_proj"),
+        windows="all",
+        eps_field="norm_epsilon",
+        defaults={"tie_word_embeddings": True, "use_bias": True, "norm_epsilon": 1e-5},
+    ),
 }
 """model_type -> family. docs/models.md says how to add one."""
 SUPPORTED = {model_type: family.name for model_type, family in FAMILIES.items()}

@@ -1,14 +1,20 @@
 """Reads a model's architecture from the config.json of a Hugging Face checkpoint."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 from protocol.errors import SettingsError
 from trainer.megatron.architecture.experts import NO_EXPERTS, experts_of
-from trainer.megatron.architecture.families import FAMILIES, SUPPORTED
+from trainer.megatron.architecture.families import FAMILIES, SUPPORTED, Family
+from trainer.megatron.architecture.latent import latent_of
 from trainer.megatron.architecture.numbers import Architecture
-from trainer.megatron.architecture.rope import rope_of
+from trainer.megatron.architecture.rope import ropes_of
+from trainer.megatron.architecture.windows import windows_of
+
+ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh", "gelu": "gelu_pytorch_tanh"}
+"""Kind of MLP -> its activation in config.json."""
 
 
 def read_architecture(model_dir: Path) -> Architecture:
@@ -39,53 +45,97 @@ def architecture_of(config: dict[str, Any], path: Path) -> Architecture:
             f"{path}: model_type {model_type!r} is not supported; supported are "
             f"{', '.join(sorted(SUPPORTED))}"
         )
-    _refuse_unsupported(path, config)
-    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    family = FAMILIES[model_type]
+    config = {**family.defaults, **config}
+    biases = _biases(family, config)
+    _refuse_quantized(path, config)
+    _refuse_unsupported(path, config, family, biases)
+    hidden, heads, layers = (
+        int(config[name]) for name in ("hidden_size", "num_attention_heads", "num_hidden_layers")
+    )
+    latent = latent_of(path, config) if family.latent else None
+    head_dim = latent.head_dim if latent else int(config.get("head_dim") or hidden // heads)
     positions = int(config.get("max_position_embeddings") or 4096)
-    names = FAMILIES[model_type].experts
+    rope, local_rope = ropes_of(path, config, positions, head_dim)
+    windows = windows_of(path, config, layers, positions)
     return Architecture(
         model_type=model_type,
         name=(config.get("architectures") or [SUPPORTED[model_type]])[0],
-        layers=int(config["num_hidden_layers"]),
+        layers=layers,
         hidden=hidden,
         intermediate=int(config["intermediate_size"]),
         heads=heads,
-        kv_heads=int(config.get("num_key_value_heads") or heads),
-        head_dim=int(config.get("head_dim") or hidden // heads),
+        kv_heads=heads if latent else int(config.get("num_key_value_heads") or heads),
+        head_dim=head_dim,
         vocabulary=int(config["vocab_size"]),
         tied=bool(config.get("tie_word_embeddings", False)),
-        norm_eps=float(config["rms_norm_eps"]),
+        norm_eps=float(config[family.eps_field]),
         max_positions=positions,
-        rope=rope_of(path, config, positions),
-        window=_window(config, positions),
-        experts=experts_of(path, config, names) if names else NO_EXPERTS,
+        rope=rope,
+        **_windows(windows),
+        local_rope=local_rope,
+        biases=biases,
+        score_scale=float(config.get("query_pre_attn_scalar") or 0) ** -0.5 if _scales(family) else 0.0,
+        score_softcap=float(config.get("attn_logit_softcapping") or 0.0),
+        logit_softcap=float(config.get("final_logit_softcapping") or 0.0),
+        embedding_scale=math.sqrt(hidden) if family.scaled_embedding else 1.0,
+        without_qk_norm=bool(family.qk_norm_switch) and not config.get(family.qk_norm_switch),
+        latent=latent,
+        experts=experts_of(path, config, family.experts) if family.experts else NO_EXPERTS,
     )
 
 
-def _refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
-    some_layers = not FAMILIES[config["model_type"]].windowed and config.get("use_sliding_window")
-    window = config.get("sliding_window") if some_layers else None
-    positions = config.get("max_position_embeddings") or 0
+def _windows(windows: tuple[int, ...]) -> dict[str, Any]:
+    """Return the windows of layers as one number where they are alike."""
+    alike = len(set(windows)) <= 1
+    return {"window": windows[0] if alike and windows else 0, "windows": () if alike else windows}
+
+
+def _biases(family: Family, config: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(name for switch, names in family.biases.items() if config.get(switch) for name in names)
+
+
+def _scales(family: Family) -> bool:
+    """Return whether the family has a number for the scale of its scores."""
+    return "query_pre_attn_scalar" in family.defaults
+
+
+def _refuse_quantized(path: Path, config: dict[str, Any]) -> None:
+    quantized = config.get("quantization_config")
+    if quantized is not None:
+        method = quantized.get("quant_method", quantized) if isinstance(quantized, dict) else quantized
+        raise SettingsError(
+            f"{path}: quantization_config is not supported by the megatron backend: the weights are stored "
+            f"as {method!r}; use a copy of the checkpoint in bfloat16, which transformers writes after "
+            "loading with dequantize=True where it can undo the method"
+        )
+
+
+def _refuse_unsupported(path: Path, config: dict[str, Any], family: Family, biases: tuple[str, ...]) -> None:
+    activation = ACTIVATIONS[family.mlp]
+    bidirectional = "use_bidirectional_attention"
     unsupported = {
-        "hidden_act": config.get("hidden_act", "silu") != "silu",
-        "attention_bias": bool(config.get("attention_bias")),
-        "qkv_bias": config["model_type"] == "qwen2_moe" and not config.get("qkv_bias", True),
-        "mlp_bias": bool(config.get("mlp_bias")),
-        "attention_dropout": bool(config.get("attention_dropout")),
-        "sliding_window": window is not None and window < positions,
-        "resid_pdrop": bool(config.get("resid_pdrop")),
-        "embd_pdrop": bool(config.get("embd_pdrop")),
-        "partial_rotary_factor": config.get("partial_rotary_factor", 1.0) != 1.0,
-        "quantization_config": config.get("quantization_config") is not None,
+        family.activation_field: config.get(family.activation_field, activation) != activation,
+        # An MLP alone has none in any published model; megatron gives all of a layer's projections biases.
+        "mlp_bias": bool(config.get("mlp_bias")) and not {"qkv", "output", "mlp"} <= set(biases),
+        bidirectional: bool(config.get(bidirectional)),
     }
+    for field in ("attention_bias", "use_bias"):
+        unsupported[field] = bool(config.get(field)) and field not in family.biases
+    for field in (
+        "attention_dropout",
+        "resid_pdrop",
+        "embd_pdrop",
+        "residual_dropout",
+        "embedding_dropout",
+    ):
+        unsupported[field] = bool(config.get(field))
+    for field in ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"):
+        unsupported[field] = bool(config.get(field)) and not _scales(family)
+    if not family.partial_rotation:
+        unsupported["partial_rotary_factor"] = config.get("partial_rotary_factor", 1.0) != 1.0
     for field, present in unsupported.items():
         if present:
             raise SettingsError(
                 f"{path}: {field} = {config[field]!r} is not supported by the megatron backend"
             )
-
-
-def _window(config: dict[str, Any], positions: int) -> int:
-    family = FAMILIES[config["model_type"]]
-    window = config.get("sliding_window", family.default_window) if family.windowed else None
-    return int(window) if window is not None and window < positions else 0

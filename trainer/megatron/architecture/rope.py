@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import SettingsError
+from trainer.megatron.architecture.families import FAMILIES
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+GEMMA_THETAS = {"full_attention": ("rope_theta", 1e6), "sliding_attention": ("rope_local_base_freq", 1e4)}
+"""Kind of layer -> field of the theta in older checkpoints, and what it is where none is named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +28,51 @@ class Rope:
     truncate: bool = True
     """yarn: whether the stretch of frequencies that are interpolated begins and ends at whole ones."""
     attention_factor: float = 1.0
-    """yarn: factor of rotated queries and keys."""
+    """yarn and longrope: factor of rotated queries and keys."""
+    score_factor: float = 1.0
+    """yarn of latent attention: factor of the scores, beside that."""
+    partial_rotary_factor: float = 1.0
+    """Share of each head that is rotated: its first dimensions."""
+    interleaved: bool = False
+    """Whether dimension 2 i is paired with 2 i + 1; else the first half of them with the second."""
+    short_factor: tuple[float, ...] = ()
+    """longrope: divisors of the frequencies in sequences of at most the original context."""
+    long_factor: tuple[float, ...] = ()
+    """longrope: these divisors in longer ones."""
+
+    def dimensions(self, head_dim: int) -> int:
+        """Return how many dimensions of a head are rotated."""
+        return int(head_dim * self.partial_rotary_factor)
 
 
-def rope_of(path: Path, config: dict[str, Any], positions: int) -> Rope:
+def ropes_of(path: Path, config: dict[str, Any], positions: int, head_dim: int) -> tuple[Rope, Rope | None]:
+    """Read the rotary embedding, and that of layers with a window where they have their own.
+
+    Raises:
+        SettingsError: it is not supported; names the field.
+    """
+    if not FAMILIES[config["model_type"]].local_rope:
+        return rope_of(path, config, positions, head_dim), None
+    named = config.get("rope_parameters") or {}
+    if unknown := sorted(set(named) - set(GEMMA_THETAS)):
+        raise SettingsError(
+            f"{path}: rope_parameters must name {' and '.join(GEMMA_THETAS)}, not {', '.join(unknown)}"
+        )
+    scaling = {} if named else config.get("rope_scaling") or {}
+    both = {
+        kind: {"rope_theta": config.get(field, theta), **(named.get(kind) or {})}
+        for kind, (field, theta) in GEMMA_THETAS.items()
+    }
+    both["full_attention"] |= scaling
+    whole, local = (
+        rope_of(path, {**config, "rope_parameters": values}, positions, head_dim) for values in both.values()
+    )
+    return whole, local
+
+
+def rope_of(path: Path, config: dict[str, Any], positions: int, head_dim: int) -> Rope:
     """Read `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` of older checkpoints."""
+    family = FAMILIES[config["model_type"]]
     field = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     values: dict[str, Any] = config.get(field) or {}
     theta = float(values.get("rope_theta", config.get("rope_theta", 10000.0)))
@@ -40,39 +83,65 @@ def rope_of(path: Path, config: dict[str, Any], positions: int) -> Rope:
         raise SettingsError(
             f"{path}: {field} of type {kind!r} is not supported; supported are {', '.join(ROPE_TYPES)}"
         )
-    if values.get("partial_rotary_factor", 1.0) != 1.0:
+    share = float(values.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)))
+    if share != 1.0 and (not family.partial_rotation or kind not in ("default", "longrope")):
         raise SettingsError(
-            f"{path}: {field} with partial_rotary_factor = {values['partial_rotary_factor']!r} is not "
-            "supported by the megatron backend"
+            f"{path}: {field} with partial_rotary_factor = {share!r} is not supported by the megatron backend"
         )
+    interleaved = bool(config.get("rope_interleave", True)) if family.latent else family.interleaved
+    shape: dict[str, Any] = {"partial_rotary_factor": share, "interleaved": interleaved}
     if kind == "default":
-        return Rope(theta)
+        return Rope(theta, **shape)
     # In the order of transformers: some families have the number beside the table.
     original = config.get("original_max_position_embeddings") or values.get(
         "original_max_position_embeddings", positions
     )
     known = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
-    numbers = {key: float(values[key]) for key in known if values.get(key)}
+    shape |= {key: float(values[key]) for key in known if values.get(key)}
     factor = values.get("factor")
     factor = positions / original if factor is None else float(factor)
+    if kind == "longrope":
+        shape |= _factors(path, field, values, int(head_dim * share) // 2)
     return Rope(
         theta,
         kind,
         factor,
-        **numbers,
         original_max_position_embeddings=int(original),
         truncate=bool(values.get("truncate", True)),
-        attention_factor=_attention_factor(values, factor) if kind == "yarn" else 1.0,
+        attention_factor=_attention_factor(kind, values, factor, int(original)),
+        score_factor=_score_factor(values, factor) if family.latent else 1.0,
+        **shape,
     )
 
 
-def _attention_factor(values: dict[str, Any], factor: float) -> float:
-    """Return yarn's factor of queries and keys: as given, or from the growth of the context."""
+def _factors(path: Path, field: str, values: dict[str, Any], count: int) -> dict[str, tuple[float, ...]]:
+    """Read the factors of longrope, one for each frequency."""
+    if unknown := sorted({"short_mscale", "long_mscale"} & set(values)):
+        raise SettingsError(f"{path}: {field} with {unknown[0]} is not supported by the megatron backend")
+    found = {}
+    for name in ("short_factor", "long_factor"):
+        found[name] = tuple(float(factor) for factor in values.get(name) or ())
+        if len(found[name]) != count:
+            raise SettingsError(f"{path}: {field} has {len(found[name])} numbers in {name}, not {count}")
+    return found
+
+
+def _attention_factor(kind: str, values: dict[str, Any], factor: float, original: int) -> float:
+    """Return the factor of queries and keys: as given, or from the growth of the context."""
+    if kind not in ("yarn", "longrope"):
+        return 1.0
     if values.get("attention_factor") is not None:
         return float(values["attention_factor"])
-
-    def grown(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
+    if kind == "longrope":
+        return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     ours, whole = values.get("mscale"), values.get("mscale_all_dim")
-    return grown(ours) / grown(whole) if ours and whole else grown(1.0)
+    return _grown(factor, ours) / _grown(factor, whole) if ours and whole else _grown(factor, 1.0)
+
+
+def _score_factor(values: dict[str, Any], factor: float) -> float:
+    whole = values.get("mscale_all_dim")
+    return _grown(factor, whole) ** 2 if whole else 1.0
+
+
+def _grown(factor: float, weight: float) -> float:
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -3,6 +3,8 @@
 import re
 
 from trainer.megatron.architecture.numbers import Architecture
+from trainer.megatron.convert.experts import router_rules, stacked_rules
+from trainer.megatron.convert.latent import latent_rules
 from trainer.megatron.convert.rules import (
     Direct,
     ExpertStack,
@@ -17,6 +19,7 @@ from trainer.megatron.convert.rules import (
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
 
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _NOT_WEIGHTS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 
@@ -30,25 +33,39 @@ def layer_rules(architecture: Architecture, layer: int, local_layer: int) -> lis
     """Return the rules of layer `layer` of the model, which is number `local_layer` of its stage."""
     here, there = f"decoder.layers.{local_layer}.", f"model.layers.{layer}."
 
-    def norm(parameter: str, name: str) -> Rule:
-        return Direct(
-            parameter=f"{here}{parameter}.weight", name=f"{there}{name}.weight", shape=(architecture.hidden,)
-        )
+    names = architecture.family.norms
 
-    attention = _attention_rules(architecture, here + "self_attention.", there + "self_attn.")
+    def norm(parameter: str) -> list[Rule]:
+        if parameter not in names:
+            return []
+        return _norm_rules(architecture, here + parameter, there + names[parameter])
+
     if architecture.experts.is_sparse(layer):
         mlp = _expert_rules(architecture, here + "mlp.", there)
     else:
         mlp = _mlp_rules(architecture, here + "mlp.", there + "mlp.", architecture.intermediate)
-    if architecture.family.post_norms:
-        after_attention = norm("post_attention_layernorm", "post_attention_layernorm")
-        return [*attention, after_attention, *mlp, norm("post_mlp_layernorm", "post_feedforward_layernorm")]
-    before_mlp = norm("pre_mlp_layernorm", "post_attention_layernorm")
-    return [norm("input_layernorm", "input_layernorm"), *attention, before_mlp, *mlp]
+    return [
+        *norm("input_layernorm"),
+        *_attention_rules(architecture, here + "self_attention.", there + "self_attn."),
+        *norm("post_attention_layernorm"),
+        *norm("pre_mlp_layernorm"),
+        *mlp,
+        *norm("post_mlp_layernorm"),
+    ]
+
+
+def _norm_rules(architecture: Architecture, parameter: str, name: str) -> list[Rule]:
+    kinds = ("weight", "bias") if architecture.family.norm == "layer" else ("weight",)
+    return [
+        Direct(parameter=f"{parameter}.{kind}", name=f"{name}.{kind}", shape=(architecture.hidden,))
+        for kind in kinds
+    ]
 
 
 def _attention_rules(architecture: Architecture, here: str, there: str) -> list[Rule]:
     hidden, head_dim = architecture.hidden, architecture.head_dim
+    if architecture.latent:
+        return latent_rules(architecture.latent, hidden, architecture.heads, here, there)
 
     def qkv(kind: str, columns: tuple[int, ...]) -> Rule:
         apart = FusedQKV(
@@ -59,7 +76,7 @@ def _attention_rules(architecture: Architecture, here: str, there: str) -> list[
             head_dim=head_dim,
             columns=columns,
         )
-        return _stacked(f"{there}qkv_proj.{kind}", apart) if architecture.family.fused else apart
+        return _stacked(f"{there}qkv_proj.{kind}", apart) if architecture.family.fused_qkv else apart
 
     rules = [qkv("weight", (hidden,))]
     if architecture.qkv_bias:
@@ -73,22 +90,39 @@ def _attention_rules(architecture: Architecture, here: str, there: str) -> list[
             rules.append(Split(parameter=parameter, name=name, shape=size, unit=head_dim))
     out = (hidden, architecture.heads * head_dim)
     rules.append(Split(parameter=here + "linear_proj.weight", name=there + "o_proj.weight", shape=out, dim=1))
+    if architecture.family.sinks:
+        of_sinks = (architecture.heads,)
+        rules.append(Split(parameter=here + "core_attention.sinks", name=there + "sinks", shape=of_sinks))
+    if "output" in architecture.biases:
+        rules.append(Direct(parameter=here + "linear_proj.bias", name=there + "o_proj.bias", shape=(hidden,)))
     return rules
 
 
 def _mlp_rules(architecture: Architecture, here: str, there: str, wide: int) -> list[Rule]:
     hidden = architecture.hidden
-    gate_up: Rule = GatedMLP(
-        parameter=here + "linear_fc1.weight",
-        names=(there + "gate_proj.weight", there + "up_proj.weight"),
-        shape=(wide, hidden),
-    )
-    if architecture.family.fused:
-        gate_up = _stacked(there + "gate_up_proj.weight", gate_up)
+    out = architecture.family.mlp_names[-1]
+    biased = "mlp" in architecture.biases
+    rules = [_into_mlp(architecture, here + "linear_fc1.weight", there, (wide, hidden))]
+    if biased:
+        rules.append(_into_mlp(architecture, here + "linear_fc1.bias", there, (wide,)))
     down = Split(
-        parameter=here + "linear_fc2.weight", name=there + "down_proj.weight", shape=(hidden, wide), dim=1
+        parameter=here + "linear_fc2.weight", name=f"{there}{out}.weight", shape=(hidden, wide), dim=1
     )
-    return [gate_up, down]
+    rules.append(down)
+    if biased:
+        rules.append(Direct(parameter=here + "linear_fc2.bias", name=f"{there}{out}.bias", shape=(hidden,)))
+    return rules
+
+
+def _into_mlp(architecture: Architecture, parameter: str, there: str, shape: tuple[int, ...]) -> Rule:
+    """Return the rule of a weight or bias of the first projections of an MLP."""
+    kind = parameter.rpartition(".")[2]
+    names = [f"{there}{name}.{kind}" for name in architecture.family.mlp_names[:-1]]
+    if not architecture.family.gated:
+        return Split(parameter=parameter, name=names[0], shape=shape)
+    gate, up = names
+    rule = GatedMLP(parameter=parameter, names=(gate, up), shape=shape)
+    return _stacked(f"{there}gate_up_proj.{kind}", rule) if architecture.family.fused_gate_up else rule
 
 
 def _expert_rules(architecture: Architecture, here: str, there: str) -> list[Rule]:
@@ -97,14 +131,12 @@ def _expert_rules(architecture: Architecture, here: str, there: str) -> list[Rul
     if names is None:
         raise ValueError(f"family {architecture.model_type} has no names of experts")
     there += f"{names.block}."
+    rules = router_rules(architecture.experts, hidden, f"{here}router.", f"{there}{names.router}.")
+    if names.stacked:
+        return rules + stacked_rules(architecture.experts, hidden, f"{here}experts.", f"{there}experts.")
     experts = [f"{there}experts.{number}" for number in range(architecture.experts.count)]
     fc1, fc2 = f"{here}experts.fc1", f"{here}experts.fc2"
-    rules: list[Rule] = [
-        Direct(
-            parameter=f"{here}router.weight",
-            name=f"{there}gate.weight",
-            shape=(len(experts), hidden),
-        ),
+    rules += [
         ExpertStack(
             parameter=fc1,
             rules=tuple(
@@ -146,11 +178,7 @@ def output_rules(architecture: Architecture, *, with_embedding: bool) -> list[Ru
         with_embedding: whether the embedding is on this stage too, so that a tied output layer has no
             parameter of its own.
     """
-    rules: list[Rule] = [
-        Direct(
-            parameter="decoder.final_layernorm.weight", name="model.norm.weight", shape=(architecture.hidden,)
-        )
-    ]
+    rules = _norm_rules(architecture, "decoder.final_layernorm", "model.norm")
     shape = (architecture.vocabulary, architecture.hidden)
     if not architecture.tied:
         rules.append(Vocabulary(parameter="output_layer.weight", name=OUTPUT, shape=shape))
@@ -162,6 +190,10 @@ def output_rules(architecture: Architecture, *, with_embedding: bool) -> list[Ru
 def ignorable(architecture: Architecture, name: str) -> bool:
     """Return whether a checkpoint may hold a name that the model does not need.
 
-    Such are a tied output layer that is saved twice, and rotary buffers.
+    Such are a tied output layer that is saved twice, rotary buffers, and layers that predict further tokens.
     """
-    return (architecture.tied and name == OUTPUT) or _NOT_WEIGHTS.fullmatch(name) is not None
+    if architecture.tied and name == OUTPUT:
+        return True
+    layer = _LAYER.match(name)
+    extra = layer is not None and int(layer[1]) >= architecture.layers
+    return (architecture.family.extra_layers and extra) or _NOT_WEIGHTS.fullmatch(name) is not None

@@ -45,6 +45,8 @@ class Rule(ABC):
     """False for a second copy of tensors that another rule exports."""
     expert: bool = False
     """Whether it is split over the ranks of experts, `Layout.grid(expert=True)`."""
+    exact: bool = False
+    """Whether it is float32 whatever the dtype of the others."""
 
     @property
     @abstractmethod
@@ -142,8 +144,8 @@ class GatedMLP(Rule):
     """Gate and up projection: every rank holds its rows of the gate, then its rows of the up projection."""
 
     names: tuple[str, str]
-    shape: tuple[int, int]
-    """Shape of each of the two."""
+    shape: tuple[int, ...]
+    """Shape of each of the two: of weights, or of biases."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -196,7 +198,7 @@ class ExpertStack(Rule):
         return {name: shape for rule in self.rules for name, shape in rule.shapes.items()}
 
     def segments(self, grid: Grid) -> tuple[Segment, ...]:
-        here = self._experts_of_rank(grid)
+        here = _experts_of_rank(self.parameter, len(self.rules), grid)
         return tuple(
             replace(segment, rank=segment.rank + grid.tp * (number // here), of=number % here)
             for number, rule in enumerate(self.rules)
@@ -204,15 +206,43 @@ class ExpertStack(Rule):
         )
 
     def local_shape(self, grid: Grid) -> tuple[int, ...]:
-        return (self._experts_of_rank(grid), *self.rules[0].local_shape(grid))
+        count = _experts_of_rank(self.parameter, len(self.rules), grid)
+        return (count, *self.rules[0].local_shape(grid))
 
-    def _experts_of_rank(self, grid: Grid) -> int:
-        if len(self.rules) % grid.ep:
-            raise SettingsError(
-                f"expert_model_parallel_size = {grid.ep} does not divide the {len(self.rules)} experts of "
-                f"{self.parameter}: choose a divisor"
-            )
-        return len(self.rules) // grid.ep
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertTensor(Rule):
+    """One tensor of the checkpoint with a matrix for each expert of a layer, of which a rank has some.
+
+    The matrices are split over the ranks that share experts along `dim`, which counts within a matrix.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    unit: int = 1
+    """Rows that stay on one rank."""
+    expert: bool = True
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {self.name: self.shape}
+
+    def segments(self, grid: Grid) -> tuple[Segment, ...]:
+        here = _experts_of_rank(self.parameter, self.shape[0], grid)
+        part = self._part(grid)
+        return tuple(
+            Segment(self.name, rank * part, rank + grid.tp * (number // here), 0, part, number % here, number)
+            for number in range(self.shape[0])
+            for rank in range(grid.tp)
+        )
+
+    def local_shape(self, grid: Grid) -> tuple[int, ...]:
+        matrix = list(self.shape[1:])
+        matrix[self.dim] = self._part(grid)
+        return (_experts_of_rank(self.parameter, self.shape[0], grid), *matrix)
+
+    def _part(self, grid: Grid) -> int:
+        return self.unit * _share(self.name, self.shape[1 + self.dim] // self.unit, grid)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,6 +267,15 @@ class Vocabulary(Rule):
 def padded_vocabulary(vocabulary: int, tp: int) -> int:
     """Return the number of rows, at least `vocabulary`, that splits evenly over `tp` ranks."""
     return -(-vocabulary // tp) * tp
+
+
+def _experts_of_rank(parameter: str, experts: int, grid: Grid) -> int:
+    if experts % grid.ep:
+        raise SettingsError(
+            f"expert_model_parallel_size = {grid.ep} does not divide the {experts} experts of {parameter}: "
+            "choose a divisor"
+        )
+    return experts // grid.ep
 
 
 def _share(name: str, size: int, grid: Grid, kind: str = "rows") -> int:

@@ -1,9 +1,11 @@
-"""Defines what a layer computes token by token: the norms and the gated activation."""
+"""Defines what a layer computes token by token: norms, activations and MLPs."""
 
 import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
 
 # isort: split
 import copy
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,6 +39,29 @@ def swiglu(x: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    """Return the gelu by its approximation with tanh."""
+    return F.gelu(x, approximate="tanh")
+
+
+def geglu(x: torch.Tensor) -> torch.Tensor:
+    """Return gelu(gate) * up of [..., 2 F], in which the gate comes first.
+
+    On a GPU it is a compiled kernel, which keeps its input alone for the backward pass.
+    """
+    return (_compiled_geglu() if x.is_cuda else _geglu)(x)
+
+
+def _geglu(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return gelu(gate) * up
+
+
+@functools.cache
+def _compiled_geglu() -> Callable[[torch.Tensor], torch.Tensor]:
+    return torch.compile(_geglu, dynamic=True)
+
+
 class RMSNorm(torch.nn.Module):
     """Root mean square norm over the last dimension, which sequence-parallel regions may contain.
 
@@ -53,6 +78,33 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.weight, self.eps)
+
+
+class NormFromOne(RMSNorm):
+    """Root mean square norm whose weight is the difference from 1; float32 until it is rounded once."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused: Any) -> None:
+        super().__init__(config, hidden_size, eps)
+        torch.nn.init.zeros_(self.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x.float(), 1.0 + self.weight.float(), self.eps).to(x.dtype)
+
+
+class LayerNorm(RMSNorm):
+    """Norm by mean and deviation over the last dimension, with a bias."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused: Any) -> None:
+        super().__init__(config, hidden_size, eps)
+        self.bias = torch.nn.Parameter(torch.zeros_like(self.weight))
+        self.bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, (x.size(-1),), self.weight, self.bias, self.eps)
+
+
+NORMS: dict[str, type[RMSNorm]] = {"rms": RMSNorm, "rms_from_one": NormFromOne, "layer": LayerNorm}
+"""`Family.norm` -> the norm of its layers, of heads, and at the end."""
 
 
 class ProjectionNorm(torch.nn.Module):
@@ -83,7 +135,9 @@ class ProjectionNorm(torch.nn.Module):
 
 
 class SwigluMLP(MLP):
-    """megatron's MLP, without the choices that models here do not have: no bias, silu, gated."""
+    """megatron's MLP with this project's activations. The bias of what it puts out is added after it."""
+
+    activation = staticmethod(swiglu)
 
     def __init__(self, config: TransformerConfig, width: int = 0, **unused: Any) -> None:
         """Build it, as wide as `config` says or else `width`."""
@@ -99,4 +153,28 @@ class SwigluMLP(MLP):
         )
 
     def forward(self, hidden_states: torch.Tensor, *unused: Any, **also_unused: Any) -> Any:
-        return self.linear_fc2(swiglu(self.linear_fc1(hidden_states)[0]))
+        wide, bias = self.linear_fc1(hidden_states)
+        return self.linear_fc2(self.activation(wide if bias is None else wide + bias))
+
+
+class GegluMLP(SwigluMLP):
+    """An MLP that is gated by a gelu."""
+
+    activation = staticmethod(geglu)
+
+
+class GeluMLP(SwigluMLP):
+    """An MLP with a gelu and no gate."""
+
+    activation = staticmethod(gelu)
+
+
+MLPS: dict[str, type[SwigluMLP]] = {"swiglu": SwigluMLP, "geglu": GegluMLP, "gelu": GeluMLP}
+"""`Family.mlp` -> the MLP of its layers."""
+
+
+class BiasedRow(RowParallelLinear):
+    """megatron's row-parallel layer with a bias, also where other layers have none."""
+
+    def __init__(self, *sizes: int, bias: bool, **others: Any) -> None:
+        super().__init__(*sizes, bias=True, **others)

@@ -42,6 +42,7 @@ def linear_logprobs(
     *,
     vocabulary: int,
     temperature: float = 1.0,
+    softcap: float = 0.0,
     rank: int = 0,
     size: int = 1,
     group: dist.ProcessGroup | None = None,
@@ -60,6 +61,7 @@ def linear_logprobs(
         targets: int64 [k] in [0, V).
         vocabulary: V, without padding.
         temperature: at which the tokens were sampled; positive.
+        softcap: bound c of the logits z, which become c tanh(z / c) before the division; 0: none.
         rank: this tensor rank.
         size: number of tensor ranks.
         group: their process group; not needed with one.
@@ -68,14 +70,14 @@ def linear_logprobs(
         float32 [k] log-probabilities and float32 [k] entropies; gradients flow through both.
     """
     part = VocabularyPart(vocabulary, rank, size, group)
-    logprobs, entropies = _LinearLogprobs.apply(hidden, weight, targets, part, temperature)
+    logprobs, entropies = _LinearLogprobs.apply(hidden, weight, targets, part, temperature, softcap)
     return logprobs, entropies
 
 
 class _LinearLogprobs(torch.autograd.Function):
     """Computes d log p_t / d z_j = [j = t] - p_j and d H / d z_j = -p_j (log p_j + H).
 
-    z are the logits over the temperature, p is softmax(z) and H its entropy.
+    z are the bounded logits over the temperature, p is softmax(z) and H its entropy.
     """
 
     @staticmethod
@@ -86,6 +88,7 @@ class _LinearLogprobs(torch.autograd.Function):
         targets: torch.Tensor,
         part: VocabularyPart,
         temperature: float,
+        softcap: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows, count = len(hidden), weight.size(0)
         valid = min(max(part.vocabulary - part.rank * count, 0), count)
@@ -102,7 +105,7 @@ class _LinearLogprobs(torch.autograd.Function):
         for first in range(0, rows if valid else 0, chunk):
             these = slice(first, first + chunk)
             logits = hidden[these] @ weight.t()
-            sums[:, these] = _kernels(logits).statistics(logits, local[these], valid, temperature)
+            sums[:, these] = _kernels(logits).statistics(logits, local[these], valid, temperature, softcap)
             if keep:
                 kept.append(logits)
         highest = sums[0].clone()
@@ -119,7 +122,7 @@ class _LinearLogprobs(torch.autograd.Function):
         log_total = total.log()
         entropies = log_total - weighted / total
         ctx.save_for_backward(hidden, weight, local, mine, highest + log_total, entropies, *kept)
-        ctx.temperature, ctx.valid, ctx.chunk = temperature, valid, chunk
+        ctx.temperature, ctx.softcap, ctx.valid, ctx.chunk = temperature, softcap, valid, chunk
         ctx.set_materialize_grads(False)
         return chosen - log_total, entropies
 
@@ -144,11 +147,12 @@ class _LinearLogprobs(torch.autograd.Function):
                 of_entropies[these],
                 ctx.valid,
                 ctx.temperature,
+                ctx.softcap,
             )
             torch.mm(logits, weight, out=of_hidden[these])
             if of_weight is not None:
                 of_weight.add(logits, hidden[these])
-        return of_hidden, None if of_weight is None else of_weight.result(), None, None, None
+        return of_hidden, None if of_weight is None else of_weight.result(), None, None, None, None
 
 
 class _WeightGradient:

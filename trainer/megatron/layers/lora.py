@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
@@ -121,7 +123,9 @@ def attach(
         layer: Any = model.get_submodule(name)
         if not hasattr(layer, "lora"):
             layer.lora = _empty(heads.get(f"{name}.weight"), config, position)
-            layer.register_forward_hook(_HOOKS[type(layer).__name__])
+            layer.register_forward_hook(
+                next(hook for kind, hook in _HOOKS.items() if isinstance(layer, kind))
+            )
         like = layer.weight
         layer.lora[key] = pair = LowRank(
             *(_share(first, rule, grid, position.tp).to(like.device, like.dtype) for rule in (a, b))
@@ -176,6 +180,8 @@ def _in_order(adapters: Adapters, deltas: Mapping[str, torch.Tensor], output: to
     if "gate_proj" in deltas or "up_proj" in deltas:
         half = output.new_zeros(*lead, output.shape[-1] // 2)
         return torch.cat([deltas.get("gate_proj", half), deltas.get("up_proj", half)], dim=-1)
+    if not hasattr(adapters, "groups"):  # a projection that is fused with no other
+        return next(iter(deltas.values()))
     groups, head_dim = adapters.groups, adapters.head_dim
     queries = output.shape[-1] // (groups * head_dim) - 2
     parts = [
@@ -199,4 +205,4 @@ def _row_hook(layer: Any, inputs: tuple[torch.Tensor, ...], output: Any) -> Any:
     return output[0] + adapters.scaling * F.linear(inner, pair.b), *output[1:]
 
 
-_HOOKS = {"ColumnParallelLinear": _column_hook, "RowParallelLinear": _row_hook}
+_HOOKS = {ColumnParallelLinear: _column_hook, RowParallelLinear: _row_hook}

@@ -6,21 +6,28 @@ Shapes: c tokens, v entries of the vocabulary on this rank, padding included.
 import torch
 
 
-def statistics(logits: torch.Tensor, local: torch.Tensor, valid: int, temperature: float) -> torch.Tensor:
+def statistics(
+    logits: torch.Tensor, local: torch.Tensor, valid: int, temperature: float, softcap: float = 0.0
+) -> torch.Tensor:
     """Return what the log-probability and the entropy of each token are made of.
 
-    With z = logits / temperature: max z, sum exp(z - max), sum exp(z - max) (z - max), and z at `local`.
+    With z = logits / temperature, logits bounded by `softcap`: max z, sum exp(z - max), sum exp(z - max)
+    (z - max), and z at `local`.
 
     Args:
         logits: [c, v].
         local: int64 [c]: an index into the vocabulary for each token.
         valid: entries before the padding; at least 1.
         temperature: positive.
+        softcap: bound c of the logits x, which become c tanh(x / c); 0: none.
 
     Returns:
         float32 [4, c].
     """
-    scaled = logits[:, :valid].float() / temperature
+    bounded = logits[:, :valid].float()
+    if softcap:
+        bounded = (bounded / softcap).tanh_().mul_(softcap)
+    scaled = bounded / temperature
     highest = scaled.amax(-1)
     chosen = scaled.gather(-1, local[:, None])[:, 0]
     scaled -= highest[:, None]
@@ -38,6 +45,7 @@ def to_slopes(
     of_entropies: torch.Tensor,
     valid: int,
     temperature: float,
+    softcap: float = 0.0,
 ) -> None:
     """Replace logits by the gradient with respect to them; 0 for the padding.
 
@@ -51,10 +59,18 @@ def to_slopes(
         of_entropies: float32 [c]: and to the entropy.
         valid: entries before the padding.
         temperature: positive.
+        softcap: as of `statistics`.
     """
-    log_p = (logits[:, :valid].float() / temperature).sub_(normalizer[:, None])
+    bounded = logits[:, :valid].float()
+    if softcap:
+        bounded = (bounded / softcap).tanh_()
+        inner = 1 - bounded.square()
+        bounded.mul_(softcap)
+    log_p = (bounded / temperature).sub_(normalizer[:, None])
     factor = (log_p + entropies[:, None]).mul_(-of_entropies[:, None]).sub_(of_logprobs[:, None])
     slope = log_p.exp_().mul_(factor)
     slope.scatter_add_(-1, local[:, None], (of_logprobs * mine)[:, None])
+    if softcap:
+        slope.mul_(inner)
     logits[:, :valid] = slope.div_(temperature).to(logits.dtype)
     logits[:, valid:] = 0

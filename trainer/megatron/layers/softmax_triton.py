@@ -12,12 +12,24 @@ BLOCK = 4096
 SLOPE_BLOCK = 2048
 
 
-def statistics(logits: torch.Tensor, local: torch.Tensor, valid: int, temperature: float) -> torch.Tensor:
+def statistics(
+    logits: torch.Tensor, local: torch.Tensor, valid: int, temperature: float, softcap: float = 0.0
+) -> torch.Tensor:
     """Return float32 [4, c], see `softmax_torch.statistics`."""
     rows = len(logits)
     out = torch.empty(4, rows, device=logits.device)
     _statistics[(rows,)](
-        logits, local, out, logits.stride(0), valid, 1.0 / temperature, rows, BLOCK=BLOCK, num_warps=8
+        logits,
+        local,
+        out,
+        logits.stride(0),
+        valid,
+        1.0 / temperature,
+        softcap,
+        rows,
+        CAPPED=softcap > 0,
+        BLOCK=BLOCK,
+        num_warps=8,
     )
     return out
 
@@ -32,6 +44,7 @@ def to_slopes(
     of_entropies: torch.Tensor,
     valid: int,
     temperature: float,
+    softcap: float = 0.0,
 ) -> None:
     """Replace logits by the gradient with respect to them, see `softmax_torch.to_slopes`."""
     rows, width = logits.shape
@@ -47,20 +60,32 @@ def to_slopes(
         width,
         valid,
         1.0 / temperature,
+        softcap,
+        CAPPED=softcap > 0,
         BLOCK=SLOPE_BLOCK,
         num_warps=4,
     )
 
 
 @triton.jit
-def _statistics(logits, local, out, stride, valid, scale, rows, BLOCK: tl.constexpr):
+def _tanh(x):
+    return 2 * tl.sigmoid(2 * x) - 1
+
+
+@triton.jit
+def _statistics(
+    logits, local, out, stride, valid, scale, softcap, rows, CAPPED: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * stride
     highest, total, weighted = -1.0e30, 0.0, 0.0
     for start in range(0, valid, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < valid
-        scaled = tl.load(base + column, mask=inside, other=-float("inf")).to(tl.float32) * scale
+        scaled = tl.load(base + column, mask=inside, other=-float("inf")).to(tl.float32)
+        if CAPPED:
+            scaled = tl.where(inside, softcap * _tanh(scaled / softcap), scaled)
+        scaled *= scale
         new = tl.maximum(highest, tl.max(scaled, 0))
         shift = highest - new
         exponential = tl.exp(scaled - new)
@@ -69,7 +94,10 @@ def _statistics(logits, local, out, stride, valid, scale, rows, BLOCK: tl.conste
         weighted += tl.sum(tl.where(inside, exponential * (scaled - new), 0.0), 0)
         total = old * total + tl.sum(exponential, 0)
         highest = new
-    chosen = tl.load(base + tl.load(local + row)).to(tl.float32) * scale
+    chosen = tl.load(base + tl.load(local + row)).to(tl.float32)
+    if CAPPED:
+        chosen = softcap * _tanh(chosen / softcap)
+    chosen *= scale
     tl.store(out + row, highest)
     tl.store(out + rows + row, total)
     tl.store(out + 2 * rows + row, weighted)
@@ -89,6 +117,8 @@ def _to_slopes(
     width,
     valid,
     scale,
+    softcap,
+    CAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -97,9 +127,15 @@ def _to_slopes(
     inside = column < valid
     of_logprob = tl.load(of_logprobs + row)
     of_entropy = tl.load(of_entropies + row)
-    scaled = tl.load(base + column, mask=inside, other=0.0).to(tl.float32) * scale
+    scaled = tl.load(base + column, mask=inside, other=0.0).to(tl.float32)
+    inner = 1.0
+    if CAPPED:
+        bounded = _tanh(scaled / softcap)
+        inner = 1 - bounded * bounded
+        scaled = softcap * bounded
+    scaled *= scale
     log_p = scaled - tl.load(normalizer + row)
     slope = tl.exp(log_p) * (-of_logprob - of_entropy * (log_p + tl.load(entropies + row)))
     chosen = (column == tl.load(local + row)) & (tl.load(mine + row) != 0)
-    slope = tl.where(chosen, slope + of_logprob, slope) * scale
+    slope = tl.where(chosen, slope + of_logprob, slope) * scale * inner
     tl.store(base + column, tl.where(inside, slope, 0.0).to(logits.dtype.element_ty), mask=column < width)

@@ -17,19 +17,20 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from trainer.megatron.architecture.numbers import Architecture
+from trainer.megatron.layers.attention.latent import LatentAttention
 from trainer.megatron.layers.attention.terms import AttentionTerms
-from trainer.megatron.layers.dense import ProjectionNorm, RMSNorm, SwigluMLP
+from trainer.megatron.layers.dense import MLPS, NORMS, BiasedRow, ProjectionNorm, RMSNorm
 from trainer.megatron.layers.experts.layer import ExpertLayer
 
 
 class PostNormLayer(TransformerLayer):
     """A layer that norms what attention and MLP put out, before it is added to the residual stream."""
 
-    def __init__(self, config: TransformerConfig, **others: Any) -> None:
+    def __init__(self, config: TransformerConfig, norm: type[RMSNorm], **others: Any) -> None:
         super().__init__(config=config, **others)
         size, eps = config.hidden_size, config.layernorm_epsilon
-        self.post_attention_layernorm = RMSNorm(config, size, eps)
-        self.post_mlp_layernorm = RMSNorm(config, size, eps)
+        self.post_attention_layernorm = norm(config, size, eps)
+        self.post_mlp_layernorm = norm(config, size, eps)
         self.self_attn_bda = partial(_residual, norm=self.post_attention_layernorm)
         self.mlp_bda = partial(_residual, norm=self.post_mlp_layernorm)
 
@@ -45,18 +46,20 @@ def layer_spec(
         attention: class of self-attention.
         core_attention: class of what computes the attention itself; it takes `terms`.
     """
-    post_norms = architecture.family.post_norms
-    experts = architecture.experts
-    kind: dict[str, Any] = {"module": PostNormLayer if post_norms else TransformerLayer}
+    family, experts = architecture.family, architecture.experts
+    norm = NORMS[family.norm]
+    kind: dict[str, Any] = {"module": TransformerLayer}
     if experts.is_sparse(layer):
         kind = {"module": ExpertLayer, "params": {"experts": experts, "layer": layer}}
+    elif family.post_norms:
+        kind = {"module": PostNormLayer, "params": {"norm": norm}}
     return ModuleSpec(
         **kind,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=IdentityOp if post_norms else RMSNorm,
+            input_layernorm=norm if family.pre_norms else IdentityOp,
             self_attention=_attention(architecture, layer, attention, core_attention),
             self_attn_bda=_residual,
-            pre_mlp_layernorm=IdentityOp if post_norms else RMSNorm,
+            pre_mlp_layernorm=norm if family.pre_norms else IdentityOp,
             mlp=_mlp(architecture, layer),
             mlp_bda=_residual,
         ),
@@ -65,20 +68,34 @@ def layer_spec(
 
 def attention_terms(architecture: Architecture, layer: int) -> AttentionTerms:
     """Return what the attention of a layer computes."""
-    factor = architecture.rope.attention_factor
-    # A factor of rotated queries and of keys is its square in their products.
-    scale = None if factor == 1.0 else factor**2 / math.sqrt(architecture.head_dim)
-    return AttentionTerms(scale, architecture.window)
+    number = architecture.rope_of(layer)
+    rope, head_dim = architecture.ropes[number], architecture.head_dim
+    # A factor of rotated queries and of keys is its square in their products, if all of them is rotated.
+    is_whole = rope.dimensions(architecture.positioned_dim) == head_dim
+    factor = rope.score_factor * (rope.attention_factor**2 if is_whole else 1.0)
+    scale = None
+    if factor != 1.0 or architecture.score_scale:
+        scale = factor * (architecture.score_scale or 1 / math.sqrt(head_dim))
+    return AttentionTerms(
+        scale, architecture.window_of(layer), architecture.score_softcap, number, architecture.family.sinks
+    )
 
 
 def _attention(architecture: Architecture, layer: int, attention: Any, core_attention: Any) -> ModuleSpec:
     terms = attention_terms(architecture, layer)
+    if architecture.latent:
+        params = {
+            "latent": architecture.latent,
+            "terms": terms,
+            "rotary_factor": architecture.rope.attention_factor,
+        }
+        return ModuleSpec(module=LatentAttention, params=params)
     projections = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
         core_attention=ModuleSpec(module=core_attention, params={"terms": terms}),
-        linear_proj=RowParallelLinear,
-        q_layernorm=_head_norm(architecture.qk_norm, architecture.heads),
-        k_layernorm=_head_norm(architecture.qk_norm, architecture.kv_heads),
+        linear_proj=BiasedRow if "output" in architecture.biases else RowParallelLinear,
+        q_layernorm=_head_norm(architecture, architecture.heads),
+        k_layernorm=_head_norm(architecture, architecture.kv_heads),
     )
     return ModuleSpec(
         module=attention, params={"attn_mask_type": AttnMaskType.causal}, submodules=projections
@@ -86,13 +103,13 @@ def _attention(architecture: Architecture, layer: int, attention: Any, core_atte
 
 
 def _mlp(architecture: Architecture, layer: int) -> Any:
-    return IdentityOp if architecture.experts.is_sparse(layer) else SwigluMLP
+    return IdentityOp if architecture.experts.is_sparse(layer) else MLPS[architecture.family.mlp]
 
 
-def _head_norm(kind: str, heads: int) -> Any:
-    if kind == "projection":
+def _head_norm(architecture: Architecture, heads: int) -> Any:
+    if architecture.qk_norm == "projection":
         return ModuleSpec(module=ProjectionNorm, params={"heads": heads})
-    return RMSNorm if kind == "head" else IdentityOp
+    return NORMS[architecture.family.norm] if architecture.qk_norm == "head" else IdentityOp
 
 
 def _residual(training: bool, fused: bool, norm: RMSNorm | None = None) -> Any:

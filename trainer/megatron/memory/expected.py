@@ -1,18 +1,21 @@
 """Computes from the settings what a rank will have on its device at the peak of a step. No torch here.
 
 Shapes: H hidden size, F of the MLP, D of a head, A query heads, K key heads, V vocabulary; P tensor ranks.
+Latent attention keeps keys of low rank and for all heads, and values in their own size and as wide as keys.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, prod
 
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.megatron.architecture.numbers import Architecture
 from trainer.megatron.convert.rules import padded_vocabulary
 from trainer.megatron.layout import Layout
+from trainer.megatron.reshard import stage_rules
 
 GIB = 1 << 30
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -41,7 +44,8 @@ class Activation:
 ACTIVATIONS = (
     Activation("input of the attention's norm, the residual stream", lambda a: a.hidden, split="sequence"),
     Activation("input of the projection to q, k, v", lambda a: a.hidden, "layernorm", "sequence"),
-    Activation("q, k, v together, of which v stays a view", lambda a: _heads(a) * a.head_dim),
+    Activation("what makes q, k, v, before and after its norms", lambda a: _low_ranks(a), split="sequence"),
+    Activation("q, k, v together, of which v stays a view", lambda a: _projected(a)),
     Activation("q of its own, as a norm's input", lambda a: bool(a.qk_norm) * a.heads * a.head_dim),
     Activation("k of its own, likewise", lambda a: _over_heads(a) * a.kv_heads * a.head_dim),
     Activation(
@@ -51,15 +55,35 @@ ACTIVATIONS = (
     ),
     Activation("q with rotation", lambda a: a.heads * a.head_dim),
     Activation("k with rotation", lambda a: a.kv_heads * a.head_dim),
+    Activation("v as wide as k, and attention's output", lambda a: _widened(a)),
     Activation("log-sum-exp of the scores", lambda a: a.heads, "core_attn", item_bytes=4),
-    Activation("attention's output, input of its projection", lambda a: a.heads * a.head_dim),
+    Activation("attention's output, input of its projection", lambda a: a.heads * a.value_dim),
     Activation("input of the MLP's norm, the residual stream", lambda a: a.hidden, split="sequence"),
     Activation("input of the MLP", lambda a: a.hidden, "layernorm", "sequence"),
-    Activation("gate and up", lambda a: 2 * a.intermediate, "mlp"),
+    Activation("gate and up, or what has no gate", lambda a: _wide(a) * a.intermediate, "mlp"),
     Activation("product, input of the projection down", lambda a: a.intermediate, "mlp"),
+    Activation("inputs of the norms after", lambda a: _both_norms(a) * 2 * a.hidden, split="sequence"),
+    Activation(
+        "inputs of the norms before, in float32",
+        lambda a: _in_float32(a) * a.family.pre_norms * 2 * a.hidden,
+        "layernorm",
+        "sequence",
+        4,
+    ),
+    Activation(
+        "inputs of the norms after, in float32",
+        lambda a: _in_float32(a) * a.family.post_norms * 2 * a.hidden,
+        split="sequence",
+        item_bytes=4,
+    ),
+    Activation(
+        "q and k in float32, as inputs of a norm",
+        lambda a: _in_float32(a) * bool(a.qk_norm) * (a.heads + a.kv_heads) * a.head_dim,
+        item_bytes=4,
+    ),
 )
-"""What a layer keeps, in the order in which it is made. With norms after attention and MLP it is as much:
-inputs of these instead of outputs of those before."""
+"""What a layer keeps, first in the order in which it is made. With norms after attention and MLP instead of
+before it is as much: inputs of these instead of outputs of those."""
 EXPERT_ACTIVATIONS = (
     *(row for row in ACTIVATIONS if row.module != "mlp"),
     Activation("logits and scores of the router", lambda a: 2 * a.experts.count, "mlp", "sequence", 4),
@@ -70,8 +94,9 @@ EXPERT_ACTIVATIONS = (
     Activation("those of the MLP for all tokens", lambda a: 3 * a.experts.shared_intermediate, "mlp"),
 )
 """What a layer with experts keeps, if all ranks get as many rows."""
-MLP_GRADIENTS = 3
-"""Gradients of F a token that live together in the backward pass of an MLP: of gate, up and product."""
+SCORES_BYTES = 3 << 28
+"""Scores, their gradient and what is between, at a time, where they have a bound; as in
+`layers/attention/softcapped.py`, which needs torch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,28 +215,21 @@ def _stepped(work: Workload, stage: int, trained: int) -> int:
 
 def expert_parameters_of_stage(work: Workload, stage: int) -> int:
     """Return those of a rank's parameters that are experts'."""
-    a, layout = work.architecture, work.layout
-    of_layer = 3 * a.hidden * a.experts.intermediate * a.experts.count // (layout.ep * layout.etp)
-    return work.sparse_layers_of(stage) * of_layer
+    return _sizes(work.architecture, work.layout, stage)[0]
 
 
 def parameters_of_stage(work: Workload, stage: int) -> int:
     """Return the number of parameters of a rank of a pipeline stage."""
-    a, tp = work.architecture, work.parallel.tensor_model_parallel_size
-    pp = work.layout.pp
-    attention = a.hidden * a.head_dim * (_heads(a) + a.heads) + (_heads(a) * a.head_dim if a.qkv_bias else 0)
-    sparse = work.sparse_layers_of(stage)
-    dense = work.layers_of(stage) - sparse
-    mlps = 3 * a.hidden * (dense * a.intermediate + sparse * a.experts.shared_intermediate)
-    routers = sparse * a.hidden * (a.experts.count + a.experts.shared_gate)
-    heads = {"": 0, "head": 2, "projection": (a.heads + a.kv_heads) // tp}[a.qk_norm]
-    norms = 2 * a.hidden + heads * a.head_dim
-    layers = work.layers_of(stage) * (attention // tp + norms) + mlps // tp + routers
-    layers += expert_parameters_of_stage(work, stage)
-    tables = (stage == 0) + (stage == pp - 1)
-    if pp == 1 and a.tied:
-        tables = 1
-    return layers + tables * _output_table(work) + (a.hidden if stage == pp - 1 else 0)
+    return sum(_sizes(work.architecture, work.layout, stage))
+
+
+@functools.cache
+def _sizes(architecture: Architecture, layout: Layout, stage: int) -> tuple[int, int]:
+    """Return how many parameters of a rank are experts', and how many are not."""
+    found = [0, 0]
+    for rule in stage_rules(architecture, layout, stage):
+        found[not rule.expert] += prod(rule.local_shape(layout.grid(expert=rule.expert)))
+    return found[0], found[1]
 
 
 def bytes_of_layer(
@@ -225,7 +243,7 @@ def bytes_of_layer(
         sparse: whether the layer has experts.
         without: modules that are recomputed.
     """
-    if work.architecture.family.post_norms:  # these are not computed again
+    if not work.architecture.family.pre_norms:  # those after are not computed again
         without = tuple(name for name in without if name != "layernorm")
     return sum(
         ceil(tokens * row.elements(work.architecture) * (row.item_bytes or work.item) / _pieces(work, row))
@@ -253,7 +271,7 @@ def _kept(work: Workload, tokens: int, stage: int) -> int:
         for kind, count in ((False, layers - sparse), (True, sparse))
         if count
     )
-    angles = 2 * tokens * a.head_dim * work.item
+    angles = 2 * len(a.ropes) * tokens * a.positioned_dim * work.item
     ends = 2 * stream + angles  # the last norm's input and output
     if trainer.recompute_granularity == "full":
         pieces = trainer.recompute_num_layers
@@ -269,17 +287,22 @@ def _kept(work: Workload, tokens: int, stage: int) -> int:
 
 
 def _of_layer_backward(work: Workload, tokens: int) -> int:
-    """Return the bytes that the backward pass of an MLP takes: gradients of activations and of a weight."""
+    """Return the bytes that the backward pass of an MLP takes: gradients of activations and of a weight.
+
+    Those of activations are of the product and of what it is made of. Bounded scores can take more.
+    """
     a, tp = work.architecture, work.parallel.tensor_model_parallel_size
-    width, experts, layout = a.intermediate / tp, a.experts, work.layout
-    weight = 2 * a.intermediate * a.hidden // tp
+    gradients, width = _wide(a) + 1, a.intermediate / tp
+    experts, layout = a.experts, work.layout
+    weight = _wide(a) * a.intermediate * a.hidden // tp
     if experts.count:  # rows of experts pass, too, and the gradients of a rank's experts are a stack
         own = experts.per_token / _pieces(work, ACTIVATIONS[0])
-        rows = own * (MLP_GRADIENTS * experts.intermediate + 2 * a.hidden * layout.etp) / MLP_GRADIENTS
+        rows = own * (gradients * experts.intermediate + 2 * a.hidden * layout.etp) / gradients
         width = max(width, rows)
         weight = max(weight, 2 * experts.intermediate * a.hidden * experts.count // (layout.ep * layout.etp))
-    passing = ceil(tokens * MLP_GRADIENTS * width * work.item) + 2 * _stream(work, tokens)
-    return passing + (0 if work.adapters.rank else weight * work.item)
+    passing = ceil(tokens * gradients * width * work.item) + 2 * _stream(work, tokens)
+    weights = 0 if work.adapters.rank else weight * work.item
+    return max(passing + weights, SCORES_BYTES if a.score_softcap else 0)
 
 
 def _head(work: Workload, tokens: int, table: int) -> int:
@@ -311,13 +334,46 @@ def _adapter_parameters(work: Workload, stage: int) -> int:
         "gate_proj": a.hidden + a.intermediate,
         "up_proj": a.hidden + a.intermediate,
         "down_proj": a.intermediate + a.hidden,
+        "c_fc": a.hidden + a.intermediate,
+        "c_proj": a.intermediate + a.hidden,
     }
+    if low := a.latent:
+        sizes["o_proj"] = a.heads * low.value + a.hidden
+        sizes["q_b_proj"] = low.query_rank + q
+        sizes["kv_b_proj"] = low.kv_rank + a.heads * (low.nope + low.value)
     chosen = sum(size for name, size in sizes.items() if name in adapters.target_modules)
     return work.layers_of(stage) * adapters.rank * chosen
 
 
 def _heads(a: Architecture) -> int:
     return a.heads + 2 * a.kv_heads
+
+
+def _projected(a: Architecture) -> int:
+    """Return the elements of what the projections put out, in so far as a part of it is kept as it is."""
+    return a.heads * (a.latent.nope + a.latent.value) if a.latent else _heads(a) * a.head_dim
+
+
+def _low_ranks(a: Architecture) -> int:
+    return 2 * (a.latent.query_rank + a.latent.kv_rank) + a.latent.rope if a.latent else 0
+
+
+def _widened(a: Architecture) -> int:
+    return 2 * a.heads * a.head_dim if a.latent else 0
+
+
+def _wide(a: Architecture) -> int:
+    """Return how many projections lead into an MLP."""
+    return 2 if a.family.gated else 1
+
+
+def _both_norms(a: Architecture) -> bool:
+    return a.family.pre_norms and a.family.post_norms
+
+
+def _in_float32(a: Architecture) -> bool:
+    """Return whether norms compute with float32 copies of their inputs."""
+    return a.family.norm == "rms_from_one"
 
 
 def _over_heads(a: Architecture) -> bool:

@@ -14,7 +14,7 @@ from protocol.errors import EngineError
 from rollout.engines.base import Completion, EngineConfig, Request, Sampling
 from rollout.engines.megatron.engine import MegatronEngine
 from tests.contracts.engine_bench import ask, together
-from tests.trainer.megatron.models import ALL_MODELS, OPTIMIZER, make_model, save_model
+from tests.trainer.megatron.models import ALL_MODELS, NOT_GENERATED, OPTIMIZER, make_model, save_model
 from tests.trainer.megatron.ranks import ALGORITHM
 from trainer.batch import Batch, StepTotals
 from trainer.config import ParallelConfig, TrainerConfig
@@ -57,9 +57,11 @@ def is_greedy(model: PreTrainedModel, request: Request, found: Completion) -> bo
     )
 
 
-@pytest.mark.parametrize("name", sorted(ALL_MODELS))
+@pytest.mark.parametrize("name", sorted(ALL_MODELS.keys() - NOT_GENERATED))
 async def test_ragged_requests_in_few_slots_and_small_passes_are_greedy(name: str, tmp_path: Path) -> None:
     model, requests = make_model(name).eval(), ragged_requests(24, int(ALL_MODELS[name][1]["vocab_size"]))
+    if name == "phi3-longrope":  # the engine rotates all sequences as long ones
+        model.config.rope_parameters["original_max_position_embeddings"] = 0
     async with started(save_model(name, tmp_path), max_running=5, max_batch_tokens=LENGTH) as engine:
         found = await together(engine, requests)
     assert all(
@@ -103,6 +105,12 @@ async def test_unsupported_setting_is_refused_by_name(
             pass
 
 
+async def test_attention_that_the_engine_lacks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"no latent attention, which deepseek_v3 needs: use engine\.name"):
+        async with started(save_model("deepseek-v3-dense", tmp_path)):
+            pass
+
+
 async def test_family_that_the_trainer_lacks_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "vocab_size": 7}')
     with pytest.raises(
@@ -130,6 +138,29 @@ async def test_logprobs_are_those_of_the_training_forward_pass(dtype: str, tmp_p
     backend.close()
     difference = (recomputed - batch.behaviour_logprobs)[batch.sampled_mask].abs()
     assert difference.max() < (1e-5 if dtype == "float32" else 0.05), (difference.max(), difference.mean())
+
+
+async def test_experts_are_those_that_transformers_chooses(tmp_path: Path) -> None:
+    model_dir = save_model("qwen3-moe", tmp_path)
+    requests = ragged_requests(6, 96)
+    async with started(model_dir, enable_return_routed_experts=True, max_running=4) as engine:
+        found = await together(engine, requests)
+    model = make_model("qwen3-moe").eval()
+    for request, completion in zip(requests, found, strict=True):
+        inputs = torch.tensor([[*request.prompt, *completion.tokens][:-1]])
+        with torch.no_grad():
+            logits = model(inputs, output_router_logits=True).router_logits
+        chosen = torch.stack([layer.topk(3).indices for layer in logits], dim=1)
+        assert completion.experts is not None
+        assert torch.equal(
+            torch.from_numpy(completion.experts.astype(int)).sort().values, chosen.sort().values
+        )
+
+
+async def test_model_without_experts_cannot_record_any(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="enable_return_routed_experts: the model has no experts"):
+        async with started(save_model("qwen2", tmp_path), enable_return_routed_experts=True):
+            pass
 
 
 def batch_of(requests: Sequence[Request], found: Sequence[Completion]) -> Batch:

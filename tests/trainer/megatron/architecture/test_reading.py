@@ -11,8 +11,20 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from protocol.errors import SettingsError
 from tests.trainer.megatron.models import LLAMA3_ROPE, YARN_ROPE, make_model
-from trainer.megatron.architecture.reading import read_architecture
+from trainer.megatron.architecture.families import FAMILIES
+from trainer.megatron.architecture.latent import Latent
+from trainer.megatron.architecture.reading import architecture_of, read_architecture
+from trainer.megatron.architecture.rope import Rope
 from trainer.megatron.layers.attention.rotary import inverse_frequencies
+from trainer.megatron.layers.spec import attention_terms
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "original_max_position_embeddings": 32,
+    "short_factor": [1.0 + place / 8 for place in range(16)],
+    "long_factor": [2.0 + place for place in range(16)],
+}
 
 
 def write_config(directory: Path, **changes: object) -> Path:
@@ -23,7 +35,7 @@ def write_config(directory: Path, **changes: object) -> Path:
 
 def test_an_unsupported_family_is_refused_with_the_supported_ones(tmp_path: Path) -> None:
     with pytest.raises(
-        SettingsError, match=r"'gpt2' is not supported; supported are llama, mistral, .*qwen2, qwen3"
+        SettingsError, match=r"'gpt2' is not supported; supported are deepseek_v2, .*llama, .*qwen2, .*qwen3"
     ):
         read_architecture(write_config(tmp_path, model_type="gpt2"))
 
@@ -31,8 +43,11 @@ def test_an_unsupported_family_is_refused_with_the_supported_ones(tmp_path: Path
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("attention_bias", True),
-        ("mlp_bias", True),
+        ("mlp_bias", True),  # without attention_bias
+        ("use_bias", True),
+        ("use_bidirectional_attention", True),
+        ("attn_logit_softcapping", 50.0),
+        ("query_pre_attn_scalar", 256),
         ("hidden_act", "gelu"),
         ("attention_dropout", 0.1),
         ("quantization_config", {"bits": 4}),
@@ -49,20 +64,82 @@ def test_a_sliding_window_holds_for_all_layers_or_is_refused(tmp_path: Path) -> 
         assert read_architecture(path).window == expected
     unnamed = write_config(tmp_path, model_type="mistral", max_position_embeddings=8192)
     assert read_architecture(unnamed).window == transformers.MistralConfig().sliding_window
-    with pytest.raises(SettingsError, match="sliding_window = 8"):
+    with pytest.raises(SettingsError, match="sliding_window = 8 is not supported in olmo2"):
         read_architecture(
-            write_config(tmp_path, model_type="qwen2", sliding_window=8, use_sliding_window=True)
+            write_config(tmp_path, model_type="olmo2", sliding_window=8, use_sliding_window=True)
         )
-    unused = write_config(tmp_path, model_type="qwen2", sliding_window=8, use_sliding_window=False)
-    assert read_architecture(unused).window == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "window", "windows"),
+    [
+        ({"use_sliding_window": False, "max_window_layers": 0}, 0, ()),
+        ({"use_sliding_window": True}, 0, ()),  # max_window_layers is 28
+        ({"use_sliding_window": True, "max_window_layers": 0}, 8, ()),
+        ({"use_sliding_window": True, "max_window_layers": 1}, 0, (0, 8)),
+        ({"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]}, 0, (8, 0)),
+    ],
+)
+def test_a_switched_window_holds_for_the_layers_that_are_named(
+    tmp_path: Path, changes: dict[str, object], window: int, windows: tuple[int, ...]
+) -> None:
+    found = read_architecture(write_config(tmp_path, model_type="qwen2", sliding_window=8, **changes))
+    assert (found.window, found.windows) == (window, windows)
+    assert [found.window_of(layer) for layer in (0, 1)] == list(windows or (window, window))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        (
+            {"model_type": "mistral", "layer_types": ["sliding_attention", "full_attention"]},
+            "layers are alike",
+        ),
+        ({"model_type": "ministral", "layer_types": ["sliding_attention"]}, "must name 2 layers"),
+        ({"model_type": "ministral", "layer_types": ["chunked_attention"] * 2}, "chunked_attention"),
+        ({"model_type": "llama", "layer_types": ["sliding_attention"] * 2}, "not supported in llama"),
+    ],
+)
+def test_kinds_of_layers_that_the_family_does_not_have_are_refused(
+    tmp_path: Path, changes: dict[str, object], named: str
+) -> None:
+    with pytest.raises(SettingsError, match=named):
+        read_architecture(write_config(tmp_path, sliding_window=8, **changes))
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_fields_that_are_not_named_are_as_in_transformers(tmp_path: Path, model_type: str) -> None:
+    config = transformers.CONFIG_MAPPING[model_type]().to_dict()
+    if "num_experts_per_tok" in config:
+        config["num_experts_per_tok"] = 2  # transformers has none for DeepSeek-V2
+    whole = architecture_of(config, tmp_path)
+    left_out = {*FAMILIES[model_type].defaults, "layer_types", "max_window_layers"}
+    assert architecture_of({key: config[key] for key in config.keys() - left_out}, tmp_path) == whole
+
+
+def test_gemma_3_has_a_rope_for_layers_with_a_window_in_old_and_new_checkpoints(tmp_path: Path) -> None:
+    old = {
+        "rope_theta": 5e5,
+        "rope_local_base_freq": 2e4,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    }
+    config = {**transformers.Gemma3TextConfig(**old).to_dict(), "sliding_window_pattern": 6}
+    new = architecture_of(config, tmp_path)
+    assert (new.rope.theta, new.rope.type, new.rope.factor) == (5e5, "linear", 8.0)
+    assert (new.local_rope, [new.rope_of(layer) for layer in range(6)]) == (Rope(2e4), [1] * 5 + [0])
+    del config["rope_parameters"]
+    assert architecture_of({**config, **old}, tmp_path) == new
+    with pytest.raises(SettingsError, match="rope_parameters must name full_attention and sliding_attention"):
+        architecture_of({**config, "rope_parameters": {"rope_theta": 1e4}}, tmp_path)
 
 
 @pytest.mark.parametrize(
     ("model_type", "rope", "named"),
     [
         ("llama", {"rope_type": "dynamic", "factor": 2.0}, "rope_parameters of type 'dynamic'"),
-        ("phi3", {"rope_type": "longrope"}, "rope_parameters of type 'longrope'"),
-        ("phi3", {"type": "su"}, "rope_parameters of type 'longrope'"),
+        ("phi3", {"rope_type": "longrope"}, "rope_parameters has 0 numbers in short_factor, not 16"),
+        ("phi3", {"type": "su", "short_mscale": 1.2}, "rope_parameters with short_mscale"),
+        ("phi3", {"rope_type": "linear", "partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         ("llama", {"partial_rotary_factor": 0.75}, "partial_rotary_factor = 0.75"),
     ],
 )
@@ -72,6 +149,35 @@ def test_an_unsupported_rope_is_refused(
     path = write_config(tmp_path, model_type=model_type, rope_parameters={"rope_theta": 1e4, **rope})
     with pytest.raises(SettingsError, match=named):
         read_architecture(path)
+
+
+@pytest.mark.parametrize("quantized", [{"quant_method": "mxfp4"}, {"quant_method": "fp8", "bits": 8}])
+def test_a_quantized_checkpoint_is_refused_with_what_to_use(tmp_path: Path, quantized: object) -> None:
+    with pytest.raises(SettingsError, match=r"stored as '(mxfp4|fp8)'; use a copy .* in bfloat16"):
+        read_architecture(write_config(tmp_path, quantization_config=quantized))
+
+
+@pytest.mark.parametrize("rank", [None, 24])
+def test_latent_attention_has_its_sizes_and_scale(tmp_path: Path, rank: int | None) -> None:
+    model = make_model("deepseek-v3-dense", q_lora_rank=rank)
+    model.config.save_pretrained(tmp_path)
+    found = read_architecture(tmp_path)
+    assert found.latent == Latent(16, nope=16, rope=8, value=12, query_rank=rank or 0)
+    assert (found.head_dim, found.value_dim, found.positioned_dim, found.kv_heads) == (24, 12, 8, 4)
+    attention = model.model.layers[0].self_attn
+    assert attention_terms(found, 0).scale == pytest.approx(attention.scaling)
+    assert found.rope.attention_factor == pytest.approx(model.model.rotary_emb.attention_scaling)
+    names = [name for name, _ in model.named_parameters() if ".layers." in name]
+    matrices = sum(p.numel() for name, p in model.named_parameters() if name in names and p.ndim == 2)
+    products = 3 * found.layers * 4 * (24 + 12) * 10**2
+    assert found.layer_flops(10) == 6 * matrices * 10 + products
+
+
+def test_latent_attention_with_fewer_key_value_heads_is_refused(tmp_path: Path) -> None:
+    config = make_model("deepseek-v3-dense").config.to_dict()
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_key_value_heads": 2}))
+    with pytest.raises(SettingsError, match="num_key_value_heads = 2 is not supported with latent"):
+        read_architecture(tmp_path)
 
 
 def test_a_missing_config_is_refused(tmp_path: Path) -> None:
@@ -89,6 +195,7 @@ def test_a_missing_config_is_refused(tmp_path: Path) -> None:
         {**YARN_ROPE, "original_max_position_embeddings": 4096, "truncate": False, "beta_fast": 16.0},
         {**YARN_ROPE, "attention_factor": 1.5, "original_max_position_embeddings": 4096},
         {**YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 0.5},
+        LONGROPE,
     ],
 )
 @pytest.mark.parametrize("old_style", [False, True])
@@ -110,6 +217,9 @@ def test_rope_frequencies_equal_those_of_transformers(
         expected, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
     torch.testing.assert_close(inverse_frequencies(found, 32), expected, atol=0, rtol=1e-6)
     assert found.attention_factor == pytest.approx(factor)
+    if found.long_factor:
+        expected, _ = ROPE_INIT_FUNCTIONS["longrope"](config, torch.device("cpu"), seq_len=33)
+        torch.testing.assert_close(inverse_frequencies(found, 32, long=True), expected, atol=0, rtol=1e-6)
 
 
 def test_flops_are_those_of_the_matrices_and_of_causal_attention(tmp_path: Path) -> None:
@@ -134,3 +244,37 @@ def test_flops_of_a_window_are_those_of_the_pairs_in_it(tmp_path: Path) -> None:
     pair = 12 * whole.layers * whole.heads * whole.head_dim
     assert saved == [0, 0, pair * 6**2 / 2]
     assert whole.layer_flops(10) - window.layer_flops(10) == saved[-1]
+    alternating = dataclasses.replace(whole, windows=(0, 4))
+    assert whole.layer_flops(10) - alternating.layer_flops(10) == saved[-1] / 2
+
+
+@pytest.mark.parametrize(
+    ("model", "field", "value"),
+    [
+        ("deepseek-v2", "norm_topk_prob", True),
+        ("deepseek-v2", "topk_method", "noaux_tc"),
+        ("deepseek-v3", "scoring_func", "softmax"),
+        ("deepseek-v3", "n_group", 3),
+    ],
+)
+def test_another_choice_of_experts_is_refused_by_its_field(
+    tmp_path: Path, model: str, field: str, value: object
+) -> None:
+    config = {**make_model(model).config.to_dict(), field: value}
+    with pytest.raises(SettingsError, match=f"{field} = {value!r}"):
+        architecture_of(config, tmp_path)
+
+
+def test_gpt_oss_has_the_numbers_of_its_config(tmp_path: Path) -> None:
+    config = make_model("gpt-oss").config.to_dict()
+    found = architecture_of(config, tmp_path)
+    assert (found.windows, found.biases, found.rope.truncate) == ((5, 0), ("qkv", "output"), False)
+    assert (found.experts.swiglu_limit, found.experts.swiglu_alpha) == (0.5, 1.702)
+    assert attention_terms(found, 1).sinks
+
+
+def test_glm4_moe_may_lack_norms_of_queries_and_keys(tmp_path: Path) -> None:
+    config = make_model("glm4-moe").config.to_dict()
+    found = architecture_of(config, tmp_path)
+    assert (found.qk_norm, found.rope.dimensions(found.head_dim)) == ("head", 16)
+    assert architecture_of({**config, "use_qk_norm": False}, tmp_path).qk_norm == ""

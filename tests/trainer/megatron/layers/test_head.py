@@ -16,10 +16,17 @@ def made(rows: int = 5, width: int = 4, vocabulary: int = 11, padding: int = 0) 
 
 
 def plain(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float,
+    softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the same by autograd over the whole table."""
-    table = torch.log_softmax(hidden.float() @ weight.float().t() / temperature, -1)
+    logits = hidden.float() @ weight.float().t()
+    if softcap:
+        logits = torch.tanh(logits / softcap) * softcap
+    table = torch.log_softmax(logits / temperature, -1)
     return table.gather(-1, targets[:, None])[:, 0], -(table.exp() * table).sum(-1)
 
 
@@ -42,6 +49,21 @@ def test_values_and_gradients_equal_log_softmax(
     torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(gradients, wanted, atol=2e-6, rtol=1e-5)
     assert (gradients[1][11:] == 0).all()
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 1 << 20])
+def test_bounded_logits_have_the_values_and_gradients_of_their_tanh(
+    monkeypatch: pytest.MonkeyPatch, kept_bytes: int
+) -> None:
+    monkeypatch.setattr(head, "KEPT_BYTES", kept_bytes)
+    hidden, weight, targets = made(padding=3)
+    slopes = torch.randn(2, len(hidden), generator=torch.Generator().manual_seed(1))
+    expected = plain(hidden, weight[:11], targets, 0.7, softcap=1.5)
+    wanted = torch.autograd.grad((expected[0] * slopes[0] + expected[1] * slopes[1]).sum(), (hidden, weight))
+    got = linear_logprobs(hidden, weight, targets, vocabulary=11, temperature=0.7, softcap=1.5)
+    gradients = torch.autograd.grad((got[0] * slopes[0] + got[1] * slopes[1]).sum(), (hidden, weight))
+    torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(gradients, wanted, atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -92,7 +114,8 @@ def test_extreme_logits_stay_finite() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fused_kernels_equal_plain_torch(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_fused_kernels_equal_plain_torch(dtype: torch.dtype, softcap: float) -> None:
     from trainer.megatron.layers import softmax_triton
 
     generator = torch.Generator().manual_seed(0)
@@ -100,13 +123,13 @@ def test_fused_kernels_equal_plain_torch(dtype: torch.dtype) -> None:
     local = torch.randint(0, 10_000, (33,), generator=generator).cuda()
     mine = (torch.arange(33) % 3 > 0).cuda()
     of_logprobs, of_entropies = torch.randn(2, 33, generator=generator).cuda()
-    wanted = softmax_torch.statistics(logits, local, 10_000, 0.7)
+    wanted = softmax_torch.statistics(logits, local, 10_000, 0.7, softcap)
     torch.testing.assert_close(
-        softmax_triton.statistics(logits, local, 10_000, 0.7), wanted, rtol=1e-5, atol=1e-4
+        softmax_triton.statistics(logits, local, 10_000, 0.7, softcap), wanted, rtol=1e-5, atol=1e-4
     )
     normalizer = wanted[0] + wanted[1].log()
     entropies = wanted[1].log() - wanted[2] / wanted[1]
-    rest = (local, mine, normalizer, entropies, of_logprobs, of_entropies, 10_000, 0.7)
+    rest = (local, mine, normalizer, entropies, of_logprobs, of_entropies, 10_000, 0.7, softcap)
     slopes, fused = logits.clone(), logits.clone()
     softmax_torch.to_slopes(slopes, *rest)
     softmax_triton.to_slopes(fused, *rest)

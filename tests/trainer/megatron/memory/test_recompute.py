@@ -55,7 +55,7 @@ class Pass:
         wrapped.zero_grad_buffer()
         lengths = [16, 16, 12]
         tokens = torch.randint(0, 90, (1, sum(lengths)), generator=generator)
-        sequences = packed_sequences(lengths, model.rotary_pos_emb.inv_freq, torch.float32, segmented=True)
+        sequences = packed_sequences(lengths, model.rotaries, torch.float32, segmented=True)
         routers = [module for module in model.modules() if isinstance(module, ExpertRouter)]
         if routers:
             config.moe_aux_loss_coeff = 0.5

@@ -1,6 +1,7 @@
 """Chooses how attention over packed sequences is computed, and makes it the core of megatron's layers.
 
-Shapes: T tokens, D head size; heads are those of this tensor rank.
+Shapes: T tokens, D size of a head's query and key, V of its value, mostly the same; heads are those of this
+tensor rank.
 """
 
 import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
@@ -12,18 +13,19 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trainer.megatron.layers.attention import fused
-from trainer.megatron.layers.attention.rotary import rotate
 from trainer.megatron.layers.attention.segmented import segmented_attention
 from trainer.megatron.layers.attention.sequences import PackedSequences
-from trainer.megatron.layers.attention.terms import AttentionTerms
+from trainer.megatron.layers.attention.terms import PLAIN, AttentionTerms
 
-Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, PackedSequences, AttentionTerms], torch.Tensor]
+Kernel = Callable[..., torch.Tensor]
 """(q [T, heads, D], k [T, kv heads, D], v like k, sequences, terms) -> [T, heads, D]; causal within each
-sequence."""
+sequence. `by_segments` also takes v [T, kv heads, V], and gives [T, heads, V]. Kernels with the term `sinks`
+take these, [heads], as the last argument."""
 
 
 def by_segments(
@@ -32,9 +34,10 @@ def by_segments(
     v: torch.Tensor,
     sequences: PackedSequences,
     terms: AttentionTerms,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute it with torch's attention, a segment at a time: anywhere, and what the others must equal."""
-    return segmented_attention(q, k, v, sequences.segments, terms.scale, terms.window)
+    return segmented_attention(q, k, v, sequences.segments, terms.scale, terms.window, terms.softcap, sinks)
 
 
 FUSED: dict[str, Kernel] = {
@@ -43,14 +46,20 @@ FUSED: dict[str, Kernel] = {
     "torch.nn.attention.varlen": fused.varlen_attention,
 }
 """Module -> the kernel that needs it, the preferred one first."""
+OPTIONAL: dict[str, frozenset[str]] = {
+    "flash_attn": frozenset({"softcap"}),
+    "torch.nn.attention.varlen": frozenset({"sinks"}),
+}
+"""Module -> terms that its kernel computes, of those that not every kernel does."""
 
 
 @functools.cache
-def kernel_for(device_type: str, dtype: torch.dtype) -> Kernel:
-    """Return the first fused kernel whose module is there, on CUDA in 16 bits; else `by_segments`."""
+def kernel_for(device_type: str, dtype: torch.dtype, terms: AttentionTerms = PLAIN) -> Kernel:
+    """Return the first fused kernel that is there and has the terms, on CUDA in 16 bits, or `by_segments`."""
     if device_type == "cuda" and dtype in (torch.bfloat16, torch.float16):
         for module, kernel in FUSED.items():
-            if find_spec(module.partition(".")[0]) is not None and find_spec(module) is not None:
+            computed = terms.optional <= OPTIONAL.get(module, frozenset())
+            if computed and find_spec(module.partition(".")[0]) is not None and find_spec(module) is not None:
                 return kernel
     return by_segments
 
@@ -61,6 +70,10 @@ class PackedAttention(MegatronModule):
     def __init__(self, config: TransformerConfig, terms: AttentionTerms, **unused: Any) -> None:
         super().__init__(config=config)
         self.terms = terms
+        if terms.sinks:
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            device = None if config.use_cpu_initialization else torch.cuda.current_device()
+            self.sinks = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype, device=device))
 
     def forward(
         self,
@@ -72,7 +85,21 @@ class PackedAttention(MegatronModule):
         packed_seq_params: PackedSequences,
         **unused: Any,
     ) -> torch.Tensor:
-        """Map queries [T, heads, D], keys and values [T, kv heads, D] to [T, heads, D]."""
-        kernel = kernel_for(query.device.type, query.dtype)
-        query, key = rotate(query, key, packed_seq_params.cos, packed_seq_params.sin)
-        return kernel(query, key, value, packed_seq_params, self.terms)
+        """Map queries [T, heads, D], keys [T, kv heads, D] and values [T, kv heads, V] to [T, heads, V].
+
+        Fused kernels know one size of a head: for them values are padded with zeros.
+        """
+        kernel = kernel_for(query.device.type, query.dtype, self.terms)
+        sinks = (self.sinks,) if self.terms.sinks else ()
+        query, key = self.rotated(query, key, packed_seq_params)
+        narrower = 0 if kernel is by_segments else query.size(-1) - value.size(-1)
+        if not narrower:
+            return kernel(query, key, value, packed_seq_params, self.terms, *sinks)
+        padded = F.pad(value, (0, narrower))
+        return kernel(query, key, padded, packed_seq_params, self.terms, *sinks)[..., : value.size(-1)]
+
+    def rotated(
+        self, query: torch.Tensor, key: torch.Tensor, sequences: PackedSequences
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return queries and keys rotated for their positions."""
+        return sequences.angles[self.terms.rope].rotate(query, key)

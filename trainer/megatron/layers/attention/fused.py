@@ -38,6 +38,7 @@ def flash_attention(
         softmax_scale=terms.scale,
         causal=True,
         window_size=(terms.window - 1, 0),
+        softcap=terms.softcap,
     )
     return out
 

@@ -1,28 +1,96 @@
 """Computes rotary position embeddings: once for a micro-batch, for all its layers.
 
-Shapes: T tokens, D head size.
+Shapes: T tokens, D head size, R dimensions of a head that are rotated.
 """
 
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from trainer.megatron.architecture.rope import Rope
 
 
-def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
-    """Return the rotary frequencies, float32 [D / 2].
+@dataclass(frozen=True, slots=True)
+class Angles:
+    """Cosine and sine of the angles of tokens."""
+
+    cos: torch.Tensor
+    """[..., 1, R], on the device: of the angles of each token's position, from 0 in every sequence."""
+    sin: torch.Tensor
+    """Shaped as `cos`."""
+    interleaved: bool = False
+    """See `Rotary`."""
+
+    def rotate(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return queries and keys [..., heads, D] rotated; what comes after the first R stays as it is.
+
+        On a GPU one compiled kernel does each of the two directions.
+        """
+        return (_compiled() if query.is_cuda else _rotate)(query, key, self.cos, self.sin, self.interleaved)
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """A rotary embedding on a device."""
+
+    frequencies: torch.Tensor
+    """float32 [R / 2]."""
+    long: torch.Tensor | None = None
+    """longrope: those of sequences longer than `original`."""
+    original: int = 0
+    factor: float = 1.0
+    """Factor of what is rotated; 1 where it is part of the scale of the scores."""
+    interleaved: bool = False
+    """Whether dimension 2 i is paired with 2 i + 1; else i with i + R / 2."""
+
+    @classmethod
+    def of(cls, rope: Rope, head_dim: int, device: torch.device) -> "Rotary":
+        """Compute the frequencies."""
+        dimensions = rope.dimensions(head_dim)
+        short = inverse_frequencies(rope, dimensions).to(device)
+        long = inverse_frequencies(rope, dimensions, long=True).to(device) if rope.long_factor else None
+        factor = rope.attention_factor if dimensions < head_dim else 1.0
+        return cls(short, long, rope.original_max_position_embeddings, factor, rope.interleaved)
+
+    def angles(self, positions: torch.Tensor, lengths: torch.Tensor, dtype: torch.dtype) -> Angles:
+        """Return cosine and sine, each [T, 1, R], computed in float32.
+
+        Args:
+            positions: integers [T], on the device.
+            lengths: integers [T], on the device: tokens of the sequence that each is of.
+            dtype: that of queries and keys.
+        """
+        cos, sin = rotation(positions, self.frequencies, torch.float32)
+        if self.long is not None:
+            is_long = (lengths > self.original)[:, None, None]
+            longer = rotation(positions, self.long, torch.float32)
+            cos, sin = (torch.where(is_long, x, y) for x, y in zip(longer, (cos, sin), strict=True))
+        if self.factor != 1.0:
+            cos, sin = cos * self.factor, sin * self.factor
+        if self.interleaved:
+            cos, sin = (x.chunk(2, -1)[0].repeat_interleave(2, -1) for x in (cos, sin))
+        return Angles(cos.to(dtype), sin.to(dtype), self.interleaved)
+
+
+def inverse_frequencies(rope: Rope, dimensions: int, *, long: bool = False) -> torch.Tensor:
+    """Return the rotary frequencies, float32 [R / 2].
 
     llama3 and yarn: long wavelengths are stretched by `factor`, short ones kept, those between interpolated.
+    longrope: each is divided by a factor of its own, by another one in `long` sequences.
     """
-    frequencies = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
+    exponents = torch.arange(0, dimensions, 2, dtype=torch.int64).float() / dimensions
+    frequencies = 1.0 / rope.theta**exponents
     if rope.type == "linear":
         return frequencies / rope.factor
     if rope.type == "yarn":
-        keep = _kept_by_yarn(rope, head_dim)
+        keep = _kept_by_yarn(rope, dimensions)
         return (1 - keep) * frequencies / rope.factor + keep * frequencies
+    if rope.type == "longrope":
+        factors = torch.tensor(rope.long_factor if long else rope.short_factor)
+        return 1.0 / (factors * rope.theta**exponents)
     if rope.type != "llama3":
         return frequencies
     turns = rope.original_max_position_embeddings * frequencies / (2 * math.pi)
@@ -30,8 +98,8 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
     return (1 - keep) * frequencies / rope.factor + keep * frequencies
 
 
-def _kept_by_yarn(rope: Rope, head_dim: int) -> torch.Tensor:
-    """Return the share of each frequency that stays (Peng et al. 2023, arXiv 2309.00071), float32 [D / 2].
+def _kept_by_yarn(rope: Rope, dimensions: int) -> torch.Tensor:
+    """Return the share of each frequency that stays (Peng et al. 2023, arXiv 2309.00071), float32 [R / 2].
 
     It falls from 1 to 0 between the dimensions that turn `beta_fast` and `beta_slow` times in the original
     context.
@@ -39,43 +107,41 @@ def _kept_by_yarn(rope: Rope, head_dim: int) -> torch.Tensor:
 
     def dimension(turns: float) -> float:
         wavelength = rope.original_max_position_embeddings / turns
-        return head_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(rope.theta))
+        return dimensions * math.log(wavelength / (2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+    low, high = max(low, 0), min(high, dimensions - 1)
     width = high - low or 0.001
-    return 1 - ((torch.arange(head_dim // 2) - low) / width).clamp(0.0, 1.0)
+    return 1 - ((torch.arange(dimensions // 2) - low) / width).clamp(0.0, 1.0)
 
 
 def rotation(
     positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosine and sine of every angle, each [T, 1, D], for positions [T]; computed in float32."""
+    """Return cosine and sine of every angle, each [T, 1, R], for positions [T]; computed in float32."""
     angles = torch.outer(positions.float(), frequencies).repeat(1, 2)[:, None]
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def rotate(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return queries and keys [T, heads, D] rotated by [T, 1, D]; dimension i pairs with i + D / 2.
-
-    On a GPU one compiled kernel does each of the two directions.
-    """
-    return (_compiled() if query.is_cuda else _rotate)(query, key, cos, sin)
-
-
 def _rotate(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _rotated(query, cos, sin), _rotated(key, cos, sin)
+    return _rotated(query, cos, sin, interleaved), _rotated(key, cos, sin, interleaved)
 
 
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    dimensions = cos.size(-1)
+    turned, rest = x[..., :dimensions], x[..., dimensions:]
+    if interleaved:
+        pairs = turned.unflatten(-1, (-1, 2))
+        across = torch.stack((-pairs[..., 1], pairs[..., 0]), dim=-1).flatten(-2)
+    else:
+        first, second = turned.chunk(2, dim=-1)
+        across = torch.cat((-second, first), dim=-1)
+    turned = turned * cos + across * sin
+    return torch.cat((turned, rest), dim=-1) if rest.size(-1) else turned
 
 
 @functools.cache

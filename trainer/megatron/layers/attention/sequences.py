@@ -1,6 +1,6 @@
 """Describes the sequences of a micro-batch, which lie one after the other without padding.
 
-Shapes: T tokens of S sequences, D head size.
+Shapes: T tokens of S sequences.
 """
 
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer.megatron.layers.attention.rotary import rotation
+from trainer.megatron.layers.attention.rotary import Angles, Rotary
 from trainer.megatron.layers.attention.segmented import AttentionSegment, segments_of
 from trainer.megatron.layers.experts.tokens import RoutedTokens
 
@@ -24,10 +24,8 @@ class PackedSequences:
     """Tokens of the longest sequence."""
     offsets: torch.Tensor
     """int32 [S + 1], on the device: where each sequence begins, and T."""
-    cos: torch.Tensor
-    """[T, 1, D], on the device: of the angles of each token's position, from 0 in every sequence."""
-    sin: torch.Tensor
-    """Shaped as `cos`."""
+    angles: tuple[Angles, ...]
+    """Angles of the tokens, for each rotary embedding of the model."""
     segments: tuple[AttentionSegment, ...] = ()
     """For attention by segments; empty if another implementation is used."""
     routed: RoutedTokens | None = None
@@ -38,30 +36,30 @@ class PackedSequences:
 
 def packed_sequences(
     lengths: Sequence[int],
-    frequencies: torch.Tensor,
+    rotaries: Sequence[Rotary],
     dtype: torch.dtype,
     *,
     segmented: bool,
 ) -> PackedSequences:
-    """Describe sequences for the device of the rotary `frequencies`.
+    """Describe sequences, each a sample without its last token, for the device of the rotary embeddings.
 
     Args:
         lengths: tokens of each sequence, at least 1; attention by segments is fast if similar lengths are
             neighbours.
-        frequencies: float32 [D / 2].
+        rotaries: the model's.
         dtype: that of queries and keys.
         segmented: whether attention goes by segments.
     """
-    device = frequencies.device
+    device = rotaries[0].frequencies.device
     sizes = torch.tensor(lengths)
     offsets = torch.nn.functional.pad(sizes.cumsum(0), (1, 0))
     positions = torch.arange(int(offsets[-1])) - offsets[:-1].repeat_interleave(sizes)
-    cos, sin = rotation(to_device(positions, device), frequencies, dtype)
+    places = to_device(positions, device)
+    samples = to_device((sizes + 1).repeat_interleave(sizes), device)
     return PackedSequences(
         max(lengths),
         to_device(offsets.int(), device),
-        cos,
-        sin,
+        tuple(rotary.angles(places, samples, dtype) for rotary in rotaries),
         segments_of(lengths, device) if segmented else (),
     )
 

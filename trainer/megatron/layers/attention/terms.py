@@ -11,3 +11,17 @@ class AttentionTerms:
     """Factor of the scores; None: 1 / sqrt(D), D being the size of a head."""
     window: int = 0
     """Tokens that each one attends to, itself included; 0: all before it."""
+    softcap: float = 0.0
+    """Bound c of the scaled scores s, which become c tanh(s / c); 0: none."""
+    rope: int = 0
+    """Which of the model's rotary embeddings rotates queries and keys."""
+    sinks: bool = False
+    """Whether each head has a learnt score to which attention goes that no token gets."""
+
+    @property
+    def optional(self) -> frozenset[str]:
+        """Those of its terms that not every kernel computes."""
+        return frozenset(name for name in ("softcap", "sinks") if getattr(self, name))
+
+
+PLAIN = AttentionTerms()

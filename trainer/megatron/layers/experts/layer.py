@@ -17,12 +17,11 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from trainer.megatron.architecture.experts import Experts
 from trainer.megatron.layers.dense import SwigluMLP, swiglu
+from trainer.megatron.layers.experts.clamped import ClampedExperts
 from trainer.megatron.layers.experts.dispatch import Exchange, ExpertOrder
 from trainer.megatron.layers.experts.router import ExpertRouter
+from trainer.megatron.layers.experts.stacks import expert_products, stack
 from trainer.megatron.layers.experts.tokens import RoutedTokens
-
-ALIGNED = 8
-"""Sizes of bfloat16 matrices that torch's grouped product takes are multiples of it: 16 bytes."""
 
 
 class ExpertLayer(TransformerLayer):
@@ -116,7 +115,7 @@ class ExpertMLP(torch.nn.Module):
 
     def make_experts(self, config: TransformerConfig, experts: Experts) -> torch.nn.Module:
         """Return this rank's experts; called as (rows sorted by expert, rows of each expert)."""
-        return LocalExperts(config, experts)
+        return (ClampedExperts if experts.swiglu_limit else LocalExperts)(config, experts)
 
     def forward(
         self, hidden_states: torch.Tensor, padding_mask: RoutedTokens | None = None
@@ -146,40 +145,3 @@ class ExpertMLP(torch.nn.Module):
         group = mpu.get_expert_tensor_and_model_parallel_group()
         exchange = Exchange(counts, self.size, self.copies, group)
         return exchange.give_back(self.experts(exchange.send(rows), exchange.counts))
-
-
-def stack(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
-    """Return an uninitialized parameter of experts.
-
-    The mark makes megatron add up its gradients over the ranks with the same experts, and step it apart.
-    """
-    device = None if config.use_cpu_initialization else torch.cuda.current_device()
-    parameter = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
-    parameter.allreduce = False  # type: ignore[attr-defined]
-    return parameter
-
-
-def expert_products(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Return [R, m]; on a GPU in bfloat16 by one kernel, elsewhere expert by expert.
-
-    Args:
-        rows: [R, n], sorted by expert.
-        weights: [L, m, n].
-        counts: int64 [L]: rows of each expert, on the host or on the device.
-    """
-    aligned = not any(size % ALIGNED for size in weights.shape[1:])
-    if rows.is_cuda and rows.dtype is torch.bfloat16 and aligned:
-        return grouped(rows, weights, counts)
-    return one_by_one(rows, weights, counts)
-
-
-def grouped(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Compute `expert_products` by torch's grouped product; the host does not wait for the device."""
-    ends = counts.to(rows.device, non_blocking=True).cumsum(0).int()
-    return F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
-
-
-def one_by_one(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Compute `expert_products` with a product for each expert: what `grouped` must equal."""
-    parts = rows.split(counts.tolist())
-    return torch.cat([F.linear(part, weight) for part, weight in zip(parts, weights.unbind(), strict=True)])

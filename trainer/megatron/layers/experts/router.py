@@ -56,6 +56,11 @@ class ExpertRouter(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         bias = torch.zeros(experts.count, dtype=torch.float32, device=device)
         self.bias = torch.nn.Parameter(bias, requires_grad=False) if experts.bias else None
+        self.logit_bias = None
+        if experts.biases:
+            bias = torch.empty(experts.count, dtype=config.params_dtype, device=device)
+            self.logit_bias = torch.nn.Parameter(bias)
+            self.logit_bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.forget()
 
     def forget(self) -> None:
@@ -69,17 +74,24 @@ class ExpertRouter(torch.nn.Module):
             x: inputs of the layer's experts.
             tokens: describes them; None: nothing is counted or balanced.
         """
-        logits = F.linear(x, self.weight).float()
+        logits = self._logits(x)
         scores = scores_of(logits, self.experts)
+        chosen = choose(scores, self.experts, self.bias)
         if tokens is not None and tokens.experts is not None:
-            chosen = tokens.experts[self.layer]
-        else:
-            chosen = choose(scores, self.experts, self.bias)
+            given = tokens.experts[self.experts.sparse_layers_before(self.layer)]
+            chosen = torch.where(given >= 0, given, chosen)
         weights = weights_of(scores, chosen, self.experts)
         # Where layers are recomputed only the second pass has gradients, so it alone counts.
         if tokens is not None and torch.is_grad_enabled():
             weights = self._balanced(weights, logits, scores, chosen, tokens)
         return Routing(chosen, weights)
+
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+        """Return float32 [T, E]."""
+        weight, bias = self.weight, self.logit_bias
+        if not self.experts.precise:
+            return F.linear(x, weight, bias).float()
+        return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
 
     def _balanced(
         self,
@@ -110,9 +122,21 @@ def scores_of(logits: torch.Tensor, experts: Experts) -> torch.Tensor:
 
 
 def choose(scores: torch.Tensor, experts: Experts, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the experts of each token, int64 [T, k], by scores [T, E], to which a bias [E] is added."""
-    found = scores.detach() if bias is None else scores.detach() + bias
-    return torch.topk(found, experts.per_token, -1).indices
+    """Return the experts of each token, int64 [T, k], by scores [T, E] and what is added to them, [E].
+
+    Where experts are in groups, only those of a token's best groups are chosen from (DeepSeek-V2 and V3,
+    arXiv 2405.04434 and 2412.19437).
+    """
+    scores = scores.detach()
+    if bias is not None:
+        scores = scores + bias
+    if experts.groups > 1:
+        grouped = scores.unflatten(-1, (experts.groups, -1))
+        of_groups = grouped.topk(experts.best_of_group, -1).values.sum(-1)
+        best = of_groups.topk(experts.groups_per_token, -1).indices
+        left_out = torch.ones_like(of_groups, dtype=torch.bool).scatter_(-1, best, False)
+        scores = grouped.masked_fill(left_out[..., None], -torch.inf).flatten(-2)
+    return torch.topk(scores, experts.per_token, -1).indices
 
 
 def weights_of(scores: torch.Tensor, chosen: torch.Tensor, experts: Experts) -> torch.Tensor:

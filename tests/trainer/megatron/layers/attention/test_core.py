@@ -4,7 +4,8 @@ import pytest
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from trainer.megatron.layers.attention.core import FUSED, PackedAttention, by_segments, kernel_for
+from trainer.megatron.layers.attention.core import FUSED, OPTIONAL, PackedAttention, by_segments, kernel_for
+from trainer.megatron.layers.attention.rotary import Rotary
 from trainer.megatron.layers.attention.sequences import packed_sequences
 from trainer.megatron.layers.attention.terms import AttentionTerms
 
@@ -20,6 +21,13 @@ def test_without_16_bits_on_cuda_attention_goes_by_segments(device: str, dtype: 
 
 def test_16_bits_on_cuda_use_a_fused_kernel() -> None:
     assert kernel_for("cuda", torch.bfloat16) in FUSED.values()
+
+
+def test_bounded_scores_are_left_to_kernels_that_know_them() -> None:
+    bounded = AttentionTerms(softcap=50.0)
+    kernel = kernel_for("cuda", torch.bfloat16, bounded)
+    assert kernel in (by_segments, *(FUSED[module] for module in OPTIONAL))
+    assert kernel_for("cpu", torch.float32, bounded) is by_segments
 
 
 def test_a_sequence_is_computed_as_if_it_were_alone() -> None:
@@ -38,4 +46,4 @@ def test_a_sequence_is_computed_as_if_it_were_alone() -> None:
 
 
 def describe(lengths: list[int]) -> object:
-    return packed_sequences(lengths, FREQUENCIES, torch.float32, segmented=True)
+    return packed_sequences(lengths, [Rotary(FREQUENCIES)], torch.float32, segmented=True)

@@ -83,3 +83,33 @@ def test_every_token_has_one_place_and_little_is_padded(lengths: list[int]) -> N
 def test_many_short_sequences_are_few_calls() -> None:
     lengths = sorted((index % 12 + 1 for index in range(256)), reverse=True)
     assert len(segments_of(lengths, CPU)) <= 2
+
+
+@pytest.mark.parametrize("window", [0, 5])
+def test_sinks_take_attention_and_give_nothing(window: int) -> None:
+    lengths = [30, 27, 12, 11, 4, 1]
+    inputs = [*qkv(sum(lengths), 4, 2), torch.tensor([-1.0, 0.5, 2.0, 30.0], requires_grad=True)]
+    *tensors, sinks = inputs
+    found = segmented_attention(*tensors, segments_of(lengths, CPU), None, window, sinks=sinks)
+    expected = []
+    for q, k, v in zip(*(x.split(lengths) for x in tensors), strict=True):
+        keys, values = (x.repeat_interleave(2, 1) for x in (k, v))
+        seen = torch.ones(len(q), len(q)).tril().triu(1 - (window or len(q))).bool()
+        scores = (torch.einsum("qhd,khd->hqk", q, keys) / 8**0.5).masked_fill(~seen, -torch.inf)
+        column = sinks[:, None, None].expand(-1, len(q), 1)
+        shares = torch.softmax(torch.cat([scores, column], -1), -1)[..., :-1]
+        expected.append(torch.einsum("hqk,khd->qhd", shares, values))
+    wanted = torch.cat(expected)
+    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=0)
+    upstream = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1))
+    gradients = torch.autograd.grad(wanted, inputs, upstream)
+    for gradient, other in zip(torch.autograd.grad(found, inputs, upstream), gradients, strict=True):
+        torch.testing.assert_close(gradient, other, atol=3e-6, rtol=0)
+
+
+def test_values_may_be_narrower_than_keys() -> None:
+    lengths = [9, 8, 2]
+    q, k, v = qkv(sum(lengths), 4, 4)
+    whole = segmented_attention(q, k, v, segments_of(lengths, CPU), None)
+    found = segmented_attention(q, k, v[..., :5], segments_of(lengths, CPU), None)
+    torch.testing.assert_close(found, whole[..., :5], atol=1e-6, rtol=0)

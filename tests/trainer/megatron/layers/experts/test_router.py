@@ -31,3 +31,16 @@ def test_a_bias_changes_the_choice_alone() -> None:
     chosen = choose(scores, experts, torch.tensor([2.0, 0.0, 0.0, 0.0]))
     assert chosen.tolist() == [[0]]
     assert weights_of(scores, chosen, experts).tolist() == [[0.5]]
+
+
+@pytest.mark.parametrize(("best", "expected"), [(1, [2, 3]), (2, [0, 1])])
+def test_a_token_chooses_from_its_best_groups_alone(best: int, expected: list[int]) -> None:
+    experts = Experts(count=6, per_token=2, groups=3, best_of_group=best)
+    scores = torch.tensor([[0.5, 0.6, 0.7, 0.0, 0.1, 0.2]])
+    assert sorted(choose(scores, experts)[0].tolist()) == expected
+
+
+def test_groups_are_chosen_with_the_bias() -> None:
+    experts = Experts(count=4, per_token=1, scoring="sigmoid", groups=2, best_of_group=2)
+    bias = torch.tensor([5.0, 0.0, 0.0, 0.0])
+    assert choose(scores_of(LOGITS, experts), experts, bias).tolist() == [[0]]

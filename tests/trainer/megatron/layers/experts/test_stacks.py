@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from trainer.megatron.layers.experts.layer import grouped, one_by_one
+from trainer.megatron.layers.experts.stacks import grouped, one_by_one
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 

@@ -1,0 +1,172 @@
+"""Runs this host's ranks of a trainer that has several hosts.
+
+The hosts meet (`trainer/hosts/meeting.py`), torchrun starts the ranks of each, and all end together. Other
+hosts than host 0 need the settings, the model and the run directory; only rank 0 speaks with ledger and bus.
+"""
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+
+from protocol.errors import SettingsError, TetherError
+from services.runtime.errors import EXIT_FAILED, EXIT_SETTINGS
+from services.settings.hub import fetch_model
+from services.settings.sections import Settings
+from services.trainer.ranks import launch
+from trainer.backends.launch import torchrun_on_hosts
+from trainer.hosts.meeting import Consequence, Ending, HostFacts, Meeting
+from trainer.hosts.place import HostPlace
+
+log = logging.getLogger("tether.hosts")
+
+COMPARED = ("model", "trainer", "parallel", "optimizer", "algorithm", "lora")
+"""Sections that have to be the same on all hosts."""
+MAY_DIFFER = frozenset({"model.path", "trainer.threads"})
+"""Settings in them that a host may have of its own."""
+SEE_S = 30.0
+"""How long another host looks for the marker of host 0: a network file system may show it late, seconds."""
+EXIT_CODES = {Consequence.RESTART: EXIT_FAILED, Consequence.REFUSED: EXIT_SETTINGS, Consequence.STOPPED: 0}
+"""What ended a generation -> exit code of its hosts."""
+
+
+def run_on_hosts(settings: Settings, place: HostPlace) -> int:
+    """Run this host's ranks, until those of all hosts have ended.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        SettingsError: this host, or another one, does not go with host 0.
+        TetherError: not all hosts came in time, or one ended before all had come.
+    """
+    log.info("hosts.place %s", place.describe())
+    with _marker(settings, place) as marker:
+        facts = HostFacts(socket.gethostname(), os.getpid(), marker, host_settings(settings))
+        meeting = Meeting(place, settings.cluster, facts)
+        try:
+            port = meeting.join(lambda first: check_host(settings, place, facts, first))
+        except TetherError as error:
+            consequence = Consequence.REFUSED if isinstance(error, SettingsError) else Consequence.RESTART
+            meeting.leave(Ending(consequence, str(error)))
+            raise
+    log.info("hosts.met hosts=%d ranks=%d", place.hosts, settings.parallel.world_size)
+    meeting.watch(_end_at_once)
+    ranks = settings.parallel.world_size // place.hosts
+    code, stopped = launch(torchrun_on_hosts(ranks, place, port, "services.trainer"))
+    if stopped:
+        meeting.leave(Ending(Consequence.STOPPED, f"host {place.number} was asked to stop"))
+    elif code:
+        consequence = Consequence.REFUSED if code == EXIT_SETTINGS else Consequence.RESTART
+        meeting.leave(Ending(consequence, f"a rank of host {place.number} ({facts.name}) ended with {code}"))
+    else:
+        meeting.leave()
+    return code
+
+
+def host_settings(settings: Settings) -> dict[str, Any]:
+    """Return what has to be the same on all hosts, by name: settings, and a digest of the model's files.
+
+    Raises:
+        SettingsError: the model is not there.
+    """
+    tables = {name: dataclasses.asdict(getattr(settings, name)) for name in COMPARED}
+    compared = {
+        f"setting {section}.{name}": json.loads(json.dumps(value))
+        for section, table in tables.items()
+        for name, value in table.items()
+        if f"{section}.{name}" not in MAY_DIFFER
+    }
+    return compared | {"the model's files": _fingerprint(fetch_model(settings))}
+
+
+def check_host(settings: Settings, place: HostPlace, mine: HostFacts, first: HostFacts) -> None:
+    """Check that this host can work with host 0.
+
+    Args:
+        settings: this host's.
+        place: which host this is.
+        mine: what this host says.
+        first: what host 0 says.
+
+    Raises:
+        SettingsError: names what differs and both values.
+    """
+    names = f"host {place.number} ({mine.name})", f"host 0 ({first.name})"
+    for name in sorted({*mine.settings, *first.settings}):
+        own, theirs = mine.settings.get(name), first.settings.get(name)
+        if own != theirs:
+            raise SettingsError(
+                f"{name}: {own!r} on {names[0]}, {theirs!r} on {names[1]}; start all hosts with the same "
+                "settings, such as TETHER_CONFIG=RUN_DIR/settings.json"
+            )
+    path = settings.run_dir / first.marker
+    end = time.monotonic() + SEE_S
+    while not path.is_file():
+        if time.monotonic() > end:
+            raise SettingsError(
+                f"setting run.dir: {names[0]} does not see the run directory of {names[1]}: there is no "
+                f"{path}; put it on a file system that all hosts of the trainer have, as each rank writes "
+                "its part of a checkpoint to it"
+            )
+        time.sleep(0.2)
+
+
+def _fingerprint(model_dir: Path) -> str:
+    """Return a digest of a model's configuration and of the names and sizes of its weights."""
+    weights = sorted((path.name, path.stat().st_size) for path in model_dir.glob("*.safetensors"))
+    return hashlib.sha256((model_dir / "config.json").read_bytes() + repr(weights).encode()).hexdigest()[:16]
+
+
+@contextmanager
+def _marker(settings: Settings, place: HostPlace) -> Iterator[str]:
+    """On host 0, have a file in the run directory within the block, by which other hosts recognize it.
+
+    Its name is new each time: a network file system remembers which names did not exist.
+
+    Raises:
+        SettingsError: there is no run directory, or it cannot be written.
+    """
+    if not settings.run_dir.is_dir():
+        raise SettingsError(f"no run directory {settings.run_dir}: start the ingest first, or `tether up`")
+    if place.number:
+        yield ""
+        return
+    path = settings.run_dir / f"hosts-{secrets.token_hex(8)}"
+    try:
+        for old in settings.run_dir.glob("hosts-*"):  # of a host 0 that was killed
+            old.unlink(missing_ok=True)
+        path.touch()
+    except OSError as error:
+        raise SettingsError(f"setting run.dir: cannot write {path}: {error.strerror}") from None
+    try:
+        yield path.name
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _end_at_once(ending: Ending) -> None:
+    """End this host's ranks and this process: without the others they wait for nothing.
+
+    torchrun would wait for ranks that wait for other hosts, so it is not asked.
+    """
+    code = EXIT_CODES[ending.consequence]
+    log.error("hosts.ended code=%d reason=%s", code, ending.reason)
+    print(f"tether trainer: {ending.reason}; all its hosts end", file=sys.stderr, flush=True)
+    for child in psutil.Process().children(recursive=True):
+        try:
+            child.kill()
+        except psutil.NoSuchProcess:
+            continue
+    os._exit(code)

@@ -1,0 +1,21 @@
+"""The loop with a trainer on two hosts, in network namespaces."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.integration.command import environment
+from tests.integration.loop import ROOT
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_trainer_on_two_hosts_survives_the_loss_of_each() -> None:
+    """Needs a user that may make network namespaces; exit code 77 says that this one may not."""
+    program = [sys.executable, "-m", "tests.chaos.trainer_hosts"]
+    finished = subprocess.run(
+        program, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert finished.stdout.splitlines()[-1] == "violations=0"

@@ -1,0 +1,175 @@
+"""Puts Hugging Face tensors together from the files of ranks, without the rules: by reshapes and cat only."""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from transformers import PretrainedConfig
+
+from tests.trainer.megatron.models import EXPERTS, make_model
+from tests.trainer.megatron.ranks import LAYOUTS
+from trainer.config import ParallelConfig
+
+Tensors = dict[str, torch.Tensor]
+WHOLE = {
+    "input_layernorm": "input_layernorm",
+    "pre_mlp_layernorm": "post_attention_layernorm",
+    "post_attention_layernorm": "post_attention_layernorm",
+    "post_mlp_layernorm": "post_feedforward_layernorm",
+    "self_attention.q_layernorm": "self_attn.q_norm",
+    "self_attention.k_layernorm": "self_attn.k_norm",
+    "mlp.shared_gate": "mlp.shared_expert_gate",
+}
+"""What is the same on every rank: megatron's name -> that of the checkpoint."""
+LATENT_WHOLE = {
+    "self_attention.linear_q_down_proj": "self_attn.q_a_proj",
+    "self_attention.q_layernorm": "self_attn.q_a_layernorm",
+    "self_attention.linear_kv_down_proj": "self_attn.kv_a_proj_with_mqa",
+    "self_attention.kv_layernorm": "self_attn.kv_a_layernorm",
+}
+GEMMA_WHOLE = {"pre_mlp_layernorm": "pre_feedforward_layernorm"}
+GLM4_WHOLE = {
+    "post_attention_layernorm": "post_self_attn_layernorm",
+    "post_mlp_layernorm": "post_mlp_layernorm",
+}
+WHOLE_OF = {
+    "deepseek_v2": LATENT_WHOLE,
+    "deepseek_v3": LATENT_WHOLE,
+    "gemma2": GEMMA_WHOLE,
+    "gemma3_text": GEMMA_WHOLE,
+    "glm4": GLM4_WHOLE,
+}
+"""What differs from that, by model_type."""
+ROWS = {
+    "self_attention.linear_q_proj": "self_attn.q_proj",
+    "self_attention.linear_q_up_proj": "self_attn.q_b_proj",
+    "self_attention.linear_kv_up_proj": "self_attn.kv_b_proj",
+    "self_attention.core_attention.sinks": "self_attn.sinks",
+}
+"""What is split by rows."""
+STACKED = {"fc1": ("gate_up_proj", 2), "fc2": ("down_proj", 1)}
+STACKED |= {f"{name}_bias": (f"{tensor}_bias", 1) for name, (tensor, _) in STACKED.items()}
+"""Experts in one tensor: megatron's name -> that of the checkpoint, and the dimension that ranks split."""
+
+
+def gather_by_hand(directory: Path, layout: str, model: str) -> Tensors:
+    """The tensors of a checkpoint of the ranks in `directory`."""
+    config, parallel = make_model(model).config, LAYOUTS[layout]
+    result = {}
+    for stage in range(parallel.pipeline_model_parallel_size):
+        files = files_of_stage(directory, parallel, stage)
+        first = stage * config.num_hidden_layers // parallel.pipeline_model_parallel_size
+        for name in files[0]:
+            of_experts = ".experts." in name
+            holders = files if of_experts else files[: parallel.tensor_model_parallel_size]
+            parts = [file[name] for file in holders]
+            if name.startswith("decoder.layers."):
+                local, kind = name.removeprefix("decoder.layers.").split(".", 1)
+                by_hand = experts_by_hand if of_experts else layer_by_hand
+                found = by_hand(kind, parts, config, parallel)
+                layer = f"model.layers.{int(local) + first}."
+                result |= {layer + key: value for key, value in found.items()}
+            elif name.startswith("decoder.final_layernorm."):
+                result["model.norm." + name.rpartition(".")[2]] = parts[0]
+            else:
+                tied = config.tie_word_embeddings or name.startswith("embedding")
+                table = "model.embed_tokens.weight" if tied else "lm_head.weight"
+                result[table] = torch.cat(parts)[: config.vocab_size]
+    return result
+
+
+def files_of_stage(directory: Path, parallel: ParallelConfig, stage: int) -> list[Tensors]:
+    """The parameters of the ranks of a stage; without experts, of its first replica."""
+    if not (directory / "model-rank0.safetensors").exists():
+        sizes = range(parallel.tensor_model_parallel_size)
+        return [load_file(directory / f"model-tp{tp}-pp{stage}.safetensors") for tp in sizes]
+    ranks = parallel.world_size // parallel.pipeline_model_parallel_size
+    numbers = range(stage * ranks, (stage + 1) * ranks)
+    return [load_file(directory / f"model-rank{rank}.safetensors") for rank in numbers]
+
+
+def experts_by_hand(
+    kind: str, parts: list[torch.Tensor], config: PretrainedConfig, parallel: ParallelConfig
+) -> Tensors:
+    """The tensors of a parameter of a layer's experts, of all ranks of a stage."""
+    etp, ep = parallel.expert_tensor_parallel_size, parallel.expert_model_parallel_size
+    for first in range(0, len(parts), ep * etp):
+        assert all(torch.equal(a, b) for a, b in zip(parts[first:], parts[: ep * etp], strict=False))
+    kind = kind.rpartition(".")[2]
+    if config.model_type not in EXPERTS:
+        name, dim = STACKED[kind]
+        groups = [torch.cat(parts[first : first + etp], dim) for first in range(0, ep * etp, etp)]
+        return {f"mlp.experts.{name}": torch.cat(groups)}
+    block, gate, up, down = EXPERTS[config.model_type]
+    result, number = {}, 0
+    for first in range(0, ep * etp, etp):
+        for matrices in zip(*parts[first : first + etp], strict=True):
+            here = f"{block}.experts.{number}."
+            number += 1
+            if kind == "fc2":
+                result[f"{here}{down}.weight"] = torch.cat(matrices, 1)
+                continue
+            halves = zip(*(matrix.chunk(2) for matrix in matrices), strict=True)
+            for part, half in zip((gate, up), halves, strict=True):
+                result[f"{here}{part}.weight"] = torch.cat(half)
+    counts = {getattr(config, name, 0) for name in ("num_local_experts", "num_experts", "n_routed_experts")}
+    assert number in counts
+    return result
+
+
+def layer_by_hand(
+    kind: str, parts: list[torch.Tensor], config: PretrainedConfig, parallel: ParallelConfig
+) -> Tensors:
+    """The tensors of another parameter of a layer, of the tensor ranks."""
+    layer, _, suffix = kind.rpartition(".")
+    if layer.startswith("mlp.shared."):
+        plain = layer_by_hand(kind.replace("shared.", ""), parts, config, parallel)
+        block = "shared_expert" if config.model_type == "qwen2_moe" else "shared_experts"
+        return {name.replace("mlp.", f"mlp.{block}."): tensor for name, tensor in plain.items()}
+    if layer.endswith("linear_qkv"):
+        return qkv_by_hand(suffix, torch.cat(parts), config)
+    if layer.endswith("linear_fc1"):
+        return into_mlp_by_hand(suffix, parts, config.model_type)
+    down = "mlp.c_proj" if config.model_type == "starcoder2" else "mlp.down_proj"
+    columns = {"self_attention.linear_proj": "self_attn.o_proj", "mlp.linear_fc2": down}
+    if layer in columns:
+        whole = torch.cat(parts, 1) if suffix == "weight" else parts[0]
+        return {f"{columns[layer]}.{suffix}": whole}
+    if layer in ROWS:
+        return {f"{ROWS[layer]}.{suffix}": torch.cat(parts)}
+    if kind in ROWS:
+        return {ROWS[kind]: torch.cat(parts)}
+    if config.model_type == "olmo2" and "self_attention" in kind:
+        return {f"self_attn.{kind[len('self_attention.')]}_norm.weight": torch.cat(parts)}
+    assert all(torch.equal(part, parts[0]) for part in parts)
+    if layer == "mlp.router":
+        return {router_by_hand(suffix, config.model_type): parts[0]}
+    names = WHOLE | WHOLE_OF.get(config.model_type, {})
+    return {f"{names[layer]}.{suffix}": parts[0]}
+
+
+def router_by_hand(suffix: str, model_type: str) -> str:
+    """The name of a tensor of a router."""
+    if model_type == "gpt_oss":
+        return "mlp.router." + {"logit_bias": "bias"}.get(suffix, suffix)
+    return f"{EXPERTS[model_type][0]}.gate." + {"bias": "e_score_correction_bias"}.get(suffix, suffix)
+
+
+def qkv_by_hand(suffix: str, fused: torch.Tensor, config: PretrainedConfig) -> Tensors:
+    """The tensors of queries, keys and values, which alternate by group."""
+    groups, queries = config.num_key_value_heads, config.num_attention_heads // config.num_key_value_heads
+    pieces = fused.view(groups, queries + 2, config.head_dim, *fused.shape[1:]).split([queries, 1, 1], 1)
+    split = [part.reshape(-1, *fused.shape[1:]) for part in pieces]
+    if config.model_type == "phi3":
+        return {"self_attn.qkv_proj.weight": torch.cat(split)}
+    return {f"self_attn.{x}_proj.{suffix}": part for x, part in zip("qkv", split, strict=True)}
+
+
+def into_mlp_by_hand(suffix: str, parts: list[torch.Tensor], model_type: str) -> Tensors:
+    """The tensors of the first projections of an MLP."""
+    if model_type == "starcoder2":
+        return {f"mlp.c_fc.{suffix}": torch.cat(parts)}
+    gate, up = (torch.cat(half) for half in zip(*(part.chunk(2) for part in parts), strict=True))
+    if model_type in ("phi3", "glm", "glm4"):
+        return {"mlp.gate_up_proj.weight": torch.cat([gate, up])}
+    return {f"mlp.gate_proj.{suffix}": gate, f"mlp.up_proj.{suffix}": up}

@@ -1,0 +1,30 @@
+"""Tests that attention with sinks on torch's kernel is that by segments, with its gradients."""
+
+import pytest
+import torch
+
+from trainer.megatron.layers.attention.core import by_segments
+from trainer.megatron.layers.attention.sequences import packed_sequences
+from trainer.megatron.layers.attention.sinks import varlen_attention_with_sinks
+from trainer.megatron.layers.attention.terms import AttentionTerms
+
+LENGTHS = [300, 280, 65, 64, 3, 1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [0, 40])
+def test_values_and_gradients_are_those_by_segments(window: int) -> None:
+    torch.manual_seed(0)
+    shapes = [(sum(LENGTHS), heads, 64) for heads in (8, 2, 2)]
+    inputs = [torch.randn(shape, device="cuda") for shape in shapes] + [torch.randn(8, device="cuda") * 2]
+    sequences = packed_sequences(LENGTHS, torch.ones(32, device="cuda"), torch.bfloat16, segmented=True)
+    upstream = torch.randn(shapes[0], device="cuda")
+    terms = AttentionTerms(scale=0.2, window=window, sinks=True)
+    results = []
+    for kernel, dtype in ((varlen_attention_with_sinks, torch.bfloat16), (by_segments, torch.float32)):
+        leaves = [x.bfloat16().to(dtype).requires_grad_() for x in inputs]
+        out = kernel(*leaves[:3], sequences, terms, leaves[3])
+        results.append([out, *torch.autograd.grad(out, leaves, upstream.to(dtype))])
+    for found, expected in zip(*results, strict=True):
+        scale = expected.abs().max()
+        torch.testing.assert_close(found.float() / scale, expected / scale, atol=2e-2, rtol=0)

@@ -1,0 +1,140 @@
+"""Finds out which of the trainer's hosts this one is: from `[cluster]`, else from Slurm or Kubernetes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from protocol.errors import SettingsError
+from trainer.config import ClusterConfig
+
+NODES = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES")
+"""Variables that say how many hosts there are, the first one that is set. Kubernetes has none."""
+NODE_RANKS = ("SLURM_NODEID", "JOB_COMPLETION_INDEX")
+"""Variables that say which host this is: of srun, and of the pods of an indexed Job."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostPlace:
+    """One host's place among those of the trainer."""
+
+    number: int = 0
+    """From 0; host 0 has rank 0."""
+    hosts: int = 1
+    """How many there are."""
+    address: str = ""
+    """Where host 0 is found; empty with one host."""
+    port: int = 0
+    """At which port it listens for the others."""
+    source: str = ""
+    """The settings and variables that say so."""
+
+    def describe(self) -> str:
+        """Return one line for the log."""
+        return f"host {self.number} of {self.hosts} rendezvous={self.address}:{self.port} by {self.source}"
+
+
+def check_cluster(config: ClusterConfig, ranks: int) -> None:
+    """Check what can be checked before a host knows its place.
+
+    Args:
+        config: section `[cluster]`.
+        ranks: of the trainer, on all hosts together.
+
+    Raises:
+        SettingsError: names the setting, its value and what it can be.
+    """
+    if config.rendezvous:
+        split_endpoint(config.rendezvous)
+    if config.nodes > 1:
+        _check_hosts(config.nodes, "setting cluster.nodes", config, ranks)
+        if config.node_rank >= config.nodes:
+            raise _beyond("setting cluster.node_rank", config.node_rank, config.nodes)
+
+
+def find_place(config: ClusterConfig, ranks: int, environ: Mapping[str, str]) -> HostPlace:
+    """Return the place of this host.
+
+    Without `cluster.rendezvous` there is one host, whatever Slurm says: an allocation of many may be used for
+    many runs.
+
+    Raises:
+        SettingsError: number or count are missing, or the ranks cannot be divided between so many hosts.
+    """
+    check_cluster(config, ranks)
+    hosts, counted = config.nodes, "cluster.nodes"
+    if not hosts and config.rendezvous:
+        hosts, counted = _from_environ(NODES, environ)
+        if not hosts:
+            raise SettingsError(
+                f"setting cluster.rendezvous: {config.rendezvous!r} is for a trainer on several hosts, and "
+                f"nothing says how many; set TETHER_NODES (Slurm's {' and '.join(NODES)} are not set)"
+            )
+    if hosts <= 1:
+        return HostPlace()
+    _check_hosts(hosts, counted if counted in NODES else f"setting {counted}", config, ranks)
+    number, numbered = config.node_rank, "cluster.node_rank"
+    if number < 0:
+        number, numbered = _from_environ(NODE_RANKS, environ, missing=-1)
+        if number < 0:
+            raise SettingsError(
+                f"setting cluster.node_rank: the trainer is on {hosts} hosts, and nothing says which one "
+                f"this is; set TETHER_NODE_RANK to a number from 0 to {hosts - 1} "
+                f"({' and '.join(NODE_RANKS)} are not set)"
+            )
+    if number >= hosts:
+        raise _beyond(numbered if numbered in NODE_RANKS else f"setting {numbered}", number, hosts)
+    address, port = split_endpoint(config.rendezvous)
+    return HostPlace(number, hosts, address, port, f"{numbered}, {counted}")
+
+
+def split_endpoint(text: str) -> tuple[str, int]:
+    """Return host and port of `cluster.rendezvous`.
+
+    Raises:
+        SettingsError: it is not HOST:PORT.
+    """
+    try:
+        parts = urlsplit(f"//{text}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    if not host or not port or parts.path or parts.username is not None:
+        raise SettingsError(
+            f"setting cluster.rendezvous: {text!r} is not HOST:PORT; give the name or address of host 0, as "
+            "the others reach it, and a free port of it, such as trainer-0:29400"
+        )
+    return host, port
+
+
+def _check_hosts(hosts: int, counted: str, config: ClusterConfig, ranks: int) -> None:
+    if ranks % hosts:
+        raise SettingsError(
+            f"{counted}: {hosts} hosts cannot have equally many of the {ranks} ranks that [parallel] asks "
+            f"for; it can be {_divisors(ranks)}, or change the sizes"
+        )
+    if not config.rendezvous:
+        raise SettingsError(
+            f"{counted}: {hosts} hosts have to meet somewhere; set cluster.rendezvous "
+            "(TETHER_RENDEZVOUS) to HOST:PORT of host 0"
+        )
+
+
+def _divisors(ranks: int) -> str:
+    *most, last = [str(count) for count in range(1, ranks + 1) if ranks % count == 0]
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def _beyond(what: str, number: int, hosts: int) -> SettingsError:
+    return SettingsError(
+        f"{what}: {number} is not the number of one of {hosts} hosts; they count from 0 to {hosts - 1}"
+    )
+
+
+def _from_environ(names: Sequence[str], environ: Mapping[str, str], missing: int = 0) -> tuple[int, str]:
+    """Return the number that the first set variable gives, and its name; `missing` if none is set."""
+    for name in names:
+        if text := environ.get(name, ""):
+            if not text.isdecimal():
+                raise SettingsError(f"variable {name}: {text!r} is not a number")
+            return int(text), name
+    return missing, ""

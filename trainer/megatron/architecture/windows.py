@@ -1,0 +1,65 @@
+"""Reads the sliding windows of layers that a config.json asks for."""
+
+from pathlib import Path
+from typing import Any
+
+from protocol.errors import SettingsError
+from trainer.megatron.architecture.families import FAMILIES
+
+KINDS = {"full_attention": False, "sliding_attention": True}
+"""Entry of `layer_types` -> whether the layer has a window."""
+
+
+def windows_of(path: Path, config: dict[str, Any], layers: int, positions: int) -> tuple[int, ...]:
+    """Return the window of each layer, 0 for none.
+
+    A window that the model's positions never leave is none, unless layers with one are rotated otherwise.
+
+    Raises:
+        SettingsError: the family has no windows where it is asked for them, or does not know a kind of layer.
+    """
+    family = FAMILIES[config["model_type"]]
+    window = config.get("sliding_window")
+    kinds = _kinds(path, config, layers)
+    if not family.local_rope and (window is None or window >= positions):
+        return (0,) * layers
+    if not family.windows:
+        if any(kinds) or config.get("use_sliding_window"):
+            raise SettingsError(
+                f"{path}: sliding_window = {window} is not supported in {config['model_type']}"
+            )
+        return (0,) * layers
+    if family.windows == "switch" and not config.get("use_sliding_window"):
+        kinds = [False] * layers
+    if any(kinds) and not window:
+        raise SettingsError(f"{path}: sliding_window = {window} is not supported with layers that have one")
+    return tuple(int(window or 0) * kind for kind in kinds)
+
+
+def _kinds(path: Path, config: dict[str, Any], layers: int) -> list[bool]:
+    """Return whether each layer has a window."""
+    family = FAMILIES[config["model_type"]]
+    named = config.get("layer_types")
+    if named is None:
+        return [_has_window(config, layer) for layer in range(layers)]
+    if len(named) != layers or set(named) - set(KINDS):
+        raise SettingsError(
+            f"{path}: layer_types must name {layers} layers, each {' or '.join(sorted(KINDS))}: {named}"
+        )
+    kinds = [KINDS[kind] for kind in named]
+    if family.windows == "all" and not all(kinds) and config.get("sliding_window") is not None:
+        raise SettingsError(
+            f"{path}: layer_types is not supported in {config['model_type']}, whose layers are alike: {named}"
+        )
+    return kinds
+
+
+def _has_window(config: dict[str, Any], layer: int) -> bool:
+    """Return whether a layer has a window where config.json does not say it layer by layer."""
+    family = FAMILIES[config["model_type"]]
+    if not family.windows:
+        return False
+    if family.windows == "switch":
+        return layer >= int(config.get("max_window_layers", 28))
+    every = int(config.get("sliding_window_pattern") or family.full_every) if family.full_every else 0
+    return not every or (layer + 1) % every != 0

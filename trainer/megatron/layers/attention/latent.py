@@ -1,0 +1,167 @@
+"""Computes multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434) over packed sequences.
+
+megatron's own refuses packed sequences without TransformerEngine. Keys and values are expanded for all heads,
+as in a prefill: in training they have no cache whose size would matter.
+
+Shapes: T tokens, of which t are on this rank (all of them without sequence parallelism); H hidden size; D of
+a head's query and key, of which the last R carry the position; V of a head's value; heads are those of this
+tensor rank.
+"""
+
+import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
+
+# isort: split
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    checkpoint,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from trainer.megatron.architecture.latent import Latent
+from trainer.megatron.layers.attention.core import PackedAttention
+from trainer.megatron.layers.attention.sequences import PackedSequences
+from trainer.megatron.layers.attention.terms import AttentionTerms
+from trainer.megatron.layers.dense import RMSNorm
+
+EPS = 1e-6
+"""Epsilon of the norms of low rank: transformers has it fixed, whatever `rms_norm_eps` says."""
+
+
+class LatentAttention(MegatronModule):
+    """Self-attention of a layer. Tensor ranks split the heads; each makes the vectors of low rank itself.
+
+    The gradient of what all ranks have is whole on each of them without sequence parallelism, because the
+    layers and regions that it leads to add up the ranks' parts. With it each has that of its own tokens, and
+    marks make megatron add these up.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        latent: Latent,
+        terms: AttentionTerms,
+        rotary_factor: float,
+        **unused: Any,
+    ) -> None:
+        """Make the layer's parameters, uninitialized; arguments beside megatron's as those of its core."""
+        super().__init__(config=config)
+        self.latent = latent
+        hidden, heads = config.hidden_size, config.num_attention_heads
+        if latent.query_rank:
+            self.linear_q_down_proj = ReplicatedLinear(config, hidden, latent.query_rank)
+            self.q_layernorm = RMSNorm(config, latent.query_rank, EPS)
+            self.linear_q_up_proj = _by_heads(config, latent.query_rank, heads * latent.head_dim)
+        else:
+            self.linear_q_proj = _by_heads(config, hidden, heads * latent.head_dim)
+        self.linear_kv_down_proj = ReplicatedLinear(config, hidden, latent.kv_rank + latent.rope)
+        self.kv_layernorm = RMSNorm(config, latent.kv_rank, EPS)
+        self.linear_kv_up_proj = _by_heads(config, latent.kv_rank, heads * (latent.nope + latent.value))
+        self.core_attention = LatentCore(config, terms, latent, rotary_factor)
+        self.linear_proj = RowParallelLinear(
+            heads * latent.value,
+            hidden,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=False,
+            input_is_parallel=True,
+            skip_bias_add=True,
+        )
+        self.recomputes_core = (
+            config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
+        )
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: None = None,
+        *,
+        packed_seq_params: PackedSequences,
+        **unused: Any,
+    ) -> Any:
+        """Map [t, 1, H] to the same shape; returns it with None, as megatron does where there is no bias."""
+        tensors = self._queries(hidden_states), *self._keys_and_values(hidden_states)
+        attention: Any = self.core_attention
+        core = partial(attention, attention_mask=None, packed_seq_params=packed_seq_params)
+        out = checkpoint(core, False, *tensors) if self.recomputes_core and self.training else core(*tensors)
+        return self.linear_proj(out.flatten(1)[:, None])
+
+    def _queries(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return [T, heads, D]."""
+        if self.latent.query_rank:
+            low = self.q_layernorm(self.linear_q_down_proj(hidden))
+            queries = self.linear_q_up_proj(low)[0]
+        else:
+            queries = self.linear_q_proj(hidden)[0]
+        return queries.view(len(queries), -1, self.latent.head_dim)
+
+    def _keys_and_values(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return [T, heads, D], not yet rotated, and [T, heads, V]."""
+        sizes = self.latent
+        low, positioned = self.linear_kv_down_proj(hidden).split([sizes.kv_rank, sizes.rope], dim=-1)
+        expanded = self.linear_kv_up_proj(self.kv_layernorm(low))[0]
+        keys, values = expanded.view(len(expanded), -1, sizes.nope + sizes.value).split(
+            [sizes.nope, sizes.value], dim=-1
+        )
+        # Each rank uses it for its heads only, so its gradient is a sum over the ranks.
+        if self.config.sequence_parallel:
+            positioned = gather_from_sequence_parallel_region(positioned)
+        else:
+            positioned = copy_to_tensor_model_parallel_region(positioned)
+        return torch.cat([keys, positioned.expand(-1, keys.size(1), -1)], dim=-1), values
+
+
+class LatentCore(PackedAttention):
+    """Attention of queries and keys that are rotated in their last dimensions only."""
+
+    def __init__(
+        self, config: TransformerConfig, terms: AttentionTerms, latent: Latent, rotary_factor: float
+    ) -> None:
+        """Bind to a layer.
+
+        Args:
+            config: the model's.
+            terms: of the layer.
+            latent: sizes of the attention.
+            rotary_factor: yarn's, of the rotated dimensions alone, so that it cannot be part of the scale.
+        """
+        super().__init__(config, terms)
+        self.latent, self.rotary_factor = latent, rotary_factor
+
+    def rotated(
+        self, query: torch.Tensor, key: torch.Tensor, sequences: PackedSequences
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        sizes = [self.latent.nope, self.latent.rope]
+        (kept_q, q), (kept_k, k) = query.split(sizes, dim=-1), key.split(sizes, dim=-1)
+        q, k = sequences.angles[self.terms.rope].rotate(q, k)
+        if self.rotary_factor != 1.0:
+            q, k = q * self.rotary_factor, k * self.rotary_factor
+        return torch.cat([kept_q, q], dim=-1), torch.cat([kept_k, k], dim=-1)
+
+
+class ReplicatedLinear(torch.nn.Module):
+    """A linear layer that every tensor rank has whole, without a bias."""
+
+    def __init__(self, config: TransformerConfig, inputs: int, outputs: int) -> None:
+        super().__init__()
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = torch.nn.Parameter(
+            torch.empty(outputs, inputs, dtype=config.params_dtype, device=device)
+        )
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight)
+
+
+def _by_heads(config: TransformerConfig, inputs: int, outputs: int) -> ColumnParallelLinear:
+    return ColumnParallelLinear(inputs, outputs, config=config, init_method=config.init_method, bias=False)

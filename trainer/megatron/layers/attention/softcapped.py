@@ -1,0 +1,82 @@
+"""Computes attention whose scores are bounded by a tanh, which torch's own kernels do not know.
+
+Shapes: n sequences, A query heads, K key heads, L tokens, S keys, D head size.
+"""
+
+import math
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+CHUNK_BYTES = 1 << 28
+"""Scores that exist at a time, unless those of one query of each head are more."""
+
+
+def softcapped_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float | None,
+    softcap: float,
+    window: int = 0,
+    mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return softmax(c tanh(s / c)) v for scores s = scale q k^T, with c = `softcap`, [n, A, L, D].
+
+    Scores and softmax are float32. They are computed for some queries at a time, and again for the backward
+    pass, so that few exist.
+
+    Args:
+        q: [n, A, L, D].
+        k: [n, K, S, D].
+        v: shaped as `k`.
+        scale: of the scores; None: 1 / sqrt(D).
+        softcap: bound of the scores; positive.
+        window: tokens that each one attends to, itself included; 0: all before it. Not with a `mask`.
+        mask: bool, of a shape that expands to [n, K, A / K, L, S], true where a query attends; None: causal,
+            with L = S.
+    """
+    sequences, heads, tokens, size = q.shape
+    factor = 1 / math.sqrt(size) if scale is None else scale
+    grouped = q.unflatten(1, (k.size(1), -1))
+    rows = max(1, CHUNK_BYTES // (4 * sequences * heads * k.size(2)))
+    found = []
+    for first in range(0, tokens, rows):
+        last = min(first + rows, tokens)
+        begin, end = (0, k.size(2)) if mask is not None else _seen(first, last, window)
+        found.append(
+            checkpoint(
+                _attend,
+                grouped[:, :, :, first:last],
+                k[:, :, begin:end],
+                v[:, :, begin:end],
+                _causal(first, last, begin, end, window, q.device) if mask is None else mask,
+                factor,
+                softcap,
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
+        )
+    return torch.cat(found, dim=3).flatten(1, 2)
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float, softcap: float
+) -> torch.Tensor:
+    """Map queries [n, K, A / K, rows, D] to the same shape; those of a group like tokens of a sequence."""
+    products = q.flatten(2, 3).float() @ k.float().transpose(-1, -2)
+    scores = (products.view(*q.shape[:4], -1) * (scale / softcap)).tanh() * softcap
+    shares = scores.masked_fill(~mask, -torch.inf).softmax(-1).to(v.dtype)
+    return (shares.flatten(2, 3) @ v).view_as(q)
+
+
+def _seen(first: int, last: int, window: int) -> tuple[int, int]:
+    """Return the first key that these queries attend to, and the one after their last."""
+    return (max(0, first - window + 1) if window else 0), last
+
+
+def _causal(first: int, last: int, begin: int, end: int, window: int, device: torch.device) -> torch.Tensor:
+    """Return bool [last - first, end - begin], true where a query attends to a key."""
+    distance = torch.arange(first, last, device=device)[:, None] - torch.arange(begin, end, device=device)
+    return (distance >= 0) & (distance < window) if window else distance >= 0

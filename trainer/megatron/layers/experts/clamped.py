@@ -1,0 +1,59 @@
+"""Defines the experts of gpt-oss: with biases, and a gated activation whose parts are bounded.
+
+Shapes: L experts of this rank, H hidden size, F' of the width of an expert that this rank has, R rows.
+"""
+
+import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
+
+# isort: split
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state as mpu
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from trainer.megatron.architecture.experts import Experts
+from trainer.megatron.layers.experts.stacks import expert_products, stack
+
+
+def clamped_swiglu(x: torch.Tensor, limit: float, alpha: float) -> torch.Tensor:
+    """Return (up + 1) * gate * sigmoid(alpha * gate) of [..., 2 F], in which gate and up alternate.
+
+    The gate is bounded by `limit` above, up by it on both sides.
+    """
+    gate, up = x[..., ::2].clamp(max=limit), x[..., 1::2].clamp(-limit, limit)
+    return (up + 1) * gate * torch.sigmoid(alpha * gate)
+
+
+class ClampedExperts(torch.nn.Module):
+    """This rank's experts, as the checkpoint has them: `fc1` [L, H, 2 F'], `fc2` [L, F', H], and biases.
+
+    `fc1_bias` is [L, 2 F']. Ranks that share experts add up what they put out, so each has its part of
+    `fc2_bias` [L, H] and adds that.
+    """
+
+    def __init__(self, config: TransformerConfig, experts: Experts) -> None:
+        super().__init__()
+        ranks = mpu.get_expert_tensor_parallel_world_size()
+        here = experts.count // mpu.get_expert_model_parallel_world_size()
+        wide, hidden = experts.intermediate // ranks, config.hidden_size
+        self.experts = experts
+        self.fc1 = stack(config, here, hidden, 2 * wide)
+        self.fc1_bias = stack(config, here, 2 * wide)
+        self.fc2 = stack(config, here, wide, hidden)
+        self.fc2_bias = stack(config, here, hidden // ranks)
+        before = mpu.get_expert_tensor_parallel_rank() * (hidden // ranks)
+        self._around = (before, hidden - before - hidden // ranks)
+
+    def forward(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Compute each expert's rows; arguments and result as those of `LocalExperts`."""
+        inner = expert_products(rows, self.fc1.transpose(1, 2), counts) + _of_rows(
+            self.fc1_bias, counts, rows
+        )
+        inner = clamped_swiglu(inner, self.experts.swiglu_limit, self.experts.swiglu_alpha)
+        bias = F.pad(self.fc2_bias, self._around)
+        return expert_products(inner, self.fc2.transpose(1, 2), counts) + _of_rows(bias, counts, rows)
+
+
+def _of_rows(biases: torch.Tensor, counts: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Return for each row the bias of its expert, [R, n] of [L, n]."""
+    return biases.repeat_interleave(counts.to(rows.device, non_blocking=True), 0, output_size=len(rows))
