@@ -150,6 +150,7 @@ def _staging(
             architecture=architecture,
             tied=False,
         )
+    _check_experts(model)
     with set_current_vllm_config(worker.vllm_config):
         plan = trace(
             model.load_weights,
@@ -165,6 +166,18 @@ def _staging(
     )
 
 
+def _check_experts(model: torch.nn.Module) -> None:
+    """Check that vLLM computes with experts in the layout in which its loader writes them.
+
+    Raises:
+        EngineError: on a CPU it repacks them after loading, within a parameter of the same shape: staging the
+            live weights reproduces them, but new ones would be wrong.
+    """
+    experts = [name for name, module in model.named_modules() if hasattr(module, "w13_weight")]
+    if experts and not torch.cuda.is_available():
+        raise EngineError(f"vLLM on a CPU repacks experts after loading ({experts[0]})")
+
+
 def _shared_staging(
     worker: Any, shapes: dict[str, tuple[int, ...]], architecture: str, path: Path
 ) -> RankStaging:
@@ -172,6 +185,7 @@ def _shared_staging(
 
     model = worker.model_runner.get_model()
     config = worker.vllm_config.model_config
+    _check_experts(model)
     shared, buffers = share_parameters(
         model, {name: tensor for name, tensor in model.named_buffers() if name.endswith(ROTARY)}
     )
