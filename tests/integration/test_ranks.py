@@ -58,7 +58,7 @@ def test_two_ranks_make_all_steps(tmp_path: Path, layout: str) -> None:
 
 @pytest.mark.slow
 def test_a_model_learns_whose_experts_are_on_two_ranks(tmp_path: Path) -> None:
-    overrides = ("engine.name=megatron", "run.steps=12", "eval.at_end=false", "services.restarts=0")
+    overrides = ("run.steps=12", "eval.at_end=false", "services.restarts=0")
     words = [word for override in overrides for word in ("--set", override)]
     config = str(ROOT / "deploy/configs/experts.toml")
     result = tether("up", config, "--run-dir", str(tmp_path), *words, seconds=400)

@@ -11,7 +11,7 @@ first of our modules that vLLM imports.
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +150,7 @@ def _staging(
             architecture=architecture,
             tied=False,
         )
-    _check_experts(model)
+    check_layout(model.named_parameters())
     with set_current_vllm_config(worker.vllm_config):
         plan = trace(
             model.load_weights,
@@ -166,16 +166,21 @@ def _staging(
     )
 
 
-def _check_experts(model: torch.nn.Module) -> None:
-    """Check that vLLM computes with experts in the layout in which its loader writes them.
+def check_layout(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Check that live parameters are laid out as the loader wrote them.
+
+    On a CPU vLLM repacks experts after loading, into parameters of the same shape: a new version that is
+    copied over them would compute something else, and nothing would say so.
 
     Raises:
-        EngineError: on a CPU it repacks them after loading, within a parameter of the same shape: staging the
-            live weights reproduces them, but new ones would be wrong.
+        EngineError: the model has experts, and is on a CPU.
     """
-    experts = [name for name, module in model.named_modules() if hasattr(module, "w13_weight")]
-    if experts and not torch.cuda.is_available():
-        raise EngineError(f"vLLM on a CPU repacks experts after loading ({experts[0]})")
+    for name, parameter in parameters:
+        if name.endswith("experts.w13_weight") and parameter.device.type == "cpu":
+            raise EngineError(
+                f"vLLM repacks experts on a CPU ({name}), so new versions cannot be copied over them: use "
+                "engine.name = 'megatron', or a GPU"
+            )
 
 
 def _shared_staging(
@@ -185,7 +190,7 @@ def _shared_staging(
 
     model = worker.model_runner.get_model()
     config = worker.vllm_config.model_config
-    _check_experts(model)
+    check_layout(model.named_parameters())
     shared, buffers = share_parameters(
         model, {name: tensor for name, tensor in model.named_buffers() if name.endswith(ROTARY)}
     )
