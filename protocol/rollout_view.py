@@ -34,6 +34,8 @@ class SampleView:
     finish_reason: str
     response: str
     environment_reward: float | None
+    experts: NDArray[np.uint16] | None = None
+    """[T_i, L, K], see `Rollout`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,8 @@ class RolloutView:
     """[P], P > 0: the prompt of all samples."""
     samples: tuple[SampleView, ...]
     """[n], n > 0."""
+    prompt_experts: NDArray[np.uint16] | None = None
+    """[P, L, K], see `Rollout`."""
 
     def token_counts(self) -> dict[int, int]:
         """Return version -> sampled tokens, as `Ledger.accept` expects them."""
@@ -83,6 +87,7 @@ def decode_rollout(rollout: Rollout) -> RolloutView:
         rewards = checked_array(
             group, "environment_rewards", rollout.environment_rewards, "float32", (n,)
         ).tolist()
+    prompt_experts, experts = _experts(rollout, len(prompt), total)
     sampled = mask.astype(bool)
     samples = tuple(
         SampleView(
@@ -93,10 +98,11 @@ def decode_rollout(rollout: Rollout) -> RolloutView:
             finish_reason=rollout.finish_reasons[i],
             response=rollout.responses[i],
             environment_reward=rewards[i],
+            experts=None if experts is None else experts[start:end],
         )
         for i, (start, end) in enumerate(pairwise([0, *np.cumsum(lengths, dtype=np.int64).tolist()]))
     )
-    return RolloutView(group, prompt, samples)
+    return RolloutView(group, prompt, samples, prompt_experts)
 
 
 def checked_array(
@@ -135,6 +141,20 @@ def require(condition: bool, group: int, field: str, problem: str) -> None:
     """
     if not condition:
         raise ProtocolError(f"group {group}: {field} {problem}")
+
+
+def _experts(
+    rollout: Rollout, prompt: int, tokens: int
+) -> tuple[NDArray[Any], NDArray[Any]] | tuple[None, None]:
+    """Return the experts of the prompt [P, L, K] and of the samples [T, L, K], or neither."""
+    group, parts = rollout.group, (rollout.prompt_experts, rollout.experts)
+    if parts[0] is None or parts[1] is None:
+        require(parts == (None, None), group, "experts", "are given for prompt or samples alone")
+        return None, None
+    of_prompt = checked_array(group, "prompt_experts", parts[0], "uint16", (prompt, None, None))
+    layers, chosen = of_prompt.shape[1:]
+    require(layers > 0 and chosen > 0, group, "prompt_experts", "are of no layer")
+    return of_prompt, checked_array(group, "experts", parts[1], "uint16", (tokens, layers, chosen))
 
 
 def _versions(rollout: Rollout, lengths: NDArray[Any]) -> NDArray[np.int32]:

@@ -11,7 +11,7 @@ from protocol.errors import ProtocolError
 
 DTYPES: dict[str, np.dtype[Any]] = {
     name: np.dtype(name).newbyteorder("<")
-    for name in ("uint8", "bool", "int32", "int64", "float16", "float32", "float64")
+    for name in ("uint8", "uint16", "bool", "int32", "int64", "float16", "float32", "float64")
 }
 MAX_DIMS = 8
 MAX_ELEMENTS = 1 << 40

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import msgspec
+import numpy as np
 
 from protocol.errors import EngineError, SettingsError
-from protocol.messages import Rollout
+from protocol.messages import UNKNOWN_EXPERT, Rollout
 from protocol.tensors import Array
 from rollout.environments.base import Sample
 from rollout.prompts.base import Prompt
@@ -39,9 +40,10 @@ def assemble(
     if not samples or len(samples) != len(responses):
         raise ValueError(f"group {group}: {len(samples)} samples and {len(responses)} responses")
     for i, sample in enumerate(samples):
-        if problem := _problem(sample):
+        if problem := _problem(sample, len(prompt_tokens)):
             raise EngineError(f"group {group} sample {i}: {problem}")
     rewards = _rewards(group, samples)
+    prompt_experts, experts = _experts(group, len(prompt_tokens), samples)
     return Rollout(
         group=group,
         token=token,
@@ -60,6 +62,8 @@ def assemble(
         metadata=pack_metadata(prompt),
         generate_s=generate_s,
         environment_rewards=Array.of(rewards, "float32") if rewards else None,
+        prompt_experts=prompt_experts,
+        experts=experts,
     )
 
 
@@ -77,6 +81,31 @@ def _rewards(group: int, samples: Sequence[Sample]) -> list[float]:
     return rewards
 
 
+def _experts(group: int, prompt: int, samples: Sequence[Sample]) -> tuple[Array, Array] | tuple[None, None]:
+    """Return the experts of the prompt and of all samples' tokens, or neither if nothing was recorded.
+
+    Samples share their prompt's passes: what one has not recorded of them another has.
+
+    Raises:
+        EngineError: samples differ in what was recorded.
+    """
+    found = [sample.experts for sample in samples if sample.experts is not None]
+    if not found:
+        return None, None
+    same = len({array.shape[1:] for array in found}) == 1
+    if len(found) != len(samples) or not same:
+        raise EngineError(
+            f"group {group}: the engine recorded experts of {len(found)} of {len(samples)} samples"
+            f"{'' if same else ', of different layers'}"
+        )
+    of_prompt = found[0][:prompt].copy()
+    for other in found[1:]:
+        unknown = of_prompt == UNKNOWN_EXPERT
+        of_prompt[unknown] = other[:prompt][unknown]
+    of_samples = np.concatenate([array[prompt:] for array in found])
+    return Array.of(of_prompt, "uint16"), Array.of(of_samples, "uint16")
+
+
 def pack_metadata(prompt: Prompt) -> msgspec.Raw:
     """Return a prompt's metadata as MessagePack.
 
@@ -91,7 +120,7 @@ def pack_metadata(prompt: Prompt) -> msgspec.Raw:
         ) from None
 
 
-def _problem(sample: Sample) -> str:
+def _problem(sample: Sample, prompt: int) -> str:
     """Return the first contradiction within a sample, or an empty string."""
     count = len(sample.tokens)
     ends = [end for end, _ in sample.spans]
@@ -112,6 +141,8 @@ def _problem(sample: Sample) -> str:
         and ends[-1:] == [count],
         "a version below 0": all(version >= 0 for _, version in sample.spans),
         f"finish reason {sample.finish_reason!r}": sample.finish_reason in FINISH_REASONS,
+        "experts of another number of tokens": sample.experts is None
+        or len(sample.experts) == prompt + count,
         f"reward {sample.reward}": sample.reward is None or math.isfinite(sample.reward),
     }
     return next((problem for problem, holds in checks.items() if not holds), "")

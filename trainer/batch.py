@@ -68,6 +68,9 @@ class Batch:
     """float32 [t]: under another proximal policy, for the decoupled objective; else None."""
     reference_logprobs: torch.Tensor | None = None
     """float32 [t]: under the initial model, for the KL term; else None."""
+    experts: torch.Tensor | None = None
+    """int16 [t, L, K]: experts that each of the engine's L mixture layers chose for the token as an input, -1
+    where unknown. The trainer's model uses them in place of its own choice. None: nothing was recorded."""
 
     @property
     def lengths(self) -> torch.Tensor:
@@ -112,6 +115,7 @@ TOKEN_FIELDS = (
     "advantages",
     "proximal_logprobs",
     "reference_logprobs",
+    "experts",
 )
 """Arrays with an entry for each token."""
 SAMPLE_FIELDS = ("group_index", "rewards", "weights", "measured")

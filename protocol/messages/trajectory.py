@@ -9,6 +9,9 @@ import msgspec
 from protocol.messages.base import Message
 from protocol.tensors import Array
 
+UNKNOWN_EXPERT = 2**16 - 1
+"""In place of an expert: nobody recorded which one it was."""
+
 
 class Rollout(Message, tag="rollout", frozen=True, kw_only=True):
     """A generated group, sent by a rollout worker to a reward worker."""
@@ -44,6 +47,12 @@ class Rollout(Message, tag="rollout", frozen=True, kw_only=True):
     """Seconds from the lease to the last token."""
     environment_rewards: Array | None = None
     """float32 [n]: rewards of the environment, if it gives any."""
+    prompt_experts: Array | None = None
+    """uint16 [P, L, K]: the experts that each of the model's L mixture layers chose for each token of the
+    prompt, K each; `UNKNOWN_EXPERT` where the engine did not record it. None if it recorded none."""
+    experts: Array | None = None
+    """uint16 [T, L, K]: likewise, of the samples' tokens as inputs, so that a choice belongs to the
+    log-probability of the token after it; unknown for the last token of a sample."""
 
 
 class ScoredRollout(Message, tag="scored", frozen=True, kw_only=True):

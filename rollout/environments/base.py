@@ -5,6 +5,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.messages import UNKNOWN_EXPERT
 from rollout.engines.base import Completion
 from rollout.prompts.base import Prompt
 from rollout.render import Renderer
@@ -41,6 +45,8 @@ class Sample:
     """"stop", "length", or "environment" if the environment ended it."""
     reward: float | None = None
     """Reward of the environment, if it gives one."""
+    experts: NDArray[np.uint16] | None = None
+    """[P + T, L, K], the prompt's first, as in `Completion`; None: nothing was recorded."""
 
 
 class Environment(ABC):
@@ -74,6 +80,7 @@ class SampleBuilder:
         self._logprobs: list[float] = []
         self._loss_mask: list[int] = []
         self._spans: list[tuple[int, int]] = []
+        self._experts: list[NDArray[np.uint16]] = []
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -88,6 +95,10 @@ class SampleBuilder:
         self._loss_mask += [1] * len(completion.tokens)
         for end, version in completion.spans:
             self._extend(start + end, version)
+        if completion.experts is not None:
+            # A token's first pass counts: that of an earlier turn.
+            known = sum(map(len, self._experts))
+            self._experts.append(completion.experts[known:])
 
     def inserted(self, tokens: tuple[int, ...]) -> None:
         """Append tokens of the environment; the model must have sampled some before."""
@@ -98,8 +109,20 @@ class SampleBuilder:
 
     def finish(self, reason: str, reward: float | None = None) -> Sample:
         """Return the sample."""
+        experts = None
+        if self._experts:
+            # The last token has been no input.
+            experts = np.pad(
+                np.concatenate(self._experts), ((0, 1), (0, 0), (0, 0)), constant_values=UNKNOWN_EXPERT
+            )
         return Sample(
-            self.tokens, tuple(self._logprobs), tuple(self._loss_mask), tuple(self._spans), reason, reward
+            self.tokens,
+            tuple(self._logprobs),
+            tuple(self._loss_mask),
+            tuple(self._spans),
+            reason,
+            reward,
+            experts,
         )
 
     def _extend(self, end: int, version: int) -> None:

@@ -166,9 +166,17 @@ def _device(settings: Settings, engine: Engine) -> DeviceLock:
 
 
 def _engine_config(settings: Settings) -> EngineConfig:
-    """Return the engine's section; on a shared GPU, with sleep enabled where an engine needs it at start."""
-    sleeps = settings.colocated.enabled and settings.engine.name in STARTED_TO_SLEEP
-    return dataclasses.replace(settings.engine, enable_sleep_mode=True) if sleeps else settings.engine
+    """Return the engine's section with what other sections ask of it.
+
+    On a shared GPU, sleep is enabled where an engine needs it at start.
+    """
+    engine = settings.engine
+    sleeps = settings.colocated.enabled and engine.name in STARTED_TO_SLEEP
+    return dataclasses.replace(
+        engine,
+        enable_sleep_mode=engine.enable_sleep_mode or sleeps,
+        enable_return_routed_experts=engine.enable_return_routed_experts or settings.trainer.routing_replay,
+    )
 
 
 def main() -> None:

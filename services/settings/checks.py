@@ -10,7 +10,7 @@ from protocol.host.hub import is_hub_name
 from protocol.ids import checked_run_id
 from protocol.ranges import range_errors
 from rollout.engines.base import DTYPES
-from rollout.engines.registry import CAN_SHARE, CAN_SLEEP, ENGINES, SERVE_ADAPTERS
+from rollout.engines.registry import CAN_SHARE, CAN_SLEEP, ENGINES, RECORD_EXPERTS, SERVE_ADAPTERS
 from services.settings.engine_pool import check_pool
 from services.settings.evaluation import check_evaluation
 from services.settings.placement import check_gpus, gpu_list
@@ -74,6 +74,7 @@ def settings_errors(settings: Settings) -> Iterator[SettingsError]:
     for check in (
         lambda: checked_run_id(settings.run.name),
         lambda: _check_adapters_and_sleep(settings),
+        lambda: _check_routing_replay(settings),
         lambda: check_pool(services.pool, engine),
         lambda: check_gpus(services, settings.ranks_per_host, engine.tensor_parallel_size),
         lambda: check_shared(settings),
@@ -219,6 +220,24 @@ def _check_adapters_and_sleep(settings: Settings) -> None:
         raise SettingsError(
             "settings colocated.enabled and services.pool exclude each other: "
             "engines that share a GPU are of one kind"
+        )
+
+
+def _check_routing_replay(settings: Settings) -> None:
+    trainer, engine = settings.trainer, settings.engine
+    if not (trainer.routing_replay or engine.enable_return_routed_experts):
+        return
+    setting = "trainer.routing_replay" if trainer.routing_replay else "engine.enable_return_routed_experts"
+    names = [engine.name, *(str(entry.engine.get("name", engine.name)) for entry in settings.services.pool)]
+    for name in names:
+        if name not in RECORD_EXPERTS:
+            raise SettingsError(
+                f"setting {setting}: engine {name!r} does not record which experts it chose; "
+                f"use {' or '.join(RECORD_EXPERTS)}"
+            )
+    if trainer.routing_replay and trainer.backend != "megatron":
+        raise SettingsError(
+            f"setting trainer.routing_replay: backend {trainer.backend!r} cannot replay routing; use megatron"
         )
 
 

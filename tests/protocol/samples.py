@@ -46,6 +46,8 @@ ROLLOUT = Rollout(
     metadata=msgspec.Raw(msgspec.msgpack.encode({"answer": "7"})),
     generate_s=0.125,
     environment_rewards=Array.of([0.0, 1.0], "float32"),
+    prompt_experts=Array.of([[[0, 3]], [[1, 2]], [[3, 0]]], "uint16"),
+    experts=Array.of([[[2, 1]], [[65535, 65535]], [[65535, 65535]]], "uint16"),
 )
 
 SAMPLES: dict[str, AnyMessage] = {

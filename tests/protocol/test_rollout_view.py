@@ -5,11 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from protocol.codec import decode
 from protocol.errors import ProtocolError
-from protocol.messages import Rollout
+from protocol.messages import Rollout, ScoredRollout
 from protocol.rollout_view import MAX_GROUPS, decode_rollout
 from protocol.tensors import Array
-from tests.protocol.samples import ROLLOUT
+from tests.protocol.samples import GOLDEN, ROLLOUT
 from tests.trainer.groups import GroupSpec, SampleSpec, scored
 
 PAIR = scored(
@@ -26,6 +27,43 @@ def test_samples_of_the_golden_rollout() -> None:
     assert (first.sampled.tolist(), second.sampled.tolist()) == ([True, True], [True])
     assert (first.versions.tolist(), second.versions.tolist()) == ([3, 4], [4])
     assert (first.finish_reason, second.response, second.environment_reward) == ("stop", "c", 1.0)
+
+
+def test_experts_are_of_the_samples_that_have_them() -> None:
+    view = decode_rollout(ROLLOUT)
+    assert view.prompt_experts is not None
+    assert view.prompt_experts.tolist() == [[[0, 3]], [[1, 2]], [[3, 0]]]
+    first, second = (sample.experts for sample in view.samples)
+    assert first is not None
+    assert second is not None
+    assert (first.tolist(), second.tolist()) == ([[[2, 1]], [[65535, 65535]]], [[[65535, 65535]]])
+
+
+def test_rollout_of_a_release_without_experts_is_read() -> None:
+    for name in ("rollout", "scored"):
+        _, message = decode((GOLDEN / f"{name}.v2.without_experts.msgpack").read_bytes())
+        rollout = message.rollout if isinstance(message, ScoredRollout) else message
+        assert isinstance(rollout, Rollout)
+        view = decode_rollout(rollout)
+        assert (view.prompt_experts, view.samples[0].experts) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"experts": None}, "experts are given for prompt or samples alone"),
+        ({"experts": Array.of([[[1, 2]]], "uint16")}, "experts has shape"),
+        ({"experts": Array.of([[[1]]] * 3, "uint16")}, "experts has shape"),
+        ({"prompt_experts": Array.of([[[1]]] * 3, "int32")}, "prompt_experts is int32"),
+        ({"prompt_experts": Array.of([[]] * 3, "uint16")}, "prompt_experts has shape"),
+        ({"prompt_experts": Array.of([[[]]] * 3, "uint16")}, "prompt_experts are of no layer"),
+    ],
+)
+def test_experts_that_contradict_the_tokens_are_refused(
+    fields: dict[str, Array | None], problem: str
+) -> None:
+    with pytest.raises(ProtocolError, match=f"group 7: {problem}"):
+        decode_rollout(msgspec.structs.replace(ROLLOUT, **fields))
 
 
 def test_token_counts_are_of_sampled_tokens() -> None:

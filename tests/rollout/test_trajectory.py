@@ -3,13 +3,15 @@
 from dataclasses import replace
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from protocol.codec import decode_payload, encode_payload
 from protocol.errors import EngineError, SettingsError
-from protocol.messages import Rollout
+from protocol.messages import UNKNOWN_EXPERT, Rollout
 from protocol.rollout_view import decode_rollout
 from rollout.environments.base import Sample
 from rollout.prompts.base import Prompt
@@ -118,3 +120,37 @@ def test_rewards_are_given_to_all_samples_or_none() -> None:
 def test_metadata_that_does_not_fit_is_an_error_of_the_prompt() -> None:
     with pytest.raises(SettingsError, match="prompt 3: the metadata"):
         packed(GOOD, prompt=Prompt("q", metadata={"x": object()}, index=3))
+
+
+def routed(*rows: list[int]) -> NDArray[np.uint16]:
+    """One layer; a row for each token."""
+    return np.array(rows, dtype=np.uint16)[:, None]
+
+
+def test_what_one_sample_knows_of_the_prompt_counts_for_all() -> None:
+    unknown = [UNKNOWN_EXPERT] * 2
+    first = replace(GOOD, experts=routed([0, 1], unknown, [2, 3], [4, 5], unknown))
+    second = replace(GOOD, experts=routed(unknown, [6, 7], [8, 9], [1, 0], unknown))
+    view = decode_rollout(packed(first, second))
+    assert view.prompt_experts is not None
+    assert view.prompt_experts.tolist() == [[[0, 1]], [[6, 7]]]
+    of_samples = [sample.experts for sample in view.samples]
+    assert [experts is not None and experts.tolist() for experts in of_samples] == [
+        [[[2, 3]], [[4, 5]], [unknown]],
+        [[[8, 9]], [[1, 0]], [unknown]],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("experts", "problem"),
+    [
+        (routed([0, 1]), "sample 1: experts of another number of tokens"),
+        (None, "recorded experts of 1 of 2 samples"),
+        (np.zeros((5, 2, 2), dtype=np.uint16), "recorded experts of 2 of 2 samples, of different layers"),
+    ],
+)
+def test_samples_that_differ_in_their_experts_are_refused(
+    experts: NDArray[np.uint16] | None, problem: str
+) -> None:
+    with pytest.raises(EngineError, match=problem):
+        packed(replace(GOOD, experts=routed(*[[0, 1]] * 5)), replace(GOOD, experts=experts))

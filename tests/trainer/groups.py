@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
-from protocol.messages import Rollout, ScoredRollout
+from protocol.messages import UNKNOWN_EXPERT, Rollout, ScoredRollout
 from protocol.tensors import Array
 from trainer.algorithms.base import Algorithm
 from trainer.batch import Batch
@@ -68,6 +69,18 @@ def scored(spec: GroupSpec, **replaced: Array) -> ScoredRollout:
         **{**arrays, **replaced},
     )
     return ScoredRollout(rollout=rollout, rewards=rewards)
+
+
+def routed(spec: GroupSpec, *, layers: int = 1) -> ScoredRollout:
+    """The group with experts: (token, layer) of the prompt, unknown for the samples' last tokens."""
+    tokens = [t for sample in spec.samples for t in sample.tokens]
+    ends = np.cumsum([len(sample.tokens) for sample in spec.samples]) - 1
+    of_prompt, of_samples = (
+        [[[token, layer] for layer in range(layers)] for token in row] for row in (spec.prompt, tokens)
+    )
+    for end in ends:
+        of_samples[end] = [[UNKNOWN_EXPERT] * 2] * layers
+    return scored(spec, prompt_experts=Array.of(of_prompt, "uint16"), experts=Array.of(of_samples, "uint16"))
 
 
 def whole(plan: StepPlan) -> Batch:

@@ -4,6 +4,7 @@ A part is a header, which names its arrays, and then one message for each array.
 process group's timeout.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,7 +16,7 @@ from trainer.backends.rank_commands import control_device
 from trainer.batch import SAMPLE_FIELDS, TOKEN_FIELDS, Batch, StepTotals
 
 ARRAYS = ("offsets", *TOKEN_FIELDS, *SAMPLE_FIELDS)
-DTYPES = {str(dtype): dtype for dtype in (torch.bool, torch.int32, torch.int64, torch.float32)}
+DTYPES = {str(dtype): dtype for dtype in (torch.bool, torch.int16, torch.int32, torch.int64, torch.float32)}
 
 
 class PartHeader(msgspec.Struct, frozen=True):
@@ -25,8 +26,8 @@ class PartHeader(msgspec.Struct, frozen=True):
     totals: StepTotals
     temperature: float
     decoupled: bool
-    arrays: dict[str, tuple[str, int]]
-    """Name -> dtype and number of entries, in the order in which they are sent."""
+    arrays: dict[str, tuple[str, tuple[int, ...]]]
+    """Name -> dtype and shape, in the order in which they are sent."""
 
 
 _decoder = msgspec.msgpack.Decoder(PartHeader)
@@ -40,7 +41,7 @@ def send_part(part: Batch, ranks: Iterable[int]) -> None:
         totals=part.totals,
         temperature=part.temperature,
         decoupled=part.decoupled,
-        arrays={name: (str(values.dtype), len(values)) for name, values in arrays.items()},
+        arrays={name: (str(values.dtype), tuple(values.shape)) for name, values in arrays.items()},
     )
     data = torch.frombuffer(bytearray(msgspec.msgpack.encode(header)), dtype=torch.uint8)
     for rank in ranks:
@@ -53,7 +54,8 @@ def receive_part() -> Batch:
     data = _receive(int(_receive(1, torch.int64)), torch.uint8)
     header = _decoder.decode(data.numpy().tobytes())
     arrays: dict[str, Any] = {
-        name: _receive(entries, DTYPES[dtype]) for name, (dtype, entries) in header.arrays.items()
+        name: _receive(math.prod(shape), DTYPES[dtype]).view(shape)
+        for name, (dtype, shape) in header.arrays.items()
     }
     return Batch(
         step=header.step,
@@ -77,5 +79,5 @@ def _exchange(operation: Callable[..., object], values: torch.Tensor, rank: int)
     for each pair of ranks otherwise.
     """
     if len(values):
-        for work in dist.batch_isend_irecv([dist.P2POp(operation, values.view(torch.uint8), rank)]):
+        for work in dist.batch_isend_irecv([dist.P2POp(operation, values.flatten().view(torch.uint8), rank)]):
             work.wait()

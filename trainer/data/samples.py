@@ -40,6 +40,8 @@ class BatchSample:
     reward: float
     max_staleness: int
     """The bound, in versions, that was in force when the group was leased."""
+    experts: tuple[NDArray[np.uint16], NDArray[np.uint16]] | None = None
+    """[P, L, K] and [T_i, L, K]: experts that the engine's model chose, see `Rollout`; None: not recorded."""
 
     def __len__(self) -> int:
         """Return the tokens of prompt and response."""
@@ -51,13 +53,17 @@ class BatchSample:
         All but the advantages, which depend on the rewards of other samples.
         """
         versions = np.repeat(self.spans[:, 1], np.diff(self.spans[:, 0], prepend=0))
-        return {
+        arrays = {
             "tokens": np.concatenate([self.prompt, self.tokens]),
             "loss_mask": self._behind_prompt(self.sampled & (step - versions <= self.max_staleness), False),
             "sampled_mask": self._behind_prompt(self.sampled, False),
             "behaviour_logprobs": self._behind_prompt(np.where(self.sampled, self.logprobs, ZERO), ZERO),
             "versions": self._behind_prompt(np.where(self.sampled, versions, NO_VERSION), NO_VERSION),
         }
+        if self.experts is not None:
+            # As int16, which torch computes with; the number for unknown ones becomes -1.
+            arrays["experts"] = np.concatenate(self.experts).view(np.int16)
+        return arrays
 
     def _behind_prompt(self, values: NDArray[Any], filler: Any) -> NDArray[Any]:
         return np.concatenate([np.full(len(self.prompt), filler, dtype=values.dtype), values])
@@ -106,7 +112,12 @@ def samples_of(scored: ScoredRollout, index: int, max_staleness: int, step: int)
             spans=spans[firsts[i] : firsts[i + 1], 1:],
             reward=reward,
             max_staleness=max_staleness,
+            experts=_pair(view.prompt_experts, sample.experts),
         )
+
+
+def _pair(of_prompt: Any, of_sample: Any) -> tuple[Any, Any] | None:
+    return None if of_prompt is None or of_sample is None else (of_prompt, of_sample)
 
 
 def check_scored(message: ScoredRollout, version: int) -> dict[int, int]:

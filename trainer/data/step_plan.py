@@ -62,6 +62,8 @@ class StepPlan:
     stats: BatchStats
     digest: str
     """As `BatchDigest` makes it, of the whole step."""
+    experts_shape: tuple[int, int] | None = None
+    """(L, K): layers and experts of each, if any sample has recorded experts."""
 
     def part(self, samples: Sequence[int]) -> Batch:
         """Build the batch of some samples of the step, on the CPU.
@@ -76,6 +78,8 @@ class StepPlan:
         offsets = torch.nn.functional.pad(self.lengths[rows].cumsum(0), (1, 0))
         places = offsets.tolist()
         arrays = {name: np.empty(places[-1], dtype=dtype) for name, dtype in DTYPES.items()}
+        if self.experts_shape is not None:
+            arrays["experts"] = np.full((places[-1], *self.experts_shape), -1, dtype=np.int16)
         advantages = self.advantages.numpy()
         for index, first, end in zip(samples, places, places[1:], strict=False):
             made = self.samples[index].token_arrays(self.step)
@@ -139,6 +143,7 @@ def plan_step(
         trained_counts=counts,
         stats=tally.stats(by_sample["rewards"]),
         digest=digest.finish({"step": step, "temperature": temperature}, by_sample),
+        experts_shape=_experts_shape(samples),
         **by_sample,
     )
 
@@ -170,6 +175,25 @@ def _scores(
         "advantages": algorithm.advantages(rewards, group_index),
         "weights": algorithm.sample_weights(torch.tensor(tally.sampled_tokens)),
     }
+
+
+def _experts_shape(samples: Sequence[BatchSample]) -> tuple[int, int] | None:
+    """Return (layers, experts of each) of the recorded experts, None if there are none.
+
+    Raises:
+        ProtocolError: two samples differ in them; names the group of the second.
+    """
+    shape = None
+    for sample in samples:
+        if sample.experts is not None:
+            found = sample.experts[0].shape[1:]
+            if shape not in (None, found):
+                raise ProtocolError(
+                    f"group {sample.group}: experts of {found[0]} layers, {found[1]} each, but others of the "
+                    f"step have {shape[0]} and {shape[1]}"
+                )
+            shape = found
+    return shape
 
 
 def check_bound(sample: BatchSample, mask: NDArray[np.bool_], step: int) -> None:

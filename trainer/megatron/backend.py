@@ -171,7 +171,7 @@ class MegatronBackend(Backend):
             for name, parameter in model.named_parameters():
                 parameter.copy_(self._parameters[name])
         self._reference_model = model.requires_grad_(False)
-        self._reference = self._make_runner(model)
+        self._reference = self._make_runner(model, replays_routing=False)
 
     def masters(self) -> Mapping[str, torch.Tensor]:
         return self._masters or super().masters()
@@ -263,10 +263,15 @@ class MegatronBackend(Backend):
             self._closed = True
             parallel.finalize()
 
-    def _make_runner(self, model: Any) -> Runner:
+    def _make_runner(self, model: Any, *, replays_routing: bool) -> Runner:
         trainer = self._trainer
         return Runner(
-            model, self._model_spec, self._position, trainer.micro_batch_tokens, trainer.micro_batch_size
+            model,
+            self._model_spec,
+            self._position,
+            trainer.micro_batch_tokens,
+            trainer.micro_batch_size,
+            replays_routing=replays_routing,
         )
 
     def _layout(self) -> dict[str, object]:
@@ -290,7 +295,7 @@ class MegatronBackend(Backend):
         self._model = wrap_model(
             model, self._config, position, grad_reduce_in_fp32=config.grad_reduce_in_fp32
         )
-        self._runner = self._make_runner(self._model)
+        self._runner = self._make_runner(self._model, replays_routing=self._trainer.routing_replay)
         kind = HostOptimizer if config.cpu_offload else Optimizer
         self._optimizer = kind(config, self._model, position, dtype, apart=shared)
         self._masters = self._optimizer.masters

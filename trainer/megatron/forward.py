@@ -4,6 +4,7 @@ Shapes: t tokens of the part; T tokens of a micro-batch; k tokens of it whose lo
 The hidden state of a token predicts the next one, so the last token of a sample is not an input.
 """
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -25,6 +26,7 @@ from trainer.backends.token_loss import micro_batch_loss
 from trainer.batch import Batch
 from trainer.megatron.architecture.numbers import Architecture
 from trainer.megatron.layers.experts.balance import loads_by_layer, updated_bias
+from trainer.megatron.layers.experts.replay import check_recorded
 from trainer.megatron.layers.experts.router import ExpertRouter
 from trainer.megatron.layers.head import linear_logprobs
 from trainer.megatron.layers.spec import attention_terms
@@ -43,6 +45,8 @@ class Runner:
         position: Position,
         micro_batch_tokens: int,
         micro_batch_size: int,
+        *,
+        replays_routing: bool = False,
     ) -> None:
         """Bind to a model (PackedModel, or DistributedDataParallel around one).
 
@@ -52,8 +56,10 @@ class Runner:
             position: this rank's place in the layout.
             micro_batch_tokens: tokens of a micro-batch, on each rank; see `Packing`.
             micro_batch_size: samples of a micro-batch, at most.
+            replays_routing: whether routers choose the experts that the engine recorded.
         """
         self.model = model
+        self.replays_routing = replays_routing
         self.architecture = architecture
         self.position = position
         self.micro_batch_tokens = micro_batch_tokens
@@ -136,6 +142,10 @@ class Runner:
         return loads_by_layer(found, self.architecture.layers, self.architecture.experts.count)
 
     def _run(self, batch: Batch, packing: Packing, finish: Any, *, forward_only: bool) -> list[Any]:
+        if self.replays_routing:
+            check_recorded(batch.experts, self.architecture.experts, self.architecture.layers)
+        else:
+            batch = dataclasses.replace(batch, experts=None)
         micro_batches = packing.micro_batches(
             batch,
             self.position,

@@ -32,6 +32,7 @@ from trainer.megatron.layers.attention.rotary import Angles, Rotary
 from trainer.megatron.layers.attention.segmented import causal_attention
 from trainer.megatron.layers.attention.softcapped import softcapped_attention
 from trainer.megatron.layers.attention.terms import AttentionTerms
+from trainer.megatron.layers.experts.replay import RouterRecorder
 from trainer.megatron.layout import Layout, Place
 from trainer.megatron.model import DTYPES, PackedModel, build_model, transformer_config
 from trainer.megatron.reshard import export_plan, stretch
@@ -182,7 +183,14 @@ class SlotModel:
     """The whole model on one rank, alone or beside other users of megatron-core. Not thread-safe."""
 
     def __init__(
-        self, model_dir: Path, *, dtype: str, slots: int, length: int, buffer_bytes: int = 0
+        self,
+        model_dir: Path,
+        *,
+        dtype: str,
+        slots: int,
+        length: int,
+        buffer_bytes: int = 0,
+        records_experts: bool = False,
     ) -> None:
         """Load a checkpoint; a directory without one gives random weights.
 
@@ -193,10 +201,10 @@ class SlotModel:
             length: tokens of the longest sequence.
             buffer_bytes: limit of the KV cache: fewer slots are made if it is too small for all; 0 is no
                 limit.
+            records_experts: whether `experts_of_pass` tells which experts were chosen.
 
         Raises:
-            SettingsError: the model is not supported, or its attention is not, or the buffer holds no
-                sequence.
+            SettingsError: model or attention are not supported, or the buffer holds no sequence.
             RuntimeError: there is no room for the parameters or the cache.
         """
         if dtype not in DTYPES:
@@ -212,12 +220,9 @@ class SlotModel:
         self._closed = False
         try:
             self.module = _build(self.architecture, position, DTYPES[dtype])
+            self._recorder = RouterRecorder(self.module) if records_experts else None
             self.parameters: dict[str, torch.Tensor] = dict(self.module.named_parameters())
-            if any(model_dir.glob("*.safetensors")):
-                load_checkpoint(model_dir, self.architecture, self.parameters, layout, Place())
-            else:
-                for parameter in self.parameters.values():
-                    parameter.normal_(0, INITIAL_DEVIATION)
+            self._fill(model_dir, layout)
             self.cache = SlotCache(
                 self.slots, length, self.architecture, next(iter(self.parameters.values()))
             )
@@ -227,6 +232,13 @@ class SlotModel:
         self._windows = {self.architecture.window_of(layer) for layer in range(self.architecture.layers)}
         self._rows = OutputRows(self.module)
         self._device = position.device
+
+    def _fill(self, model_dir: Path, layout: Layout) -> None:
+        if any(model_dir.glob("*.safetensors")):
+            load_checkpoint(model_dir, self.architecture, self.parameters, layout, Place())
+            return
+        for parameter in self.parameters.values():
+            parameter.normal_(0, INITIAL_DEVIATION)
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy whole checkpoint tensors into the parameters, by the plan of the trainer's export."""
@@ -282,6 +294,14 @@ class SlotModel:
             torch.tensor(tokens, device=self._device)[:, None],
             {window: mask[:, None, None] for window, mask in masks.items()},
         )[:, 0]
+
+    def experts_of_pass(self, sequences: int) -> torch.Tensor | None:
+        """Return the experts of the last pass, int64 [S, N, layers with experts, k] on the host.
+
+        S tokens of each of N `sequences`, 1 of each slot in use if it was not a prefill. None if they are not
+        recorded.
+        """
+        return None if self._recorder is None else self._recorder.take().unflatten(0, (-1, sequences))
 
     def move(self, source: int, target: int) -> None:
         """Copy slot `source` to slot `target`."""

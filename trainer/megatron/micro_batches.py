@@ -129,7 +129,7 @@ class Packing:
                 [*lengths, padding] if padding else lengths, rotaries, dtype, segmented=segmented
             )
             if experts:
-                routed = _routed(lengths, padding, batch.totals.samples, position)
+                routed = _routed(part, lengths, padding, position)
                 sequences = dataclasses.replace(sequences, routed=routed)
             yield _micro_batch(batch, chosen, part, size, sequences, position.device, trained=trained)
 
@@ -145,10 +145,8 @@ def _micro_batch(
     trained: bool,
 ) -> MicroBatch:
     index = part.sample_index
-    inputs = torch.ones(len(part.tokens), dtype=torch.bool)
-    inputs[part.offsets[1:] - 1] = False
     tokens = torch.zeros(1, size, dtype=torch.int64)
-    kept = part.tokens[inputs]
+    kept = part.tokens[_inputs(part)]
     tokens[0, : len(kept)] = kept
     mask = (part.loss_mask if trained else part.sampled_mask).clone()
     mask[part.offsets[:-1]] = False
@@ -173,10 +171,24 @@ def _divisor(position: Position) -> int:
     return position.config.tensor_model_parallel_size if position.sequence_parallel else 1
 
 
-def _routed(lengths: list[int], padding: int, samples: int, position: Position) -> RoutedTokens:
+def _routed(part: Batch, lengths: list[int], padding: int, position: Position) -> RoutedTokens:
     """Describe the tokens that this rank has in sequence-parallel regions."""
-    part = position.tp if position.sequence_parallel else 0
-    return _on(routed_tokens(lengths, padding, samples, part=part, parts=_divisor(position)), position.device)
+    routed = routed_tokens(
+        lengths,
+        padding,
+        part.totals.samples,
+        experts=None if part.experts is None else part.experts[_inputs(part)],
+        part=position.tp if position.sequence_parallel else 0,
+        parts=_divisor(position),
+    )
+    return _on(routed, position.device)
+
+
+def _inputs(part: Batch) -> torch.Tensor:
+    """Return which tokens are inputs, bool [t]: all but the last of each sample."""
+    inputs = torch.ones(len(part.tokens), dtype=torch.bool)
+    inputs[part.offsets[1:] - 1] = False
+    return inputs
 
 
 def _on(tokens: T, device: torch.device) -> T:

@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import DynamicCache
 
+from rollout.engines.hf.routed_experts import ExpertRecorder
 from rollout.engines.in_process.running_request import RunningRequest
 
 Layers = list[tuple[torch.Tensor, torch.Tensor]]
@@ -18,8 +20,10 @@ class PaddingDecoder:
     `RunningRequest.kv` holds the keys and values of the prompt and all tokens but the last.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, recorder: ExpertRecorder | None = None) -> None:
+        """Decode with a model; `recorder` is one of its routers, if their choices are wanted."""
         self._model: Any = model
+        self._recorder = recorder
         self._device = next(model.parameters()).device
 
     @torch.no_grad()
@@ -49,6 +53,10 @@ class PaddingDecoder:
         kept, where = last.unique(return_inverse=True)
         cache = DynamicCache()
         logits = self._model(padded, past_key_values=cache, use_cache=True, logits_to_keep=kept).logits
+        if self._recorder is not None:
+            chosen = self._recorder.take()
+            for row, experts in zip(rows, np.split(chosen, len(rows)), strict=True):
+                row.record(0, experts[: len(row.ids)])
         for n, row in enumerate(rows):
             row.kv = [
                 (layer.keys[n, :, : len(ids[n])], layer.values[n, :, : len(ids[n])]) for layer in cache.layers
@@ -70,6 +78,9 @@ class PaddingDecoder:
         logits = self._model(
             ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
         ).logits
+        if self._recorder is not None:
+            for row, length, experts in zip(rows, lengths, self._recorder.take(), strict=True):
+                row.record(length, experts[None])
         for n, row in enumerate(rows):
             first = longest - lengths[n]
             row.kv = [(layer.keys[n, :, first:], layer.values[n, :, first:]) for layer in cache.layers]

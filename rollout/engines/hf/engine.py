@@ -13,6 +13,7 @@ from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from rollout.engines.base import Capabilities, EngineConfig
 from rollout.engines.hf.decoder import PaddingDecoder
 from rollout.engines.hf.lora_merge import MergedStaging
+from rollout.engines.hf.routed_experts import ExpertRecorder
 from rollout.engines.in_process.engine import InProcessEngine, LoadedModel
 from rollout.engines.requests import check_adapters
 from rollout.staging.releasable_memory import ReleasableMemory, check_room
@@ -58,7 +59,7 @@ class HFEngine(InProcessEngine):
             # released again
             return {name: tensor.clone() for name, tensor in weights.live.items()}
 
-        return LoadedModel(PaddingDecoder(model), weights, staging, checkpoint, memory)
+        return LoadedModel(self._decoder(model), weights, staging, checkpoint, memory)
 
     def _share(self, model: Any, path: Path) -> LoadedModel:
         self._shared_memory, buffers = share_parameters(model, dict(model.named_buffers()))
@@ -66,7 +67,11 @@ class HFEngine(InProcessEngine):
         describe(self._shared_memory, path, live, buffers)
         sources = {name: whole_source(tensor) for name, tensor in live.items()}
         staging = SharedStaging(sources, architecture=type(model).__name__, tied=_is_tied(model))
-        return LoadedModel(PaddingDecoder(model), staging, staging, lambda: live)
+        return LoadedModel(self._decoder(model), staging, staging, lambda: live)
+
+    def _decoder(self, model: Any) -> PaddingDecoder:
+        recorder = ExpertRecorder(model) if self._config.enable_return_routed_experts else None
+        return PaddingDecoder(model, recorder)
 
     def _unload(self) -> None:
         if self._shared_memory is not None and self._shared is not None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from protocol.errors import EngineError, PoisonedError
@@ -107,7 +108,8 @@ class InProcessEngine(Engine):
             raise
         finally:
             del self._ids[request.id]
-        return Completion(tuple(row.tokens), tuple(row.logprobs), spans_of(row.versions), reason)
+        experts = np.concatenate(row.experts) if row.experts else None
+        return Completion(tuple(row.tokens), tuple(row.logprobs), spans_of(row.versions), reason, experts)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         self._end({self._ids[i] for i in request_ids if i in self._ids})

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from rollout.engines.base import Request
 from rollout.engines.sampling import sample
@@ -23,6 +25,8 @@ class RunningRequest:
     """[T] nats, as sampled."""
     versions: list[int] = field(default_factory=list)
     """[T] version that each token was sampled under."""
+    experts: list[NDArray[np.uint16]] = field(default_factory=list)
+    """[1, L, K] or more of them: experts of the first inputs, as far as they are recorded."""
     kv: Any = None
     """KV cache, set by the decoder; None before the first step."""
 
@@ -37,6 +41,12 @@ class RunningRequest:
         if self.tokens and self.tokens[-1] in self.request.sampling.stop_token_ids:
             return "stop"
         return "length" if len(self.tokens) >= self.request.sampling.max_tokens else ""
+
+    def record(self, first: int, experts: NDArray[np.uint16]) -> None:
+        """Record the experts of the inputs from `first` on, [inputs, L, K], if they are not recorded yet."""
+        known = sum(map(len, self.experts))
+        if first + len(experts) > known:
+            self.experts.append(experts[known - first :])
 
     def take(self, logits: torch.Tensor, version: int) -> None:
         """Sample the next token from `logits` [V], which the weights of `version` computed."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from protocol.device.shared_tensors import SharedTensors
@@ -53,6 +54,7 @@ class MegatronEngine(InProcessEngine):
                 slots=config.max_running,
                 length=config.max_model_len,
                 buffer_bytes=int(config.buffer_size_gb * 2**30),
+                records_experts=config.enable_return_routed_experts,
             )
         except SettingsError as error:
             raise EngineError(f"engine megatron: {error}") from error
@@ -126,10 +128,12 @@ class SlotDecoder:
         held = list(self._held)
         if held:
             logits = self._model.decode([row.tokens[-1] for row in held], [len(row.ids) - 1 for row in held])
+            self._record(held, [(len(row.ids) - 1, 1) for row in held])
             for row, of_row in zip(held, logits, strict=True):
                 row.take(of_row, version)
         for batch in self._batches(set(rows).difference(held)):
             logits = self._model.prefill(len(self._held), [row.ids for row in batch])
+            self._record(batch, [(0, len(row.ids)) for row in batch])
             self._held += batch
             for row, of_row in zip(batch, logits, strict=True):
                 row.take(of_row, version)
@@ -137,6 +141,14 @@ class SlotDecoder:
     def forget(self, rows: Sequence[RunningRequest]) -> None:
         """See `Decoder`."""
         self._drop_all_but(set(self._held).difference(rows))
+
+    def _record(self, rows: Sequence[RunningRequest], places: Sequence[tuple[int, int]]) -> None:
+        """Record the experts of the last pass, if they are; `places` are first and number of its inputs."""
+        chosen = self._model.experts_of_pass(len(rows))
+        if chosen is None:
+            return
+        for row, (first, count), of_row in zip(rows, places, chosen.unbind(1), strict=True):
+            row.record(first, of_row[:count].numpy().astype(np.uint16))
 
     def _drop_all_but(self, rows: Set[RunningRequest]) -> None:
         """Free the slots of other rows; the last slot in use moves into each gap."""

@@ -247,6 +247,18 @@ def test_a_name_that_does_not_exist_is_answered_with_those_that_do(dotted: str, 
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
+        (["engine.name=vllm"], "engine 'vllm' does not record which experts it chose; use hf or megatron"),
+        (["engine.name=hf", "trainer.backend=reference"], "backend 'reference' cannot replay routing"),
+    ],
+)
+def test_routing_that_nobody_records_or_replays_is_refused(changes: list[str], problem: str) -> None:
+    said = refusal(None, "trainer.routing_replay=true", *changes)
+    assert f"setting trainer.routing_replay: {problem}" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
         (["lr_decay_style=linear"], "lr_decay_steps: 0 is not after the warm-up of 0"),
         (["lr_decay_style=cosine", "lr_decay_steps=9", "min_lr=1.0"], "min_lr: 1 is above lr"),
         (["lr_decay_style=WSD", "lr_decay_steps=9"], "lr_wsd_decay_steps: 0 has to be between 1 and 9"),

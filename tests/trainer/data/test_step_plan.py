@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from protocol.errors import BoundViolation, ProtocolError
 from protocol.staleness import trainable_counts
 from protocol.tensors import Array
-from tests.trainer.groups import GroupSpec, SampleSpec, by_sample, scored, whole
+from tests.trainer.groups import GroupSpec, SampleSpec, by_sample, routed, scored, whole
 from trainer.algorithms import AlgorithmConfig, make_algorithm
 from trainer.batch import SAMPLE_FIELDS, TOKEN_FIELDS, Batch, StepTotals, trained_tokens
 from trainer.data.packing import balance
@@ -256,6 +256,25 @@ def test_parts_of_any_partition_together_are_the_whole(
 def assert_same(a: Batch, b: Batch) -> None:
     for name in ("offsets", *TOKEN_FIELDS[:6], *SAMPLE_FIELDS):
         assert torch.equal(getattr(a, name), getattr(b, name)), name
+
+
+def test_recorded_experts_are_in_the_batch() -> None:
+    groups = [(routed(LATE), 1), (scored(FRESH), 1)]
+    planned = plan_step(groups, step=3, algorithm=GRPO)
+    batch = whole(planned)
+    assert batch.experts is not None
+    assert by_sample(batch, batch.experts[:, 0, 0]) == [[3, 4, 5, 6, -1], [3, 4, 8, -1], [-1, -1]]
+    assert by_sample(batch, batch.experts[:, 0, 1]) == [[0, 0, 0, 0, -1], [0, 0, 0, -1], [-1, -1]]
+    part = batch.select(torch.tensor([2, 1]))
+    assert part.experts is not None
+    assert part.experts[:, 0, 0].tolist() == [-1, -1, 3, 4, 8, -1]
+    others = plan_step([(routed(LATE, layers=2), 1), (scored(FRESH), 1)], step=3, algorithm=GRPO)
+    assert len({planned.digest, others.digest, plan(LATE, FRESH).digest}) == 3
+
+
+def test_experts_of_different_layers_are_refused() -> None:
+    with pytest.raises(ProtocolError, match=r"group 8: experts of 2 layers, 2 each, .* have 1 and 2"):
+        plan_step([(routed(LATE), 1), (routed(FRESH, layers=2), 1)], step=3, algorithm=GRPO)
 
 
 def test_a_replica_without_samples_has_an_empty_part() -> None:

@@ -13,7 +13,15 @@ from safetensors.torch import save_file
 from protocol.errors import SettingsError
 from tests.trainer.measured import flat
 from tests.trainer.megatron.launch import DEADLINE_S
-from tests.trainer.megatron.models import BALANCE, MODELS, MORE_MODELS, OPTIMIZER, make_batch, step_batch
+from tests.trainer.megatron.models import (
+    BALANCE,
+    MODELS,
+    MORE_MODELS,
+    OPTIMIZER,
+    make_batch,
+    routed_batch,
+    step_batch,
+)
 from trainer.algorithms.grpo import Grpo
 from trainer.backends.base import Backend
 from trainer.backends.hf_export import write_hf
@@ -76,12 +84,15 @@ EXPERTS = ("qwen3-moe", "mixtral", "qwen2-moe", "deepseek-v3", "gpt-oss")
 ALGORITHM = Grpo(AlgorithmConfig(entropy_coef=0.02, kl_coef=0.0))
 
 
-def make_backend(model_dir: Path, layout: str, dtype: str = "float32") -> MegatronBackend:
+def make_backend(
+    model_dir: Path, layout: str, dtype: str = "float32", *, routing_replay: bool = False
+) -> MegatronBackend:
     trainer = TrainerConfig(
         micro_batch_tokens=40,
         micro_batch_size=7,
         dtype=dtype,
         device="cpu",
+        routing_replay=routing_replay,
         **BALANCE.get(model_dir.name, {}),
     )
     return MegatronBackend(
@@ -140,6 +151,8 @@ def run(layout: str, models: Path, out: Path) -> None:
         _train_and_restore(name, layout, models / name, target)
     _one_by_one(layout, models)
     _bfloat16(layout, models, out / "bfloat16")
+    if layout in EXPERT_LAYOUTS or layout == "single":
+        _replay(layout, models / "qwen3-moe", out)
     if layout == "single":
         return
     _refuse_other_layout(layout, models, out)
@@ -214,6 +227,16 @@ def _pass(backend: MegatronBackend, batch: Batch, *, samples: int) -> dict[str, 
     stepped = {name: p for name, p in backend._parameters.items() if p.requires_grad}
     gradients = {name: parameter.main_grad.clone() for name, parameter in stepped.items()}
     return {"measures": vector, "logprobs": backend.logprobs(batch), **gradients}
+
+
+def _replay(layout: str, model_dir: Path, out: Path) -> None:
+    """Log-probabilities and gradient norm with experts that no router would choose."""
+    backend = make_backend(model_dir, layout, routing_replay=True)
+    batch = routed_batch("qwen3-moe")
+    logprobs = whole(backend, batch, backend.logprobs)
+    stats = backend.train_step(part_of(backend, batch))
+    _write(out / "replayed", [("logprobs", logprobs), ("grad_norm", torch.tensor(stats.grad_norm))])
+    backend.close()
 
 
 def _bfloat16(layout: str, models: Path, out: Path) -> None:

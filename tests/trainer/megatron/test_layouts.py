@@ -12,15 +12,18 @@ from tests.trainer.megatron.by_hand import gather_by_hand
 from tests.trainer.megatron.launch import launch
 from tests.trainer.megatron.models import (
     ALL_MODELS,
+    forced_logprobs,
     make_batch,
     make_model,
     plain_logprobs,
+    plain_loss,
+    routed_batch,
     save_model,
     step_batch,
     tensors_of,
 )
 from tests.trainer.megatron.plain import PlainTrainer
-from tests.trainer.megatron.ranks import ALGORITHM, LAYOUTS, STEPS, models_of, one_of, run
+from tests.trainer.megatron.ranks import ALGORITHM, EXPERT_LAYOUTS, LAYOUTS, STEPS, models_of, one_of, run
 
 pytestmark = pytest.mark.xdist_group("layouts")  # what the module sets up once, not one for each process
 
@@ -191,3 +194,19 @@ def test_checkpoint_of_another_layout_is_refused(runs: Runs, layout: str) -> Non
     }[layout]
     assert f"{field} is 1 in the checkpoint and 2 in the run" in refused["message"]
     assert refused["unchanged"]
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(layout, marks=marks_of(layout)) for layout in ("single", *EXPERT_LAYOUTS)]
+)
+def test_recorded_experts_are_chosen_again(runs: Runs, layout: str) -> None:
+    replayed, batch = load_file(runs(layout) / "replayed.safetensors"), routed_batch("qwen3-moe")
+    logprobs, entropy, model = forced_logprobs("qwen3-moe", batch)
+    found = replayed["logprobs"].amin(0)
+    torch.testing.assert_close(found, logprobs.detach() * batch.sampled_mask, atol=2e-6, rtol=0)
+    plain_loss(ALGORITHM, batch, logprobs, entropy).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    torch.testing.assert_close(replayed["grad_norm"], norm, atol=0, rtol=1e-5)
+    with torch.no_grad():
+        own, _ = plain_logprobs(make_model("qwen3-moe"), batch)
+    assert (own * batch.sampled_mask - found).abs().max() > 0.01

@@ -52,6 +52,10 @@ class Experts:
         """Return whether a layer has experts."""
         return self.count > 0 and layer not in self.dense_layers
 
+    def sparse_layers_before(self, layer: int) -> int:
+        """Return how many layers with experts precede one."""
+        return sum(self.is_sparse(other) for other in range(layer))
+
 
 NO_EXPERTS = Experts()
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")

@@ -140,6 +140,29 @@ async def test_logprobs_are_those_of_the_training_forward_pass(dtype: str, tmp_p
     assert difference.max() < (1e-5 if dtype == "float32" else 0.05), (difference.max(), difference.mean())
 
 
+async def test_experts_are_those_that_transformers_chooses(tmp_path: Path) -> None:
+    model_dir = save_model("qwen3-moe", tmp_path)
+    requests = ragged_requests(6, 96)
+    async with started(model_dir, enable_return_routed_experts=True, max_running=4) as engine:
+        found = await together(engine, requests)
+    model = make_model("qwen3-moe").eval()
+    for request, completion in zip(requests, found, strict=True):
+        inputs = torch.tensor([[*request.prompt, *completion.tokens][:-1]])
+        with torch.no_grad():
+            logits = model(inputs, output_router_logits=True).router_logits
+        chosen = torch.stack([layer.topk(3).indices for layer in logits], dim=1)
+        assert completion.experts is not None
+        assert torch.equal(
+            torch.from_numpy(completion.experts.astype(int)).sort().values, chosen.sort().values
+        )
+
+
+async def test_model_without_experts_cannot_record_any(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="enable_return_routed_experts: the model has no experts"):
+        async with started(save_model("qwen2", tmp_path), enable_return_routed_experts=True):
+            pass
+
+
 def batch_of(requests: Sequence[Request], found: Sequence[Completion]) -> Batch:
     pairs = list(zip(requests, found, strict=True))
     lengths = torch.tensor([len(request.prompt) + len(completion.tokens) for request, completion in pairs])

@@ -76,10 +76,10 @@ class ExpertRouter(torch.nn.Module):
         """
         logits = self._logits(x)
         scores = scores_of(logits, self.experts)
+        chosen = choose(scores, self.experts, self.bias)
         if tokens is not None and tokens.experts is not None:
-            chosen = tokens.experts[self.layer]
-        else:
-            chosen = choose(scores, self.experts, self.bias)
+            given = tokens.experts[self.experts.sparse_layers_before(self.layer)]
+            chosen = torch.where(given >= 0, given, chosen)
         weights = weights_of(scores, chosen, self.experts)
         # Where layers are recomputed only the second pass has gradients, so it alone counts.
         if tokens is not None and torch.is_grad_enabled():

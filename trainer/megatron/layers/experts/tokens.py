@@ -18,8 +18,8 @@ class RoutedTokens:
     lengths: torch.Tensor
     """float32 [S + 1], on the device: tokens of each sample over all ranks; 1 for padding."""
     experts: torch.Tensor | None = None
-    """int64 [layers of the model, T, k], on the device: the experts that every router has to choose; None:
-    routers choose themselves."""
+    """int64 [layers with experts, T, k], on the device: the experts that every router has to choose, -1 where
+    it chooses itself; None: it does everywhere."""
 
     def __len__(self) -> int:
         """Return S."""
@@ -27,7 +27,13 @@ class RoutedTokens:
 
 
 def routed_tokens(
-    lengths: Sequence[int], padding: int, samples: int, *, part: int = 0, parts: int = 1
+    lengths: Sequence[int],
+    padding: int,
+    samples: int,
+    *,
+    experts: torch.Tensor | None = None,
+    part: int = 0,
+    parts: int = 1,
 ) -> RoutedTokens:
     """Describe this rank's part of a micro-batch, on the host.
 
@@ -35,6 +41,8 @@ def routed_tokens(
         lengths: tokens of each sample, at least 1.
         padding: tokens after them that are no sample's.
         samples: those of the whole step; at least 1.
+        experts: int16 [tokens of the samples, layers with experts, k]: what was chosen for them, if it is to
+            be chosen again.
         part: number of this rank among those that divide the micro-batch into equal pieces.
         parts: so many pieces.
     """
@@ -43,4 +51,8 @@ def routed_tokens(
     whole = torch.tensor([*lengths, 1], dtype=torch.float32)
     weights = 1 / (whole * max(samples, 1))
     weights[-1] = 0
-    return RoutedTokens(owners.chunk(parts)[part], weights, whole)
+    given = None
+    if experts is not None:
+        filled = torch.nn.functional.pad(experts, (0, 0, 0, 0, 0, padding), value=-1)
+        given = filled.chunk(parts)[part].transpose(0, 1).long()
+    return RoutedTokens(owners.chunk(parts)[part], weights, whole, given)
