@@ -229,14 +229,9 @@ class Recorder(TorchDispatchMode):
         """Parameter -> parts that are filled with a constant."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        source = self._source_of(args[0]) if args else None
-        if source is not None and func is torch.ops.aten.clone.default:
-            return args[0].view(args[0].shape)  # what is copied from a copy is copied from the source
         target = args[0] if args and isinstance(args[0], torch.Tensor) and not args[0].is_meta else None
         parameter = self._parameters.get(target.untyped_storage().data_ptr()) if target is not None else None
         if target is None or parameter is None or not func._schema.is_mutable:
-            if source is not None and func._schema.is_mutable:
-                raise EngineError(f"the loader changes {source} by {func}, which cannot be traced")
             return func(*args, **(kwargs or {}))
         if func is torch.ops.aten.copy_.default:
             self._record_copy(parameter, target, args[1])
@@ -247,13 +242,8 @@ class Recorder(TorchDispatchMode):
             raise EngineError(f"parameter {parameter}: its loader calls {func}, which cannot be traced")
         return target
 
-    def _source_of(self, value: Any) -> str | None:
-        """Return the checkpoint name of the tensor that a meta tensor is a part of."""
-        is_meta = isinstance(value, torch.Tensor) and value.is_meta
-        return self._sources.get(value.untyped_storage()._cdata) if is_meta else None
-
     def _record_copy(self, parameter: str, target: torch.Tensor, source: torch.Tensor) -> None:
-        name = self._source_of(source)
+        name = self._sources.get(source.untyped_storage()._cdata) if source.is_meta else None
         if name is None or source.shape != target.shape:
             raise EngineError(
                 f"parameter {parameter}: its loader computes what it copies ({list(source.shape)}), "

@@ -234,22 +234,10 @@ def _whole_destination(sources: Sequence[ExpectedTensor]) -> torch.Tensor | None
 
 
 def stored_once(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return parameters by name, each storage once.
-
-    Of tied parameters the first name stays. What is a part of a parameter that has all of the storage is left
-    out: it changes with that one.
-    """
+    """Return parameters by name, each storage once: of tied parameters the first name stays."""
     first_names: dict[tuple[object, ...], str] = {}
     kept: dict[str, torch.Tensor] = {}
-    named = list(named)
-    whole = {
-        tensor.untyped_storage().data_ptr(): name
-        for name, tensor in reversed(named)
-        if tensor.nbytes == tensor.untyped_storage().nbytes()
-    }
     for name, tensor in named:
-        if tensor.nbytes < tensor.untyped_storage().nbytes() and tensor.untyped_storage().data_ptr() in whole:
-            continue
         key = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape))
         if tensor.numel() and first_names.setdefault(key, name) != name:
             continue

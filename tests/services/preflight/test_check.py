@@ -22,6 +22,8 @@ QWEN2 = {
     "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
 }  # fmt: skip
 
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+
 
 def demo(run_dir: Path, *overrides: str) -> Settings:
     """The demo with ten prompts of its own, all of them trained on."""
@@ -144,6 +146,11 @@ def test_check_run_names_the_problem_and_the_remedy(
             "a model with experts on 2 tensor ranks needs it: set it to true",
         ),
         ({"attention_bias": True}, [], "attention_bias = True is not supported"),
+        (
+            {"model_type": "phi3", "original_max_position_embeddings": 32, "rope_scaling": LONGROPE},
+            ["engine.max_model_len=64"],
+            "longrope rotates otherwise beyond 32 tokens",
+        ),
         ({"rms_norm_eps": None}, [], "lacks what a model needs: KeyError('rms_norm_eps')"),
         ({"vocab_size": 1}, [], "stop token 1 is outside the model's vocabulary of 1 tokens"),
         (

@@ -78,7 +78,7 @@ def test_logprobs_equal_hugging_face(runs: Runs, layout: str, model: str) -> Non
     batch = make_batch(model, 0)
     with torch.no_grad():
         expected, _ = plain_logprobs(make_model(model), batch)
-    torch.testing.assert_close(logprobs, expected * batch.sampled_mask, atol=2e-6, rtol=0)
+    torch.testing.assert_close(logprobs, expected * batch.sampled_mask, atol=4e-6, rtol=0)
 
 
 @EACH_LAYOUT_AND_MODEL
