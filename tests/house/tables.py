@@ -72,7 +72,6 @@ SCENARIOS = {
     "tests/services/rollout/test_update_history.py": "whatever happens to trainer, engine and files",
     "tests/services/runtime/test_descriptors.py": "a service raises its limit of descriptors",
     "tests/services/runtime/test_exit_codes.py": "exit codes of services",
-    "tests/trainer/megatron/test_layouts.py": "every layout trains as plain torch does",
     "tests/trainer/reference/test_learning.py": "GRPO learns a digit",
     "tests/trainer/weights/test_files.py": "versions that are kept as files",
     "tests/trainer/weights/test_nccl_death.py": "either end of a transfer dies",

@@ -11,8 +11,9 @@ from safetensors.torch import save_file
 
 from tests.trainer.lora.oracle import ALGORITHM, STEPS, lora_of
 from tests.trainer.megatron.launch import DEADLINE_S
+from tests.trainer.megatron.layouts import LAYOUTS
 from tests.trainer.megatron.models import OPTIMIZER, make_batch
-from tests.trainer.megatron.ranks import LAYOUTS, part_of
+from tests.trainer.megatron.ranks import part_of
 from trainer.backends.hf_export import write_hf
 from trainer.config import TrainerConfig
 from trainer.megatron.backend import MegatronBackend

@@ -12,8 +12,8 @@ from protocol.weights.lora import NO_ADAPTERS, LoraConfig, adapter_shapes, adapt
 from tests.trainer.lora.oracle import ALGORITHM, LORA, STEPS, targets_of, trained_by_hand
 from tests.trainer.lora.ranks import run
 from tests.trainer.megatron.launch import launch
+from tests.trainer.megatron.layouts import LAYOUTS
 from tests.trainer.megatron.models import OPTIMIZER, make_batch, make_model, save_model
-from tests.trainer.megatron.ranks import LAYOUTS
 from trainer.backends.hf_export import write_hf
 from trainer.config import TrainerConfig
 from trainer.lora import merged, save_adapter

@@ -6,8 +6,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import PretrainedConfig
 
+from tests.trainer.megatron.layouts import LAYOUTS
 from tests.trainer.megatron.models import EXPERTS, make_model
-from tests.trainer.megatron.ranks import LAYOUTS
 from trainer.config import ParallelConfig
 
 Tensors = dict[str, torch.Tensor]

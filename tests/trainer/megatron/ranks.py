@@ -15,11 +15,17 @@ from safetensors.torch import save_file
 from rollout.staging.staging import digest_of
 from tests.trainer.measured import flat
 from tests.trainer.megatron.launch import DEADLINE_S
+from tests.trainer.megatron.layouts import (
+    EXPERT_LAYOUTS,
+    FROM,
+    LAYOUTS,
+    models_of,
+    one_of,
+    restored_in,
+    tied_model_of,
+)
 from tests.trainer.megatron.models import (
     BALANCE,
-    DEEP_MODELS,
-    MODELS,
-    MORE_MODELS,
     OPTIMIZER,
     make_batch,
     routed_batch,
@@ -31,7 +37,7 @@ from trainer.backends.base import Backend
 from trainer.backends.hf_export import write_hf
 from trainer.backends.step_measures import StepMeasures
 from trainer.batch import Batch
-from trainer.config import AlgorithmConfig, ParallelConfig, TrainerConfig, WeightConfig
+from trainer.config import AlgorithmConfig, TrainerConfig, WeightConfig
 from trainer.data.packing import balance
 from trainer.megatron.backend import MegatronBackend
 from trainer.megatron.forward import PlannedShapes, ReceivedShapes
@@ -39,97 +45,11 @@ from trainer.storage.host_state import HostCopies
 from trainer.weights.parts.publish import publish_parts
 from trainer.weights.parts.sender import PartSender
 
-LAYOUTS = {
-    "single": ParallelConfig(),
-    "tp2": ParallelConfig(tensor_model_parallel_size=2),
-    "tp2-sequence": ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True),
-    "pp2": ParallelConfig(pipeline_model_parallel_size=2),
-    "dp2": ParallelConfig(data_parallel_size=2),
-    "dp2-replicated": ParallelConfig(data_parallel_size=2, use_distributed_optimizer=False),
-    "tp2-pp2": ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2),
-    "tp2-dp2": ParallelConfig(tensor_model_parallel_size=2, data_parallel_size=2),
-    "cp2": ParallelConfig(context_parallel_size=2),
-    "cp2-dp2": ParallelConfig(context_parallel_size=2, data_parallel_size=2),
-    "cp2-pp2": ParallelConfig(context_parallel_size=2, pipeline_model_parallel_size=2),
-    "tp2-cp2": ParallelConfig(tensor_model_parallel_size=2, context_parallel_size=2, sequence_parallel=True),
-}
-EXPERT_LAYOUTS = {
-    "ep2": ParallelConfig(data_parallel_size=2, expert_model_parallel_size=2),
-    "etp2": ParallelConfig(
-        tensor_model_parallel_size=2, sequence_parallel=True, expert_tensor_parallel_size=2
-    ),
-    "tp2-ep2": ParallelConfig(
-        tensor_model_parallel_size=2, sequence_parallel=True, expert_model_parallel_size=2
-    ),
-    "cp2-ep2": ParallelConfig(context_parallel_size=2, expert_model_parallel_size=2),
-    "ep2-pp2": ParallelConfig(
-        pipeline_model_parallel_size=2, data_parallel_size=2, expert_model_parallel_size=2
-    ),
-    "tp2-dp2-ep2": ParallelConfig(
-        tensor_model_parallel_size=2,
-        sequence_parallel=True,
-        data_parallel_size=2,
-        expert_model_parallel_size=2,
-    ),
-    "ep2-etp2-replicated": ParallelConfig(
-        data_parallel_size=4,
-        expert_model_parallel_size=2,
-        expert_tensor_parallel_size=2,
-        use_distributed_optimizer=False,
-    ),
-}
-"""Only models with experts are trained in them."""
-LAYOUTS |= EXPERT_LAYOUTS
-LATENT = ("deepseek-v3-dense", "deepseek-v2-dense", "deepseek-v3")
-WINDOWS = ("gemma2", "gemma3", "glm4", "starcoder2", "qwen3-windows")
-MORE_MODELS_OF = {
-    "single": tuple(MORE_MODELS),
-    "tp2": ("deepseek-v3-dense",),
-    "tp2-sequence": ("mistral", "olmo2", "phi3", "qwen2-moe", "glm4-moe", "gpt-oss", *WINDOWS, *LATENT),
-    "pp2": ("gemma2",),
-    "cp2": ("mistral", "gemma2", "qwen3-moe", "deepseek-v3-dense"),
-}
-DEEP_LAYOUTS = {
-    "pp2-uneven": ParallelConfig(pipeline_model_parallel_size=2, num_layers_in_first_pipeline_stage=1),
-    "pp2-vpp2": ParallelConfig(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2),
-    "pp4": ParallelConfig(pipeline_model_parallel_size=4),
-    "pp2-vpp2-dp2": ParallelConfig(
-        pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, data_parallel_size=2
-    ),
-    "tp2-pp2-vpp2": ParallelConfig(
-        tensor_model_parallel_size=2,
-        pipeline_model_parallel_size=2,
-        virtual_pipeline_model_parallel_size=2,
-        sequence_parallel=True,
-    ),
-    "pp2-uneven-tp2": ParallelConfig(
-        tensor_model_parallel_size=2, pipeline_model_parallel_size=2, num_layers_in_last_pipeline_stage=1
-    ),
-}
-"""With models of four layers."""
-LAYOUTS |= DEEP_LAYOUTS
-FROM = {
-    "tp2": ("single",),
-    "pp2": ("tp2",),
-    "dp2": ("single", "pp2"),
-    "dp2-replicated": ("dp2",),
-    "tp2-pp2": ("single", "dp2"),
-    "tp2-dp2": ("tp2-pp2", "dp2-replicated"),
-    "ep2": ("single",),
-    "tp2-ep2": ("ep2",),
-    "pp2-vpp2": ("single",),
-    "cp2": ("single",),
-}
-"""Layouts whose checkpoints are restored in another one, which is launched after them."""
-BACK = ("tp2", "pp2", "dp2", "dp2-replicated")
-"""Layouts whose checkpoints are restored in the single rank of the test."""
 OVERFLOWS = 2.0**24
 """A factor of the loss under which the gradients of these models overflow in float16."""
 STEPS = 3
 FRESH = ("qwen2", "qwen3-moe", "qwen3-deep")
 """Models whose checkpoint is restored into a new backend; others restore into the one that continued."""
-EXPERTS = ("qwen3-moe", "mixtral", "qwen2-moe", "deepseek-v3", "gpt-oss")
-"""Models with experts."""
 ALGORITHM = Grpo(AlgorithmConfig(entropy_coef=0.02, kl_coef=0.0))
 
 
@@ -187,23 +107,6 @@ def whole(backend: Backend, batch: Batch, logprobs: Callable[[Batch], torch.Tens
 
 def drain(backend: Backend) -> dict[str, torch.Tensor]:
     return dict(backend.export())
-
-
-def models_of(layout: str) -> list[str]:
-    """Names of the models that are trained in a layout."""
-    if layout in EXPERT_LAYOUTS:
-        return [*EXPERTS] if LAYOUTS[layout].world_size > 2 else [*EXPERTS[:2]]
-    return [*DEEP_MODELS] if layout in DEEP_LAYOUTS else [*MODELS, *MORE_MODELS_OF.get(layout, ())]
-
-
-def tied_model_of(layout: str) -> str:
-    """Name of one of them whose embedding is the output layer, with a vocabulary of odd size."""
-    return "qwen3-deep" if layout in DEEP_LAYOUTS else "qwen3-tied"
-
-
-def one_of(layout: str) -> str:
-    """Name of the model that is trained in other ways, too."""
-    return "qwen3-moe" if layout in EXPERT_LAYOUTS else tied_model_of(layout)
 
 
 def run(layout: str, models: Path, out: Path) -> None:
@@ -359,19 +262,6 @@ def _exchange_in_both_directions(layout: str, model_dir: Path, out: Path) -> Non
     backend.close()
     if _is_writer():
         (out / "exchange.json").write_text(json.dumps([tensor.unique().tolist() for tensor in received]))
-
-
-def restored_in(source: str, layout: str) -> dict[str, tuple[str, str]]:
-    """Directory of a checkpoint -> dtype and model, of those that are moved from one layout to another."""
-    if one_of(source) != one_of(layout):  # what both train
-        (name,) = {one_of(source), one_of(layout)} - {"qwen3-tied"}
-        return {name: ("float32", name)}
-    name = "qwen2-deep" if layout in DEEP_LAYOUTS else "mixtral" if layout in EXPERT_LAYOUTS else "qwen2"
-    return {
-        name: ("float32", name),
-        "bfloat16": ("bfloat16", one_of(layout)),
-        "float16": ("float16", one_of(layout)),
-    }
 
 
 def restore_from(source: str, layout: str, models: Path, out: Path) -> None:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from tests.trainer.megatron.by_hand import gather_by_hand, held_by
 from tests.trainer.megatron.layout_runs import Runs, marks_of
+from tests.trainer.megatron.layouts import EXPERT_LAYOUTS, LAYOUTS, models_of, one_of, tied_model_of
 from tests.trainer.megatron.models import (
     forced_logprobs,
     make_batch,
@@ -21,15 +22,7 @@ from tests.trainer.megatron.models import (
     routed_batch,
     tensors_of,
 )
-from tests.trainer.megatron.ranks import (
-    ALGORITHM,
-    EXPERT_LAYOUTS,
-    LAYOUTS,
-    OVERFLOWS,
-    models_of,
-    one_of,
-    tied_model_of,
-)
+from tests.trainer.megatron.ranks import ALGORITHM, OVERFLOWS
 from trainer.config import ParallelConfig
 
 pytestmark = pytest.mark.xdist_group("layouts")  # what `runs` sets up once, not one for each process

@@ -1,4 +1,4 @@
-"""Tests that masters and moments are the same numbers in another layout, and that a run continues with them."""
+"""Tests that masters and moments are the same numbers in another layout, and that a run resumes there."""
 
 from pathlib import Path
 
@@ -8,8 +8,9 @@ from safetensors.torch import load_file
 
 from protocol.weights.lora import NO_ADAPTERS
 from tests.trainer.megatron.layout_runs import Runs, marks_of
+from tests.trainer.megatron.layouts import BACK, FROM, restored_in
 from tests.trainer.megatron.models import step_batch
-from tests.trainer.megatron.ranks import BACK, FROM, make_backend, restored_in
+from tests.trainer.megatron.ranks import make_backend
 from trainer.config import ParallelConfig
 from trainer.megatron.architecture.reading import read_architecture
 from trainer.megatron.checkpoint.description import TrainedModel
