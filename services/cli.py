@@ -115,6 +115,7 @@ def check_model(
     ],
     tp: Annotated[int, typer.Option("--tp", min=1, metavar="N", help="tensor ranks")] = 1,
     pp: Annotated[int, typer.Option("--pp", min=1, metavar="N", help="pipeline stages")] = 1,
+    vpp: Annotated[int, typer.Option("--vpp", min=1, metavar="N", help="chunks of a pipeline stage")] = 1,
     ep: Annotated[int, typer.Option("--ep", min=1, metavar="N", help="ranks with different experts")] = 1,
     etp: Annotated[int, typer.Option("--etp", min=1, metavar="N", help="ranks that share an expert")] = 1,
     as_json: AsJson = False,
@@ -123,7 +124,7 @@ def check_model(
     from services.tools.check_model import check_model as compare
     from services.tools.check_model import layout_of, render_checked_model
 
-    found = compare(directory, layout_of(tp=tp, pp=pp, ep=ep, etp=etp))
+    found = compare(directory, layout_of(tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp))
     _show(found.as_dict(), as_json, lambda _: render_checked_model(found))
     if not found.works:
         raise typer.Exit(1)

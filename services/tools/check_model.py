@@ -54,6 +54,7 @@ ONE_RANK = ParallelConfig()
 SIZES = {
     "tp": ("tensor", "tensor_model_parallel_size"),
     "pp": ("pipeline", "pipeline_model_parallel_size"),
+    "vpp": ("virtual", "virtual_pipeline_model_parallel_size"),
     "dp": ("data", "data_parallel_size"),
     "ep": ("expert", "expert_model_parallel_size"),
     "etp": ("expert tensor", "expert_tensor_parallel_size"),
@@ -90,18 +91,20 @@ class CheckedModel:
         return {**verdict, **self.facts}
 
 
-def layout_of(*, tp: int = 1, pp: int = 1, ep: int = 1, etp: int = 1) -> ParallelConfig:
+def layout_of(*, tp: int = 1, pp: int = 1, vpp: int = 1, ep: int = 1, etp: int = 1) -> ParallelConfig:
     """Return the smallest layout of these sizes; experts may need more ranks than those of a replica.
 
     Args:
         tp: tensor ranks.
         pp: pipeline stages.
+        vpp: chunks of a stage.
         ep: ranks with different experts.
         etp: ranks that share an expert.
     """
     return ParallelConfig(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp,
         data_parallel_size=ep * etp // math.gcd(tp, ep * etp),
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=etp,

@@ -60,6 +60,14 @@ def test_check_model_compares_on_the_ranks_of_a_layout(tmp_path: Path, tp: int, 
 
 
 @pytest.mark.slow
+def test_check_model_compares_the_chunks_of_a_virtual_pipeline(tmp_path: Path) -> None:
+    found = check_model(save_model("qwen3-deep", tmp_path), layout_of(pp=2, vpp=2))
+    assert (found.verdict, found.problem) == (ModelVerdict.WORKS, "")
+    assert found.facts["tensors"]["compared"] == 46
+    assert "tensor 1 x pipeline 2 x virtual 2: 2 rank(s)" in render_checked_model(found)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "tensors"), [("qwen3-moe", 122), ("mixtral", 41)])
 def test_check_model_compares_experts_on_several_ranks(tmp_path: Path, name: str, tensors: int) -> None:
     found = check_model(save_model(name, tmp_path), layout_of(tp=2, ep=2))
