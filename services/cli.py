@@ -117,6 +117,7 @@ def check_model(
     pp: Annotated[int, typer.Option("--pp", min=1, metavar="N", help="pipeline stages")] = 1,
     vpp: Annotated[int, typer.Option("--vpp", min=1, metavar="N", help="chunks of a pipeline stage")] = 1,
     ep: Annotated[int, typer.Option("--ep", min=1, metavar="N", help="ranks with different experts")] = 1,
+    cp: Annotated[int, typer.Option("--cp", min=1, metavar="N", help="ranks that share sequences")] = 1,
     etp: Annotated[int, typer.Option("--etp", min=1, metavar="N", help="ranks that share an expert")] = 1,
     as_json: AsJson = False,
 ) -> None:
@@ -124,7 +125,7 @@ def check_model(
     from services.tools.check_model import check_model as compare
     from services.tools.check_model import layout_of, render_checked_model
 
-    found = compare(directory, layout_of(tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp))
+    found = compare(directory, layout_of(tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, etp=etp))
     _show(found.as_dict(), as_json, lambda _: render_checked_model(found))
     if not found.works:
         raise typer.Exit(1)

@@ -55,6 +55,7 @@ SIZES = {
     "tp": ("tensor", "tensor_model_parallel_size"),
     "pp": ("pipeline", "pipeline_model_parallel_size"),
     "vpp": ("virtual", "virtual_pipeline_model_parallel_size"),
+    "cp": ("context", "context_parallel_size"),
     "dp": ("data", "data_parallel_size"),
     "ep": ("expert", "expert_model_parallel_size"),
     "etp": ("expert tensor", "expert_tensor_parallel_size"),
@@ -91,7 +92,9 @@ class CheckedModel:
         return {**verdict, **self.facts}
 
 
-def layout_of(*, tp: int = 1, pp: int = 1, vpp: int = 1, ep: int = 1, etp: int = 1) -> ParallelConfig:
+def layout_of(
+    *, tp: int = 1, pp: int = 1, vpp: int = 1, cp: int = 1, ep: int = 1, etp: int = 1
+) -> ParallelConfig:
     """Return the smallest layout of these sizes; experts may need more ranks than those of a replica.
 
     Args:
@@ -100,12 +103,14 @@ def layout_of(*, tp: int = 1, pp: int = 1, vpp: int = 1, ep: int = 1, etp: int =
         vpp: chunks of a stage.
         ep: ranks with different experts.
         etp: ranks that share an expert.
+        cp: ranks that share the tokens of a micro-batch.
     """
     return ParallelConfig(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=vpp,
-        data_parallel_size=ep * etp // math.gcd(tp, ep * etp),
+        context_parallel_size=cp,
+        data_parallel_size=ep * etp // math.gcd(tp * cp, ep * etp),
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=etp,
     )
