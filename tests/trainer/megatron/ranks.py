@@ -33,6 +33,7 @@ from tests.trainer.megatron.models import (
 )
 from tests.trainer.weights.parts.trainer_ranks import EngineRank, tensor_ranks
 from trainer.algorithms.grpo import Grpo
+from trainer.algorithms.gspo import Gspo
 from trainer.backends.base import Backend
 from trainer.backends.hf_export import write_hf
 from trainer.backends.step_measures import StepMeasures
@@ -51,6 +52,10 @@ STEPS = 3
 FRESH = ("qwen2", "qwen3-moe", "qwen3-deep")
 """Models whose checkpoint is restored into a new backend; others restore into the one that continued."""
 ALGORITHM = Grpo(AlgorithmConfig(entropy_coef=0.02, kl_coef=0.0))
+BY_SAMPLE = Gspo(
+    AlgorithmConfig(name="gspo", rejection_level="sequence", rejection_low=0.05, rejection_high=1e3)
+)
+"""A recipe for which context ranks have to add up over their parts of each sample."""
 
 
 def make_backend(
@@ -124,6 +129,8 @@ def run(layout: str, models: Path, out: Path) -> None:
         _sixteen_bits(dtype, layout, models, out / dtype)
     if layout in EXPERT_LAYOUTS or layout == "single":
         _replay(layout, models / "qwen3-moe", out)
+    if LAYOUTS[layout].context_parallel_size > LAYOUTS[layout].expert_model_parallel_size:
+        _by_sample(layout, models, out)
     for source in FROM.get(layout, ()):
         restore_from(source, layout, models, out)
 
@@ -235,6 +242,18 @@ def _replay(layout: str, model_dir: Path, out: Path) -> None:
     stats = backend.train_step(part_of(backend, batch))
     _write(out / "replayed", [("logprobs", logprobs), ("grad_norm", torch.tensor(stats.grad_norm))])
     backend.close()
+
+
+def _by_sample(layout: str, models: Path, out: Path) -> None:
+    """Loss and gradient norm of a recipe whose ratios and rejections are of whole samples."""
+    name = one_of(layout)
+    backend = make_backend(models / name, layout)
+    backend.algorithm = BY_SAMPLE
+    stats = backend.train_step(part_of(backend, make_batch(name, 0)))
+    backend.close()
+    if _is_writer():
+        found = [stats.loss, stats.grad_norm, stats.ratio_mean, stats.importance_rejected]
+        (out / "by-sample.json").write_text(json.dumps(found))
 
 
 def _sixteen_bits(dtype: str, layout: str, models: Path, out: Path) -> None:

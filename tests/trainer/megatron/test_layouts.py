@@ -22,7 +22,7 @@ from tests.trainer.megatron.models import (
     routed_batch,
     tensors_of,
 )
-from tests.trainer.megatron.ranks import ALGORITHM, OVERFLOWS
+from tests.trainer.megatron.ranks import ALGORITHM, BY_SAMPLE, OVERFLOWS
 from trainer.config import ParallelConfig
 
 pytestmark = pytest.mark.xdist_group("layouts")  # what `runs` sets up once, not one for each process
@@ -209,3 +209,26 @@ def test_recorded_experts_are_chosen_again(runs: Runs, layout: str) -> None:
     with torch.no_grad():
         own, _ = plain_logprobs(make_model("qwen3-moe"), batch)
     assert (own * batch.sampled_mask - found).abs().max() > 0.01
+
+
+@pytest.mark.parametrize(
+    "layout", of_layouts(lambda size: size.context_parallel_size > size.expert_model_parallel_size)
+)
+def test_what_counts_whole_samples_counts_them_over_context_ranks(runs: Runs, layout: str) -> None:
+    name = one_of(layout)
+    loss, norm, ratio, rejected = json.loads((runs(layout) / "by-sample.json").read_text())
+    model, batch = make_model(name), make_batch(name, 0)
+    logprobs, entropy = plain_logprobs(model, batch)
+    wanted = plain_loss(BY_SAMPLE, batch, logprobs, entropy)
+    wanted.backward()
+    assert loss == pytest.approx(wanted.item(), rel=1e-4)
+    assert norm == pytest.approx(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9).item(), rel=1e-4)
+    gaps = (logprobs.detach() - batch.behaviour_logprobs)[batch.loss_mask].double()
+    samples = batch.sample_index[batch.loss_mask]
+    sums = torch.zeros(len(batch.lengths), dtype=torch.float64).index_add(0, samples, gaps)
+    means = (sums / samples.bincount(minlength=len(sums)).clamp_min(1))[samples]
+    assert ratio == pytest.approx(means.exp().mean().item(), rel=1e-4)
+    product = sums.clamp(-20, 20).exp()[samples]
+    outside = ((product < 0.05) | (product > 1e3)).double().mean().item()
+    assert rejected == pytest.approx(outside)
+    assert 0 < rejected < 1
