@@ -207,7 +207,7 @@ def build_model(
     # As transformers does, in the dtype of the weights.
     model.embedding_scale = torch.tensor(architecture.embedding_scale, dtype=config.params_dtype).item()
     model.logit_softcap = architecture.logit_softcap
-    return model.to(position.device, config.params_dtype)
+    return model.to(position.device)
 
 
 def mark_split(parameters: Mapping[str, torch.Tensor], rules: Iterable[Rule]) -> None:

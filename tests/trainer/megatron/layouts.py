@@ -81,7 +81,7 @@ FROM = {
     "tp2-dp2": ("tp2-pp2", "dp2-replicated"),
     "ep2": ("single",),
     "tp2-ep2": ("ep2",),
-    "pp2-vpp2": ("single",),
+    "pp2-vpp2": ("pp2-uneven",),
     "cp2": ("single",),
 }
 """Layouts whose checkpoints are restored in another one, which is launched after them."""

@@ -10,13 +10,13 @@ import torch
 
 from tests.trainer.megatron.models import (
     OPTIMIZER,
-    PlainTrainer,
     make_batch,
     make_model,
     plain_logprobs,
     plain_loss,
     save_model,
 )
+from tests.trainer.megatron.plain import PlainTrainer
 from tests.trainer.megatron.ranks import ALGORITHM
 from trainer.batch import Batch
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig

@@ -21,7 +21,7 @@ from rollout.weights.registry import make_receiver
 from tests.trainer.weights.engines import ROOT, publish, started
 from tests.trainer.weights.receiver import COUNT
 from trainer.config import WeightConfig
-from trainer.weights.nccl import NcclSender, _PairChannel
+from trainer.weights.nccl import NcclSender, PairSenderChannel
 from trainer.weights.version_server import MAX_RECEIVERS, ReceiverConnection, ServedVersion
 
 
@@ -90,14 +90,14 @@ def test_a_sender_times_out_on_stopped_receivers_and_serves_the_next() -> None:
 def test_a_sender_that_times_out_drops_the_group_though_its_error_is_logged(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broadcast = _PairChannel._broadcast
+    broadcast = PairSenderChannel._broadcast
 
     def too_late(
-        channel: _PairChannel, connection: ReceiverConnection, served: ServedVersion, end: float
+        channel: PairSenderChannel, connection: ReceiverConnection, served: ServedVersion, end: float
     ) -> None:
         broadcast(channel, connection, served, 0.0)
 
-    monkeypatch.setattr(_PairChannel, "_broadcast", too_late)
+    monkeypatch.setattr(PairSenderChannel, "_broadcast", too_late)
     with sending("gloo", 60) as (_, manifest), pytest.raises(WeightError, match=r"disconnected|was closed"):
         receive(manifest, 60)
     assert [record.getMessage() for record in caplog.records] == [
