@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from tests.trainer.megatron.launch import launch
-from tests.trainer.megatron.layouts import BACK, FROM, LAYOUTS
+from tests.trainer.megatron.layouts import BACK, FROM, LAYOUTS, SLOW
 from tests.trainer.megatron.models import ALL_MODELS, save_model, step_batch
 from tests.trainer.megatron.plain import PlainTrainer
 from tests.trainer.megatron.ranks import ALGORITHM, STEPS, restore_from, run
 
 
 def marks_of(layout: str) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.slow] if LAYOUTS[layout].world_size > 2 else []
+    return [pytest.mark.slow] if LAYOUTS[layout].world_size > 2 or layout in SLOW else []
 
 
 class Runs:

@@ -81,14 +81,16 @@ FROM = {
     "tp2-dp2": ("tp2-pp2", "dp2-replicated"),
     "ep2": ("single",),
     "tp2-ep2": ("ep2",),
-    "pp2-vpp2": ("pp2-uneven",),
+    "pp2-uneven": ("pp2-vpp2",),
     "cp2": ("single",),
 }
 """Layouts whose checkpoints are restored in another one, which is launched after them."""
-BACK = ("tp2", "pp2", "dp2", "dp2-replicated")
+BACK = ("tp2", "pp2", "dp2")
 """Layouts whose checkpoints are restored in the single rank of the test."""
 EXPERTS = ("qwen3-moe", "mixtral", "qwen2-moe", "deepseek-v3", "gpt-oss")
 """Models with experts."""
+SLOW = frozenset({"dp2-replicated", "pp2-uneven", "etp2", "tp2-ep2", "cp2-ep2"})
+"""Layouts of two ranks whose tests take too long for every run, as those of more ranks do."""
 
 
 def models_of(layout: str) -> list[str]:
