@@ -1,4 +1,4 @@
-"""Builds a rank's training backend, and the command of a step, from the settings of a run."""
+"""Builds a rank's models, and the command of a step, from the settings of a run."""
 
 from collections.abc import Sequence
 
@@ -10,10 +10,16 @@ from trainer.algorithms.registry import make_algorithm
 from trainer.backends.base import Backend
 from trainer.backends.rank_commands import TrainCommand
 from trainer.registry import make_backend
+from trainer.roles.models import RankModels
+
+
+def build_models(settings: Settings) -> RankModels:
+    """Return this rank's parts of the run's models, loaded."""
+    return RankModels(build_backend(settings))
 
 
 def build_backend(settings: Settings) -> Backend:
-    """Return this rank's part of the model, loaded."""
+    """Return this rank's part of the policy, loaded."""
     return make_backend(
         fetch_model(settings),
         parallel=settings.parallel,

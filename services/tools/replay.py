@@ -23,14 +23,15 @@ from services.ledger.event_log.reader import LoggedStep, committed_steps, read_e
 from services.ledger.interface import Taken
 from services.observability.steps import read_steps
 from services.runtime.errors import configure_logging
-from services.runtime.training import build_backend, train_command
+from services.runtime.training import build_models, train_command
 from services.settings.load import run_settings
 from services.settings.sections import Settings
 from trainer.algorithms.registry import make_algorithm
+from trainer.backends.follow import follow_commands
 from trainer.backends.launch import torchrun
 from trainer.backends.leader import LeaderRank
 from trainer.backends.rank_commands import TrainCommand
-from trainer.backends.step import follow_commands, plan_command
+from trainer.backends.step import plan_command
 from trainer.data.batch_digest import FORM, padded_digest
 from trainer.data.step_plan import StepPlan
 from trainer.storage.archive import Archive
@@ -181,7 +182,7 @@ def retrain(recorded: RecordedRun, step: int, start: Checkpoint | None) -> dict[
     """
     settings = recorded.settings
     first = start.version if start else 0
-    rank = LeaderRank(build_backend(settings), make_algorithm(settings.algorithm))
+    rank = LeaderRank(build_models(settings), make_algorithm(settings.algorithm))
     try:
         if settings.algorithm.kl_coef > 0:
             rank.keep_reference()
@@ -303,9 +304,9 @@ def main() -> None:
     settings, step = run_settings(Path(sys.argv[1])), int(sys.argv[2])
     configure_logging(f"replay.{os.environ['RANK']}")
     if os.environ["RANK"] != "0":
-        backend = build_backend(settings)
-        follow_commands(backend)
-        backend.close()
+        models = build_models(settings)
+        follow_commands(models)
+        models.close()
         return
     start = nearest_checkpoint(settings, step)
     recorded = RecordedRun(settings, range(start.version if start else 0, step + 1))

@@ -12,7 +12,7 @@ from protocol.device.shared_layout import BUFFERS, PARAMETERS
 from protocol.device.shared_tensors import map_tensors
 from protocol.messages import WeightDraft, WeightManifest
 from services.runtime.process import Process
-from services.runtime.training import build_backend
+from services.runtime.training import build_models
 from services.trainer.gpu_turn import TrainerGpuTurn
 from services.trainer.shared_engine import SharedEngine
 from trainer.algorithms.registry import make_algorithm
@@ -201,14 +201,14 @@ async def load_model(process: Process, turn: TrainerGpuTurn | None) -> ModelRunn
     settings, loop = process.settings, asyncio.get_running_loop()
     thread = ThreadPoolExecutor(1, thread_name_prefix="compute")
     with process.waiting("model load"):
-        backend = await loop.run_in_executor(thread, build_backend, settings)
+        models = await loop.run_in_executor(thread, build_models, settings)
         await process.ready("model")
-    sender = await loop.run_in_executor(thread, _open_sender, process, backend)
+    sender = await loop.run_in_executor(thread, _open_sender, process, models.policy)
     shared_engine = None
     if isinstance(sender, SharedSender):
         shared_engine = SharedEngine(process, sender, settings.weights.timeout_s)
     return ModelRunner(
-        LeaderRank(backend, make_algorithm(settings.algorithm)),
+        LeaderRank(models, make_algorithm(settings.algorithm)),
         sender,
         thread,
         engine_dtype=settings.engine.dtype,

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 
 from services.gpu_sharing.device_lock import DeviceLock
 from services.runtime.errors import EXIT_FAILED, EXIT_SETTINGS, configure_logging
-from services.runtime.training import build_backend
+from services.runtime.training import build_models
 from services.settings.load import load_settings
 from services.settings.sections import Settings
 from services.trainer.gpu_turn import await_device
+from trainer.backends.follow import follow_commands
 from trainer.backends.launch import torchrun
-from trainer.backends.step import follow_commands
 from trainer.weights.registry import make_part_sender
 
 
@@ -62,9 +62,9 @@ def follow_rank_0(rank: int) -> None:
     configure_logging(f"trainer.{rank}")
     settings = load_settings()
     await_device(settings)
-    backend = build_backend(settings)
-    sender = make_part_sender(settings.weights, rank, backend, settings.engine.dtype)
-    follow_commands(backend, sender)
+    models = build_models(settings)
+    sender = make_part_sender(settings.weights, rank, models.policy, settings.engine.dtype)
+    follow_commands(models, sender)
     if sender is not None:
         sender.close()
-    backend.close()
+    models.close()

@@ -37,6 +37,7 @@ from tests.integration.loop import ROOT
 from trainer.algorithms.registry import make_algorithm
 from trainer.backends.step import run_step_on_all_ranks
 from trainer.reference.backend import ReferenceBackend
+from trainer.roles.models import RankModels
 from trainer.storage.archive import Archive
 
 PACKED = ROOT / "tests/fixtures/run_1a6dd8a.tar.gz"
@@ -162,7 +163,9 @@ def repeated(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
             start.verify()
             backend.restore(start.directory)
         for number in range(first, step + 1):
-            run_step_on_all_ranks(backend, make_algorithm(settings.algorithm), past.command(number))
+            run_step_on_all_ranks(
+                RankModels(backend), make_algorithm(settings.algorithm), past.command(number)
+            )
         return {name: tensor.clone() for name, tensor in backend.export_model()}
     finally:
         backend.close()

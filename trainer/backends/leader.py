@@ -9,6 +9,7 @@ import torch
 from protocol.messages import WeightDraft, WeightManifest
 from trainer.algorithms.base import Algorithm
 from trainer.backends.base import Backend, StepStats
+from trainer.backends.follow import offload_and_wait
 from trainer.backends.rank_commands import (
     DraftCommand,
     ExitCommand,
@@ -26,9 +27,10 @@ from trainer.backends.rank_commands import (
     broadcast_command,
 )
 from trainer.backends.state_writer import StateWriter
-from trainer.backends.step import offload_and_wait, run_step_on_all_ranks
+from trainer.backends.step import run_step_on_all_ranks
 from trainer.data.step_plan import StepPlan
 from trainer.lora import as_published
+from trainer.roles.models import RankModels
 from trainer.storage.host_state import HostCopies
 from trainer.weights.parts.publish import draft_parts, publish_parts
 from trainer.weights.parts.sender import PartSender
@@ -47,16 +49,20 @@ class ModelCopy:
 class LeaderRank:
     """Rank 0 of the model. Every method blocks; call all of them in one thread."""
 
-    def __init__(self, backend: Backend, algorithm: Algorithm) -> None:
-        self.backend = backend
-        """Rank 0's part of the model."""
+    def __init__(self, models: RankModels, algorithm: Algorithm) -> None:
+        self._models = models
         self._algorithm = algorithm
         self._writer = StateWriter()
         self._copies, self._adapter_copies = HostCopies(), HostCopies()
 
+    @property
+    def backend(self) -> Backend:
+        """Rank 0's part of the policy."""
+        return self._models.policy
+
     def train(self, command: TrainCommand) -> tuple[StepPlan, StepStats]:
         """Make one optimizer step; returns its plan and what it measured."""
-        return run_step_on_all_ranks(self.backend, self._algorithm, command)
+        return run_step_on_all_ranks(self._models, self._algorithm, command)
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Return the tensors to publish, adapters scaled. Must be exhausted before the next call."""
@@ -85,7 +91,7 @@ class LeaderRank:
         On return the model may change. `finish_save` follows, before the next part is begun.
         """
         broadcast_command(SaveCommand(str(directory)))
-        self._writer.begin(self.backend.copy_state(), directory)
+        self._writer.begin(self._models.copy_state(), directory)
 
     def await_part(self) -> None:
         """Wait until rank 0's part is written, or has failed; may be called in any thread."""
@@ -103,7 +109,7 @@ class LeaderRank:
     def restore(self, directory: Path) -> None:
         """Load a checkpoint."""
         broadcast_command(RestoreCommand(str(directory)))
-        self.backend.restore(directory)
+        self._models.restore(directory)
 
     def copy_model(self) -> ModelCopy:
         """Return the whole model and its adapters, copied to host memory; valid until the next call."""
@@ -118,17 +124,17 @@ class LeaderRank:
     def keep_reference(self) -> None:
         """Keep the current weights as the reference model."""
         broadcast_command(KeepReferenceCommand())
-        self.backend.keep_reference()
+        self._models.keep_reference()
 
     def onload(self) -> None:
         """Move what `offload` moved back to the devices."""
         broadcast_command(OnloadCommand())
-        self.backend.onload()
+        self._models.onload()
 
     def offload(self) -> None:
         """Move everything on the devices to the host; returns when every rank has."""
         broadcast_command(OffloadCommand())
-        offload_and_wait(self.backend)
+        offload_and_wait(self._models)
 
     def idle(self) -> None:
         """Let the other ranks know that rank 0 lives, so that their wait is bounded."""
@@ -141,4 +147,4 @@ class LeaderRank:
     def close(self) -> None:
         """Release the model, when what is being written of it is written; idempotent."""
         self._writer.close()
-        self.backend.close()
+        self._models.close()

@@ -28,6 +28,7 @@ from trainer.algorithms.registry import make_algorithm
 from trainer.backends.leader import LeaderRank
 from trainer.backends.scripted import PART, TENSOR, ScriptedBackend
 from trainer.config import AlgorithmConfig, TrainerConfig, WeightConfig
+from trainer.roles.models import RankModels
 from trainer.storage.archive import Archive
 from trainer.storage.checkpoints import Checkpoints
 from trainer.storage.host_state import HostState
@@ -94,7 +95,7 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
             nobody,  # type: ignore[arg-type]
         )  # fmt: skip
         sender = DiskSender(WeightConfig(directory=str(tmp_path / "weights")), tmp_path)
-        rank = LeaderRank(backend, make_algorithm(AlgorithmConfig()))
+        rank = LeaderRank(RankModels(backend), make_algorithm(AlgorithmConfig()))
         runner = ModelRunner(rank, sender, thread, engine_dtype="float32")
         yield Rig(run, runner, backend, ledger)
         backend.may_write.set()

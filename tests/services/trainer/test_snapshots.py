@@ -21,6 +21,7 @@ from trainer.algorithms.registry import make_algorithm
 from trainer.backends.leader import LeaderRank
 from trainer.backends.scripted import ScriptedBackend
 from trainer.config import AlgorithmConfig, TrainerConfig, WeightConfig
+from trainer.roles.models import RankModels
 from trainer.weights.disk import DiskSender
 
 
@@ -39,7 +40,9 @@ class Rig:
         algorithm = make_algorithm(AlgorithmConfig())
         self.backend = ScriptedBackend(trainer=TrainerConfig())
         sender = DiskSender(WeightConfig(directory=str(run_dir / "weights")), run_dir)
-        self.runner = ModelRunner(LeaderRank(self.backend, algorithm), sender, thread, engine_dtype="float32")
+        self.runner = ModelRunner(
+            LeaderRank(RankModels(self.backend), algorithm), sender, thread, engine_dtype="float32"
+        )
 
     async def publish(self, version: int, epoch: str = "e1") -> WeightManifest:
         """Make and publish a version, whose weights are its number."""

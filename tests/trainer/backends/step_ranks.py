@@ -15,12 +15,13 @@ from protocol.codec import encode_payload
 from tests.trainer.groups import GroupSpec, SampleSpec, routed
 from trainer.algorithms import AlgorithmConfig, make_algorithm
 from trainer.backends.base import StepStats
+from trainer.backends.follow import follow_commands
 from trainer.backends.leader import LeaderRank
 from trainer.backends.rank_commands import TrainCommand
 from trainer.backends.scripted import ScriptedBackend
-from trainer.backends.step import follow_commands
 from trainer.batch import Batch
 from trainer.config import TrainerConfig
+from trainer.roles.models import RankModels
 
 ALGORITHM = make_algorithm(AlgorithmConfig())
 REPLICAS = (((0, 2), (1,)), ((2, 0), (1,)), ((0,), (1,), (2,)))
@@ -63,9 +64,9 @@ def run(directory: Path) -> None:
     dist.init_process_group("nccl" if on_gpus else "gloo", timeout=timedelta(seconds=300))
     backend = WritingBackend(directory, rank)
     if rank:
-        follow_commands(backend)
+        follow_commands(RankModels(backend))
     else:
-        leader, imbalance = LeaderRank(backend, ALGORITHM), []
+        leader, imbalance = LeaderRank(RankModels(backend), ALGORITHM), []
         for step, replicas in enumerate(REPLICAS):
             backend.replicas = replicas
             imbalance.append(leader.train(command(step))[1].imbalance)

@@ -15,12 +15,13 @@ from trainer.backends.rank_commands import TrainCommand
 from trainer.backends.scripted import ScriptedBackend
 from trainer.backends.step import plan_command, run_step_on_all_ranks
 from trainer.config import TrainerConfig
+from trainer.roles.models import RankModels
 
 
 def test_one_rank_steps_on_everything(tmp_path: Path) -> None:
     backend = WritingBackend(tmp_path, 0)
     backend.replicas = ((0,),)
-    plan, stats = run_step_on_all_ranks(backend, ALGORITHM, command(1))
+    plan, stats = run_step_on_all_ranks(RankModels(backend), ALGORITHM, command(1))
     assert (stats.trained_tokens, stats.imbalance) == (plan.stats.trained_tokens, 0.0) == (4, 0.0)
     found = torch.load(tmp_path / "1.0.pt", weights_only=True)
     assert torch.equal(found["tokens"], whole(plan).tokens)
@@ -63,7 +64,7 @@ def test_what_cannot_be_planned_changes_nothing(
     backend = ScriptedBackend(trainer=TrainerConfig(backend="scripted"))
     ((_, before),) = [(name, tensor.clone()) for name, tensor in backend.export()]
     with pytest.raises(kind, match=said):
-        run_step_on_all_ranks(backend, ALGORITHM, made)
+        run_step_on_all_ranks(RankModels(backend), ALGORITHM, made)
     ((_, after),) = backend.export()
     assert torch.equal(before, after)
 

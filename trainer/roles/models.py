@@ -1,0 +1,46 @@
+"""Holds a rank's parts of all models of a run."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.backends.base import Backend
+from trainer.storage.host_state import HostState
+
+
+@dataclass(frozen=True, slots=True)
+class RankModels:
+    """A rank's part of each model, by role.
+
+    Every method is called on every rank in the same order (collectives inside).
+    """
+
+    policy: Backend
+    """The model that generates, and is published."""
+
+    def copy_state(self) -> HostState:
+        """Return this rank's part of a checkpoint, copied to host memory; valid until the next call."""
+        return self.policy.copy_state()
+
+    def restore(self, directory: Path) -> None:
+        """Load this rank's part of a checkpoint.
+
+        Raises:
+            SettingsError: as `Backend.restore`.
+        """
+        self.policy.restore(directory)
+
+    def keep_reference(self) -> None:
+        """Keep the policy's current weights as the reference model."""
+        self.policy.keep_reference()
+
+    def offload(self) -> None:
+        """Move everything on the device to the host."""
+        self.policy.offload()
+
+    def onload(self) -> None:
+        """Move what `offload` moved back to the device."""
+        self.policy.onload()
+
+    def close(self) -> None:
+        """Release the models; idempotent."""
+        self.policy.close()
