@@ -6,6 +6,7 @@ test_layouts.py runs the schedule, and the families on a CPU.
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.trainer.megatron.models import (
     ALL_MODELS,
@@ -13,6 +14,7 @@ from tests.trainer.megatron.models import (
     make_batch,
     make_model,
     plain_logprobs,
+    plain_loss,
     save_model,
 )
 from tests.trainer.megatron.ranks import ALGORITHM
@@ -40,38 +42,37 @@ def test_the_first_stage_has_no_activation_for_its_first_chunk_nor_the_last_a_gr
     assert sizes(is_last=True)[1] == around
 
 
-def made(directory: Path, **trainer: str) -> MegatronBackend:
-    return MegatronBackend(
-        directory,
-        parallel=ParallelConfig(),
-        optimizer=OPTIMIZER,
-        trainer=TrainerConfig(**trainer),  # type: ignore[arg-type]
-        algorithm=ALGORITHM,
-    )
+HALF = [(name, "bfloat16") for name in sorted(ALL_MODELS)]
+OTHERS = [("qwen2", "float16"), ("qwen3-moe", "float16"), ("gpt-oss", "float32"), ("deepseek-v3", "float32")]
+TOLERANCE = {"bfloat16": (0.03, 0.1), "float16": (0.01, 0.05), "float32": (1e-4, 1e-3)}
+"""Data type -> median difference of log-probabilities, relative one of the gradient's norm."""
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("name", sorted(ALL_MODELS))
+@pytest.mark.parametrize(("name", "dtype"), HALF + OTHERS)
 def test_a_family_on_a_gpu_computes_what_transformers_does_on_a_cpu(
     name: str, dtype: str, tmp_path: Path
 ) -> None:
-    """Half precision rounds; a wrong window, cap, sink or order of experts is off by tenths."""
-    batch = make_batch(name)
-    expected, _ = plain_logprobs(make_model(name), batch)
-    backend = made(save_model(name, tmp_path), device="cuda", dtype=dtype)
+    """Half precision rounds, and may pick other experts; a wrong window, cap or sink is off by tenths."""
+    batch, model = make_batch(name), make_model(name)
+    expected, entropy = plain_logprobs(model, batch)
+    plain_loss(ALGORITHM, batch, expected, entropy).backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    backend = MegatronBackend(
+        save_model(name, tmp_path),
+        parallel=ParallelConfig(),
+        optimizer=OPTIMIZER,
+        trainer=TrainerConfig(device="cuda", dtype=dtype),
+        algorithm=ALGORITHM,
+    )
     difference = (backend.logprobs(batch) - expected.detach())[batch.sampled_mask].abs()
-    found = backend.train_step(batch)
+    norm = backend.train_step(batch).grad_norm
     backend.close()
-    oracle = made(save_model(name, tmp_path), device="cpu", dtype="float32")
-    stats = oracle.train_step(batch)
-    oracle.close()
     print(
         name,
         dtype,
-        f"median {difference.median():.2g} max {difference.max():.2g}",
-        found.grad_norm,
-        stats.grad_norm,
+        f"median {difference.median():.2g}, norms {norm} {torch.nn.utils.get_total_norm(gradients)}",
     )
-    assert difference.median() < (1e-4 if dtype == "float32" else 0.03)
-    assert found.grad_norm == pytest.approx(stats.grad_norm, rel=1e-3 if dtype == "float32" else 0.1)
+    assert difference.median() < TOLERANCE[dtype][0]
+    expected_norm = float(torch.nn.utils.get_total_norm(gradients))
+    assert norm == pytest.approx(expected_norm, rel=TOLERANCE[dtype][1])

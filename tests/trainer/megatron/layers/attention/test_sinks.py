@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from trainer.megatron.layers.attention.core import by_segments
+from trainer.megatron.layers.attention.rotary import Rotary
 from trainer.megatron.layers.attention.sequences import packed_sequences
 from trainer.megatron.layers.attention.sinks import varlen_attention_with_sinks
 from trainer.megatron.layers.attention.terms import AttentionTerms
@@ -17,7 +18,9 @@ def test_values_and_gradients_are_those_by_segments(window: int) -> None:
     torch.manual_seed(0)
     shapes = [(sum(LENGTHS), heads, 64) for heads in (8, 2, 2)]
     inputs = [torch.randn(shape, device="cuda") for shape in shapes] + [torch.randn(8, device="cuda") * 2]
-    sequences = packed_sequences(LENGTHS, torch.ones(32, device="cuda"), torch.bfloat16, segmented=True)
+    sequences = packed_sequences(
+        LENGTHS, [Rotary(torch.ones(32, device="cuda"))], torch.bfloat16, segmented=True
+    )
     upstream = torch.randn(shapes[0], device="cuda")
     terms = AttentionTerms(scale=0.2, window=window, sinks=True)
     results = []
