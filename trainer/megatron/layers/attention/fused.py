@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 
 from trainer.megatron.layers.attention.sequences import PackedSequences
+from trainer.megatron.layers.attention.sinks import varlen_attention_with_sinks
 from trainer.megatron.layers.attention.terms import AttentionTerms
 
 
@@ -70,10 +71,13 @@ def varlen_attention(
     v: torch.Tensor,
     sequences: PackedSequences,
     terms: AttentionTerms,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute it with torch's own kernel; older ones take grouped heads as they are."""
     from torch.nn.attention.varlen import varlen_attn
 
+    if sinks is not None:
+        return varlen_attention_with_sinks(q, k, v, sequences, terms, sinks)
     options: dict[str, Any] = {} if terms.scale is None else {"scale": terms.scale}
     if q.size(1) != k.size(1) and _varlen_asks_for_groups():
         options["enable_gqa"] = True

@@ -1,5 +1,7 @@
 """Tests which kernel computes attention, and that a layer's core takes all it needs from the description."""
 
+import inspect
+
 import pytest
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -28,6 +30,12 @@ def test_bounded_scores_are_left_to_kernels_that_know_them() -> None:
     kernel = kernel_for("cuda", torch.bfloat16, bounded)
     assert kernel in (by_segments, *(FUSED[module] for module in OPTIONAL))
     assert kernel_for("cpu", torch.float32, bounded) is by_segments
+
+
+def test_kernels_that_know_sinks_take_them() -> None:
+    knowing = [kernel for module, kernel in FUSED.items() if "sinks" in OPTIONAL.get(module, ())]
+    assert knowing
+    assert all("sinks" in inspect.signature(kernel).parameters for kernel in [*knowing, by_segments])
 
 
 def test_a_sequence_is_computed_as_if_it_were_alone() -> None:
