@@ -67,14 +67,15 @@ class OptimizerConfig:
     lr: Annotated[float, Meta(ge=0, le=1e3)] = 1e-5
     """Learning rate after the warm-up."""
     lr_warmup_steps: Annotated[int, Meta(ge=0, le=10**9)] = 0
-    """Steps in which the learning rate rises linearly from 0. Skipped steps do not count. 0 is off."""
+    """Updates in which the learning rate rises linearly from 0. Skipped ones do not count. 0 is off. A
+    step is one update, unless `trainer.epochs_per_batch` or `num_mini_batches` is above 1."""
     lr_decay_style: str = "constant"
     """How the learning rate goes from `lr` to `min_lr` after the warm-up: constant (it stays), linear,
     cosine, or WSD (it stays, and falls linearly in the last `lr_wsd_decay_steps`)."""
     lr_decay_steps: Annotated[int, Meta(ge=0, le=10**9)] = 0
-    """Step at which it has reached `min_lr`, warm-up included. Needed unless it is constant."""
+    """Update at which it has reached `min_lr`, warm-up included. Needed unless it is constant."""
     lr_wsd_decay_steps: Annotated[int, Meta(ge=0, le=10**9)] = 0
-    """WSD: steps in which it falls."""
+    """WSD: updates in which it falls."""
     min_lr: Annotated[float, Meta(ge=0, le=1e3)] = 0.0
     """Learning rate at the end, unless it is constant."""
     weight_decay: Annotated[float, Meta(ge=0, le=1e3)] = 0.0
@@ -152,10 +153,16 @@ class TrainerConfig:
     max_skipped_steps: Annotated[int, Meta(ge=1, le=10**6)] = 3
     """Skipped steps in a row that halt the run; 1: the first one does. A step is skipped if its gradient is
     not finite, or if no token of its batch is within the bound."""
+    epochs_per_batch: Annotated[int, Meta(ge=1, le=1000)] = 1
+    """Times that a step trains each sample of its batch (PPO epochs). It is one version all the same."""
+    num_mini_batches: Annotated[int, Meta(ge=1, le=10**5)] = 1
+    """Parts that a step divides its batch into, each of whole samples, drawn by `trainer.seed` and the step.
+    Each is an optimizer update, with the weights of tokens in the loss that it would have as a whole batch.
+    At most as many as there are samples."""
     recompute_logprobs: bool = False
     """Decoupled objective: the proximal policy is the trainer's at the start of the step, and the engine's
-    enters by the weight of `algorithm.importance_cap` alone. Its log-probabilities are those of the training
-    pass itself, so it costs nothing."""
+    enters by the weight of `algorithm.importance_cap` alone. In a step of one update its log-probabilities are
+    those of the training pass itself, so it costs nothing; with more they take a forward pass."""
     mismatch_share: Annotated[float, Meta(ge=0, le=1)] = 1.0
     """Share of the groups on whose trained tokens the trainer's log-probabilities are compared with the
     engine's; a group is in it or not by its number. They come from the training pass, so all of them cost

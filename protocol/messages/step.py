@@ -162,3 +162,7 @@ class StepReport(Message, tag="step_report", frozen=True, kw_only=True):
     loss_scale_repeats: int | None = None
     """Times that the step was made again, under half the factor each, because its gradient overflowed; None
     in other types."""
+    updates: int | None = None
+    """Optimizer updates of the step that changed weights."""
+    updates_skipped: int | None = None
+    """Those that were skipped; `skipped` is empty unless all were."""

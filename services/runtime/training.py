@@ -51,4 +51,7 @@ def train_command(
         recompute_logprobs=settings.trainer.recompute_logprobs,
         reference_logprobs=settings.algorithm.kl_coef > 0,
         mismatch_share=settings.trainer.mismatch_share,
+        epochs=settings.trainer.epochs_per_batch,
+        mini_batches=settings.trainer.num_mini_batches,
+        seed=settings.trainer.seed,
     )

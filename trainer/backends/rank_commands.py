@@ -8,9 +8,11 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from trainer.batch import StepTotals
+
 
 class TrainCommand(msgspec.Struct, frozen=True):
-    """Make one optimizer step on these groups. Rank 0 alone reads it; the others get a `StepCommand`."""
+    """Make a step on these groups. Rank 0 alone reads it; the others get a `StepCommand`."""
 
     step: int
     """Version that the step starts from."""
@@ -28,6 +30,12 @@ class TrainCommand(msgspec.Struct, frozen=True):
     """Whether to compute log-probabilities under the reference model before the step."""
     mismatch_share: float = 1.0
     """Share of the groups whose mismatch of trainer and engine is measured, 0 to 1."""
+    epochs: int = 1
+    """Times that each sample is trained."""
+    mini_batches: int = 1
+    """Parts that the batch is divided into, each of which is an update."""
+    seed: int = 0
+    """Of the division, with the number of the step."""
 
 
 class StepCommand(msgspec.Struct, frozen=True, tag="step"):
@@ -35,6 +43,12 @@ class StepCommand(msgspec.Struct, frozen=True, tag="step"):
 
     reference_logprobs: bool
     """Whether to compute log-probabilities under the reference model before it."""
+    updates: tuple[int, ...] = (0,)
+    """The mini-batch of each update, in order."""
+    mini_batches: tuple[StepTotals, ...] = ()
+    """Totals of each mini-batch; empty: the step is one update on all of its batch."""
+    start_logprobs: bool = False
+    """Whether later updates need the log-probabilities under the policy at the start of the step."""
 
 
 class ExportCommand(msgspec.Struct, frozen=True, tag="export"):

@@ -41,11 +41,11 @@ MAXIMA = ("importance", "fresh_error")
 
 @dataclass(frozen=True, slots=True)
 class StepMeasures:
-    """How a batch is measured; equal on every rank."""
+    """How an update is measured; equal on every rank."""
 
     config: AlgorithmConfig
     tokens: int
-    """Trained tokens of the whole batch."""
+    """Trained tokens that it has on all ranks."""
     lags: int
     """K: the largest lag of a trained token, plus 1."""
     truncates: bool
@@ -57,13 +57,13 @@ class StepMeasures:
 
     @classmethod
     def of_batch(cls, batch: Batch, config: AlgorithmConfig) -> "StepMeasures":
-        """Return how to measure the step that a batch, or a replica's part of it, belongs to."""
+        """Return how to measure the update that a batch, or a replica's part of it, belongs to."""
         totals = batch.totals
         return cls(
             config=config,
             tokens=totals.trained_tokens,
             lags=totals.lag_max + 1,
-            truncates=(batch.decoupled or batch.proximal_logprobs is not None) and config.importance_cap > 0,
+            truncates=batch.decoupled and config.importance_cap > 0,
             refers=batch.reference_logprobs is not None,
             fresh=totals.fresh,
         )
@@ -83,11 +83,12 @@ class StepMeasures:
             tokens: its k trained tokens, on the device.
             loss: their weighted sum.
             terms: [k].
-            logprobs: [k], under the weights at the start of the step.
+            logprobs: [k], under the present weights.
             entropy: [k].
         """
         behaviour, current = tokens.behaviour_logprobs.double(), logprobs.double()
-        importance, errors = probability_ratio(current, behaviour), (current - behaviour).abs()
+        start = current if tokens.start_logprobs is None else tokens.start_logprobs.double()
+        importance, errors = probability_ratio(start, behaviour), (start - behaviour).abs()
         by_token = {
             "entropy": entropy.double(),
             "clipped": terms.clipped.double(),
@@ -95,13 +96,13 @@ class StepMeasures:
             "importance": importance,
             "importance_squared": importance.square(),
             "behaviour_clipped": self._clipped(importance, tokens.advantages.double()),
-            "behaviour_kl": k3_kl(behaviour, current),
+            "behaviour_kl": k3_kl(behaviour, start),
         }
-        started = current if tokens.proximal_logprobs is None else tokens.proximal_logprobs.double()
         if self.truncates:
-            by_token["capped"] = self._capped(started - behaviour, tokens)
+            proximal = start if tokens.proximal_logprobs is None else tokens.proximal_logprobs.double()
+            by_token["capped"] = self._capped(proximal - behaviour, tokens)
         if self.config.rejection_level:
-            by_token["rejected"] = self._rejected(started - behaviour, tokens)
+            by_token["rejected"] = self._rejected(start - behaviour, tokens)
         if tokens.reference_logprobs is not None:
             by_token["reference_kl"] = k3_kl(current, tokens.reference_logprobs.double())
         totals = {name: values.sum() for name, values in by_token.items()} | {"loss": loss.double()}
@@ -130,7 +131,7 @@ class StepMeasures:
         return vector[:sums], vector[sums:]
 
     def stats(self, vector: torch.Tensor, *, grad_norm: float, skipped: str) -> StepStats:
-        """Return what the vector of the whole step says."""
+        """Return what the vector of the whole update says."""
         if not self.tokens:
             return StepStats(trained_tokens=0, skipped=skipped)
         sums, maxima = (part.tolist() for part in self.split(vector))
@@ -159,6 +160,7 @@ class StepMeasures:
             mismatch_mean=fresh.error_mean if fresh else None,
             mismatch_max=fresh.error_max if fresh else None,
             token_mult_prob_error=fresh.token_mult_prob_error if fresh else None,
+            sums=tuple(vector.tolist()),
         )
 
     def _clipped(self, ratio: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ def micro_batch_loss(
     logprobs: torch.Tensor,
     entropy: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the micro-batch's part of the step's loss, and the vector of what was measured of it.
+    """Return the micro-batch's part of the update's loss, and the vector of what was measured of it.
 
     Args:
         algorithm: the recipe.
@@ -25,8 +25,10 @@ def micro_batch_loss(
         logprobs: float32 [k]; gradients flow through it.
         entropy: float32 [k], nats; gradients flow through it if the algorithm wants them.
     """
-    if tokens.decoupled and tokens.proximal_logprobs is None:
-        tokens = dataclasses.replace(tokens, proximal_logprobs=logprobs.detach())
+    if tokens.start_logprobs is None:  # the update is the step's first, or nothing compares with its start
+        tokens = dataclasses.replace(tokens, start_logprobs=logprobs.detach())
+    if tokens.decoupled:
+        tokens = dataclasses.replace(tokens, proximal_logprobs=tokens.start_logprobs)
     terms = algorithm.token_loss(tokens, logprobs, entropy if algorithm.config.entropy_coef else None)
     loss = (terms.loss * tokens.weights).sum()
     # the empty sum keeps a graph to the parameters where a micro-batch trains no token
