@@ -72,6 +72,11 @@ class Batch:
     experts: torch.Tensor | None = None
     """int16 [t, L, K]: experts that each of the engine's L mixture layers chose for the token as an input, -1
     where unknown. The trainer's model uses them in place of its own choice. None: nothing was recorded."""
+    second_moment_limit: float | None = None
+    """Largest square of log(pi / pi_behaviour) at the start of the step with which a token has a policy
+    gradient; None: any."""
+    entropy_coef: float | None = None
+    """Bonus for entropy in this step; None: that of the settings."""
     mini_batch: torch.Tensor | None = None
     """int64 [n]: the mini-batch of each sample, from 0; None: they are of one."""
 
@@ -157,6 +162,9 @@ class TrainedTokens:
     """As in `Batch`."""
     proximal_logprobs: torch.Tensor | None = None
     """Under the proximal policy, which `micro_batch_loss` sets where the objective is decoupled."""
+    second_moment_limit: float | None = None
+    entropy_coef: float | None = None
+    """Both as in `Batch`."""
     join: Callable[[torch.Tensor], torch.Tensor] | None = None
     """Adds up an array over the ranks that have other tokens of the same samples, with its gradient; None:
     there are none."""
@@ -183,6 +191,8 @@ def trained_tokens(batch: Batch) -> TrainedTokens:
         start_logprobs=_picked(batch.start_logprobs, place),
         reference_logprobs=_picked(batch.reference_logprobs, place),
         decoupled=batch.decoupled,
+        second_moment_limit=batch.second_moment_limit,
+        entropy_coef=batch.entropy_coef,
     )
 
 

@@ -12,6 +12,8 @@ IMPORTANCE_LEVELS = ("token", "sequence")
 REJECTION_LEVELS = ("", "token", "sequence", "geometric")
 LR_DECAY_STYLES = ("constant", "linear", "cosine", "WSD")
 KL_ESTIMATORS = ("k1", "k2", "k3")
+PROXIMAL_POLICIES = ("start", "interpolated")
+ESS_SCALINGS = ("", "sqrt", "linear")
 DEVICES = ("auto", "cpu", "cuda")
 MISMATCH_ACTIONS = ("warn", "stop")
 """What `trainer.mismatch_action` can be."""
@@ -161,8 +163,8 @@ class TrainerConfig:
     At most as many as there are samples."""
     recompute_logprobs: bool = False
     """Decoupled objective: the proximal policy is the trainer's at the start of the step, and the engine's
-    enters by the weight of `algorithm.importance_cap` alone. In a step of one update its log-probabilities are
-    those of the training pass itself, so it costs nothing; with more they take a forward pass."""
+    enters by the weight of `algorithm.importance_cap` alone. In a step of one update its log-probabilities
+    are those of the training pass itself, so it costs nothing; with more they take a forward pass."""
     mismatch_share: Annotated[float, Meta(ge=0, le=1)] = 1.0
     """Share of the groups on whose trained tokens the trainer's log-probabilities are compared with the
     engine's; a group is in it or not by its number. They come from the training pass, so all of them cost
@@ -191,7 +193,7 @@ class AlgorithmConfig:
     """Section `[algorithm]`: advantages and loss."""
 
     name: str = "grpo"
-    """The algorithm, a module in `trainer/algorithms/`: grpo, dr_grpo, dapo, gspo, cispo, rloo,
+    """The algorithm, a module in `trainer/algorithms/`: grpo, dr_grpo, dapo, gspo, cispo, m2po, rloo,
     reinforce_plus_plus or reinforce_plus_plus_baseline."""
     clip_low: Annotated[float, Meta(ge=0, lt=1)] = 0.2
     """PPO ratio clip: the lower edge of the ratio is 1 - clip_low."""
@@ -211,8 +213,27 @@ class AlgorithmConfig:
     """Smallest ratio that is trained, with `rejection_level`."""
     rejection_high: Annotated[float, Meta(ge=1, le=1e9)] = 2.0
     """Largest ratio that is trained, with `rejection_level`."""
+    second_moment_threshold: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
+    """Second-moment trust region: tokens with the largest squares of log(pi / pi_behaviour) at the start of
+    the step have no policy gradient, until the mean of the others over the batch is at most this. It costs a
+    forward pass. 0 is off; m2po needs it."""
+    proximal_policy: str = "start"
+    """With `trainer.recompute_logprobs`: start (the policy at the start of the step) or interpolated (a mean
+    of the logarithms of the engine's policy and the present one, by the token's lag: no forward pass, however
+    many updates a step makes)."""
+    ess_scaling: str = ""
+    """Multiplies the learning rate of an update by the effective sample size of its samples' importance
+    weights, as a share of the samples: by its root (sqrt, which suits Adam) or by itself (linear). Empty:
+    off."""
     entropy_coef: Annotated[float, Meta(ge=-1e6, le=1e6)] = 0.0
-    """Bonus for entropy, in nats. 0 is off."""
+    """Bonus for entropy, in nats. 0 is off. With `entropy_target` the one that the run starts with."""
+    entropy_target: Annotated[float, Meta(ge=0, le=1e3)] = 0.0
+    """Entropy, mean over trained tokens, nats, that a bonus is to hold: a step after one with less has the
+    bonus, others have none. 0 is off."""
+    entropy_coef_delta: Annotated[float, Meta(ge=0, le=1e6)] = 0.0001
+    """With `entropy_target`: by how much the bonus rises after a step with less entropy, and falls else."""
+    entropy_coef_max: Annotated[float, Meta(ge=0, le=1e6)] = 0.005
+    """With `entropy_target`: largest bonus."""
     kl_coef: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
     """Weight of the KL divergence to the initial model. 0 is off and costs nothing."""
     kl_estimator: str = "k3"

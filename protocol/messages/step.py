@@ -166,3 +166,8 @@ class StepReport(Message, tag="step_report", frozen=True, kw_only=True):
     """Optimizer updates of the step that changed weights."""
     updates_skipped: int | None = None
     """Those that were skipped; `skipped` is empty unless all were."""
+    lr_scale: float | None = None
+    """What `algorithm.ess_scaling` multiplied the learning rate by, mean over the updates; None where it is
+    off."""
+    entropy_coef: float | None = None
+    """Bonus for entropy that the step was made with; None without `algorithm.entropy_target`."""

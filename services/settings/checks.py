@@ -14,15 +14,18 @@ from rollout.engines.registry import CAN_SHARE, CAN_SLEEP, ENGINES, RECORD_EXPER
 from services.settings.engine_pool import check_pool
 from services.settings.evaluation import check_evaluation
 from services.settings.placement import check_gpus, gpu_list
+from services.settings.recipe import check_recipe
 from services.settings.sections import Settings
 from services.settings.tracking import check_kinds
 from trainer.algorithms.registry import ALGORITHMS
 from trainer.config import (
     DEVICES,
+    ESS_SCALINGS,
     IMPORTANCE_LEVELS,
     KL_ESTIMATORS,
     LR_DECAY_STYLES,
     MISMATCH_ACTIONS,
+    PROXIMAL_POLICIES,
     RECOMPUTE_GRANULARITIES,
     RECOMPUTE_METHODS,
     RECOMPUTE_MODULES,
@@ -48,7 +51,9 @@ CHOICES: Mapping[str, Collection[str]] = {
     "trainer.recompute_method": RECOMPUTE_METHODS,
     "algorithm.name": ALGORITHMS,
     "algorithm.importance_level": IMPORTANCE_LEVELS,
+    "algorithm.ess_scaling": ESS_SCALINGS,
     "algorithm.kl_estimator": KL_ESTIMATORS,
+    "algorithm.proximal_policy": PROXIMAL_POLICIES,
     "algorithm.rejection_level": REJECTION_LEVELS,
     "weights.transport": TRANSPORTS,
 }
@@ -81,6 +86,7 @@ def settings_errors(settings: Settings) -> Iterator[SettingsError]:
         lambda: _check_hosts(settings),
         lambda: check_evaluation(settings),
         lambda: _check_mismatch(settings.trainer),
+        lambda: check_recipe(settings),
         lambda: _check_memory(settings.trainer, settings.optimizer),
         lambda: _check_learning_rate(settings.optimizer),
         lambda: _check_alternatives(settings),
@@ -276,6 +282,11 @@ def _problems_of_shared(settings: Settings) -> tuple[tuple[bool, str], ...]:
         ),
         (bool(services.pool), "services.pool names rollout workers; there can be one, on [engine]"),
         (settings.lora.rank > 0, f"lora.rank is {settings.lora.rank}; adapters are not shared"),
+        (
+            trainer.epochs_per_batch * trainer.num_mini_batches > 1,
+            f"trainer.epochs_per_batch is {trainer.epochs_per_batch}, trainer.num_mini_batches "
+            f"{trainer.num_mini_batches}; a step has to be one update, as the engine copies weights",
+        ),
         (
             settings.optimizer.cpu_offload,
             "optimizer.cpu_offload is true; the engine reads the masters on the device",

@@ -71,6 +71,8 @@ RULES: Mapping[str, tuple[ResumeRule, str]] = {
     "trainer.memory_fraction": (ResumeRule.REPEATED, "`trainer.micro_batch_tokens` = auto is chosen for it"),
     "trainer.threads": (ResumeRule.REPEATED, _STEP),
     "trainer.recompute_logprobs": (ResumeRule.REPEATED, _STEP),
+    "trainer.epochs_per_batch": (ResumeRule.REPEATED, _STEP),
+    "trainer.num_mini_batches": (ResumeRule.REPEATED, _STEP),
     "parallel": (ResumeRule.REPEATED, _LAYOUT),
     "optimizer": (ResumeRule.REPEATED, _STEP),
     "algorithm": (ResumeRule.REPEATED, _STEP),

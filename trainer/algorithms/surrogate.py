@@ -10,7 +10,7 @@ import torch
 from trainer.algorithms.base import TokenLoss
 from trainer.batch import TrainedTokens
 from trainer.config import AlgorithmConfig
-from trainer.functional.corrections import kept_tokens, truncated_weight
+from trainer.functional.corrections import kept_tokens, truncated_weight, within_moment
 from trainer.functional.losses import clipped_surrogate, k1_kl, k2_kl, k3_kl, probability_ratio
 
 KL = {"k1": k1_kl, "k2": k2_kl, "k3": k3_kl}
@@ -32,7 +32,8 @@ class Surrogate:
             w    = min(pi_proximal / pi_behaviour, importance_cap)
                    if there is a pi_proximal and importance_cap > 0, else 1
             m    = 1 where pi_start / pi_behaviour is between rejection_low and rejection_high, else 0
-                   if there is a rejection_level, else 1
+                   if there is a rejection_level, else 1; and 0 where log(pi_start / pi_behaviour)^2 is over
+                   the limit that second_moment_threshold has set, if any
             loss = w m policy_loss(pi / old, A) - entropy_coef * entropy + kl_coef * KL(pi, pi_ref)
 
         pi_start is the policy at the start of the step, which is pi in its first update. With a pi_proximal
@@ -46,17 +47,20 @@ class Surrogate:
             loss = loss * truncated_weight(
                 proximal - behaviour, config.importance_level, config.importance_cap, tokens.over_samples
             )
+        started = (logprobs if tokens.start_logprobs is None else tokens.start_logprobs).detach()
+        if tokens.second_moment_limit is not None:
+            loss = loss * within_moment(started - behaviour, tokens.second_moment_limit)
         if config.rejection_level:
-            started = logprobs if tokens.start_logprobs is None else tokens.start_logprobs
             loss = loss * kept_tokens(
-                (started - behaviour).detach(),
+                started - behaviour,
                 config.rejection_level,
                 config.rejection_low,
                 config.rejection_high,
                 tokens.over_samples,
             )
-        if config.entropy_coef and entropy is not None:
-            loss = loss - config.entropy_coef * entropy
+        if entropy is not None:
+            bonus = config.entropy_coef if tokens.entropy_coef is None else tokens.entropy_coef
+            loss = loss - bonus * entropy
         if config.kl_coef and tokens.reference_logprobs is not None:
             loss = loss + config.kl_coef * KL[config.kl_estimator](logprobs, tokens.reference_logprobs)
         return TokenLoss(loss=loss, ratio=ratio, clipped=clipped)

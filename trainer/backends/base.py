@@ -78,6 +78,10 @@ class StepStats:
     """Optimizer updates that changed weights; None if nobody counted."""
     updates_skipped: int | None = None
     """Those that were skipped."""
+    lr_scale: float | None = None
+    """What `algorithm.ess_scaling` multiplied the learning rate by; None where it is off."""
+    entropy_coef: float | None = None
+    """Bonus for entropy that the step was made with; None without `algorithm.entropy_target`."""
     sums: tuple[float, ...] = field(default=(), repr=False, compare=False)
     """What `StepMeasures` made the numbers of an update from; not reported."""
 

@@ -48,7 +48,9 @@ class StepCommand(msgspec.Struct, frozen=True, tag="step"):
     mini_batches: tuple[StepTotals, ...] = ()
     """Totals of each mini-batch; empty: the step is one update on all of its batch."""
     start_logprobs: bool = False
-    """Whether later updates need the log-probabilities under the policy at the start of the step."""
+    """Whether updates need the log-probabilities under the policy at the start of the step from a pass."""
+    second_moment_threshold: float = 0.0
+    """As the setting of that name, which needs `start_logprobs`; 0: off."""
 
 
 class ExportCommand(msgspec.Struct, frozen=True, tag="export"):

@@ -57,14 +57,16 @@ def plan_command(command: TrainCommand, algorithm: Algorithm) -> StepPlan:
 
 
 def _step_command(command: TrainCommand, plan: StepPlan, algorithm: Algorithm) -> StepCommand:
-    updates = plan.mini_batches.order(command.epochs)
-    if len(updates) == 1:
-        return StepCommand(command.reference_logprobs)
+    config, updates = algorithm.config, plan.mini_batches.order(command.epochs)
+    several = len(updates) > 1
+    proximal = plan.decoupled and config.proximal_policy == "start"
+    later = several and (proximal or bool(config.rejection_level))
     return StepCommand(
         command.reference_logprobs,
         updates=updates,
-        mini_batches=plan.mini_batches.totals,
-        start_logprobs=plan.decoupled or bool(algorithm.config.rejection_level),
+        mini_batches=plan.mini_batches.totals if several else (),
+        start_logprobs=later or config.second_moment_threshold > 0,
+        second_moment_threshold=config.second_moment_threshold,
     )
 
 

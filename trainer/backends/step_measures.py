@@ -6,6 +6,7 @@ joined by sums and maxima alone, so no split of the batch changes a result. Ever
 Shapes: k trained tokens of a micro-batch, K lags.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from trainer.algorithms.base import TokenLoss
 from trainer.backends.base import StepStats
 from trainer.batch import Batch, TrainedTokens
 from trainer.config import AlgorithmConfig
-from trainer.functional.corrections import kept_tokens, level_ratio
+from trainer.functional.corrections import kept_tokens, level_ratio, within_moment
 from trainer.functional.losses import MAX_LOG_RATIO, clipped_surrogate, k3_kl, probability_ratio
 
 TOTALS = (
@@ -31,8 +32,12 @@ TOTALS = (
     "behaviour_clipped",
     "behaviour_kl",
     "reference_kl",
+    "samples",
+    "sample_importance",
+    "sample_importance_squared",
 )
-"""Sums over trained tokens, in the vector's order; the loss is weighted."""
+"""Sums over trained tokens, in the vector's order; the loss is weighted, and the last three are over samples
+that have trained tokens."""
 BY_LAG = ("tokens", "error", "mult_error", "importance", "importance_squared")
 """Sums over the measured tokens of each lag; they follow the totals, K values of each."""
 MAXIMA = ("importance", "fresh_error")
@@ -54,6 +59,8 @@ class StepMeasures:
     """Whether the batch has log-probabilities of the reference model."""
     fresh: bool
     """Whether there are trained tokens of lag 0."""
+    rejects: bool = False
+    """Whether the loss leaves tokens without a policy gradient."""
 
     @classmethod
     def of_batch(cls, batch: Batch, config: AlgorithmConfig) -> "StepMeasures":
@@ -66,6 +73,7 @@ class StepMeasures:
             truncates=batch.decoupled and config.importance_cap > 0,
             refers=batch.reference_logprobs is not None,
             fresh=totals.fresh,
+            rejects=bool(config.rejection_level) or batch.second_moment_limit is not None,
         )
 
     @torch.no_grad()
@@ -101,8 +109,10 @@ class StepMeasures:
         if self.truncates:
             proximal = start if tokens.proximal_logprobs is None else tokens.proximal_logprobs.double()
             by_token["capped"] = self._capped(proximal - behaviour, tokens)
-        if self.config.rejection_level:
+        if self.rejects:
             by_token["rejected"] = self._rejected(start - behaviour, tokens)
+        if self.config.ess_scaling:
+            by_token |= _of_samples(current - behaviour, tokens)
         if tokens.reference_logprobs is not None:
             by_token["reference_kl"] = k3_kl(current, tokens.reference_logprobs.double())
         totals = {name: values.sum() for name, values in by_token.items()} | {"loss": loss.double()}
@@ -130,6 +140,20 @@ class StepMeasures:
         sums = len(TOTALS) + len(BY_LAG) * self.lags
         return vector[:sums], vector[sums:]
 
+    def lr_scale(self, vector: torch.Tensor) -> float:
+        """Return what the learning rate of the update is multiplied by.
+
+            rho = (sum_i w_i)^2 / (B sum_i w_i^2),  w_i = pi(o_i) / pi_behaviour(o_i) of each of B samples
+
+        and its root with `ess_scaling` = sqrt, which suits Adam. VCPO: Huang et al. 2026 (arXiv 2602.17616).
+        Samples without a trained token do not count; pi is the present policy.
+        """
+        if not self.config.ess_scaling:
+            return 1.0
+        total = dict(zip(TOTALS, vector.tolist(), strict=False))
+        share = _ess(total["samples"], total["sample_importance"], total["sample_importance_squared"])
+        return math.sqrt(share) if self.config.ess_scaling == "sqrt" else share
+
     def stats(self, vector: torch.Tensor, *, grad_norm: float, skipped: str) -> StepStats:
         """Return what the vector of the whole update says."""
         if not self.tokens:
@@ -153,13 +177,14 @@ class StepMeasures:
             importance_mean=total["importance"] / self.tokens,
             importance_max=importance_max,
             importance_capped=total["capped"] / self.tokens if self.truncates else None,
-            importance_rejected=total["rejected"] / self.tokens if self.config.rejection_level else None,
+            importance_rejected=total["rejected"] / self.tokens if self.rejects else None,
             importance_ess=_ess(self.tokens, total["importance"], total["importance_squared"]),
             behaviour_clip_fraction=total["behaviour_clipped"] / self.tokens,
             mismatch=mismatch,
             mismatch_mean=fresh.error_mean if fresh else None,
             mismatch_max=fresh.error_max if fresh else None,
             token_mult_prob_error=fresh.token_mult_prob_error if fresh else None,
+            lr_scale=self.lr_scale(vector) if self.config.ess_scaling else None,
             sums=tuple(vector.tolist()),
         )
 
@@ -171,14 +196,17 @@ class StepMeasures:
         return (ratio > self.config.importance_cap).double()
 
     def _rejected(self, log_ratio: torch.Tensor, tokens: TrainedTokens) -> torch.Tensor:
-        config = self.config
-        kept = kept_tokens(
-            log_ratio,
-            config.rejection_level,
-            config.rejection_low,
-            config.rejection_high,
-            tokens.over_samples,
-        )
+        config, kept = self.config, torch.ones_like(log_ratio)
+        if config.rejection_level:
+            kept = kept_tokens(
+                log_ratio,
+                config.rejection_level,
+                config.rejection_low,
+                config.rejection_high,
+                tokens.over_samples,
+            )
+        if tokens.second_moment_limit is not None:
+            kept = kept * within_moment(log_ratio.to(tokens.behaviour_logprobs), tokens.second_moment_limit)
         return 1 - kept
 
     def _by_lag(
@@ -209,6 +237,17 @@ class StepMeasures:
             for lag, (tokens, error, mult_error, importance, squared) in enumerate(zip(*columns, strict=True))
             if tokens
         }
+
+
+def _of_samples(log_ratio: torch.Tensor, tokens: TrainedTokens) -> dict[str, torch.Tensor]:
+    """Return the sums over samples as values of their tokens, [k]: each has its share of its sample's."""
+    share = 1 / tokens.over_samples(torch.ones_like(log_ratio))
+    weight = level_ratio(log_ratio, "sequence", tokens.over_samples)
+    return {
+        "samples": share,
+        "sample_importance": share * weight,
+        "sample_importance_squared": share * weight.square(),
+    }
 
 
 def _ess(tokens: float, importance: float, squared: float) -> float:

@@ -8,6 +8,7 @@ through is compared with the bound again.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -89,6 +90,7 @@ class StepPlan:
             made["advantages"] = np.where(made["loss_mask"], advantages[index], np.float32(0))
             for name, values in made.items():
                 arrays[name][first:end] = values
+        by_token: dict[str, Any] = {name: torch.from_numpy(values) for name, values in arrays.items()}
         return Batch(
             step=self.step,
             totals=self.totals,
@@ -100,7 +102,7 @@ class StepPlan:
             mini_batch=self.mini_batches.of_sample[rows],
             temperature=self.temperature,
             decoupled=self.decoupled,
-            **{name: torch.from_numpy(values) for name, values in arrays.items()},
+            **by_token,
         )
 
 

@@ -99,10 +99,13 @@ class ReferenceBackend(Backend):
     def train_step(self, batch: Batch) -> StepStats:
         measures, passes = StepMeasures.of_batch(batch, self._algorithm.config), self._passes(batch)
         vectors = [self._accumulate(batch.select(samples).to(self._device), measures) for samples in passes]
+        vector = measures.join(vectors, self._device)
         grad_norm, skipped = (
-            self._step() if measures.tokens else (0.0, "no token of the batch is within the bound")
+            self._step(measures.lr_scale(vector))
+            if measures.tokens
+            else (0.0, "no token of the batch is within the bound")
         )
-        stats = measures.stats(measures.join(vectors, self._device), grad_norm=grad_norm, skipped=skipped)
+        stats = measures.stats(vector, grad_norm=grad_norm, skipped=skipped)
         computed = sum(len(samples) * int(batch.lengths[samples].max()) for samples in passes)
         return dataclasses.replace(
             stats, micro_batches=len(passes), padding_share=1 - len(batch.tokens) / computed
@@ -222,14 +225,14 @@ class ReferenceBackend(Backend):
         made = max((int(state["step"]) for state in self._optimizer.state.values()), default=0)
         return learning_rate(self._config, made)
 
-    def _step(self) -> tuple[float, str]:
+    def _step(self, lr_scale: float) -> tuple[float, str]:
         """Clip and apply the gradient; returns its norm, and why it was not applied."""
         limit = self._config.clip_grad if self._config.clip_grad > 0 else float("inf")
         norm = float(torch.nn.utils.clip_grad_norm_(self._masters.values(), limit))
         finite = torch.isfinite(torch.tensor(norm)).item()
         if finite:
             for group in self._optimizer.param_groups:
-                group["lr"] = self._learning_rate()
+                group["lr"] = self._learning_rate() * lr_scale
             self._optimizer.step()
             self._publish_masters()
         self._optimizer.zero_grad()

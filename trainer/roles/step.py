@@ -1,11 +1,14 @@
 """Makes the step of one batch with all models of this rank."""
 
 import dataclasses
+from typing import Any
 
 from trainer.backends.base import StepStats
 from trainer.backends.rank_commands import StepCommand
 from trainer.batch import Batch
+from trainer.functional.corrections import second_moment_limit
 from trainer.roles.models import RankModels
+from trainer.roles.over_replicas import of_all_replicas
 
 
 def run_step(models: RankModels, part: Batch, command: StepCommand) -> list[StepStats]:
@@ -18,12 +21,16 @@ def run_step(models: RankModels, part: Batch, command: StepCommand) -> list[Step
         What each update measured, in order.
     """
     part = _with_roles(models, part, command)
-    return [_update(models, batch) for batch in _batches(part, command)]
+    made = [_update(models, batch) for batch in _batches(part, command)]
+    if models.entropy is not None:
+        models.entropy.note(made)
+    return made
 
 
 def _update(models: RankModels, batch: Batch) -> StepStats:
     """Make an update of every model that is trained, on this replica's part of a mini-batch."""
-    return models.policy.train_step(batch)
+    stats = models.policy.train_step(batch)
+    return dataclasses.replace(stats, entropy_coef=batch.entropy_coef)
 
 
 def _batches(part: Batch, command: StepCommand) -> list[Batch]:
@@ -35,9 +42,15 @@ def _batches(part: Batch, command: StepCommand) -> list[Batch]:
 
 
 def _with_roles(models: RankModels, part: Batch, command: StepCommand) -> Batch:
-    found = {}
+    found: dict[str, Any] = {}
     if command.start_logprobs:
-        found["start_logprobs"] = models.policy.logprobs(part)
+        found["start_logprobs"] = start = models.policy.logprobs(part)
+        if command.second_moment_threshold:
+            moved = (start - part.behaviour_logprobs)[part.loss_mask]
+            everywhere = of_all_replicas(moved, models.policy.replicas)
+            found["second_moment_limit"] = second_moment_limit(everywhere, command.second_moment_threshold)
     if command.reference_logprobs:
         found["reference_logprobs"] = models.policy.reference_logprobs(part)
+    if models.entropy is not None:
+        found["entropy_coef"] = models.entropy.bonus.in_force
     return dataclasses.replace(part, **found)
