@@ -10,6 +10,7 @@ from protocol.paths import FilePath
 TRAINER_DTYPES = ("bfloat16", "float16", "float32")
 IMPORTANCE_LEVELS = ("token", "sequence")
 REJECTION_LEVELS = ("", "token", "sequence", "geometric")
+OPTIMIZERS = ("adamw", "muon", "adamw_8bit")
 LR_DECAY_STYLES = ("constant", "linear", "cosine", "WSD")
 KL_ESTIMATORS = ("k1", "k2", "k3")
 PROXIMAL_POLICIES = ("start", "interpolated")
@@ -64,8 +65,15 @@ class ParallelConfig:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerConfig:
-    """Section `[optimizer]`: AdamW on fp32 masters. Names as in Megatron-core."""
+    """Section `[optimizer]`: steps of fp32 masters. Names as in Megatron-core."""
 
+    name: str = "adamw"
+    """adamw; reference only: muon (Muon on the matrices of hidden layers, AdamW on everything else, with the
+    same lr) or adamw_8bit (AdamW with moments of 8 bits, of bitsandbytes)."""
+    muon_momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.95
+    """muon: decay of the momentum, which is Nesterov's."""
+    muon_num_ns_steps: Annotated[int, Meta(ge=1, le=100)] = 5
+    """muon: iterations of Newton and Schulz that make an update orthogonal."""
     lr: Annotated[float, Meta(ge=0, le=1e3)] = 1e-5
     """Learning rate after the warm-up."""
     lr_warmup_steps: Annotated[int, Meta(ge=0, le=10**9)] = 0
@@ -186,6 +194,11 @@ class TrainerConfig:
     """Seed of the trainer's random numbers."""
     step_s: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
     """scripted: seconds that a step sleeps."""
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates of a step."""
+        return self.epochs_per_batch * self.num_mini_batches
 
 
 @dataclass(frozen=True, slots=True)

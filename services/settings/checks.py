@@ -14,7 +14,6 @@ from rollout.engines.registry import CAN_SHARE, CAN_SLEEP, ENGINES, RECORD_EXPER
 from services.settings.engine_pool import check_pool
 from services.settings.evaluation import check_evaluation
 from services.settings.placement import check_gpus, gpu_list
-from services.settings.recipe import check_recipe
 from services.settings.sections import Settings
 from services.settings.tracking import check_kinds
 from trainer.algorithms.registry import ALGORITHMS
@@ -25,6 +24,7 @@ from trainer.config import (
     KL_ESTIMATORS,
     LR_DECAY_STYLES,
     MISMATCH_ACTIONS,
+    OPTIMIZERS,
     PROXIMAL_POLICIES,
     RECOMPUTE_GRANULARITIES,
     RECOMPUTE_METHODS,
@@ -36,6 +36,7 @@ from trainer.config import (
     WeightConfig,
 )
 from trainer.hosts.place import check_cluster
+from trainer.recipe import check_recipe
 from trainer.registry import BACKENDS
 from trainer.weights.registry import TRANSPORTS
 
@@ -43,6 +44,7 @@ CHOICES: Mapping[str, Collection[str]] = {
     "engine.name": ENGINES,
     "engine.dtype": DTYPES,
     "optimizer.lr_decay_style": LR_DECAY_STYLES,
+    "optimizer.name": OPTIMIZERS,
     "trainer.backend": BACKENDS,
     "trainer.device": DEVICES,
     "trainer.dtype": TRAINER_DTYPES,
@@ -86,7 +88,7 @@ def settings_errors(settings: Settings) -> Iterator[SettingsError]:
         lambda: _check_hosts(settings),
         lambda: check_evaluation(settings),
         lambda: _check_mismatch(settings.trainer),
-        lambda: check_recipe(settings),
+        lambda: _check_recipe(settings),
         lambda: _check_memory(settings.trainer, settings.optimizer),
         lambda: _check_learning_rate(settings.optimizer),
         lambda: _check_alternatives(settings),
@@ -114,6 +116,16 @@ def _check_mismatch(trainer: TrainerConfig) -> None:
             f"{trainer.mismatch_limit:g} and trainer.mismatch_share {trainer.mismatch_share:g}; "
             "both have to be above 0"
         )
+
+
+def _check_recipe(settings: Settings) -> None:
+    check_recipe(
+        settings.algorithm,
+        settings.trainer,
+        settings.optimizer,
+        settings.lora,
+        samples=settings.bound.groups_per_step * settings.sampling.samples_per_prompt,
+    )
 
 
 def _check_memory(trainer: TrainerConfig, optimizer: OptimizerConfig) -> None:
@@ -283,9 +295,8 @@ def _problems_of_shared(settings: Settings) -> tuple[tuple[bool, str], ...]:
         (bool(services.pool), "services.pool names rollout workers; there can be one, on [engine]"),
         (settings.lora.rank > 0, f"lora.rank is {settings.lora.rank}; adapters are not shared"),
         (
-            trainer.epochs_per_batch * trainer.num_mini_batches > 1,
-            f"trainer.epochs_per_batch is {trainer.epochs_per_batch}, trainer.num_mini_batches "
-            f"{trainer.num_mini_batches}; a step has to be one update, as the engine copies weights",
+            trainer.updates > 1,
+            f"a step makes {trainer.updates} updates (trainer.num_mini_batches); 1 is right",
         ),
         (
             settings.optimizer.cpu_offload,

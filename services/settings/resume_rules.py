@@ -74,6 +74,7 @@ RULES: Mapping[str, tuple[ResumeRule, str]] = {
     "trainer.epochs_per_batch": (ResumeRule.REPEATED, _STEP),
     "trainer.num_mini_batches": (ResumeRule.REPEATED, _STEP),
     "parallel": (ResumeRule.REPEATED, _LAYOUT),
+    "optimizer.name": (ResumeRule.FIXED, "the state in the checkpoint is that optimizer's"),
     "optimizer": (ResumeRule.REPEATED, _STEP),
     "algorithm": (ResumeRule.REPEATED, _STEP),
     "lora": (ResumeRule.FIXED, _STATE),

@@ -4,6 +4,8 @@ A command is one small message, broadcast as bytes: no pickle between ranks eith
 calls the same `Backend` method in the same order.
 """
 
+from collections.abc import Sequence
+
 import msgspec
 import torch
 import torch.distributed as dist
@@ -35,7 +37,7 @@ class TrainCommand(msgspec.Struct, frozen=True):
     mini_batches: int = 1
     """Parts that the batch is divided into, each of which is an update."""
     seed: int = 0
-    """Of the division, with the number of the step."""
+    """Decides the division, with the number of the step."""
 
 
 class StepCommand(msgspec.Struct, frozen=True, tag="step"):
@@ -170,6 +172,28 @@ def gather_bytes(data: bytes) -> list[bytes]:
             dist.recv(part, rank)
         found.append(part.cpu().numpy().tobytes())
     return found
+
+
+def of_all_replicas(values: torch.Tensor, replicas: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Return the values of all replicas, one after the other, on every rank. A collective.
+
+    Args:
+        values: float32 [k] on the CPU, alike on all ranks of a replica; k differs between replicas.
+        replicas: ranks of each replica.
+    """
+    if not is_distributed():
+        return values
+    own = next(number for number, ranks in enumerate(replicas) if dist.get_rank() in ranks)
+    speaks = dist.get_rank() == replicas[own][0]
+    counts = torch.zeros(len(replicas), dtype=torch.int64, device=control_device())
+    counts[own] = len(values) if speaks else 0
+    dist.all_reduce(counts)
+    ends = counts.cumsum(0).tolist()
+    whole = torch.zeros(ends[-1], dtype=torch.float32, device=control_device())
+    if speaks:
+        whole[ends[own] - len(values) : ends[own]] = values.to(whole.device)
+    dist.all_reduce(whole)
+    return whole.cpu()
 
 
 def agreed(value: bool) -> bool:

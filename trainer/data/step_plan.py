@@ -128,8 +128,7 @@ def plan_step(
         mask_late: whether sampled tokens over the bound are masked; otherwise they are an error.
         decoupled: whether the objective is decoupled.
         mismatch_share: share of the groups whose mismatch of trainer and engine is measured, 0 to 1.
-        mini_batches: updates of an epoch; each has its mini-batch.
-        seed: with the step's number, decides which samples a mini-batch has.
+        mini_batches: how many there are; `seed` and the step decide which samples each has.
 
     Raises:
         ProtocolError: arrays contradict each other, hold numbers that are not finite, or tokens of a later

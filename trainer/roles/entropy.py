@@ -11,7 +11,7 @@ from trainer.functional.entropy_target import EntropyBonus
 from trainer.storage.host_state import HostState
 
 FILE = "entropy.json"
-"""Of a checkpoint; rank 0 writes it, and every rank reads it."""
+"""File of a checkpoint; rank 0 writes it, and every rank reads it."""
 
 
 class EntropyControl:

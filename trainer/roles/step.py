@@ -4,11 +4,10 @@ import dataclasses
 from typing import Any
 
 from trainer.backends.base import StepStats
-from trainer.backends.rank_commands import StepCommand
+from trainer.backends.rank_commands import StepCommand, of_all_replicas
 from trainer.batch import Batch
 from trainer.functional.corrections import second_moment_limit
 from trainer.roles.models import RankModels
-from trainer.roles.over_replicas import of_all_replicas
 
 
 def run_step(models: RankModels, part: Batch, command: StepCommand) -> list[StepStats]:

@@ -16,7 +16,8 @@ from trainer.backends.step import plan_command
 from trainer.batch import Batch
 from trainer.config import OptimizerConfig
 
-OPTIMIZER = OptimizerConfig(lr=3e-3, lr_warmup_steps=4, weight_decay=0.1)
+# eps: gradients that are rounding errors, such as those of the keys' biases, move nothing
+OPTIMIZER = OptimizerConfig(lr=3e-3, lr_warmup_steps=4, weight_decay=0.1, adam_eps=1e-4)
 RECIPES = {
     "decoupled": AlgorithmConfig(
         importance_cap=1.1,
@@ -128,7 +129,7 @@ class PlainLoop:
                 group["lr"] = OPTIMIZER.lr * min(1.0, self.updates / OPTIMIZER.lr_warmup_steps)
                 group["lr"] *= self.share(part, logprobs.detach())
             self.optimizer.step()
-            seen += float(entropy[part.loss_mask].sum())
+            seen += float(entropy[part.loss_mask].detach().sum())
             tokens += int(part.loss_mask.sum())
         if config.entropy_target:
             below = seen / tokens < config.entropy_target

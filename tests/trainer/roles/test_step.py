@@ -2,9 +2,9 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -15,6 +15,7 @@ from tests.trainer.roles.plain_updates import RECIPES, STEPS, PlainLoop, command
 from tests.trainer.roles.update_ranks import LAYOUTS, models
 from trainer.algorithms import make_algorithm
 from trainer.backends.leader import LeaderRank
+from trainer.functional.entropy_target import EntropyBonus
 
 SLOW = [layout for layout in LAYOUTS if layout != "data"]
 COMPARED = ("trained_tokens", "entropy", "grad_norm", "importance_ess", "ratio_mean", "updates", "loss")
@@ -73,7 +74,7 @@ def test_a_step_continues_bit_for_bit_from_a_checkpoint(model_dir: Path, tmp_pat
     second.restore(tmp_path)
     assert first.entropy is not None
     assert second.entropy is not None
-    assert second.entropy.bonus == first.entropy.bonus != models(model_dir, recipe, "reference").entropy
+    assert second.entropy.bonus == first.entropy.bonus != EntropyBonus.first(RECIPES[recipe])
     one, other = (rank.train(command(recipe, 2))[1] for rank in (leader, resumed))
     assert one == other
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(leader.export(), resumed.export(), strict=True))
@@ -82,12 +83,12 @@ def test_a_step_continues_bit_for_bit_from_a_checkpoint(model_dir: Path, tmp_pat
 def test_a_mini_batch_without_trained_tokens_is_a_skipped_update(model_dir: Path) -> None:
     leader = LeaderRank(models(model_dir, "m2po", "reference"), make_algorithm(RECIPES["m2po"]))
     made = command("m2po", 0, epochs=1, mini_batches=12)
-    plan, stats = leader.train(replace(made, bounds=[0] * 4))
+    plan, stats = leader.train(msgspec.structs.replace(made, bounds=[0] * 4))
     empty = sum(not totals.trained_tokens for totals in plan.mini_batches.totals)
     assert 0 < empty < 12
     assert (stats.updates, stats.updates_skipped, stats.skipped) == (12 - empty, empty, "")
     assert stats.trained_tokens == plan.totals.trained_tokens
     assert f"{empty} of 12 updates were skipped" in stats.warnings[0]
-    _, late = leader.train(replace(made, bounds=[0] * 4, step=20))
+    _, late = leader.train(msgspec.structs.replace(made, bounds=[0] * 4, step=20))
     assert (late.updates, late.updates_skipped) == (0, 12)
     assert "within the bound" in late.skipped
