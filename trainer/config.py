@@ -162,7 +162,7 @@ class TrainerConfig:
     first. 0 keeps none."""
     max_skipped_steps: Annotated[int, Meta(ge=1, le=10**6)] = 3
     """Skipped steps in a row that halt the run; 1: the first one does. A step is skipped if its gradient is
-    not finite, or if no token of its batch is within the bound."""
+    not finite, or if no token of its batch is within the bound; with several updates, if all of them are."""
     epochs_per_batch: Annotated[int, Meta(ge=1, le=1000)] = 1
     """Times that a step trains each sample of its batch (PPO epochs). It is one version all the same."""
     num_mini_batches: Annotated[int, Meta(ge=1, le=10**5)] = 1

@@ -17,7 +17,7 @@ from trainer.roles.models import RankModels
 def build_models(settings: Settings) -> RankModels:
     """Return this rank's parts of the run's models, loaded."""
     control = EntropyControl(settings.algorithm) if settings.algorithm.entropy_target else None
-    return RankModels(build_backend(settings), control)
+    return RankModels(build_backend(settings), entropy=control)
 
 
 def build_backend(settings: Settings) -> Backend:

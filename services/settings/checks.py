@@ -294,10 +294,7 @@ def _problems_of_shared(settings: Settings) -> tuple[tuple[bool, str], ...]:
         ),
         (bool(services.pool), "services.pool names rollout workers; there can be one, on [engine]"),
         (settings.lora.rank > 0, f"lora.rank is {settings.lora.rank}; adapters are not shared"),
-        (
-            trainer.updates > 1,
-            f"a step makes {trainer.updates} updates (trainer.num_mini_batches); 1 is right",
-        ),
+        (trainer.updates > 1, f"a step makes {trainer.updates} updates; it has to be one"),
         (
             settings.optimizer.cpu_offload,
             "optimizer.cpu_offload is true; the engine reads the masters on the device",

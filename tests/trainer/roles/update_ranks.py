@@ -37,7 +37,7 @@ def models(model_dir: Path, recipe: str, backend: str, parallel: ParallelConfig 
         trainer=TrainerConfig(backend=backend, micro_batch_size=2, device="cpu"),
         algorithm=make_algorithm(config),
     )
-    return RankModels(made, EntropyControl(config) if config.entropy_target else None)
+    return RankModels(made, entropy=EntropyControl(config) if config.entropy_target else None)
 
 
 def run(layout: str, model_dir: Path, out: Path) -> None:
