@@ -1,6 +1,7 @@
 """Makes the step of one batch with all models of this rank."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from trainer.backends.base import StepStats
@@ -32,12 +33,13 @@ def _update(models: RankModels, batch: Batch) -> StepStats:
     return dataclasses.replace(stats, entropy_coef=batch.entropy_coef)
 
 
-def _batches(part: Batch, command: StepCommand) -> list[Batch]:
-    """Return what each update trains."""
+def _batches(part: Batch, command: StepCommand) -> Iterator[Batch]:
+    """Yield what each update trains, one at a time."""
     if not command.mini_batches:
-        return [part]
-    by_number = [part.of_mini_batch(number, totals) for number, totals in enumerate(command.mini_batches)]
-    return [by_number[number] for number in command.updates]
+        yield part
+        return
+    for number in command.updates:
+        yield part.of_mini_batch(number, command.mini_batches[number])
 
 
 def _with_roles(models: RankModels, part: Batch, command: StepCommand) -> Batch:
