@@ -13,14 +13,14 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class StepTotals:
-    """What a data-parallel replica has to know of the whole step; equal on every rank."""
+    """What a data-parallel replica has to know of the samples of all of them; equal on every rank."""
 
     samples: int
-    """Samples of the step, over all replicas."""
+    """Samples of the step, or of a mini-batch of it, over all replicas."""
     trained_tokens: int
     """Tokens under the loss mask, over all replicas."""
     lag_max: int
-    """Largest lag of a trained token, versions; 0 without one."""
+    """Largest lag of a trained token of the step, versions; 0 without one."""
     fresh: bool
     """Whether there are trained tokens of lag 0."""
 
@@ -36,7 +36,7 @@ class Batch:
     step: int
     """The version that the step starts from."""
     totals: StepTotals
-    """Those of the whole step, whichever samples are here."""
+    """Those of the whole step, or of the mini-batch that an update trains, whichever samples are here."""
     offsets: torch.Tensor
     """int64 [n + 1]: where each sample begins; the last one is t."""
     tokens: torch.Tensor
@@ -56,21 +56,29 @@ class Batch:
     rewards: torch.Tensor
     """float32 [n]."""
     weights: torch.Tensor
-    """float32 [n]: weight of each trained token of the sample in the step's loss."""
+    """float32 [n]: weight of each trained token of the sample in the loss of an update."""
     measured: torch.Tensor
     """bool [n]: samples whose mismatch of trainer and engine is measured."""
     temperature: float = 1.0
     """Sampling temperature of the behaviour policy; logits are divided by it before the log-softmax."""
     decoupled: bool = False
-    """Whether the objective is decoupled, with the policy at the start of the step as proximal policy. Its
-    log-probabilities are those of the training pass itself: no other pass says anything new."""
-    proximal_logprobs: torch.Tensor | None = None
-    """float32 [t]: under another proximal policy, for the decoupled objective; else None."""
+    """Whether the objective is decoupled, with the policy at the start of the step as proximal policy."""
+    start_logprobs: torch.Tensor | None = None
+    """float32 [t]: under the policy at the start of the step, where it makes several updates; 0 where not
+    sampled. None: those of the training pass itself, than which no other pass says anything new in the first
+    update."""
     reference_logprobs: torch.Tensor | None = None
     """float32 [t]: under the initial model, for the KL term; else None."""
     experts: torch.Tensor | None = None
     """int16 [t, L, K]: experts that each of the engine's L mixture layers chose for the token as an input, -1
     where unknown. The trainer's model uses them in place of its own choice. None: nothing was recorded."""
+    second_moment_limit: float | None = None
+    """Largest square of log(pi / pi_behaviour) at the start of the step with which a token has a policy
+    gradient; None: any."""
+    entropy_coef: float | None = None
+    """Bonus for entropy in this step; None: that of the settings."""
+    mini_batch: torch.Tensor | None = None
+    """int64 [n]: the mini-batch of each sample, from 0; None: they are of one."""
 
     @property
     def lengths(self) -> torch.Tensor:
@@ -94,6 +102,13 @@ class Batch:
         changed |= self._map(SAMPLE_FIELDS, lambda values: values[samples])
         return dataclasses.replace(self, offsets=offsets, **changed)
 
+    def of_mini_batch(self, mini_batch: int, totals: StepTotals) -> "Batch":
+        """Return its samples of a mini-batch, whose totals over all replicas are given."""
+        part = self
+        if self.mini_batch is not None:
+            part = self.select((self.mini_batch == mini_batch).nonzero()[:, 0])
+        return dataclasses.replace(part, totals=totals)
+
     def to(self, device: torch.device) -> "Batch":
         """Return the batch with every array on a device."""
         return dataclasses.replace(
@@ -113,12 +128,12 @@ TOKEN_FIELDS = (
     "behaviour_logprobs",
     "versions",
     "advantages",
-    "proximal_logprobs",
+    "start_logprobs",
     "reference_logprobs",
     "experts",
 )
 """Arrays with an entry for each token."""
-SAMPLE_FIELDS = ("group_index", "rewards", "weights", "measured")
+SAMPLE_FIELDS = ("group_index", "rewards", "weights", "measured", "mini_batch")
 """Arrays with an entry for each sample."""
 
 
@@ -135,15 +150,21 @@ class TrainedTokens:
     behaviour_logprobs: torch.Tensor
     advantages: torch.Tensor
     weights: torch.Tensor
-    """float32: weight in the step's loss."""
+    """float32: weight in the loss of the update."""
     lags: torch.Tensor
     """int64: versions from the token to the step."""
     measured: torch.Tensor
     """bool: whether its mismatch of trainer and engine is measured."""
-    proximal_logprobs: torch.Tensor | None
+    start_logprobs: torch.Tensor | None
+    """As in `Batch`."""
     reference_logprobs: torch.Tensor | None
     decoupled: bool = False
-    """Whether the proximal policy is that of the training pass; see `Batch`."""
+    """As in `Batch`."""
+    proximal_logprobs: torch.Tensor | None = None
+    """Under the proximal policy, which `micro_batch_loss` sets where the objective is decoupled."""
+    second_moment_limit: float | None = None
+    entropy_coef: float | None = None
+    """Both as in `Batch`."""
     join: Callable[[torch.Tensor], torch.Tensor] | None = None
     """Adds up an array over the ranks that have other tokens of the same samples, with its gradient; None:
     there are none."""
@@ -167,9 +188,11 @@ def trained_tokens(batch: Batch) -> TrainedTokens:
         weights=batch.weights[sample],
         lags=(batch.step - batch.versions[place]).long(),
         measured=batch.measured[sample],
-        proximal_logprobs=_picked(batch.proximal_logprobs, place),
+        start_logprobs=_picked(batch.start_logprobs, place),
         reference_logprobs=_picked(batch.reference_logprobs, place),
         decoupled=batch.decoupled,
+        second_moment_limit=batch.second_moment_limit,
+        entropy_coef=batch.entropy_coef,
     )
 
 

@@ -10,8 +10,11 @@ from protocol.paths import FilePath
 TRAINER_DTYPES = ("bfloat16", "float16", "float32")
 IMPORTANCE_LEVELS = ("token", "sequence")
 REJECTION_LEVELS = ("", "token", "sequence", "geometric")
+OPTIMIZERS = ("adamw", "muon", "adamw_8bit")
 LR_DECAY_STYLES = ("constant", "linear", "cosine", "WSD")
 KL_ESTIMATORS = ("k1", "k2", "k3")
+PROXIMAL_POLICIES = ("start", "interpolated")
+ESS_SCALINGS = ("", "sqrt", "linear")
 DEVICES = ("auto", "cpu", "cuda")
 MISMATCH_ACTIONS = ("warn", "stop")
 """What `trainer.mismatch_action` can be."""
@@ -62,19 +65,27 @@ class ParallelConfig:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerConfig:
-    """Section `[optimizer]`: AdamW on fp32 masters. Names as in Megatron-core."""
+    """Section `[optimizer]`: steps of fp32 masters. Names as in Megatron-core."""
 
+    name: str = "adamw"
+    """adamw; reference only: muon (Muon on the matrices of hidden layers, AdamW on everything else, with the
+    same lr) or adamw_8bit (AdamW with moments of 8 bits, of bitsandbytes)."""
+    muon_momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.95
+    """muon: decay of the momentum, which is Nesterov's."""
+    muon_num_ns_steps: Annotated[int, Meta(ge=1, le=100)] = 5
+    """muon: iterations of Newton and Schulz that make an update orthogonal."""
     lr: Annotated[float, Meta(ge=0, le=1e3)] = 1e-5
     """Learning rate after the warm-up."""
     lr_warmup_steps: Annotated[int, Meta(ge=0, le=10**9)] = 0
-    """Steps in which the learning rate rises linearly from 0. Skipped steps do not count. 0 is off."""
+    """Updates in which the learning rate rises linearly from 0. Skipped ones do not count. 0 is off. A
+    step is one update, unless `trainer.epochs_per_batch` or `num_mini_batches` is above 1."""
     lr_decay_style: str = "constant"
     """How the learning rate goes from `lr` to `min_lr` after the warm-up: constant (it stays), linear,
     cosine, or WSD (it stays, and falls linearly in the last `lr_wsd_decay_steps`)."""
     lr_decay_steps: Annotated[int, Meta(ge=0, le=10**9)] = 0
-    """Step at which it has reached `min_lr`, warm-up included. Needed unless it is constant."""
+    """Update at which it has reached `min_lr`, warm-up included. Needed unless it is constant."""
     lr_wsd_decay_steps: Annotated[int, Meta(ge=0, le=10**9)] = 0
-    """WSD: steps in which it falls."""
+    """WSD: updates in which it falls."""
     min_lr: Annotated[float, Meta(ge=0, le=1e3)] = 0.0
     """Learning rate at the end, unless it is constant."""
     weight_decay: Annotated[float, Meta(ge=0, le=1e3)] = 0.0
@@ -151,11 +162,17 @@ class TrainerConfig:
     first. 0 keeps none."""
     max_skipped_steps: Annotated[int, Meta(ge=1, le=10**6)] = 3
     """Skipped steps in a row that halt the run; 1: the first one does. A step is skipped if its gradient is
-    not finite, or if no token of its batch is within the bound."""
+    not finite, or if no token of its batch is within the bound; with several updates, if all of them are."""
+    epochs_per_batch: Annotated[int, Meta(ge=1, le=1000)] = 1
+    """Times that a step trains each sample of its batch (PPO epochs). It is one version all the same."""
+    num_mini_batches: Annotated[int, Meta(ge=1, le=10**5)] = 1
+    """Parts that a step divides its batch into, each of whole samples, drawn by `trainer.seed` and the step.
+    Each is an optimizer update, with the weights of tokens in the loss that it would have as a whole batch.
+    At most as many as there are samples."""
     recompute_logprobs: bool = False
     """Decoupled objective: the proximal policy is the trainer's at the start of the step, and the engine's
-    enters by the weight of `algorithm.importance_cap` alone. Its log-probabilities are those of the training
-    pass itself, so it costs nothing."""
+    enters by the weight of `algorithm.importance_cap` alone. In a step of one update its log-probabilities
+    are those of the training pass itself, so it costs nothing; with more they take a forward pass."""
     mismatch_share: Annotated[float, Meta(ge=0, le=1)] = 1.0
     """Share of the groups on whose trained tokens the trainer's log-probabilities are compared with the
     engine's; a group is in it or not by its number. They come from the training pass, so all of them cost
@@ -178,13 +195,18 @@ class TrainerConfig:
     step_s: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
     """scripted: seconds that a step sleeps."""
 
+    @property
+    def updates(self) -> int:
+        """Optimizer updates of a step."""
+        return self.epochs_per_batch * self.num_mini_batches
+
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmConfig:
     """Section `[algorithm]`: advantages and loss."""
 
     name: str = "grpo"
-    """The algorithm, a module in `trainer/algorithms/`: grpo, dr_grpo, dapo, gspo, cispo, rloo,
+    """The algorithm, a module in `trainer/algorithms/`: grpo, dr_grpo, dapo, gspo, cispo, m2po, rloo,
     reinforce_plus_plus or reinforce_plus_plus_baseline."""
     clip_low: Annotated[float, Meta(ge=0, lt=1)] = 0.2
     """PPO ratio clip: the lower edge of the ratio is 1 - clip_low."""
@@ -204,8 +226,27 @@ class AlgorithmConfig:
     """Smallest ratio that is trained, with `rejection_level`."""
     rejection_high: Annotated[float, Meta(ge=1, le=1e9)] = 2.0
     """Largest ratio that is trained, with `rejection_level`."""
+    second_moment_threshold: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
+    """Second-moment trust region: tokens with the largest squares of log(pi / pi_behaviour) at the start of
+    the step have no policy gradient, until the mean of the others over the batch is at most this. It costs a
+    forward pass. 0 is off; m2po needs it."""
+    proximal_policy: str = "start"
+    """With `trainer.recompute_logprobs`: start (the policy at the start of the step) or interpolated (a mean
+    of the logarithms of the engine's policy and the present one, by the token's lag: no forward pass, however
+    many updates a step makes)."""
+    ess_scaling: str = ""
+    """Multiplies the learning rate of an update by the effective sample size of its samples' importance
+    weights, as a share of the samples: by its root (sqrt, which suits Adam) or by itself (linear). Empty:
+    off."""
     entropy_coef: Annotated[float, Meta(ge=-1e6, le=1e6)] = 0.0
-    """Bonus for entropy, in nats. 0 is off."""
+    """Bonus for entropy, in nats. 0 is off. With `entropy_target` the one that the run starts with."""
+    entropy_target: Annotated[float, Meta(ge=0, le=1e3)] = 0.0
+    """Entropy, mean over trained tokens, nats, that a bonus is to hold: a step after one with less has the
+    bonus, others have none. 0 is off."""
+    entropy_coef_delta: Annotated[float, Meta(ge=0, le=1e6)] = 0.0001
+    """With `entropy_target`: by how much the bonus rises after a step with less entropy, and falls else."""
+    entropy_coef_max: Annotated[float, Meta(ge=0, le=1e6)] = 0.005
+    """With `entropy_target`: largest bonus."""
     kl_coef: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
     """Weight of the KL divergence to the initial model. 0 is off and costs nothing."""
     kl_estimator: str = "k3"

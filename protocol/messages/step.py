@@ -155,10 +155,19 @@ class StepReport(Message, tag="step_report", frozen=True, kw_only=True):
     expert_load_min: float | None = None
     """Tokens of the expert with the fewest, likewise."""
     importance_rejected: float | None = None
-    """Share of trained tokens that `algorithm.rejection_level` left without a policy gradient, 0 to 1;
-    measured where it is set."""
+    """Share of trained tokens that `algorithm.rejection_level` or `second_moment_threshold` left without a
+    policy gradient, 0 to 1; measured where one is set."""
     loss_scale: float | None = None
     """Factor of the loss that the step was made with, in float16; None in other types."""
     loss_scale_repeats: int | None = None
     """Times that the step was made again, under half the factor each, because its gradient overflowed; None
     in other types."""
+    updates: int | None = None
+    """Optimizer updates of the step that changed weights."""
+    updates_skipped: int | None = None
+    """Those that were skipped; `skipped` is empty unless all were."""
+    lr_scale: float | None = None
+    """What `algorithm.ess_scaling` multiplied the learning rate by, mean over the updates; None where it is
+    off."""
+    entropy_coef: float | None = None
+    """Bonus for entropy that the step was made with; None without `algorithm.entropy_target`."""

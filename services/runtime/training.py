@@ -10,12 +10,14 @@ from trainer.algorithms.registry import make_algorithm
 from trainer.backends.base import Backend
 from trainer.backends.rank_commands import TrainCommand
 from trainer.registry import make_backend
+from trainer.roles.entropy import EntropyControl
 from trainer.roles.models import RankModels
 
 
 def build_models(settings: Settings) -> RankModels:
     """Return this rank's parts of the run's models, loaded."""
-    return RankModels(build_backend(settings))
+    control = EntropyControl(settings.algorithm) if settings.algorithm.entropy_target else None
+    return RankModels(build_backend(settings), entropy=control)
 
 
 def build_backend(settings: Settings) -> Backend:
@@ -51,4 +53,7 @@ def train_command(
         recompute_logprobs=settings.trainer.recompute_logprobs,
         reference_logprobs=settings.algorithm.kl_coef > 0,
         mismatch_share=settings.trainer.mismatch_share,
+        epochs=settings.trainer.epochs_per_batch,
+        mini_batches=settings.trainer.num_mini_batches,
+        seed=settings.trainer.seed,
     )

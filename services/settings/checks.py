@@ -19,10 +19,13 @@ from services.settings.tracking import check_kinds
 from trainer.algorithms.registry import ALGORITHMS
 from trainer.config import (
     DEVICES,
+    ESS_SCALINGS,
     IMPORTANCE_LEVELS,
     KL_ESTIMATORS,
     LR_DECAY_STYLES,
     MISMATCH_ACTIONS,
+    OPTIMIZERS,
+    PROXIMAL_POLICIES,
     RECOMPUTE_GRANULARITIES,
     RECOMPUTE_METHODS,
     RECOMPUTE_MODULES,
@@ -33,6 +36,7 @@ from trainer.config import (
     WeightConfig,
 )
 from trainer.hosts.place import check_cluster
+from trainer.recipe import check_recipe
 from trainer.registry import BACKENDS
 from trainer.weights.registry import TRANSPORTS
 
@@ -40,6 +44,7 @@ CHOICES: Mapping[str, Collection[str]] = {
     "engine.name": ENGINES,
     "engine.dtype": DTYPES,
     "optimizer.lr_decay_style": LR_DECAY_STYLES,
+    "optimizer.name": OPTIMIZERS,
     "trainer.backend": BACKENDS,
     "trainer.device": DEVICES,
     "trainer.dtype": TRAINER_DTYPES,
@@ -48,7 +53,9 @@ CHOICES: Mapping[str, Collection[str]] = {
     "trainer.recompute_method": RECOMPUTE_METHODS,
     "algorithm.name": ALGORITHMS,
     "algorithm.importance_level": IMPORTANCE_LEVELS,
+    "algorithm.ess_scaling": ESS_SCALINGS,
     "algorithm.kl_estimator": KL_ESTIMATORS,
+    "algorithm.proximal_policy": PROXIMAL_POLICIES,
     "algorithm.rejection_level": REJECTION_LEVELS,
     "weights.transport": TRANSPORTS,
 }
@@ -81,6 +88,7 @@ def settings_errors(settings: Settings) -> Iterator[SettingsError]:
         lambda: _check_hosts(settings),
         lambda: check_evaluation(settings),
         lambda: _check_mismatch(settings.trainer),
+        lambda: _check_recipe(settings),
         lambda: _check_memory(settings.trainer, settings.optimizer),
         lambda: _check_learning_rate(settings.optimizer),
         lambda: _check_alternatives(settings),
@@ -108,6 +116,16 @@ def _check_mismatch(trainer: TrainerConfig) -> None:
             f"{trainer.mismatch_limit:g} and trainer.mismatch_share {trainer.mismatch_share:g}; "
             "both have to be above 0"
         )
+
+
+def _check_recipe(settings: Settings) -> None:
+    check_recipe(
+        settings.algorithm,
+        settings.trainer,
+        settings.optimizer,
+        settings.lora,
+        samples=settings.bound.groups_per_step * settings.sampling.samples_per_prompt,
+    )
 
 
 def _check_memory(trainer: TrainerConfig, optimizer: OptimizerConfig) -> None:
@@ -276,6 +294,7 @@ def _problems_of_shared(settings: Settings) -> tuple[tuple[bool, str], ...]:
         ),
         (bool(services.pool), "services.pool names rollout workers; there can be one, on [engine]"),
         (settings.lora.rank > 0, f"lora.rank is {settings.lora.rank}; adapters are not shared"),
+        (trainer.updates > 1, f"a step makes {trainer.updates} updates; it has to be one"),
         (
             settings.optimizer.cpu_offload,
             "optimizer.cpu_offload is true; the engine reads the masters on the device",

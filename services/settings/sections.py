@@ -65,7 +65,7 @@ class BoundConfig:
     max_staleness: MaxStaleness = 1
     """E: the largest lag, in versions, that a trained token may have. 0 is on-policy."""
     groups_per_step: GroupsPerStep = 8
-    """B: prompt groups of one optimizer step."""
+    """B: prompt groups of one step, its batch."""
     staleness_policy: Policy = Policy.MASK
     """What happens when B groups are scored and a straggler would become too late. `wait`: the step waits for
     it. `drop`: it is dropped. `mask`: the step does not wait, and of late groups only tokens within the bound

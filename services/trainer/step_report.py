@@ -76,6 +76,7 @@ class StepReporter:
         mismatch = excess_mismatch(step.taken.step, step.stats, self._process.settings.trainer)
         measured = {**fields_of(step.plan.stats), **fields_of(step.stats), **fields_of(times)}
         tokens = step.plan.stats.step_tokens
+        del measured["sums"]
         warnings = measured.pop("warnings") + ((mismatch,) if mismatch else ()) + warnings
         return StepReport(
             step=step.taken.step,

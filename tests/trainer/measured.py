@@ -34,8 +34,6 @@ def expected(
     mask = batch.loss_mask.numpy()
     current, behaviour = array(logprobs)[mask], array(batch.behaviour_logprobs)[mask]
     old = current if batch.decoupled else behaviour
-    if batch.proximal_logprobs is not None:
-        old = array(batch.proximal_logprobs)[mask]
     advantages = array(batch.advantages)[mask]
     lags = (batch.step - batch.versions.numpy())[mask]
 
@@ -93,6 +91,7 @@ def flat(stats: StepStats) -> dict[str, Any]:
     fields = msgspec.to_builtins(stats)
     assert list(fields.pop("warnings")) == []
     by_lag = fields.pop("mismatch")
+    del fields["sums"]
     result = {name: value for name, value in fields.items() if value is not None}
     return result | {
         f"mismatch.{lag}.{name}": value for lag, found in by_lag.items() for name, value in found.items()

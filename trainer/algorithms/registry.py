@@ -13,6 +13,7 @@ ALGORITHMS = {
     "dr_grpo": "trainer.algorithms.dr_grpo:DrGrpo",
     "grpo": "trainer.algorithms.grpo:Grpo",
     "gspo": "trainer.algorithms.gspo:Gspo",
+    "m2po": "trainer.algorithms.m2po:M2po",
     "reinforce_plus_plus": "trainer.algorithms.reinforce_plus_plus:ReinforcePlusPlus",
     "reinforce_plus_plus_baseline": "trainer.algorithms.reinforce_plus_plus:ReinforcePlusPlusBaseline",
     "rloo": "trainer.algorithms.rloo:Rloo",

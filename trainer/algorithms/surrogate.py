@@ -10,7 +10,7 @@ import torch
 from trainer.algorithms.base import TokenLoss
 from trainer.batch import TrainedTokens
 from trainer.config import AlgorithmConfig
-from trainer.functional.corrections import kept_tokens, truncated_weight
+from trainer.functional.corrections import kept_tokens, truncated_weight, within_moment
 from trainer.functional.losses import clipped_surrogate, k1_kl, k2_kl, k3_kl, probability_ratio
 
 KL = {"k1": k1_kl, "k2": k2_kl, "k3": k3_kl}
@@ -31,32 +31,36 @@ class Surrogate:
             old  = pi_proximal if there is one, else pi_behaviour
             w    = min(pi_proximal / pi_behaviour, importance_cap)
                    if there is a pi_proximal and importance_cap > 0, else 1
-            m    = 1 where the ratio to pi_behaviour is between rejection_low and rejection_high, else 0
-                   if there is a rejection_level, else 1
+            m    = 1 where pi_start / pi_behaviour is between rejection_low and rejection_high, else 0
+                   if there is a rejection_level, else 1; and 0 where log(pi_start / pi_behaviour)^2 is over
+                   the limit that second_moment_threshold has set, if any
             loss = w m policy_loss(pi / old, A) - entropy_coef * entropy + kl_coef * KL(pi, pi_ref)
 
-        With a pi_proximal this is the decoupled objective of Hilton et al. 2021 (arXiv 2110.00641). Terms
-        whose coefficient is 0, or whose array is missing, are left out.
+        pi_start is the policy at the start of the step, which is pi in its first update. With a pi_proximal
+        this is the decoupled objective of Hilton et al. 2021 (arXiv 2110.00641). Terms whose coefficient is
+        0, or whose array is missing, are left out.
         """
-        config, proximal = self.config, tokens.proximal_logprobs
-        ratio = self.ratio(tokens, logprobs, tokens.behaviour_logprobs if proximal is None else proximal)
+        config, proximal, behaviour = self.config, tokens.proximal_logprobs, tokens.behaviour_logprobs
+        ratio = self.ratio(tokens, logprobs, behaviour if proximal is None else proximal)
         loss, clipped = self.policy_loss(ratio, logprobs, tokens.advantages)
-        started = logprobs if proximal is None else proximal
-        log_ratio = (started - tokens.behaviour_logprobs).detach()
         if proximal is not None and config.importance_cap > 0:
             loss = loss * truncated_weight(
-                log_ratio, config.importance_level, config.importance_cap, tokens.over_samples
+                proximal - behaviour, config.importance_level, config.importance_cap, tokens.over_samples
             )
+        started = (logprobs if tokens.start_logprobs is None else tokens.start_logprobs).detach()
+        if tokens.second_moment_limit is not None:
+            loss = loss * within_moment(started - behaviour, tokens.second_moment_limit)
         if config.rejection_level:
             loss = loss * kept_tokens(
-                log_ratio,
+                started - behaviour,
                 config.rejection_level,
                 config.rejection_low,
                 config.rejection_high,
                 tokens.over_samples,
             )
-        if config.entropy_coef and entropy is not None:
-            loss = loss - config.entropy_coef * entropy
+        if entropy is not None:
+            bonus = config.entropy_coef if tokens.entropy_coef is None else tokens.entropy_coef
+            loss = loss - bonus * entropy
         if config.kl_coef and tokens.reference_logprobs is not None:
             loss = loss + config.kl_coef * KL[config.kl_estimator](logprobs, tokens.reference_logprobs)
         return TokenLoss(loss=loss, ratio=ratio, clipped=clipped)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # the registry, which every reader of settings imports, must 
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """What one optimizer step measured, reduced over all ranks; equal on every rank.
+    """What an optimizer update, or all of a step, measured, reduced over all ranks; equal on every rank.
 
     Names and meanings are those of `StepReport`. None is what was not measured.
     """
@@ -74,6 +74,16 @@ class StepStats:
     """Times that the step was made again because its gradient overflowed; None without a factor."""
     warnings: tuple[str, ...] = ()
     """What may be wrong with the step, a sentence each."""
+    updates: int | None = None
+    """Optimizer updates that changed weights; None if nobody counted."""
+    updates_skipped: int | None = None
+    """Those that were skipped."""
+    lr_scale: float | None = None
+    """What `algorithm.ess_scaling` multiplied the learning rate by; None where it is off."""
+    entropy_coef: float | None = None
+    """Bonus for entropy that the step was made with; None without `algorithm.entropy_target`."""
+    sums: tuple[float, ...] = field(default=(), repr=False, compare=False)
+    """What `StepMeasures` made the numbers of an update from; not reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +130,10 @@ class Backend(ABC):
 
     @abstractmethod
     def train_step(self, batch: Batch) -> StepStats:
-        """Make one optimizer step; `batch` is the part of the step that this rank's replica works on."""
+        """Make one optimizer update; `batch` is the part of it that this rank's replica works on.
+
+        `batch.totals` are those of the update. There may be several in a step.
+        """
 
     @abstractmethod
     def logprobs(self, batch: Batch) -> torch.Tensor:

@@ -4,13 +4,17 @@ A command is one small message, broadcast as bytes: no pickle between ranks eith
 calls the same `Backend` method in the same order.
 """
 
+from collections.abc import Sequence
+
 import msgspec
 import torch
 import torch.distributed as dist
 
+from trainer.batch import StepTotals
+
 
 class TrainCommand(msgspec.Struct, frozen=True):
-    """Make one optimizer step on these groups. Rank 0 alone reads it; the others get a `StepCommand`."""
+    """Make a step on these groups. Rank 0 alone reads it; the others get a `StepCommand`."""
 
     step: int
     """Version that the step starts from."""
@@ -28,6 +32,12 @@ class TrainCommand(msgspec.Struct, frozen=True):
     """Whether to compute log-probabilities under the reference model before the step."""
     mismatch_share: float = 1.0
     """Share of the groups whose mismatch of trainer and engine is measured, 0 to 1."""
+    epochs: int = 1
+    """Times that each sample is trained."""
+    mini_batches: int = 1
+    """Parts that the batch is divided into, each of which is an update."""
+    seed: int = 0
+    """Decides the division, with the number of the step."""
 
 
 class StepCommand(msgspec.Struct, frozen=True, tag="step"):
@@ -35,6 +45,14 @@ class StepCommand(msgspec.Struct, frozen=True, tag="step"):
 
     reference_logprobs: bool
     """Whether to compute log-probabilities under the reference model before it."""
+    updates: tuple[int, ...] = (0,)
+    """The mini-batch of each update, in order."""
+    mini_batches: tuple[StepTotals, ...] = ()
+    """Totals of each mini-batch; empty: the step is one update on all of its batch."""
+    start_logprobs: bool = False
+    """Whether updates need the log-probabilities under the policy at the start of the step from a pass."""
+    second_moment_threshold: float = 0.0
+    """As the setting of that name, which needs `start_logprobs`; 0: off."""
 
 
 class ExportCommand(msgspec.Struct, frozen=True, tag="export"):
@@ -154,6 +172,28 @@ def gather_bytes(data: bytes) -> list[bytes]:
             dist.recv(part, rank)
         found.append(part.cpu().numpy().tobytes())
     return found
+
+
+def of_all_replicas(values: torch.Tensor, replicas: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Return the values of all replicas, one after the other, on every rank. A collective.
+
+    Args:
+        values: float32 [k] on the CPU, alike on all ranks of a replica; k differs between replicas.
+        replicas: ranks of each replica.
+    """
+    if not is_distributed():
+        return values
+    own = next(number for number, ranks in enumerate(replicas) if dist.get_rank() in ranks)
+    speaks = dist.get_rank() == replicas[own][0]
+    counts = torch.zeros(len(replicas), dtype=torch.int64, device=control_device())
+    counts[own] = len(values) if speaks else 0
+    dist.all_reduce(counts)
+    ends = counts.cumsum(0).tolist()
+    whole = torch.zeros(ends[-1], dtype=torch.float32, device=control_device())
+    if speaks:
+        whole[ends[own] - len(values) : ends[own]] = values.to(whole.device)
+    dist.all_reduce(whole)
+    return whole.cpu()
 
 
 def agreed(value: bool) -> bool:

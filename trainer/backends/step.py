@@ -1,7 +1,6 @@
 """Makes a step on all ranks, from rank 0."""
 
 import dataclasses
-from collections.abc import Sequence
 
 from protocol.codec import decode_payload
 from protocol.errors import ProtocolError
@@ -10,8 +9,8 @@ from trainer.algorithms.base import Algorithm
 from trainer.backends.base import StepStats
 from trainer.backends.rank_commands import StepCommand, TrainCommand, broadcast_command
 from trainer.backends.scatter_batch import send_part
-from trainer.data.packing import balance
 from trainer.data.step_plan import StepPlan, plan_step
+from trainer.roles.merged_updates import merged_updates
 from trainer.roles.models import RankModels
 from trainer.roles.step import run_step
 
@@ -26,15 +25,14 @@ def run_step_on_all_ranks(
     """
     plan, backend = plan_command(command, algorithm), models.policy
     costs = backend.costs(plan.lengths)
-    pieces = balance(costs.tolist(), len(backend.replicas))
-    follow = StepCommand(command.reference_logprobs)
+    pieces, imbalance = plan.mini_batches.divide(costs, len(backend.replicas))
+    follow = _step_command(command, plan, algorithm)
     broadcast_command(follow)
     for ranks, piece in zip(backend.replicas[1:], pieces[1:], strict=True):
         send_part(plan.part(piece), ranks)
     own = plan.part(pieces[0])
     send_part(own, [rank for rank in backend.replicas[0] if rank != 0])
-    stats = run_step(models, own, follow)
-    imbalance = _imbalance([float(costs[piece].sum()) for piece in pieces])
+    stats = merged_updates(algorithm.config, run_step(models, own, follow), follow)
     return plan, dataclasses.replace(stats, imbalance=imbalance)
 
 
@@ -53,6 +51,22 @@ def plan_command(command: TrainCommand, algorithm: Algorithm) -> StepPlan:
         mask_late=command.mask_late,
         decoupled=command.recompute_logprobs,
         mismatch_share=command.mismatch_share,
+        mini_batches=command.mini_batches,
+        seed=command.seed,
+    )
+
+
+def _step_command(command: TrainCommand, plan: StepPlan, algorithm: Algorithm) -> StepCommand:
+    config, updates = algorithm.config, plan.mini_batches.order(command.epochs)
+    several = len(updates) > 1
+    proximal = plan.decoupled and config.proximal_policy == "start"
+    later = several and (proximal or bool(config.rejection_level))
+    return StepCommand(
+        command.reference_logprobs,
+        updates=updates,
+        mini_batches=plan.mini_batches.totals if several else (),
+        start_logprobs=later or config.second_moment_threshold > 0,
+        second_moment_threshold=config.second_moment_threshold,
     )
 
 
@@ -61,8 +75,3 @@ def _scored(record: bytes) -> ScoredRollout:
     if not isinstance(message, ScoredRollout):
         raise ProtocolError(f"spool record is a {type(message).__name__}, not a ScoredRollout")
     return message
-
-
-def _imbalance(costs: Sequence[float]) -> float:
-    """Return by which share the dearest replica is over the mean."""
-    return max(costs) * len(costs) / sum(costs) - 1

@@ -6,6 +6,7 @@ joined by sums and maxima alone, so no split of the batch changes a result. Ever
 Shapes: k trained tokens of a micro-batch, K lags.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from trainer.algorithms.base import TokenLoss
 from trainer.backends.base import StepStats
 from trainer.batch import Batch, TrainedTokens
 from trainer.config import AlgorithmConfig
-from trainer.functional.corrections import kept_tokens, level_ratio
+from trainer.functional.corrections import kept_tokens, level_ratio, within_moment
 from trainer.functional.losses import MAX_LOG_RATIO, clipped_surrogate, k3_kl, probability_ratio
 
 TOTALS = (
@@ -31,8 +32,12 @@ TOTALS = (
     "behaviour_clipped",
     "behaviour_kl",
     "reference_kl",
+    "samples",
+    "sample_importance",
+    "sample_importance_squared",
 )
-"""Sums over trained tokens, in the vector's order; the loss is weighted."""
+"""Sums over trained tokens, in the vector's order; the loss is weighted, and the last three are over samples
+that have trained tokens."""
 BY_LAG = ("tokens", "error", "mult_error", "importance", "importance_squared")
 """Sums over the measured tokens of each lag; they follow the totals, K values of each."""
 MAXIMA = ("importance", "fresh_error")
@@ -41,11 +46,11 @@ MAXIMA = ("importance", "fresh_error")
 
 @dataclass(frozen=True, slots=True)
 class StepMeasures:
-    """How a batch is measured; equal on every rank."""
+    """How an update is measured; equal on every rank."""
 
     config: AlgorithmConfig
     tokens: int
-    """Trained tokens of the whole batch."""
+    """Trained tokens that it has on all ranks."""
     lags: int
     """K: the largest lag of a trained token, plus 1."""
     truncates: bool
@@ -54,18 +59,21 @@ class StepMeasures:
     """Whether the batch has log-probabilities of the reference model."""
     fresh: bool
     """Whether there are trained tokens of lag 0."""
+    rejects: bool = False
+    """Whether the loss leaves tokens without a policy gradient."""
 
     @classmethod
     def of_batch(cls, batch: Batch, config: AlgorithmConfig) -> "StepMeasures":
-        """Return how to measure the step that a batch, or a replica's part of it, belongs to."""
+        """Return how to measure the update that a batch, or a replica's part of it, belongs to."""
         totals = batch.totals
         return cls(
             config=config,
             tokens=totals.trained_tokens,
             lags=totals.lag_max + 1,
-            truncates=(batch.decoupled or batch.proximal_logprobs is not None) and config.importance_cap > 0,
+            truncates=batch.decoupled and config.importance_cap > 0,
             refers=batch.reference_logprobs is not None,
             fresh=totals.fresh,
+            rejects=bool(config.rejection_level) or batch.second_moment_limit is not None,
         )
 
     @torch.no_grad()
@@ -83,11 +91,12 @@ class StepMeasures:
             tokens: its k trained tokens, on the device.
             loss: their weighted sum.
             terms: [k].
-            logprobs: [k], under the weights at the start of the step.
+            logprobs: [k], under the present weights.
             entropy: [k].
         """
         behaviour, current = tokens.behaviour_logprobs.double(), logprobs.double()
-        importance, errors = probability_ratio(current, behaviour), (current - behaviour).abs()
+        start = current if tokens.start_logprobs is None else tokens.start_logprobs.double()
+        importance, errors = probability_ratio(start, behaviour), (start - behaviour).abs()
         by_token = {
             "entropy": entropy.double(),
             "clipped": terms.clipped.double(),
@@ -95,13 +104,15 @@ class StepMeasures:
             "importance": importance,
             "importance_squared": importance.square(),
             "behaviour_clipped": self._clipped(importance, tokens.advantages.double()),
-            "behaviour_kl": k3_kl(behaviour, current),
+            "behaviour_kl": k3_kl(behaviour, start),
         }
-        started = current if tokens.proximal_logprobs is None else tokens.proximal_logprobs.double()
         if self.truncates:
-            by_token["capped"] = self._capped(started - behaviour, tokens)
-        if self.config.rejection_level:
-            by_token["rejected"] = self._rejected(started - behaviour, tokens)
+            proximal = start if tokens.proximal_logprobs is None else tokens.proximal_logprobs.double()
+            by_token["capped"] = self._capped(proximal - behaviour, tokens)
+        if self.rejects:
+            by_token["rejected"] = self._rejected(start - behaviour, tokens)
+        if self.config.ess_scaling:
+            by_token |= _of_samples(current - behaviour, tokens)
         if tokens.reference_logprobs is not None:
             by_token["reference_kl"] = k3_kl(current, tokens.reference_logprobs.double())
         totals = {name: values.sum() for name, values in by_token.items()} | {"loss": loss.double()}
@@ -129,8 +140,22 @@ class StepMeasures:
         sums = len(TOTALS) + len(BY_LAG) * self.lags
         return vector[:sums], vector[sums:]
 
+    def lr_scale(self, vector: torch.Tensor) -> float:
+        """Return what the learning rate of the update is multiplied by.
+
+            rho = (sum_i w_i)^2 / (B sum_i w_i^2),  w_i = pi(o_i) / pi_behaviour(o_i) of each of B samples
+
+        and its root with `ess_scaling` = sqrt, which suits Adam. VCPO: Huang et al. 2026 (arXiv 2602.17616).
+        Samples without a trained token do not count; pi is the present policy.
+        """
+        if not self.config.ess_scaling:
+            return 1.0
+        total = dict(zip(TOTALS, vector.tolist(), strict=False))
+        share = _ess(total["samples"], total["sample_importance"], total["sample_importance_squared"])
+        return math.sqrt(share) if self.config.ess_scaling == "sqrt" else share
+
     def stats(self, vector: torch.Tensor, *, grad_norm: float, skipped: str) -> StepStats:
-        """Return what the vector of the whole step says."""
+        """Return what the vector of the whole update says."""
         if not self.tokens:
             return StepStats(trained_tokens=0, skipped=skipped)
         sums, maxima = (part.tolist() for part in self.split(vector))
@@ -152,13 +177,15 @@ class StepMeasures:
             importance_mean=total["importance"] / self.tokens,
             importance_max=importance_max,
             importance_capped=total["capped"] / self.tokens if self.truncates else None,
-            importance_rejected=total["rejected"] / self.tokens if self.config.rejection_level else None,
+            importance_rejected=total["rejected"] / self.tokens if self.rejects else None,
             importance_ess=_ess(self.tokens, total["importance"], total["importance_squared"]),
             behaviour_clip_fraction=total["behaviour_clipped"] / self.tokens,
             mismatch=mismatch,
             mismatch_mean=fresh.error_mean if fresh else None,
             mismatch_max=fresh.error_max if fresh else None,
             token_mult_prob_error=fresh.token_mult_prob_error if fresh else None,
+            lr_scale=self.lr_scale(vector) if self.config.ess_scaling else None,
+            sums=tuple(vector.tolist()),
         )
 
     def _clipped(self, ratio: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
@@ -169,14 +196,17 @@ class StepMeasures:
         return (ratio > self.config.importance_cap).double()
 
     def _rejected(self, log_ratio: torch.Tensor, tokens: TrainedTokens) -> torch.Tensor:
-        config = self.config
-        kept = kept_tokens(
-            log_ratio,
-            config.rejection_level,
-            config.rejection_low,
-            config.rejection_high,
-            tokens.over_samples,
-        )
+        config, kept = self.config, torch.ones_like(log_ratio)
+        if config.rejection_level:
+            kept = kept_tokens(
+                log_ratio,
+                config.rejection_level,
+                config.rejection_low,
+                config.rejection_high,
+                tokens.over_samples,
+            )
+        if tokens.second_moment_limit is not None:
+            kept = kept * within_moment(log_ratio.to(tokens.behaviour_logprobs), tokens.second_moment_limit)
         return 1 - kept
 
     def _by_lag(
@@ -207,6 +237,17 @@ class StepMeasures:
             for lag, (tokens, error, mult_error, importance, squared) in enumerate(zip(*columns, strict=True))
             if tokens
         }
+
+
+def _of_samples(log_ratio: torch.Tensor, tokens: TrainedTokens) -> dict[str, torch.Tensor]:
+    """Return the sums over samples as values of their tokens, [k]: each has its share of its sample's."""
+    share = 1 / tokens.over_samples(torch.ones_like(log_ratio))
+    weight = level_ratio(log_ratio, "sequence", tokens.over_samples)
+    return {
+        "samples": share,
+        "sample_importance": share * weight,
+        "sample_importance_squared": share * weight.square(),
+    }
 
 
 def _ess(tokens: float, importance: float, squared: float) -> float:

@@ -51,6 +51,10 @@ class StepTally:
     def __init__(self, step: int) -> None:
         self.sampled_tokens: list[int] = []
         """[N]: of each sample that was added."""
+        self.trained_tokens: list[int] = []
+        """[N]: likewise, under the loss mask."""
+        self.fresh: list[bool] = []
+        """[N]: whether there are trained tokens of lag 0."""
         self.step = step
         self._counts: TrainedCounts = {}
         self._newest: dict[int, int] = {}
@@ -76,6 +80,8 @@ class StepTally:
         found, numbers = np.unique(versions[arrays["loss_mask"]], return_counts=True)
         for version, number in zip(found.tolist(), numbers.tolist(), strict=True):
             counts[version] = counts.get(version, 0) + number
+        self.trained_tokens.append(int(numbers.sum()))
+        self.fresh.append(self.step in found)
         self._newest[sample.group] = max(self._newest[sample.group], int(versions.max()))
         self.sampled_tokens.append(int(np.count_nonzero(sample.sampled)))
         self._tokens += len(sample)

@@ -8,6 +8,7 @@ through is compared with the bound again.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from trainer.algorithms.base import Algorithm
 from trainer.batch import Batch, StepTotals
 from trainer.data.batch_digest import BatchDigest
 from trainer.data.batch_stats import BatchStats, StepTally, TrainedCounts
+from trainer.data.mini_batches import MiniBatches
 from trainer.data.samples import BatchSample, samples_of
 
 DTYPES = {
@@ -54,7 +56,7 @@ class StepPlan:
     advantages: torch.Tensor
     """float32 [N]."""
     weights: torch.Tensor
-    """float32 [N]."""
+    """float32 [N]: in the loss of the sample's mini-batch."""
     measured: torch.Tensor
     """bool [N]."""
     trained_counts: TrainedCounts
@@ -62,6 +64,7 @@ class StepPlan:
     stats: BatchStats
     digest: str
     """As `BatchDigest` makes it, of the whole step."""
+    mini_batches: MiniBatches
     experts_shape: tuple[int, int] | None = None
     """(L, K): layers and experts of each, if any sample has recorded experts."""
 
@@ -87,6 +90,7 @@ class StepPlan:
             made["advantages"] = np.where(made["loss_mask"], advantages[index], np.float32(0))
             for name, values in made.items():
                 arrays[name][first:end] = values
+        by_token: dict[str, Any] = {name: torch.from_numpy(values) for name, values in arrays.items()}
         return Batch(
             step=self.step,
             totals=self.totals,
@@ -95,9 +99,10 @@ class StepPlan:
             rewards=self.rewards[rows],
             weights=self.weights[rows],
             measured=self.measured[rows],
+            mini_batch=self.mini_batches.of_sample[rows],
             temperature=self.temperature,
             decoupled=self.decoupled,
-            **{name: torch.from_numpy(values) for name, values in arrays.items()},
+            **by_token,
         )
 
 
@@ -110,6 +115,8 @@ def plan_step(
     mask_late: bool = True,
     decoupled: bool = False,
     mismatch_share: float = 1.0,
+    mini_batches: int = 1,
+    seed: int = 0,
 ) -> StepPlan:
     """Check the groups of a step and plan its batch.
 
@@ -121,6 +128,7 @@ def plan_step(
         mask_late: whether sampled tokens over the bound are masked; otherwise they are an error.
         decoupled: whether the objective is decoupled.
         mismatch_share: share of the groups whose mismatch of trainer and engine is measured, 0 to 1.
+        mini_batches: how many there are; `seed` and the step decide which samples each has.
 
     Raises:
         ProtocolError: arrays contradict each other, hold numbers that are not finite, or tokens of a later
@@ -131,7 +139,8 @@ def plan_step(
     checked = "loss_mask" if mask_late else "sampled_mask"
     if not (samples := list(_counted(groups, tally, digest, checked))):
         raise ProtocolError(f"step {step}: the batch has no samples")
-    by_sample, counts = _scores(samples, tally, algorithm), tally.trained_counts()
+    divided = MiniBatches.of(tally, mini_batches, seed)
+    by_sample, counts = _scores(samples, tally, algorithm, divided), tally.trained_counts()
     measured = torch.tensor([is_measured(group, mismatch_share) for group in counts])
     return StepPlan(
         step=step,
@@ -143,6 +152,7 @@ def plan_step(
         trained_counts=counts,
         stats=tally.stats(by_sample["rewards"]),
         digest=digest.finish({"step": step, "temperature": temperature}, by_sample),
+        mini_batches=divided,
         experts_shape=_experts_shape(samples),
         **by_sample,
     )
@@ -163,7 +173,7 @@ def _counted(
 
 
 def _scores(
-    samples: Sequence[BatchSample], tally: StepTally, algorithm: Algorithm
+    samples: Sequence[BatchSample], tally: StepTally, algorithm: Algorithm, divided: MiniBatches
 ) -> dict[str, torch.Tensor]:
     """Return the arrays [N] of a plan by their names, but for the choice of what is measured."""
     rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float32)
@@ -173,7 +183,7 @@ def _scores(
         "group_index": group_index,
         "rewards": rewards,
         "advantages": algorithm.advantages(rewards, group_index),
-        "weights": algorithm.sample_weights(torch.tensor(tally.sampled_tokens)),
+        "weights": divided.weights(algorithm, torch.tensor(tally.sampled_tokens)),
     }
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from trainer.functional.losses import MAX_LOG_RATIO
-from trainer.functional.shapes import FloatK
+from trainer.functional.shapes import FloatK, IntK
 
 OverSamples = Callable[[torch.Tensor], torch.Tensor]
 """[k] -> for each token the sum over the trained tokens of its sample, [k]."""
@@ -38,6 +38,49 @@ def truncated_weight(log_ratio: FloatK, level: str, cap: float, over_samples: Ov
     level of the sequence it is unbiased up to the cap, and of higher variance.
     """
     return level_ratio(log_ratio, level, over_samples).clamp_max(cap)
+
+
+def interpolated_logprobs(logprobs: FloatK, behaviour_logprobs: FloatK, lags: IntK) -> FloatK:
+    """Return log pi_proximal = log pi_behaviour + a (log pi - log pi_behaviour), [k].
+
+        a = (v_proximal - v_behaviour) / (v - v_behaviour) = lag / (lag + 1)
+
+    The policy at the start of the step, v_proximal, is taken to lie on the line between the one that sampled
+    the token and the one that the step makes, v = v_proximal + 1, so that no pass has to compute it. A token
+    of lag 0 was sampled by it. A-3PO: Li et al. 2025 (arXiv 2512.06547), log-linear interpolation.
+
+    Args:
+        logprobs: under the present policy.
+        behaviour_logprobs: under the one that sampled each token.
+        lags: versions from there to the step.
+    """
+    share = lags / (lags + 1)
+    return behaviour_logprobs + share * (logprobs.detach() - behaviour_logprobs)
+
+
+def second_moment_limit(log_ratio: FloatK, threshold: float) -> float:
+    """Return the largest log_ratio^2 that is trained; below 0 if none is.
+
+        the largest m with mean(log_ratio^2 over tokens with log_ratio^2 <= m) <= threshold
+
+    Second-moment trust region: M2PO, Zheng et al. 2025 (arXiv 2510.01161): the tokens with the largest second
+    moments are left out until the mean of the others is within the threshold. Equal ones go together.
+
+    Args:
+        log_ratio: log(pi / pi_behaviour) of all tokens that the mean is over.
+        threshold: positive.
+    """
+    moments = log_ratio.double().square().sort().values
+    means = moments.cumsum(0) / torch.arange(1, len(moments) + 1, device=moments.device)
+    ends = torch.ones_like(moments, dtype=torch.bool)
+    ends[:-1] = moments[1:] > moments[:-1]  # the last one of equal moments
+    within = moments[ends & (means <= threshold)]
+    return float(within[-1]) if len(within) else -1.0
+
+
+def within_moment(log_ratio: FloatK, limit: float) -> FloatK:
+    """Return 1 where log_ratio^2 is at most the limit, else 0, [k]; see `second_moment_limit`."""
+    return (log_ratio.double().square() <= limit).to(log_ratio.dtype)
 
 
 def kept_tokens(log_ratio: FloatK, level: str, low: float, high: float, over_samples: OverSamples) -> FloatK:

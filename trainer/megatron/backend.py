@@ -130,7 +130,7 @@ class MegatronBackend(Backend):
             warnings.extend(told)
             used = scale.value if scale is not None else None
             norm, skipped = (
-                self._optimizer.step()
+                self._optimizer.step(measures.lr_scale(vector))
                 if measures.tokens
                 else (0.0, "no token of the batch is within the bound")
             )

@@ -208,8 +208,11 @@ class Optimizer:
         """Return the learning rate of the next step."""
         return learning_rate(self.config, self.steps)
 
-    def step(self) -> tuple[float, str]:
+    def step(self, lr_scale: float = 1.0) -> tuple[float, str]:
         """Make one step on the gradients of the last backward pass.
+
+        Args:
+            lr_scale: factor of the learning rate.
 
         Returns:
             The gradient norm before clipping, and why the step was skipped ("" if it was not).
@@ -217,7 +220,7 @@ class Optimizer:
         optimizer = self.megatron
         self._unscale()
         for group in optimizer.param_groups:
-            group["lr"] = self.learning_rate()
+            group["lr"] = self.learning_rate() * lr_scale
         overflow = optimizer.prepare_grads()
         norm = float(optimizer.get_grad_norm())
         if overflow or not math.isfinite(norm):

@@ -6,6 +6,7 @@ import inspect
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from trainer.data.packing import pack_padded
 from trainer.functional.learning_rate import learning_rate
 from trainer.functional.logprobs import token_logprobs
 from trainer.lora import merged
+from trainer.optimizers.registry import make_optimizer, steps_made
 from trainer.reference.attaching import check_model_buffers
 from trainer.reference.lora import attach
 from trainer.reference.state import copy_state, load_state
@@ -39,7 +41,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class ReferenceBackend(Backend):
-    """AdamW on fp32 masters, on one rank.
+    """AdamW or another optimizer on fp32 masters, on one rank.
 
     Deterministic on the CPU: the same batches from the same checkpoint give the same bits. Dropout stays off,
     so that E = 0 is on-policy. Weight decay leaves out vectors (norms and biases), as in Megatron-core.
@@ -87,7 +89,7 @@ class ReferenceBackend(Backend):
             parameter
         ) in self._model.parameters():  # not buffers: an engine's rotary frequencies are fp32, too
             parameter.data = parameter.data.to(DTYPES[trainer.dtype])
-        self._optimizer = _adamw(self._masters, optimizer)
+        self._optimizer = make_optimizer(self._masters, optimizer, self._embeddings())
         self._reference: torch.nn.Module | None = None
         self._host, self._copies = HostOffload(), HostCopies()
 
@@ -99,10 +101,13 @@ class ReferenceBackend(Backend):
     def train_step(self, batch: Batch) -> StepStats:
         measures, passes = StepMeasures.of_batch(batch, self._algorithm.config), self._passes(batch)
         vectors = [self._accumulate(batch.select(samples).to(self._device), measures) for samples in passes]
+        vector = measures.join(vectors, self._device)
         grad_norm, skipped = (
-            self._step() if measures.tokens else (0.0, "no token of the batch is within the bound")
+            self._step(measures.lr_scale(vector))
+            if measures.tokens
+            else (0.0, "no token of the batch is within the bound")
         )
-        stats = measures.stats(measures.join(vectors, self._device), grad_norm=grad_norm, skipped=skipped)
+        stats = measures.stats(vector, grad_norm=grad_norm, skipped=skipped)
         computed = sum(len(samples) * int(batch.lengths[samples].max()) for samples in passes)
         return dataclasses.replace(
             stats, micro_batches=len(passes), padding_share=1 - len(batch.tokens) / computed
@@ -178,7 +183,8 @@ class ReferenceBackend(Backend):
             for value in state.values()
             if isinstance(value, torch.Tensor)
         ]
-        return self._host.offload(self._device, [*weights, *self._masters.values(), *moments])
+        every = [*weights, *self._masters.values(), *moments]
+        return self._host.offload(self._device, list({id(tensor): tensor for tensor in every}.values()))
 
     def onload(self) -> None:
         self._host.onload(self._device)
@@ -188,13 +194,22 @@ class ReferenceBackend(Backend):
         self._reference = None
         self._optimizer.zero_grad()
 
+    def _embeddings(self) -> list[torch.Tensor]:
+        """Return the masters of the embedding and of the output layer, as far as they are trained."""
+        model: Any = self._model
+        layers = (model.get_input_embeddings(), model.get_output_embeddings())
+        found = [layer.weight for layer in layers if layer is not None]
+        return [self._masters[name] for name, p in self._trained.items() if any(p is one for one in found)]
+
     def _identity(self) -> dict[str, str]:
         lora = f"rank {self.lora.rank} alpha {self.lora.alpha:g}" if self.lora.rank else "none"
+        optimizer = {} if self._config.name == "adamw" else {"optimizer": self._config.name}
         return {
             "backend": "reference",
             "world_size": "1",
             "architecture": self.architecture,
             "lora": lora,
+            **optimizer,
         }
 
     def _passes(self, batch: Batch) -> list[torch.Tensor]:
@@ -219,17 +234,16 @@ class ReferenceBackend(Backend):
 
     def _learning_rate(self) -> float:
         """Return the learning rate of the next step, by the steps that were not skipped."""
-        made = max((int(state["step"]) for state in self._optimizer.state.values()), default=0)
-        return learning_rate(self._config, made)
+        return learning_rate(self._config, steps_made(self._optimizer))
 
-    def _step(self) -> tuple[float, str]:
+    def _step(self, lr_scale: float) -> tuple[float, str]:
         """Clip and apply the gradient; returns its norm, and why it was not applied."""
         limit = self._config.clip_grad if self._config.clip_grad > 0 else float("inf")
         norm = float(torch.nn.utils.clip_grad_norm_(self._masters.values(), limit))
         finite = torch.isfinite(torch.tensor(norm)).item()
         if finite:
             for group in self._optimizer.param_groups:
-                group["lr"] = self._learning_rate()
+                group["lr"] = self._learning_rate() * lr_scale
             self._optimizer.step()
             self._publish_masters()
         self._optimizer.zero_grad()
@@ -309,18 +323,3 @@ def _load(model_dir: Path) -> torch.nn.Module:
         if isinstance(module, torch.nn.Embedding):
             module.padding_idx = None  # torch would not train that row, and other backends do
     return model.eval()
-
-
-def _adamw(masters: dict[str, torch.nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
-    matrices = [p for p in masters.values() if p.ndim > 1]
-    vectors = [p for p in masters.values() if p.ndim <= 1]
-    groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.lr,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_eps,
-    )

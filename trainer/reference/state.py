@@ -7,6 +7,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from protocol.errors import SettingsError
+from trainer.optimizers.registry import STATE_KEYS
 from trainer.storage.host_state import HostCopies, HostState
 
 PART = "rank_00000.safetensors"
@@ -29,7 +30,8 @@ def copy_state(
     tensors = {MASTER + name: parameter.detach() for name, parameter in masters.items()}
     for name, parameter in masters.items():
         for key, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"{OPTIMIZER}{key}.{name}"] = value
+            # bitsandbytes counts steps in an int
+            tensors[f"{OPTIMIZER}{key}.{name}"] = torch.as_tensor(value)
     tensors[RNG + "cpu"] = torch.get_rng_state()
     if device.type == "cuda":
         tensors[RNG + "cuda"] = torch.cuda.get_rng_state(device)
@@ -67,13 +69,20 @@ def load_state(
     with torch.no_grad():
         for name, parameter in masters.items():
             parameter.copy_(tensors[MASTER + name])
-            for key in ("step", "exp_avg", "exp_avg_sq"):
+            for key in STATE_KEYS:
                 value = tensors.get(f"{OPTIMIZER}{key}.{name}")
                 if value is not None:
-                    optimizer.state[parameter][key] = value if key == "step" else value.to(device)
+                    optimizer.state[parameter][key] = _on(device, key, value)
     torch.set_rng_state(tensors[RNG + "cpu"])
     if device.type == "cuda" and RNG + "cuda" in tensors:
         torch.cuda.set_rng_state(tensors[RNG + "cuda"], device)
+
+
+def _on(device: torch.device, key: str, value: torch.Tensor) -> torch.Tensor | int:
+    """Return an entry of a parameter's state where its optimizer has it."""
+    if key == "step":
+        return value if value.is_floating_point() else int(value)
+    return value.to(device)
 
 
 def _check_shapes(

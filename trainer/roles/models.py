@@ -3,7 +3,11 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch.distributed as dist
+
 from trainer.backends.base import Backend
+from trainer.backends.rank_commands import is_distributed
+from trainer.roles.entropy import EntropyControl
 from trainer.storage.host_state import HostState
 
 
@@ -16,17 +20,24 @@ class RankModels:
 
     policy: Backend
     """The model that generates, and is published."""
+    entropy: EntropyControl | None = None
+    """The entropy bonus of a recipe that has a target for it; None: the bonus is that of the settings."""
 
     def copy_state(self) -> HostState:
         """Return this rank's part of a checkpoint, copied to host memory; valid until the next call."""
-        return self.policy.copy_state()
+        state = self.policy.copy_state()
+        if self.entropy is not None and not (is_distributed() and dist.get_rank()):
+            state = self.entropy.added_to(state)
+        return state
 
     def restore(self, directory: Path) -> None:
         """Load this rank's part of a checkpoint.
 
         Raises:
-            SettingsError: as `Backend.restore`.
+            SettingsError: as `Backend.restore`, and `EntropyControl.restore`.
         """
+        if self.entropy is not None:
+            self.entropy.restore(directory)
         self.policy.restore(directory)
 
     def keep_reference(self) -> None:

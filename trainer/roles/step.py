@@ -1,22 +1,57 @@
 """Makes the step of one batch with all models of this rank."""
 
 import dataclasses
+from collections.abc import Iterator
+from typing import Any
 
 from trainer.backends.base import StepStats
-from trainer.backends.rank_commands import StepCommand
+from trainer.backends.rank_commands import StepCommand, of_all_replicas
 from trainer.batch import Batch
+from trainer.functional.corrections import second_moment_limit
 from trainer.roles.models import RankModels
 
 
-def run_step(models: RankModels, part: Batch, command: StepCommand) -> StepStats:
-    """Add to the batch what models that do not change in it say of its tokens, then train on it.
+def run_step(models: RankModels, part: Batch, command: StepCommand) -> list[StepStats]:
+    """Add to the batch what models that do not change in it say of its tokens, then make its updates.
 
-    Called on every rank, with the part of its replica.
+    Called on every rank, with the part of its replica. However many updates it makes, the step is one
+    version.
+
+    Returns:
+        What each update measured, in order.
     """
-    return models.policy.train_step(_with_roles(models, part, command))
+    part = _with_roles(models, part, command)
+    made = [_update(models, batch) for batch in _batches(part, command)]
+    if models.entropy is not None:
+        models.entropy.note(made)
+    return made
+
+
+def _update(models: RankModels, batch: Batch) -> StepStats:
+    """Make an update of every model that is trained, on this replica's part of a mini-batch."""
+    stats = models.policy.train_step(batch)
+    return dataclasses.replace(stats, entropy_coef=batch.entropy_coef)
+
+
+def _batches(part: Batch, command: StepCommand) -> Iterator[Batch]:
+    """Yield what each update trains, one at a time."""
+    if not command.mini_batches:
+        yield part
+        return
+    for number in command.updates:
+        yield part.of_mini_batch(number, command.mini_batches[number])
 
 
 def _with_roles(models: RankModels, part: Batch, command: StepCommand) -> Batch:
+    found: dict[str, Any] = {}
+    if command.start_logprobs:
+        found["start_logprobs"] = start = models.policy.logprobs(part)
+        if command.second_moment_threshold:
+            moved = (start - part.behaviour_logprobs)[part.loss_mask]
+            everywhere = of_all_replicas(moved, models.policy.replicas)
+            found["second_moment_limit"] = second_moment_limit(everywhere, command.second_moment_threshold)
     if command.reference_logprobs:
-        part = dataclasses.replace(part, reference_logprobs=models.policy.reference_logprobs(part))
-    return part
+        found["reference_logprobs"] = models.policy.reference_logprobs(part)
+    if models.entropy is not None:
+        found["entropy_coef"] = models.entropy.bonus.in_force
+    return dataclasses.replace(part, **found)

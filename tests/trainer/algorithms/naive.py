@@ -11,7 +11,7 @@ import torch
 from trainer.batch import Batch
 from trainer.config import AlgorithmConfig
 
-TOKEN_MEAN = ("dapo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+TOKEN_MEAN = ("dapo", "cispo", "m2po", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
 
 def mean(values: list[float]) -> float:
@@ -62,6 +62,8 @@ def policy_losses(
     if config.name == "cispo":
         weights = [min(max(ratio.item(), low), high) for ratio in ratios]
         return [-weight * advantage * new for weight, new in zip(weights, logprobs, strict=True)]
+    if config.name == "m2po":
+        return [-ratio * advantage for ratio in ratios]
     return [-torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage) for ratio in ratios]
 
 
@@ -78,12 +80,49 @@ KL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def step_loss(
-    config: AlgorithmConfig, batch: Batch, logprobs: torch.Tensor, entropy: torch.Tensor
+def trusted(batch: Batch, threshold: float) -> set[int]:
+    """Return the tokens that are left as the one with the largest second moment goes, until the mean fits."""
+    assert batch.start_logprobs is not None
+    rest = {
+        token: (batch.start_logprobs[token].item() - batch.behaviour_logprobs[token].item()) ** 2
+        for token in batch.loss_mask.nonzero()[:, 0].tolist()
+    }
+    while rest and mean(list(rest.values())) > threshold:
+        del rest[max(rest, key=lambda token: rest[token])]
+    return set(rest)
+
+
+def proximal(
+    config: AlgorithmConfig, batch: Batch, token: int, new: torch.Tensor, started: torch.Tensor
 ) -> torch.Tensor:
-    """Return the loss of the whole batch; `logprobs` and `entropy` are [t], float64."""
+    """Return log pi_proximal of a token."""
+    engine = batch.behaviour_logprobs[token].double()
+    if config.proximal_policy == "start":
+        return started
+    before, now = batch.versions[token].item(), batch.step + 1
+    return engine + (batch.step - before) / (now - before) * (new.detach() - engine)
+
+
+def step_loss(
+    config: AlgorithmConfig,
+    batch: Batch,
+    logprobs: torch.Tensor,
+    entropy: torch.Tensor,
+    scores: list[float] | None = None,
+    trust: set[int] | None = None,
+) -> torch.Tensor:
+    """Return the loss of an update.
+
+    Args:
+        config: the recipe.
+        batch: all samples of the update.
+        logprobs: [t], float64; so is `entropy`.
+        entropy: of the distribution that each token was drawn from.
+        scores: advantages of the samples; None: the batch is whole groups, from whose rewards they follow.
+        trust: tokens that M2PO keeps; None: all.
+    """
     sampled = [int(mask.sum()) for mask in batch.sampled_mask.split(batch.lengths.tolist())]
-    scores = advantages(config, batch.rewards.tolist(), batch.group_index.tolist())
+    scores = scores or advantages(config, batch.rewards.tolist(), batch.group_index.tolist())
     total = logprobs.new_zeros(())
     for sample in range(len(sampled)):
         span = range(int(batch.offsets[sample]), int(batch.offsets[sample + 1]))
@@ -92,12 +131,20 @@ def step_loss(
             continue
         new = [logprobs[token] for token in tokens]
         engine = [batch.behaviour_logprobs[token].double() for token in tokens]
-        old = [value.detach() for value in new] if batch.decoupled else engine
+        started = [value.detach() for value in new]
+        if batch.start_logprobs is not None:
+            started = [batch.start_logprobs[token].double() for token in tokens]
+        old = engine
+        if batch.decoupled:
+            rows = zip(tokens, new, started, strict=True)
+            old = [proximal(config, batch, token, now, start) for token, now, start in rows]
         losses = policy_losses(config, new, old, scores[sample])
-        gaps = [math.exp(now.item() - then.item()) for now, then in zip(new, engine, strict=True)]
+        weights = [math.exp(now.item() - then.item()) for now, then in zip(old, engine, strict=True)]
+        gaps = [math.exp(now.item() - then.item()) for now, then in zip(started, engine, strict=True)]
         for place, (token, loss) in enumerate(zip(tokens, losses, strict=True)):
             if batch.decoupled and config.importance_cap:
-                loss = loss * min(at_level(gaps, config.importance_level)[place], config.importance_cap)
+                loss = loss * min(at_level(weights, config.importance_level)[place], config.importance_cap)
+            loss = loss * (trust is None or token in trust)
             if config.rejection_level:
                 gap = at_level(gaps, config.rejection_level)[place]
                 loss = loss * (config.rejection_low <= gap <= config.rejection_high)

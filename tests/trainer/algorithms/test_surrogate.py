@@ -14,7 +14,8 @@ from trainer.algorithms.registry import ALGORITHMS
 from trainer.backends.step_measures import StepMeasures
 from trainer.backends.token_loss import micro_batch_loss
 from trainer.batch import Batch, trained_tokens
-from trainer.config import IMPORTANCE_LEVELS, KL_ESTIMATORS, REJECTION_LEVELS
+from trainer.config import IMPORTANCE_LEVELS, KL_ESTIMATORS, PROXIMAL_POLICIES, REJECTION_LEVELS
+from trainer.functional.corrections import second_moment_limit
 
 STEP, BOUND = 5, 2
 
@@ -46,13 +47,20 @@ def configs(draw: st.DrawFn) -> AlgorithmConfig:
         entropy_coef=draw(st.sampled_from([0.0, 0.05])),
         kl_coef=draw(st.sampled_from([0.0, 0.2])),
         kl_estimator=draw(st.sampled_from(KL_ESTIMATORS)),
+        proximal_policy=draw(st.sampled_from(PROXIMAL_POLICIES)),
+        second_moment_threshold=draw(st.sampled_from([0.0, 0.02, 0.2])),
         advantage_eps=0.01,
         length_normalizer=draw(st.sampled_from([0, 9])),
     )
 
 
-def shifted(batch: Batch, seed: int, *, decoupled: bool) -> tuple[Batch, torch.Tensor, torch.Tensor]:
-    """The batch with policies that differ a little, and log-probabilities and entropies of the newest."""
+def shifted(
+    batch: Batch, seed: int, *, decoupled: bool, later: bool
+) -> tuple[Batch, torch.Tensor, torch.Tensor]:
+    """The batch with policies that differ a little, and log-probabilities and entropies of the newest.
+
+    In a `later` update that is another one than at the start of the step.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def noise() -> torch.Tensor:
@@ -64,6 +72,7 @@ def shifted(batch: Batch, seed: int, *, decoupled: bool) -> tuple[Batch, torch.T
         behaviour_logprobs=engine.float(),
         reference_logprobs=(engine + noise()).float(),
         decoupled=decoupled,
+        start_logprobs=(engine + noise()).float() if later else None,
     )
     return batch, (engine + noise()).requires_grad_(), noise().abs().requires_grad_()
 
@@ -91,15 +100,26 @@ def ours(
     st.lists(st.lists(samples(), min_size=1, max_size=3), min_size=1, max_size=3),
     st.integers(0, 2**32),
     st.booleans(),
+    st.booleans(),
     st.integers(1, 3),
 )
 def test_loss_and_gradient_are_those_of_the_paper(
-    config: AlgorithmConfig, made: list[list[SampleSpec]], seed: int, decoupled: bool, pieces: int
+    config: AlgorithmConfig,
+    made: list[list[SampleSpec]],
+    seed: int,
+    decoupled: bool,
+    later: bool,
+    pieces: int,
 ) -> None:
     groups = [(scored(GroupSpec(group=g, samples=rows)), BOUND) for g, rows in enumerate(made)]
     plain = batch_of(groups, step=STEP, algorithm=make_algorithm(config))
-    batch, logprobs, entropy = shifted(plain, seed, decoupled=decoupled)
-    expected = naive.step_loss(config, batch, logprobs, entropy)
+    batch, logprobs, entropy = shifted(plain, seed, decoupled=decoupled, later=later)
+    trust = None
+    if batch.start_logprobs is not None and config.second_moment_threshold:
+        trust = naive.trusted(batch, config.second_moment_threshold)
+        moved = (batch.start_logprobs - batch.behaviour_logprobs)[batch.loss_mask]
+        batch = replace(batch, second_moment_limit=second_moment_limit(moved, config.second_moment_threshold))
+    expected = naive.step_loss(config, batch, logprobs, entropy, trust=trust)
     found = ours(config, batch, logprobs, entropy, pieces)
     assert found.item() == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
     if not expected.requires_grad:

@@ -27,7 +27,7 @@ def test_one_rank_steps_on_everything(tmp_path: Path) -> None:
     assert torch.equal(found["tokens"], whole(plan).tokens)
     assert found["decoupled"]
     assert found["reference_logprobs"] is not None
-    assert found["proximal_logprobs"] is None
+    assert found["start_logprobs"] is None
 
 
 def train(records: Sequence[bytes], bound: int = 0) -> TrainCommand:

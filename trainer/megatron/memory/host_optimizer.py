@@ -106,10 +106,10 @@ class HostOptimizer(Optimizer):
             yield MasterPart(part.parameter, part.start, part.stop, part.master, self._adam)
 
     @torch.no_grad()
-    def step(self) -> tuple[float, str]:
+    def step(self, lr_scale: float = 1.0) -> tuple[float, str]:
         self._unscale()
         for group in self._adam.param_groups:
-            group["lr"] = self.learning_rate()
+            group["lr"] = self.learning_rate() * lr_scale
         norm = self._norm()
         if not math.isfinite(norm):
             return norm, f"overflow: gradient norm {norm}"

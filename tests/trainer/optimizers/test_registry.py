@@ -1,0 +1,131 @@
+"""Tests each optimizer of the reference backend against its library's own over Hugging Face's model."""
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from protocol.errors import SettingsError
+from tests.trainer.reference.test_backend import assert_same_bits, batch, exported, make
+from trainer.algorithms import AlgorithmConfig, make_algorithm
+from trainer.batch import Batch, trained_tokens
+from trainer.config import OptimizerConfig
+from trainer.optimizers.registry import make_optimizer
+
+LR, DECAY = 2e-3, 0.1
+STEPS = 3
+
+
+def settings(name: str) -> OptimizerConfig:
+    return OptimizerConfig(name=name, lr=LR, weight_decay=DECAY, clip_grad=0.0)
+
+
+def adam_groups(model: PreTrainedModel, chosen: Callable[[str], bool]) -> list[dict[str, object]]:
+    found = [(name, p) for name, p in model.named_parameters() if chosen(name)]
+    return [
+        {"params": [p for _, p in found if p.ndim > 1], "weight_decay": DECAY},
+        {"params": [p for _, p in found if p.ndim == 1], "weight_decay": 0.0},
+    ]
+
+
+def is_adamws(name: str) -> bool:
+    """What Muon leaves to AdamW, by the names of the model."""
+    return "embed_tokens" in name or "lm_head" in name or "norm" in name or name.endswith(".bias")
+
+
+def library(name: str, model: PreTrainedModel) -> list[torch.optim.Optimizer]:
+    adam = {"lr": LR, "betas": (0.9, 0.95)}
+    if name == "adamw":
+        return [torch.optim.AdamW(adam_groups(model, lambda _: True), **adam)]
+    if name == "adamw_8bit":
+        eight_bit = importlib.import_module("bitsandbytes.optim").AdamW8bit
+        return [eight_bit(adam_groups(model, lambda _: True), **adam)]
+    matrices = [p for n, p in model.named_parameters() if not is_adamws(n)]
+    return [
+        torch.optim.Muon(matrices, lr=LR, weight_decay=DECAY, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(adam_groups(model, is_adamws), **adam),
+    ]
+
+
+def plain_step(model: PreTrainedModel, made: Batch, optimizers: list[torch.optim.Optimizer]) -> None:
+    tokens, recipe = trained_tokens(made), make_algorithm(AlgorithmConfig())
+    found = []
+    for row in made.tokens.long().split(made.lengths.tolist()):
+        table = (model(input_ids=row[None]).logits[0, :-1] / made.temperature).log_softmax(-1)
+        found.append(torch.nn.functional.pad(table.gather(-1, row[1:, None])[:, 0], (1, 0)))
+    terms = recipe.token_loss(tokens, torch.cat(found)[tokens.place])
+    (terms.loss * tokens.weights).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "adamw_8bit"])
+def test_three_steps_equal_the_librarys_own(name: str, model_dir: Path) -> None:
+    backend = make(model_dir, optimizer=settings(name))
+    model = AutoModelForCausalLM.from_pretrained(model_dir).eval()
+    optimizers, before = library(name, model), exported(backend)
+    for step in range(STEPS):
+        assert backend.train_step(batch(step, seed=step)).skipped == ""
+        plain_step(model, batch(step, seed=step), optimizers)
+    wanted = dict(model.named_parameters())
+    for parameter, tensor in exported(backend).items():
+        # a bit of rounding may change an 8-bit number, and so an update by a few per cent
+        distance = (tensor - wanted[parameter]).norm() / (tensor - before[parameter]).norm()
+        assert distance < (0.01 if parameter.endswith(("proj.weight", "norm.weight")) else 0.1), parameter
+
+
+@pytest.mark.parametrize("name", ["muon", "adamw_8bit"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_restore_resumes_bit_for_bit(name: str, dtype: str, model_dir: Path, tmp_path: Path) -> None:
+    backend, fresh = (make(model_dir, optimizer=settings(name), dtype=dtype) for _ in range(2))
+    for step in range(2):
+        backend.train_step(batch(step, seed=step))
+    backend.save(tmp_path)
+    fresh.restore(tmp_path)
+    assert_same_bits(exported(fresh), exported(backend))
+    assert fresh.train_step(batch(2, seed=2)) == backend.train_step(batch(2, seed=2))
+    assert_same_bits(exported(fresh), exported(backend))
+
+
+@pytest.mark.parametrize("name", ["muon", "adamw_8bit"])
+def test_offloading_between_steps_changes_no_bit(name: str, model_dir: Path) -> None:
+    alone, by_turns = (make(model_dir, optimizer=settings(name)) for _ in range(2))
+    for step in range(2):
+        alone.train_step(batch(step, seed=step))
+        by_turns.train_step(batch(step, seed=step))
+        by_turns.offload()
+        by_turns.onload()
+    assert_same_bits(exported(alone), exported(by_turns))
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(model_dir: Path, tmp_path: Path) -> None:
+    backend = make(model_dir, optimizer=settings("muon"))
+    backend.train_step(batch())
+    backend.save(tmp_path)
+    with pytest.raises(SettingsError, match=r"optimizer muon.*this trainer is"):
+        make(model_dir).restore(tmp_path)
+
+
+def test_moments_of_large_matrices_have_8_bits(model_dir: Path) -> None:
+    backend = make(model_dir, optimizer=settings("adamw_8bit"))
+    backend.train_step(batch())
+    kinds = {
+        p.numel() >= 4096: backend._optimizer.state[p]["state1"].dtype for p in backend._masters.values()
+    }
+    assert kinds == {True: torch.uint8, False: torch.float32}
+
+
+def test_muon_refuses_what_is_no_matrix() -> None:
+    stack = torch.nn.Parameter(torch.zeros(2, 3, 4))
+    with pytest.raises(SettingsError, match=r"'muon' steps matrices, and experts has the shape \(2, 3, 4\)"):
+        make_optimizer({"experts": stack}, settings("muon"), [])
+
+
+def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "bitsandbytes.optim", None)
+    with pytest.raises(SettingsError, match=r"needs bitsandbytes.*install tether\[bitsandbytes\]"):
+        make_optimizer({"p": torch.nn.Parameter(torch.zeros(2))}, settings("adamw_8bit"), [])

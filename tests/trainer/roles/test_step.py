@@ -1,0 +1,94 @@
+"""Tests that steps of several updates equal a plain loop over Hugging Face, in every layout."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.trainer.measured import flat
+from tests.trainer.megatron.launch import launch
+from tests.trainer.roles.plain_updates import RECIPES, STEPS, PlainLoop, command
+from tests.trainer.roles.update_ranks import LAYOUTS, models
+from trainer.algorithms import make_algorithm
+from trainer.backends.leader import LeaderRank
+from trainer.functional.entropy_target import EntropyBonus
+
+SLOW = [layout for layout in LAYOUTS if layout != "data"]
+COMPARED = ("trained_tokens", "entropy", "grad_norm", "importance_ess", "ratio_mean", "updates", "loss")
+
+
+def assert_close(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, atol=2e-5, rtol=1e-4, msg=name)
+
+
+def plain(model_dir: Path, recipe: str) -> dict[str, torch.Tensor]:
+    loop = PlainLoop(model_dir, recipe)
+    for step in range(STEPS):
+        loop.step(command(recipe, step))
+    return loop.weights()
+
+
+@pytest.mark.parametrize("backend", ["reference", "megatron"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_updates_equal_a_plain_loop(model_dir: Path, recipe: str, backend: str) -> None:
+    leader = LeaderRank(models(model_dir, recipe, backend), make_algorithm(RECIPES[recipe]))
+    before = {name: tensor.clone() for name, tensor in leader.export()}
+    for step in range(STEPS):
+        stats = leader.train(command(recipe, step))[1]
+        assert (stats.updates, stats.updates_skipped, stats.skipped) == (6, 0, "")
+    found = {name: tensor.clone() for name, tensor in leader.export()}
+    leader.close()
+    assert_close(found, plain(model_dir, recipe))
+    assert any((found[name] - tensor).abs().max() > 1e-3 for name, tensor in before.items())
+
+
+@pytest.mark.parametrize("layout", ["data", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_every_layout_makes_the_same_updates(model_dir: Path, tmp_path: Path, layout: str) -> None:
+    arguments = (layout, str(model_dir), str(tmp_path))
+    launch(2, "tests.trainer.roles.update_ranks", *arguments, logs=tmp_path / "logs", deadline_s=400)
+    for recipe in RECIPES:
+        leader = LeaderRank(models(model_dir, recipe, "reference"), make_algorithm(RECIPES[recipe]))
+        wanted = [flat(leader.train(command(recipe, step))[1]) for step in range(STEPS)]
+        assert_close(load_file(tmp_path / f"{recipe}.safetensors"), dict(leader.export()))
+        found = json.loads((tmp_path / f"{recipe}.json").read_text())
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert {name: ours[name] for name in COMPARED} == pytest.approx(
+                {name: theirs[name] for name in COMPARED}, rel=1e-3, abs=1e-5
+            )
+            assert ours.keys() == theirs.keys()
+
+
+def test_a_step_continues_bit_for_bit_from_a_checkpoint(model_dir: Path, tmp_path: Path) -> None:
+    recipe = "decoupled"
+    first, second = (models(model_dir, recipe, "reference") for _ in range(2))
+    leader, resumed = (LeaderRank(rank, make_algorithm(RECIPES[recipe])) for rank in (first, second))
+    for step in range(2):
+        leader.train(command(recipe, step))
+    first.copy_state().write(tmp_path)
+    second.restore(tmp_path)
+    assert first.entropy is not None
+    assert second.entropy is not None
+    assert second.entropy.bonus == first.entropy.bonus != EntropyBonus.first(RECIPES[recipe])
+    one, other = (rank.train(command(recipe, 2))[1] for rank in (leader, resumed))
+    assert one == other
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(leader.export(), resumed.export(), strict=True))
+
+
+def test_a_mini_batch_without_trained_tokens_is_a_skipped_update(model_dir: Path) -> None:
+    leader = LeaderRank(models(model_dir, "m2po", "reference"), make_algorithm(RECIPES["m2po"]))
+    made = command("m2po", 0, epochs=1, mini_batches=12)
+    plan, stats = leader.train(msgspec.structs.replace(made, bounds=[0] * 4))
+    empty = sum(not totals.trained_tokens for totals in plan.mini_batches.totals)
+    assert 0 < empty < 12
+    assert (stats.updates, stats.updates_skipped, stats.skipped) == (12 - empty, empty, "")
+    assert stats.trained_tokens == plan.totals.trained_tokens
+    assert f"{empty} of 12 updates were skipped" in stats.warnings[0]
+    _, late = leader.train(msgspec.structs.replace(made, bounds=[0] * 4, step=20))
+    assert (late.updates, late.updates_skipped) == (0, 12)
+    assert "within the bound" in late.skipped

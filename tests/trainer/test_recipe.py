@@ -1,0 +1,50 @@
+"""Tests what the settings of a recipe require of each other."""
+
+import pytest
+
+from protocol.errors import SettingsError
+from protocol.weights.lora import LoraConfig
+from trainer.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
+from trainer.recipe import check_recipe
+
+REFERENCE = {"backend": "reference"}
+
+
+def check(
+    algorithm: dict[str, object] | None = None,
+    trainer: dict[str, object] | None = None,
+    optimizer: str = "adamw",
+    rank: int = 0,
+) -> None:
+    check_recipe(
+        AlgorithmConfig(**(algorithm or {})),  # type: ignore[arg-type]
+        TrainerConfig(**(trainer or {})),  # type: ignore[arg-type]
+        OptimizerConfig(name=optimizer),
+        LoraConfig(rank=rank),
+        samples=8,
+    )
+
+
+def test_what_fits_is_not_refused() -> None:
+    check()
+    check({"name": "m2po", "second_moment_threshold": 0.04}, {"num_mini_batches": 8, "epochs_per_batch": 3})
+    check({"proximal_policy": "interpolated"}, {"recompute_logprobs": True})
+    check({"entropy_target": 0.2, "entropy_coef": 0.001})
+    check(trainer=REFERENCE, optimizer="muon")
+    check(trainer=REFERENCE, optimizer="adamw_8bit", rank=4)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"trainer": {"num_mini_batches": 9}}, "num_mini_batches: 9 mini-batches for the 8 samples"),
+        ({"algorithm": {"name": "m2po"}}, "second_moment_threshold: 'm2po'"),
+        ({"algorithm": {"proximal_policy": "interpolated"}}, r"turn trainer\.recompute_logprobs on"),
+        ({"algorithm": {"entropy_target": 0.2, "entropy_coef": 0.1}}, "0.1 is not between 0 and entropy_co"),
+        ({"optimizer": "muon"}, "'muon' is for trainer.backend 'reference', and it is 'megatron'"),
+        ({"optimizer": "muon", "trainer": REFERENCE, "rank": 4}, r"lora\.rank trains factors"),
+    ],
+)
+def test_what_does_not_fit_is_named(given: dict[str, object], said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        check(**given)  # type: ignore[arg-type]

@@ -1,0 +1,103 @@
+"""Divides the samples of a step into the mini-batches of its updates, the same way in every layout.
+
+Shapes: N samples of the step, M mini-batches.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import xxhash
+
+from trainer.algorithms.base import Algorithm
+from trainer.batch import StepTotals
+from trainer.data.batch_stats import StepTally
+from trainer.data.packing import balance
+
+
+@dataclass(frozen=True, slots=True)
+class MiniBatches:
+    """The mini-batches of a step: whole samples, drawn without regard to their groups.
+
+    Their sizes differ by one sample at most. Seed and number of the step alone decide.
+    """
+
+    of_sample: torch.Tensor
+    """int64 [N]: the mini-batch of each sample."""
+    totals: tuple[StepTotals, ...]
+    """[M]: totals of each."""
+    draw: tuple[int, int]
+    """Seed and number of the step."""
+
+    @classmethod
+    def of(cls, tally: StepTally, count: int, seed: int) -> "MiniBatches":
+        """Divide the samples that were counted into `count` mini-batches, or as many as there are samples."""
+        samples, step = len(tally.trained_tokens), tally.totals()
+        count = max(min(count, samples), 1)
+        if count == 1:
+            return cls(torch.zeros(samples, dtype=torch.int64), (step,), (seed, tally.step))
+        of_sample = torch.empty(samples, dtype=torch.int64)
+        of_sample[torch.tensor(_shuffled(samples, seed, tally.step))] = (
+            torch.arange(samples) * count // samples
+        )
+        trained, fresh = torch.tensor(tally.trained_tokens), torch.tensor(tally.fresh)
+        totals = (
+            StepTotals(
+                samples=int(chosen.sum()),
+                trained_tokens=int(trained[chosen].sum()),
+                lag_max=step.lag_max,
+                fresh=bool(fresh[chosen].any()),
+            )
+            for chosen in (of_sample == mini_batch for mini_batch in range(count))
+        )
+        return cls(of_sample, tuple(totals), (seed, tally.step))
+
+    def weights(self, algorithm: Algorithm, sampled_tokens: torch.Tensor) -> torch.Tensor:
+        """Return the weight of each trained token of a sample, float32 [N].
+
+        It is what the algorithm says of a batch that has the samples of the mini-batch alone.
+
+        Args:
+            algorithm: the recipe.
+            sampled_tokens: int64 [N].
+        """
+        weights = torch.empty(len(sampled_tokens))
+        for mini_batch in range(len(self.totals)):
+            chosen = self.of_sample == mini_batch
+            weights[chosen] = algorithm.sample_weights(sampled_tokens[chosen])
+        return weights
+
+    def order(self, epochs: int) -> tuple[int, ...]:
+        """Return the mini-batch of each update: each comes once in an epoch, in an order of its own."""
+        count = len(self.totals)
+        return tuple(
+            mini_batch
+            for epoch in range(epochs)
+            for mini_batch in (_shuffled(count, *self.draw, epoch) if count > 1 else range(count))
+        )
+
+    def divide(self, costs: torch.Tensor, replicas: int) -> tuple[list[list[int]], float]:
+        """Divide each mini-batch between the replicas by the costs of its samples, float64 [N].
+
+        Returns:
+            For each replica the indices of its samples, ascending; and by which share the sum of the dearest
+            parts of all mini-batches is over that of the mean ones.
+        """
+        pieces: list[list[int]] = [[] for _ in range(replicas)]
+        dearest = 0.0
+        for mini_batch in range(len(self.totals)):
+            members = (self.of_sample == mini_batch).nonzero()[:, 0]
+            parts = balance(costs[members].tolist(), replicas)
+            dearest += max(float(costs[members[part]].sum()) for part in parts)
+            for piece, part in zip(pieces, parts, strict=True):
+                piece += members[part].tolist()
+        return [sorted(piece) for piece in pieces], dearest * replicas / float(costs.sum()) - 1
+
+
+def _shuffled(count: int, *draw: int) -> Sequence[int]:
+    """Return 0 to count - 1 in an order that `draw` decides, in every release and on every machine."""
+
+    def place(index: int) -> tuple[int, int]:
+        return xxhash.xxh3_64_intdigest(" ".join(map(str, (*draw, index))).encode()), index
+
+    return sorted(range(count), key=place)

@@ -1,0 +1,1 @@
+"""Makes optimizers by name, each from a library."""

@@ -1,0 +1,78 @@
+"""Checks the settings of a recipe against each other. No torch here."""
+
+from protocol.errors import SettingsError
+from protocol.weights.lora import LoraConfig
+from trainer.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
+
+
+def check_recipe(
+    algorithm: AlgorithmConfig,
+    trainer: TrainerConfig,
+    optimizer: OptimizerConfig,
+    lora: LoraConfig,
+    *,
+    samples: int,
+) -> None:
+    """Check what algorithm, corrections, the updates of a step and the optimizer require of each other.
+
+    Args:
+        algorithm: section `[algorithm]`; the others likewise.
+        trainer: says how many updates a step makes.
+        optimizer: makes them.
+        lora: says whether adapters are trained.
+        samples: of a step.
+
+    Raises:
+        SettingsError: names the first setting that does not fit, and what it has to be.
+    """
+    for is_wrong, problem in (
+        *_problems_of_algorithm(algorithm, trainer, samples),
+        *_problems_of_optimizer(optimizer, trainer, lora),
+    ):
+        if is_wrong:
+            raise SettingsError(f"setting {problem}")
+
+
+def _problems_of_algorithm(
+    algorithm: AlgorithmConfig, trainer: TrainerConfig, samples: int
+) -> tuple[tuple[bool, str], ...]:
+    return (
+        (
+            trainer.num_mini_batches > samples,
+            f"trainer.num_mini_batches: {trainer.num_mini_batches} mini-batches for the {samples} samples of "
+            "a step (bound.groups_per_step x sampling.samples_per_prompt); give at most so many",
+        ),
+        (
+            algorithm.name == "m2po" and not algorithm.second_moment_threshold,
+            "algorithm.second_moment_threshold: 'm2po' clips nothing, and without a threshold nothing bounds "
+            "a step; set it above 0, such as 0.04",
+        ),
+        (
+            algorithm.proximal_policy != "start" and not trainer.recompute_logprobs,
+            f"algorithm.proximal_policy: {algorithm.proximal_policy!r} is for the decoupled objective; turn "
+            "trainer.recompute_logprobs on, or leave it out",
+        ),
+        (
+            algorithm.entropy_target > 0 and not 0 <= algorithm.entropy_coef <= algorithm.entropy_coef_max,
+            f"algorithm.entropy_coef: {algorithm.entropy_coef:g} is not between 0 and entropy_coef_max, "
+            f"{algorithm.entropy_coef_max:g}, where entropy_target keeps it",
+        ),
+    )
+
+
+def _problems_of_optimizer(
+    optimizer: OptimizerConfig, trainer: TrainerConfig, lora: LoraConfig
+) -> tuple[tuple[bool, str], ...]:
+    return (
+        (
+            optimizer.name != "adamw" and trainer.backend != "reference",
+            f"optimizer.name: {optimizer.name!r} is for trainer.backend 'reference', and it is "
+            f"{trainer.backend!r}, which divides matrices and moments between ranks; use adamw, or change "
+            "the backend",
+        ),
+        (
+            optimizer.name == "muon" and lora.rank > 0,
+            "optimizer.name: 'muon' is for the matrices of a model, and lora.rank trains factors of them; "
+            "use adamw",
+        ),
+    )
