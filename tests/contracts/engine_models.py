@@ -49,8 +49,10 @@ def tiny_model(seed: int, *, tied: bool = False, dtype: torch.dtype = torch.floa
     return model
 
 
-def tiny_experts(seed: int, *, dtype: torch.dtype = torch.float32) -> Qwen3MoeForCausalLM:
-    """Qwen3 with experts in the first of its two layers, otherwise as `tiny_model`."""
+def tiny_experts(
+    seed: int, *, dense: tuple[int, ...] = (1,), dtype: torch.dtype = torch.float32
+) -> Qwen3MoeForCausalLM:
+    """Qwen3 with experts in those of its two layers that are not `dense`, otherwise as `tiny_model`."""
     config = Qwen3MoeConfig(
         vocab_size=VOCAB,
         hidden_size=128,
@@ -58,7 +60,7 @@ def tiny_experts(seed: int, *, dtype: torch.dtype = torch.float32) -> Qwen3MoeFo
         moe_intermediate_size=64,
         num_experts=4,
         num_experts_per_tok=2,
-        mlp_only_layers=[1],
+        mlp_only_layers=list(dense),
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,

@@ -80,6 +80,8 @@ def recorded_experts(
     Raises:
         EngineError: there are more or fewer rows than inputs, or fewer layers than the model has.
     """
+    if rows is None and aborted:
+        rows = np.empty((0, mixture.all_layers, mixture.chosen), np.uint16)
     if (
         rows is None
         or rows.ndim != 3

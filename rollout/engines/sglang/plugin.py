@@ -27,7 +27,7 @@ from rollout.engines.base import Served
 from rollout.engines.multi_process.parent_watch import exit_with_parent
 from rollout.engines.multi_process.rank_rpc import Call, RankRpcServer, socket_path
 from rollout.engines.sglang.lora import trace_adapter
-from rollout.engines.sglang.memory import RankMemory, empty_cache
+from rollout.engines.sglang.memory import RankMemory, empty_cache, pin_nothing_without_gpu
 from rollout.engines.sglang.sampling import CARRIER, record_version, sample_with_dropped_tokens_masked
 from rollout.engines.weight_state import WeightState
 from rollout.staging.loaded_weights import check_loaded
@@ -50,6 +50,7 @@ def load() -> None:
 
     for target, (kind, hook) in HOOKS.items():
         HookRegistry.register(target, hook, HookType(kind))
+    pin_nothing_without_gpu()
 
 
 def _end(owner: int) -> None:
