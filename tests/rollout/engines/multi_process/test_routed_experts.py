@@ -28,7 +28,7 @@ NAMES = [
     "model.layers.11.mlp.experts.0.down_proj.weight",
 ]
 ROWS = np.stack([np.arange(24).reshape(4, 6) + 100 * token for token in range(5)]).reshape(5, 12, 2)
-"""Of five inputs, twelve layers, two experts each."""
+"""As an engine reports them: of five inputs, twelve layers, two experts each."""
 
 
 MIXTURE = Mixture((2, 10), 12, 2)
