@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from protocol.device.checkpoint_views import checkpoint_views, model_tensors
 from protocol.device.hf_build_lock import MODEL_BUILDING
 from protocol.errors import EngineError
 
@@ -45,4 +46,4 @@ def _architecture_shapes(model_dir: Path) -> dict[str, list[int]]:
         raise EngineError(
             f"{model_dir} has no weights, and its architecture is not known: {error}"
         ) from error
-    return {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    return {name: list(view.shape) for name, view in checkpoint_views(model, model_tensors(model)).items()}

@@ -57,7 +57,8 @@ class EngineConfig:
     enable_sleep_mode: bool = False
     """vllm (on a GPU) and sglang: make the engine able to sleep. Set by colocated runs."""
     enable_return_routed_experts: bool = False
-    """hf, megatron: record which experts a mixture of experts chose. Set by `trainer.routing_replay`."""
+    """hf, megatron, sglang, and vllm on a GPU: record which experts a mixture of experts chose. Set by
+    `trainer.routing_replay`."""
     staging_mb: Annotated[int, Meta(ge=0, le=10**9)] = 0
     """Memory for the staging copy of the weights on each rank, MiB. 0: as much as the parameters take."""
     threads: Annotated[int, Meta(ge=1, le=4096)] = 1
@@ -141,7 +142,8 @@ class Completion:
     """"stop", "length" or "abort"."""
     experts: NDArray[np.uint16] | None = None
     """[P + T - 1, L, K]: the experts that each of L mixture layers chose for each token that was an input, in
-    the pass that computed it first; `UNKNOWN_EXPERT` where that was not recorded. None: nothing was."""
+    the pass that computed it first (SGLang: last); `UNKNOWN_EXPERT` where that was not recorded. None:
+    nothing was."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,8 +30,8 @@ CAN_SLEEP = ("hf", "megatron", "sglang", "vllm")
 """Engines that support sleep, and with it `[colocated]`."""
 STARTED_TO_SLEEP = ("sglang", "vllm")
 """Engines that can sleep only if `enable_sleep_mode` is set when they start, vLLM only on a GPU."""
-RECORD_EXPERTS = ("hf", "megatron")
-"""Engines that record the experts that a model chose, for `trainer.routing_replay`."""
+RECORD_EXPERTS = ("hf", "megatron", "sglang", "vllm")
+"""Engines that record the experts that a model chose, for `trainer.routing_replay`; vLLM only on a GPU."""
 CAN_SHARE = {"hf": "reference", "megatron": "megatron", "vllm": "reference"}
 """Engine -> the trainer's backend that can compute with its live weights."""
 

@@ -2,8 +2,8 @@
 
 The loader runs once on meta tensors with the checkpoint's names. A dispatch mode records every copy into a
 live parameter and skips it: no live byte changes. That covers fused, sharded and padded parameters of any
-model. What the loader does not show (a parameter repacked after loading) is found by `calibrate`, which sends
-the live weights through the plan and expects the same bits.
+model. `calibrate` sends the live weights through the plan and expects the same bits. `loaded_weights.py`
+finds what was repacked after loading.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -94,6 +94,11 @@ class LoaderTrace:
             )
         return sources
 
+    def copies(self) -> Iterator[Copy]:
+        """Yield what the loader would have copied, by checkpoint tensor in the order of loading."""
+        for copies in self._copies.values():
+            yield from copies
+
     def gathered(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
         """Yield the live weights as checkpoint tensors, the inverse of loading.
 
@@ -165,8 +170,8 @@ class StagingPlan(LoaderTrace):
         """Send the live weights through the plan, over a buffer of inverted bits, and compare.
 
         Raises:
-            EngineError: naming the first parameter that comes out different: its layout is not what the
-                loader wrote.
+            EngineError: naming the first parameter that comes out different: the loader wrote one place
+                twice, or left one out.
         """
         with torch.no_grad():
             for name, tensor in self.buffer.items():
@@ -180,10 +185,7 @@ class StagingPlan(LoaderTrace):
                     part.fill(tensor)
             for name, tensor in self.buffer.items():
                 if not torch.equal(bits_of(tensor), bits_of(self.live[name])):
-                    raise EngineError(
-                        f"parameter {name}: staging the live weights does not reproduce them; "
-                        "it is repacked after loading"
-                    )
+                    raise EngineError(f"parameter {name}: staging the live weights does not reproduce them")
 
     def release(self) -> None:
         """Release the buffer's memory. What was staged is lost; `sources` stay valid. Idempotent."""

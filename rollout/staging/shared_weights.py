@@ -172,8 +172,8 @@ class SharedPlan(LoaderTrace):
         """Send the live weights through the plan, over inverted bits, a parameter at a time, and compare.
 
         Raises:
-            EngineError: naming the first parameter that comes out different: its layout is not what the
-                loader wrote.
+            EngineError: naming the first parameter that comes out different: the loader wrote one place
+                twice, or left one out.
         """
         views = self.views()
         with torch.no_grad():
@@ -184,10 +184,7 @@ class SharedPlan(LoaderTrace):
                 for copy in (copies[0] for copies in self._copies.values() if copies[0].parameter == name):
                     copy.target.on(made).copy_(bits_of(views[copy.name]).clone())
                 if not torch.equal(made, bits_of(live)):
-                    raise EngineError(
-                        f"parameter {name}: staging the live weights does not reproduce them; "
-                        "it is repacked after loading"
-                    )
+                    raise EngineError(f"parameter {name}: staging the live weights does not reproduce them")
 
     def release(self) -> None:
         """Raise EngineError: the trainer computes with this memory."""

@@ -16,7 +16,7 @@ from services.settings.hub import fetch_model
 from services.settings.sections import Settings
 from trainer.config import ParallelConfig
 from trainer.megatron.architecture.experts import check_ranks
-from trainer.megatron.architecture.families import FAMILIES, SUPPORTED
+from trainer.megatron.architecture.families import SUPPORTED
 from trainer.megatron.architecture.numbers import Architecture
 from trainer.megatron.architecture.reading import architecture_of
 from trainer.megatron.layout import Layout
@@ -162,22 +162,9 @@ def _engine_problems(settings: Settings, engine: EngineConfig, model: ModelFacts
     if engine.name == "megatron":
         yield from _megatron_problems("engine.name", settings, model)
     if engine.name == "hf":
-        yield from _stacked_experts(settings, model)
         yield from _unknown_to_transformers("engine.name", "hf", model)
     if engine.name == "vllm":
         yield from _unknown_to_vllm(model)
-
-
-def _stacked_experts(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
-    kind = model.config.get("model_type")
-    names = FAMILIES[kind].experts if kind in FAMILIES else None
-    if settings.trainer.backend == "megatron" and names is not None and not names.stacked:
-        yield Problem(
-            f"transformers joins the experts of a {kind} model, and the trainer publishes them one by one",
-            "use vllm or megatron",
-            "engine.name",
-            "hf",
-        )
 
 
 def _engines(settings: Settings) -> list[EngineConfig]:

@@ -257,7 +257,7 @@ def _check_routing_replay(settings: Settings) -> None:
         if name not in RECORD_EXPERTS:
             raise SettingsError(
                 f"setting {setting}: engine {name!r} does not record which experts it chose; "
-                f"use {' or '.join(RECORD_EXPERTS)}"
+                f"use {', '.join(RECORD_EXPERTS[:-1])} or {RECORD_EXPERTS[-1]}"
             )
     if trainer.routing_replay and trainer.backend != "megatron":
         raise SettingsError(

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import torch
-from transformers import Qwen2ForCausalLM
+from transformers import PreTrainedModel
 
 from protocol.device.shared_tensors import SharedTensors
 from protocol.messages import TensorEntry, WeightManifest
@@ -31,7 +31,7 @@ class Bench:
 
     engine: Any
     kv: KvPolicy
-    models: Mapping[str, Qwen2ForCausalLM]
+    models: Mapping[str, PreTrainedModel]
     directory: Path
     published: Mapping[str, Mapping[str, torch.Tensor]]
     """Model -> the tensors that make the engine serve it: all of the model's, or those of an adapter."""

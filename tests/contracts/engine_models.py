@@ -9,8 +9,16 @@ from pathlib import Path
 
 import safetensors.torch
 import torch
-from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    DynamicCache,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
+from protocol.device.checkpoint_views import checkpoint_views, model_tensors
 from protocol.device.shared_layout import HELD, MASTERS, VERSION
 from protocol.device.shared_tensors import SharedTensors
 from protocol.messages import TensorEntry, WeightManifest
@@ -37,17 +45,45 @@ def tiny_model(seed: int, *, tied: bool = False, dtype: torch.dtype = torch.floa
         tie_word_embeddings=tied,
     )
     model = Qwen2ForCausalLM(config).eval()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0, 0.15, generator=generator)
-            parameter.copy_(parameter.to(dtype))
+    _randomize(model, seed, dtype)
     return model
 
 
-def weights(model: Qwen2ForCausalLM, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+def tiny_experts(
+    seed: int, *, dense: tuple[int, ...] = (1,), dtype: torch.dtype = torch.float32
+) -> Qwen3MoeForCausalLM:
+    """Qwen3 with experts in those of its two layers that are not `dense`, otherwise as `tiny_model`."""
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB,
+        hidden_size=128,
+        intermediate_size=256,
+        moe_intermediate_size=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        mlp_only_layers=list(dense),
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=2048,
+    )
+    model = Qwen3MoeForCausalLM(config).eval()
+    _randomize(model, seed, dtype)
+    return model
+
+
+@torch.no_grad()
+def _randomize(model: PreTrainedModel, seed: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.normal_(0, 0.15, generator=generator)
+        parameter.copy_(parameter.to(dtype))
+
+
+def weights(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """Checkpoint name -> a copy of the tensor; tied ones once."""
-    return {name: parameter.detach().to(dtype, copy=True) for name, parameter in model.named_parameters()}
+    views = checkpoint_views(model, model_tensors(model))
+    return {name: view.to(dtype, copy=True) for name, view in views.items()}
 
 
 def adapted(
@@ -157,7 +193,7 @@ def write_disk(
 
 @torch.no_grad()
 def follows(
-    rows: Sequence[tuple[int, Qwen2ForCausalLM]],
+    rows: Sequence[tuple[int, PreTrainedModel]],
     prompt: Sequence[int],
     tokens: Sequence[int],
     *,
@@ -189,7 +225,7 @@ def follows(
 
 
 @torch.no_grad()
-def logits_of(model: Qwen2ForCausalLM, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
+def logits_of(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
     """Logits [T, V] that each of `tokens` was sampled from."""
     found: torch.Tensor = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
     return found

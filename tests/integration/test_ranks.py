@@ -79,6 +79,23 @@ def test_a_model_learns_whose_experts_are_on_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_experts_of_two_ranks_are_served_and_recorded_by_transformers(tmp_path: Path) -> None:
+    overrides = (
+        "engine.name=hf", "trainer.routing_replay=true", "bound.max_staleness=0", "run.steps=4",
+        "sampling.max_tokens=4", "eval.at_end=false", "services.restarts=0",
+    )  # fmt: skip
+    words = [word for override in overrides for word in ("--set", override)]
+    config = str(ROOT / "deploy/configs/experts.toml")
+    result = tether("up", config, "--run-dir", str(tmp_path), *words, seconds=400)
+    assert result.returncode == 0, result.stdout + result.stderr
+    errors = [step["mismatch"]["0"]["error_max"] for step in read_steps(tmp_path / "metrics.jsonl")]
+    assert len(errors) == 4
+    assert max(errors) < 1e-4
+    assert audit(tmp_path)["violations"] == []
+    assert processes_of(tmp_path) == []
+
+
+@pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.parametrize("layout", ["tensor_model_parallel_size", "pipeline_model_parallel_size"])
 @pytest.mark.parametrize("engine_ranks", [1, 2])

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from protocol.choices import checked_name
+from protocol.device.checkpoint_views import checkpoint_views, model_tensors
 from protocol.device.hf_build_lock import MODEL_BUILDING
 from protocol.errors import SettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
@@ -139,26 +140,21 @@ class ReferenceBackend(Backend):
         self._attached = True
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in (self._masters if self._shared else self._trained).items():
-            yield name, parameter.detach()
+        if self._shared or self.lora.rank:
+            for name, parameter in (self._masters if self._shared else self._trained).items():
+                yield name, parameter.detach()
+        else:
+            yield from self.export_model()
 
     @torch.no_grad()
     def export_model(self) -> Iterator[tuple[str, torch.Tensor]]:
+        tensors = {n: tensor for n, tensor in model_tensors(self._model).items() if ".lora." not in n}
         if self._shared:
-            yield from (
-                (name, master.detach().to(DTYPES[self._trainer.dtype]))
-                for name, master in self._masters.items()
-            )
-            return
-        targets = {target.weight: target for target in self.targets}
-        for name, parameter in self._model.named_parameters():
-            if ".lora." not in name:
-                yield (
-                    name,
-                    merged(targets[name], parameter, self._trained, self.lora)
-                    if name in targets
-                    else parameter.detach(),
-                )
+            dtype = DTYPES[self._trainer.dtype]
+            tensors |= {name: master.detach().to(dtype) for name, master in self._masters.items()}
+        for target in self.targets:
+            tensors[target.weight] = merged(target, tensors[target.weight], self._trained, self.lora)
+        yield from checkpoint_views(self._model, tensors).items()
 
     def copy_state(self) -> HostState:
         return copy_state(self._copies, self._masters, self._optimizer, self._identity(), self._device)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from protocol.device.checkpoint_views import checkpoint_views, model_tensors
 from protocol.device.hf_build_lock import MODEL_BUILDING
 from protocol.device.shared_tensors import SharedTensors
 from protocol.errors import EngineError
@@ -24,7 +25,8 @@ from rollout.staging.staging import LiveAndStaged, Staging, stored_once, whole_s
 class HFEngine(InProcessEngine):
     """Engine for every model that `AutoModelForCausalLM` loads.
 
-    A model directory without weights gives a model with random ones.
+    A model directory without weights gives a model with random ones. Versions have the tensors of the model's
+    checkpoint, whatever transformers makes of them.
     """
 
     def __init__(
@@ -51,13 +53,16 @@ class HFEngine(InProcessEngine):
         model = _load(self._model_dir, self._config)
         if self._shared is not None:
             return self._share(model, self._shared)
-        live = stored_once(model.named_parameters())
+        live = model_tensors(model)
         weights, staging, memory = _staging(model, live, self._lora, self._config.staging_mb)
 
         def checkpoint() -> dict[str, torch.Tensor]:
             # copies: a digest is computed through numpy, and a storage that numpy has seen can never be
             # released again
-            return {name: tensor.clone() for name, tensor in weights.live.items()}
+            found = weights.live if self._lora.rank else checkpoint_views(model, weights.live)
+            return {
+                name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in found.items()
+            }
 
         return LoadedModel(self._decoder(model), weights, staging, checkpoint, memory)
 
@@ -95,7 +100,7 @@ def _staging(
         )
     check_room(live.values(), staging_mb)
     copy = {name: torch.empty_like(tensor) for name, tensor in live.items()}
-    sources = {name: whole_source(tensor) for name, tensor in copy.items()}
+    sources = {name: whole_source(view) for name, view in checkpoint_views(model, copy).items()}
     staging = Staging(sources, architecture=architecture, tied=_is_tied(model))
     return LiveAndStaged(live, copy), staging, ReleasableMemory([*live.values(), *copy.values()])
 
@@ -120,7 +125,7 @@ def _load(model_dir: Path, config: EngineConfig) -> Any:
     if not torch.cuda.is_available():
         torch.set_num_threads(config.threads)
     model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-    for parameter in model.parameters():
-        if not parameter.untyped_storage().resizable():  # mapped from the file: it could not be released
-            parameter.data = parameter.data.clone()
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not tensor.untyped_storage().resizable():  # mapped from the file: it could not be released
+            tensor.data = tensor.data.clone()
     return model

@@ -6,6 +6,7 @@ SGLang: `engine.python` names the interpreter that has it.
 """
 
 import asyncio
+import base64
 import itertools
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,6 +23,7 @@ from protocol.weights.lora import NO_ADAPTERS, LoraConfig, adapter_shapes, adapt
 from rollout.engines.base import Capabilities, Completion, EngineConfig, KvPolicy, Request, Sampling
 from rollout.engines.multi_process.engine import ABORTED, MultiProcessEngine
 from rollout.engines.multi_process.rank_rpc import RankRpcClient, socket_path
+from rollout.engines.multi_process.routed_experts import Mixture, recorded_experts
 from rollout.engines.requests import check_request
 from rollout.engines.sglang.launch import SglangServer, check_model
 from rollout.engines.sglang.lora import NAME
@@ -46,6 +48,8 @@ class SglangEngine(MultiProcessEngine):
         self.capabilities = Capabilities(seeds=False, sleep=config.enable_sleep_mode)
         self._lora = lora
         self._vocab = 0
+        self._mixture: Mixture | None = None
+        """None: experts are not recorded."""
         # SGLang aborts by prefix: with a number in front no request id is the beginning of another
         self._numbers = itertools.count()
         self._http: aiohttp.ClientSession | None = None
@@ -92,7 +96,7 @@ class SglangEngine(MultiProcessEngine):
         finally:
             del self._running[request.id]
         await self.check()
-        return completion_of(request, answer)
+        return completion_of(request, answer, self._mixture)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         self._gate.abort(request_ids)
@@ -150,6 +154,8 @@ class SglangEngine(MultiProcessEngine):
             )
         await self._ranks.connect(paths)
         shapes = await asyncio.to_thread(checkpoint_shapes, self._model_dir)
+        if self._config.enable_return_routed_experts:
+            self._mixture = Mixture.of(shapes, model, self._model_dir)
         if self._lora.rank:
             full = {name: tuple(shape) for name, shape in shapes.items()}
             shapes = {
@@ -176,6 +182,7 @@ class SglangEngine(MultiProcessEngine):
             "input_ids": list(request.prompt),
             "extra_key": self._weights.cache_key,
             "return_logprob": True,
+            "return_routed_experts": self._mixture is not None,
             "lora_path": NAME if self._lora.rank else None,
             "sampling_params": {
                 "max_new_tokens": sampling.max_tokens,
@@ -223,11 +230,16 @@ def new_session(key: str) -> aiohttp.ClientSession:
     )
 
 
-def completion_of(request: Request, answer: dict[str, Any]) -> Completion:
+def completion_of(request: Request, answer: dict[str, Any], mixture: Mixture | None = None) -> Completion:
     """Decode SGLang's answer to /generate.
 
+    Args:
+        request: what was asked for.
+        answer: the answer.
+        mixture: the model's layers, if it is to have recorded experts.
+
     Raises:
-        EngineError: if it lacks log-probabilities or versions for a token.
+        EngineError: if it lacks log-probabilities or versions for a token, or experts.
     """
     tokens, meta = tuple(answer["output_ids"]), answer["meta_info"]
     logprobs = tuple(float(row[0]) for row in meta.get("output_token_logprobs") or ())
@@ -244,4 +256,10 @@ def completion_of(request: Request, answer: dict[str, Any]) -> Completion:
     # SGLang decodes top_k 1 as greedy: the only token has probability 1
     if request.sampling.temperature and request.sampling.top_k == 1:
         logprobs = (0.0,) * len(tokens)
-    return Completion(tokens, logprobs, spans, str(meta["finish_reason"]["type"]))
+    reason = str(meta["finish_reason"]["type"])
+    if mixture is None or not tokens:
+        return Completion(tokens, logprobs, spans, reason)
+    inputs = len(request.prompt) + len(tokens) - 1
+    found = base64.b64decode(meta.get("routed_experts") or "")
+    experts = recorded_experts(request.id, mixture.rows(found), mixture, inputs, aborted=reason == "abort")
+    return Completion(tokens, logprobs, spans, reason, experts)

@@ -193,6 +193,8 @@ def server_command(config: EngineConfig, model_dir: Path, incarnation: str, port
         flags.append("disable-cuda-graph")
     if config.enable_sleep_mode and on_gpu:
         flags.append("enable-memory-saver")
+    if config.enable_return_routed_experts:
+        flags.append("enable-return-routed-experts")
     options = [f"--{name}={value}" for name, value in values.items()]
     return [
         config.python or sys.executable,

@@ -27,9 +27,10 @@ from rollout.engines.base import Served
 from rollout.engines.multi_process.parent_watch import exit_with_parent
 from rollout.engines.multi_process.rank_rpc import Call, RankRpcServer, socket_path
 from rollout.engines.sglang.lora import trace_adapter
-from rollout.engines.sglang.memory import RankMemory, empty_cache
+from rollout.engines.sglang.memory import RankMemory, empty_cache, pin_nothing_without_gpu
 from rollout.engines.sglang.sampling import CARRIER, record_version, sample_with_dropped_tokens_masked
 from rollout.engines.weight_state import WeightState
+from rollout.staging.loaded_weights import check_loaded
 from rollout.staging.loader_trace import StagingPlan, trace
 from rollout.staging.rank import RankStaging
 
@@ -49,6 +50,7 @@ def load() -> None:
 
     for target, (kind, hook) in HOOKS.items():
         HookRegistry.register(target, hook, HookType(kind))
+    pin_nothing_without_gpu()
 
 
 def _end(owner: int) -> None:
@@ -207,13 +209,15 @@ class SchedulerRank:
         runner = self.scheduler.tp_worker.model_runner
         if settings.adapter:
             return trace_adapter(runner.lora_manager, shapes, settings.staging_mb)
-        return trace(
+        plan = trace(
             runner.model.load_weights,
             runner.model.named_parameters(remove_duplicate=False),
             shapes,
             runner.dtype,
             settings.staging_mb,
         )
+        check_loaded(plan, Path(self.scheduler.server_args.model_path))
+        return plan
 
     def _drop_kv(self) -> bool:
         """Retract running requests, with their tokens, and empty the cache; false if SGLang refuses."""

@@ -13,12 +13,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from protocol.device.checkpoint_shapes import checkpoint_shapes
 from protocol.errors import EngineError, PoisonedError, WeightError
 from protocol.messages import WeightManifest
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig, adapter_shapes, adapter_targets
 from rollout.engines.base import Capabilities, Completion, EngineConfig, KvPolicy, Request, Sampling
 from rollout.engines.multi_process.engine import ABORTED, MultiProcessEngine
+from rollout.engines.multi_process.routed_experts import Mixture, recorded_experts
 from rollout.engines.requests import check_request, spans_from_marks
 from rollout.engines.vllm.launch import (
     WORKER_EXTENSION,
@@ -63,6 +67,8 @@ class VllmEngine(MultiProcessEngine):
         self._adapter: Any = None
         """LoRARequest that every request carries, if adapters are served."""
         self._vocab = 0
+        self._mixture: Mixture | None = None
+        """None: experts are not recorded."""
         self._numbers = itertools.count()
         self._paused = False
 
@@ -102,10 +108,11 @@ class VllmEngine(MultiProcessEngine):
             if not await self._gate.admitted(request.id):
                 return ABORTED
             changes, version = self._weights.changes, self.served.version
-            output = await self._complete(request, name)
+            answer = await self._complete(request, name)
         finally:
             del self._running[request.id]
         await self.check()
+        output = answer.outputs[0]
         tokens = tuple(output.token_ids)
         logprobs = tuple(row[token].logprob for token, row in zip(tokens, output.logprobs or (), strict=True))
         if changes == self._weights.changes:
@@ -114,7 +121,9 @@ class VllmEngine(MultiProcessEngine):
             marks = (await self._call("marks", str(number)))[0]
         if tokens and (not marks or marks[0][0] != 0):
             raise EngineError(f"request {request.id}: no record of the versions of its {len(tokens)} tokens")
-        return Completion(tokens, logprobs, spans_from_marks(marks, len(tokens)), str(output.finish_reason))
+        spans = spans_from_marks(marks, len(tokens))
+        experts = self._experts(request, answer)
+        return Completion(tokens, logprobs, spans, str(output.finish_reason), experts)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         self._gate.abort(request_ids)
@@ -200,6 +209,8 @@ class VllmEngine(MultiProcessEngine):
         """Install our part in all workers, and connect to their sockets."""
         self._vocab = int(model.get("vocab_size") or 0)
         shapes = await asyncio.to_thread(checkpoint_shapes, self._model_dir)
+        if self._config.enable_return_routed_experts:
+            self._mixture = Mixture.of(shapes, model, self._model_dir)
         if self._lora.rank:
             shapes = await self._load_adapter(shapes)
         # the sockets need no name any more once they are connected
@@ -236,7 +247,7 @@ class VllmEngine(MultiProcessEngine):
         }
 
     async def _complete(self, request: Request, name: str) -> Any:
-        """Return vLLM's output for one request, which vLLM knows by `name`."""
+        """Return vLLM's RequestOutput for one request, which vLLM knows by `name`."""
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         prompt = {"prompt_token_ids": list(request.prompt), "cache_salt": self._weights.cache_key}
@@ -245,9 +256,26 @@ class VllmEngine(MultiProcessEngine):
             async for answer in self._vllm.llm.generate(
                 prompt, sampling_parameters(request.sampling), name, lora_request=self._adapter
             ):
-                output = answer.outputs[0]
+                output = answer
         except (EngineDeadError, EngineGenerateError, ValueError) as error:
             raise EngineError(f"request {request.id}: {error.__cause__ or error}") from error
         if output is None:
             raise EngineError(f"request {request.id}: vLLM ended it without an answer")
         return output
+
+    def _experts(self, request: Request, answer: Any) -> NDArray[np.uint16] | None:
+        """Return the experts that vLLM recorded; None if it does not record, or has sampled nothing."""
+        output = answer.outputs[0]
+        if self._mixture is None or not output.token_ids:
+            return None
+        # some versions report those of the prompt apart
+        parts = [getattr(answer, "prompt_routed_experts", None), getattr(output, "routed_experts", None)]
+        rows = [np.asarray(part) for part in parts if part is not None]
+        inputs = len(request.prompt) + len(output.token_ids) - 1
+        return recorded_experts(
+            request.id,
+            np.concatenate(rows) if rows else None,
+            self._mixture,
+            inputs,
+            aborted=output.finish_reason == "abort",
+        )

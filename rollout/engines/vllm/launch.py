@@ -261,6 +261,7 @@ def engine_arguments(
         "enable_sleep_mode": config.enable_sleep_mode,
         # engines with one seed would sample the same completions
         "seed": xxhash.xxh3_64_intdigest(incarnation.encode()) % 2**31,
+        **({"enable_return_routed_experts": True} if config.enable_return_routed_experts else {}),
         **memory,
         **kernels,
         **lora_arguments(lora),
@@ -277,6 +278,11 @@ def check_model(config: EngineConfig, model_dir: Path, lora: LoraConfig = NO_ADA
         raise EngineError(
             "engine.enable_sleep_mode is true, but vLLM cannot sleep on a CPU: "
             "its sleep would silently do nothing"
+        )
+    if config.enable_return_routed_experts and not torch.cuda.is_available():
+        raise EngineError(
+            "setting engine.enable_return_routed_experts: vLLM records experts on a GPU only; "
+            "use engine.name 'hf' or 'megatron'"
         )
     if lora.rank and torch.cuda.is_available() and config.dtype == "float32":
         raise EngineError(

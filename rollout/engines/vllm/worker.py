@@ -11,7 +11,7 @@ first of our modules that vLLM imports.
 
 import os
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from rollout.engines.multi_process.rank_rpc import Call, RankRpcServer, socket_p
 from rollout.engines.multi_process.token_versions import TokenVersions
 from rollout.engines.vllm.lora import trace_adapter
 from rollout.engines.vllm.scheduled_requests import ScheduledRequests
+from rollout.staging.loaded_weights import check_loaded
 from rollout.staging.loader_trace import record, trace
 from rollout.staging.rank import RankStaging
 from rollout.staging.shared_weights import SharedPlan, describe, share_parameters
@@ -150,7 +151,6 @@ def _staging(
             architecture=architecture,
             tied=False,
         )
-    check_layout(model.named_parameters())
     with set_current_vllm_config(worker.vllm_config):
         plan = trace(
             model.load_weights,
@@ -159,28 +159,12 @@ def _staging(
             config.dtype,
             staging_mb,
         )
+    check_loaded(plan, Path(config.model))
     return RankStaging(
         plan,
         architecture=architecture,
         tied=bool(getattr(config.hf_text_config, "tie_word_embeddings", False)),
     )
-
-
-def check_layout(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Check that live parameters are laid out as the loader wrote them.
-
-    On a CPU vLLM repacks experts after loading, into parameters of the same shape: a new version that is
-    copied over them would compute something else, and nothing would say so.
-
-    Raises:
-        EngineError: the model has experts, and is on a CPU.
-    """
-    for name, parameter in parameters:
-        if name.endswith("experts.w13_weight") and parameter.device.type == "cpu":
-            raise EngineError(
-                f"vLLM repacks experts on a CPU ({name}), so new versions cannot be copied over them: use "
-                "engine.name = 'megatron', or a GPU"
-            )
 
 
 def _shared_staging(
@@ -190,7 +174,6 @@ def _shared_staging(
 
     model = worker.model_runner.get_model()
     config = worker.vllm_config.model_config
-    check_layout(model.named_parameters())
     shared, buffers = share_parameters(
         model, {name: tensor for name, tensor in model.named_buffers() if name.endswith(ROTARY)}
     )
@@ -199,6 +182,7 @@ def _shared_staging(
         plan = SharedPlan(
             *record(model.load_weights, model.named_parameters(remove_duplicate=False), shapes, config.dtype)
         )
+    check_loaded(plan, Path(config.model))
     staging = RankStaging(
         plan,
         architecture=architecture,

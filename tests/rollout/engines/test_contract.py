@@ -19,7 +19,7 @@ from rollout.engines.registry import make_engine
 from rollout.engines.vllm.launch import shared_files
 from tests.contracts.engine_bench import MAX_MODEL_LEN, Bench
 from tests.contracts.engine_drafts import DraftContract
-from tests.contracts.engine_models import adapted, tiny_model, weights
+from tests.contracts.engine_models import adapted, tiny_experts, tiny_model, weights
 from tests.contracts.engine_sleep import SleepContract, sleeper  # noqa: F401 (a fixture)
 from tests.contracts.engine_suite import EngineContract
 from tests.contracts.sglang_environment import sglang_settings
@@ -43,6 +43,8 @@ class Setup:
     dtype: str = "float32"
     graphs: bool = False
     """CUDA graphs are captured and replayed."""
+    experts: bool = False
+    """The model has experts."""
     shares: bool = False
     """Its live weights can be mapped, and versions come out of masters."""
 
@@ -67,6 +69,7 @@ SETUPS = [
     engine_under_test("hf-recompute", Setup("hf", KvPolicy.RECOMPUTE)),
     engine_under_test("hf-keep", Setup("hf", KvPolicy.KEEP)),
     engine_under_test("hf-lora", Setup("hf", KvPolicy.KEEP, lora=LoraConfig(rank=4))),
+    engine_under_test("hf-experts", Setup("hf", KvPolicy.RECOMPUTE, experts=True)),
     engine_under_test("hf-shared", Setup("hf", KvPolicy.RECOMPUTE, shares=True)),
     engine_under_test("megatron-recompute", Setup("megatron", KvPolicy.RECOMPUTE)),
     engine_under_test("megatron-keep", Setup("megatron", KvPolicy.KEEP)),
@@ -148,7 +151,8 @@ async def bench(
 ) -> AsyncIterator[Bench]:
     setup: Setup = request.param
     dtype: torch.dtype = getattr(torch, setup.dtype)
-    models = {"A": tiny_model(1, dtype=dtype), "B": tiny_model(2, dtype=dtype)}
+    tiny = tiny_experts if setup.experts else tiny_model
+    models = {"A": tiny(1, dtype=dtype), "B": tiny(2, dtype=dtype)}
     published = {name: weights(model, dtype) for name, model in models.items()}
     directory: Path = tmp_path_factory.mktemp(setup.name)
     models["A"].save_pretrained(directory / "model")

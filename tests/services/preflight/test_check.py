@@ -137,11 +137,6 @@ def test_check_run_names_the_problem_and_the_remedy(
         ),
         (
             {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2},
-            ["engine.name=hf"],
-            "setting engine.name = 'hf': transformers joins the experts of a qwen3_moe model",
-        ),
-        (
-            {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2},
             ["parallel.tensor_model_parallel_size=2"],
             "a model with experts on 2 tensor ranks needs it: set it to true",
         ),

@@ -247,7 +247,10 @@ def test_a_name_that_does_not_exist_is_answered_with_those_that_do(dotted: str, 
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        (["engine.name=vllm"], "engine 'vllm' does not record which experts it chose; use hf or megatron"),
+        (
+            ["engine.name=scripted"],
+            "engine 'scripted' does not record which experts it chose; use hf, megatron, sglang or vllm",
+        ),
         (["engine.name=hf", "trainer.backend=reference"], "backend 'reference' cannot replay routing"),
     ],
 )

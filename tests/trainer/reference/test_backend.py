@@ -4,11 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from protocol.errors import SettingsError
 from tests.trainer.groups import GroupSpec, SampleSpec, batch_of, scored
+from tests.trainer.megatron.models import make_model
 from trainer.algorithms import AlgorithmConfig, make_algorithm
+from trainer.backends.hf_export import write_hf
 from trainer.batch import Batch, trained_tokens
 from trainer.config import OptimizerConfig, ScratchConfig, TrainerConfig
 from trainer.random_model import build_scratch
@@ -239,6 +242,23 @@ def test_the_reference_is_the_model_that_training_began_with(model_dir: Path) ->
     backend.keep_reference()  # the first call counts
     assert torch.equal(backend.reference_logprobs(made), before)
     assert not torch.equal(backend.logprobs(made), before)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_experts_are_exported_as_their_checkpoint_has_them(tmp_path: Path, shared: bool) -> None:
+    model = make_model("glm4-moe")
+    model.save_pretrained(tmp_path / "model")
+    backend = make(tmp_path / "model", shared=shared, dtype="bfloat16")
+    assert backend.train_step(batch()).grad_norm > 0
+    found = dict(backend.export_model())
+    assert found.keys() == load_file(tmp_path / "model/model.safetensors").keys()
+    assert {name for name, tensor in found.items() if tensor.dtype is torch.float32} == {
+        name for name in found if name.endswith("e_score_correction_bias")
+    }
+    write_hf(backend.export_model(), tmp_path / "export", tmp_path / "model")
+    made = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    expected = dict(backend.model.named_parameters())
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in made.named_parameters())
 
 
 def test_bfloat16_exports_rounded_masters(model_dir: Path, tmp_path: Path) -> None:

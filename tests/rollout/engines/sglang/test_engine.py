@@ -1,12 +1,14 @@
 """Tests SGLang's completions and HTTP session, and (slow) a real server: sleep, adapters, aborts, its end."""
 
 import asyncio
+import base64
 import os
 import signal
 from contextlib import suppress
 from pathlib import Path
 
 import aiohttp
+import numpy as np
 import psutil
 import pytest
 from aiohttp import web
@@ -16,6 +18,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from protocol.errors import EngineError
 from protocol.weights.lora import LoraConfig
 from rollout.engines.base import EngineConfig, Request, Sampling
+from rollout.engines.multi_process.routed_experts import Mixture
 from rollout.engines.registry import make_engine
 from rollout.engines.sglang.engine import completion_of, new_session
 from rollout.engines.sglang.sampling import VERSIONS
@@ -53,6 +56,16 @@ def test_completion_has_a_version_for_every_token() -> None:
     found = completion_of(REQUEST, answer([5, 6, 6]))
     assert (found.tokens, found.logprobs, found.finish_reason) == ((7, 8, 9), (-0.5, -0.5, -0.5), "length")
     assert found.spans == ((1, 5), (3, 6))
+
+
+def test_completion_has_the_experts_of_every_input() -> None:
+    rows = np.arange(4 * 3 * 2, dtype=np.int32).reshape(4, 3, 2)
+    found = answer([5, 5, 5])
+    found["meta_info"]["routed_experts"] = base64.b64encode(rows.tobytes()).decode()  # type: ignore[index]
+    experts = completion_of(REQUEST, found, Mixture((0, 2), 3, 2)).experts
+    np.testing.assert_array_equal(experts, rows[:, [0, 2]])
+    with pytest.raises(EngineError, match="request r/0: the engine reported experts of shape None for 4"):
+        completion_of(REQUEST, answer([5, 5, 5]), Mixture((0, 2), 3, 2))
 
 
 @pytest.mark.parametrize(

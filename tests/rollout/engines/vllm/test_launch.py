@@ -31,6 +31,7 @@ def test_sampling_is_not_changed_behind_the_trainers_back(tmp_path: Path) -> Non
     [
         ({"num_attention_heads": 8, "hidden_size": 128}, EngineConfig(), "head_dim 16 is not supported"),
         ({"max_position_embeddings": 100}, EngineConfig(max_model_len=200), "exceeds the 100 positions"),
+        ({}, EngineConfig(enable_return_routed_experts=True), "vLLM records experts on a GPU only"),
         ({}, EngineConfig(tensor_parallel_size=3), "tensor_parallel_size 3 does not divide the 4 heads"),
     ],
 )

@@ -1,0 +1,86 @@
+"""Compares live weights with the files that they were loaded from, to find what was repacked afterwards.
+
+An engine may lay out a parameter anew once it is loaded, in the same shape, as its kernels want it. A version
+that is copied over it, as the loader would copy it, would then compute something else.
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from protocol.device.digests import bits_of
+from protocol.errors import EngineError
+from protocol.weights.boxes import box_of
+from rollout.staging.loader_trace import Copy, LoaderTrace, Window
+
+ELEMENTS = 1 << 16
+"""Most elements of a tensor that are compared, if a row has no more."""
+
+
+def check_loaded(trace: LoaderTrace, model_dir: Path) -> None:
+    """Compare the beginnings of the first and the last tensor in every parameter with a model's files.
+
+    Args:
+        trace: where the loader put the tensors; no version has been committed yet.
+        model_dir: without safetensors, the engine made up its weights, and nothing is compared.
+
+    Raises:
+        EngineError: naming the first parameter that differs, or a file that cannot be read.
+    """
+    places: dict[str, list[Copy]] = {}
+    for copy in trace.copies():
+        places.setdefault(copy.parameter, []).append(copy)
+    try:
+        with ExitStack() as stack:
+            paths = sorted(model_dir.glob("*.safetensors"))
+            files = [stack.enter_context(safe_open(str(path), framework="pt")) for path in paths]
+            held = {name: file for file in files for name in file.keys()}  # noqa: SIM118 (not a mapping)
+            for parameter, copies in places.items():
+                for copy in {id(copy): copy for copy in (copies[0], copies[-1])}.values():
+                    if files:
+                        _check(trace.live[parameter], copy, held[copy.name])
+    except (OSError, SafetensorError) as error:
+        raise EngineError(f"{model_dir}: {error}") from error
+
+
+def _check(live: torch.Tensor, copy: Copy, file: Any) -> None:
+    written = _read(file, copy.name, _beginning(copy.source)).to(live.device, live.dtype)
+    found = _beginning(copy.target).on(live)
+    if not torch.equal(bits_of(written.contiguous()), bits_of(found.contiguous())):
+        raise EngineError(
+            f"parameter {copy.parameter}: it does not hold {copy.name} where the loader wrote it. It was "
+            "repacked after loading, and a version copied over it would compute something else: use "
+            "engine.name 'hf' or 'megatron', which repack nothing, or another device"
+        )
+
+
+def _beginning(window: Window) -> Window:
+    """Return the first rows of a window."""
+    if not window.size:
+        return window
+    row = max(1, _count(window.size[1:]))
+    rows = min(window.size[0], max(1, ELEMENTS // row))
+    return Window(window.offset, (rows, *window.size[1:]), window.stride)
+
+
+def _read(file: Any, name: str, window: Window) -> torch.Tensor:
+    """Return a part of a tensor; the rest of it is not read where the part is a box."""
+    part = file.get_slice(name)
+    shape = tuple(part.get_shape())
+    box = box_of(shape, window.offset, window.size, window.stride) if shape else None
+    if box is None:
+        tensor: torch.Tensor = file.get_tensor(name)
+        return window.on(tensor)
+    found: torch.Tensor = part[tuple(slice(start, stop) for start, stop in box)]
+    return found.view(window.size)
+
+
+def _count(size: Sequence[int]) -> int:
+    count = 1
+    for n in size:
+        count *= n
+    return count

@@ -1,0 +1,39 @@
+"""Tests that versions of a mixture of experts come as its checkpoint has them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from protocol.device.checkpoint_views import checkpoint_views, model_tensors
+from protocol.errors import WeightError
+from rollout.engines.base import EngineConfig, Request, Sampling
+from rollout.engines.hf.engine import HFEngine
+from tests.contracts.engine_models import follows, write_shm
+from tests.trainer.megatron.models import make_model
+
+PROMPT = (5, 17, 20, 33)
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", "deepseek-v3", "gpt-oss"])
+async def test_a_version_has_the_tensors_of_the_checkpoint(tmp_path: Path, name: str) -> None:
+    model = make_model(name).eval()
+    model.save_pretrained(tmp_path / "model")
+    with torch.no_grad():
+        for tensor in model_tensors(model).values():
+            tensor.mul_(1.5)
+    tensors = model_tensors(model)
+    wanted = write_shm(tmp_path / "v0", checkpoint_views(model, tensors), 0)
+    engine = HFEngine(EngineConfig(name="hf", max_model_len=64), tmp_path / "model", "engine.0")
+    try:
+        await engine.start()
+        if name != "gpt-oss":  # its checkpoints have the experts joined, too
+            with pytest.raises(WeightError, match=r"lacks tensor .*\.experts\.0\."):
+                await engine.stage(write_shm(tmp_path / "v1", tensors, 1))
+        await engine.stage(wanted)
+        await engine.commit(wanted)
+        assert await engine.live_digest() == wanted.digest
+        found = await engine.generate(Request("a/0", PROMPT, Sampling(max_tokens=12, temperature=0)))
+    finally:
+        await engine.close()
+    assert follows([(12, model)], PROMPT, found.tokens, recompute=True)
