@@ -148,11 +148,12 @@ class Backend(ABC):
         These are the model's tensors under their Hugging Face names, or A and B of its adapters under PEFT's.
         """
 
-    def export_ahead(self, begin: Callable[[Tensors], None]) -> EarlyExport:
+    def export_ahead(self, begin: Callable[[Tensors], None] | None) -> EarlyExport:
         """Prepare the next `train_step` to export its version while the optimizer makes it, if it can.
 
         Args:
-            begin: see `EarlyExport`; called once at most, and not if the step is skipped.
+            begin: see `EarlyExport`; called once at most, and not if the step is skipped. None: no such
+                export.
 
         Returns:
             What the step has to be made within.

@@ -9,7 +9,7 @@ import torch
 from protocol.messages import WeightDraft, WeightManifest
 from trainer.algorithms.base import Algorithm
 from trainer.backends.base import Backend, StepStats
-from trainer.backends.early_export import EarlyExport, Tensors
+from trainer.backends.early_export import Tensors
 from trainer.backends.follow import offload_and_wait
 from trainer.backends.rank_commands import (
     DraftCommand,
@@ -68,10 +68,10 @@ class LeaderRank:
 
         Args:
             command: that of the step.
-            begin: may be called with the tensors of the new version, as `Backend.export_ahead` says.
+            begin: may be called with the tensors of the new version, as `Backend.export_ahead` says; None: it
+                is exported after the step.
         """
-        early = self.backend.export_ahead(begin) if begin is not None else EarlyExport()
-        with early.step():
+        with self.backend.export_ahead(begin).step():
             return run_step_on_all_ranks(self._models, self._algorithm, command)
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:

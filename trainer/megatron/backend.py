@@ -224,7 +224,7 @@ class MegatronBackend(Backend):
         for name, tensor in self._exporter.gathered(self._plan):
             yield name, merged(targets[name], tensor, adapter, self.lora) if name in targets else tensor
 
-    def export_ahead(self, begin: Callable[[Tensors], None]) -> EarlyExport:
+    def export_ahead(self, begin: Callable[[Tensors], None] | None) -> EarlyExport:
         asked = None if self._places.ranks > 1 or self.lora.rank else begin
         self._optimizer.early = EarlyExport(asked, partial(self._exporter.when_final, self._published))
         return self._optimizer.early

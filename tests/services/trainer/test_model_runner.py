@@ -176,6 +176,8 @@ async def test_a_step_that_fails_in_the_middle_publishes_nothing(model_dir: Path
 async def test_a_replayed_step_is_not_published(model_dir: Path, tmp_path: Path) -> None:
     sender = DiskSender(WeightConfig(directory=str(tmp_path / "weights")), tmp_path)
     async with opened(model_dir, sender) as runner:
-        await runner.train(command(0))
+        await runner.train(command(0), epoch="e", announce=lambda draft: None)
+        await runner.publish("e", 1)
+        await runner.train(command(1))
         assert runner._ahead is None
-        assert list((tmp_path / "weights").glob("v*")) == []
+        assert len(list((tmp_path / "weights").glob("v*"))) == 1
