@@ -11,7 +11,7 @@ from rollout.prompts.registry import make_source
 from services.preflight.data import first_prompts, rendering_problems, stream_problems, verifier_problems
 from services.preflight.endpoints import local_problems
 from services.preflight.lengths import length_problems
-from services.preflight.memory import describe_memory
+from services.preflight.memory import describe_memory, host_memory_problems
 from services.preflight.model import ModelFacts, model_problems, read_model
 from services.preflight.problem import Problem
 from services.preflight.sampling import distribution_problems, group_problems
@@ -70,6 +70,7 @@ def check_run(settings: Settings, *, local: bool = False) -> Findings:
     problems += _error_of_remote(settings)
     if local:
         problems += local_problems(settings)
+        problems += host_memory_problems(settings, model) if model else ()
     return Findings(tuple(_each_once(problems)), model, source)
 
 

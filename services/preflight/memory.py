@@ -1,15 +1,19 @@
-"""Says before a start how much memory the trainer is expected to take on its GPUs."""
+"""Says before a start how much memory the trainer is expected to take, on its GPUs and in its hosts."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from protocol.device.shared_layout import TRANSPORT
+from protocol.errors import SettingsError
+from protocol.host.memory import memory_available, memory_limit
 from services.preflight.model import ModelFacts
+from services.preflight.problem import Problem
 from services.settings.automatic import visible_gpus
 from services.settings.sections import Settings
 from trainer.megatron.architecture.reading import architecture_of
 from trainer.megatron.memory.budget import TOKENS_MOST, TOKENS_STEP
 from trainer.megatron.memory.expected import GIB, Workload, expected_memory
+from trainer.megatron.memory.host_memory import HostWorkload, expected_host_memory, host_refusal
 
 
 def workload_of(settings: Settings, model: ModelFacts) -> Workload:
@@ -40,14 +44,67 @@ def expected_gb(settings: Settings, model: ModelFacts) -> float | None:
     return expected_memory(workload_of(settings, model), tokens).peak / GIB
 
 
+def host_workload_of(
+    settings: Settings, model: ModelFacts, *, hosts: int = 1, environ: Mapping[str, str] = os.environ
+) -> HostWorkload:
+    """Return what the memory of a host with ranks of the backend `megatron` depends on.
+
+    Raises:
+        SettingsError: the backend does not support the model.
+    """
+    return HostWorkload(
+        work=workload_of(settings, model),
+        hosts=hosts,
+        on_gpu=settings.trainer.device != "cpu" and bool(visible_gpus(environ)),
+        turns=settings.colocated.enabled,
+    )
+
+
+def host_memory_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
+    """Yield the problem if this host, with nothing else on it, has too little memory for the trainer.
+
+    With several hosts each one checks itself when it starts.
+    """
+    if settings.trainer.backend == "megatron" and settings.cluster.nodes <= 1:
+        try:
+            text = host_refusal(host_workload_of(settings, model), memory_limit(), "has")
+        except SettingsError:  # of the model or the layout, which is a problem of its own
+            return
+        if text:
+            yield Problem(text)
+
+
+def check_host_memory(settings: Settings, model: ModelFacts, hosts: int) -> None:
+    """Check that this host has enough free memory for its ranks, before they start.
+
+    Raises:
+        SettingsError: it has not; names settings that would fit.
+    """
+    if settings.trainer.backend == "megatron":
+        given = host_workload_of(settings, model, hosts=hosts)
+        if text := host_refusal(given, memory_available(), "has free"):
+            raise SettingsError(text)
+
+
 def describe_memory(
     settings: Settings, model: ModelFacts, environ: Mapping[str, str] = os.environ
 ) -> list[str]:
-    """Return a line with the expected peak of the trainer's ranks; none where it is not on a GPU."""
-    trainer = settings.trainer
-    if trainer.backend != "megatron" or trainer.device == "cpu" or not visible_gpus(environ):
+    """Return lines with the expected memory of the trainer: of a rank on its GPU, and of a host.
+
+    There is none for ranks on a CPU, but for `optimizer.cpu_offload`, and none for other backends.
+    """
+    if settings.trainer.backend != "megatron":
         return []
-    return [f"memory   {memory_text(workload_of(settings, model))}"]
+    given = host_workload_of(settings, model, hosts=max(1, settings.cluster.nodes), environ=environ)
+    lines = [f"memory   {memory_text(given.work)}"] if given.on_gpu else []
+    if given.on_gpu or settings.optimizer.cpu_offload:
+        where = "each host" if given.hosts > 1 else "the host"
+        lines.append(f"         expected of {where}: {expected_host_memory(given)}; this one has {_has()}")
+    return lines
+
+
+def _has() -> str:
+    return f"{memory_limit() / GIB:.1f} GiB, {memory_available() / GIB:.1f} of it free"
 
 
 def memory_text(work: Workload) -> str:

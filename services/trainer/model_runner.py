@@ -2,7 +2,8 @@
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from services.trainer.gpu_turn import TrainerGpuTurn
 from services.trainer.shared_engine import SharedEngine
 from trainer.algorithms.registry import make_algorithm
 from trainer.backends.base import Backend, StepStats
+from trainer.backends.early_export import Tensors
 from trainer.backends.leader import LeaderRank
 from trainer.backends.rank_commands import TrainCommand, is_distributed
 from trainer.data.step_plan import StepPlan
@@ -60,6 +62,9 @@ class ModelRunner:
         self._engine_dtype = engine_dtype
         self._turn = turn
         self._copies = HostCopies()
+        self._publisher = ThreadPoolExecutor(1, thread_name_prefix="publish")
+        self._ahead: Future[WeightManifest] | None = None
+        """The version that the last step began to publish."""
 
     @property
     def device_name(self) -> str:
@@ -105,16 +110,42 @@ class ModelRunner:
             manifest, lambda path: self.run(self._attach, path)
         )
 
-    async def train(self, command: TrainCommand) -> tuple[StepPlan, StepStats]:
+    async def train(
+        self,
+        command: TrainCommand,
+        *,
+        epoch: str = "",
+        announce: Callable[[WeightDraft], None] | None = None,
+    ) -> tuple[StepPlan, StepStats]:
         """Make one optimizer step; returns its plan and what it measured.
+
+        Args:
+            command: that of the step.
+            epoch: of the trainer, with `announce`.
+            announce: begin to publish the new version while the optimizer makes it, where the backend can;
+                called if engines can receive it then. None: `publish` does all of it.
 
         Raises:
             TetherError: the engine whose weights the step was computed with has ended meanwhile.
         """
-        return await self.run(self._train, command)
+        self._ahead = None
+        if announce is None:
+            return await self.run(self._train, command)
+        loop, version = asyncio.get_running_loop(), command.step + 1
+
+        def begin(tensors: Tensors) -> None:
+            say = partial(loop.call_soon_threadsafe, announce)
+            self._ahead = self._publisher.submit(self._publish_ahead, epoch, version, tensors, say)
+
+        return await self.run(self._train, command, begin)
 
     async def provisional(self, epoch: str, version: int) -> WeightDraft | None:
-        """Let engines receive a version while `publish` makes it; None if the transport cannot do that."""
+        """Let engines receive a version while `publish` makes it; None if the transport cannot do that.
+
+        None, too, if the version was begun to be published in its step.
+        """
+        if self._ahead is not None:
+            return None
         if isinstance(self.sender, PartSender):
             return await self.run(self.rank.draft_parts, self.sender, epoch, version)
         if not isinstance(self.sender, StreamingSender):
@@ -123,6 +154,9 @@ class ModelRunner:
 
     async def publish(self, epoch: str, version: int) -> WeightManifest:
         """Export the weights and make the version available; complete when it returns."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            return await asyncio.wrap_future(ahead)
         return await self.run(self._publish, epoch, version)
 
     async def copy_weights(self) -> dict[str, torch.Tensor]:
@@ -146,14 +180,17 @@ class ModelRunner:
             await asyncio.to_thread(self.rank.finish_save)
 
     async def close(self) -> None:
-        """Close sender, model and thread."""
+        """Close sender, model and threads."""
+        await asyncio.to_thread(self._publisher.shutdown)  # an export that was begun ends with its step
         self.sender.close()
         await self.run(self.rank.close)
         self._thread.shutdown()
 
-    def _train(self, command: TrainCommand) -> tuple[StepPlan, StepStats]:
+    def _train(
+        self, command: TrainCommand, begin: Callable[[Tensors], None] | None = None
+    ) -> tuple[StepPlan, StepStats]:
         self._invalidate()
-        result = self.rank.train(command)
+        result = self.rank.train(command, begin)
         if self.shared_engine is not None:
             self.shared_engine.check()
         return result
@@ -161,8 +198,20 @@ class ModelRunner:
     def _publish(self, epoch: str, version: int) -> WeightManifest:
         if isinstance(self.sender, PartSender):
             return self.rank.publish_parts(self.sender, epoch, version)
-        tensors = in_dtype(self.rank.export(), self._engine_dtype)
-        return self.sender.publish(epoch, version, tensors, base_model=self.rank.backend.architecture)
+        return self._published(epoch, version, self.rank.export())
+
+    def _published(self, epoch: str, version: int, tensors: Tensors) -> WeightManifest:
+        assert not isinstance(self.sender, PartSender)
+        named = in_dtype(tensors, self._engine_dtype)
+        return self.sender.publish(epoch, version, named, base_model=self.rank.backend.architecture)
+
+    def _publish_ahead(
+        self, epoch: str, version: int, tensors: Tensors, announce: Callable[[WeightDraft], object]
+    ) -> WeightManifest:
+        assert not isinstance(self.sender, PartSender)  # one rank alone exports ahead
+        if isinstance(self.sender, StreamingSender) and (draft := self.sender.provisional(epoch, version)):
+            announce(draft)
+        return self._published(epoch, version, tensors)
 
     def _copy_weights(self) -> dict[str, torch.Tensor]:
         return self._copies.copy_all(in_dtype(self.rank.export(), self._engine_dtype))

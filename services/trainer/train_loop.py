@@ -14,7 +14,15 @@ from collections.abc import Sequence
 from protocol.codec import encode_payload
 from protocol.errors import Reason, Refused, TetherError
 from protocol.ids import new_epoch
-from protocol.messages import Action, Control, StepReport, WeightApplied, WeightFailed, WeightManifest
+from protocol.messages import (
+    Action,
+    Control,
+    StepReport,
+    WeightApplied,
+    WeightDraft,
+    WeightFailed,
+    WeightManifest,
+)
 from protocol.staleness import Policy
 from protocol.topics import Role
 from services.ledger.interface import LedgerStatus, Peer, Taken
@@ -188,15 +196,21 @@ class TrainLoop:
             await self._give_back(missing)
             raise
         with self._clock.part("train"):
-            plan, stats = await self._runner.train(command)
+            plan, stats = await self._runner.train(
+                command, epoch=self._run.epoch, announce=self._announce_draft
+            )
         return TrainedStep(taken, plan, stats, self._runner.flops(plan), dropped_lengths)
 
     async def _publish(self, version: int) -> WeightManifest:
         """Publish the weights of a version; returns its manifest."""
         provisional = await self._runner.provisional(self._run.epoch, version)
         if provisional is not None:
-            self._run.broadcaster.publish(provisional, epoch=self._run.epoch)
+            self._announce_draft(provisional)
         return await self._runner.publish(self._run.epoch, version)
+
+    def _announce_draft(self, draft: WeightDraft) -> None:
+        """Let engines receive a version that is being published; they commit it under its manifest alone."""
+        self._run.broadcaster.publish(draft, epoch=self._run.epoch)
 
     async def _commit(self, step: TrainedStep, manifest: WeightManifest, report: StepReport) -> LedgerStatus:
         """Commit a step to the ledger, then note it in the journal; returns the ledger's status.

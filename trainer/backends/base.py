@@ -6,7 +6,7 @@ Implementations: megatron (`trainer/megatron`), reference (plain torch, the orac
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from protocol.errors import SettingsError
 from protocol.messages import Mismatch, WeightPiece
 from protocol.weights.lora import NO_ADAPTERS, AdapterTarget, LoraConfig
+from trainer.backends.early_export import EarlyExport, Tensors
 
 if TYPE_CHECKING:  # the registry, which every reader of settings imports, must not import torch
     import torch
@@ -159,6 +160,18 @@ class Backend(ABC):
 
         These are the model's tensors under their Hugging Face names, or A and B of its adapters under PEFT's.
         """
+
+    def export_ahead(self, begin: Callable[[Tensors], None] | None) -> EarlyExport:
+        """Prepare the next `train_step` to export its version while the optimizer makes it, if it can.
+
+        Args:
+            begin: see `EarlyExport`; called once at most, and not if the step is skipped. None: no such
+                export.
+
+        Returns:
+            What the step has to be made within.
+        """
+        return EarlyExport()
 
     @property
     def publication(self) -> Publication | None:

@@ -1,6 +1,6 @@
 """Runs the model's work on all ranks, from rank 0: broadcasts the command, then does rank 0's part of it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +9,7 @@ import torch
 from protocol.messages import WeightDraft, WeightManifest
 from trainer.algorithms.base import Algorithm
 from trainer.backends.base import Backend, StepStats
+from trainer.backends.early_export import Tensors
 from trainer.backends.follow import offload_and_wait
 from trainer.backends.rank_commands import (
     DraftCommand,
@@ -60,9 +61,18 @@ class LeaderRank:
         """Rank 0's part of the policy."""
         return self._models.policy
 
-    def train(self, command: TrainCommand) -> tuple[StepPlan, StepStats]:
-        """Make one optimizer step; returns its plan and what it measured."""
-        return run_step_on_all_ranks(self._models, self._algorithm, command)
+    def train(
+        self, command: TrainCommand, begin: Callable[[Tensors], None] | None = None
+    ) -> tuple[StepPlan, StepStats]:
+        """Make one optimizer step; returns its plan and what it measured.
+
+        Args:
+            command: that of the step.
+            begin: may be called with the tensors of the new version, as `Backend.export_ahead` says; None: it
+                is exported after the step.
+        """
+        with self.backend.export_ahead(begin).step():
+            return run_step_on_all_ranks(self._models, self._algorithm, command)
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Return the tensors to publish, adapters scaled. Must be exhausted before the next call."""

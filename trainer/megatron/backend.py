@@ -4,7 +4,8 @@ import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
 
 # isort: split
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from protocol.errors import SettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig, adapter_targets
 from trainer.algorithms.base import Algorithm
 from trainer.backends.base import Backend, Publication, StepStats
+from trainer.backends.early_export import EarlyExport, Tensors
 from trainer.backends.engine_attach import check_buffers, check_parameters, take_parameters
 from trainer.backends.host_offload import HostOffload
 from trainer.backends.step_measures import StepMeasures
@@ -221,6 +223,11 @@ class MegatronBackend(Backend):
         targets = {target.weight: target for target in self.targets}
         for name, tensor in self._exporter.gathered(self._plan):
             yield name, merged(targets[name], tensor, adapter, self.lora) if name in targets else tensor
+
+    def export_ahead(self, begin: Callable[[Tensors], None] | None) -> EarlyExport:
+        asked = None if self._places.ranks > 1 or self.lora.rank else begin
+        self._optimizer.early = EarlyExport(asked, partial(self._exporter.when_final, self._published))
+        return self._optimizer.early
 
     @property
     def publication(self) -> Publication | None:

@@ -30,7 +30,7 @@ from trainer.megatron.architecture.numbers import Architecture
 from trainer.megatron.layers.experts.balance import loads_by_layer, updated_bias
 from trainer.megatron.layers.experts.replay import check_recorded
 from trainer.megatron.layers.experts.router import ExpertRouter
-from trainer.megatron.layers.head import linear_logprobs
+from trainer.megatron.layers.head import linear_logprobs, logprobs_alone
 from trainer.megatron.layers.spec import attention_terms
 from trainer.megatron.micro_batches import MicroBatch, Packing
 from trainer.megatron.model import PackedModel
@@ -89,7 +89,7 @@ class Runner:
         for router in self.routers:
             router.forget()
         finish = partial(_loss, algorithm, measures)
-        outputs = self._run(batch, packing, finish, forward_only=False)
+        outputs = self._run(batch, packing, finish)
         position = self.position
         speaks = position.tp == position.cp == 0 and position.last_stage
         vector = measures.join(outputs if position.tp == 0 else (), position.device)
@@ -111,7 +111,7 @@ class Runner:
         float32 [t] on the CPU, on every rank of the replica.
         """
         packing = self._together(self.packing(batch))
-        outputs = self._run(batch, packing, _collect, forward_only=True)
+        outputs = self._run(batch, packing)
         result = torch.zeros(len(batch.tokens), dtype=torch.float32, device=self.position.device)
         for place, values in outputs:
             result[place] = values
@@ -150,7 +150,8 @@ class Runner:
         found = [(router.layer, router.loads) for router in self.routers]
         return loads_by_layer(found, self.architecture.layers, self.architecture.experts.count)
 
-    def _run(self, batch: Batch, packing: Packing, finish: Any, *, forward_only: bool) -> list[Any]:
+    def _run(self, batch: Batch, packing: Packing, finish: Any = None) -> list[Any]:
+        """Run all passes; without `finish`, which makes a loss, forward alone for log-probabilities."""
         if self.replays_routing:
             check_recorded(batch.experts, self.architecture.experts, self.architecture.layers)
         else:
@@ -162,7 +163,7 @@ class Runner:
             first.rotaries,
             first.config.params_dtype,
             self._terms,
-            trained=not forward_only,
+            trained=finish is not None,
             experts=self.architecture.experts.count > 0,
         )
         communicator = None
@@ -180,7 +181,7 @@ class Runner:
             num_microbatches=len(packing),
             seq_length=1,  # the shapes are those of `PlannedShapes`
             micro_batch_size=1,
-            forward_only=forward_only,
+            forward_only=finish is None,
             p2p_communicator=communicator,
             pg_collection=groups,
         )
@@ -217,18 +218,21 @@ class Runner:
             rows = rows[:, 0].index_select(0, micro.rows)
         else:
             rows = copy_to_tensor_model_parallel_region(hidden[:, 0].index_select(0, micro.rows))
-        logprobs, entropy = linear_logprobs(
-            rows,
-            self._inner[-1].output_weight,
-            micro.targets,
-            vocabulary=self.architecture.vocabulary,
-            temperature=temperature,
-            softcap=self.architecture.logit_softcap,
-            rank=self.position.tp,
-            size=self.position.config.tensor_model_parallel_size,
-            group=mpu.get_tensor_model_parallel_group(),
-        )
-        loss, output = finish(micro, logprobs[: micro.wanted], entropy[: micro.wanted])
+        head: dict[str, Any] = {
+            "vocabulary": self.architecture.vocabulary,
+            "temperature": temperature,
+            "softcap": self.architecture.logit_softcap,
+            "rank": self.position.tp,
+            "size": self.position.config.tensor_model_parallel_size,
+            "group": mpu.get_tensor_model_parallel_group(),
+        }
+        weight = self._inner[-1].output_weight
+        if finish is None:
+            found = logprobs_alone(rows, weight, micro.targets, **head)[: micro.wanted]
+            loss, output = found.sum(), (micro.places, found)
+        else:
+            logprobs, entropy = linear_logprobs(rows, weight, micro.targets, **head)
+            loss, output = finish(micro, logprobs[: micro.wanted], entropy[: micro.wanted])
         # No tokens to divide by: the loss is a sum, its weights hold every normalization.
         return loss, torch.zeros((), dtype=torch.int32, device=hidden.device), output
 
@@ -290,7 +294,3 @@ def _loss(
     if micro.trained is None:
         raise RuntimeError("the last stage has no trained tokens to make a loss of")
     return micro_batch_loss(algorithm, measures, micro.trained, logprobs, entropy)
-
-
-def _collect(micro: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    return logprobs.sum(), (micro.places, logprobs)

@@ -13,9 +13,10 @@ SHAPES: dict[str, dict[str, int]] = {
     "0.5b": {"hidden": 896, "intermediate": 4864, "layers": 24, "heads": 14, "kv_heads": 2},
     "1.5b": {"hidden": 1536, "intermediate": 8960, "layers": 28, "heads": 12, "kv_heads": 2},
     "7b": {"hidden": 3584, "intermediate": 18944, "layers": 28, "heads": 28, "kv_heads": 4},
+    "small": {"hidden": 512, "intermediate": 2048, "layers": 6, "heads": 8, "kv_heads": 2},
     "tiny": {"hidden": 64, "intermediate": 96, "layers": 2, "heads": 4, "kv_heads": 2},
 }
-"""Those of Qwen2.5; `tiny` is for rehearsals."""
+"""Those of Qwen2.5; `small` and `tiny` are for tests and rehearsals."""
 VOCABULARY = 151_936
 PROMPT, MEAN, LONGEST = 256, 700, 4096
 """Tokens of a prompt; mean and limit of the responses, which are log-normal with sigma 1."""

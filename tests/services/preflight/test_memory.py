@@ -1,15 +1,27 @@
 """Tests what is said of the trainer's memory before a start."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from services.preflight.memory import describe_memory, expected_gb, memory_text, workload_of
+from protocol.errors import SettingsError
+from protocol.host.memory import memory_limit
+from services.preflight.memory import (
+    check_host_memory,
+    describe_memory,
+    expected_gb,
+    host_memory_problems,
+    host_workload_of,
+    memory_text,
+    workload_of,
+)
 from services.preflight.model import ModelFacts
 from services.settings.load import load_settings
 from services.settings.sections import Settings
 from trainer.megatron.memory.expected import GIB, expected_memory
+from trainer.megatron.memory.host_memory import expected_host_memory
 
 QWEN = {
     "model_type": "qwen2",
@@ -22,6 +34,7 @@ QWEN = {
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": True,
 }
+HUGE = {**QWEN, "num_hidden_layers": 10**5}
 FACTS = ModelFacts(Path("model"), QWEN, None, is_made=True)
 
 
@@ -50,3 +63,31 @@ def test_nothing_is_said_without_a_gpu_or_of_another_backend(overrides: tuple[st
     assert describe_memory(settings(*overrides), FACTS, environ) == []
     if "trainer.backend=reference" in overrides:
         assert expected_gb(settings(*overrides), FACTS) is None
+
+
+def test_the_host_is_described_where_masters_are_on_it() -> None:
+    given = settings("optimizer.cpu_offload=true")
+    (line,) = describe_memory(given, FACTS, {"CUDA_VISIBLE_DEVICES": ""})
+    expected = expected_host_memory(host_workload_of(given, FACTS, environ={"CUDA_VISIBLE_DEVICES": ""}))
+    assert f"expected of the host: {expected}; this one has {memory_limit() / GIB:.1f} GiB, " in line
+
+
+def test_what_no_host_has_is_refused_before_a_start_and_at_the_start() -> None:
+    model = replace(FACTS, config=HUGE)
+    (problem,) = host_memory_problems(settings(), model)
+    assert f"and this host has {memory_limit() / GIB:.1f} GiB; no setting" in str(problem)
+    with pytest.raises(SettingsError, match="of its memory, and this host has free "):
+        check_host_memory(settings(), model, 1)
+    for unknown in (settings("trainer.backend=reference"), settings("trainer.backend=scripted")):
+        assert not list(host_memory_problems(unknown, model))
+        check_host_memory(unknown, model, 1)
+
+
+def test_what_a_host_has_is_no_problem() -> None:
+    assert not list(host_memory_problems(settings(), FACTS))
+    check_host_memory(settings(), FACTS, 1)
+
+
+def test_hosts_of_a_cluster_check_themselves() -> None:
+    given = settings("cluster.nodes=2", "cluster.rendezvous=a:1", "parallel.data_parallel_size=2")
+    assert not list(host_memory_problems(given, replace(FACTS, config=HUGE)))

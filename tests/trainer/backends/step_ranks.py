@@ -24,8 +24,11 @@ from trainer.config import TrainerConfig
 from trainer.roles.models import RankModels
 
 ALGORITHM = make_algorithm(AlgorithmConfig())
-REPLICAS = (((0, 2), (1,)), ((2, 0), (1,)), ((0,), (1,), (2,)))
-"""Replicas of each step, which a real backend never changes."""
+REPLICAS = {
+    2: (((0, 1),), ((1,), (0,)), ((0,), (1,))),
+    3: (((0, 2), (1,)), ((2, 0), (1,)), ((0,), (1,), (2,))),
+}
+"""Number of ranks -> the replicas of each step, which a real backend never changes."""
 
 
 def command(step: int) -> TrainCommand:
@@ -45,10 +48,10 @@ def command(step: int) -> TrainCommand:
 class WritingBackend(ScriptedBackend):
     """Writes every batch to a file."""
 
-    def __init__(self, directory: Path, rank: int) -> None:
+    def __init__(self, directory: Path, rank: int, ranks: int) -> None:
         super().__init__(trainer=TrainerConfig(backend="scripted"))
         self._directory, self._rank = directory, rank
-        self.replicas = REPLICAS[0]
+        self.replicas = REPLICAS[ranks][0]
 
     def train_step(self, batch: Batch) -> StepStats:
         found = {field.name: getattr(batch, field.name) for field in fields(batch)}
@@ -62,16 +65,17 @@ def run(directory: Path) -> None:
     if on_gpus := torch.cuda.device_count() >= ranks:
         torch.cuda.set_device(rank)
     dist.init_process_group("nccl" if on_gpus else "gloo", timeout=timedelta(seconds=300))
-    backend = WritingBackend(directory, rank)
+    backend = WritingBackend(directory, rank, ranks)
     if rank:
         follow_commands(RankModels(backend))
     else:
         leader, imbalance = LeaderRank(RankModels(backend), ALGORITHM), []
-        for step, replicas in enumerate(REPLICAS):
+        for step, replicas in enumerate(REPLICAS[ranks]):
             backend.replicas = replicas
             imbalance.append(leader.train(command(step))[1].imbalance)
         leader.exit()
         (directory / "imbalance").write_text(repr(imbalance))
+        (directory / "exchange").write_text(dist.get_backend())
     dist.destroy_process_group()
 
 

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from protocol.messages import WeightPiece
 from trainer.backends.base import Publication
+from trainer.backends.early_export import EarlyExport
 from trainer.megatron.convert.pieces import published_pieces
 from trainer.megatron.layout import Layout
 from trainer.megatron.parallel import Position
@@ -55,6 +56,15 @@ class Exporter:
                 yield plan.name, self._receive(plan)
             else:
                 self._send(plan)
+
+    @torch.no_grad()
+    def when_final(
+        self, plans: Iterable[TensorPlan], early: EarlyExport
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors of a model on one rank, each once its parameter is final."""
+        for plan in plans:
+            early.await_final(self._held(plan.parameter))
+            yield plan.name, self._receive(plan)
 
     def _receive(self, plan: TensorPlan) -> torch.Tensor:
         """Assemble a tensor on rank 0: copy its own pieces, receive those of another rank in one message."""

@@ -74,6 +74,39 @@ def linear_logprobs(
     return logprobs, entropies
 
 
+@torch.no_grad()
+def logprobs_alone(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    vocabulary: int,
+    temperature: float = 1.0,
+    softcap: float = 0.0,
+    rank: int = 0,
+    size: int = 1,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """Return the log-probabilities of `linear_logprobs`, float32 [k], without entropies and gradients.
+
+    The logits of a chunk take the place of those of the chunk before; on a CPU the softmax is computed there.
+    """
+    part = VocabularyPart(vocabulary, rank, size, group)
+    count = weight.size(0)
+    valid, local, mine = _own(targets, part, count)
+    sums = _no_sums(len(hidden), hidden.device)
+    chunk = _chunk_rows(hidden, count)
+    room = hidden.new_empty(min(chunk, len(hidden)), count)
+    for first in range(0, len(hidden) if valid else 0, chunk):
+        these = slice(first, first + chunk)
+        logits = room[: len(hidden[these])]
+        torch.mm(hidden[these], weight.t(), out=logits)
+        kernels = _kernels(logits)
+        sums[:, these] = kernels.statistics_in_place(logits, local[these], valid, temperature, softcap)
+    sums = _over_ranks(sums, mine, part)[0]
+    return sums[3] - sums[1].log()
+
+
 class _LinearLogprobs(torch.autograd.Function):
     """Computes d log p_t / d z_j = [j = t] - p_j and d H / d z_j = -p_j (log p_j + H).
 
@@ -91,14 +124,8 @@ class _LinearLogprobs(torch.autograd.Function):
         softcap: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows, count = len(hidden), weight.size(0)
-        valid = min(max(part.vocabulary - part.rank * count, 0), count)
-        local = targets - part.rank * count
-        mine = (local >= 0) & (local < valid)
-        local = torch.where(mine, local, 0)
-        # highest logit; then sums over the vocabulary, relative to it: of exponentials, and of exponential
-        # times logit; the target's logit
-        sums = torch.zeros(4, rows, device=hidden.device)
-        sums[0] = -torch.inf
+        valid, local, mine = _own(targets, part, count)
+        sums = _no_sums(rows, hidden.device)
         chunk = _chunk_rows(hidden, count)
         keep = any(ctx.needs_input_grad) and rows * count * hidden.element_size() <= KEPT_BYTES
         kept = []
@@ -108,16 +135,7 @@ class _LinearLogprobs(torch.autograd.Function):
             sums[:, these] = _kernels(logits).statistics(logits, local[these], valid, temperature, softcap)
             if keep:
                 kept.append(logits)
-        highest = sums[0].clone()
-        if part.size > 1:
-            dist.all_reduce(highest, dist.ReduceOp.MAX, group=part.group)
-            shift = (sums[0] - highest).nan_to_num(neginf=-1e30)
-            scale = shift.exp()
-            sums[2] = scale * (sums[2] + shift * sums[1])
-            sums[1] *= scale
-        sums[3] = torch.where(mine, sums[3] - highest, 0.0)
-        if part.size > 1:
-            dist.all_reduce(sums[1:], group=part.group)
+        sums, highest = _over_ranks(sums, mine, part)
         _, total, weighted, chosen = sums
         log_total = total.log()
         entropies = log_total - weighted / total
@@ -153,6 +171,42 @@ class _LinearLogprobs(torch.autograd.Function):
             if of_weight is not None:
                 of_weight.add(logits, hidden[these])
         return of_hidden, None if of_weight is None else of_weight.result(), None, None, None, None
+
+
+def _own(targets: torch.Tensor, part: VocabularyPart, count: int) -> tuple[int, torch.Tensor, torch.Tensor]:
+    """Return how many of a rank's rows are no padding, the targets' indices there, and which are there."""
+    valid = min(max(part.vocabulary - part.rank * count, 0), count)
+    local = targets - part.rank * count
+    mine = (local >= 0) & (local < valid)
+    return valid, torch.where(mine, local, 0), mine
+
+
+def _no_sums(rows: int, device: torch.device) -> torch.Tensor:
+    """Return what `statistics` of an empty vocabulary would be.
+
+    These are the highest logit; then sums over the vocabulary, relative to it: of exponentials, and of
+    exponential times logit; and the target's logit.
+    """
+    sums = torch.zeros(4, rows, device=device)
+    sums[0] = -torch.inf
+    return sums
+
+
+def _over_ranks(
+    sums: torch.Tensor, mine: torch.Tensor, part: VocabularyPart
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sums over the whole vocabulary, relative to its highest logit, and that; a collective."""
+    highest = sums[0].clone()
+    if part.size > 1:
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group=part.group)
+        shift = (sums[0] - highest).nan_to_num(neginf=-1e30)
+        scale = shift.exp()
+        sums[2] = scale * (sums[2] + shift * sums[1])
+        sums[1] *= scale
+    sums[3] = torch.where(mine, sums[3] - highest, 0.0)
+    if part.size > 1:
+        dist.all_reduce(sums[1:], group=part.group)
+    return sums, highest
 
 
 class _WeightGradient:

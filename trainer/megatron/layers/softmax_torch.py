@@ -35,6 +35,21 @@ def statistics(
     return torch.stack([highest, exponentials.sum(-1), torch.linalg.vecdot(exponentials, scaled), chosen])
 
 
+def statistics_in_place(
+    logits: torch.Tensor, local: torch.Tensor, valid: int, temperature: float, softcap: float = 0.0
+) -> torch.Tensor:
+    """Return the same with 0 in place of the sum of exponential times logit; the logits are lost."""
+    bounded = logits[:, :valid].float()  # the same memory if they are float32
+    if softcap:
+        bounded.div_(softcap).tanh_().mul_(softcap)
+    if temperature != 1.0:
+        bounded.div_(temperature)
+    highest = bounded.amax(-1)
+    chosen = bounded.gather(-1, local[:, None])[:, 0]
+    total = bounded.sub_(highest[:, None]).exp_().sum(-1)
+    return torch.stack([highest, total, torch.zeros_like(total), chosen])
+
+
 def to_slopes(
     logits: torch.Tensor,
     local: torch.Tensor,

@@ -34,6 +34,10 @@ def statistics(
     return out
 
 
+statistics_in_place = statistics
+"""The same: the kernel reads the logits once, and the sum that is not needed costs nothing beside that."""
+
+
 def to_slopes(
     logits: torch.Tensor,
     local: torch.Tensor,

@@ -109,10 +109,10 @@ def memory_of_stage(work: Workload, tokens: int, stage: int) -> ExpectedMemory:
     """Return the memory of a rank of a pipeline stage."""
     item, pp = work.item, work.layout.pp
     parameters = parameters_of_stage(work, stage)
-    trained = _adapter_parameters(work, stage) if work.adapters.rank else parameters
+    trained = _trained(work, stage)
     held = parameters + (trained if work.adapters.rank else 0) + (parameters if work.reference else 0)
     gradient_item = 4 if work.optimizer.grad_reduce_in_fp32 else item
-    share = _stepped(work, stage, trained) if work.parallel.use_distributed_optimizer else trained
+    share = stepped_of_stage(work, stage)
     on_device = not work.optimizer.cpu_offload
     masters = 4 if item < 4 or work.shared else 0
     table = _output_table(work)
@@ -130,8 +130,16 @@ def memory_of_stage(work: Workload, tokens: int, stage: int) -> ExpectedMemory:
     )
 
 
-def _stepped(work: Workload, stage: int, trained: int) -> int:
-    """Return how many of its trained parameters a rank steps, where ranks with the same ones share them."""
+def _trained(work: Workload, stage: int) -> int:
+    """Return the number of trained parameters of a rank."""
+    return _adapter_parameters(work, stage) if work.adapters.rank else parameters_of_stage(work, stage)
+
+
+def stepped_of_stage(work: Workload, stage: int) -> int:
+    """Return how many of its trained parameters a rank of a pipeline stage steps."""
+    trained = _trained(work, stage)
+    if not work.parallel.use_distributed_optimizer:
+        return trained
     experts = 0 if work.adapters.rank else expert_parameters_of_stage(work, stage)
     layout = work.layout
     copies = layout.stage_ranks // (layout.ep * layout.etp)

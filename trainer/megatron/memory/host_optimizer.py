@@ -11,7 +11,7 @@ import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
 
 # isort: split
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -83,7 +83,10 @@ class HostOptimizer(Optimizer):
         self.config, self.steps, self.masters = config, 0, {}
         self._chunks, self._distributed = list(chunks), is_distributed(position)
         self._parameters, self._fills = {}, True
-        decayed, others = _slices(self._chunks, distributed=self._distributed)
+        ordered = list(_slices(self._chunks, distributed=self._distributed))
+        # megatron's rule: neither norms nor biases decay
+        decayed = [part for part in ordered if part.parameter.ndim > 1]
+        others = [part for part in ordered if part.parameter.ndim == 1]
         self._slices = [*decayed, *others]
         self._adam = torch.optim.AdamW(
             [
@@ -95,7 +98,7 @@ class HostOptimizer(Optimizer):
             eps=config.adam_eps,
             fused=True,
         )
-        self._transfers = Transfers(self._slices, position.device, dtype)
+        self._transfers = Transfers(ordered, position.device, dtype)
 
     @property
     def torch_optimizers(self) -> list[torch.optim.Optimizer]:
@@ -114,7 +117,8 @@ class HostOptimizer(Optimizer):
         if not math.isfinite(norm):
             return norm, f"overflow: gradient norm {norm}"
         factor = min(1.0, self.config.clip_grad / (norm + 1e-6)) if self.config.clip_grad > 0 else 1.0
-        for chunk, gradients in self._transfers.chunks(factor):
+        self.early.begin()
+        for chunk, gradients in self._transfers.chunks(factor, self.early.add):
             for part, gradient in zip(chunk, gradients, strict=True):
                 part.master.grad = gradient.view_as(part.master)
             self._adam.step()  # of what has a gradient
@@ -169,13 +173,16 @@ class Transfers:
         self._arrived: list[Any] = [None, None]
         self._left: list[Any] = [None, None]
 
-    def chunks(self, factor: float) -> Iterator[tuple[list[MasterSlice], list[torch.Tensor]]]:
+    def chunks(
+        self, factor: float, sent: Callable[[list[torch.Tensor], Any], None]
+    ) -> Iterator[tuple[list[MasterSlice], list[torch.Tensor]]]:
         """Yield each chunk with its gradients, float32 on the host; afterwards its masters are sent back.
 
         Kernels that are launched when the iterator has ended see the new parameters.
 
         Args:
             factor: what gradients are multiplied with, at most 1.
+            sent: called with the parameters of each chunk, and the event after which they are on the GPU.
         """
         if factor < 1.0 and self._arriving and self._arriving[0].dtype is torch.float32:
             torch._foreach_mul_([part.gradient for chunk in self._chunks for part in chunk], factor)
@@ -194,6 +201,7 @@ class Transfers:
             rows = self._arriving[number % 2][: sum(sizes)].float()
             yield chunk, list((rows.mul_(factor) if factor < 1.0 else rows).split(sizes))
             self._send(number)
+            sent([part.parameter for part in chunk], self._left[number % 2])
         if self._cuda:
             torch.cuda.current_stream().wait_stream(self._up)  # type: ignore[arg-type]
 
@@ -242,14 +250,10 @@ def _chunks(slices: list[MasterSlice]) -> Iterator[list[MasterSlice]]:
         yield chunk
 
 
-def _slices(chunks: Sequence[Any], *, distributed: bool) -> tuple[list[MasterSlice], list[MasterSlice]]:
-    """Return this rank's slices with weight decay and those without, ordered as in megatron's optimizer."""
-    found = (part for chunk in chunks for part in (_shares(chunk) if distributed else _wholes(chunk)))
-    decayed: list[MasterSlice] = []
-    others: list[MasterSlice] = []
-    for part in found:  # megatron's rule: neither norms nor biases decay
-        (others if part.parameter.ndim == 1 else decayed).append(part)
-    return decayed, others
+def _slices(chunks: Sequence[Any], *, distributed: bool) -> Iterator[MasterSlice]:
+    """Yield this rank's slices in the order of the model, in which versions are exported, too."""
+    for chunk in chunks:
+        yield from _shares(chunk) if distributed else _wholes(chunk)
 
 
 def _wholes(chunk: Any) -> Iterator[MasterSlice]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trainer.megatron.layers import head, softmax_torch
-from trainer.megatron.layers.head import linear_logprobs
+from trainer.megatron.layers.head import linear_logprobs, logprobs_alone
 
 
 def made(rows: int = 5, width: int = 4, vocabulary: int = 11, padding: int = 0) -> tuple[torch.Tensor, ...]:
@@ -49,6 +49,26 @@ def test_values_and_gradients_equal_log_softmax(
     torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(gradients, wanted, atol=2e-6, rtol=1e-5)
     assert (gradients[1][11:] == 0).all()
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 100, 1 << 20])
+@pytest.mark.parametrize(("temperature", "softcap"), [(1.0, 0.0), (0.6, 0.0), (0.7, 1.5)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_log_probabilities_alone_are_the_same_and_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, chunk_bytes: int, temperature: float, softcap: float, dtype: torch.dtype
+) -> None:
+    monkeypatch.setitem(head.CHUNK_BYTES, "cpu", chunk_bytes)
+    hidden, weight, targets = made(padding=3)
+    hidden, weight = hidden.to(dtype), weight.to(dtype)
+    before = hidden.detach().clone(), weight.detach().clone()
+    of_head = {"vocabulary": 11, "temperature": temperature, "softcap": softcap}
+    expected, _ = linear_logprobs(hidden, weight, targets, **of_head)
+    found = logprobs_alone(hidden, weight, targets, **of_head)
+    assert not found.requires_grad
+    torch.testing.assert_close(found, expected.detach(), atol=1e-6, rtol=1e-6)
+    assert torch.equal(hidden, before[0])
+    assert torch.equal(weight, before[1])
+    assert logprobs_alone(hidden[:0], weight, targets[:0], **of_head).shape == (0,)
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 1 << 20])

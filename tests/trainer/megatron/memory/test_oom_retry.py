@@ -1,5 +1,6 @@
 """Tests that a step which runs out of memory is repeated, as if it had begun with the smaller budget."""
 
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,15 @@ import pytest
 import torch
 
 from protocol.errors import SettingsError
+from tests.benchmarks.gpu_loop.job import WORDS, make_files
+from tests.benchmarks.trainer.samples import LongTail, batch_of
 from tests.trainer.megatron.launch import launch
 from tests.trainer.megatron.memory.memory_ranks import DEEP, limit_backward, limit_forward
 from tests.trainer.megatron.models import OPTIMIZER, make_batch, save_model
 from tests.trainer.megatron.ranks import ALGORITHM
-from trainer.config import ParallelConfig, TrainerConfig
+from trainer.backends.base import StepStats
+from trainer.batch import Batch
+from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.megatron.backend import MegatronBackend
 
 NAME = "qwen2"
@@ -107,3 +112,60 @@ def test_replicas_repeat_together_where_one_is_short_and_tensor_ranks_stop(
 ) -> None:
     save_model(DEEP, model_dir.parent)
     launch(2, "tests.trainer.megatron.memory.memory_ranks", str(model_dir), logs=tmp_path)
+
+
+SMOOTH = OptimizerConfig(lr=1e-3, adam_eps=1e-2)
+"""Steps of about the gradient's size, so that what kernels add up in another order does not turn a sign."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gpu_that_runs_out_of_memory_repeats_the_step_with_the_smaller_budget(
+    tmp_path: Path, dtype: str
+) -> None:
+    """The limit is torch's own, between the memory of the whole batch in one pass and that of half of it."""
+    model = make_files(tmp_path, "small").model
+    batch = batch_of(LongTail(16, prompt=512, mean=512, longest=1024), ALGORITHM, vocabulary=WORDS)
+    total = len(batch.tokens)
+    whole, _, most = _step_on_gpu(model, batch, dtype, total)
+    assert whole.warnings == ()
+    plain, expected, least = _step_on_gpu(model, batch, dtype, total // 2)
+    assert least < 0.75 * most
+    memory = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((least + most) / 2 / memory)
+    try:
+        repeated, found, _ = _step_on_gpu(model, batch, dtype, total)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    (warning,) = repeated.warnings
+    assert f"out of memory with {total} tokens a micro-batch (CUDA out of memory" in warning
+    assert f"repeated with {total // 2}," in warning
+    assert repeated.micro_batches == plain.micro_batches > whole.micro_batches == 1
+    assert repeated.loss == pytest.approx(plain.loss, rel=1e-3, abs=1e-6)
+    assert repeated.grad_norm == pytest.approx(plain.grad_norm, rel=1e-3)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(
+            found[name], tensor, rtol=2**-7, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+def _step_on_gpu(
+    model_dir: Path, batch: Batch, dtype: str, tokens: int
+) -> tuple[StepStats, dict[str, torch.Tensor], int]:
+    """Make a step from the model's weights; returns also the new ones, and the memory that torch took."""
+    backend = MegatronBackend(
+        model_dir,
+        parallel=ParallelConfig(),
+        optimizer=SMOOTH,
+        trainer=TrainerConfig(device="cuda", dtype=dtype, micro_batch_tokens=tokens),
+        algorithm=ALGORITHM,
+    )
+    torch.cuda.reset_peak_memory_stats()
+    stats = backend.train_step(batch)
+    taken = torch.cuda.max_memory_reserved()
+    weights = {name: tensor.cpu() for name, tensor in backend.export()}
+    backend.close()
+    del backend
+    gc.collect()
+    torch.cuda.empty_cache()
+    return stats, weights, taken

@@ -1,0 +1,183 @@
+"""Tests that a version published while its step is made is the one that the step makes, or none."""
+
+import asyncio
+import dataclasses
+import threading
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from protocol.codec import encode_payload
+from protocol.errors import WeightError
+from protocol.messages import WeightDraft, WeightManifest
+from services.trainer.model_runner import ModelRunner
+from tests.trainer.groups import GroupSpec, SampleSpec, scored
+from tests.trainer.megatron.models import OPTIMIZER, save_model
+from tests.trainer.megatron.ranks import ALGORITHM
+from trainer.backends.leader import LeaderRank
+from trainer.backends.rank_commands import TrainCommand
+from trainer.config import ParallelConfig, TrainerConfig, WeightConfig
+from trainer.megatron.backend import MegatronBackend
+from trainer.megatron.memory import host_optimizer
+from trainer.roles.models import RankModels
+from trainer.weights.base import WeightSender
+from trainer.weights.bucket_writer import Named
+from trainer.weights.disk import DiskSender
+from trainer.weights.nccl import NcclSender
+
+SMALL = 5000
+"""Elements of a chunk, so that the model has several."""
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model("qwen2", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_optimizer, "CHUNK_ELEMENTS", SMALL)
+
+
+class SeenSender(NcclSender):
+    """Says when the first tensor of a version has come."""
+
+    def __init__(self) -> None:
+        super().__init__(WeightConfig(transport="nccl", backend="gloo", bucket_mb=1))
+        self.has_one = threading.Event()
+
+    def publish(
+        self,
+        epoch: str,
+        version: int,
+        tensors: Named,
+        *,
+        base_model: str = "",
+        tied: tuple[tuple[str, str], ...] = (),
+    ) -> WeightManifest:
+        def seen() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in tensors:
+                yield name, tensor
+                self.has_one.set()
+
+        return super().publish(epoch, version, seen(), base_model=base_model, tied=tied)
+
+
+@asynccontextmanager
+async def opened(
+    model_dir: Path, sender: WeightSender, *, cpu_offload: bool = True
+) -> AsyncIterator[ModelRunner]:
+    thread = ThreadPoolExecutor(1)
+
+    def load() -> MegatronBackend:
+        return MegatronBackend(
+            model_dir,
+            parallel=ParallelConfig(),
+            optimizer=dataclasses.replace(OPTIMIZER, cpu_offload=cpu_offload),
+            trainer=TrainerConfig(device="cpu"),
+            algorithm=ALGORITHM,
+        )
+
+    backend = await asyncio.get_running_loop().run_in_executor(thread, load)
+    runner = ModelRunner(LeaderRank(RankModels(backend), ALGORITHM), sender, thread, engine_dtype="bfloat16")
+    try:
+        yield runner
+    finally:
+        await runner.close()
+
+
+def command(step: int) -> TrainCommand:
+    samples = [SampleSpec([5, 6, 7, 8], [step] * 4, 1.0), SampleSpec([9, 10], [step] * 2)]
+    return TrainCommand(
+        step=step,
+        records=[encode_payload(scored(GroupSpec(group=step, samples=samples)))],
+        bounds=[1],
+        mask_late=True,
+        temperature=1.0,
+        recompute_logprobs=False,
+        reference_logprobs=False,
+    )
+
+
+def before_chunk(runner: ModelRunner, number: int, action: object) -> None:
+    """Do something in the step, before the optimizer steps a chunk of the model."""
+    chunks = iter(range(10**6))
+    adam = runner.rank.backend._optimizer._adam  # type: ignore[attr-defined]
+    adam.register_step_pre_hook(lambda *_: action() if next(chunks) == number else None)  # type: ignore[operator]
+
+
+async def test_a_version_is_published_while_the_optimizer_makes_it(model_dir: Path) -> None:
+    sender, drafts = SeenSender(), list[WeightDraft]()
+    seen: list[bool] = []
+    async with opened(model_dir, sender) as runner:
+        first = await runner.publish("e", 1)
+        sender.has_one.clear()
+        before_chunk(runner, 2, lambda: seen.append(sender.has_one.wait(60)))
+        _, stats = await runner.train(command(1), epoch="e", announce=drafts.append)
+        assert (stats.skipped, seen) == ("", [True])
+        assert await runner.provisional("e", 2) is None  # it was announced in the step
+        made = await runner.publish("e", 2)
+        assert drafts == [WeightDraft(epoch="e", version=2, like=1)]
+        assert made.digest != first.digest
+        again = await runner.publish("e", 3)
+        assert (made.digest, made.tensors) == (again.digest, again.tensors)
+
+
+async def test_steps_in_a_row_publish_each_its_own_weights(model_dir: Path, tmp_path: Path) -> None:
+    found: dict[bool, list[int]] = {}
+    for ahead in (True, False):
+        sender = DiskSender(WeightConfig(directory=str(tmp_path / str(ahead))), tmp_path)
+        async with opened(model_dir, sender, cpu_offload=ahead) as runner:
+            found[ahead] = []
+            for number in range(3):
+                await runner.train(command(number), epoch="e", announce=lambda draft: None)
+                assert (runner._ahead is not None) is ahead
+                found[ahead].append((await runner.publish("e", number + 1)).digest)
+    assert found[True] == found[False]
+    assert len(set(found[True])) == 3
+
+
+async def test_a_skipped_step_begins_nothing_and_its_version_has_the_weights_before(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    sender = DiskSender(WeightConfig(directory=str(tmp_path / "weights")), tmp_path)
+    async with opened(model_dir, sender) as runner:
+        with torch.no_grad():
+            weight = next(iter(runner.rank.backend._parameters.values()))  # type: ignore[attr-defined]
+            weight[5] = torch.inf  # so that no gradient is finite
+        before = await runner.publish("e", 0)
+        drafts = list[WeightDraft]()
+        _, stats = await runner.train(command(0), epoch="e", announce=drafts.append)
+        assert stats.skipped.startswith("overflow")
+        assert runner._ahead is None
+        assert (await runner.publish("e", 1)).digest == before.digest
+        assert drafts == []
+
+
+async def test_a_step_that_fails_in_the_middle_publishes_nothing(model_dir: Path, tmp_path: Path) -> None:
+    def fail() -> None:
+        raise OSError("no more memory")
+
+    directory = tmp_path / "weights"
+    sender = DiskSender(WeightConfig(directory=str(directory)), tmp_path)
+    async with opened(model_dir, sender) as runner:
+        before_chunk(runner, 2, fail)
+        with pytest.raises(OSError, match="no more memory"):
+            await runner.train(command(0), epoch="e", announce=lambda draft: None)
+        with pytest.raises(WeightError, match="the optimizer's step has failed"):
+            await runner.publish("e", 1)
+        assert list(directory.glob("v*")) == []
+
+
+async def test_a_replayed_step_is_not_published(model_dir: Path, tmp_path: Path) -> None:
+    sender = DiskSender(WeightConfig(directory=str(tmp_path / "weights")), tmp_path)
+    async with opened(model_dir, sender) as runner:
+        await runner.train(command(0), epoch="e", announce=lambda draft: None)
+        await runner.publish("e", 1)
+        await runner.train(command(1))
+        assert runner._ahead is None
+        assert len(list((tmp_path / "weights").glob("v*"))) == 1

@@ -1,0 +1,143 @@
+"""Tests the expected memory of a host against tensors that are there, and sizes worked out by hand."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from protocol.weights.lora import LoraConfig
+from tests.trainer.megatron.memory.test_expected import PARAMETERS_7B, QWEN_7B, workload
+from tests.trainer.megatron.models import save_model
+from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
+from trainer.megatron.architecture.reading import read_architecture
+from trainer.megatron.checkpoint.description import TrainedModel
+from trainer.megatron.checkpoint.state import copy_part
+from trainer.megatron.layout import Layout
+from trainer.megatron.memory import host_memory, host_optimizer
+from trainer.megatron.memory.expected import GIB, Workload
+from trainer.megatron.memory.host_memory import (
+    HostWorkload,
+    expected_host_memory,
+    host_alternatives,
+    host_refusal,
+)
+from trainer.megatron.memory.host_optimizer import HostOptimizer
+from trainer.megatron.model import DTYPES, build_model, transformer_config
+from trainer.megatron.optimizer import wrap_model
+from trainer.megatron.parallel import Position
+from trainer.storage.host_state import HostCopies
+
+OFFLOADED = OptimizerConfig(cpu_offload=True)
+HOST = HostWorkload(work=workload(optimizer=OFFLOADED))
+
+
+def on_ranks(hosts: int = 1, optimizer: OptimizerConfig = OFFLOADED, **parallel: Any) -> HostWorkload:
+    work = workload(optimizer=optimizer, parallel=ParallelConfig(**parallel))
+    return HostWorkload(work=work, hosts=hosts)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_expected_bytes_are_those_of_the_tensors_that_are_there(
+    tmp_path: Path, position: Position, dtype: str
+) -> None:
+    architecture = read_architecture(save_model("qwen2", tmp_path))
+    settings = transformer_config(architecture, position, DTYPES[dtype])
+    model = build_model(architecture, settings, position)
+    (wrapped,) = wrap_model([model], settings, position)
+    optimizer = HostOptimizer(OFFLOADED, [wrapped], position, DTYPES[dtype])
+    for parameter in model.parameters():
+        parameter.main_grad.fill_(1.0)
+    optimizer.step()
+    layout = Layout.of(ParallelConfig(), architecture.layers)
+    names = dict(wrapped.module.named_parameters())
+    described = TrainedModel(architecture, layout, dtype, LoraConfig(), distributed=False)
+    (copies,) = copy_part(HostCopies(), names, optimizer, described, 0).tensors.values()
+    work = Workload(
+        architecture=architecture,
+        parallel=ParallelConfig(),
+        trainer=TrainerConfig(dtype=dtype),
+        optimizer=OFFLOADED,
+    )
+    found = expected_host_memory(HostWorkload(work=work))
+    counts = sum(tensor.nbytes for tensor in optimizer.tensors() if tensor.ndim == 0)
+    assert sum(tensor.nbytes for tensor in optimizer.tensors()) - counts == found.optimizer
+    rooms = optimizer._transfers._arriving + optimizer._transfers._leaving
+    assert found.transfers == 2 * sum(room.nbytes for room in rooms)  # one chunk, so one place of two
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    state = sum(
+        tensor.nbytes for name, tensor in copies.items() if tensor.dtype == torch.float32 and tensor.ndim
+    )
+    assert state == found.checkpoint == 12 * parameters
+    assert found.export == parameters * DTYPES[dtype].itemsize
+    assert found.model == 0
+
+
+def test_constants_are_those_of_what_they_describe() -> None:
+    assert host_memory.CHUNK_ELEMENTS == host_optimizer.CHUNK_ELEMENTS
+
+
+def test_a_host_holds_twelve_bytes_a_parameter_and_as_much_again_for_a_checkpoint() -> None:
+    found = expected_host_memory(HOST)
+    assert found.optimizer == found.checkpoint == 12 * PARAMETERS_7B
+    assert found.export == 2 * PARAMETERS_7B
+    table = QWEN_7B.hidden * QWEN_7B.vocabulary
+    assert found.transfers == 2 * table * (4 + 2)
+    assert str(found) == ("190.5 GiB (optimizer 85.11, transfers 6.09, checkpoint 85.11, export 14.19)")
+
+
+def test_ranks_of_a_host_share_what_is_distributed_and_copy_what_is_not() -> None:
+    shared = expected_host_memory(on_ranks(data_parallel_size=4))
+    assert shared.optimizer == pytest.approx(12 * PARAMETERS_7B, abs=100)
+    alike = expected_host_memory(on_ranks(data_parallel_size=4, use_distributed_optimizer=False))
+    assert alike.optimizer == 4 * 12 * PARAMETERS_7B
+    assert alike.checkpoint == 12 * PARAMETERS_7B  # the first of them writes it
+
+
+def test_hosts_divide_the_ranks_and_the_first_one_exports() -> None:
+    whole = expected_host_memory(on_ranks(pipeline_model_parallel_size=2))
+    half = expected_host_memory(on_ranks(hosts=2, pipeline_model_parallel_size=2))
+    assert half.export == whole.export
+    assert half.optimizer == pytest.approx(whole.optimizer / 2, rel=1e-6)  # but for the last norm
+    other = HostWorkload(work=workload(parallel=ParallelConfig(data_parallel_size=2)), hosts=2)
+    assert expected_host_memory(other).checkpoint == pytest.approx(6 * PARAMETERS_7B, abs=100)
+
+
+def test_what_leaves_the_gpu_in_turns_is_on_the_host_and_on_a_cpu_everything_is() -> None:
+    device = HostWorkload(work=workload())
+    assert expected_host_memory(device).model == 0
+    assert expected_host_memory(replace(device, turns=True)).model == (2 + 12) * PARAMETERS_7B
+    assert expected_host_memory(replace(device, on_gpu=False)).model == (2 + 4 + 12) * PARAMETERS_7B
+    assert expected_host_memory(replace(HOST, turns=True)).model == 2 * PARAMETERS_7B
+
+
+def test_adapters_take_little() -> None:
+    adapters = replace(HOST, work=workload(optimizer=OFFLOADED, adapters=LoraConfig(rank=8)))
+    found = expected_host_memory(adapters)
+    assert found.total < found.export + GIB
+    assert found.export == 2 * PARAMETERS_7B
+
+
+def test_what_fits_is_not_refused() -> None:
+    assert host_refusal(HOST, expected_host_memory(HOST).total, "has") == ""
+
+
+def test_a_refusal_names_both_sizes_and_settings_that_fit() -> None:
+    text = host_refusal(HOST, 128 * GIB, "has free")
+    assert text.startswith(
+        f"the trainer's 1 rank(s) on a host are expected to take {expected_host_memory(HOST)} of its memory, "
+        "and this host has free 128.0 GiB; it would fit with optimizer.cpu_offload = false (99.3 GiB, and at "
+    )
+    replicas = on_ranks(data_parallel_size=4, use_distributed_optimizer=False)
+    named = [name for name, _ in host_alternatives(replicas, 300 * GIB)]
+    assert named == [
+        "parallel.use_distributed_optimizer = true", "optimizer.cpu_offload = false", "cluster.nodes = 2",
+    ]  # fmt: skip
+    assert [name for name, _ in host_alternatives(replace(replicas, on_gpu=False), 400 * GIB)] == [
+        "parallel.use_distributed_optimizer = true", "cluster.nodes = 2",
+    ]  # fmt: skip
+
+
+def test_more_hosts_and_adapters_are_named_where_nothing_fits() -> None:
+    assert "no setting of its ranks would fit: spread them" in host_refusal(HOST, 50 * GIB, "has")
