@@ -26,8 +26,8 @@ from protocol.weights.lora import adapter_targets
 from services.observability.evaluations import BEST, Evaluation, read_evaluations
 from services.settings.evaluation import BestScore
 from services.settings.sections import Settings
-from trainer.backends.hf_export import write_hf
 from trainer.lora import merged, save_adapter
+from trainer.storage.hf_export import write_hf
 
 log = logging.getLogger("tether.evaluation")
 

@@ -21,9 +21,9 @@ from services.ledger.interface import LedgerStatus, StepRecord
 from services.trainer.model_runner import ModelRunner
 from services.trainer.open_run import OpenRun
 from services.trainer.uploads import Uploader
-from trainer.backends.hf_export import write_hf
 from trainer.backends.leader import ModelCopy
 from trainer.lora import save_adapter
+from trainer.storage.hf_export import write_hf
 from trainer.storage.spool import MissingRecord
 
 log = logging.getLogger("tether.trainer")

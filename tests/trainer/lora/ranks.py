@@ -14,9 +14,9 @@ from tests.trainer.megatron.launch import DEADLINE_S
 from tests.trainer.megatron.layouts import LAYOUTS
 from tests.trainer.megatron.models import OPTIMIZER, make_batch
 from tests.trainer.megatron.ranks import part_of
-from trainer.backends.hf_export import write_hf
 from trainer.config import TrainerConfig
 from trainer.megatron.backend import MegatronBackend
+from trainer.storage.hf_export import write_hf
 from trainer.storage.host_state import HostCopies
 
 

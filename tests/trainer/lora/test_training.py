@@ -14,10 +14,10 @@ from tests.trainer.lora.ranks import run
 from tests.trainer.megatron.launch import launch
 from tests.trainer.megatron.layouts import LAYOUTS
 from tests.trainer.megatron.models import OPTIMIZER, make_batch, make_model, save_model
-from trainer.backends.hf_export import write_hf
 from trainer.config import TrainerConfig
 from trainer.lora import merged, save_adapter
 from trainer.reference.backend import ReferenceBackend
+from trainer.storage.hf_export import write_hf
 
 LATENT = "deepseek-v3-dense"
 SLOW = [

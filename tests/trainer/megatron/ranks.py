@@ -35,13 +35,13 @@ from tests.trainer.weights.parts.trainer_ranks import EngineRank, tensor_ranks
 from trainer.algorithms.grpo import Grpo
 from trainer.algorithms.gspo import Gspo
 from trainer.backends.base import Backend
-from trainer.backends.hf_export import write_hf
 from trainer.backends.step_measures import StepMeasures
 from trainer.batch import Batch
 from trainer.config import AlgorithmConfig, TrainerConfig, WeightConfig
 from trainer.data.packing import balance
 from trainer.megatron.backend import MegatronBackend
 from trainer.megatron.forward import PlannedShapes, ReceivedShapes
+from trainer.storage.hf_export import write_hf
 from trainer.storage.host_state import HostCopies
 from trainer.weights.parts.publish import publish_parts
 from trainer.weights.parts.sender import PartSender

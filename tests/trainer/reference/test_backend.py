@@ -11,11 +11,11 @@ from protocol.errors import SettingsError
 from tests.trainer.groups import GroupSpec, SampleSpec, batch_of, scored
 from tests.trainer.megatron.models import make_model
 from trainer.algorithms import AlgorithmConfig, make_algorithm
-from trainer.backends.hf_export import write_hf
 from trainer.batch import Batch, trained_tokens
 from trainer.config import OptimizerConfig, ScratchConfig, TrainerConfig
 from trainer.random_model import build_scratch
 from trainer.reference.backend import ReferenceBackend
+from trainer.storage.hf_export import write_hf
 
 
 def make(

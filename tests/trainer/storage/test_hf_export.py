@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer.algorithms import AlgorithmConfig, make_algorithm
 from trainer.backends.base import Backend
-from trainer.backends.hf_export import write_hf
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.registry import make_backend
+from trainer.storage.hf_export import write_hf
 
 
 def backend(model_dir: Path, dtype: str = "float32", name: str = "reference") -> Backend:
