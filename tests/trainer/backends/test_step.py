@@ -19,7 +19,7 @@ from trainer.roles.models import RankModels
 
 
 def test_one_rank_steps_on_everything(tmp_path: Path) -> None:
-    backend = WritingBackend(tmp_path, 0)
+    backend = WritingBackend(tmp_path, 0, 2)
     backend.replicas = ((0,),)
     plan, stats = run_step_on_all_ranks(RankModels(backend), ALGORITHM, command(1))
     assert (stats.trained_tokens, stats.imbalance) == (plan.stats.trained_tokens, 0.0) == (4, 0.0)
