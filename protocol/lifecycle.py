@@ -34,9 +34,12 @@ class Event(StrEnum):
     COMMIT = "commit"  # trainer of this epoch: version + 1
     UNTAKE = "untake"  # trainer of a new epoch
     LOST = "lost"  # ingest: the spool does not have the data
-    DROP = "drop"  # holder or trainer, with a reason; never on TAKEN groups
+    DROP = "drop"  # holder, ingest or trainer, with a reason; never on TAKEN groups
     REWIND = "rewind"  # trainer of a new epoch: generated or trained on an abandoned branch
 
+
+NO_SIGNAL = "no_signal"
+"""Drop reason of a group that the ingest filters out: its rewards are all equal."""
 
 _S, _E = GroupState, Event
 

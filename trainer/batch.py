@@ -54,7 +54,7 @@ class Batch:
     group_index: torch.Tensor
     """int64 [n]: index of the sample's group within the step."""
     rewards: torch.Tensor
-    """float32 [n]."""
+    """float32 [n]: of which advantages are made, after any punishment of long samples."""
     weights: torch.Tensor
     """float32 [n]: weight of each trained token of the sample in the loss of an update."""
     measured: torch.Tensor

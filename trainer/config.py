@@ -9,6 +9,8 @@ from protocol.paths import FilePath
 
 TRAINER_DTYPES = ("bfloat16", "float16", "float32")
 IMPORTANCE_LEVELS = ("token", "sequence")
+TRUNCATED = ("train", "mask", "shape")
+"""What `algorithm.truncated` can be."""
 REJECTION_LEVELS = ("", "token", "sequence", "geometric")
 OPTIMIZERS = ("adamw", "muon", "adamw_8bit")
 LR_DECAY_STYLES = ("constant", "linear", "cosine", "WSD")
@@ -258,6 +260,23 @@ class AlgorithmConfig:
     length_normalizer: Annotated[int, Meta(ge=0, le=10**9)] = 0
     """dr_grpo: tokens that each sample's sum is divided by, usually the generation limit. 0: the longest
     sample of the batch."""
+    truncated: str = "train"
+    """What is done with samples that ended at the length limit (finish reason `length`): train (nothing),
+    mask (they carry no gradient, but count for the other samples of their group), or shape (DAPO's soft
+    overlong punishment of every sample's length, see `overlong_buffer`)."""
+    overlong_buffer: Annotated[int, Meta(ge=0, le=10**7)] = 0
+    """shape: tokens before `overlong_length` in which the punishment grows from 0 to `overlong_penalty`."""
+    overlong_length: Annotated[int, Meta(ge=0, le=10**7)] = 0
+    """shape: tokens of a sample, without its prompt, from which it is punished in full. 0:
+    `sampling.max_tokens`."""
+    overlong_penalty: Annotated[float, Meta(ge=0, le=1e6)] = 1.0
+    """shape: what is subtracted from the reward of a sample at `overlong_length`."""
+    filter_groups: bool = False
+    """DAPO's dynamic sampling: drop groups whose rewards are all equal before a step takes them, and generate
+    groups of other prompts in their place."""
+    max_filtered_batches: Annotated[int, Meta(ge=0, le=10**6)] = 10
+    """The run halts when `filter_groups` has dropped so many batches (of `bound.groups_per_step` groups)
+    since the last step. 0: it never does."""
 
 
 @dataclass(frozen=True, slots=True)

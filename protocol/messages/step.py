@@ -171,3 +171,16 @@ class StepReport(Message, tag="step_report", frozen=True, kw_only=True):
     off."""
     entropy_coef: float | None = None
     """Bonus for entropy that the step was made with; None without `algorithm.entropy_target`."""
+    filtered_groups: int | None = None
+    """Groups that `algorithm.filter_groups` dropped since the last step; None where it is off."""
+    filtered_tokens: int | None = None
+    """Their sampled tokens; they are in `wasted_tokens`, too."""
+    filtered_share: float | None = None
+    """`filtered_groups` by themselves and `groups` together, 0 to 1."""
+    truncated_share: float | None = None
+    """Share of samples that ended at the length limit, 0 to 1."""
+    truncated_tokens: int | None = None
+    """Sampled tokens left out because their sample ended there; None unless `algorithm.truncated` is mask.
+    They are not in `masked_tokens`."""
+    shaped_reward_mean: float | None = None
+    """As `reward_mean`, after the overlong punishment; None unless `algorithm.truncated` is shape."""

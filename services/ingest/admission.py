@@ -13,7 +13,7 @@ from services.ledger.interface import TakenGroup
 from services.ledger_recovery.journal_entries import accept_entry
 from services.observability.busy import BusyMeter
 from services.runtime.process import Process
-from trainer.data.samples import check_scored
+from trainer.data.samples import check_scored, has_signal, mean_reward
 from trainer.storage.spool import Spool
 
 log = logging.getLogger("tether.ingest")
@@ -28,6 +28,10 @@ NOT_HELD_ANY_MORE = frozenset({Reason.NOT_HELD, Reason.WRONG_STATE, Reason.UNKNO
 """Refusals of a release that say that there is nothing left to release."""
 
 
+Checked = tuple[Delivery, ScoredRollout, dict[int, int]]
+"""A rollout that can be trained on, with its tokens per version."""
+
+
 class Admission:
     """Takes messages from the edge `scored` and acknowledges those that are stored and accepted."""
 
@@ -36,6 +40,7 @@ class Admission:
         self._receiver = receiver
         self._spool = spool
         self._meter = BusyMeter()
+        self._filter_groups = process.settings.algorithm.filter_groups
         process.on_heartbeat.append(lambda: process.info.update(self._meter.reading()))
 
     async def admit_loop(self) -> None:
@@ -51,7 +56,7 @@ class Admission:
         """Store a batch with one fsync, accept its groups, journal that with one fsync, then acknowledge."""
         process = self._process
         head = await process.ledger.head()
-        checked = await self._checked(batch, head.version)
+        checked = await self._with_signal(await self._checked(batch, head.version))
         if not checked:
             return
         records = [
@@ -72,9 +77,7 @@ class Admission:
             process.metrics.count("accepted")
             self._receiver.ack(delivery)
 
-    async def _checked(
-        self, batch: Sequence[Delivery], version: int
-    ) -> list[tuple[Delivery, ScoredRollout, dict[int, int]]]:
+    async def _checked(self, batch: Sequence[Delivery], version: int) -> list[Checked]:
         """Return the rollouts that can be trained on, with their tokens per version; finish the others."""
         checked = []
         for delivery in batch:
@@ -89,6 +92,30 @@ class Admission:
                     log.warning("scored.malformed group=%d error=%s", message.rollout.group, error)
                     self._receiver.refuse(delivery, str(error))
         return checked
+
+    async def _with_signal(self, checked: Sequence[Checked]) -> list[Checked]:
+        """Return the groups to train on; with `algorithm.filter_groups` those without signal are dropped."""
+        kept = []
+        for delivery, message, counts in checked:
+            if self._filter_groups and not has_signal(message):
+                await self._filter(delivery, message, sum(counts.values()))
+            else:
+                kept.append((delivery, message, counts))
+        return kept
+
+    async def _filter(self, delivery: Delivery, message: ScoredRollout, tokens: int) -> None:
+        """Have the ledger drop a group whose rewards are all equal, and acknowledge it: nothing is stored."""
+        process, rollout = self._process, message.rollout
+        most = process.settings.algorithm.max_filtered_batches
+        try:
+            await process.ledger.filter(rollout.group, rollout.token, tokens, mean_reward(message), most)
+        except Refused as refusal:
+            process.metrics.count(f"filter.refused.{refusal.reason}")
+            self._receiver.refuse(delivery, str(refusal))
+            return
+        process.metrics.count("groups.filtered")
+        process.metrics.count("tokens.filtered", tokens)
+        self._receiver.ack(delivery)
 
     async def _store(self, write: Callable[[list[T]], object], rows: list[T]) -> None:
         """Write to the spool, repeatedly while the disk is full: senders keep what is not acknowledged."""
@@ -109,7 +136,7 @@ class Admission:
         rollout = message.rollout
         try:
             return await self._process.ledger.accept(
-                rollout.group, rollout.token, counts, round(float(message.rewards.numpy().mean()), 6)
+                rollout.group, rollout.token, counts, mean_reward(message)
             )
         except Refused as refusal:
             self._process.metrics.count(f"accept.refused.{refusal.reason}")

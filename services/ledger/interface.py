@@ -12,9 +12,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from protocol.errors import SettingsError
 from protocol.lifecycle import GroupState
-from protocol.ranges import check_range
 from protocol.staleness import Bound, Policy
 
 
@@ -132,6 +130,8 @@ class LedgerStatus:
     draining: bool = False
     engines: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     """Engine incarnation -> (epoch, version) that it acknowledged last."""
+    wasted_by_reason: Mapping[str, int] = field(default_factory=dict)
+    """Drop reason -> its part of `wasted_tokens`; drops that earlier releases counted are not in it."""
 
     @property
     def active(self) -> int:
@@ -220,6 +220,7 @@ class Snapshot:
     """Step -> encoded `StepReport`."""
     journal_events: tuple[JournalEvent, ...] = ()
     """Accepts and commits that only the journal knew, oldest first."""
+    wasted_by_reason: Mapping[str, int] = field(default_factory=dict)
 
 
 class Ledger(Protocol):
@@ -289,6 +290,21 @@ class Ledger(Protocol):
 
     async def drop(self, group: int, token: str, reason: str, wasted_tokens: int = 0) -> None:
         """Drop a group; `token` is its current one. Refuses NOT_HELD, WRONG_STATE (for TAKEN groups, too)."""
+
+    async def filter(self, group: int, token: str, tokens: int, reward: float, most_batches: int) -> None:
+        """Drop a LEASED group whose rewards are all equal, before a take: its place in rule F is free again.
+
+        Its reason is `no_signal`, which `drop_share` does not count; the run halts for it once so many groups
+        as `most_batches` steps take were filtered since the last commit, 0: never. A group that was accepted
+        stays as it is. Refuses NOT_HELD, UNKNOWN_GROUP; DUPLICATE for a group that is finished and forgotten.
+
+        Args:
+            group: the group.
+            token: its current one.
+            tokens: sampled tokens of the group, all of which are wasted.
+            reward: the mean over its samples, for the event log.
+            most_batches: the limit, see above.
+        """
 
     # -- the trainer
     async def claim(self, epoch: str) -> LedgerStatus:
@@ -376,25 +392,3 @@ class Ledger(Protocol):
 
     async def close(self) -> None:
         """Close connections."""
-
-
-ARCHIVE_LIMIT = 200_000
-"""Events that may wait for the archive before leasing stops."""
-
-
-def check_bound(max_staleness: int | None, groups_per_step: int | None) -> None:
-    """Raise SettingsError for a bound that no run can have."""
-    for name, value in (("max_staleness", max_staleness), ("groups_per_step", groups_per_step)):
-        if value is not None:
-            check_range(Bound, name, value, name)
-
-
-def check_spec(spec: RunSpec) -> None:
-    """Raise SettingsError for limits that no run can have."""
-    check_bound(spec.bound.max_staleness, spec.bound.groups_per_step)
-    if min(spec.steps, spec.prompts or 0) < 0 or min(spec.max_attempts, spec.drop_window) < 1:
-        raise SettingsError(
-            f"run {spec.run}: steps and prompts are 0 or more, max_attempts and drop_window 1 or more"
-        )
-    if not 0 < spec.drop_share <= 1:
-        raise SettingsError(f"drop_share is {spec.drop_share}; it is a share, above 0 and at most 1")

@@ -99,7 +99,8 @@ class SnapshotBuilder:
         self._records: dict[int, StepRecord] = {}
         self._trained = 0
         self._reasons: Counter[str] = Counter()
-        self._wasted = 0
+        self._wasted: Counter[str] = Counter()
+        """Tokens by drop reason."""
         self._halted = ""
         self._draining = False
         self._accepted: set[tuple[int, str]] = set()
@@ -137,7 +138,7 @@ class SnapshotBuilder:
             case DropEvent():
                 self._groups[event.group].state = _S.DROPPED
                 self._reasons[event.reason] += 1
-                self._wasted += event.wasted_tokens
+                self._wasted[event.reason] += event.wasted_tokens
             case ClaimEvent():
                 self._epochs.append(event.epoch)
                 self._set_state(event.untaken, _S.SCORED)
@@ -206,7 +207,7 @@ class SnapshotBuilder:
             issued=len(self._groups),
             trained=self._trained,
             dropped=sum(self._reasons.values()),
-            wasted_tokens=self._wasted,
+            wasted_tokens=self._wasted.total(),
             reasons=dict(self._reasons),
             halted=self._halted,
             draining=self._draining,
@@ -216,6 +217,7 @@ class SnapshotBuilder:
             steps=tuple(record for step, record in sorted(self._records.items()) if step >= self._checkpoint),
             reports={step: report for step, report in sorted(reports.items()) if step in kept},
             journal_events=tuple(self._journal_events),
+            wasted_by_reason=dict(self._wasted),
         )
 
     def _undo(self) -> None:

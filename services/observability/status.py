@@ -1,9 +1,11 @@
 """Collects the state of a run as plain data, for `tether status`, the monitor's page and scripts."""
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from protocol.lifecycle import NO_SIGNAL
 from services.ledger.interface import Ledger, LedgerStatus
 from services.observability.skipped_steps import count_skipped, warnings_of
 from services.observability.steps import read_steps
@@ -40,6 +42,7 @@ async def collect_status(ledger: Ledger, run_dir: Path | None = None) -> dict[st
         "skipped_groups": skipped.groups,
         "groups": {str(state): count for state, count in status.states.items()},
         "dropped_by_reason": dict(status.dropped_by_reason),
+        "wasted_by_reason": dict(status.wasted_by_reason),
         "processes": [
             {
                 "service": peer.role,
@@ -74,6 +77,8 @@ def describe_halt(halted: str) -> str:
     """Return why a run halted: a drop reason is one word, a cause that the trainer named is a sentence."""
     if " " in halted:
         return halted
+    if halted == NO_SIGNAL:
+        return "too many groups since the last step had equal rewards only"
     return f"too many of the last groups were dropped for the reason {halted!r}"
 
 
@@ -87,6 +92,15 @@ def _bound(bound: Any) -> dict[str, Any]:
 
 def _counts(counts: dict[str, int]) -> str:
     return ", ".join(f"{name} {count}" for name, count in counts.items())
+
+
+def drops(facts: Mapping[str, Any]) -> str:
+    """Return how many groups were dropped for each reason, and their tokens where they are known."""
+    wasted = facts.get("wasted_by_reason", {})
+    return ", ".join(
+        f"{reason} {count}" + (f" ({wasted[reason]} tokens)" if wasted.get(reason) else "")
+        for reason, count in facts["dropped_by_reason"].items()
+    )
 
 
 def _occupancy(engine: dict[str, Any]) -> str:
@@ -113,7 +127,7 @@ def render_status(status: dict[str, Any]) -> str:
         )
     lines += warnings_of(status)
     if status["dropped_by_reason"]:
-        lines.append(f"dropped: {_counts(status['dropped_by_reason'])}")
+        lines.append(f"dropped: {drops(status)}")
     lines += [
         f"engine {item['engine']}: version {item['version']} of epoch {item['epoch']}{_occupancy(item)}"
         for item in status["engines"]

@@ -97,6 +97,7 @@ class EventTail:
             return {
                 **self._counters,
                 "dropped_by_reason": dict(self._drops),
+                "wasted_by_reason": dict(self._wasted),
                 "drop_details": dict(self._details),
                 "drops_since_event": 0 if self._follower.is_complete else self._first_sequence,
                 "bound": None
@@ -126,6 +127,7 @@ class EventTail:
         self._versions_changed = 0
         self._bounds: deque[tuple[int, int, int, str]] = deque(maxlen=KEPT_CHANGES)
         self._drops: Counter[str] = Counter()
+        self._wasted: Counter[str] = Counter()
         self._counters: dict[str, Any] = {"version": 0, "epoch": "", "halted": "", "draining": False}
         self._details: Counter[str] = Counter()
         self._tokens: OrderedDict[int, str] = OrderedDict()
@@ -174,7 +176,9 @@ class EventTail:
                 counters["version"], event["max_staleness"], event["groups_per_step"], event["policy"]
             )
         elif kind == "drop":
-            self._drops[str(event["reason"])[:80]] += 1
+            reason = str(event["reason"])[:80]
+            self._drops[reason] += 1
+            self._wasted[reason] += int(event.get("wasted_tokens", 0))
             if event.get("detail"):
                 self._count_detail(str(event["detail"])[:MAX_DETAIL])
             self._tokens.pop(event["group"], None)

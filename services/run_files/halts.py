@@ -2,7 +2,11 @@
 
 from collections.abc import Mapping
 
-RULE = "`bound.drop_share` of the last `bound.drop_window` finished groups"
+from protocol.lifecycle import NO_SIGNAL
+
+RULE = "more than `bound.drop_share` of the last `bound.drop_window` finished groups"
+RULES = {NO_SIGNAL: "`algorithm.max_filtered_batches` batches of them since the last step"}
+"""Drop reason with a limit of its own -> the limit."""
 AGAIN = "then start the same command again, which continues from the last step"
 
 _CAUSES: Mapping[str, tuple[str, str, str]] = {
@@ -30,6 +34,12 @@ _CAUSES: Mapping[str, tuple[str, str, str]] = {
         "groups took longer to generate than the staleness bound allows",
         "`tether monitor`",
         "set bound.staleness_policy to mask, raise bound.max_staleness, or lower sampling.max_tokens",
+    ),
+    NO_SIGNAL: (
+        "the rewards of a group were all equal, which teaches nothing",
+        "`tether monitor`, and `tether samples` for steps before",
+        "choose prompts that are neither too easy nor too hard (prompts.min_pass_rate), draw more samples of "
+        "each, correct the reward, or raise the limit",
     ),
     "lost": (
         "records of groups were lost from the spool",
@@ -59,5 +69,6 @@ def explain_halt(reason: str, details: Mapping[str, int] | None = None) -> str:
         cause += f" (verifier {name})" if name else ""
         cause += ", in all attempts"
     return (
-        f"the run halted for the reason {reason!r}: {cause}, more than {RULE}; see {place}; {remedy}, {AGAIN}"
+        f"the run halted for the reason {reason!r}: {cause}, {RULES.get(reason, RULE)}; see {place}; "
+        f"{remedy}, {AGAIN}"
     )

@@ -37,6 +37,7 @@ def recorded_state(settings: Settings, last: Mapping[str, Any], tail: EventTail)
         "wasted_tokens": None,
         "groups": {},
         "dropped_by_reason": logged["dropped_by_reason"],
+        "wasted_by_reason": logged["wasted_by_reason"],
         "drops_since_event": logged["drops_since_event"],
         "processes": [],
         "engines": [],

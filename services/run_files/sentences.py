@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from protocol.lifecycle import NO_SIGNAL
 from services.observability.status import describe_halt
 
 Event = Mapping[str, Any]
@@ -58,6 +59,11 @@ def _lease(event: Event) -> str:
 
 
 def _drop(event: Event) -> str:
+    if event["reason"] == NO_SIGNAL:
+        return (
+            f"Group {event['group']} was filtered: all its rewards were {event['reward']:.3g}; "
+            f"{_count(event['wasted_tokens'], 'token')} wasted."
+        )
     detail = f" ({event['detail']})" if event.get("detail") else ""
     return (
         f"Group {event['group']} was dropped: {event['reason']}{detail}; "

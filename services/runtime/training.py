@@ -56,4 +56,5 @@ def train_command(
         epochs=settings.trainer.epochs_per_batch,
         mini_batches=settings.trainer.num_mini_batches,
         seed=settings.trainer.seed,
+        max_tokens=settings.sampling.max_tokens,
     )

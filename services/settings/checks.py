@@ -16,7 +16,7 @@ from services.settings.evaluation import check_evaluation
 from services.settings.placement import check_gpus, gpu_list
 from services.settings.sections import Settings
 from services.settings.tracking import check_kinds
-from trainer.algorithms.registry import ALGORITHMS
+from trainer.algorithms.registry import ALGORITHMS, GROUP_RELATIVE
 from trainer.config import (
     DEVICES,
     ESS_SCALINGS,
@@ -31,6 +31,7 @@ from trainer.config import (
     RECOMPUTE_MODULES,
     REJECTION_LEVELS,
     TRAINER_DTYPES,
+    TRUNCATED,
     OptimizerConfig,
     TrainerConfig,
     WeightConfig,
@@ -57,6 +58,7 @@ CHOICES: Mapping[str, Collection[str]] = {
     "algorithm.kl_estimator": KL_ESTIMATORS,
     "algorithm.proximal_policy": PROXIMAL_POLICIES,
     "algorithm.rejection_level": REJECTION_LEVELS,
+    "algorithm.truncated": TRUNCATED,
     "weights.transport": TRANSPORTS,
 }
 """Setting -> the names it can have."""
@@ -89,6 +91,8 @@ def settings_errors(settings: Settings) -> Iterator[SettingsError]:
         lambda: check_evaluation(settings),
         lambda: _check_mismatch(settings.trainer),
         lambda: _check_recipe(settings),
+        lambda: _check_filter(settings),
+        lambda: _check_overlong(settings),
         lambda: _check_memory(settings.trainer, settings.optimizer),
         lambda: _check_learning_rate(settings.optimizer),
         lambda: _check_alternatives(settings),
@@ -126,6 +130,36 @@ def _check_recipe(settings: Settings) -> None:
         settings.lora,
         samples=settings.bound.groups_per_step * settings.sampling.samples_per_prompt,
     )
+
+
+def _check_filter(settings: Settings) -> None:
+    """Check that a group whose rewards are all equal has no signal, where such groups are filtered."""
+    name, samples = settings.algorithm.name, settings.sampling.samples_per_prompt
+    if not settings.algorithm.filter_groups:
+        return
+    if name not in GROUP_RELATIVE:
+        raise SettingsError(
+            f"setting algorithm.filter_groups: {name!r} does not compare the samples of a group with each "
+            f"other, so equal rewards are a signal, too; leave it out, or use "
+            f"{', '.join(sorted(GROUP_RELATIVE))}"
+        )
+    if samples < 2:
+        raise SettingsError(
+            f"setting algorithm.filter_groups: with sampling.samples_per_prompt {samples} all rewards of a "
+            "group are equal, and every group would be dropped; draw 2 samples or more"
+        )
+
+
+def _check_overlong(settings: Settings) -> None:
+    """Check that the overlong punishment of DAPO has a buffer, and that the buffer is below the limit."""
+    algorithm = settings.algorithm
+    limit = algorithm.overlong_length or settings.sampling.max_tokens
+    if algorithm.truncated == "shape" and not 0 < algorithm.overlong_buffer <= limit:
+        raise SettingsError(
+            f"setting algorithm.overlong_buffer: {algorithm.overlong_buffer} has to be between 1 and "
+            f"{limit}, the length from which a sample is punished in full (algorithm.overlong_length, or "
+            "sampling.max_tokens), with algorithm.truncated 'shape'"
+        )
 
 
 def _check_memory(trainer: TrainerConfig, optimizer: OptimizerConfig) -> None:

@@ -77,6 +77,8 @@ RULES: Mapping[str, tuple[ResumeRule, str]] = {
     "optimizer.name": (ResumeRule.FIXED, "the state in the checkpoint is that optimizer's"),
     "optimizer": (ResumeRule.REPEATED, _STEP),
     "algorithm": (ResumeRule.REPEATED, _STEP),
+    "algorithm.filter_groups": (ResumeRule.FREE, "groups that are scored from then on"),
+    "algorithm.max_filtered_batches": (ResumeRule.FREE, "groups that are scored from then on"),
     "lora": (ResumeRule.FIXED, _STATE),
 }
 """Setting, or section for those of its settings that are not listed -> rule, and the reason."""

@@ -25,7 +25,7 @@ from rollout.prompts.base import PromptConfig
 from rollout.prompts.named_source import HeldOutConfig
 from rollout.render import RenderConfig
 from services.bus.config import BusConfig
-from services.ledger.interface import ARCHIVE_LIMIT
+from services.ledger.limits import ARCHIVE_LIMIT
 from services.settings.placement import ServicesConfig
 from services.settings.tracking import TrackingConfig
 from trainer.config import (

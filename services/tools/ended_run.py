@@ -7,6 +7,7 @@ from typing import Any
 
 from services.ledger.event_log.archiver import FILE
 from services.observability.skipped_steps import count_skipped, warnings_of
+from services.observability.status import drops
 from services.observability.steps import read_last, read_steps
 from services.run_files.event_tail import EventTail
 from services.run_files.halts import explain_halt
@@ -77,9 +78,9 @@ def render_ended_run(facts: Mapping[str, Any]) -> str:
     if facts["last_step"]:
         lines.append(describe_step(facts["last_step"]))
     counts = [f"{name} {facts[name]}" for name in ("issued", "trained", "dropped") if facts[name] is not None]
-    reasons = [f"{name} {count}" for name, count in facts["dropped_by_reason"].items()]
+    reasons = drops(facts)
     if counts:
-        lines.append(f"groups: {', '.join(counts)}" + (f" ({', '.join(reasons)})" if reasons else ""))
+        lines.append(f"groups: {', '.join(counts)}" + (f" ({reasons})" if reasons else ""))
     lines += warnings_of(facts)
     directory = Path(facts["run_dir"])
     lines.append(f"results in {directory}: {', '.join(facts['results']) or 'none'}")

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from protocol.lifecycle import NO_SIGNAL
 from protocol.messages import StepReport
 from services.ledger.interface import LedgerStatus, Peer, Taken
 from services.observability.busy import BusyShare
@@ -94,9 +95,19 @@ class StepReporter:
             time=time.time(),
             engine_busy=busy,
             batch_digest=step.plan.digest,
+            **self._filtered(status, before, len(step.taken.groups)),
             warnings=warnings,
             **measured,
         )
+
+    def _filtered(self, status: LedgerStatus, before: LedgerStatus, taken: int) -> dict[str, Any]:
+        """Return what `algorithm.filter_groups` dropped since the last report; nothing where it is off."""
+        if not self._process.settings.algorithm.filter_groups:
+            return {}
+        groups = _increase(before.dropped_by_reason, status.dropped_by_reason).get(NO_SIGNAL, 0)
+        tokens = _increase(before.wasted_by_reason, status.wasted_by_reason).get(NO_SIGNAL, 0)
+        share = groups / (groups + taken)
+        return {"filtered_groups": groups, "filtered_tokens": tokens, "filtered_share": share}
 
     def record(self, report: StepReport) -> None:
         """Show a committed step in metrics, registry and log."""

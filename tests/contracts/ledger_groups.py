@@ -155,6 +155,76 @@ class GroupContract:
         await driver.refused(Reason.WRONG_STATE, driver.ledger.release(leased.group, leased.token, "x"))
         await driver.refused(Reason.NOT_HELD, driver.ledger.extend(leased.group, leased.token, 1000))
 
+    async def test_a_group_without_signal_gives_its_place_to_another(self, driver: Driver) -> None:
+        await driver.begin(E=0, B=2)
+        first, second = await driver.lease(), await driver.lease()
+        await driver.refused(Reason.BOUND, driver.lease())
+        for _ in range(2):
+            await driver.ledger.filter(first.group, first.token, 30, 0.25, 0)
+        status = await driver.ledger.status()
+        assert (status.dropped, status.wasted_tokens) == (1, 30)
+        assert status.dropped_by_reason == {"no_signal": 1}
+        assert status.wasted_by_reason == {"no_signal": 30}
+        await driver.ledger.accept(second.group, second.token, {0: 1})
+        await driver.refused(Reason.NOT_ENOUGH, driver.ledger.take("e1"))
+        third = await driver.lease()
+        await driver.ledger.accept(third.group, third.token, {0: 1})
+        assert [group.group for group in (await driver.ledger.take("e1")).groups] == [1, 2]
+        (drop,) = [event for event in await driver.ledger.events(0, 100) if event["event"] == "drop"]
+        assert {name: drop[name] for name in ("from", "reason", "reward", "wasted_tokens")} == {
+            "from": "leased", "reason": "no_signal", "reward": 0.25, "wasted_tokens": 30
+        }  # fmt: skip
+
+    async def test_a_group_is_not_filtered_once_it_was_accepted(self, driver: Driver) -> None:
+        await driver.begin(B=1)
+        (lease,) = await driver.scored(1)
+        other = await driver.lease()
+        await driver.ledger.filter(lease.group, lease.token, 10, 1.0, 0)
+        taken = await driver.ledger.take("e1")
+        await driver.ledger.filter(lease.group, lease.token, 10, 1.0, 0)
+        await driver.commit(taken)
+        assert (await driver.ledger.status()).dropped == 0
+        await driver.ledger.checkpointed(1)
+        await driver.refused(Reason.DUPLICATE, driver.ledger.filter(lease.group, lease.token, 10, 1.0, 0))
+        await driver.refused(Reason.UNKNOWN_GROUP, driver.ledger.filter(99, lease.token, 10, 1.0, 0))
+        await driver.refused(Reason.NOT_HELD, driver.ledger.filter(other.group, "other", 10, 1.0, 0))
+
+    async def test_an_expired_lease_is_filtered_without_room(self, driver: Driver) -> None:
+        await driver.begin(E=0, B=1)
+        lease = await driver.lease()
+        await driver.reaped(lease)
+        await driver.ledger.filter(lease.group, lease.token, 10, 1.0, 0)
+        assert (await driver.lease()).group == 1
+
+    async def test_groups_without_signal_have_a_limit_of_their_own(self, driver: Driver) -> None:
+        await driver.begin(E=1, B=2, drop_window=2, drop_share=0.5)
+
+        async def filtered() -> None:
+            lease = await driver.lease()
+            await driver.ledger.filter(lease.group, lease.token, 1, 0.0, 2)
+
+        for _ in range(3):
+            await filtered()
+        await driver.step(2)  # counts anew
+        for _ in range(4):
+            assert (await driver.ledger.status()).halted == ""
+            await filtered()
+        refusal = await driver.refused(Reason.HALTED, driver.lease())
+        assert refusal.detail == "no_signal"
+        await driver.ledger.drain(False)
+        for _ in range(4):
+            await filtered()
+        assert (await driver.ledger.status()).halted == "no_signal"
+
+    async def test_prompts_that_run_out_by_filtering_end_the_run(self, driver: Driver) -> None:
+        await driver.begin(B=2, prompts=3)
+        for _ in range(2):
+            lease = await driver.lease()
+            await driver.ledger.filter(lease.group, lease.token, 1, 0.0, 0)
+        await driver.scored(1)
+        await driver.refused(Reason.EXHAUSTED, driver.lease())
+        assert len((await driver.ledger.take("e1")).groups) == 1  # the last step may be short
+
     async def test_taken_groups_are_out_of_reach(self, driver: Driver) -> None:
         await driver.begin(B=1)
         (lease,) = await driver.scored(1)

@@ -162,6 +162,8 @@ class Fleet:
             if kind < s.fail_share:
                 self.counts["failed"] += 1
                 return await self.ledger.call("release", group, token, "score")
+            if kind > 1 - s.no_signal_share:
+                return await self.ledger.call("filter", group, token, sum(counts.values()), 1.0, 0)
             await self.ledger.call("accept", group, token, counts)
             kind -= s.fail_share
             if kind < s.filter_share:

@@ -26,7 +26,7 @@ def facts(scenario: Scenario, outcome: Outcome) -> dict[str, Any]:
         "groups": scenario.groups, "seed": scenario.seed, "E": scenario.max_staleness,
         "B": scenario.groups_per_step,
         "policy": scenario.policy.value, "steps": outcome.audit.steps, "trained": outcome.audit.trained,
-        "dropped": outcome.dropped,
+        "dropped": outcome.dropped, "no_signal": outcome.dropped.get("no_signal", 0),
         "trained_tokens": trained, "masked_tokens": outcome.counts["masked_tokens"],
         "lag_mean": round(sum(n * lag for lag, n in outcome.lags.items()) / max(trained, 1), 3),
         "lag_max": outcome.audit.max_lag,
@@ -65,6 +65,9 @@ def main() -> int:
     parser.add_argument("--groups-per-step", type=int, default=8)
     parser.add_argument(
         "--policy-changes", action="store_true", help="change the policy too, not only E and B"
+    )
+    parser.add_argument(
+        "--no-signal-share", type=float, default=0.0, help="groups that are filtered for equal rewards"
     )
     parser.add_argument("--server", default="", help="binary of the server; empty: the embedded one")
     arguments = vars(parser.parse_args())

@@ -45,6 +45,8 @@ class Scenario:
     """Scores that fail: the group is released."""
     filter_share: float = 0.005
     """Scored groups that a filter drops."""
+    no_signal_share: float = 0.0
+    """Groups whose rewards are all equal: they are filtered instead of accepted."""
     lost_share: float = 0.001
     """Scored groups whose record is lost."""
     crash_share: float = 0.003

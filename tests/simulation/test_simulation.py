@@ -46,8 +46,16 @@ async def test_no_trained_token_is_over_the_bound_when_much_goes_wrong() -> None
     )
 
 
+async def test_no_trained_token_is_over_the_bound_when_most_groups_have_no_signal() -> None:
+    scenario = Scenario(groups=1500, seed=6, policy=Policy.WAIT, no_signal_share=0.6, **ROUGH)
+    outcome = await simulate(scenario)
+    check(scenario, outcome)
+    assert outcome.dropped["no_signal"] > 600
+    assert outcome.counts["rewinds"] > 0
+
+
 async def test_the_server_decides_as_the_oracle_does(valkey_url: str) -> None:
-    scenario = Scenario(groups=800, seed=3, policy=Policy.DROP, **ROUGH)
+    scenario = Scenario(groups=800, seed=3, policy=Policy.DROP, no_signal_share=0.3, **ROUGH)
     outcome = await simulate(scenario, valkey_url, new_run())
     check(scenario, outcome)
     assert outcome.counts["rewinds"] > 0

@@ -38,6 +38,8 @@ class TrainCommand(msgspec.Struct, frozen=True):
     """Parts that the batch is divided into, each of which is an update."""
     seed: int = 0
     """Decides the division, with the number of the step."""
+    max_tokens: int = 0
+    """Limit of one generation, tokens."""
 
 
 class StepCommand(msgspec.Struct, frozen=True, tag="step"):

@@ -53,6 +53,7 @@ def plan_command(command: TrainCommand, algorithm: Algorithm) -> StepPlan:
         mismatch_share=command.mismatch_share,
         mini_batches=command.mini_batches,
         seed=command.seed,
+        max_tokens=command.max_tokens,
     )
 
 

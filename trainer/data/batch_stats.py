@@ -1,7 +1,7 @@
 """Counts the tokens of a step, a sample after the other."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,8 +41,19 @@ class BatchStats:
     reward_mean: float
     reward_std: float
     """Population standard deviation over all samples."""
+    truncated_share: float
+    """Share of samples that ended at the length limit."""
+    truncated_tokens: int | None
+    """Sampled tokens that carry no gradient because their sample is truncated; None unless it is masked."""
+    shaped_reward_mean: float | None
+    """As `reward_mean`, after the punishment of long samples; None unless rewards are shaped."""
     generate_s: float | None
     """Mean seconds to generate a group, over the groups that say."""
+
+
+def rewards_of(samples: Sequence[BatchSample]) -> torch.Tensor:
+    """Return the rewards as scored, float32 [N]."""
+    return torch.tensor([sample.reward for sample in samples], dtype=torch.float32)
 
 
 class StepTally:
@@ -60,7 +71,7 @@ class StepTally:
         self._newest: dict[int, int] = {}
         """Group -> newest version of a sampled token."""
         self._generate_s: list[float] = []
-        self._tokens = self._response_tokens = 0
+        self._tokens = self._response_tokens = self._truncated_tokens = 0
 
     def open_group(self, group: int, generate_s: float) -> None:
         """Begin a group; `generate_s` is the seconds that it took to generate, 0 if nobody said.
@@ -83,7 +94,9 @@ class StepTally:
         self.trained_tokens.append(int(numbers.sum()))
         self.fresh.append(self.step in found)
         self._newest[sample.group] = max(self._newest[sample.group], int(versions.max()))
-        self.sampled_tokens.append(int(np.count_nonzero(sample.sampled)))
+        sampled = int(np.count_nonzero(sample.sampled))
+        self.sampled_tokens.append(sampled)
+        self._truncated_tokens += sampled * sample.masked
         self._tokens += len(sample)
         self._response_tokens += len(sample.tokens)
 
@@ -101,9 +114,15 @@ class StepTally:
             fresh=0 in lags,
         )
 
-    def stats(self, rewards: torch.Tensor) -> BatchStats:
-        """Return the statistics of all samples; `rewards` are theirs, float32 [N]."""
-        histogram, values = self._lag_histogram(), rewards.double()
+    def stats(self, samples: Sequence[BatchSample], truncated: str, shaped: torch.Tensor) -> BatchStats:
+        """Return the statistics of all samples.
+
+        Args:
+            samples: those that were added.
+            truncated: `algorithm.truncated`.
+            shaped: float32 [N]: the rewards that advantages are made of.
+        """
+        histogram, values = self._lag_histogram(), rewards_of(samples).double()
         trained = histogram.total()
         total, queued = sum(n * count for n, count in histogram.items()), self._lag_in_queue()
         return BatchStats(
@@ -114,10 +133,13 @@ class StepTally:
             lag_in_queue_mean=queued / trained if trained else None,
             step_tokens=self._tokens,
             trained_tokens=trained,
-            masked_tokens=sum(self.sampled_tokens) - trained,
+            masked_tokens=sum(self.sampled_tokens) - trained - self._truncated_tokens,
             response_length_mean=self._response_tokens / len(self.sampled_tokens),
             reward_mean=float(values.mean()),
             reward_std=float(values.std(correction=0)),
+            truncated_share=sum(sample.truncated for sample in samples) / len(samples),
+            truncated_tokens=self._truncated_tokens if truncated == "mask" else None,
+            shaped_reward_mean=float(shaped.double().mean()) if truncated == "shape" else None,
             generate_s=sum(self._generate_s) / len(self._generate_s) if self._generate_s else None,
         )
 

@@ -14,6 +14,10 @@ ZERO = np.float32(0)
 """Log-probability of a token that was not sampled."""
 NO_VERSION = np.int32(-1)
 """Version of a token that was not sampled."""
+TRUNCATED = "length"
+"""Finish reason of a sample that ended at the length limit."""
+EQUAL_REWARDS = 1e-6
+"""Rewards of a group that differ by no more are equal: a float32 reward near 1 is as exact as that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,10 @@ class BatchSample:
     """The bound, in versions, that was in force when the group was leased."""
     experts: tuple[NDArray[np.uint16], NDArray[np.uint16]] | None = None
     """[P, L, K] and [T_i, L, K]: experts that the engine's model chose, see `Rollout`; None: not recorded."""
+    truncated: bool = False
+    """Whether it ended at the length limit."""
+    masked: bool = False
+    """Whether none of its tokens is trained, because it is truncated and `algorithm.truncated` is mask."""
 
     def __len__(self) -> int:
         """Return the tokens of prompt and response."""
@@ -55,7 +63,7 @@ class BatchSample:
         versions = np.repeat(self.spans[:, 1], np.diff(self.spans[:, 0], prepend=0))
         arrays = {
             "tokens": np.concatenate([self.prompt, self.tokens]),
-            "loss_mask": self._behind_prompt(self.sampled & (step - versions <= self.max_staleness), False),
+            "loss_mask": self._behind_prompt(self._trained(step - versions), False),
             "sampled_mask": self._behind_prompt(self.sampled, False),
             "behaviour_logprobs": self._behind_prompt(np.where(self.sampled, self.logprobs, ZERO), ZERO),
             "versions": self._behind_prompt(np.where(self.sampled, versions, NO_VERSION), NO_VERSION),
@@ -64,6 +72,10 @@ class BatchSample:
             # As int16, which torch computes with; the number for unknown ones becomes -1.
             arrays["experts"] = np.concatenate(self.experts).view(np.int16)
         return arrays
+
+    def _trained(self, lags: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """Return which tokens carry gradient, [T_i]: sampled ones within the bound, none if it is masked."""
+        return self.sampled & (lags <= self.max_staleness) & (not self.masked)
 
     def _behind_prompt(self, values: NDArray[Any], filler: Any) -> NDArray[Any]:
         return np.concatenate([np.full(len(self.prompt), filler, dtype=values.dtype), values])
@@ -78,7 +90,9 @@ def token_counts(rollout: Rollout) -> dict[int, int]:
     return decode_rollout(rollout).token_counts()
 
 
-def samples_of(scored: ScoredRollout, index: int, max_staleness: int, step: int) -> Iterator[BatchSample]:
+def samples_of(
+    scored: ScoredRollout, index: int, max_staleness: int, step: int, *, mask_truncated: bool = False
+) -> Iterator[BatchSample]:
     """Check a scored group and yield its samples.
 
     Args:
@@ -86,6 +100,7 @@ def samples_of(scored: ScoredRollout, index: int, max_staleness: int, step: int)
         index: index of the group within the batch.
         max_staleness: the bound of its lease.
         step: version that the step starts from.
+        mask_truncated: whether samples that ended at the length limit are masked.
 
     Raises:
         ProtocolError: its arrays contradict each other, a reward is not finite, or a token is of a version
@@ -113,11 +128,27 @@ def samples_of(scored: ScoredRollout, index: int, max_staleness: int, step: int)
             reward=reward,
             max_staleness=max_staleness,
             experts=_pair(view.prompt_experts, sample.experts),
+            truncated=sample.finish_reason == TRUNCATED,
+            masked=mask_truncated and sample.finish_reason == TRUNCATED,
         )
 
 
 def _pair(of_prompt: Any, of_sample: Any) -> tuple[Any, Any] | None:
     return None if of_prompt is None or of_sample is None else (of_prompt, of_sample)
+
+
+def has_signal(scored: ScoredRollout) -> bool:
+    """Return whether rewards of a group differ: else every advantage relative to the group is 0.
+
+    DAPO's dynamic sampling (arXiv 2503.14476, section 3.2) leaves such groups out.
+    """
+    rewards = scored.rewards.numpy()
+    return bool(rewards.max() - rewards.min() > EQUAL_REWARDS)
+
+
+def mean_reward(scored: ScoredRollout) -> float:
+    """Return the mean reward of a group, as the event log has it."""
+    return round(float(scored.rewards.numpy().mean()), 6)
 
 
 def check_scored(message: ScoredRollout, version: int) -> dict[int, int]:

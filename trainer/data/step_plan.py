@@ -19,10 +19,12 @@ from protocol.errors import BoundViolation, ProtocolError
 from protocol.messages import ScoredRollout
 from trainer.algorithms.base import Algorithm
 from trainer.batch import Batch, StepTotals
+from trainer.config import AlgorithmConfig
 from trainer.data.batch_digest import BatchDigest
-from trainer.data.batch_stats import BatchStats, StepTally, TrainedCounts
+from trainer.data.batch_stats import BatchStats, StepTally, TrainedCounts, rewards_of
 from trainer.data.mini_batches import MiniBatches
 from trainer.data.samples import BatchSample, samples_of
+from trainer.functional.overlong import overlong_punishment
 
 DTYPES = {
     "tokens": np.int32,
@@ -52,7 +54,7 @@ class StepPlan:
     group_index: torch.Tensor
     """int64 [N]: index of the sample's group within the step."""
     rewards: torch.Tensor
-    """float32 [N]."""
+    """float32 [N]: of which advantages are made; with `algorithm.truncated` = shape after the punishment."""
     advantages: torch.Tensor
     """float32 [N]."""
     weights: torch.Tensor
@@ -117,6 +119,7 @@ def plan_step(
     mismatch_share: float = 1.0,
     mini_batches: int = 1,
     seed: int = 0,
+    max_tokens: int = 0,
 ) -> StepPlan:
     """Check the groups of a step and plan its batch.
 
@@ -129,6 +132,8 @@ def plan_step(
         decoupled: whether the objective is decoupled.
         mismatch_share: share of the groups whose mismatch of trainer and engine is measured, 0 to 1.
         mini_batches: how many there are; `seed` and the step decide which samples each has.
+        max_tokens: length of a sample, without its prompt, from which it is punished in full, if the
+            algorithm shapes rewards and gives no `overlong_length`.
 
     Raises:
         ProtocolError: arrays contradict each other, hold numbers that are not finite, or tokens of a later
@@ -137,10 +142,12 @@ def plan_step(
     """
     tally, digest = StepTally(step), BatchDigest()
     checked = "loss_mask" if mask_late else "sampled_mask"
-    if not (samples := list(_counted(groups, tally, digest, checked))):
+    mask_truncated = algorithm.config.truncated == "mask"
+    if not (samples := list(_counted(groups, tally, digest, checked, mask_truncated))):
         raise ProtocolError(f"step {step}: the batch has no samples")
     divided = MiniBatches.of(tally, mini_batches, seed)
-    by_sample, counts = _scores(samples, tally, algorithm, divided), tally.trained_counts()
+    rewards = _shaped(rewards_of(samples), samples, algorithm.config, max_tokens)
+    by_sample, counts = _scores(samples, rewards, tally, algorithm, divided), tally.trained_counts()
     measured = torch.tensor([is_measured(group, mismatch_share) for group in counts])
     return StepPlan(
         step=step,
@@ -150,7 +157,7 @@ def plan_step(
         totals=tally.totals(),
         measured=measured[by_sample["group_index"]],
         trained_counts=counts,
-        stats=tally.stats(by_sample["rewards"]),
+        stats=tally.stats(samples, algorithm.config.truncated, rewards),
         digest=digest.finish({"step": step, "temperature": temperature}, by_sample),
         mini_batches=divided,
         experts_shape=_experts_shape(samples),
@@ -159,12 +166,16 @@ def plan_step(
 
 
 def _counted(
-    groups: Iterable[tuple[ScoredRollout, int]], tally: StepTally, digest: BatchDigest, checked: str
+    groups: Iterable[tuple[ScoredRollout, int]],
+    tally: StepTally,
+    digest: BatchDigest,
+    checked: str,
+    mask_truncated: bool,
 ) -> Iterator[BatchSample]:
     """Yield the samples of groups, counted and digested; tokens under the mask `checked` are in the bound."""
     for index, (scored, max_staleness) in enumerate(groups):
         tally.open_group(scored.rollout.group, scored.rollout.generate_s)
-        for sample in samples_of(scored, index, max_staleness, tally.step):
+        for sample in samples_of(scored, index, max_staleness, tally.step, mask_truncated=mask_truncated):
             arrays = sample.token_arrays(tally.step)
             check_bound(sample, arrays[checked], tally.step)
             tally.add(sample, arrays)
@@ -173,10 +184,13 @@ def _counted(
 
 
 def _scores(
-    samples: Sequence[BatchSample], tally: StepTally, algorithm: Algorithm, divided: MiniBatches
+    samples: Sequence[BatchSample],
+    rewards: torch.Tensor,
+    tally: StepTally,
+    algorithm: Algorithm,
+    divided: MiniBatches,
 ) -> dict[str, torch.Tensor]:
     """Return the arrays [N] of a plan by their names, but for the choice of what is measured."""
-    rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float32)
     group_index = torch.tensor([sample.row for sample in samples])
     return {
         "lengths": torch.tensor([len(sample) for sample in samples]),
@@ -185,6 +199,17 @@ def _scores(
         "advantages": algorithm.advantages(rewards, group_index),
         "weights": divided.weights(algorithm, torch.tensor(tally.sampled_tokens)),
     }
+
+
+def _shaped(
+    rewards: torch.Tensor, samples: Sequence[BatchSample], config: AlgorithmConfig, max_tokens: int
+) -> torch.Tensor:
+    """Return the rewards with DAPO's overlong punishment where the algorithm has it, else as they are."""
+    if config.truncated != "shape":
+        return rewards
+    lengths = torch.tensor([len(sample.tokens) for sample in samples])
+    limit = config.overlong_length or max_tokens
+    return rewards + config.overlong_penalty * overlong_punishment(lengths, limit, config.overlong_buffer)
 
 
 def _experts_shape(samples: Sequence[BatchSample]) -> tuple[int, int] | None:

@@ -200,6 +200,8 @@ class DropEvent(GroupEvent, frozen=True, kw_only=True, tag="drop"):
     """Sampled tokens of the group, as far as they were reported."""
     from_state: GroupState = msgspec.field(name="from")
     """State before the drop."""
+    reward: float | None = None
+    """Mean over the samples of a group without signal; left out for other reasons."""
 
 
 # -- the trainer

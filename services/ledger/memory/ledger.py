@@ -26,7 +26,6 @@ from services.ledger.event_log.events import (
     fields_of,
 )
 from services.ledger.interface import (
-    ARCHIVE_LIMIT,
     Head,
     Lease,
     LedgerStatus,
@@ -36,9 +35,8 @@ from services.ledger.interface import (
     StepRecord,
     Taken,
     TakenGroup,
-    check_bound,
-    check_spec,
 )
+from services.ledger.limits import ARCHIVE_LIMIT, check_bound, check_spec
 from services.ledger.memory import trainer_transitions as trainer
 from services.ledger.memory.run_state import Group, Registry, RunState, bound_event
 
@@ -280,6 +278,9 @@ class MemoryLedger:
         if found.state is not _S.DROPPED:
             self.run_state.drop(found, reason, wasted_tokens=wasted_tokens)
             self.run_state.apply_pending()
+
+    async def filter(self, group: int, token: str, tokens: int, reward: float, most_batches: int) -> None:
+        self.run_state.filter(group, token, tokens, reward, most_batches)
 
     # -- the trainer
 

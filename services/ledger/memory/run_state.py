@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from protocol.errors import Reason, Refused
-from protocol.lifecycle import ACTIVE, Event, GroupState, after
+from protocol.lifecycle import ACTIVE, NO_SIGNAL, Event, GroupState, after
 from protocol.staleness import Bound, holds
 from services.ledger.event_log.events import (
     BoundEvent,
@@ -82,6 +82,9 @@ class RunState:
     dropped: int = 0
     wasted_tokens: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
+    wasted_by_reason: Counter[str] = field(default_factory=Counter)
+    filtered: int = 0
+    """Groups without signal that were dropped since the last commit, or since a halt ended."""
     outcomes: deque[str] = field(default_factory=deque)
     halted: str = ""
     draining: bool = False
@@ -190,7 +193,14 @@ class RunState:
             raise Refused(Reason.NOT_HELD, f"group {group} is not held by {token}")
         return found
 
-    def drop(self, group: Group, reason: str, detail: str = "", wasted_tokens: int = 0) -> None:
+    def drop(
+        self,
+        group: Group,
+        reason: str,
+        detail: str = "",
+        wasted_tokens: int = 0,
+        reward: float | None = None,
+    ) -> None:
         """Drop a group, and halt the run if `reason` has too large a share of the recent drops."""
         wasted = max(wasted_tokens, sum(group.counts.values()))
         before = group.state
@@ -198,6 +208,7 @@ class RunState:
         self.dropped += 1
         self.wasted_tokens += wasted
         self.reasons[reason] += 1
+        self.wasted_by_reason[reason] += wasted
         self.append(
             DropEvent(
                 group=group.group,
@@ -206,12 +217,25 @@ class RunState:
                 detail=detail,
                 wasted_tokens=wasted,
                 from_state=before,
+                reward=reward,
             )
         )
         self.finish(reason)
-        window = self.spec.drop_window
-        if len(self.outcomes) >= window and self.outcomes.count(reason) >= self.spec.drop_share * window:
+        window, share = self.spec.drop_window, self.spec.drop_share
+        too_many = len(self.outcomes) >= window and self.outcomes.count(reason) >= share * window
+        if too_many and reason != NO_SIGNAL:
             self.halt(reason)
+
+    def filter(self, group: int, token: str, tokens: int, reward: float, most_batches: int) -> None:
+        """Drop a leased group without signal, and halt the run at its limit; see `Ledger.filter`."""
+        found = self.held(group, token, forgotten=Reason.DUPLICATE)
+        if found.state is not GroupState.LEASED:
+            return
+        self.drop(found, NO_SIGNAL, wasted_tokens=tokens, reward=reward)
+        self.filtered += 1
+        if 0 < most_batches * self.bound.groups_per_step <= self.filtered:
+            self.halt(NO_SIGNAL)
+        self.apply_pending()
 
     def finish(self, outcome: str) -> None:
         """Record how a group ended: by a drop reason, or empty for trained."""
@@ -228,7 +252,7 @@ class RunState:
     def unhalt(self) -> None:
         """Allow leases after a halt; drops, and attempts of WAITING and LEASED groups, are counted anew."""
         self.append(UnhaltEvent(reason=self.halted))
-        self.halted = ""
+        self.halted, self.filtered = "", 0
         self.outcomes.clear()
         for group in self.of(GroupState.WAITING, GroupState.LEASED):
             group.attempt = 0
@@ -257,6 +281,7 @@ class RunState:
             halted=self.halted,
             draining=self.draining,
             engines=dict(self.engines),
+            wasted_by_reason=dict(self.wasted_by_reason),
         )
 
 

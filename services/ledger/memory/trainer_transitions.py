@@ -19,7 +19,8 @@ from services.ledger.event_log.events import (
     ResumeEvent,
     TakeEvent,
 )
-from services.ledger.interface import RunSpec, Snapshot, StepRecord, Taken, TakenGroup, check_spec
+from services.ledger.interface import RunSpec, Snapshot, StepRecord, Taken, TakenGroup
+from services.ledger.limits import check_spec
 from services.ledger.memory.run_state import Group, RunState
 
 _S = GroupState
@@ -187,7 +188,7 @@ def commit(
         run.transition(found, Event.COMMIT)
         found.step = step
         run.finish("")
-    run.trained += len(running.groups)
+    run.trained, run.filtered = run.trained + len(running.groups), 0
     run.version, run.running, run.digest, run.manifest = step + 1, None, digest, manifest
     run.steps[step] = StepRecord(step, epoch, digest, running.groups)
     run.step_reports[step] = report
@@ -267,6 +268,7 @@ def rebuild(run: RunState | None, spec: RunSpec, snapshot: Snapshot, clock: Call
     new.sequence, new.archived = snapshot.sequence, snapshot.after
     new.issued, new.trained, new.dropped = snapshot.issued, snapshot.trained, snapshot.dropped
     new.wasted_tokens, new.reasons = snapshot.wasted_tokens, Counter(snapshot.reasons)
+    new.wasted_by_reason = Counter(snapshot.wasted_by_reason)
     new.halted, new.draining = snapshot.halted, snapshot.draining
     new.steps = {record.step: record for record in snapshot.steps}
     new.step_reports = dict(snapshot.reports)

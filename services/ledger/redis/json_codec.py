@@ -29,6 +29,7 @@ _SNAPSHOT_FIELDS = (
     "wasted_tokens",
     "reasons",
     "halted",
+    "wasted_by_reason",
 )
 """Fields of a `Snapshot` whose JSON has the same name and value."""
 
@@ -62,6 +63,7 @@ class _Status(msgspec.Struct):
     engines: dict[str, str]
     """Engine -> epoch and version, separated by a space."""
     pending: Bound | None = None
+    wasted_by_reason: dict[str, int] = {}
 
 
 def encode_counts(counts: Mapping[int, int]) -> dict[str, int]:

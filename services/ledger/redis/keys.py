@@ -18,6 +18,7 @@ Every key carries the hash tag `{tether:RUN}`, so that one cluster slot holds th
 | `trained` | zset | TRAINED groups that no checkpoint covers, by step |
 | `dropped` | set | DROPPED groups that no checkpoint has swept |
 | `reasons` | hash | drop reason -> groups |
+| `wasted` | hash | drop reason -> sampled tokens of its groups |
 | `outcomes` | list | drop reason (empty: trained) of the last `drop_window` finished groups, newest first |
 | `batch` | string | JSON of the running step's batch, which a repeated take returns |
 | `gone` | list | groups that takes have dropped and no batch has reported yet |
@@ -38,7 +39,7 @@ the order of ids.
 NAMES = (
     "run", "lineage", "epochs", "groups", "waiting", "leases", "live", "expired", "scored", "fresh", "taken",
     "trained", "dropped", "reasons", "outcomes", "batch", "gone", "steps", "reports", "manifest", "engines",
-    "peers", "peer_info", "endpoints", "requests", "events",
+    "peers", "peer_info", "endpoints", "requests", "events", "wasted",
 )  # fmt: skip
 """Keys in the order in which every script gets them as KEYS."""
 

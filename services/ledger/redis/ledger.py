@@ -8,7 +8,6 @@ import msgspec
 from protocol.ids import checked_run_id, new_token
 from protocol.staleness import Bound, Policy
 from services.ledger.interface import (
-    ARCHIVE_LIMIT,
     Head,
     Lease,
     LedgerStatus,
@@ -18,9 +17,8 @@ from services.ledger.interface import (
     StepRecord,
     Taken,
     TakenGroup,
-    check_bound,
-    check_spec,
 )
+from services.ledger.limits import ARCHIVE_LIMIT, check_bound, check_spec
 from services.ledger.redis.connection import Connection
 from services.ledger.redis.json_codec import (
     decode_endpoints,
@@ -182,6 +180,9 @@ class RedisLedger:
 
     async def drop(self, group: int, token: str, reason: str, wasted_tokens: int = 0) -> None:
         await self._run("drop", group, token, reason, wasted_tokens)
+
+    async def filter(self, group: int, token: str, tokens: int, reward: float, most_batches: int) -> None:
+        await self._run("filter", group, token, tokens, reward, most_batches)
 
     # -- the trainer
 

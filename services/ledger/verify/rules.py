@@ -4,7 +4,7 @@ Which group may be leased, which tokens may be accepted, which groups are taken,
 that rule F holds wherever a group gets a place and wherever the bound or the next step changes.
 """
 
-from protocol.lifecycle import GroupState
+from protocol.lifecycle import NO_SIGNAL, GroupState
 from protocol.staleness import Bound, Policy, holds, lag, trainable_counts
 from services.ledger.event_log.events import (
     AcceptEvent,
@@ -245,6 +245,10 @@ class Rules:
             state.report(f"group {number}: dropped for {reason} while it waits")
         if reason == "stale" and trainable_counts(state.version, group.counts, group.bound):
             state.report(f"group {number}: dropped as stale, but it has tokens within the bound")
+        if reason == NO_SIGNAL and (group.state is not _S.LEASED or event.reward is None):
+            state.report(
+                f"group {number}: dropped for {reason} when it was {group.state}, or without a reward"
+            )
         wanted = {"stale": Policy.MASK, "straggler": Policy.DROP}.get(reason, state.bound.policy)
         if state.bound.policy is not wanted:
             state.report(f"group {number}: dropped as {reason} under {state.bound.policy}")

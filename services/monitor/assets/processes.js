@@ -69,12 +69,13 @@ export function showEngines(state, served) {
 /** Shows how many groups were dropped for which reason. */
 export function showDrops(state) {
   const reasons = Object.entries(state.dropped_by_reason).sort((a, b) => b[1] - a[1]);
+  const wasted = state.wasted_by_reason ?? {};
   const most = Math.max(1, ...reasons.map(([, groups]) => groups));
   setText(byId("drops-note"), state.drops_since_event > 0 ? `In the part of the event log that was read, from event ${state.drops_since_event} on.` : "Since the run began.");
   replace(byId("drops"), reasons.length
     ? reasons.map(([reason, groups]) => el("div", { class: "row", "data-reason": reason, "data-value": groups },
       el("span", { class: "name", text: reason }),
       el("span", { class: "stack" }, el("i", { style: { width: `${(100 * groups) / most}%`, background: "var(--c5)" } })),
-      el("span", { class: "words", text: count(groups, "group") })))
+      el("span", { class: "words", text: count(groups, "group") + (wasted[reason] ? `, ${count(wasted[reason], "token")}` : "") })))
     : el("p", { class: "empty", text: "No group was dropped." }));
 }

@@ -18,6 +18,8 @@ DISTURB = [
     "accept_old",
     "lost",
     "drop",
+    "no_signal",
+    "no_signal",
     "applied",
     "checkpointed",
     "set_bound",

@@ -171,6 +171,11 @@ class Moves(RuleBasedStateMachine):
         if lease := self.chosen(pick):
             self.both(lambda ledger: ledger.drop(lease.group, lease.token, reason, wasted))
 
+    def no_signal(self, pick: Pick) -> None:
+        tokens, reward, most = pick(range(0, 10)), pick((0.0, 0.333333, 1.0)), pick((0, 0, 1, 2))
+        if lease := self.chosen(pick):
+            self.both(lambda ledger: ledger.filter(lease.group, lease.token, tokens, reward, most))
+
     def applied(self, pick: Pick) -> None:
         engine, version, epoch = pick(ENGINES), self.version - pick(range(-1, 3)), self.some_epoch(pick)
         self.both(lambda ledger: ledger.applied(engine, epoch, max(0, version)))

@@ -118,7 +118,8 @@ def key(ledger: MemoryLedger, budget: int) -> Any:
 
 
 def moves(ledger: MemoryLedger, budget: int, changes: tuple[tuple[int, int], ...]) -> Iterator[Edge]:
-    """Every state that one call leads to, as (label, ledger, budget left)."""
+    """Every state that one call leads to, as (label, ledger, budget left). Groups without signal cost no
+    budget: any number of them may come."""
     run_state = ledger.run_state
 
     def attempt(label: str, *calls: Any, left: int = budget) -> Iterator[Edge]:
@@ -157,6 +158,8 @@ def moves(ledger: MemoryLedger, budget: int, changes: tuple[tuple[int, int], ...
             if run_state.bound.policy is Policy.MASK and group.version < run_state.version:
                 fresh = {group.version: 1, run_state.version: 1}
                 yield from attempt(f"accept fresh {number}", lambda t, n=number, c=fresh: t.accept(n, "t", c))
+        if group.state is GroupState.LEASED:
+            yield from attempt(f"no signal {number}", lambda t, n=number: t.filter(n, "t", 1, 0.0, 0))
         if budget and group.state is GroupState.LEASED and not group.expired:
             yield from attempt(f"expire {number}", lambda t, n=number: expire(t, n), left=budget - 1)
         if budget and group.state is GroupState.SCORED:

@@ -6,7 +6,7 @@
 
 local NUMBERS = {'prompts', 'steps', 'max_staleness', 'groups_per_step', 'max_attempts', 'drop_share', 'drop_window', 'version',
   'sequence', 'archived', 'issued', 'trained', 'dropped', 'wasted_tokens', 'draining', 'running', 'checkpoint', 'pending',
-  'pending_max_staleness', 'pending_groups_per_step', 'resumed_version', 'resumed_continued'}
+  'pending_max_staleness', 'pending_groups_per_step', 'resumed_version', 'resumed_continued', 'filtered'}
 local MOST = 128 -- leases reaped, or groups dropped for their attempts, in one call
 
 local K = {}
@@ -160,11 +160,13 @@ local function expired(id)
   return redis.call('ZSCORE', K.expired, id)
 end
 
+local NO_SIGNAL = 'no_signal' -- drop reason of groups that are filtered; it has a limit of its own, see filter.lua
+
 -- Count a finished group; halt the run if one reason has too large a share of the recent ones.
 local function finish(outcome)
   redis.call('LPUSH', K.outcomes, outcome)
   redis.call('LTRIM', K.outcomes, 0, R.drop_window - 1)
-  if outcome == '' or R.halted ~= '' then return end
+  if outcome == '' or outcome == NO_SIGNAL or R.halted ~= '' then return end
   local recent, n = redis.call('LRANGE', K.outcomes, 0, -1), 0
   for _, other in ipairs(recent) do
     if other == outcome then n = n + 1 end
@@ -175,8 +177,9 @@ local function finish(outcome)
   end
 end
 
--- Drop a group. `wasted`: tokens that the caller reports, counted if they are more than the accepted ones.
-local function drop(id, group, reason, detail, wasted)
+-- Drop a group. `wasted`: tokens that the caller reports, counted if they are more than the accepted ones. `reward`: for the event, may
+-- be left out.
+local function drop(id, group, reason, detail, wasted, reward)
   local sampled = 0
   for _, n in pairs(group.counts or {}) do sampled = sampled + n end
   wasted = math.max(wasted, sampled)
@@ -185,7 +188,9 @@ local function drop(id, group, reason, detail, wasted)
   put('dropped', R.dropped + 1)
   put('wasted_tokens', R.wasted_tokens + wasted)
   redis.call('HINCRBY', K.reasons, reason, 1)
-  append('drop', {group = tonumber(id), token = group.token, from = from, reason = reason, detail = detail, wasted_tokens = wasted})
+  redis.call('HINCRBY', K.wasted, reason, wasted)
+  append('drop', {group = tonumber(id), token = group.token, from = from, reason = reason, detail = detail, wasted_tokens = wasted,
+    reward = reward})
   finish(reason)
 end
 
@@ -233,6 +238,7 @@ local function status()
     pending = R.pending == 1 and {max_staleness = R.pending_max_staleness, groups_per_step = R.pending_groups_per_step,
       policy = R.pending_policy} or nil,
     states = {waiting = waiting, leased = leased, scored = scored, taken = taken},
-    dropped_by_reason = as_map(redis.call('HGETALL', K.reasons)), engines = as_map(redis.call('HGETALL', K.engines)),
+    dropped_by_reason = as_map(redis.call('HGETALL', K.reasons)), wasted_by_reason = as_map(redis.call('HGETALL', K.wasted)),
+    engines = as_map(redis.call('HGETALL', K.engines)),
   })
 end

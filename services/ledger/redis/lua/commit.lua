@@ -34,6 +34,7 @@ for _, taken in ipairs(batch) do
   finish('')
 end
 put('trained', R.trained + #batch)
+put('filtered', 0)
 put('version', step + 1)
 put('running', -1)
 put('digest', ARGV[4])

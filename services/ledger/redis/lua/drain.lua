@@ -8,6 +8,7 @@ local on = tonumber(ARGV[1])
 if on == 0 and R.halted ~= '' then
   append('unhalt', {reason = R.halted})
   put('halted', '')
+  put('filtered', 0)
   redis.call('DEL', K.outcomes)
   for _, set in ipairs({K.waiting, K.live, K.expired}) do
     for _, id in ipairs(redis.call('ZRANGE', set, 0, -1)) do

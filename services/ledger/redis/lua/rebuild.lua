@@ -22,6 +22,7 @@ end
 for _, epoch in ipairs(S.epochs) do redis.call('SADD', K.epochs, epoch) end
 redis.call('SADD', K.epochs, S.epoch)
 for reason, n in pairs(S.reasons) do redis.call('HSET', K.reasons, reason, n) end
+for reason, n in pairs(S.wasted_by_reason) do redis.call('HSET', K.wasted, reason, n) end
 
 local function hold(group, state, step)
   local newest = -1e9

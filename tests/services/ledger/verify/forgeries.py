@@ -57,6 +57,24 @@ def a_lease_of_an_engine_that_serves_something_else(log: Log) -> str:
     return f"group {lease['group']}: engine {lease['engine']} did not acknowledge version 3"
 
 
+# -- forged drops
+
+
+@corruption
+def a_group_without_signal_that_nobody_scored(log: Log) -> str:
+    drop = find(log, "drop")
+    drop["reason"] = "no_signal"
+    drop.pop("reward", None)
+    return f"group {drop['group']}: dropped for no_signal when it was {drop['from']}, or without a reward"
+
+
+@corruption
+def a_group_without_signal_that_was_accepted(log: Log) -> str:
+    drop = find(log, "drop", **{"from": "scored"})
+    drop["reason"], drop["reward"] = "no_signal", 1.0
+    return f"group {drop['group']}: dropped for no_signal when it was scored"
+
+
 # -- forged steps, rewinds and bounds
 
 

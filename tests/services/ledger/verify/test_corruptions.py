@@ -69,6 +69,7 @@ FREE = {
         "reason": "any but stale and straggler",
         "detail": "a text",
         "wasted_tokens": "more than were accepted",
+        "reward": "a number to look at",
     },
     "claim": {"untaken": "in another order"},
     "resume": {"digest": "of weights that nobody has named before"},
