@@ -240,6 +240,19 @@ def samples(
     _show(find_samples(run_dir, step, group, limit), as_json, render_samples)
 
 
+@app.command("pass-rates")
+def pass_rates(
+    run_dir: RunDir,
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="JSON Lines file to write")],
+    as_json: AsJson = False,
+) -> None:
+    """Write a run's prompts with the mean reward that each had last, for prompts.min_pass_rate and others."""
+    from services.settings.load import run_settings
+    from services.tools.pass_rates import render_pass_rates, write_pass_rates
+
+    _show(write_pass_rates(run_settings(run_dir), out), as_json, render_pass_rates)
+
+
 @app.command("set")
 def set_value(
     run_dir: RunDir,

@@ -15,9 +15,22 @@ from protocol.paths import HubPath
 from rollout.prompts.named_source import PLACE, UNUSED, MixtureConfig, SourceConfig
 
 NOT_IN_FINGERPRINT = frozenset(
-    {"path", "held_out_path", "subset", "split", "revision", "template", "answer_pattern", "mixture"}
+    {
+        "path",
+        "held_out_path",
+        "subset",
+        "split",
+        "revision",
+        "template",
+        "answer_pattern",
+        "mixture",
+        "min_pass_rate",
+        "max_pass_rate",
+    }
 )
 """Settings of `[prompts]` that say where prompts are and how they are read: the prompts themselves count."""
+NOT_IN_FINGERPRINT_BY_DEFAULT = frozenset({"pass_rate_field", "easy_first"})
+"""Settings that the fingerprint covers unless they have their default: it was made without them before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +70,15 @@ class PromptConfig:
     """Seed of the order, and of what reasoning_gym generates."""
     shuffle: bool = True
     """Use another order in every pass."""
+    pass_rate_field: str = "pass_rate"
+    """jsonl, hf: field with the pass rate, the mean reward that a model had for the prompt; `tether
+    pass-rates` writes it. Rows may lack it: nobody has observed theirs."""
+    min_pass_rate: Annotated[float | None, Meta(ge=-1e6, le=1e6)] = None
+    """jsonl, hf: train only on prompts with at least this pass rate, and on those whose rate is unknown."""
+    max_pass_rate: Annotated[float | None, Meta(ge=-1e6, le=1e6)] = None
+    """jsonl, hf: train only on prompts with at most this pass rate, and on those whose rate is unknown."""
+    easy_first: bool = False
+    """jsonl, hf: order each pass by pass rate, the highest first; those whose rate is unknown come last."""
     passes: Annotated[int, Meta(ge=0, le=2**30)] = 0
     """How often the prompts are used. 0: without end."""
     held_out: Annotated[int, Meta(ge=0, le=2**20)] = 0
@@ -112,10 +134,17 @@ class PromptSource(Protocol):
 
 
 class Order:
-    """Maps each position of a stream to one of `count` prompts, by a seeded permutation per pass."""
+    """Maps each position of a stream to one of `count` prompts, by a seeded permutation per pass.
 
-    def __init__(self, count: int, *, seed: int, shuffle: bool, passes: int) -> None:
+    With `ease`, a number for each prompt, a pass begins with the largest; those with equal numbers are in the
+    order of the permutation.
+    """
+
+    def __init__(
+        self, count: int, *, seed: int, shuffle: bool, passes: int, ease: Sequence[float] | None = None
+    ) -> None:
         self._count, self._seed, self._shuffle = count, seed, shuffle
+        self._ease = None if ease is None else np.array(ease, dtype=np.float64)
         self.size = count * passes if passes else None
         self._permutation = lru_cache(maxsize=4)(self._permuted)
 
@@ -123,12 +152,15 @@ class Order:
         if index < 0 or (self.size is not None and index >= self.size):
             raise IndexError(f"prompt {index} is outside the stream of {self.size or 'endlessly many'}")
         number, place = divmod(index, self._count)
-        return int(self._permutation(number)[place]) if self._shuffle else place
+        return int(self._permutation(number)[place]) if self._shuffle or self._ease is not None else place
 
     def _permuted(self, number: int) -> NDArray[np.int64]:
         """Return the permutation of a pass; by RandomState, whose stream numpy guarantees never to change."""
-        seed = xxhash.xxh32_intdigest(f"{self._seed} {number}".encode())
-        return np.random.RandomState(seed).permutation(self._count)
+        order = np.arange(self._count)
+        if self._shuffle:
+            seed = xxhash.xxh32_intdigest(f"{self._seed} {number}".encode())
+            order = np.random.RandomState(seed).permutation(self._count)
+        return order if self._ease is None else order[np.argsort(-self._ease[order], kind="stable")]
 
 
 def source_settings(prompts: PromptConfig, own: SourceConfig) -> PromptConfig:
@@ -161,6 +193,9 @@ def fingerprint_of(config: PromptConfig, content: bytes) -> str:
     The location of the files does not matter, nor how they are read.
     """
     settings = {
-        name: value for name, value in msgspec.to_builtins(config).items() if name not in NOT_IN_FINGERPRINT
+        name: value
+        for name, value in msgspec.to_builtins(config).items()
+        if name not in NOT_IN_FINGERPRINT
+        and not (name in NOT_IN_FINGERPRINT_BY_DEFAULT and value == DEFAULTS[name])
     }
     return xxhash.xxh3_64_hexdigest(msgspec.json.encode(settings, order="sorted") + b"\0" + content)

@@ -49,7 +49,8 @@ def _read(
     merged = source_settings(prompts, config)
     if merged.source == "reasoning_gym":  # generates other questions than those of training
         return make_source(replace(merged, held_out=limit, held_out_path="")).held_out()
-    stream = make_source(replace(merged, count=0, held_out=0, held_out_path="", shuffle=False, passes=1))
+    everything = replace(merged, min_pass_rate=None, max_pass_rate=None, easy_first=False)
+    stream = make_source(replace(everything, count=0, held_out=0, held_out_path="", shuffle=False, passes=1))
     rows = [replace(stream.at(index), index=-1) for index in range(stream.size or 0)]
     kept = unseen(rows, trained)
     if not kept:

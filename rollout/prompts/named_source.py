@@ -12,7 +12,16 @@ from protocol.paths import HUB_NAME, PathMark
 
 UNUSED: Mapping[str, Sequence[str]] = {
     "jsonl": ("subset", "revision"),
-    "reasoning_gym": ("subset", "revision", "template", "answer_pattern"),
+    "reasoning_gym": (
+        "subset",
+        "revision",
+        "template",
+        "answer_pattern",
+        "pass_rate_field",
+        "min_pass_rate",
+        "max_pass_rate",
+        "easy_first",
+    ),
 }
 """Source -> settings that it does not use, and that are refused with it."""
 PLACE = ("subset", "split", "revision")

@@ -10,6 +10,7 @@ from protocol.errors import ProtocolError, SettingsError
 from protocol.msgpack_limits import METADATA_DEPTH, check_shape
 from protocol.ranges import check_ranges
 from rollout.prompts.base import Order, Prompt, PromptConfig, fingerprint_of, unseen
+from rollout.prompts.pass_rates import ease_of, within_rates
 from rollout.prompts.row_fields import compile_pattern, fill_template, parse_template
 
 
@@ -38,15 +39,27 @@ class RowSource:
                 "lower prompts.held_out or prompts.count, or add data"
             )
         candidates = read(own, "held_out_path")[: config.held_out or None] if own else prompts[available:]
-        self._train = prompts[: config.count or available]
+        kept = within_rates(prompts[:available], config)
+        if len(kept) < max(1, config.count):
+            raise SettingsError(
+                f"{config.path}: {len(kept)} of {available} prompts are within prompts.min_pass_rate and "
+                f"max_pass_rate, fewer than {max(1, config.count)}; widen them, or lower prompts.count"
+            )
+        self._train = kept[: config.count or None]
         self._held_out = unseen(candidates, (p.text for p in self._train))
         if candidates and not self._held_out:
             raise SettingsError(
                 f"{own or config.path}: all {len(candidates)} held-out prompts also occur in training"
             )
-        self._order = Order(len(self._train), seed=config.seed, shuffle=config.shuffle, passes=config.passes)
+        self._order = Order(
+            len(self._train),
+            seed=config.seed,
+            shuffle=config.shuffle,
+            passes=config.passes,
+            ease=ease_of(self._train, config),
+        )
         self.fingerprint = fingerprint_of(
-            config, b"\n".join(_encoded(p) for p in (*self._train, *self._held_out))
+            config, b"\n".join(encoded_prompt(p) for p in (*self._train, *self._held_out))
         )
 
     @property
@@ -147,7 +160,8 @@ def _messages(value: Any, where: str) -> tuple[tuple[str, str], ...]:
     return tuple(found)
 
 
-def _encoded(prompt: Prompt) -> bytes:
+def encoded_prompt(prompt: Prompt) -> bytes:
+    """Return all of a prompt but its place in the stream. Raises SettingsError if it cannot be sent."""
     try:
         packed = msgspec.msgpack.encode((prompt.text, prompt.messages, prompt.metadata), order="sorted")
         check_shape(packed, most_depth=METADATA_DEPTH + 1)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 LIKELY: Mapping[str, str] = {
-    "bound": "bound.max_staleness, bound.staleness_policy, rollout.groups_in_flight",
+    "bound": "bound.max_staleness, bound.staleness_policy, rollout.groups_in_flight, algorithm.truncated",
     "gradient": "optimizer.lr, trainer.dtype, algorithm.advantage_eps, the weights of rewards",
 }
 """Word of the cause -> settings that lead to it."""

@@ -106,7 +106,7 @@ class StepReporter:
             return {}
         groups = _increase(before.dropped_by_reason, status.dropped_by_reason).get(NO_SIGNAL, 0)
         tokens = _increase(before.wasted_by_reason, status.wasted_by_reason).get(NO_SIGNAL, 0)
-        share = groups / (groups + taken)
+        share = groups / max(1, groups + taken)
         return {"filtered_groups": groups, "filtered_tokens": tokens, "filtered_share": share}
 
     def record(self, report: StepReport) -> None:

@@ -23,6 +23,7 @@ class SampleSpec:
     mask: Sequence[int] | None = None
     """1 for sampled tokens; by default all are."""
     logprobs: Sequence[float] | None = None
+    finish: str = "stop"
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def scored(spec: GroupSpec, **replaced: Array) -> ScoredRollout:
         group=spec.group,
         token="lease",
         engine="engine.1",
-        finish_reasons=("stop",) * len(spec.samples),
+        finish_reasons=tuple(s.finish for s in spec.samples),
         responses=("",) * len(spec.samples),
         generate_s=spec.generate_s,
         **{**arrays, **replaced},

@@ -23,6 +23,10 @@ if TYPE_CHECKING:  # the registry, which every reader of settings imports, must 
     from trainer.storage.host_state import HostState
 
 
+NOTHING_TRAINED = "no token of the batch is within the bound and in a sample that is trained"
+"""Why a step is skipped of which no token carries gradient."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepStats:
     """What an optimizer update, or all of a step, measured, reduced over all ranks; equal on every rank.

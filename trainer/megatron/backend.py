@@ -15,7 +15,7 @@ import torch.distributed as dist
 from protocol.errors import SettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig, adapter_targets
 from trainer.algorithms.base import Algorithm
-from trainer.backends.base import Backend, Publication, StepStats
+from trainer.backends.base import NOTHING_TRAINED, Backend, Publication, StepStats
 from trainer.backends.early_export import EarlyExport, Tensors
 from trainer.backends.engine_attach import check_buffers, check_parameters, take_parameters
 from trainer.backends.host_offload import HostOffload
@@ -132,9 +132,7 @@ class MegatronBackend(Backend):
             warnings.extend(told)
             used = scale.value if scale is not None else None
             norm, skipped = (
-                self._optimizer.step(measures.lr_scale(vector))
-                if measures.tokens
-                else (0.0, "no token of the batch is within the bound")
+                self._optimizer.step(measures.lr_scale(vector)) if measures.tokens else (0.0, NOTHING_TRAINED)
             )
             stats = measures.stats(vector, grad_norm=norm, skipped=skipped)
             return dataclasses.replace(

@@ -19,7 +19,7 @@ from protocol.device.hf_build_lock import MODEL_BUILDING
 from protocol.errors import SettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from trainer.algorithms.base import Algorithm
-from trainer.backends.base import Backend, StepStats
+from trainer.backends.base import NOTHING_TRAINED, Backend, StepStats
 from trainer.backends.engine_attach import check_parameters, take_parameters
 from trainer.backends.host_offload import HostOffload
 from trainer.backends.step_measures import StepMeasures
@@ -104,9 +104,7 @@ class ReferenceBackend(Backend):
         vectors = [self._accumulate(batch.select(samples).to(self._device), measures) for samples in passes]
         vector = measures.join(vectors, self._device)
         grad_norm, skipped = (
-            self._step(measures.lr_scale(vector))
-            if measures.tokens
-            else (0.0, "no token of the batch is within the bound")
+            self._step(measures.lr_scale(vector)) if measures.tokens else (0.0, NOTHING_TRAINED)
         )
         stats = measures.stats(vector, grad_norm=grad_norm, skipped=skipped)
         computed = sum(len(samples) * int(batch.lengths[samples].max()) for samples in passes)

@@ -362,3 +362,26 @@ def test_memory_is_saved_by_settings_of_megatron_alone(
 ) -> None:
     said = refusal(None, *overrides)
     assert [word for word in words if word not in said] == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (("algorithm.name=reinforce_plus_plus",), "'reinforce_plus_plus' does not compare the samples"),
+        (("sampling.samples_per_prompt=1",), "with sampling.samples_per_prompt 1 all rewards of a group"),
+    ],
+)
+def test_filtering_of_groups_is_refused_where_equal_rewards_are_a_signal(
+    changes: tuple[str, ...], said: str
+) -> None:
+    assert said in refusal(None, "algorithm.filter_groups=true", *changes)
+
+
+def test_shaping_needs_a_buffer_below_the_limit() -> None:
+    shape = ("algorithm.truncated=shape", "sampling.max_tokens=32")
+    for buffer, limit in ((0, 0), (33, 0), (17, 16)):
+        problem = refusal(
+            None, *shape, f"algorithm.overlong_buffer={buffer}", f"algorithm.overlong_length={limit}"
+        )
+        assert f"overlong_buffer: {buffer} has to be between 1 and {limit or 32}" in problem
+    load(None, *shape, "algorithm.overlong_buffer=32")

@@ -112,3 +112,21 @@ def test_report_carries_its_warning() -> None:
     assert report(reporter(), token_mult_prob_error=1.001).warnings == ()
     both = report(reporter(), token_mult_prob_error=1.3, warnings=("out of memory",)).warnings
     assert (both[0], len(both)) == ("out of memory", 2)
+
+
+def test_report_counts_groups_without_signal_where_they_are_filtered() -> None:
+    now = replace(
+        STATUS,
+        dropped_by_reason={"stale": 2, "no_signal": 3},
+        wasted_by_reason={"stale": 10, "no_signal": 70},
+    )
+    found = report(reporter(), status=now)
+    assert (found.filtered_groups, found.filtered_tokens, found.filtered_share) == (None, None, None)
+    settings = replace(Settings(), algorithm=AlgorithmConfig(filter_groups=True))
+    process = Process(Role.TRAINER, settings, MemoryLedger(), "trainer")  # type: ignore[arg-type]
+    filtering = StepReporter(process, "e1")
+    filtering.start(STATUS)
+    found = report(filtering, status=now)
+    assert (found.filtered_groups, found.filtered_tokens, found.filtered_share) == (3, 70, 1.0)
+    found = report(filtering, status=now)
+    assert (found.filtered_groups, found.filtered_tokens, found.filtered_share) == (0, 0, 0.0)

@@ -1,6 +1,7 @@
 """Tests planning a step and building its parts: cases by hand, arrays that are refused, and the bound."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -292,3 +293,60 @@ def test_a_batch_has_the_tokens_of_its_samples(made: list[SampleSpec]) -> None:
         assert tokens == [1, 2, 3, *sample.tokens]
         sampled = zip(sample.versions, sample.mask or [], strict=True)
         assert versions[3:] == [version if chosen else -1 for version, chosen in sampled]
+
+
+CUT = GroupSpec(
+    group=7,
+    samples=[
+        SampleSpec([5, 6, 7, 8], [3] * 4, reward=1.0, finish="length"),
+        SampleSpec([5, 6], [3, 3], reward=1.0),
+        SampleSpec([5, 6, 7], [2, 3, 3], reward=0.0),
+    ],
+)
+"""One of three samples ended at the limit of 4 tokens."""
+
+
+def truncated(how: str, **values: Any) -> StepPlan:
+    config = AlgorithmConfig(name="dr_grpo", truncated=how, **values)
+    return plan_step([(scored(CUT), 0)], step=3, algorithm=make_algorithm(config), max_tokens=4)
+
+
+def test_a_masked_sample_has_no_gradient_and_counts_for_the_others_of_its_group() -> None:
+    masked, trained = truncated("mask"), truncated("train")
+    assert masked.rewards.tolist() == [1.0, 1.0, 0.0]
+    torch.testing.assert_close(masked.advantages, torch.tensor([1 / 3, 1 / 3, -2 / 3]))
+    assert torch.equal(masked.weights, trained.weights)  # its tokens keep their share, which nobody gets
+    batch = whole(masked)
+    assert by_sample(batch, batch.loss_mask.int()) == [[0] * 6, [0, 0, 1, 1], [0, 0, 0, 1, 1]]
+    assert masked.trained_counts == {7: {3: 4}}
+    stats = masked.stats
+    assert (stats.trained_tokens, stats.masked_tokens, stats.truncated_tokens) == (4, 1, 4)
+    assert (stats.truncated_share, stats.shaped_reward_mean) == (pytest.approx(1 / 3), None)
+    assert (trained.stats.trained_tokens, trained.stats.truncated_tokens) == (8, None)
+    assert masked.digest != trained.digest
+
+
+def test_a_step_of_truncated_samples_alone_trains_nothing_if_they_are_masked() -> None:
+    spec = GroupSpec(samples=[SampleSpec([5], [0], finish="length")] * 2)
+    made = plan_step([(scored(spec), 1)], step=0, algorithm=make_algorithm(AlgorithmConfig(truncated="mask")))
+    assert (made.trained_counts, made.stats.trained_tokens, made.totals.trained_tokens) == ({0: {}}, 0, 0)
+
+
+def test_rewards_are_shaped_by_length_and_reported_apart() -> None:
+    """With a limit of 4 and a buffer of 2, lengths 4, 2, 3 are punished by 1, 0, 0.5 times the penalty."""
+    shaped = truncated("shape", overlong_buffer=2, overlong_penalty=0.4)
+    torch.testing.assert_close(shaped.rewards, torch.tensor([0.6, 1.0, -0.2]))
+    mean = 1.4 / 3
+    torch.testing.assert_close(shaped.advantages, torch.tensor([0.6 - mean, 1.0 - mean, -0.2 - mean]))
+    assert shaped.stats.reward_mean == pytest.approx(2 / 3)
+    assert shaped.stats.shaped_reward_mean == pytest.approx(mean)
+    assert shaped.stats.trained_tokens == truncated("train").stats.trained_tokens
+    longer = truncated("shape", overlong_buffer=2, overlong_penalty=0.4, overlong_length=6)
+    assert longer.rewards.tolist() == [1.0, 1.0, 0.0]
+
+
+def test_a_plan_is_as_before_where_truncated_samples_are_trained() -> None:
+    stopped = replace(CUT, samples=[replace(sample, finish="stop") for sample in CUT.samples])
+    plain = plan_step([(scored(stopped), 0)], step=3, algorithm=make_algorithm(AlgorithmConfig()))
+    cut = plan_step([(scored(CUT), 0)], step=3, algorithm=make_algorithm(AlgorithmConfig()), max_tokens=4)
+    assert plain.digest == cut.digest

@@ -1,0 +1,123 @@
+"""Writes the pass rates that a run observed into a data file, for a curriculum: `tether pass-rates`."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from protocol.errors import SettingsError
+from protocol.host.atomic_file import write_atomically
+from rollout.prompts.base import Prompt, PromptConfig, PromptSource
+from rollout.prompts.registry import make_source
+from rollout.prompts.rows import encoded_prompt
+from services.ledger.event_log.archiver import FILE
+from services.ledger.event_log.events import AcceptEvent, DropEvent, LedgerEvent
+from services.ledger.event_log.reader import read_events
+from services.settings.sections import Settings
+
+FIELD = "pass_rate"
+QUESTION_FIELDS = ("prompt", "question", "prompt_text", "rendered_prompt")
+"""Names for the question, of which the first is taken that no prompt has in its metadata."""
+Facts = dict[str, Any]
+
+
+def observed_rates(events: Iterable[LedgerEvent]) -> dict[int, float]:
+    """Return group -> mean reward of its samples, as scored last; groups without signal are among them."""
+    return {
+        event.group: event.reward
+        for event in events
+        if isinstance(event, AcceptEvent | DropEvent) and event.reward is not None
+    }
+
+
+def write_pass_rates(settings: Settings, path: Path) -> Facts:
+    """Write the prompts of a run with their last observed pass rates, one JSON object per line.
+
+    Prompts without an observation have no rate; of mixtures and prompts without end only observed ones are
+    written. Prompts that the run holds out come last.
+
+    Args:
+        settings: those of the run.
+        path: file to write; there must be none.
+
+    Returns:
+        `path`, `prompts`, `observed`, `mean` (of the observed rates), and `settings`: those of `[prompts]`
+        that read the file.
+
+    Raises:
+        SettingsError: nothing was observed, there is such a file, or it cannot be written.
+    """
+    if path.exists():
+        raise SettingsError(f"{path} exists; give another file, or delete it")
+    rates = observed_rates(read_events(settings.run_dir / FILE))
+    if not rates:
+        raise SettingsError(f"no group of {settings.run_dir} was scored yet, so no pass rate is known")
+    source = make_source(settings.prompts)
+    found: dict[bytes, tuple[Prompt, float | None]] = {
+        encoded_prompt(prompt): (prompt, None) for prompt in _one_pass(settings.prompts)
+    }
+    for group, rate in rates.items():
+        prompt = source.at(group)
+        found[encoded_prompt(prompt)] = (prompt, rate)
+    observed = [rate for _, rate in found.values() if rate is not None]
+    held_out = [] if settings.prompts.held_out_path else list(source.held_out())
+    question, rows = _rows([*found.values(), *((prompt, None) for prompt in held_out)])
+    try:
+        write_atomically(path, b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+    except OSError as error:
+        raise SettingsError(f"{path}: {error.strerror}") from None
+    return {
+        "path": str(path),
+        "prompts": len(found),
+        "observed": len(observed),
+        "mean": sum(observed) / len(observed),
+        "settings": {
+            "source": "jsonl",
+            "path": str(path.absolute()),
+            "prompt_field": question,
+            "answer_field": "answer" if all("answer" in row for row in rows) else "",
+            "held_out": len(held_out),
+        },
+    }
+
+
+def _one_pass(config: PromptConfig) -> Sequence[Prompt]:
+    """Return the prompts of one pass; none of a mixture, or of prompts that are generated without end."""
+    if config.mixture:
+        return ()
+    source: PromptSource = make_source(replace(config, passes=1))
+    return [source.at(index) for index in range(source.size or 0)]
+
+
+def _rows(prompts: Sequence[tuple[Prompt, float | None]]) -> tuple[str, list[Facts]]:
+    """Return the name of the field with the question, and the rows."""
+    taken = {name for prompt, _ in prompts for name in prompt.metadata}
+    free = [name for name in QUESTION_FIELDS if name not in taken]
+    if not free:
+        raise SettingsError(
+            f"rows have fields with all of the names {', '.join(QUESTION_FIELDS)}; rename one in the data"
+        )
+    return free[0], [_row(prompt, rate, free[0]) for prompt, rate in prompts]
+
+
+def _row(prompt: Prompt, rate: float | None, question: str) -> Facts:
+    messages = [{"role": role, "content": content} for role, content in prompt.messages]
+    row: Facts = {question: messages or prompt.text, **prompt.metadata}
+    return row if rate is None else {**row, FIELD: rate}
+
+
+def render_pass_rates(facts: Mapping[str, Any]) -> str:
+    """Return what was written, and the settings that read it, as text."""
+    settings = [
+        f"{name} = {msgspec.json.encode(value).decode()}" for name, value in facts["settings"].items()
+    ]
+    return "\n".join(
+        (
+            f"wrote {facts['path']}: {facts['prompts']} prompts, {facts['observed']} of them with a pass "
+            f"rate, {facts['mean']:.3f} on average; a new run reads it by",
+            "[prompts]",
+            *settings,
+        )
+    )
