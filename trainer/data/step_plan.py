@@ -24,7 +24,7 @@ from trainer.data.batch_digest import BatchDigest
 from trainer.data.batch_stats import BatchStats, StepTally, TrainedCounts, rewards_of
 from trainer.data.mini_batches import MiniBatches
 from trainer.data.samples import BatchSample, samples_of
-from trainer.functional.overlong import overlong_punishment
+from trainer.functional.advantages import overlong_punishment
 
 DTYPES = {
     "tokens": np.int32,

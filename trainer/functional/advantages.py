@@ -1,6 +1,6 @@
 """Computes advantages from the rewards of groups: samples of one prompt are each other's baseline.
 
-Computed in float64, returned as float32.
+Also what is subtracted from rewards before. Computed in float64, returned as float32.
 """
 
 import torch
@@ -54,6 +54,23 @@ def batch_normalised(advantages: FloatN, eps: float) -> FloatN:
     """
     centred = advantages.double() - advantages.double().mean()
     return (centred / (centred.square().mean().sqrt() + eps)).float()
+
+
+def overlong_punishment(lengths: IntN, limit: int, buffer: int) -> FloatN:
+    """Return DAPO's soft overlong punishment R_length of each sample, between -1 and 0.
+
+    0 up to limit - buffer tokens, then (limit - buffer - |y|) / buffer, and -1 from `limit` on. Yu et al.
+    2025 (arXiv 2503.14476), section 3.4, eq. 13, where `limit` is L_max and `buffer` L_cache.
+
+    Args:
+        lengths: int64 [N]: |y|, the tokens of each sample without its prompt.
+        limit: tokens.
+        buffer: tokens, at least 1.
+
+    Returns:
+        float32 [N].
+    """
+    return ((limit - buffer - lengths.double()) / buffer).clamp(-1.0, 0.0).float()
 
 
 def _centred(rewards: Tensor, group_index: Tensor) -> tuple[Tensor, Tensor]:

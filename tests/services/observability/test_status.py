@@ -210,3 +210,11 @@ def test_a_step_without_measurements_has_dashes_instead_of_numbers() -> None:
 )
 def test_durations_are_told_in_two_units(seconds: float, text: str) -> None:
     assert seconds_text(seconds) == text
+
+
+async def test_the_status_says_what_groups_without_signal_cost(driver: Driver) -> None:
+    lease = await driver.lease()
+    await driver.ledger.filter(lease.group, lease.token, 30, 1.0, 0)
+    status = await collect_status(driver.ledger)
+    assert (status["wasted_tokens"], status["wasted_by_reason"]) == (30, {"no_signal": 30})
+    assert "dropped: no_signal 1 (30 tokens)" in render_status(status)

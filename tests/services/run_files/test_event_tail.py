@@ -87,6 +87,7 @@ def test_long_log_is_read_from_its_end(run_dir: Path) -> None:
     state = tail.state()
     assert state["drops_since_event"] > 1000
     assert 0 < state["dropped_by_reason"]["stale"] < 5000
+    assert state["wasted_by_reason"] == state["dropped_by_reason"]
     shown = tail.sentences(0, TOPICS, 10_000)["events"]
     assert shown[0]["kind"] == "create"
     assert len(shown) == 1 + KEPT_SENTENCES
@@ -107,3 +108,10 @@ def test_damaged_lines_are_passed_over(tmp_path: Path) -> None:
         "Event new_kind.",
         "a serves version 4.",
     ]
+
+
+def test_a_filtered_group_has_a_sentence_of_its_own() -> None:
+    drop = {"event": "drop", "seq": 1, "time_ms": 1, "group": 5, "token": "t", "from": "leased"}
+    sentence = sentence_of({**drop, "reason": "no_signal", "detail": "", "wasted_tokens": 9, "reward": 1.0})
+    assert sentence is not None
+    assert sentence.text == "Group 5 was filtered: all its rewards were 1; 9 tokens wasted."
