@@ -1,6 +1,7 @@
 """Computes advantages from the rewards of groups: samples of one prompt are each other's baseline.
 
-Also what is subtracted from rewards before. Computed in float64, returned as float32.
+Also the punishment of long samples, which is added to rewards before. Computed in float64, returned as
+float32.
 """
 
 import torch
