@@ -132,32 +132,27 @@ def plan_step(
         decoupled: whether the objective is decoupled.
         mismatch_share: share of the groups whose mismatch of trainer and engine is measured, 0 to 1.
         mini_batches: how many there are; `seed` and the step decide which samples each has.
-        max_tokens: length of a sample, without its prompt, from which it is punished in full, if the
-            algorithm shapes rewards and gives no `overlong_length`.
+        max_tokens: limit of one generation, the default of `algorithm.overlong_length`.
 
     Raises:
-        ProtocolError: arrays contradict each other, hold numbers that are not finite, or tokens of a later
-            version; names group and field.
+        ProtocolError: a record is malformed, or has tokens of a later version; names group and field.
         BoundViolation: a token exceeds the bound and `mask_late` is off, or the masking missed it.
     """
     tally, digest = StepTally(step), BatchDigest()
     checked = "loss_mask" if mask_late else "sampled_mask"
-    mask_truncated = algorithm.config.truncated == "mask"
-    if not (samples := list(_counted(groups, tally, digest, checked, mask_truncated))):
+    if not (samples := list(_counted(groups, tally, digest, checked, algorithm.config))):
         raise ProtocolError(f"step {step}: the batch has no samples")
     divided = MiniBatches.of(tally, mini_batches, seed)
-    rewards = _shaped(rewards_of(samples), samples, algorithm.config, max_tokens)
-    by_sample, counts = _scores(samples, rewards, tally, algorithm, divided), tally.trained_counts()
-    measured = torch.tensor([is_measured(group, mismatch_share) for group in counts])
+    by_sample, counts = _scores(samples, tally, algorithm, divided, max_tokens), tally.trained_counts()
     return StepPlan(
         step=step,
         temperature=temperature,
         decoupled=decoupled,
         samples=samples,
         totals=tally.totals(),
-        measured=measured[by_sample["group_index"]],
+        measured=_measured(counts, mismatch_share)[by_sample["group_index"]],
         trained_counts=counts,
-        stats=tally.stats(samples, algorithm.config.truncated, rewards),
+        stats=tally.stats(samples, algorithm.config.truncated, by_sample["rewards"]),
         digest=digest.finish({"step": step, "temperature": temperature}, by_sample),
         mini_batches=divided,
         experts_shape=_experts_shape(samples),
@@ -170,12 +165,13 @@ def _counted(
     tally: StepTally,
     digest: BatchDigest,
     checked: str,
-    mask_truncated: bool,
+    config: AlgorithmConfig,
 ) -> Iterator[BatchSample]:
     """Yield the samples of groups, counted and digested; tokens under the mask `checked` are in the bound."""
+    mask = config.truncated == "mask"
     for index, (scored, max_staleness) in enumerate(groups):
         tally.open_group(scored.rollout.group, scored.rollout.generate_s)
-        for sample in samples_of(scored, index, max_staleness, tally.step, mask_truncated=mask_truncated):
+        for sample in samples_of(scored, index, max_staleness, tally.step, mask_truncated=mask):
             arrays = sample.token_arrays(tally.step)
             check_bound(sample, arrays[checked], tally.step)
             tally.add(sample, arrays)
@@ -185,12 +181,13 @@ def _counted(
 
 def _scores(
     samples: Sequence[BatchSample],
-    rewards: torch.Tensor,
     tally: StepTally,
     algorithm: Algorithm,
     divided: MiniBatches,
+    max_tokens: int,
 ) -> dict[str, torch.Tensor]:
     """Return the arrays [N] of a plan by their names, but for the choice of what is measured."""
+    rewards = _shaped(rewards_of(samples), samples, algorithm.config, max_tokens)
     group_index = torch.tensor([sample.row for sample in samples])
     return {
         "lengths": torch.tensor([len(sample) for sample in samples]),
@@ -256,6 +253,10 @@ def check_bound(sample: BatchSample, mask: NDArray[np.bool_], step: int) -> None
                 f"{step}, over the bound of {sample.max_staleness}"
             )
         first = end
+
+
+def _measured(groups: Iterable[int], share: float) -> torch.Tensor:
+    return torch.tensor([is_measured(group, share) for group in groups])
 
 
 def is_measured(group: int, share: float) -> bool:
