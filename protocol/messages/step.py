@@ -63,7 +63,8 @@ class StepReport(Message, tag="step_report", frozen=True, kw_only=True):
     """Share of trained tokens at which the loss clipped its ratio, 0 to 1."""
     ratio_mean: float | None = None
     """Mean of the loss's ratio pi / pi_old over trained tokens. With `trainer.recompute_logprobs` pi_old is
-    pi itself, so this is 1 and `clip_fraction` 0 but for rounding; `importance_mean` and
+    the policy at the start of the step, so in a step of one update this is 1 and `clip_fraction` 0 but for
+    rounding; `importance_mean` and
     `behaviour_clip_fraction` always compare with the engine."""
     logprob_error_max: float | None = None
     """Largest |trainer log-probability - engine log-probability| over trained tokens of lag 0, nats."""

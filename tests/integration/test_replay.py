@@ -26,10 +26,11 @@ STEPS = 12
 
 @pytest.fixture(scope="module")
 async def over(tmp_path_factory: pytest.TempPathFactory) -> Settings:
-    """A dry run with stragglers: some steps are archived, the last ones are still in the spool."""
+    """A dry run with stragglers and several updates a step: some steps are archived, others in the spool."""
     settings = settings_for(
         tmp_path_factory.mktemp("replay") / "run", "stragglers.toml", f"run.steps={STEPS}",
         "trainer.checkpoint_every=4", "trainer.step_s=0", "engine.seconds_per_token=0.001",
+        "trainer.epochs_per_batch=2", "trainer.num_mini_batches=2",
     )  # fmt: skip
     run = await run_to_end(settings)
     assert (run.status.version, run.audit.violations) == (STEPS, [])

@@ -91,7 +91,8 @@ class PlainLoop:
         logprobs, entropy = (torch.cat(values) for values in zip(*found, strict=True))
         return logprobs, entropy
 
-    def step(self, made: TrainCommand) -> None:
+    def step(self, made: TrainCommand) -> dict[str, float]:
+        """Make the updates of a step; returns what it should report."""
         config = self.config
         plan = plan_command(made, make_algorithm(config))
         batch = whole(plan)
@@ -103,6 +104,7 @@ class PlainLoop:
             trust = naive.trusted(
                 dataclasses.replace(batch, start_logprobs=start), config.second_moment_threshold
             )
+        losses, scales = [], []
         seen, tokens, bonus = 0.0, 0, self.bonus if self.below else 0.0
         for number in plan.mini_batches.order(made.epochs):
             chosen = plan.mini_batches.of_sample == number
@@ -125,9 +127,10 @@ class PlainLoop:
             loss.backward()
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), OPTIMIZER.clip_grad)
             self.updates += 1
+            losses.append(loss.item())
+            scales.append(self.share(part, logprobs.detach()))
             for group in self.optimizer.param_groups:
-                group["lr"] = OPTIMIZER.lr * min(1.0, self.updates / OPTIMIZER.lr_warmup_steps)
-                group["lr"] *= self.share(part, logprobs.detach())
+                group["lr"] = OPTIMIZER.lr * min(1.0, self.updates / OPTIMIZER.lr_warmup_steps) * scales[-1]
             self.optimizer.step()
             seen += float(entropy[part.loss_mask].detach().sum())
             tokens += int(part.loss_mask.sum())
@@ -136,6 +139,15 @@ class PlainLoop:
             change = config.entropy_coef_delta if below else -config.entropy_coef_delta
             self.bonus = min(max(self.bonus + change, 0.0), config.entropy_coef_max)
             self.below = below
+        report = {"loss": sum(losses) / len(losses), "entropy": seen / tokens}
+        report["trained_tokens"] = int(batch.loss_mask.sum())
+        if trust is not None:
+            report["importance_rejected"] = 1 - len(trust) / report["trained_tokens"]
+        if config.ess_scaling:
+            report["lr_scale"] = sum(scales) / len(scales)
+        if config.entropy_target:
+            report["entropy_coef"] = bonus
+        return report
 
     def share(self, part: Batch, logprobs: torch.Tensor) -> float:
         """The root of the effective sample size as a share of the samples."""

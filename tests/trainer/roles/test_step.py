@@ -27,24 +27,19 @@ def assert_close(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.T
         torch.testing.assert_close(found[name], tensor, atol=2e-5, rtol=1e-4, msg=name)
 
 
-def plain(model_dir: Path, recipe: str) -> dict[str, torch.Tensor]:
-    loop = PlainLoop(model_dir, recipe)
-    for step in range(STEPS):
-        loop.step(command(recipe, step))
-    return loop.weights()
-
-
 @pytest.mark.parametrize("backend", ["reference", "megatron"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_updates_equal_a_plain_loop(model_dir: Path, recipe: str, backend: str) -> None:
     leader = LeaderRank(models(model_dir, recipe, backend), make_algorithm(RECIPES[recipe]))
     before = {name: tensor.clone() for name, tensor in leader.export()}
+    loop = PlainLoop(model_dir, recipe)
     for step in range(STEPS):
-        stats = leader.train(command(recipe, step))[1]
+        stats, wanted = leader.train(command(recipe, step))[1], loop.step(command(recipe, step))
         assert (stats.updates, stats.updates_skipped, stats.skipped) == (6, 0, "")
+        assert {name: getattr(stats, name) for name in wanted} == pytest.approx(wanted, rel=1e-3, abs=1e-5)
     found = {name: tensor.clone() for name, tensor in leader.export()}
     leader.close()
-    assert_close(found, plain(model_dir, recipe))
+    assert_close(found, loop.weights())
     assert any((found[name] - tensor).abs().max() > 1e-3 for name, tensor in before.items())
 
 
