@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from protocol.errors import SettingsError
 from protocol.messages import Mismatch, WeightPiece
 from protocol.weights.lora import NO_ADAPTERS, AdapterTarget, LoraConfig
-from trainer.backends.early_export import EarlyExport, Tensors
+from trainer.weights.early_export import EarlyExport, Tensors
 
 if TYPE_CHECKING:  # the registry, which every reader of settings imports, must not import torch
     import torch

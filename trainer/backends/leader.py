@@ -9,7 +9,6 @@ import torch
 from protocol.messages import WeightDraft, WeightManifest
 from trainer.algorithms.base import Algorithm
 from trainer.backends.base import Backend, StepStats
-from trainer.backends.early_export import Tensors
 from trainer.backends.follow import offload_and_wait
 from trainer.backends.rank_commands import (
     DraftCommand,
@@ -33,6 +32,7 @@ from trainer.data.step_plan import StepPlan
 from trainer.lora import as_published
 from trainer.roles.models import RankModels
 from trainer.storage.host_state import HostCopies
+from trainer.weights.early_export import Tensors
 from trainer.weights.parts.publish import draft_parts, publish_parts
 from trainer.weights.parts.sender import PartSender
 

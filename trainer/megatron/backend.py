@@ -16,7 +16,6 @@ from protocol.errors import SettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig, adapter_targets
 from trainer.algorithms.base import Algorithm
 from trainer.backends.base import Backend, Publication, StepStats
-from trainer.backends.early_export import EarlyExport, Tensors
 from trainer.backends.engine_attach import check_buffers, check_parameters, take_parameters
 from trainer.backends.host_offload import HostOffload
 from trainer.backends.step_measures import StepMeasures
@@ -53,6 +52,7 @@ from trainer.megatron.optimizer import Optimizer, is_distributed, wrap_model
 from trainer.megatron.reshard import export_plan, plan_of, stage_rules
 from trainer.megatron.sharing import buffers_of, parts_of
 from trainer.storage.host_state import HostCopies, HostState
+from trainer.weights.early_export import EarlyExport, Tensors
 
 
 class MegatronBackend(Backend):

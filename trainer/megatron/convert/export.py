@@ -7,11 +7,11 @@ import torch.distributed as dist
 
 from protocol.messages import WeightPiece
 from trainer.backends.base import Publication
-from trainer.backends.early_export import EarlyExport
 from trainer.megatron.convert.pieces import published_pieces
 from trainer.megatron.layout import Layout
 from trainer.megatron.parallel import Position
 from trainer.megatron.reshard import Piece, TensorPlan, stretch
+from trainer.weights.early_export import EarlyExport
 
 
 class Exporter:
