@@ -71,8 +71,7 @@ class LeaderRank:
             begin: may be called with the tensors of the new version, as `Backend.export_ahead` says; None: it
                 is exported after the step.
         """
-        with self.backend.export_ahead(begin).step():
-            return run_step_on_all_ranks(self._models, self._algorithm, command)
+        return run_step_on_all_ranks(self._models, self._algorithm, command, begin)
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Return the tensors to publish, adapters scaled. Must be exhausted before the next call."""

@@ -5,7 +5,6 @@ import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
 # isort: split
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -224,9 +223,9 @@ class MegatronBackend(Backend):
         for name, tensor in self._exporter.gathered(self._plan):
             yield name, merged(targets[name], tensor, adapter, self.lora) if name in targets else tensor
 
-    def export_ahead(self, begin: Callable[[Tensors], None] | None) -> EarlyExport:
-        asked = None if self._places.ranks > 1 or self.lora.rank else begin
-        self._optimizer.early = EarlyExport(asked, partial(self._exporter.when_final, self._published))
+    def export_ahead(self, begin: Callable[[Tensors], None] | None, updates: int) -> EarlyExport:
+        begin = None if self.lora.rank else begin  # adapters are small
+        self._optimizer.early = self._exporter.ahead(self._published, begin, updates)
         return self._optimizer.early
 
     @property
